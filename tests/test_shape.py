@@ -16,28 +16,28 @@ from firsttoken_studies.registry import EXPERIMENTS
 
 BUDGETS = {  # of each room at most: lines, modules that stand on each other, percent of its lines that import
     "firsttoken": (865, 4, 9),  # the options of prefixes
-    "firsttoken.assets": (3225, 7, 11),  # npm brings what a browser runs; shapes of models; downloads by name
-    "firsttoken.cps": (825, 3, 11.5),  # costs that were measured here, and kept
+    "firsttoken.assets": (3300, 7, 11),  # npm brings what a browser runs; shapes of models; downloads by name
+    "firsttoken.cps": (840, 3, 11.5),  # costs that were measured here, and kept; one replica measures at a time
     "firsttoken.droidspeak": (3630, 10, 9),  # prefixes that are kept, found and served to other replicas
     "firsttoken.engine": (8260, 17, 8.5),  # layers with adapters in kernels, 360 lines; mixtures and several GPUs, 245
     "firsttoken.lean": (620, 4, 7.6),
     "firsttoken.link": (430, 2, 7),
     "firsttoken.petals": (6030, 8, 9.7),
-    "firsttoken.progressiveserve": (4725, 8, 10.5),  # stages fused with their adapters
-    "firsttoken.sarathi": (505, 2, 12.5),  # a card with a model on it; lengths fitted to what a paper states
-    "firsttoken.service": (3365, 8, 10.5),  # variants of a model; commands for prefixes
+    "firsttoken.progressiveserve": (4755, 8, 10.5),  # stages fused with their adapters; variants of the last one, 30
+    "firsttoken.sarathi": (510, 2, 12.5),  # a card with a model on it; lengths fitted to what a paper states
+    "firsttoken.service": (3505, 8, 10.5),  # variants, 60 lines; pairs of options, 30; clusters that are left, 45
     "firsttoken.study": (6660, 8, 9.5),  # rows that open a report; claims that only a GPU answers
     "firsttoken_extras": (100, 1, 15),
     "firsttoken_extras.bitplanes": (1360, 6, 10),
     "firsttoken_extras.layer_borrowing": (580, 3, 12),  # another model's cache at a replica that borrows
     "firsttoken_extras.min_move_rebalancing": (95, 1, 8.5),
     "firsttoken_extras.vllm_cross_point": (345, 3, 12.5),
-    "firsttoken_extras.worker": (865, 3, 13),
+    "firsttoken_extras.worker": (945, 3, 13.5),  # stored prefixes in a worker, 40 lines, and variants, 40
     "firsttoken_studies": (1972, 4, 9),
-    "firsttoken_studies.combined": (3215, 4, 13.5),  # an H200; all five at once
+    "firsttoken_studies.combined": (3215, 4, 13.5),  # the other reports on GPUs, cold starts; an H200; all five at once
     "firsttoken_studies.cps": (1960, 4, 10.5),
     "firsttoken_studies.droidspeak": (4415, 7, 10),  # chosen groups from the record
-    "firsttoken_studies.engine": (820, 1, 11),  # the floor, and steps beside it
+    "firsttoken_studies.engine": (1000, 1, 12.5),  # the floor, and steps beside it; fine-tunes at once
     "firsttoken_studies.petals": (3485, 4, 10),
     "firsttoken_studies.progressiveserve": (4390, 5, 11.5),  # the whole first answer
     "firsttoken_studies.site": (860, 4, 15),  # a page on which a scheduler is written, and recorded runs as dots

@@ -232,7 +232,10 @@ def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
         " (default: the costs of the profile)"
     )
     added.add_argument("--hardware", metavar="NAME", help=cards)
-    model = "the model on it: a name such as yi-34b, or the path of a config.json (default: llama-3.1-8b)"
+    model = (
+        "the model on it: a name such as yi-34b or qwen3-235b-a22b, or the path of a config.json, dense or a mixture of"
+        " experts (default: llama-3.1-8b)"
+    )
     added.add_argument("--model", metavar="MODEL", help=model)
     gpus = "over how many of these cards the model is split, in tensor parallel (default: 1)"
     added.add_argument("--gpus", type=option_values.whole(1, 8), default=1, metavar="N", help=gpus)

@@ -117,6 +117,13 @@ _ALL = (
     _study("environment", "What the engine runs on", "20", "cps.environment:environment", "environment_summary"),
     _study("throughput", "The engine beside others", "20", "engine.throughput:throughput", "throughput_summary"),
     _study(
+        "variants_at_once",
+        "Fine-tunes in one engine",
+        "20",
+        "engine.variants_at_once:variants_at_once",
+        "variants_summary",
+    ),
+    _study(
         "recovery_latency",
         "Swap or recompute",
         "21",
@@ -137,13 +144,7 @@ _ALL = (
         "cps.policy_comparison:crosspoint_live",
         "live_summary",
     ),
-    _study(
-        "victims",
-        "Who is preempted, beside how",
-        "24",
-        "cps.victims:victims",
-        "victims_summary",
-    ),
+    _study("victims", "Who is preempted, beside how", "24", "cps.victims:victims", "victims_summary"),
     _study(
         "victims_live",
         "Who is preempted, live",

@@ -13,7 +13,9 @@ from services import free_port, write_plain
 from swarms import Here
 
 from firsttoken.__main__ import main
+from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.petals.checkpoint_blocks import write_8_bits
+from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.service.launch import running
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study.errors import StageError, SwarmError
@@ -105,14 +107,11 @@ def test_a_swarm_that_cannot_serve_is_said_in_one_line(plain, here, capsys):
         running(ServiceConfig(plain, port=free_port(), swarm=(door,))),
     ):
         pass
-    for wrong in ({"replicas": 2}, {"preemption": "swap"}, {"gbit_per_s": 1.0}):
-        with pytest.raises(StageError, match="with --swarm leave --replicas"):
+    for wrong in ({"preemption": "swap"}, {"share_prefixes": True}, {"device": "cuda"}):
+        with pytest.raises(StageError, match="--swarm does not go with --"):
             ServiceConfig(plain, swarm=(door,), **wrong)
-    with (
-        pytest.raises(SwarmError, match="cannot share prefixes"),
-        running(ServiceConfig(plain, port=free_port(), swarm=(door,), share_prefixes=True)),
-    ):
-        pass
+    with pytest.raises(SwarmError, match="cannot share prefixes"):
+        RemoteModel(plain, (door,), config=EngineConfig(share_prefixes=True))
 
 
 def test_a_service_over_servers_of_8_bits(plain, imported, tmp_path):

@@ -10,6 +10,7 @@ import torch
 
 from firsttoken.engine.costs.operator_tables import OperatorTables
 from firsttoken.study.errors import FirstTokenError, ProfileError
+from firsttoken_studies import ledger
 from firsttoken_studies.combined import on_a_gpu as shown
 from firsttoken_studies.sarathi import operators_here as study
 
@@ -65,9 +66,10 @@ def test_the_summary_says_how_far_the_published_times_are():
 
 
 def test_the_record_of_a_gpu_is_shown_beside_the_processor(monkeypatch):
-    lines = shown.beside_rows()
+    lines = shown.beside_rows(ledger.claims())
     assert all(line[shown.RECORDED_ON] != "not measured" for line in lines)
     assert not any("yours" in line for line in lines)
+    assert [line["report"] for line in lines if "257" in line["what"]] == ["1.32 x"], "as the ledger has it"
     recorded, now = shown.on_a_gpu("operators_here")
     assert recorded is now
     assert np.isfinite(recorded.duration_s)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import socket
 import sys
+import time
 import types
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 
-from firsttoken.service import cluster, served_model
-from firsttoken.service.launch import running
+from firsttoken.service import cluster, launch, served_model
+from firsttoken.service.launch import running, serve_forever
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study.errors import FirstTokenError, ModelError, StageError
 
@@ -53,6 +57,25 @@ def test_the_engine_is_told_its_budget(plain, monkeypatch):
     assert [engine.token_budget for engine in told] == [512, 96]
 
 
+@pytest.mark.skipif(os.name == "nt", reason="no signals of POSIX")
+def test_an_interrupt_that_a_start_swallows_ends_the_service_all_the_same(plain, monkeypatch, capsys, request):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it runs behind ignore SIGINT
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+
+    @contextmanager
+    def swallowing(config, broken):
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        yield "http://127.0.0.1:1"
+
+    monkeypatch.setattr(launch, "running", swallowing)
+    serve_forever(ServiceConfig(plain))
+    assert capsys.readouterr().out.endswith("shutting down\n")
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+
+
 def test_the_model_is_called_after_its_folder(tiny):
     assert ServiceConfig(tiny).model == ServiceConfig(tiny / "1-A" / "..").model == "tiny"
 
@@ -79,7 +102,7 @@ def test_a_port_that_is_taken(tiny, taken):
     assert f"127.0.0.1:{taken}" in str(refusal(ServiceConfig(tiny, port=taken)))
 
 
-def test_a_store_of_prefixes_that_is_none(plain, tiny, tmp_path, port):
+def test_a_store_of_prefixes_that_is_none(plain, tmp_path, port):
     (tmp_path / "file").touch()
     for absent in (tmp_path / "absent", tmp_path / "file"):
         error = refusal(ServiceConfig(plain, prefix_store=absent, port=port))

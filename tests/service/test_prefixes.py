@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
-from services import TIMEOUT_S, serving, until
+from services import TIMEOUT_S, serving, until, workers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from firsttoken.assets.checkpoint import combined_sha256, weight_files
@@ -44,9 +47,9 @@ def keep(model: Path, folder: Path, change: Change) -> None:
     KVStore(folder, memory_bytes=0, disk_bytes=1 << 30).store(CONTEXT, identity, cache)
 
 
-def answered(model: Path, store: Path | None) -> tuple[str, int]:
+def answered(model: Path, store: Path | None, **settings: Any) -> tuple[str, int]:
     """What is said to PROMPT, and how many requests began with a stored prefix."""
-    with serving(model, prefix_store=store) as url:
+    with serving(model, prefix_store=store, **settings) as url:
         if store is not None:
             until(lambda: "stored prefixes" in httpx.get(f"{url}/stage").text, "the store is open")
         body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 0}
@@ -62,12 +65,29 @@ def alone(plain) -> str:
     return text
 
 
-def test_a_stored_prefix_is_not_computed_again(plain, tmp_path, alone) -> None:
+@pytest.mark.parametrize("worker", [False, True], ids=["here", "in a worker"])
+def test_a_stored_prefix_is_not_computed_again(plain, tmp_path, alone, worker: bool) -> None:
     keep(plain, tmp_path / "right", as_it_is)
-    assert answered(plain, tmp_path / "right") == (alone, 1)
+    assert answered(plain, tmp_path / "right", worker=worker) == (alone, 1)
     keep(plain, tmp_path / "wrong", empty)
-    text, restored = answered(plain, tmp_path / "wrong")
+    text, restored = answered(plain, tmp_path / "wrong", worker=worker)
     assert restored == 1 and text != alone, "else what is stored was not used"
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="finds the worker by /proc")
+def test_a_worker_that_is_lost_is_given_it_again(plain, tmp_path, alone) -> None:
+    keep(plain, tmp_path / "right", as_it_is)
+    with serving(plain, prefix_store=tmp_path / "right", worker=True) as url:
+        until(lambda: "stored prefixes" in httpx.get(f"{url}/stage").text, "the store is open")
+        body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 0}
+        for asked in range(1, 4):
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S).json()["choices"][0]
+            status = httpx.get(f"{url}/stage").json()
+            assert answer["logprobs"]["tokens"] == alone
+            assert (status["restored"], status["workers_lost"]) == (asked, asked - 1)
+            (worker,) = workers()
+            os.kill(worker, signal.SIGKILL)
+    until(lambda: not workers(), "no worker is left")
 
 
 def test_what_does_not_fit_is_computed(plain, tmp_path, alone) -> None:

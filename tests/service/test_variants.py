@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import httpx
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from services import TIMEOUT_S, free_port, serving, tiny_model, until
+from services import TIMEOUT_S, free_port, serving, tiny_model, until, workers
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -203,9 +205,10 @@ def completion(url: str, model: str | None, prompt: list[int]) -> dict[str, Any]
     return response.json()
 
 
-def test_a_service_has_each_variant_under_its_name(plain, plain_adapters) -> None:
+@pytest.mark.parametrize("worker", [False, True], ids=["here", "in a worker"])
+def test_a_service_has_each_variant_under_its_name(plain, plain_adapters, worker: bool) -> None:
     model = tiny_model()
-    with serving(plain, variants=tuple(plain_adapters.items())) as url:
+    with serving(plain, variants=tuple(plain_adapters.items()), worker=worker) as url:
         listed = [entry["id"] for entry in httpx.get(f"{url}/v1/models").json()["data"]]
         assert listed == ["plain", "qa", "chat"]
         assert httpx.get(f"{url}/v1/models/chat").json()["id"] == "chat"
@@ -230,6 +233,17 @@ def test_a_service_has_each_variant_under_its_name(plain, plain_adapters) -> Non
         assert texts[name] == {tiny_tokenizer().decode(ids)}
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="finds the worker by /proc")
+def test_a_worker_that_is_lost_is_given_its_variants_again(plain, plain_adapters) -> None:
+    names, prompt = (None, "qa", "chat"), [10, 20, 30, 40]
+    with serving(plain, variants=tuple(plain_adapters.items()), worker=True) as url:
+        before = [completion(url, name, prompt)["choices"] for name in names]
+        (worker,) = workers()
+        os.kill(worker, signal.SIGKILL)
+        assert [completion(url, name, prompt)["choices"] for name in names] == before
+        assert httpx.get(f"{url}/stage").json()["workers_lost"] == 1
+
+
 @pytest.mark.parametrize(
     ("names", "more", "message"),
     [
@@ -237,12 +251,7 @@ def test_a_service_has_each_variant_under_its_name(plain, plain_adapters) -> Non
         (("plain",), {}, "two models would be called 'plain'"),
         (("a b",), {}, "'a b' is no name; take up to 64 letters, digits, dots, dashes"),
         (("x" * 65,), {}, "is no name"),
-        (
-            ("qa",),
-            {"worker": True},
-            "--variant needs a model that this process computes; leave --worker and --swarm",
-        ),
-        (("qa",), {"swarm": ("127.0.0.1:1",)}, "leave --worker and --swarm out"),
+        (("qa",), {"swarm": ("127.0.0.1:1",)}, "--swarm does not go with --variant: its servers compute"),
     ],
 )
 def test_what_cannot_be_served_is_refused(plain, names, more, message: str) -> None:
@@ -251,11 +260,19 @@ def test_what_cannot_be_served_is_refused(plain, names, more, message: str) -> N
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_a_model_that_comes_in_stages_has_no_variants(tiny, plain_adapters) -> None:
-    from firsttoken.service.served_model import check_model
-
-    with pytest.raises(StageError, match="comes in stages, and --variant is for whole ones; leave it out"):
-        check_model(ServiceConfig(tiny, variants=tuple(plain_adapters.items())))
+def test_the_last_stage_of_a_model_has_its_variants(tiny, plain, plain_adapters) -> None:
+    """Each answers as on the same model that is whole; until that is here, whoever asks for one is told so."""
+    prompt, variants = [10, 20, 30, 40], tuple(plain_adapters.items())
+    with serving(plain, variants=variants) as url:
+        right = [completion(url, name, prompt)["choices"][0]["text"] for name in ("qa", "chat")]
+    with running(ServiceConfig(tiny, port=free_port(), variants=variants, gbit_per_s=0.02)) as url:
+        early = httpx.post(f"{url}/v1/completions", json={"model": "qa", "prompt": prompt}, timeout=TIMEOUT_S)
+        assert early.status_code == 429 and "qa answers once the whole model is here" in early.text
+        until(lambda: httpx.get(f"{url}/stage").json()["state"] == "complete", "all stages are here")
+        for _ in range(3):  # also while layers are fused
+            with ThreadPoolExecutor(2) as clients:
+                asked = clients.map(lambda name: completion(url, name, prompt), ("qa", "chat"))
+                assert [answer["choices"][0]["text"] for answer in asked] == right
 
 
 def of_another_base(folder: Path) -> None:
@@ -306,9 +323,27 @@ def test_an_adapter_of_another_shape_is_told(base, tmp_path) -> None:
     executor.close()
 
 
-def test_a_service_whose_variant_cannot_be_read_says_why_and_ends(plain, tmp_path) -> None:
+def test_a_model_in_stages_says_at_once_that_an_adapter_does_not_fit(tiny, base, tmp_path) -> None:
+    config = ServiceConfig(tiny, port=free_port(), variants=(("qa", written(tuned(base, 1), tmp_path / "qa")),))
+    with running(config) as url:
+        until(lambda: httpx.get(f"{url}/stage").json()["state"] == "failed", "it gives up")
+        assert "does not fit this model's layers" in httpx.get(f"{url}/stage").json()["error"]
+
+
+def test_a_worker_hosts_no_adapter_that_is_not_there_or_of_another_base(plain, tmp_path) -> None:
+    folder = written(tuned(tiny_model(), 1), tmp_path / "qa")
+    of_another_base(folder)
+    for place, message in ((tmp_path / "nowhere", "--variant qa"), (folder, "was trained on the base 5e125e125e12")):
+        config = ServiceConfig(plain, port=free_port(), variants=(("qa", place),), worker=True)
+        with pytest.raises(StageError, match=message), running(config):
+            pass
+
+
+@pytest.mark.parametrize("folder", ["plain", "tiny"], ids=["whole", "in stages"])
+def test_a_service_whose_variant_cannot_be_read_says_why_and_ends(folder, request, tmp_path) -> None:
     told: list[FirstTokenError] = []
-    config = ServiceConfig(plain, port=free_port(), variants=(("qa", tmp_path / "nowhere"),))
+    model = request.getfixturevalue(folder)
+    config = ServiceConfig(model, port=free_port(), variants=(("qa", tmp_path / "nowhere"),))
     with pytest.raises(FirstTokenError) as raised, running(config) as url:
         until(lambda: httpx.get(f"{url}/stage").json()["state"] == "failed", "it gives up")
         told.append(FirstTokenError(httpx.get(f"{url}/stage").json()["error"]))

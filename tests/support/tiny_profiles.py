@@ -60,6 +60,7 @@ SMALL = {
     "changing_load": {"rate": 1.0, "phase_s": 2.0},
     "batch_cost": {"prompt": 16, "pieces": [4, 8], "tile": 6, "contexts": [4]},
     "eight_bits": {"batches": [1, 2], "context": 4},
+    "variants": {"requests": 4},
     "chains": {"forwards": [1, 2], "forward_tokens": 4, "disk_repeats": 1, "clients": 8, "block_hidden": 128},
     "churn": {"servers": 12, "depth": 12, "events": 2},
     "one_engine": {"sessions": 2, "session_tokens": 32, "session_new_tokens": 40, "beside_tokens": 100, "sharing": 2}
@@ -147,7 +148,7 @@ def tiny_profile(name: str, folder: Path) -> Profile:
     overrides: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1}
     for section, entries in sections.items():
         overrides |= {f"{section}.{key}": scaled(section, key, value) for key, value in entries.items()}
-    for key in ("served.adapters", "reuse.adapters"):
+    for key in ("served.adapters", "reuse.adapters", "variants.adapters"):
         section, _, entry = key.partition(".")
         overrides[key] = str(folder / "adapters" / sections[section][entry])
     live = sections["live_policies"]  # a pool of 8 blocks, lengths in proportion: requests must outgrow a block

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from firsttoken.assets.model_config import CONFIG, read_config
+from firsttoken.assets.model_config import CONFIG, ModelConfig, read_config
 from firsttoken.study import paths
 from firsttoken.study.errors import ModelError
 
@@ -53,13 +54,26 @@ def dense_shape(model: str) -> DenseShape:
     """
     if model in SHAPES:
         return SHAPES[model]
-    path = paths.expanded(model)
-    folder = Path(path).parent if Path(path).name == CONFIG else Path(path)
-    if not folder.is_dir():
-        raise ModelError(f"no shape is called {model!r}, and no such folder is there; known: {', '.join(SHAPES)}")
-    config = read_config(folder)
+    folder, config = config_of(model, SHAPES)
     if config.experts:
         raise ModelError(f"{folder / CONFIG} is of a mixture of experts; give a dense model")
+    return dense_of(config)
+
+
+def config_of(model: str, known: Iterable[str]) -> tuple[Path, ModelConfig]:
+    """The folder that ``model`` is a path of, or of whose config.json, and that file; ``known`` are for the message.
+
+    Raises ModelError where there is no such folder, and as ``read_config``.
+    """
+    path = Path(paths.expanded(model))
+    folder = path.parent if path.name == CONFIG else path
+    if not folder.is_dir():
+        raise ModelError(f"no shape is called {model!r}, and no such folder is there; known: {', '.join(known)}")
+    return folder, read_config(folder)
+
+
+def dense_of(config: ModelConfig) -> DenseShape:
+    """The shape that ``config`` states, its MLP as wide as ``intermediate_size`` says."""
     heads = config.num_attention_heads
     return DenseShape(
         config.num_hidden_layers,

@@ -46,6 +46,12 @@ class ModelConfig:
     mlp_bias: bool | None = None
     num_experts: Any = None
     num_local_experts: Any = None
+    num_experts_per_tok: Any = None
+    moe_intermediate_size: Any = None
+    n_shared_experts: Any = None
+    shared_expert_intermediate_size: Any = None
+    first_k_dense_replace: Any = None
+    mlp_only_layers: Any = None
     quantization_config: Any = None
     transformers_weights: Any = None
 

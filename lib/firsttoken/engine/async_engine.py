@@ -130,7 +130,7 @@ class AsyncEngine:
     Only that thread touches the engine. What others ask for is done between two steps, so a submission waits for one.
     ``failed`` turns what a step raises into what open clients are told; it may wait. ``sources``, once set, says what
     is stored of how a prompt to a variant begins; only the engine's thread asks it. ``versions`` are variants of the
-    model by name.
+    model by name, as far as they serve already.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class AsyncEngine:
         self._engine = engine
         self._most = most
         self._failed = failed
-        self._versions = versions
+        self.versions = versions
         self._streams: dict[int, Stream] = {}
         self._wishes: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
         self._closed = False
@@ -248,10 +248,12 @@ class AsyncEngine:
     ) -> None:
         if len(self._streams) >= self._most:
             raise BusyError(f"{self._most} requests are open; ask again later")
+        if variant and variant not in self.versions:
+            raise BusyError(f"{variant} answers once the whole model is here; ask again later")
         # chances of a prompt are of tokens that are computed
         asks = self.sources is not None and not sampling.prompt_logprobs
         source = self.sources(prompt, variant) if asks else None
-        version = self._versions[variant] if variant else None
+        version = self.versions[variant] if variant else None
         stream.request = self._engine.submit(prompt, sampling, moves=moves, source=source, version=version)
         self._streams[stream.request.number] = stream
 

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from firsttoken.engine.request import KVSource
 
 Asked = tuple[Sequence[int], Sampling, bool, str]  # as AsyncEngine.add has them
+Versions = Mapping[str, "ModelVersion"]  # variants of a model by name
+NONE: Versions = MappingProxyType({})
 T = TypeVar("T")
 
 LONGEST_PAUSE_S = 60.0
@@ -92,6 +94,7 @@ class EngineServer(ModelServer):
         self._server: AsyncEngine | None = None
         self._closing = threading.Event()
         self._permanent_fault: FirstTokenError | None = None  # why nobody will ever be served
+        self._restored = 0  # requests that began with a stored prefix
 
     def submit(
         self,
@@ -121,6 +124,20 @@ class EngineServer(ModelServer):
     def swarm_status(self) -> dict[str, Any] | None:
         return None
 
+    def take_prefixes(self, find: Callable[[Sequence[int], str], KVSource | None]) -> None:
+        """Begin requests with what ``find`` has of their prompts, by the variant that is asked, from the next step on.
+
+        There is an engine, and another thread than the engine's calls this."""
+
+        def counted(prompt: Sequence[int], variant: str) -> KVSource | None:
+            source = find(prompt, variant)
+            self._restored += source is not None
+            return source
+
+        server = self._server
+        with suppress(RequestError):  # it is being closed
+            server.between(lambda: setattr(server, "sources", counted))  # behind a version that was just published
+
     def _leave(self, session: Stream, wait: bool) -> None:
         with self._change:
             server = self._server
@@ -136,12 +153,14 @@ class EngineServer(ModelServer):
 
 class StaticServer(EngineServer):
     """Serves what ``engine`` runs, which is there from the beginning with ``weights`` bytes, wherever they are;
-    ``ended`` is called when it is closed."""
+    ``ended`` is called when it is closed, and variants of the model are asked for as they are ``named``."""
 
-    def __init__(self, engine: Engine, limits: RequestLimits, ended: Callable[[], None], weights: int = 0) -> None:
+    def __init__(
+        self, engine: Engine, limits: RequestLimits, ended: Callable[[], None], weights: int = 0, named: Versions = NONE
+    ) -> None:
         super().__init__(limits)
         self._ended, self._weights = ended, weights
-        self._server: AsyncEngine = AsyncEngine(engine, limits.max_sessions)
+        self._server: AsyncEngine = AsyncEngine(engine, limits.max_sessions, versions=named)
 
     def status(self) -> dict[str, Any]:
         there = {"stage": 1, "stages": 1, "state": "complete", "error": None, "events": [], "sessions": len(self._open)}
@@ -190,7 +209,7 @@ class LoadingServer(EngineServer):
         super().__init__(limits)
         self._device, self._retry_s, self._broken = device, retry_s, broken
         self._stage, self._stages, self._bytes_total = 0, 0, 0  # the stage that new requests begin with
-        self._error, self._prepared, self._restored = "", False, 0  # requests that began with a stored prefix
+        self._error, self._prepared = "", False
         self._events: list[dict[str, Any]] = []
         self._started_s = time.monotonic()
         self._thread: threading.Thread | None = None
@@ -246,26 +265,6 @@ class LoadingServer(EngineServer):
     @abstractmethod
     def _go_on(self) -> None:
         """What there is to do beside serving, until it is done or the server is being closed."""
-
-    @property
-    def device(self) -> str:
-        """The device that computes, as torch names it."""
-        return self._device
-
-    def take_prefixes(self, find: Callable[[Sequence[int], str], KVSource | None] | None, what: str) -> None:
-        """Begin requests with what ``find`` has of their prompts, by the variant asked for; nothing, where it is None.
-        ``what`` is noted. The thread that loads calls this."""
-
-        def counted(prompt: Sequence[int], variant: str) -> KVSource | None:
-            source = find(prompt, variant)
-            self._restored += source is not None
-            return source
-
-        server = self._server
-        if find is not None:
-            with suppress(RequestError):  # the server is being closed
-                server.between(lambda: setattr(server, "sources", counted))  # behind a version that was published
-        self._note(self._stages, what)
 
     def _note(self, stage: int, what: str, **more: float) -> None:
         """Remember that ``what`` happened to ``stage``, now."""
@@ -356,14 +355,16 @@ class LoadingServer(EngineServer):
         executor: LiveExecutor,
         failed: Callable[[Exception], Exception] = step_failure,
         recovered: Callable[[Recovery], None] | None = None,
-        versions: Mapping[str, ModelVersion] = MappingProxyType({}),
+        versions: Versions = NONE,
     ) -> AsyncEngine:
         """Let requests run, those that wait and those that come; as :class:`Engine` and :class:`AsyncEngine` are
         told."""
         from firsttoken.engine.engine import Engine
 
-        if self.limits.preemption is not None:
-            self.limits.preemption.prepare(executor, dtypes.name_of(executor.pool.shape.dtype))
+        policy, dtype = self.limits.preemption, dtypes.name_of(executor.pool.shape.dtype)
+        if policy is not None and (told := policy.prepare(executor, dtype)):
+            print(f"firsttoken: {told}", file=sys.stderr, flush=True)
+            self._note(1, told)
         engine = Engine(executor, self.limits.engine, policy=self.limits.preemption, recovered=recovered)
         server = AsyncEngine(engine, self.limits.max_sessions, failed, versions)
         loops_on_one_core()  # layers are fused in this thread while others are computed with
@@ -379,12 +380,12 @@ class LoadingServer(EngineServer):
             self._note(stage, "serving")
             self._change.notify_all()
 
-    def _fuse(self, version: ModelVersion, release: Callable[[], None]) -> None:
-        """The layers of ``version`` one after another, with pauses in which steps have all cores to themselves, once
+    def _fuse(self, fuse: Callable[[], Iterator[None]], release: Callable[[], None]) -> None:
+        """What ``fuse`` does to one layer after another, with pauses in which steps have all cores to themselves, once
         ``release`` has let go of what else has them."""
         with suppress(FirstTokenError):  # the server is being closed
             self._server.between(release)
-            for _ in version.fuse():
+            for _ in fuse():
                 if self._closing.wait(PAUSE_S):
                     return
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from firsttoken.assets.dense_shape import dense_shape
 from firsttoken.assets.manual_downloads import downloaded
+from firsttoken.assets.mixture_shape import MixtureShape, model_shape
 from firsttoken.engine.costs.cost_model import Costs
+from firsttoken.engine.costs.mixture_costs import layout, mixture_costs
 from firsttoken.engine.costs.operator_costs import OperatorCosts
 from firsttoken.engine.costs.operator_tables import CARDS, OperatorTables, tables_from
 from firsttoken.engine.costs.profiled import ProfiledCosts
@@ -21,11 +22,11 @@ class Hardware:
     """``costs`` is one of the ``CARDS`` whose operators were measured, ``PUBLISHED``, pinned files that were brought
     (env/brought.yaml), or a folder of one's own.
 
-    On one of the ``CARDS`` a ``model`` (a name or the path of a config.json) is split over ``gpus`` of them; its layers
-    and the KV blocks that fit beside its weights follow, where they are not given. Else ``layers`` are those of the
-    model, and ``blocks`` its KV blocks of 16 tokens. A decode iteration, by which the
-    paper sets its objectives (Table 3: five times as strict, 25 times as relaxed), is of ``decodes`` requests at
-    ``context`` tokens.
+    On one of the ``CARDS`` a ``model`` (a name or the path of a config.json) is split over ``gpus`` of them; a mixture
+    of experts has its weights in 8 bits. Its layers and the KV blocks that fit beside its weights follow, where they
+    are not given. Else ``layers`` are those of the model, and ``blocks`` its KV blocks of 16 tokens. A decode
+    iteration, by which the paper sets its objectives (Table 3: five times as strict, 25 times as relaxed), is of
+    ``decodes`` requests at ``context`` tokens.
     """
 
     costs: str
@@ -58,7 +59,10 @@ class Hardware:
     @property
     def told(self) -> str:
         """The hardware in words: whose costs they are, or which model on how many of which card."""
-        return f"{self.model} on {self.gpus} {self.costs} by measured operators" if self.model else self.costs
+        if not self.model:
+            return self.costs
+        bits = " in 8 bits" if isinstance(model_shape(self.model), MixtureShape) else ""
+        return f"{self.model}{bits} on {self.gpus} {self.costs} by measured operators"
 
     def read(self) -> Costs:
         """Read the costs. Raises AssetError for files that are not there, CorpusError for those that cannot be read."""
@@ -67,8 +71,10 @@ class Hardware:
         return BatchCosts() if self.costs == PUBLISHED else ProfiledCosts.read(downloaded(self.costs), self.layers)
 
     def _operators(self) -> OperatorCosts:
-        tables = OperatorTables.read(self.costs)
-        return OperatorCosts.of(tables, dense_shape(self.model), self.gpus, weights=self.weights)
+        tables, shape = OperatorTables.read(self.costs), model_shape(self.model)
+        if isinstance(shape, MixtureShape):
+            return mixture_costs(tables, shape, *layout(self.costs, shape, self.gpus))
+        return OperatorCosts.of(tables, shape, self.gpus, weights=self.weights)
 
     def iteration_s(self, costs: Costs) -> float:
         """The seconds of the decode iteration by which the objectives are set."""

@@ -11,7 +11,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from types import ModuleType
 from typing import Any
 
@@ -63,18 +63,27 @@ def replicas(config: ServiceConfig, broken: Callable[[FirstTokenError], None] = 
         start_node(ray, max(usable, config.replicas))
     else:
         join(ray, config.cluster)
-    try:
+    with ExitStack() as ends:
+        ends.callback(ray.shutdown)
         http = {"host": config.host, "port": config.port}
         try:
             serve.start(http_options=http, proxy_location="HeadOnly", logging_config={"log_level": "ERROR"})
+            check_address(config)
+            ends.callback(_stop, ray, serve, config)  # also what was interrupted before it had started
             serve.run(_application(config, usable, serve), name="firsttoken")
         except (RuntimeError, TimeoutError) as error:
             raise StageError(f"the service did not start: {' '.join(str(error).split())}") from error
         with _watched(config, broken):
             yield
-        serve.delete("firsttoken")  # lets a replica close its engine; serve.shutdown() would print an error of its own
-    finally:
-        ray.shutdown()
+
+
+def _stop(ray: ModuleType, serve: ModuleType, config: ServiceConfig) -> None:
+    """Serve nothing more, and on a cluster give the port back, unless Ray Serve answers there for others too."""
+    serve.delete("firsttoken")  # lets a replica close its engine; serve.shutdown() would print an error of its own
+    if config.cluster is not None and not serve.status().applications:
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+            serve.shutdown()
+            ray.shutdown()
 
 
 @contextmanager
@@ -137,6 +146,18 @@ def check_cluster(address: str) -> None:
             pass
     except OSError as error:
         raise StageError(f"serve: no Ray cluster answers at {address} ({error.strerror or error})") from error
+
+
+def check_address(config: ServiceConfig) -> None:
+    """Raises StageError where Ray Serve runs already and answers at another address: it has one for all it serves."""
+    from ray.serve.context import _get_global_client
+
+    there = _get_global_client().http_config
+    if (there.host, there.port) != (config.host, config.port):
+        raise StageError(
+            f"serve: Ray Serve runs in this cluster already, and answers at {there.host}:{there.port}; end what it "
+            "serves there, or take another cluster"
+        )
 
 
 def join(ray: ModuleType, address: str) -> None:

@@ -95,6 +95,12 @@ def serve_forever(config: ServiceConfig) -> None:
         signal.signal(number, before[number])  # a second time it ends at once, whatever is still being imported
         ended.put(None)
 
+    def interrupt(number: int, frame: object) -> None:
+        ended.put(None)  # what starts may swallow the exception: a service behind Ray once went on without an end
+        signal.default_int_handler(number, frame)
+
+    if before[signal.SIGINT] is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
     with _restored(before), running(config, ended.put) as url:
         for number in before:
             signal.signal(number, end)

@@ -17,7 +17,7 @@ from firsttoken.assets.servable import check_servable
 from firsttoken.cps.policies import make_policy
 from firsttoken.cps.policies.measured import MeasuredCrossPoint
 from firsttoken.engine.engine_config import EngineConfig
-from firsttoken.engine.model_server import LoadingServer, ModelServer, files_alone
+from firsttoken.engine.model_server import EngineServer, LoadingServer, ModelServer, files_alone
 from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
 from firsttoken.engine.request_limits import STALL_FREE, RequestLimits
 from firsttoken.lean.lean_config import OtherWay, lean_config
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from firsttoken.droidspeak.identity import ModelIdentity
     from firsttoken.engine.live_executor import LiveExecutor
     from firsttoken.engine.model_version import ModelVersion
+    from firsttoken.service.variants import LateVariants
 
 # A Hugging Face folder that was not staged: it is read whole, lean or by transformers itself.
 
@@ -86,7 +87,7 @@ class PlainServer(LoadingServer):
             self._bytes_moved = self._bytes_total
             self._live = self._executor(model, torch.device(self._device))
             self._live.version.stage = 1
-            versions = self._read_variants(files, model) if self._variants else {}
+            versions = self._host_variants(files) if self._variants else {}
         policy = self.limits.preemption
         if isinstance(policy, MeasuredCrossPoint) and policy.measures(dtypes.name_of(self._live.pool.shape.dtype)):
             self._release_plain()  # it measures the layers that will serve
@@ -95,17 +96,15 @@ class PlainServer(LoadingServer):
         self._run(self._live, versions=versions)
         return True
 
-    def _read_variants(self, files: ModelFiles, model: nn.Module) -> dict[str, ModelVersion]:
-        from firsttoken.service.variants import SharedBase, read_variants
+    def _host_variants(self, files: ModelFiles) -> dict[str, ModelVersion]:
+        from firsttoken.service.variants import host_variants
 
-        adapters = read_variants(self._variants, files, self._device)
-        self._live.version = base = SharedBase(self._live.version.decoder)
-        return {name: base.variant(model, adapter) for name, adapter in adapters.items()}
+        return host_variants(self._live, self._variants, files, self._device)
 
     def _go_on(self) -> None:
         """Open the stored prefixes, and fuse the layers."""
         self._open_prefixes()
-        self._fuse(self._live.version, self._release_plain)
+        self._fuse(self._live.version.fuse, self._release_plain)
 
     def _release_plain(self) -> None:
         """Let the model go of its layers, which the version has, so that each is freed as it is fused."""
@@ -116,8 +115,8 @@ class PlainServer(LoadingServer):
     def _open_prefixes(self) -> None:
         if self._store is None:
             return
-        dtype, adapters = next(self._live.model.parameters()).dtype, self._variants
-        use_prefixes(self, self._store, lambda: receivers(self._folder, dtype, self._owner, adapters))
+        dtype, who = next(self._live.model.parameters()).dtype, (self._owner, self._variants)
+        self._note(1, use_prefixes(self, self._store, lambda: receivers(self._folder, dtype, *who), self._device))
 
 
 def load_plain(files: ModelFiles, dtype: torch.dtype, device: str) -> nn.Module:
@@ -148,20 +147,24 @@ def _loaded(files: ModelFiles, dtype: torch.dtype, device: str) -> nn.Module:
 # Keys and values that were computed before, in a folder of KV files.
 
 
-def use_prefixes(server: LoadingServer, store: Path, who: Callable[[], Mapping[str, ModelIdentity]]) -> None:
-    """Let ``server``, whose model is whole, take from ``store`` what each of ``who`` may read, "" the model itself.
-
-    It hashes the weights and imports transformers, which takes seconds. What goes wrong is told of, and nothing is
-    taken.
-    """
+def use_prefixes(
+    server: EngineServer,
+    store: Path,
+    who: Callable[[], Mapping[str, ModelIdentity]],
+    device: str,
+    *,
+    others: bool = True,
+) -> str:
+    """Let ``server``, whose model is whole, take from ``store`` what each of ``who`` may read, "" the model itself;
+    also what ``others`` have computed. Return what came of it: what goes wrong, with nothing taken, or that they are
+    used. It hashes the weights and imports transformers, which takes seconds."""
     from firsttoken.droidspeak.prefix_finder import PrefixFinder
 
     try:
-        find = PrefixFinder(store, who(), server.device)
+        server.take_prefixes(PrefixFinder(store, who(), device, others))
     except FirstTokenError as error:
-        server.take_prefixes(None, f"no stored prefixes: {first_line(error)}")
-        return
-    server.take_prefixes(find, "stored prefixes are used")
+        return f"no stored prefixes: {first_line(error)}"
+    return "stored prefixes are used"
 
 
 def receivers(
@@ -196,8 +199,7 @@ def check_model(config: ServiceConfig) -> None:
     staged, store = is_staged(config.folder), config.prefix_store
     if store is not None and not store.is_dir():
         raise StageError(f"serve: there is no folder {store}; `firsttoken prefix put` makes one")
-    if config.variants and staged:
-        raise StageError("serve: this model comes in stages, and --variant is for whole ones; leave it out")
+    config.check_pairs(staged)
     if staged:
         check_files(config.folder, read_manifest(config.folder), stages=(1,))
     else:
@@ -241,14 +243,26 @@ def serve_model(
 
         links, options = [Link(LinkConfig(config.gbit_per_s))], {"device": config.device, "broken": broken}
         staged = StagedServer(config.folder, links, limits, dtype=dtypes.AUTO, threads=config.threads, **options)
+        if variants := dict(config.variants):
+            staged.variants = lambda: late_variants(variants, config.device)
         if (store := config.prefix_store) is not None:
             staged.whole = lambda dtype, weights: use_prefixes(
-                staged, store, lambda: receivers(config.folder, dtype, config.prefix_owner, weights=weights)
+                staged,
+                store,
+                lambda: receivers(config.folder, dtype, config.prefix_owner, variants, weights),
+                config.device,
             )
         return staged
     options = {"device": config.device, "store": config.prefix_store, "owner": config.prefix_owner}
     options |= {"variants": dict(config.variants)}
     return PlainServer(config.folder, limits, broken=broken, **options)
+
+
+def late_variants(folders: Mapping[str, Path], device: str) -> LateVariants:
+    """The variants in ``folders`` of a model in stages. The thread that loads calls this: it imports torch."""
+    from firsttoken.service.variants import LateVariants
+
+    return LateVariants(folders, device)
 
 
 def _preemption(config: ServiceConfig, engine: EngineConfig) -> PreemptionPolicy:
@@ -261,9 +275,7 @@ def _preemption(config: ServiceConfig, engine: EngineConfig) -> PreemptionPolicy
 
 
 def _by_a_worker(config: ServiceConfig, limits: RequestLimits) -> ModelServer:
-    """Raises StageError where a worker, or what it needs, is not installed, and for a staged folder."""
-    if is_staged(config.folder):
-        raise StageError(f"serve: {config.folder} comes in stages, and a worker hosts whole models; leave --worker out")
+    """Raises StageError where a worker, or what it needs, is not installed."""
     try:
         server = extension("SERVERS", "worker")
     except KeyError as error:

@@ -17,6 +17,19 @@ from firsttoken.study.errors import StageError
 from firsttoken.study.parsing.parse_errors import blaming, read_bytes
 
 KEY_VARIABLE = "FIRSTTOKEN_API_KEY"
+STAGES, WHOLE = "a model in stages", "a model that is whole"
+REFUSED = {
+    ("--swarm", "--preemption"): "the keys and values are with its servers, and this process can swap none of them",
+    ("--swarm", "--prefix-store"): "the keys and values are with its servers, which take none from elsewhere",
+    ("--swarm", "--share-prefixes"): "its servers keep the keys and values of each request by itself",
+    ("--swarm", "--variant"): "its servers compute the blocks, and have no adapters",
+    ("--swarm", "--worker"): "its servers compute the blocks, and a worker would have none",
+    ("--swarm", "--device"): "its servers compute the blocks, and the model's ends compute on the CPU",
+    ("--swarm", STAGES): "its servers have the blocks of the whole model, and the ends come from its folder",
+    ("--worker", STAGES): "a worker's process loads a model once",
+    ("--gbit-per-s", WHOLE): "only what `firsttoken stage` has written is read over a link",
+}
+"""Pairs of options that are not served together, and why; ``tests/service/test_pairs_of_options.py`` tries all."""
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 
@@ -36,8 +49,8 @@ class ServiceConfig:
     ``preemption`` but for "cross_point", whose costs are this machine's: measured at the first start of a whole model,
     and at this one with ``measure_again``. ``kv_blocks`` None: as many as the limits ask for. ``prefix_store`` is a
     folder of KV files, of which those of everybody and of ``prefix_owner`` are read. ``variants`` (a name and a folder
-    each) are LoRA adapters on a model that is not staged, which requests choose by name. The replicas run on the Ray
-    ``cluster`` at that address, or on this machine. With an ``api_key`` nobody else is served.
+    each) are LoRA adapters on the whole model, so on the last stage of a staged one; requests choose one by name. The
+    replicas run on the Ray ``cluster`` at that address, or on this machine. With an ``api_key`` nobody else is served.
 
     With members of a ``swarm`` (HOST:PORT), blocks are on its servers and only the model's ends here; who is silent for
     ``swarm_step_s`` seconds is replaced. ``swarm_token_file`` and ``swarm_tls_ca`` as the swarm's own commands have
@@ -92,16 +105,7 @@ class ServiceConfig:
             raise StageError("serve: --prefix-owner is for --prefix-store; add that, or leave it out")
         if self.measure_again and self.preemption != "cross_point":
             raise StageError("serve: --measure-again is for --preemption cross_point; add that, or leave it out")
-        if self.swarm and (self.replicas > 1 or self.preemption != "recompute" or self.gbit_per_s):
-            raise StageError("serve: with --swarm leave --replicas, --preemption and --gbit-per-s out")
-        if self.worker and (self.swarm or self.gbit_per_s):
-            raise StageError("serve: --worker hosts a whole model of this machine; leave --swarm and --gbit-per-s out")
-        if (self.worker or self.swarm) and (self.prefix_store is not None or self.cluster is not None):
-            raise StageError("serve: --prefix-store and --cluster do not go with --worker or --swarm; leave those out")
-        if self.variants and (self.worker or self.swarm):
-            raise StageError(
-                "serve: --variant needs a model that this process computes; leave --worker and --swarm out"
-            )
+        self.check_pairs()
         names = [self.model, *(name for name, _ in self.variants)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise StageError(f"serve: two models would be called {twice[0]!r}; give each --variant a name of its own")
@@ -118,6 +122,27 @@ class ServiceConfig:
             raise StageError(f"serve: the port must be 1 to 65535, not {self.port}")
         if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
             raise StageError("serve: an API key is one line of printable ASCII; make another")
+
+    def check_pairs(self, staged: bool | None = None) -> None:
+        """Raises StageError for two options that cannot be served together; a model is ``staged``, or it is not known
+        yet whether it is."""
+        asked = {
+            "--cluster": self.cluster is not None,
+            "--device": self.device != "cpu",
+            "--gbit-per-s": self.gbit_per_s > 0,
+            "--preemption": self.preemption != "recompute",
+            "--prefix-store": self.prefix_store is not None,
+            "--replicas": self.replicas > 1,
+            "--share-prefixes": self.share_prefixes,
+            "--swarm": bool(self.swarm),
+            "--variant": bool(self.variants),
+            "--worker": self.worker,
+            STAGES: staged is True,
+            WHOLE: staged is False,
+        }
+        for (one, other), why in REFUSED.items():
+            if asked[one] and asked[other]:
+                raise StageError(f"serve: {one} does not go with {other}: {why}; leave one of them out")
 
     def max_len(self, context: int) -> int:
         """Tokens of a prompt and its answer together at most, for a model of a ``context`` of so many tokens.

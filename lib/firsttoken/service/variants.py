@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
@@ -12,16 +13,20 @@ from firsttoken.assets.adapter_files import CONFIG, RECIPE, WEIGHTS, TunedFrom, 
 from firsttoken.assets.checkpoint import ModelFiles
 from firsttoken.engine.decoder import Decoder, LocalSegment
 from firsttoken.engine.fused import FusedLayer
+from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
 from firsttoken.progressiveserve.loading.lora import Adapter, parse_adapter, with_adapter
 from firsttoken.study.errors import StageError
-from firsttoken.study.parsing.parse_errors import blaming, read_bytes
+from firsttoken.study.parsing.parse_errors import blaming, read_bytes, regular_size
+
+if TYPE_CHECKING:
+    from firsttoken.progressiveserve.staged_serving.stage_versions import StagedModelVersion
 
 ADAPTER_FILES = CONFIG, WEIGHTS
 MOST_BYTES = 4 * 2**30  # of an adapter's weights
 
 
-def read_variants(folders: Mapping[str, Path], files: ModelFiles, device: str) -> dict[str, Adapter]:
+def read_variants(folders: Mapping[str, Path], files: Base | ModelFiles, device: str) -> dict[str, Adapter]:
     """The adapters in ``folders`` by the variant's name. Raises StageError as :func:`read_fitting`."""
     return {
         name: read_fitting(f"--variant {name}", f"of the variant {name}", folder, files, device)
@@ -29,20 +34,51 @@ def read_variants(folders: Mapping[str, Path], files: ModelFiles, device: str) -
     }
 
 
-def read_fitting(option: str, name: str, folder: Path, files: ModelFiles, device: str) -> Adapter:
+class Base(NamedTuple):
+    """The ``folder`` of a model and the ``sha256`` of its weights, "" where nobody knows it."""
+
+    folder: Path
+    sha256: str
+
+
+def read_fitting(option: str, name: str, folder: Path, files: Base | ModelFiles, device: str) -> Adapter:
     """The adapter in ``folder``, as PEFT writes it, which ``option`` has named; ``name`` is for errors.
 
     Raises StageError for a folder that holds none, and for an adapter whose recipe.json names another base than the
     model of ``files``. An adapter without a recipe is held against the shapes of the model alone.
     """
-    with blaming(folder, StageError, f"name a folder with {CONFIG} and {WEIGHTS} for {option}"):
+    with blaming(folder, StageError, _mend(option)):
         content = [read_bytes(folder / CONFIG, 2**20), read_bytes(folder / WEIGHTS, MOST_BYTES)]
-    if (folder / RECIPE).is_file() and (base := made_from(folder, TunedFrom).base_sha256) != files.sha256:
+    base = made_from(folder, TunedFrom).base_sha256 if (folder / RECIPE).is_file() else ""
+    if base and files.sha256 and base != files.sha256:
         raise StageError(
             f"{option}: its adapter was trained on the base {base[:12]}, and {files.folder.name} is "
             f"{files.sha256[:12]}; name an adapter of this model"
         )
     return parse_adapter(name, *content, device)
+
+
+def adapter_files(folders: Mapping[str, Path]) -> list[Path]:
+    """The files of the adapters in ``folders`` by the variant's name. Raises StageError for one that is not there."""
+    files = []
+    for name, folder in folders.items():
+        with blaming(folder, StageError, _mend(f"--variant {name}")):
+            files += [folder / file for file in ADAPTER_FILES if regular_size(folder / file)]
+    return files
+
+
+def _mend(option: str) -> str:
+    return f"name a folder with {CONFIG} and {WEIGHTS} for {option}"
+
+
+def host_variants(
+    executor: LiveExecutor, folders: Mapping[str, Path], files: ModelFiles, device: str
+) -> dict[str, ModelVersion]:
+    """Let ``executor``, which runs the model of ``files``, host the variants in ``folders`` too; return them by name.
+    Raises StageError as :func:`read_variants`, and for an adapter that does not fit."""
+    adapters = read_variants(folders, files, device)
+    executor.version = base = SharedBase(executor.version.decoder)
+    return {name: base.variant(executor.model, adapter) for name, adapter in adapters.items()}
 
 
 def adapted_layers(layers: Sequence[nn.Module], adapter: Adapter) -> list[nn.Module]:
@@ -75,14 +111,55 @@ class SharedBase(ModelVersion):
 
     def fuse(self) -> Iterator[None]:
         """Fuse the layers as any version does, and give each at once to the variants, with their adapters."""
-        (segment,) = self.decoder.segments
-        for number, _ in enumerate(super().fuse()):
-            for version, adapter in self._variants:
-                if number < len(segment.modules):
-                    _take(version, number, segment.modules[number], adapter)
-                else:
-                    version.decoder.take_head(self.decoder)
-            yield
+        return _fuse_all(self.decoder, super().fuse(), self._variants)
+
+
+class LateVariants:
+    """The variants in ``folders`` of a model that comes in stages, which serve with its last one."""
+
+    def __init__(self, folders: Mapping[str, Path], device: str) -> None:
+        self._folders, self._device = folders, device
+        self._adapters: dict[str, Adapter] = {}
+        self._variants: list[tuple[ModelVersion, Adapter]] = []
+        self._base: StagedModelVersion
+
+    def read(self, folder: Path, sha256: str, layers: Sequence[nn.Module]) -> None:
+        """Read the adapters for the ``layers`` of the model in ``folder``, before their weights are there.
+
+        Raises StageError as :func:`read_variants`, and for an adapter that does not fit.
+        """
+        self._adapters = read_variants(self._folders, Base(folder, sha256), self._device)
+        for adapter in self._adapters.values():
+            adapted_layers(layers, adapter)
+
+    def host(self, version: StagedModelVersion, model: nn.Module) -> dict[str, ModelVersion]:
+        """The variants of ``model`` by name, beside the ``version`` that is its last stage."""
+        self._base, hosted = version, {}
+        (segment,) = version.decoder.segments
+        for name, adapter in self._adapters.items():
+            layers = adapted_layers(version.modules.base, adapter)
+            variant = hosted[name] = ModelVersion(Decoder(model, [LocalSegment(layers)]), None, version.stage, version)
+            for number, layer in enumerate(segment.modules):
+                _take(variant, number, layer, adapter)
+            self._variants.append((variant, adapter))
+        return hosted
+
+    def fuse(self) -> Iterator[None]:
+        """Fuse the layers of that version as it does, and give each at once to the variants, with their adapters."""
+        return _fuse_all(self._base.decoder, self._base.fuse(), self._variants)
+
+
+def _fuse_all(
+    base: Decoder, fusing: Iterator[None], variants: Sequence[tuple[ModelVersion, Adapter]]
+) -> Iterator[None]:
+    (segment,) = base.segments
+    for number, _ in enumerate(fusing):
+        for version, adapter in variants:
+            if number < len(segment.modules):
+                _take(version, number, segment.modules[number], adapter)
+            else:
+                version.decoder.take_head(base)
+        yield
 
 
 def _take(version: ModelVersion, number: int, layer: nn.Module, adapter: Adapter) -> None:

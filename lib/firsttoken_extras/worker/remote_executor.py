@@ -11,14 +11,17 @@ from itertools import count
 from typing import Any, NoReturn
 
 import zmq
+from torch import Tensor
 
 from firsttoken import old_names
+from firsttoken.droidspeak.tensor_bytes import bytes_of
 from firsttoken.engine.executor import DeviceLost, Limits
 from firsttoken.engine.request import Request, ScheduledChunk
 from firsttoken.engine.sampling import no_number
 from firsttoken.engine.swap.block_copier import Moved, Movement
 from firsttoken.engine.swap.host_allocator import Span
 from firsttoken.study import errors
+from firsttoken.study.dtypes import name_of
 from firsttoken.study.errors import CacheError, FirstTokenError, WorkerError
 from firsttoken.study.system.sockets import remove_folder, socket_folder
 from firsttoken_extras.worker.forkserver import WorkerForkserver, WorkerGone
@@ -57,7 +60,8 @@ class RequestDeltas:
         known = self._known.get(request.number)
         if known is None:
             known = self._known[request.number] = _Known()
-            fresh = NewRequest(request.prompt_tokens, len(request.prompt_logprobs), sampling_told(request.sampling))
+            judged, variant = len(request.prompt_logprobs), request.version.key if request.version else ""
+            fresh = NewRequest(request.prompt_tokens, judged, sampling_told(request.sampling), variant)
         kept = len(known.blocks)
         if known.blocks != request.blocks[:kept]:
             kept = 0
@@ -145,6 +149,15 @@ class WorkerProcess:
         remove_folder(self.folder)
 
 
+@dataclass(frozen=True)
+class RemoteVariant:
+    """Stands for the variant that the worker hosts under the name ``key``, as a ModelVersion does for one that is here;
+    there are no stages."""
+
+    key: str
+    stage: int = 0
+
+
 class RemoteExecutor:
     """Runs steps in a worker process, which hosts a LiveExecutor as ``config`` says.
 
@@ -225,12 +238,14 @@ class RemoteExecutor:
         """Drop what is kept of it, with the next order."""
         self._deltas.over(request)
 
-    def fill(self, request: Request, layer: int, kv: object) -> NoReturn:
-        """Raises CacheError: what is brought from elsewhere is computed instead."""
-        raise CacheError("a worker process cannot take stored keys and values; serve without a worker")
+    def fill(self, request: Request, layer: int, kv: Tensor) -> None:
+        """Write them over there. Raises CacheError for those of another shape or dtype, WorkerError for more than a
+        message holds, and DeviceLost."""
+        content = [request.blocks, layer, list(kv.shape), name_of(kv.dtype), bytes(bytes_of(kv))]
+        self._ask("fill", lambda: content)
 
     def hidden_states_of(self, hidden: object, tokens: int) -> NoReturn:
-        """Raises CacheError as ``fill``."""
+        """Raises CacheError: no layer of a worker's is computed again by itself."""
         raise CacheError("a worker process cannot take stored hidden states; serve without a worker")
 
     def close(self) -> None:

@@ -7,18 +7,21 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import zmq
 
 from firsttoken.engine.live_executor import LiveExecutor
-from firsttoken.engine.request import Request, ScheduledChunk
+from firsttoken.engine.model_version import ModelVersion
+from firsttoken.engine.request import Request, Sampling, ScheduledChunk
 from firsttoken.engine.sampling import pass_over
 from firsttoken.engine.swap.block_copier import Movement
 from firsttoken.engine.swap.host_allocator import Span
+from firsttoken.study.dtypes import named
 from firsttoken.study.parsing.schema import shaped
 from firsttoken_extras.worker.forkserver import FORKS
 from firsttoken_extras.worker.worker_config import WorkerConfig
@@ -27,22 +30,30 @@ from firsttoken_extras.worker.worker_messages import (
     ChunkMessage,
     WorkerOrder,
     WorkerReply,
+    blocks_of,
     order_of,
     pack,
     sampling_of,
     works_of,
 )
-from firsttoken_extras.worker.worker_model import load_worker_model
+from firsttoken_extras.worker.worker_model import load_worker_model, load_worker_variants
 
 
 class WorkerExecutor:
-    """``executor`` by orders. Of each request it keeps what it was told of it."""
+    """``executor`` by orders; ``versions`` are variants of its model by name. Of each request it keeps what it was told
+    of it."""
 
-    def __init__(self, executor: LiveExecutor) -> None:
+    def __init__(self, executor: LiveExecutor, versions: Mapping[str, ModelVersion] = MappingProxyType({})) -> None:
         self.executor = executor
+        self._versions = {"": None, **versions}
         self._known: dict[int, Request] = {}
         self._moving: dict[int, Movement] = {}
-        self._orders: dict[str, Callable[..., Any]] = {"out": self._out, "in": self._in, "arrived": self._arrived}
+        self._orders: dict[str, Callable[..., Any]] = {
+            "out": self._out,
+            "in": self._in,
+            "arrived": self._arrived,
+            "fill": self._fill,
+        }
 
     def handle(self, order: WorkerOrder) -> Any:
         """The content of the answer. Raises what goes wrong."""
@@ -72,6 +83,7 @@ class WorkerExecutor:
             request = Request(told.number, told.tokens, sampling_of(told.fresh.sampling), 0.0)
             request.prompt_tokens = told.fresh.prompt_tokens
             request.prompt_logprobs = [None] * told.fresh.judged  # the engine has them
+            request.version = self._versions[told.fresh.variant]
             pass_over(request, self.executor.limits.vocabulary)
             self._known[told.number] = request
         else:
@@ -91,6 +103,12 @@ class WorkerExecutor:
         request.host, request.blocks = Span(start, count), blocks
         self._moving[number] = self.executor.swap_in(request)
         return self._arrived(number, False)
+
+    def _fill(self, blocks: list[int], layer: int, shape: list[int], dtype: str, content: bytes) -> None:
+        request = Request(0, [0], Sampling(1), 0.0)  # which has these blocks, and is not known here yet
+        request.blocks = blocks_of(blocks, self.executor.blocks)
+        kv = torch.frombuffer(bytearray(content), dtype=named(dtype)).view(shape)
+        self.executor.fill(request, layer, kv)
 
     def _arrived(self, number: int, wait: bool) -> tuple[Any, ...] | None:
         if not (wait or self._moving[number].done):
@@ -129,7 +147,7 @@ def _hosted(config: WorkerConfig) -> WorkerExecutor:
         host_blocks=config.host_blocks,
         swap=config.swap,
     )
-    return WorkerExecutor(executor)
+    return WorkerExecutor(executor, load_worker_variants(config, executor))
 
 
 def serve_forks() -> None:

@@ -19,7 +19,8 @@ class WorkerConfig:
     """A ``model`` as ``load_model`` names it, in ``dtype`` on ``device``, and the pools of a LiveExecutor for it.
 
     ``fused`` as of ``fuse``; ``threads`` compute on a CPU. ``weights`` is what ``seen`` says of the model's files: a
-    worker that takes the place of another hosts the same, or none. A worker that says nothing for ``start_s`` seconds
+    worker that takes the place of another hosts the same, or none. ``variants`` are names and folders of LoRA adapters,
+    whose files ``weights`` has too. A worker that says nothing for ``start_s`` seconds
     while it starts, or ``step_s`` in a step or a swap, is taken for lost, as is one that dies. Its requests are begun
     again on a new one, each ``retries`` times at most without a token between. Raises ProfileError for what cannot be.
     """
@@ -33,6 +34,7 @@ class WorkerConfig:
     device: str = "cpu"
     fused: bool = True
     weights: str = ""
+    variants: tuple[tuple[str, str], ...] = ()
     threads: _Count = 1
     start_s: float = 600.0
     step_s: float = 60.0

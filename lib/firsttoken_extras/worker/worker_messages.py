@@ -18,11 +18,13 @@ MOST_BYTES = 1 << 26
 
 
 class NewRequest(NamedTuple):
-    """A request that the worker does not know yet: its prompt's tokens, how many of these are judged, its sampling."""
+    """A request that the worker does not know yet: its prompt's tokens, how many of these are judged, its sampling, and
+    the name of the variant that answers, "" for the model itself."""
 
     prompt_tokens: int
     judged: int
     sampling: tuple[Any, ...]
+    variant: str
 
 
 class ChunkMessage(NamedTuple):
@@ -89,6 +91,13 @@ def works_of(content: Any, blocks: int) -> list[ChunkMessage]:
         return [one if one.fresh is None else one._replace(fresh=NewRequest(*one.fresh)) for one in chunks]
     except (TypeError, ValueError) as error:
         raise WorkerError(f"a step cannot be read: {error}") from error
+
+
+def blocks_of(content: Any, blocks: int) -> list[int]:
+    """Numbers of blocks of a pool of ``blocks``. Raises WorkerError for what is none: keys and values go there."""
+    if not (isinstance(content, list) and all(type(one) is int and 0 <= one < blocks for one in content)):
+        raise WorkerError(f"blocks {str(content)[:80]} are none of a pool of {blocks}")
+    return content
 
 
 def sampling_of(told: Sequence[Any]) -> Sampling:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from firsttoken.study.claims import Claim
+from firsttoken.study.claims_table import told
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.record import Result, Rows, load_result
 from firsttoken.study.show import interval
@@ -18,33 +20,36 @@ STUDIES = (
 
 _BLOOM = {"model": "bloom-176b", "link": "100 Mbit/s, 100 ms", "source": "measured", "gbit_per_s": 256}
 _LINES: tuple[tuple[str, str, str, str, Mapping[str, Any], int], ...] = (
-    # what, what the report has, experiment, measure, where, digits
-    ("CPS: price of one small copy", "1.87 us", "recovery_latency", "us_per_copy", {"variant": "per_block"}, 1),
-    ("CPS: swap and recompute cost the same at", "1,024 tokens", "recovery_latency", "crossing_tokens",
-     {"source": "live", "variant": "per_block"}, 0),
-    ("CPS: swap in one copy over recompute, longest request", "", "recovery_latency", "recovery_x",
+    # what, the claim that has the report's number, experiment, measure, where, digits
+    ("CPS: price of one small copy", "",
+     "recovery_latency", "us_per_copy", {"variant": "per_block"}, 1),
+    ("CPS: swap and recompute cost the same at", "cps.cross-point-live-gpu",
+     "recovery_latency", "crossing_tokens", {"source": "live", "variant": "per_block"}, 0),
+    ("CPS: swap in one copy over recompute, longest request", "",
+     "recovery_latency", "recovery_x",
      {"policy": "swap", "than": "recompute", "variant": "coalesced", "case": "longest"}, 2),
-    ("DroidSpeak: earlier first token with the chosen groups, mean", "2.1 x", "prefill_latency", "speedup_x",
-     {"method": "DroidSpeak", "bound_pct": 5, "across": "mean"}, 2),
-    ("DroidSpeak: CacheBlend with 15 % of the tokens", ">= 2.2 x", "prefill_latency", "speedup_x",
-     {"method": "CacheBlend", "share": 0.15}, 2),
-    ("Sarathi: a step that prefills 512 tokens and decodes, over one of each", "", "batch_cost", "mixed_x",
-     {"source": "live", "budget_tokens": 512, "than": "apart"}, 2),
-    ("Sarathi: a prompt in chunks of 512 over the whole one", "<= 1.25 x", "batch_cost", "prefill_x",
-     {"source": "live", "budget_tokens": 512, "than": "whole"}, 2),
-    ("Sarathi: 257 tokens over 256", "1.32 x", "batch_cost", "prefill_x",
-     {"source": "live", "case": "a token past a tile", "than": "tile"}, 2),
-    ("PETALS: a token through a block of BLOOM, 16 bits", "", "swarm_chains", "block_s",
-     {"model": "bloom-176b", "bits": 16}, 4),
-    ("PETALS: the same in 8 bits", "5 % more", "swarm_chains", "block_s", {"model": "bloom-176b", "bits": 8}, 4),
-    ("PETALS: three servers of such blocks in 8 bits over offloading", "6.8 x", "swarm_chains", "steps_per_s_x",
-     _BLOOM | {"bits": 8, "than": "offloading"}, 2),
-    ("PETALS: three servers of such blocks in 16 bits over offloading", "6.8 x", "swarm_chains", "steps_per_s_x",
-     _BLOOM | {"bits": 16, "than": "offloading"}, 2),
-    ("PETALS: offloaded weights come from memory at", "32 GB/s", "swarm_chains", "bringing_gb_per_s",
-     {"variant": "offloading", "machine": "memory"}, 1),
-    ("This engine: a step of 16 requests, of the floor", "", "throughput", "step_of_floor",
-     {"engine": "engine", "dtype": "bfloat16", "requests": 16}, 2),
+    ("DroidSpeak: earlier first token with the chosen groups, mean", "droidspeak.prefill-x",
+     "prefill_latency", "speedup_x", {"method": "DroidSpeak", "bound_pct": 5, "across": "mean"}, 2),
+    ("DroidSpeak: CacheBlend with 15 % of the tokens", "droidspeak.cacheblend-speed",
+     "prefill_latency", "speedup_x", {"method": "CacheBlend", "share": 0.15}, 2),
+    ("Sarathi: a step that prefills 512 tokens and decodes, over one of each", "",
+     "batch_cost", "mixed_x", {"source": "live", "budget_tokens": 512, "than": "apart"}, 2),
+    ("Sarathi: a prompt in chunks of 512 over the whole one", "sarathi.chunk-overhead-live",
+     "batch_cost", "prefill_x", {"source": "live", "budget_tokens": 512, "than": "whole"}, 2),
+    ("Sarathi: 257 tokens over 256", "sarathi.tile",
+     "batch_cost", "prefill_x", {"source": "live", "case": "a token past a tile", "than": "tile"}, 2),
+    ("PETALS: a token through a block of BLOOM, 16 bits", "",
+     "swarm_chains", "block_s", {"model": "bloom-176b", "bits": 16}, 4),
+    ("PETALS: the same in 8 bits (the report has how much slower)", "petals.overhead",
+     "swarm_chains", "block_s", {"model": "bloom-176b", "bits": 8}, 4),
+    ("PETALS: three servers of such blocks in 8 bits over offloading", "petals.latency-measured",
+     "swarm_chains", "steps_per_s_x", _BLOOM | {"bits": 8, "than": "offloading"}, 2),
+    ("PETALS: three servers of such blocks in 16 bits over offloading", "petals.latency-measured",
+     "swarm_chains", "steps_per_s_x", _BLOOM | {"bits": 16, "than": "offloading"}, 2),
+    ("PETALS: offloaded weights come from memory at", "",
+     "swarm_chains", "bringing_gb_per_s", {"variant": "offloading", "machine": "memory"}, 1),
+    ("This engine: a step of 16 requests, of the floor", "",
+     "throughput", "step_of_floor", {"engine": "engine", "dtype": "bfloat16", "requests": 16}, 2),
 )  # fmt: skip
 
 
@@ -60,13 +65,19 @@ def on_a_gpu(experiment: str) -> tuple[Result, Result]:
     return recorded, load_result(experiment, PROFILE) or recorded
 
 
-def beside_rows(machine: str = "amd-epyc-avx512bf16-2c") -> Rows:
-    """A line for each number that both have: the report's, that of the processor ``machine``, and the GPU's."""
+def beside_rows(claims: Iterable[Claim], machine: str = "amd-epyc-avx512bf16-2c") -> Rows:
+    """A line for each number: the report's, as one of ``claims`` has it, that of the processor ``machine``, and the
+    GPU's."""
     lines: Rows = []
-    for what, report, experiment, measure, where, digits in _LINES:
+    reports = {claim.id: told(claim) for claim in claims}
+    for what, claim, experiment, measure, where, digits in _LINES:
         recorded, now = on_a_gpu(experiment)
         on_cpu = load_result(experiment, "full", machine=machine)
-        line = {"what": what, "report": report, "two processor cores": _told(on_cpu, measure, where, digits)}
+        line = {
+            "what": what,
+            "report": reports[claim] if claim else "",
+            "two processor cores": _told(on_cpu, measure, where, digits),
+        }
         line[recorded.slug] = _told(recorded, measure, where, digits)
         if now is not recorded:
             line["yours"] = _told(now, measure, where, digits)

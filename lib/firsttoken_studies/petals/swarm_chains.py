@@ -83,7 +83,7 @@ class ChainsConfig:
             raise ProfileError("chains.block_bits must be [8], or [8, 16] where there is memory for both")
 
     def needs(self) -> list[Need]:
-        """The text and the context hold the longest prompt and a step."""
+        """The context holds the longest prompt and a step."""
         longest = max(*self.contexts, self.forward_tokens) + 1
         return [Need("chains.contexts", longest, CONTEXT)]
 

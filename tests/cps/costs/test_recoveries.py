@@ -120,17 +120,17 @@ def test_a_cache_that_cannot_be_written_costs_a_measurement(tmp_path) -> None:
     keep(tmp_path / "file" / "costs.json", OF, COSTS)
 
 
-def test_the_policy_measures_once_and_begins_with_what_it_knows(executor, folder, capsys) -> None:
+def test_the_policy_measures_once_and_begins_with_what_it_knows(executor, folder) -> None:
     first = MeasuredCrossPoint(folder, STALL_FREE)
     assert first.measures("float32")
-    first.prepare(executor, "float32")
-    first.prepare(executor, "float32")
-    assert capsys.readouterr().err.count("firsttoken: cross_point: ") == 1
+    told = first.prepare(executor, "float32")
+    assert told.startswith("cross_point: ") and first.prepare(executor, "float32") == told
+    assert first._curves[Action.SWAP].seen == len(first._costs.seen) / 2, "what is told twice is learnt once"
     (file,) = (paths.CACHE / "recovery-costs").iterdir()
     written = file.read_bytes()
     second = MeasuredCrossPoint(folder, STALL_FREE)
     assert not second.measures("float32")
-    second.prepare(executor, "float32")
+    assert second.prepare(executor, "float32") == told
     assert file.read_bytes() == written
     for way in Action:
         assert first.predict(way, 100) == second.predict(way, 100) > 0
@@ -156,11 +156,10 @@ def test_the_threshold_is_where_the_measured_costs_cross(executor, folder, seen)
     assert policy.choose(1000, 20.0) is Action.RECOMPUTE
 
 
-def test_no_other_threshold_stands_in_for_a_model_in_stages(executor, folder, capsys) -> None:
+def test_no_other_threshold_stands_in_for_a_model_in_stages(executor, folder) -> None:
     policy = MeasuredCrossPoint(folder, STALL_FREE, whole=False)
     assert not policy.measures("float32")
-    policy.prepare(executor, "float32")
-    assert "learnt while serving" in capsys.readouterr().err and not paths.CACHE.exists()
+    assert "learnt while serving" in policy.prepare(executor, "float32") and not paths.CACHE.exists()
     policy.observe(Observation(Action.RECOMPUTE, 100, 0.1, 0.0))
     assert [policy.choose(100, float(now)) for now in range(3)] == [Action.SWAP, Action.RECOMPUTE, Action.RECOMPUTE]
 

@@ -3,6 +3,7 @@ refused in one line."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from firsttoken.assets.dense_shape import DenseShape
+from firsttoken.assets.dense_shape import DenseShape, dense_shape
+from firsttoken.assets.mixture_shape import MIXTURES, MixtureShape, model_shape
 from firsttoken.engine.costs import mixture_costs as mixtures
-from firsttoken.engine.costs.mixture_costs import MIXTURES, MixtureShape, experts_s, mixture_costs
+from firsttoken.engine.costs.mixture_costs import experts_s, layout, mixture_costs
 from firsttoken.engine.costs.operator_tables import OperatorTables
 from firsttoken.engine.costs.power_interpolation import power_between
-from firsttoken.study.errors import CorpusError, ProfileError
+from firsttoken.sarathi.hardware import Hardware
+from firsttoken.study.errors import CorpusError, ModelError, ProfileError
 
 SHAPE = MixtureShape(DenseShape(3, 4096, 512, 32, 8, 128, 32000), experts=8, active=2)
 CARD = "h200-sxm"
@@ -137,3 +140,72 @@ def test_a_table_without_routing_is_refused(experts):
     experts([{key: value for key, value in row.items() if key != "distribution"} for row in expert_rows()])
     with pytest.raises(CorpusError, match=r"has no column distribution; delete it and run `firsttoken fetch`"):
         costs()
+
+
+def test_experts_lie_as_they_were_measured(experts):
+    """Split over all GPUs where that was measured, else spread; what was not measured names what was."""
+    assert layout(CARD, SHAPE, 1) == (1, 1)
+    assert layout(CARD, SHAPE, 2) == (2, 1)
+    experts([row for row in expert_rows() if row["moe_tp_size"] == 1])
+    assert layout(CARD, SHAPE, 2) == (1, 2)
+    with pytest.raises(ProfileError, match=r"2 of 8, on 3 GPUs; measured for these: 1 x 1, 1 x 2$"):
+        layout(CARD, SHAPE, 3)
+    with pytest.raises(ProfileError, match="no experts of 'l40s' are pinned"):
+        layout("l40s", SHAPE, 1)
+
+
+CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 3,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+def written(folder: Path, **changed: object) -> str:
+    (folder / "config.json").write_text(json.dumps(CONFIG | changed), encoding="utf-8")
+    return str(folder)
+
+
+def test_a_config_says_whether_its_model_is_a_mixture(tmp_path):
+    assert model_shape("llama-3.1-8b") == dense_shape("llama-3.1-8b")
+    assert model_shape("qwen3-235b-a22b") is MIXTURES["qwen3-235b-a22b"]
+    assert model_shape(written(tmp_path)) == replace(SHAPE, dense=replace(SHAPE.dense, head_norms=True))
+    mixtral = {"architectures": ["MixtralForCausalLM"], "num_experts": None, "num_local_experts": 8}
+    shape = model_shape(written(tmp_path, **mixtral, moe_intermediate_size=None))
+    assert (shape.dense.mlp, shape.experts, shape.active) == (12288, 8, 2)
+    assert model_shape(written(tmp_path, num_experts=None)) == replace(SHAPE.dense, mlp=12288, head_norms=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"num_experts_per_tok": None},
+            "does not say how many experts there are, how wide, and how many a token takes",
+        ),
+        ({"num_experts_per_tok": 9}, "does not say how many experts"),
+        ({"num_experts": "eight"}, "does not say how many experts"),
+        ({"n_shared_experts": 1}, "has n_shared_experts: no operators of such layers were measured"),
+        ({"mlp_only_layers": [0]}, "has mlp_only_layers: no operators of such layers were measured"),
+    ],
+)
+def test_a_mixture_of_which_nothing_was_measured_is_refused(tmp_path, changed, message):
+    with pytest.raises(ModelError, match=message):
+        model_shape(written(tmp_path, **changed))
+
+
+def test_a_mixture_runs_on_a_card(experts, tmp_path):
+    hardware = Hardware(CARD, 32, 1024, model=written(tmp_path), gpus=2)
+    assert hardware.layers == 3 and hardware.blocks > 0
+    assert hardware.told.endswith("in 8 bits on 2 h200-sxm by measured operators")
+    assert hardware.iteration_s(hardware.read()) > 0
+    with pytest.raises(ModelError, match=r"no shape is called 'qwen9'.*llama-3.1-8b.*qwen3-235b-a22b"):
+        Hardware(CARD, 32, 1024, model="qwen9")

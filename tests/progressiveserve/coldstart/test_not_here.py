@@ -36,7 +36,7 @@ def result() -> SimpleNamespace:
     provenance = {"left_out": {"1 Gbit/s": ["from_pretrained", "runai"]}, "no_kernel_limit": refused}
     floors = {f"link {wire.name}": {"value": 1.0, "unit": "s", "why": "made up"} for wire in wires}
     summary = cold_start_summary(rows, {})
-    return SimpleNamespace(rows=rows, summary=summary, provenance=provenance, floors=floors, profile="quick")
+    return SimpleNamespace(rows=rows, summary=summary, provenance=provenance, floors=floors, profile="quick", slug="x")
 
 
 def test_a_link_says_who_limits_it_and_why_and_that_files_were_not_verified(result: SimpleNamespace) -> None:
@@ -75,7 +75,14 @@ def test_a_stack_ends_at_the_number_it_stands_for(monkeypatch: pytest.MonkeyPatc
     read = trial("read", TrialLink(1.0, KERNEL))
     found = cold_start_summary([*rows, read], {})
     floors = {"link 1 Gbit/s": {"value": 1.0}}
-    told = {"rows": [read, *rows], "summary": found, "provenance": {}, "floors": floors, "profile": "quick"}
+    told = {
+        "rows": [read, *rows],
+        "summary": found,
+        "provenance": {},
+        "floors": floors,
+        "profile": "quick",
+        "slug": "x",
+    }
     monkeypatch.setattr(figures, "STACKED", ("whole",))
     fig = figures.phase_stacks(None, SimpleNamespace(**told), ["1 Gbit/s"])
     end = max(bar.get_x() + bar.get_width() for bar in fig.axes[0].patches)
@@ -93,7 +100,7 @@ def test_a_timeline_whose_memory_is_unknown(before, peak, shown) -> None:
         rows += [told | {"row": "event", "what": "serving", "stage": 1, "at_s": 1.0}]
         rows += [told | {"row": "peak", "rss_bytes": peak, "model_bytes": 1000}]
     result = SimpleNamespace(
-        rows=rows, summary=timeline_summary(rows, {"timeline": {"runs": 1, "new_tokens": 2}}), profile="quick"
+        rows=rows, summary=timeline_summary(rows, {"timeline": {"runs": 1, "new_tokens": 2}}), profile="quick", slug="x"
     )
     (memory,) = [row for row in recovery_tables.timeline_rows(result) if row["measure"].startswith("growth of memory")]
     assert {memory[label] for label in recovery_figures.LABELS.values()} == {shown}

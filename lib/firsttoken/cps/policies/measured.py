@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.engine.executor import Executor
 from firsttoken.study import paths
 from firsttoken.study.machine import identity
+from firsttoken.study.system.alone import alone
 
 _SPACING_S = 1e6  # between two observations, so that none is taken for a part of the one before
 
@@ -48,21 +50,30 @@ class MeasuredCrossPoint(OnlineCrossPoint):
             self._costs = kept(*self._place(dtype))
         return self._costs is None and self._whole
 
-    def prepare(self, executor: Executor, dtype: str) -> None:
-        """Learn what is kept or measured, once. A line on the terminal says what that is. Raises as ``measures``."""
-        if self._prepared:  # a load that failed is tried again
-            return
+    def prepare(self, executor: Executor, dtype: str) -> str:
+        """Learn what is kept or measured, once; return what that is. Raises as ``measures``."""
         if self.measures(dtype):
-            self._costs = measure(executor, self._config)
-            if self._costs is not None:
-                keep(*self._place(dtype), self._costs)
-        self._prepared = True
-        told = "what swaps cost here is not known yet, and is learnt while serving"
-        if self._costs is not None:
-            told = str(self._costs)
+            file, of = self._place(dtype)
+            with self._alone(file):  # a replica beside this one would disturb, and may have measured meanwhile
+                self._costs = None if self._again else kept(file, of)
+                if self._costs is None:
+                    self._costs = measure(executor, self._config)
+                    if self._costs is not None:
+                        keep(file, of, self._costs)
+        if self._costs is None:
+            return "cross_point: what a swap costs here is not known yet, and is learnt while serving"
+        if not self._prepared:  # a load that failed is tried again
+            self._prepared = True
             for number, seen in enumerate(self._costs.seen, -len(self._costs.seen)):
                 self.observe(replace(seen, now_s=number * _SPACING_S))
-        print(f"firsttoken: cross_point: {told}", file=sys.stderr, flush=True)
+        return f"cross_point: {self._costs}"
+
+    @contextmanager
+    def _alone(self, file: Path) -> Iterator[None]:
+        with ExitStack() as locked:
+            with suppress(OSError):  # in a cache that cannot be written nobody waits
+                locked.enter_context(alone(file.with_suffix(".lock"), "measures what a preemption costs"))
+            yield
 
     def _place(self, dtype: str) -> tuple[Path, dict[str, Any]]:
         """The file of these costs, and what it has to say of them."""

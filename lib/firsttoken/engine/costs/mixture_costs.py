@@ -6,13 +6,13 @@ them up, as the wheel aiconfigurator-core measured it whole; how unevenly tokens
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
-from firsttoken.assets.dense_shape import DenseShape
 from firsttoken.assets.lock import asset_path
+from firsttoken.assets.mixture_shape import MixtureShape
 from firsttoken.engine.costs.operator_costs import MOST_TOKENS, OperatorCosts
 from firsttoken.engine.costs.operator_tables import Curve, OperatorTables, read_table
 from firsttoken.engine.costs.power_interpolation import power_between
@@ -26,25 +26,13 @@ _TOKENS, _ROUTING = "num_tokens", "distribution"
 _NUMBER_BYTES = 2
 
 
-@dataclass(frozen=True)
-class MixtureShape:
-    """A decoder ``dense`` whose MLP stands for one of ``experts``; each token takes ``active`` of these in a layer."""
-
-    dense: DenseShape
-    experts: int
-    active: int
-
-    @property
-    def whole(self) -> DenseShape:
-        """The dense shape with the same weights: one MLP as wide as all experts together."""
-        return replace(self.dense, mlp=self.dense.mlp * self.experts)
-
-
-# As the authors publish them in config.json; the experts' width stands for the MLP's.
-MIXTURES = {
-    "qwen3-235b-a22b": MixtureShape(DenseShape(94, 4096, 1536, 64, 4, 128, 151936, head_norms=True), 128, 8),
-    "minimax-m2.5": MixtureShape(DenseShape(62, 3072, 1536, 48, 8, 128, 200064, head_norms=True), 256, 8),
-}
+def layout(card: str, shape: MixtureShape, gpus: int, weights: str = "fp8_block") -> tuple[int, int]:
+    """How the experts lie on ``gpus``, (split, spread): each split over all of them where that was measured, as vLLM
+    does by itself, else spread as far as they were. Raises ProfileError where no layout of so many was measured."""
+    there = [(split, spread) for split, spread in _layouts(card, shape, weights) if split * spread == gpus]
+    if not there:
+        raise ProfileError(_unmeasured(card, shape, weights, f"on {gpus} GPUs"))
+    return max(there)
 
 
 def mixture_costs(
@@ -102,15 +90,7 @@ def experts_s(card: str, shape: MixtureShape, split: int, spread: int, weights: 
     asked = (weights, dense.hidden, dense.mlp, shape.active, shape.experts, split, spread)
     fits = np.logical_and.reduce([table[name] == value for name, value in zip(_COLUMNS, asked, strict=True)])
     if not fits.any():
-        alike = np.logical_and.reduce([table[name] == value for name, value in zip(_COLUMNS[:5], asked, strict=False)])
-        layouts = sorted(
-            {(int(a), int(b)) for a, b in zip(*(table[name][alike] for name in _COLUMNS[5:]), strict=True)}
-        )
-        known = ", ".join(f"{a} x {b}" for a, b in layouts) or "none"
-        raise ProfileError(
-            f"{card} has no {weights} experts of {dense.hidden} x {dense.mlp}, {shape.active} of {shape.experts}, "
-            f"split {split} and spread {spread} ways; measured for these: {known}"
-        )
+        raise ProfileError(_unmeasured(card, shape, weights, f"split {split} and spread {spread} ways"))
     chosen = fits & (table[_ROUTING] == routing)
     if not chosen.any():
         known = ", ".join(sorted(set(table[_ROUTING][fits].tolist())))
@@ -119,6 +99,23 @@ def experts_s(card: str, shape: MixtureShape, split: int, spread: int, weights: 
     least = np.full(len(at), np.inf)
     np.minimum.at(least, place, table["latency"][chosen])
     return at.astype(float), least
+
+
+def _layouts(card: str, shape: MixtureShape, weights: str) -> list[tuple[int, int]]:
+    """The layouts, (split, spread), in which experts of this shape were measured. ProfileError for another card."""
+    if card not in MIXTURE_CARDS:
+        raise ProfileError(f"no experts of {card!r} are pinned; known: {', '.join(MIXTURE_CARDS)}")
+    table, asked = _experts(card), (weights, shape.dense.hidden, shape.dense.mlp, shape.active, shape.experts)
+    alike = np.logical_and.reduce([table[name] == value for name, value in zip(_COLUMNS[:5], asked, strict=True)])
+    return sorted({(int(a), int(b)) for a, b in zip(*(table[name][alike] for name in _COLUMNS[5:]), strict=True)})
+
+
+def _unmeasured(card: str, shape: MixtureShape, weights: str, how: str) -> str:
+    known = ", ".join(f"{split} x {spread}" for split, spread in _layouts(card, shape, weights)) or "none"
+    return (
+        f"{card} has no {weights} experts of {shape.dense.hidden} x {shape.dense.mlp}, {shape.active} of "
+        f"{shape.experts}, {how}; measured for these: {known}"
+    )
 
 
 @lru_cache(maxsize=3)

@@ -8,11 +8,11 @@ What happens to open ones is their policy's affair (``transitions.py``).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from firsttoken.assets.model_config import CONFIG
 from firsttoken.engine.async_engine import step_failure
@@ -29,7 +29,9 @@ from firsttoken.study.system.cgroup_limits import free_memory_bytes
 
 if TYPE_CHECKING:  # imported by the thread that loads, while requests are already taken
     import torch
+    from torch import nn
 
+    from firsttoken.engine.model_version import ModelVersion
     from firsttoken.progressiveserve.loading.loader import StageLoad
     from firsttoken.progressiveserve.loading.meta_model import MetaModel
     from firsttoken.progressiveserve.loading.views import StageView
@@ -43,7 +45,7 @@ class StageLoader:
     another; ``dtype`` as in :func:`firsttoken.study.dtypes.serving`."""
 
     def __init__(self, folder: Path, links: Sequence[Link], *, device: str, dtype: str, threads: int) -> None:
-        self._folder, self._links, self._device, self._dtype = folder, list(links), device, dtype
+        self.folder, self._links, self._device, self._dtype = folder, list(links), device, dtype
         self._threads = threads
         self._lock = threading.Lock()
         self._closed = False
@@ -72,20 +74,20 @@ class StageLoader:
         if self._device != "cpu":  # the load wants pinned memory
             return
         with suppress(FirstTokenError):
-            manifest = read_manifest(self._folder)
+            manifest = read_manifest(self.folder)
             with self._lock:
                 if not self._closed:
-                    self._early_reader = open_reader(self._folder, manifest, [1], self._links, threads=self._threads)
+                    self._early_reader = open_reader(self.folder, manifest, [1], self._links, threads=self._threads)
 
     def plan(self) -> tuple[int, int]:
         """The number of the stages, and of the bytes of all of them. Raises ModelError and StageError."""
-        manifest = self._manifest = read_manifest(self._folder)
+        manifest = self._manifest = read_manifest(self.folder)
         stages = range(1, len(manifest.stages) + 1)
         bytes_total = sum(
             blob.bytes
             for stage in stages
             for blobs in (adapter_blobs, part_blobs)
-            for blob in blobs(self._folder, manifest, [stage])
+            for blob in blobs(self.folder, manifest, [stage])
         )
         return len(stages), bytes_total
 
@@ -107,8 +109,8 @@ class StageLoader:
                     manifest, [1], self._early_reader, torch.device(self._device), computing
                 )
         # a file that is not there yet may still be on its way, as a part of the model may; what a file says stays
-        with files_alone() if (self._folder / CONFIG).is_file() else nullcontext():
-            self.meta_model = MetaModel(self._folder, manifest, self._device, computing, build_lean)
+        with files_alone() if (self.folder / CONFIG).is_file() else nullcontext():
+            self.meta_model = MetaModel(self.folder, manifest, self._device, computing, build_lean)
         return self.meta_model
 
     def load(self, stage: int, previous: StageView) -> StageLoad:
@@ -118,7 +120,7 @@ class StageLoader:
         with self._lock:
             early, self._early_reader = self._early_reader, None  # whose it is from now on
         options = {"threads": self._threads, "builder": early}
-        load = StageLoad(self._folder, self._manifest, [stage], self._links, self.meta_model, previous, **options)
+        load = StageLoad(self.folder, self._manifest, [stage], self._links, self.meta_model, previous, **options)
         # ``close`` may have run while the load was being made, and found none that it could stop.
         with self._lock:
             self._loading, closed = load, self._closed
@@ -156,6 +158,20 @@ class StageLoader:
                 reading.close()
 
 
+class LastStageVariants(Protocol):
+    """Variants of the whole model, which serve with its last stage."""
+
+    def read(self, folder: Path, sha256: str, layers: Sequence[nn.Module]) -> None:
+        """Read all that is theirs, for the ``layers`` of the model in ``folder``, whose weights have this ``sha256``
+        ("" where nobody knows it) and may not be there yet. Raises StageError."""
+
+    def host(self, version: StagedModelVersion, model: nn.Module) -> Mapping[str, ModelVersion]:
+        """The variants of ``model`` by name, beside the ``version`` that is its last stage."""
+
+    def fuse(self) -> Iterator[None]:
+        """Fuse that version's layers, as it does alone, for the variants too."""
+
+
 class StagedServer(LoadingServer):
     """Serves the staged checkpoint in ``folder``, fetched over ``links`` as :class:`StageLoader` does, while it
     arrives. ``policy`` says what becomes of requests when a better stage comes; ``recover`` False stays at stage 1.
@@ -182,8 +198,12 @@ class StagedServer(LoadingServer):
         self._told = threading.Event()  # the status says what the clients are about to hear
         self._last: StagedModelVersion  # that was made; stage 1 makes the first
         self._fused: FusedBeside = {}
-        self.whole: Callable[[torch.dtype, str], None] | None = None
-        """Called by the thread that loads, with dtype and sha256 of the weights, once the last stage serves."""
+        self.whole: Callable[[torch.dtype, str], str] | None = None
+        """Called by the thread that loads, with dtype and sha256 of the weights, once the last stage serves; what it
+        returns is an event."""
+        self.variants: Callable[[], LastStageVariants] | None = None
+        """Called by that thread too, for the variants that the last stage has."""
+        self._late: LastStageVariants | None = None
 
     def close(self) -> None:
         with self._change:
@@ -210,6 +230,10 @@ class StagedServer(LoadingServer):
         self._gates.close()  # of an attempt that failed
         self._stages, self._bytes_total = self._loader.plan()
         meta_model = self._loader.build()
+        if self.variants is not None:
+            self._late = self.variants()
+            with files_alone():
+                self._late.read(self._loader.folder, self._loader.source_sha256, meta_model.layers)
         load = self._loader.load(1, meta_model.empty_view())
         executor = self._executor(meta_model.model, meta_model.device)
         self._gates.enter_context(load.streaming())
@@ -218,6 +242,7 @@ class StagedServer(LoadingServer):
         server = self._run(executor, self._explained, self._recovered)
         self._loader.finish(load)
         server.between(self._gates.close)  # the gates go while no step passes them
+        server.versions = self._hosted()
         meta_model.merges.between = server.between
         return True
 
@@ -227,13 +252,11 @@ class StagedServer(LoadingServer):
         if last < self._stages:
             self._fuse_beside()
         if all(self._bring(stage) for stage in range(2, last + 1)) and last == self._stages:
-            self._tell_whole()
+            if self.whole is not None and not self._closing.is_set():
+                self._note(last, self.whole(self._loader.meta_model.dtype, self._loader.source_sha256))
             self._fused.clear()  # it holds plain layers, whose memory is given back one by one
-            self._fuse(self._last, self._loader.meta_model.release)  # once the last stage has taken over
-
-    def _tell_whole(self) -> None:
-        if self.whole is not None and not self._closing.is_set():
-            self.whole(self._loader.meta_model.dtype, self._loader.source_sha256)
+            served = self._late or self._last
+            self._fuse(served.fuse, self._loader.meta_model.release)  # once the last stage has taken over
 
     def _bring(self, stage: int) -> bool:
         """Whether ``stage`` came before the server was closed."""
@@ -250,7 +273,7 @@ class StagedServer(LoadingServer):
         self._note(stage, "arrived", **loader.merging())
         self._last = self._view(view)
         self._last.take_fused(self._fused)
-        self._server.soon(partial(self._switch_to, self._last))
+        self._server.soon(partial(self._switch_to, self._last, self._hosted()))
         return True
 
     def _fuse_beside(self) -> None:
@@ -268,10 +291,17 @@ class StagedServer(LoadingServer):
 
         return StagedModelVersion(self._loader.meta_model.model, modules, self._policy)
 
-    def _switch_to(self, view: StagedModelVersion) -> None:
+    def _hosted(self) -> Mapping[str, ModelVersion]:
+        """The variants that serve with what was made last: none before the last stage."""
+        if self._late is None or self._last.stage < self._stages:
+            return {}
+        return self._late.host(self._last, self._loader.meta_model.model)
+
+    def _switch_to(self, view: StagedModelVersion, variants: Mapping[str, ModelVersion]) -> None:
         from firsttoken.progressiveserve.staged_serving.stage_versions import moving
 
         self._server.publish(view, moving(self._policy))
+        self._server.versions = variants
         self._serving(view.stage)
 
     def _recovered(self, recovery: Recovery) -> None:

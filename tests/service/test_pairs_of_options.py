@@ -1,0 +1,256 @@
+"""Every pair of options of ``serve``, tried: it answers as either alone would, or is refused in one line that says why.
+
+``REFUSED`` of the service's configuration is the table. What is not in it is served here with a real model, real
+sockets, and for replicas and clusters a real Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from services import TIMEOUT_S, free_port, tiny_model, tiny_tokenizer, until, write_endless
+
+from firsttoken.__main__ import main
+from firsttoken.assets.checkpoint import combined_sha256, weight_files
+from firsttoken.service.launch import running
+from firsttoken.service.service_config import REFUSED, STAGES, WHOLE, ServiceConfig
+from firsttoken.study import paths
+from firsttoken.study.errors import StageError
+
+pytest.importorskip("starlette")
+pytest.importorskip("peft")
+pytest.importorskip("grpc")
+pytest.importorskip("zmq")
+pytestmark = pytest.mark.long(seconds=240)
+
+TEXT = "the inn in the hat is a long way from here, and "
+PROMPTS = [TEXT + end for end in ("in", "the", "a", "on", "it", "an")]
+OPTIONS = (
+    "--cluster",
+    "--gbit-per-s",
+    "--preemption",
+    "--prefix-store",
+    "--replicas",
+    "--scheduler",
+    "--share-prefixes",
+    "--swarm",
+    "--variant",
+    "--worker",
+    STAGES,
+)
+PAIRS = list(combinations(OPTIONS, 2))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Of what is measured here, also by replicas."""
+    folder, patch = tmp_path_factory.mktemp("cache"), pytest.MonkeyPatch()
+    patch.setattr(paths, "CACHE", folder)
+    yield folder
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole model, the same in stages, an adapter on it, and a store with how all prompts begin."""
+    from peft import LoraConfig, get_peft_model
+
+    from firsttoken.progressiveserve.checkpoint.plan import staged
+    from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
+    from firsttoken.progressiveserve.checkpoint.writer import write_staged
+    from firsttoken.progressiveserve.stages import StagePlan
+
+    place = tmp_path_factory.mktemp("pairs")
+    write_endless(place / "model")
+    origin = Origin("model", combined_sha256(weight_files(place / "model")), "real")
+    source = ModelSource(tiny_model(), tiny_tokenizer(), origin)
+    write_staged(source, staged(source.names, StagePlan.from_block(6, range(1, 5))), place / "stages" / "model")
+    peft = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules=["q_proj", "up_proj"])).eval()
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(1)
+        for name, parameter in peft.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.3 * torch.randn(parameter.shape))
+    peft.save_pretrained(place / "qa")
+    assert main(["prefix", "put", str(place / "store"), TEXT, "--model", str(place / "model")]) == 0
+    return place
+
+
+@pytest.fixture(scope="module")
+def swarm(place) -> Iterator[str]:
+    """A server of all blocks."""
+    from swarms import Here, servers_imported
+
+    with servers_imported():
+        here = Here(place / "model")
+        yield here.serve((0, 6))[0].record.address
+        here.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(cache) -> Iterator[str]:
+    """A Ray cluster of one node, which is this machine."""
+    pytest.importorskip("ray")
+    port = free_port()
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}"]
+    command += ["--num-cpus=2", "--include-dashboard=false", "--disable-usage-stats", "--object-store-memory=80000000"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    environment = os.environ | {"FIRSTTOKEN_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, start_new_session=True, **quiet)
+    try:
+        until(lambda: process.poll() is not None or _listens(port), "the cluster is there")
+        yield f"127.0.0.1:{port}"
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(60)
+
+
+def _listens(port: int) -> bool:
+    import socket
+
+    with socket.socket() as other:
+        return other.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture(scope="module")
+def arguments(place, request: pytest.FixtureRequest):
+    """The options of a pair as a user writes them, beside those that make its case one."""
+
+    def of(options: tuple[str, ...]) -> list[str]:
+        staged = {STAGES, "--gbit-per-s"} & set(options)
+        told = [str(place / "stages" / "model" if staged else place / "model")]
+        told += ["--max-model-len", "120", "--max-running", "6", "--max-waiting", "6"]
+        values = {
+            "--cluster": lambda: [request.getfixturevalue("cluster")],
+            "--gbit-per-s": lambda: ["1"],
+            "--preemption": lambda: ["cross_point", "--kv-blocks", "12"],
+            "--prefix-store": lambda: [str(place / "store")],
+            "--replicas": lambda: ["2"],
+            "--scheduler": lambda: ["prefill_first"],
+            "--swarm": lambda: [request.getfixturevalue("swarm")],
+            "--variant": lambda: [f"qa={place / 'qa'}"],
+        }
+        for option in options:
+            told += [option, *values.get(option, list)()] if option != STAGES else []
+        return told
+
+    return of
+
+
+def refused(pair: tuple[str, str]) -> str | None:
+    """Why, by the table; a link makes the model one in stages."""
+    asked = {*pair, *([STAGES] if "--gbit-per-s" in pair else [])}
+    return next((why for options, why in REFUSED.items() if set(options) <= asked), None)
+
+
+@contextmanager
+def served(arguments: list[str], cache: Path) -> Iterator[str]:
+    """The command in a process of its own, once all of its model serves, in each of its replicas."""
+    port, complete = free_port(), set[str]()
+    command = [sys.executable, "-m", "firsttoken", "serve", *arguments, "--port", str(port), "--grace-s", "5"]
+    environment = os.environ | {"FIRSTTOKEN_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(complete := complete | _complete(url)) < 1 + ("--replicas" in arguments):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield url
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:  # how a service behind Ray ends is not what is tried here
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=TIMEOUT_S)
+
+
+def _complete(url: str) -> set[str]:
+    """The name of the replica that answers, if all of its model serves."""
+    try:
+        status = httpx.get(f"{url}/stage", timeout=10).json()
+        return {status["replica"]} if status["state"] == "complete" else set()
+    except (httpx.HTTPError, KeyError, ValueError):
+        return set()
+
+
+def _stage(url: str) -> httpx.Response:
+    """The status of a service, however long a busy machine lets it wait: an answer through Ray took more than the five
+    seconds that httpx gives by default, where two processes of tests had both cores."""
+    return httpx.get(f"{url}/stage", timeout=TIMEOUT_S)
+
+
+def answers(url: str, model: str | None = None) -> list[str]:
+    """What all prompts are told, asked at once."""
+
+    def ask(prompt: str) -> str:
+        body = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{url}/v1/completions", json=body | ({"model": model} if model else {}), timeout=TIMEOUT_S)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"]
+
+    with ThreadPoolExecutor(len(PROMPTS)) as clients:
+        return list(clients.map(ask, PROMPTS))
+
+
+@pytest.fixture(scope="module")
+def expected(arguments, cache) -> dict[str, list[str]]:
+    """What the model says, and its variant, with no other option. A swarm's ends may compute in another dtype."""
+    with served(arguments(("--variant",)), cache) as url:
+        alone = {"": answers(url), "qa": answers(url, "qa")}
+    assert alone[""] != alone["qa"]
+    with served(arguments(("--swarm",)), cache) as url:
+        return alone | {"--swarm": answers(url)}
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
+def test_a_pair_answers_as_either_alone_or_is_refused(pair, arguments, cache, request, capsys) -> None:
+    if (why := refused(pair)) is not None:
+        assert main(["serve", *arguments(pair), "--port", str(free_port())]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("firsttoken: serve: ") and f": {why}; leave one of them out" in told
+        assert told.count("\n") == 1
+        return
+    right = request.getfixturevalue("expected")
+    with served(arguments(pair), cache) as url:
+        if "--prefix-store" in pair:
+            until(lambda: "stored prefixes are used" in _stage(url).text, "the store is open")
+        assert answers(url) == right["--swarm" if "--swarm" in pair else ""]
+        if "--variant" in pair:
+            assert answers(url, "qa") == right["qa"]
+        status = _stage(url).json()
+        if "--prefix-store" in pair and not {"--replicas"} & set(pair):
+            assert status["restored"] == len(PROMPTS)
+        if "--preemption" in pair:
+            assert any("cross_point: " in event["what"] for event in status["events"])
+
+
+def test_the_table_has_what_is_refused_and_no_more() -> None:
+    """Each of its lines is of options that there are, and names the two; and it stays short."""
+    assert {option for pair in REFUSED for option in pair} <= {*OPTIONS, WHOLE, "--device"}
+    assert len(REFUSED) == 9 and all(re.fullmatch(r"[^\n.;]{20,110}", why) for why in REFUSED.values())
+
+
+def test_what_no_pair_above_can_try(place) -> None:
+    """Another device is not here, and a whole model has no link."""
+    with pytest.raises(StageError, match="--swarm does not go with --device: its servers compute the blocks"):
+        ServiceConfig(place / "model", swarm=("127.0.0.1:1",), device="cuda")
+    link: Any = ServiceConfig(place / "model", port=free_port(), gbit_per_s=1.0)
+    with pytest.raises(StageError, match="--gbit-per-s does not go with a model that is whole: only"), running(link):
+        pass
