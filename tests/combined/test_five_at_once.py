@@ -6,12 +6,15 @@ import json
 
 import numpy as np
 import pytest
+from plain_tokens import generated
+from services import tiny_model
 
 from firsttoken.engine.workload.conversations import Conversations
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import load_profile
 from firsttoken.study.record import Result
 from firsttoken_studies.combined.five_at_once import figures
+from firsttoken_studies.combined.five_at_once.answers import Judge
 from firsttoken_studies.combined.five_at_once.experiment import (
     ALL,
     ARMS,
@@ -24,12 +27,11 @@ from firsttoken_studies.combined.five_at_once.experiment import (
     five_at_once,
     five_summary,
     goodput,
-    judged,
     processor_s,
 )
 from firsttoken_studies.combined.five_at_once.trial import IDEAS
 
-ASKED = {"ttft_s": 1.0, "tbt_s": 0.2, "limit_s": 9.0}
+ASKED = {"ttft_s": 1.0, "tbt_s": 0.2, "limit_s": 9.0, "near_tie": 0.5}
 
 
 def window(arm: str, seed: int, first: list[float | None]) -> dict:
@@ -44,6 +46,7 @@ def window(arm: str, seed: int, first: list[float | None]) -> dict:
         "tbt_p99_s": 0.1,
         "preemptions": [0, 1, 0, 0],
         "same": [True, True, False, True],
+        "shortfall": [0.0, 0.1, 0.4, 3.0],
         "f1": [1.0, 1.0, 0.5, 1.0],
         "replica_s": 3.0,
         "neighbour_s": 1.0,
@@ -81,7 +84,7 @@ def test_the_summary_pairs_draws():
     assert said.value("goodput_lost_per_s", variant=ALL, than="without CPS") == pytest.approx(0.5)
     assert said.value("goodput_lost_per_s", variant=ALL, across="worst") == pytest.approx(0.5)
     assert said.value("first_token_s", variant=NONE) == 5.0 and said.value("processor_s", variant=NONE) == 4.0
-    assert said.value("same_tokens_pct", variant=NONE) == 75
+    assert said.value("same_tokens_pct", variant=NONE) == said.value("own_answers_pct", variant=NONE) == 75
 
 
 def test_an_idea_that_costs_more_than_it_brings_is_the_worst():
@@ -130,10 +133,17 @@ def test_texts_that_are_too_few_are_refused(config):
         drawn(texts(2000), [[1] * 512], config, seed=0)
 
 
-def test_answers_are_judged_by_the_warm_models():
-    said = judged([[1, 2], [3]], [[1, 2], [4]], lambda ids: " ".join(map(str, ids)))
-    assert said == {"same": [True, False], "f1": [1.0, 0.0]}
-    assert judged([[1]], [[1, 2]], str)["same"] == [True], "the window was over before its second token"
+def test_answers_are_held_against_the_warm_replicas_and_the_whole_model():
+    model, prompt = tiny_model(), [5, 6, 7]
+    own = generated(model, prompt, 4).tokens
+    wrong = [own[0], (own[1] + 1) % 200, *own[2:]]
+    judge = Judge(model, lambda ids: " ".join(map(str, ids)))
+    said = judge.of([{"prompt": prompt}] * 3, [own, wrong, own[:2]], [own] * 3)
+    assert said["same"] == [True, False, True], "the window was over before the last one's third token"
+    assert said["f1"][0] == 1 and said["f1"][1] < 1
+    exact, other, part = said["shortfall"]
+    assert exact == pytest.approx(0, abs=1e-4) == part and other > 1e-3
+    assert judge.shortfall(prompt, []) == 0.0
 
 
 def test_a_run_that_was_broken_off_goes_on(monkeypatch, tmp_path):

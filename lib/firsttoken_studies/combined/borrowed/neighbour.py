@@ -25,9 +25,11 @@ def warm_neighbour(folder: Path, depth: int, cores: Collection[int], threads: in
 
 
 @contextmanager
-def warm_server(folder: Path, depth: int, cores: Collection[int], threads: int) -> Iterator[tuple[str, int]]:
-    """The same, and the number of its process."""
-    command = ["firsttoken", "swarm", "serve", "--model", str(folder), "--blocks", f"0:{depth}", "--dtype", "float32"]
+def warm_server(
+    folder: Path, depth: int, cores: Collection[int], threads: int, dtype: str = "float32"
+) -> Iterator[tuple[str, int]]:
+    """The same in ``dtype``, and the number of its process."""
+    command = ["firsttoken", "swarm", "serve", "--model", str(folder), "--blocks", f"0:{depth}", "--dtype", dtype]
     with process_of(command, cores, threads) as server:
         line = server.stdout.readline()
         if not (found := re.search(r" are served at (\S+) by ", line)):

@@ -25,10 +25,11 @@ from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.droidspeak.store import KVStore
 from firsttoken.engine.workload.arrivals import Arrivals
 from firsttoken.engine.workload.conversations import Conversations, conversations
+from firsttoken.progressiveserve.base_model import load_served
 from firsttoken.progressiveserve.evaluation import QualityConfig
-from firsttoken.scoring import token_f1
 from firsttoken.study import code, paths, timing
 from firsttoken.study.canonical_json import sha256_of
+from firsttoken.study.dtypes import computing, name_of, named
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.record import Outcome, Rows
@@ -36,6 +37,7 @@ from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_studies.combined.borrowed.neighbour import warm_server
 from firsttoken_studies.combined.borrowed.setting import StartSetting, start_setting
+from firsttoken_studies.combined.five_at_once.answers import Judge
 from firsttoken_studies.combined.five_at_once.trial import BLOCK_TOKENS, CHUNKS, IDEAS, WindowSpec
 
 NONE, ALL, WARM = "none", "all", "warm"
@@ -57,8 +59,9 @@ class FiveConfig:
     comes over ``gbit_per_s``, prefixes over ``prefix_gbit_per_s``. ``running`` requests run at once at most, and the
     pool holds ``pool_share`` of the blocks that so many of a draw need on average, and the longest request at least.
     A request is within its objectives when its first token comes within ``ttft_s`` and P99 of its gaps is at most
-    ``tbt_s``; what has not ended after ``limit_s`` is cancelled. Raises ProfileError for an unknown arm and for numbers
-    that make no window.
+    ``tbt_s``; what has not ended after ``limit_s`` is cancelled. An answer is the whole model's own where no token's
+    logit lies more than ``near_tie`` below the largest. Raises ProfileError for an unknown arm and for numbers that
+    make no window.
     """
 
     arms: tuple[str, ...]
@@ -81,6 +84,7 @@ class FiveConfig:
     ttft_s: float
     tbt_s: float
     limit_s: float
+    near_tie: float
     readers: int
 
     def __post_init__(self) -> None:
@@ -147,11 +151,12 @@ def blocks_of(asked: Sequence[Asked], config: FiveConfig) -> int:
 
 
 def five_at_once(profile: Profile) -> Outcome:
-    """Rows {arm, seed, arrival_s, first_s, last_s, gap_p99_s, same, f1, preemptions, own_prefill: lists by request,
-    tbt_p99_s, replica_s, neighbour_s, loaded_s, ended_s, blocks, capacity_per_s} of windows in fresh processes.
+    """Rows {arm, seed, arrival_s, first_s, last_s, gap_p99_s, same, shortfall, f1, preemptions, own_prefill: lists by
+    request, tbt_p99_s, replica_s, neighbour_s, loaded_s, ended_s, blocks, capacity_per_s} of windows in fresh processes.
 
-    ``same`` says whether an answer is the warm whole model's as far as it goes, ``f1`` how alike their words are. Each
-    window is kept until all are there, and a run that was broken off goes on behind the last one.
+    Answers are held against those of the "warm" window of their draw, which has all requests and the whole model at
+    once, and neither ``blocks`` nor a capacity. Each window is kept until all are there, and a run that was broken off
+    goes on behind the last one.
     """
     config = profile.section("five_at_once", FiveConfig)
     check(config.needs(), ModelFacts(profile.model))
@@ -160,11 +165,13 @@ def five_at_once(profile: Profile) -> Outcome:
     rows: Rows = []
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
-        tokenizer, sender = cached(profile, config, store)
+        dtype = name_of(computing("cpu"))
+        tokenizer, sender = cached(profile, config, store, dtype)
         texts = conversations(tokenizer)
         prefixes = drawn_prefixes(texts, config, profile.seed)
+        judge = Judge(load_served(profile).model.to("cpu", torch.float32), tokenizer.decode)
         depth = setting.checkpoint.plan.depth
-        with warm_server(setting.folder, depth, setting.theirs, setting.threads) as (address, pid):
+        with warm_server(setting.folder, depth, setting.theirs, setting.threads, dtype) as (address, pid):
             spec = WindowSpec(
                 ideas=(),
                 staged=str(setting.checkpoint.staged),
@@ -185,6 +192,7 @@ def five_at_once(profile: Profile) -> Outcome:
                 readers=config.readers,
                 threads=setting.threads,
                 cores=setting.ours,
+                dtype=dtype,
             )
             windows = Windows(spec, pid, kept)
             seeds = range(profile.seed, profile.seed + config.seeds)
@@ -197,16 +205,16 @@ def five_at_once(profile: Profile) -> Outcome:
                         bar.update()
                         if row["arm"] == WARM:
                             wanted = row["tokens"]
-                        else:
-                            rows.append(row | judged(row.pop("tokens"), wanted, tokenizer.decode))
+                        rows.append(row | judge.of(asked, row.pop("tokens"), wanted))
     kept.drop()
-    return Outcome(rows, provenance=provenance_of(setting))
+    return Outcome(rows, provenance=provenance_of(setting) | {"computed_in": dtype})
 
 
-def cached(profile: Profile, config: FiveConfig, folder: Path) -> tuple[Any, ModelIdentity]:
-    """Store in ``folder`` what the base model computes of the prefixes; return its tokenizer and what it is called."""
+def cached(profile: Profile, config: FiveConfig, folder: Path, dtype: str) -> tuple[Any, ModelIdentity]:
+    """Store in ``folder`` what the base model computes of the prefixes in ``dtype``; return its tokenizer and what it
+    is called."""
     base = load_model(profile.model, dtype=torch.float32, device="cpu")
-    as_stored(base.model, profile.stored_dtype(), torch.float32)
+    as_stored(base.model, profile.stored_dtype(), named(dtype))
     sender = identify(base.model, base.tokenizer, str(base.provenance.sha256))
     store = KVStore(folder, memory_bytes=0, disk_bytes=1 << 40, block_tokens=BLOCK_TOKENS)
     for tokens in drawn_prefixes(conversations(base.tokenizer), config, profile.seed):
@@ -219,16 +227,6 @@ def provenance_of(setting: StartSetting) -> dict[str, Any]:
     return setting.provenance | {
         "requests": "ShareGPT's, Poisson arrivals",
         "prefixes": "ShareGPT's, cached by the base",
-    }
-
-
-def judged(said: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], decode: Any) -> dict[str, Any]:
-    """Say of each request whether the tokens that it got before the window was over are those that are ``wanted``, and
-    what F1 of their words is."""
-    pairs = list(zip(said, wanted, strict=True))
-    return {
-        "same": [list(one) == list(other)[: len(one)] for one, other in pairs],
-        "f1": [round(token_f1(decode(one), [decode(other)]), 4) for one, other in pairs],
     }
 
 
@@ -333,6 +331,11 @@ def goodput(row: Mapping[str, Any], asked: Mapping[str, Any]) -> float:
     return float(np.sum(in_time & smooth & there)) / row["arrival_s"][-1]
 
 
+def own_answers_pct(row: Mapping[str, Any], asked: Mapping[str, Any]) -> float:
+    """Requests in percent whose answer is the whole model's own but for near ties."""
+    return 100 * float(np.mean(np.array(row["shortfall"]) <= asked["near_tie"]))
+
+
 def five_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Return means over draws by arm, goodput of all five over the best single idea, and what is lost without each."""
     asked, summary = parameters["five_at_once"], Summary()
@@ -350,6 +353,7 @@ def five_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
             "processor_s": ([row["replica_s"] + row["neighbour_s"] for row in mine], "s"),
             "loaded_s": ([row["loaded_s"] for row in mine], "s"),
             "same_tokens_pct": ([100 * np.mean(row["same"]) for row in mine], "% of requests"),
+            "own_answers_pct": ([own_answers_pct(row, asked) for row in mine], "% of requests"),
             "f1": ([np.mean(row["f1"]) for row in mine], ""),
             "preemptions": ([sum(row["preemptions"]) for row in mine], ""),
         }

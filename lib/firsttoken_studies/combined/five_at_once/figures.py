@@ -25,8 +25,9 @@ COLUMNS = {
     "ttft_p95_s": ("P95 TTFT, s", 2),
     "tbt_p99_s": ("P99 TBT, s", 3),
     "processor_s": ("processors, s", 1),
-    "same_tokens_pct": ("the whole model's answers, %", 0),
-    "f1": ("F1 to these answers", 2),
+    "same_tokens_pct": ("the warm replica's answers, %", 0),
+    "own_answers_pct": ("the whole model's but for near ties, %", 0),
+    "f1": ("F1 to the warm replica's", 2),
     "preemptions": ("preemptions", 1),
 }
 

@@ -36,8 +36,13 @@ from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.loading.views import StageView
-from firsttoken.progressiveserve.staged_serving.stage_versions import StagedModelVersion, moving
+from firsttoken.progressiveserve.staged_serving.stage_versions import (
+    FusedBeside,
+    StagedModelVersion,
+    moving,
+)
 from firsttoken.progressiveserve.staged_serving.transitions import PrefillAgain
+from firsttoken.study.dtypes import named
 from firsttoken.study.system.cores import stay_on
 from firsttoken.study.system.fast_exit import tell_and_end
 from firsttoken_extras.layer_borrowing.arrivals import LayerArrivals, follow
@@ -61,7 +66,7 @@ class WindowSpec:
     of prefixes, of which layers ``group`` are computed again and hidden states are kept at ``edges``; that comes over
     ``prefix_gbit_per_s``. ``neighbour`` is the address of who lends. At most ``requests`` run in ``blocks`` KV blocks
     with four times as many on the host, in steps of ``token_budget`` tokens where prompts are cut. What has not ended
-    after ``limit_s`` is cancelled.
+    after ``limit_s`` is cancelled. All compute in ``dtype``.
     """
 
     ideas: tuple[str, ...]
@@ -83,6 +88,7 @@ class WindowSpec:
     readers: int
     threads: int
     cores: tuple[int, ...]
+    dtype: str
 
 
 class ColdReplica(Protocol):
@@ -108,14 +114,18 @@ class ColdReplica(Protocol):
 
 
 class OwnReplica:
-    """A replica that computes with a stage of its model as soon as that is whole, and moves open requests to the next
-    one between two steps. At each stage a request takes the whole of what a sender offers: the cache of a whole model
+    """A replica that computes with a stage of its model as soon as that is whole and fused, and moves open requests to
+    the next one between two steps. At each stage a request takes the whole of what a sender offers: the cache of a whole model
     is nearer to what the last stage computes than the stage's own would be."""
 
-    def __init__(self, executor: LiveExecutor, config: EngineConfig, policy: PreemptionPolicy) -> None:
+    def __init__(
+        self, executor: LiveExecutor, first: StageView, config: EngineConfig, policy: PreemptionPolicy
+    ) -> None:
+        self._executor, self._fused = executor, FusedBeside()
+        executor.version = self._last = self._version(first)
+        self._last.decoder.pack_head()
         self.engine = Engine(executor, config, policy=policy)
         self.stages: queue.SimpleQueue[StageView | Exception] = queue.SimpleQueue()
-        self._executor = executor
 
     def submit(
         self,
@@ -135,10 +145,18 @@ class OwnReplica:
             came = self.stages.get()
             if isinstance(came, Exception):
                 raise came
-            version = StagedModelVersion(self._executor.model, came, PrefillAgain())
+            version = self._version(came)
+            version.decoder.take_head(self._last.decoder)
+            self._last = version
             if lost := self.engine.publish(version, moving(PrefillAgain())):
                 raise lost[0][1]
         return self.engine.step()
+
+    def _version(self, stage: StageView) -> StagedModelVersion:
+        version = StagedModelVersion(self._executor.model, stage, PrefillAgain())
+        for _ in version.fuse_beside(self._fused):
+            pass
+        return version
 
     def close(self) -> None:
         """Give the model its own attention back, and end the swap path's threads."""
@@ -169,7 +187,7 @@ def started(spec: WindowSpec) -> tuple[ColdReplica, Callable[[], float]]:
     borrows, stages = BORROWING in spec.ideas, STAGES in spec.ideas
     folder = Path(spec.staged if stages and not borrows else spec.ends_first)
     manifest, link = read_manifest(folder), Link(LinkConfig(spec.gbit_per_s))
-    meta_model = MetaModel(folder, manifest, "cpu", torch.float32, build_lean)
+    meta_model = MetaModel(folder, manifest, "cpu", named(spec.dtype), build_lean)
 
     def load_of(stage: int, previous: StageView) -> StageLoad:
         options = {"threads": spec.readers, "verify": False}
@@ -206,8 +224,7 @@ def started(spec: WindowSpec) -> tuple[ColdReplica, Callable[[], float]]:
             return load.arrived_s + up
 
         return BorrowingReplica(executor, load.view.layers, arrivals, lease, config, policy=policy), arrived
-    executor.version = StagedModelVersion(meta_model.model, load.view, PrefillAgain())
-    replica, times = OwnReplica(executor, config, policy), [load.arrived_s]
+    replica, times = OwnReplica(executor, load.view, config, policy), [load.arrived_s]
 
     def bring() -> None:
         previous = load.view
