@@ -16,6 +16,7 @@ class Judge:
 
     def __init__(self, model: nn.Module, decode: Callable[[Sequence[int]], str]) -> None:
         self._model, self._decode = model, decode
+        self._known: dict[tuple[int, ...], float] = {}
 
     def of(
         self, asked: Sequence[Mapping[str, Any]], said: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]
@@ -41,7 +42,10 @@ class Judge:
         what the model says itself, and where nothing was said."""
         if not said:
             return 0.0
-        ids = torch.tensor([[*prompt, *said[:-1]]])
-        logits = self._model(ids, use_cache=False, logits_to_keep=len(said)).logits[0].float()
-        chosen = logits.gather(1, torch.tensor(list(said))[:, None])[:, 0]
-        return float((logits.max(-1).values - chosen).max())
+        whole = (len(prompt), *prompt, *said)
+        if whole not in self._known:  # most arms give most answers of the warm replica, and a pass takes a second
+            ids = torch.tensor([[*prompt, *said[:-1]]])
+            logits = self._model(ids, use_cache=False, logits_to_keep=len(said)).logits[0].float()
+            chosen = logits.gather(1, torch.tensor(list(said))[:, None])[:, 0]
+            self._known[whole] = float((logits.max(-1).values - chosen).max())
+        return self._known[whole]
