@@ -151,8 +151,8 @@ def blocks_of(asked: Sequence[Asked], config: FiveConfig) -> int:
 
 
 def five_at_once(profile: Profile) -> Outcome:
-    """Rows {arm, seed, arrival_s, first_s, last_s, gap_p99_s, same, shortfall, f1, preemptions, own_prefill: lists by
-    request, tbt_p99_s, replica_s, neighbour_s, loaded_s, ended_s, blocks, capacity_per_s} of windows in fresh processes.
+    """Rows {arm, seed, tbt_p99_s, replica_s, neighbour_s, loaded_s, ended_s, blocks, capacity_per_s, and by request
+    arrival_s, first_s, last_s, gap_p99_s, same, shortfall, f1, preemptions, own_prefill} of windows in fresh processes.
 
     Answers are held against those of the "warm" window of their draw, which has all requests and the whole model at
     once, and neither ``blocks`` nor a capacity. Each window is kept until all are there, and a run that was broken off

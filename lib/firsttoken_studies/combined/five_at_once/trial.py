@@ -115,8 +115,8 @@ class ColdReplica(Protocol):
 
 class OwnReplica:
     """A replica that computes with a stage of its model as soon as that is whole and fused, and moves open requests to
-    the next one between two steps. At each stage a request takes the whole of what a sender offers: the cache of a whole model
-    is nearer to what the last stage computes than the stage's own would be."""
+    the next one between two steps. At each stage a request takes the whole of what a sender offers: the cache of a
+    whole model is nearer to what the last stage computes than the stage's own would be."""
 
     def __init__(
         self, executor: LiveExecutor, first: StageView, config: EngineConfig, policy: PreemptionPolicy
