@@ -147,13 +147,7 @@ _ALL = (
         "live_summary",
     ),
     _study("victims", "Who is preempted, beside how", "24", "cps.victims:victims", "victims_summary"),
-    _study(
-        "victims_live",
-        "Who is preempted, live",
-        "24",
-        "cps.victims:victims_live",
-        "victims_summary",
-    ),
+    _study("victims_live", "Who is preempted, live", "24", "cps.victims:victims_live", "victims_summary"),
     _study("online_crosspoint", "A learnt threshold", "23", "cps.learnt_threshold:online_crosspoint", "online_summary"),
     _study("layer_profile", "Which layers to recompute", "30", "droidspeak.profiling:layer_profile", "profile_summary"),
     _study(
@@ -387,6 +381,13 @@ _ALL = (
         "60",
         "combined.one_engine:one_engine",
         "one_engine_summary",
+    ),
+    _study(
+        "five_at_once",
+        "All five reports in one replica that starts cold under load",
+        "61",
+        "combined.five_at_once.experiment:five_at_once",
+        "five_summary",
     ),
 )
 EXPERIMENTS: dict[str, Experiment] = {experiment.name: experiment for experiment in _ALL}

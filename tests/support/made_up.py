@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from firsttoken_studies.combined.borrowed import experiment as borrowed
 from firsttoken_studies.combined.borrowed import trial as borrowed_trial
 from firsttoken_studies.combined.fetchers import experiment as parallel
 from firsttoken_studies.combined.fetchers import trial as fetch_trial
+from firsttoken_studies.combined.five_at_once import trial as window
 from firsttoken_studies.droidspeak import profiling
 from firsttoken_studies.progressiveserve import timeline_trial
 from firsttoken_studies.progressiveserve.coldstart import trial
@@ -97,6 +99,12 @@ def few_conversations(tokenizer: Any, *_: Any) -> Conversations:
     return Conversations(ids, starts, totals // 2)
 
 
+def short_conversations(tokenizer: Any) -> Conversations:
+    """As many prompts of 10 tokens as of 40, with answers of five."""
+    starts = np.concatenate([[0], np.cumsum([10, 40] * 20)])
+    return Conversations(np.arange(starts[-1]) % 200, starts, np.full(40, 5))
+
+
 def in_this_process(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
     """A trial without a process of its own; there is no other command."""
     if command[:2] != [sys.executable, "-m"]:
@@ -108,6 +116,9 @@ def in_this_process(command: list[str], **options: Any) -> subprocess.CompletedP
             parallel.TRIAL: (fetch_trial, fetch_trial.FetchSpec),
         }[command[2]]
         answer: Any = {"variant": told["variant"]} | of.main(kind(**told))
+    elif command[2] == window.__name__:
+        told = json.loads(Path(command[3]).read_text(encoding="utf-8")) | {"cores": ()}
+        answer = window.main(window.WindowSpec(**told))
     elif command[2].endswith("timeline_trial"):
         answer = timeline_trial.main(timeline_trial.TimelineSpec(**json.loads(options["input"])))
     else:
@@ -127,6 +138,13 @@ def lender(folder: Path, depth: int, *_: Any) -> Iterator[str]:
     """A warm neighbour in this process."""
     with closing(Here(folder)) as here:
         yield here.serve((0, depth))[0].record.address
+
+
+@contextmanager
+def counted_lender(folder: Path, depth: int, *_: Any) -> Iterator[tuple[str, int]]:
+    """The same, and this process."""
+    with lender(folder, depth) as address:
+        yield address, os.getpid()
 
 
 class Lending:

@@ -24,6 +24,7 @@ FIXED = {"resamples": 20, "matmul_n": 64, "duration_s": 0.6, "sample_s": 0.05, "
 LAYERS = {"distance": {"max_block", "block"}, "served": {"block_start", "block_size"}, "shapes": {"blocks"}}
 LAYERS |= {"one_engine": {"block_start", "block_end", "group_start", "group_end"}}
 LAYERS |= {"agents": {"group_start", "group_end"}}
+LAYERS |= {"five_at_once": {"group_start", "group_end", "edges"}}
 LAYERS |= {
     "deferral": {"sizes"},
     "transitions": {"layers", "transitions"},
@@ -66,6 +67,8 @@ SMALL = {
     "churn": {"servers": 12, "depth": 12, "events": 2},
     "one_engine": {"sessions": 2, "session_tokens": 32, "session_new_tokens": 40, "beside_tokens": 100, "sharing": 2}
     | {"gbit_per_s": 10.0, "stored_tokens": 32, "shared_tokens": 32},
+    "five_at_once": {"requests": 5, "prompt_tokens": 12, "new_tokens": 6, "prefix_tokens": [16, 32], "limit_s": 30}
+    | {"gbit_per_s": 100.0, "prefix_gbit_per_s": 100.0, "ttft_s": 30.0, "tbt_s": 30.0},
     "under_chunks": {"streams": 3, "prompt_tokens": 100, "plain_tokens": 4, "budget": 24},
     "survival": {
         "tokens": 5,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from firsttoken.engine.decoder import Decoder, LocalSegment
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.fused import fuse_layer
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
@@ -87,8 +88,9 @@ CONFIG = EngineConfig(scheduler="sarathi")
 class BorrowingReplica:
     """``layers`` of the model of ``executor``, whose weights come as ``arrivals`` says, and ``lease`` until then.
 
-    Layers that nobody lends are waited for before anything is computed, and where a lender refuses or is gone, all are:
-    a start without borrowing. ``taken`` are (seconds on the executor's clock, own layers from then on). ``policy`` and
+    Layers are fused as they are taken over, as a lender's are: what either computes of a token is the same. Layers that
+    nobody lends are waited for before anything is computed, and where a lender refuses or is gone, all are: a start
+    without borrowing. ``taken`` are (seconds on the executor's clock, own layers from then on). ``policy`` and
     ``trace`` are the engine's: of a request that is swapped out the keys and values of own layers go to the host, those
     of borrowed ones stay with their lenders, and what entered these is kept here, should a lender lose them. Raises
     SwarmError for shared prefixes.
@@ -113,6 +115,7 @@ class BorrowingReplica:
         self._executor, self._layers, self._arrivals = executor, list(layers), arrivals
         self._open: list[Request] = []
         self._here = lease.first
+        self._head: Decoder | None = None  # whose head is packed
         executor.version = self._view()
 
     @property
@@ -177,7 +180,9 @@ class BorrowingReplica:
         if come == self._here or (any(map(self._between, self._open)) and not (whole and self.lease.gone)):
             return
         before, self._here = self._here, come
-        lost = self.engine.publish(self._view(), partial(_come_between, range(before, come)))
+        version = self._view()
+        self._pack_head(version.decoder)
+        lost = self.engine.publish(version, partial(_come_between, range(before, come)))
         self.taken.append((self._executor.now(), come))
         if whole:
             self.lease.close()
@@ -189,8 +194,17 @@ class BorrowingReplica:
         it would have to compute all of it."""
         return request.redo is not None or (request.version is not None and self.engine.awaits_prefix(request))
 
+    def _pack_head(self, decoder: Decoder) -> None:
+        """Once for all versions, and not before the ends are here: of what has not come nothing can be packed."""
+        if self._head is None:
+            decoder.pack_head()
+        else:
+            decoder.take_head(self._head)
+        self._head = decoder
+
     def _view(self) -> ModelVersion:
         model, layers = self._executor.model, self._layers
+        layers[: self._here] = map(fuse_layer, layers[: self._here])  # fused ones stay as they are
         if self._here == len(layers):
             return ModelVersion(Decoder(model, [LocalSegment(layers)]))
         return BorrowingVersion(model, layers, self._here, self.lease, self._arrivals.over)

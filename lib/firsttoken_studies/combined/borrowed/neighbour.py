@@ -20,12 +20,21 @@ from firsttoken.study.system.cores import stay_on
 @contextmanager
 def warm_neighbour(folder: Path, depth: int, cores: Collection[int], threads: int) -> Iterator[str]:
     """The address of a server of all ``depth`` layers in ``folder``, in float32. Raises SwarmError."""
-    command = ["firsttoken", "swarm", "serve", "--model", str(folder), "--blocks", f"0:{depth}", "--dtype", "float32"]
+    with warm_server(folder, depth, cores, threads) as (address, _):
+        yield address
+
+
+@contextmanager
+def warm_server(
+    folder: Path, depth: int, cores: Collection[int], threads: int, dtype: str = "float32"
+) -> Iterator[tuple[str, int]]:
+    """The same in ``dtype``, and the number of its process."""
+    command = ["firsttoken", "swarm", "serve", "--model", str(folder), "--blocks", f"0:{depth}", "--dtype", dtype]
     with process_of(command, cores, threads) as server:
         line = server.stdout.readline()
         if not (found := re.search(r" are served at (\S+) by ", line)):
             raise SwarmError(f"the neighbour did not start: {server.stderr.read().strip() or line}")
-        yield found[1]
+        yield found[1], server.pid
 
 
 @contextmanager

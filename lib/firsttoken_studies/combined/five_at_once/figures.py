@@ -1,0 +1,109 @@
+"""Windows of a cold start under load, drawn: goodput by arm, what each idea is missed by, the course of one draw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from firsttoken.study.overlay import name_results, over
+from firsttoken.study.plot import COLOURS
+from firsttoken.study.record import Result, Rows
+from firsttoken.study.show import interval
+from firsttoken_studies.combined.five_at_once.experiment import ALL, ARMS, NONE, goodput
+from firsttoken_studies.combined.five_at_once.trial import IDEAS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLUMNS = {
+    "goodput_per_s": ("within both objectives, requests/s", 2),
+    "first_token_s": ("first token of the first request, s", 2),
+    "ttft_p50_s": ("P50 TTFT, s", 2),
+    "ttft_p95_s": ("P95 TTFT, s", 2),
+    "tbt_p99_s": ("P99 TBT, s", 3),
+    "processor_s": ("processors, s", 1),
+    "same_tokens_pct": ("the warm replica's answers, %", 0),
+    "own_answers_pct": ("the whole model's but for near ties, %", 0),
+    "f1": ("F1 to the warm replica's", 2),
+    "preemptions": ("preemptions", 1),
+}
+
+
+def arm_rows(result: Result) -> Rows:
+    """A line an arm: all measures with their intervals."""
+    return [
+        {"arm": arm}
+        | {
+            told: interval(result.summary.get(measure, variant=arm), places)
+            for measure, (told, places) in COLUMNS.items()
+        }
+        for arm in ARMS
+        if result.summary.get("goodput_per_s", variant=arm)
+    ]
+
+
+def goodput_by_arm(recorded: Result | None, now: Result) -> Figure:
+    """Requests within both objectives a second, a line an arm."""
+    import matplotlib.pyplot as plt
+
+    fig, ax = plt.subplots(figsize=(8, 4.6))
+    drawn_over = over(recorded, now)
+    for one in drawn_over:
+        for place, arm in enumerate(ARMS):
+            look = "measured" if arm == ALL else "other"
+            one.point(ax, place + one.shift, one.result.summary.get("goodput_per_s", variant=arm), look, along="x")
+    ax.set_yticks(range(len(ARMS)), list(ARMS))
+    ax.set_ylim(len(ARMS) - 0.4, -0.6)
+    ax.set_xlim(left=0)
+    ax.set_xlabel("requests within both objectives, a second")
+    name_results(fig, drawn_over, "goodput_per_s")
+    return fig
+
+
+def missed(recorded: Result | None, now: Result) -> Figure:
+    """What is lost of the goodput of all five without each of them, paired by draw; right of 0 an idea pays."""
+    import matplotlib.pyplot as plt
+
+    fig, ax = plt.subplots(figsize=(8, 3))
+    drawn_over = over(recorded, now)
+    for one in drawn_over:
+        for place, idea in enumerate(IDEAS):
+            entry = one.result.summary.get("goodput_lost_per_s", variant=ALL, than=f"without {idea}")
+            one.point(ax, place + one.shift, entry, "measured", along="x")
+    ax.axvline(0, color=COLOURS["target"], linestyle="--")
+    ax.set_yticks(range(len(IDEAS)), list(IDEAS))
+    ax.set_ylim(len(IDEAS) - 0.4, -0.6)
+    ax.set_xlabel("goodput of all five above that without this one, requests/s")
+    name_results(fig, drawn_over)
+    return fig
+
+
+def course(result: Result) -> Figure:
+    """The first draw without any idea and with all: a line a request, from its arrival over its first token to its
+    last."""
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(1, 2, figsize=(9, 4), sharex=True, sharey=True)
+    first = min(row["seed"] for row in result.rows)
+    for ax, arm in zip(axes, (NONE, ALL), strict=True):
+        for row in result.rows:
+            if (row["arm"], row["seed"]) == (arm, first):
+                _one_course(ax, row, result.parameters["five_at_once"])
+                ax.set_title(f"{arm}: {goodput(row, result.parameters['five_at_once']):.2f} requests/s in time")
+        ax.set_xlabel("seconds since the first request")
+    axes[0].set_ylabel("request")
+    axes[0].invert_yaxis()
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
+    return fig
+
+
+def _one_course(ax: Axes, row: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    places = np.arange(len(row["arrival_s"]))
+    firsts = np.array([asked["limit_s"] if at is None else at for at in row["first_s"]], float)
+    lasts = np.array([asked["limit_s"] if at is None else at for at in row["last_s"]], float)
+    ax.hlines(places, row["arrival_s"], firsts, color=COLOURS["other"], linewidth=3, label="waits for its first token")
+    ax.hlines(places, firsts, lasts, color=COLOURS["measured"], linewidth=3, label="answers")
+    ax.axvline(row["loaded_s"], color=COLOURS["mark"], linestyle=":", label="all layers are here")
