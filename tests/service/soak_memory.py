@@ -47,13 +47,13 @@ class Held(NamedTuple):
 
 
 @contextlib.contextmanager
-def service(*more: str) -> Iterator[tuple[int, int]]:
-    """Port and process id of the service, with the options ``more``."""
+def service() -> Iterator[tuple[int, int]]:
+    """Port and process id of the service."""
     with tempfile.TemporaryDirectory() as at:
         place, port = Path(at), free_port()
         with contextlib.redirect_stdout(io.StringIO()):  # what was stored, nine times
             write_place(place)
-        command = [sys.executable, "-m", "firsttoken", "serve", str(place / MODELS[0]), "--port", str(port), *more]
+        command = [sys.executable, "-m", "firsttoken", "serve", str(place / MODELS[0]), "--port", str(port)]
         command += [word for name in VARIANTS for word in ("--variant", f"{name}={place / name}")]
         command += ["--prefix-store", str(place / "store"), "--share-prefixes", "--preemption", "cross_point"]
         command += ["--kv-blocks", str(BLOCKS), "--max-model-len", str(LONGEST)]
@@ -62,6 +62,7 @@ def service(*more: str) -> Iterator[tuple[int, int]]:
         process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
         try:
             until(lambda: process.poll() is not None or _ready(port), "the store is open")
+            assert process.poll() is None, "the service did not start"
             yield port, process.pid
         finally:
             process.terminate()
@@ -79,14 +80,14 @@ def held(port: int, pid: int, requests: int) -> Held:
     return Held(requests, *memory, int(numbers["Threads:"]), files, *counts)
 
 
-def soak(requests: int, each: int = EACH, seed: int = 0, *more: str) -> tuple[list[Held], Counter[str]]:
-    """What is held after every ``each`` requests, and how all ended."""
+def soak(requests: int, seed: int) -> tuple[list[Held], Counter[str]]:
+    """What is held after every ``EACH`` requests, and how all ended."""
     rows, ends, begun = [], Counter(), time.monotonic()
-    with service(*more) as (port, pid):
+    with service() as (port, pid):
         print(*(f"{name:>11}" for name in (*Held._fields, "seconds")), flush=True)
-        for number in range(requests // each):
-            ends += asyncio.run(wave(port, each, 1000 * seed + number))
-            rows.append(held(port, pid, (number + 1) * each))
+        for number in range(requests // EACH):
+            ends += asyncio.run(wave(port, EACH, 1000 * seed + number))
+            rows.append(held(port, pid, (number + 1) * EACH))
             print(*(f"{value:>11}" for value in (*rows[-1], round(time.monotonic() - begun))), flush=True)
     return rows, ends
 
@@ -138,5 +139,5 @@ if __name__ == "__main__":
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    rows, ends = soak(options.requests, seed=options.seed)
+    rows, ends = soak(options.requests, options.seed)
     print(dict(ends), verdict(rows), sep="\n")
