@@ -10,7 +10,7 @@ from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.profile import load_profile
 from firsttoken.study.record import Result
 from firsttoken_studies.combined import agents
-from firsttoken_studies.combined.agents import DROIDSPEAK, FULL, OWN_CACHE, REUSE, WAYS, AgentsConfig
+from firsttoken_studies.combined.agents import DROIDSPEAK, FULL, LATER, OWN_CACHE, REUSE, WAYS, AgentsConfig
 
 SECONDS = {FULL: 1.0, OWN_CACHE: 0.5, REUSE: 0.2, DROIDSPEAK: 0.4}
 SCORES = {FULL: 0.5, REUSE: 0.25, DROIDSPEAK: 0.48}
@@ -36,6 +36,8 @@ def test_the_first_turn_is_left_out_of_what_is_gained() -> None:
     summary = agents.agents_summary(ROWS, ASKED)
     assert summary.value("ttft_s", method=DROIDSPEAK, case="turn 1") == 1.0
     assert summary.value("ttft_x", method=DROIDSPEAK, than=FULL) == pytest.approx(2.5)
+    assert summary.value("ttft_x", method=OWN_CACHE, than=FULL, case=LATER) == pytest.approx(2)
+    assert not summary.get("ttft_share", method=OWN_CACHE, than=FULL, case="turn 2")
     assert summary.value("ttft_share", method=DROIDSPEAK, than=FULL, case="turn 2") == pytest.approx(0.4)
     assert summary.value("ended_x", method=OWN_CACHE, than=FULL) == pytest.approx(2 / 1.5)
     assert summary.value("score_kept_pct", method=DROIDSPEAK, than=FULL) == pytest.approx(96)
@@ -54,10 +56,10 @@ def test_a_figure_and_a_table_are_made_of_a_result_alone() -> None:
     assert [row["what is kept"] for row in agents.way_rows(result)] == list(WAYS)
 
 
-@pytest.mark.parametrize("change", [{"turns": 1}, {"said_tokens": 1}, {"conversations": 0}])
+@pytest.mark.parametrize("change", [{"turns": 2}, {"said_tokens": 1}, {"conversations": 0}])
 def test_a_conversation_that_is_none_is_refused(change) -> None:
     changes = {f"agents.{name}": value for name, value in change.items()}
-    with pytest.raises(ProfileError, match="turns and said_tokens must be at least 2, conversations at least 1"):
+    with pytest.raises(ProfileError, match="turns must be at least 3, said_tokens at least 2, conversations at least 1"):
         load_profile("full", **changes).section("agents", AgentsConfig)
 
 

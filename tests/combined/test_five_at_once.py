@@ -9,6 +9,7 @@ import pytest
 from plain_tokens import generated
 from services import tiny_model
 
+from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.workload.conversations import Conversations
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import load_profile
@@ -29,7 +30,7 @@ from firsttoken_studies.combined.five_at_once.experiment import (
     goodput,
     processor_s,
 )
-from firsttoken_studies.combined.five_at_once.trial import IDEAS
+from firsttoken_studies.combined.five_at_once.trial import IDEAS, seen
 
 ASKED = {"ttft_s": 1.0, "tbt_s": 0.2, "limit_s": 9.0, "near_tie": 0.5}
 
@@ -93,6 +94,21 @@ def test_an_idea_that_costs_more_than_it_brings_is_the_worst():
     assert five_summary(better, {"five_at_once": ASKED}).value("goodput_lost_per_s", variant=ALL, across="worst") < 0
 
 
+def test_requests_that_said_nothing_are_no_answers():
+    row = window(ALL, 0, [0.5, None, None, 4.5]) | {"same": [True, True, True, False], "shortfall": [0.0, 0.0, 0.0, 3.0]}
+    said = five_summary([row], {"five_at_once": ASKED})
+    assert said.value("same_tokens_pct", variant=ALL) == said.value("own_answers_pct", variant=ALL) == 50
+
+
+def test_who_is_cut_off_has_waited_to_the_end_of_the_window():
+    """A starved request must not pass for a smooth one: neither behind one token nor behind several."""
+    done, cut, starved = (Request(n, [1], Sampling(3), 0.0) for n in range(3))
+    done.times_s, cut.times_s, starved.times_s = [10.5, 10.6, 10.7], [10.5, 10.6], [10.5]
+    said = seen([done, cut, starved, None], 10.0, 5.0)
+    assert said["gap_p99_s"][0] == pytest.approx(0.1) and said["gap_p99_s"][3] is None
+    assert min(said["gap_p99_s"][1:3]) > 4 and said["tbt_p99_s"] > 4
+
+
 def test_a_quick_run_has_no_comparison():
     rows = [row for row in ROWS if row["arm"] in (NONE, ALL)]
     assert not five_summary(rows, {"five_at_once": ASKED}).all("goodput_above_pct")
@@ -120,7 +136,8 @@ def test_a_draw_has_the_share_of_stored_prefixes(config):
     assert all(config.prefix_tokens[0] <= len(one) <= config.prefix_tokens[1] for one in prefixes)
     asked = drawn(several, prefixes, config, seed=3)
     assert sum(one["stored"] for one in asked) == round(config.stored_share * config.requests)
-    assert all(one["prompt"][: len(prefixes[0])] in prefixes or one["prompt"][:512] for one in asked if one["stored"])
+    begin = [any(one["prompt"][: len(prefix)] == prefix for prefix in prefixes) for one in asked]
+    assert begin == [one["stored"] for one in asked]
     assert asked == drawn(several, prefixes, config, seed=3) != drawn(several, prefixes, config, seed=4)
     longest = max(-(-(len(one["prompt"]) + one["new_tokens"]) // 16) for one in asked)
     assert blocks_of(asked, config) >= longest

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from borrowing import TIMEOUTS, nothing_is_left
 from everything import EXACT, STAGES, VARIANTS, Models, Watched
-from firsttoken.engine.preemptor import MOVED
+from firsttoken.engine.preemption.preemption_policy import MOVED
 from swarms import DEPTH, Here
 
 from firsttoken.cps.policies import make_policy

@@ -122,10 +122,13 @@ def test_what_was_not_computed_or_not_kept_is_refused(base, variants) -> None:
     engine = engine_of(executor)
     request = engine.submit(list(range(1, 40)), Sampling(4), version=versions["writer"])
     engine.step()
-    with pytest.raises(RequestError, match="has 16 of 39 tokens in the pool; ask when its prompt has been computed"):
+    with pytest.raises(RequestError, match="has 16 of 39 tokens in the pool; ask when its prompt has been computed, and before"):
         served_prefix(executor, request)
     prefilled(engine, request)
     with pytest.raises(RequestError, match=r"no hidden states of request 0 are kept at layer 1 \(layers: none\)"):
         served_prefix(executor, request, [EDGE])
     assert len(served_prefix(executor, request).kv) == SHAPE.num_hidden_layers
+    engine.run()
+    with pytest.raises(RequestError, match="has 0 of 39 tokens in the pool"):
+        served_prefix(executor, request)
     executor.close()

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from firsttoken.engine.preemptor import Preemptor
+from firsttoken.engine.preemption.preemption_policy import Preemptor
 from mixed_requests import BLOCKS, LONGEST, MODELS, RUNNING, VARIANTS, WAITING, wave, write_place
 from services import serving, until
 

@@ -18,7 +18,7 @@ from firsttoken.engine.request import Request
 
 
 class Computing(Protocol):
-    """The executor of an engine."""
+    """What has the keys and values of requests, as an engine's executor does."""
 
     version: ModelVersion
 
@@ -29,7 +29,8 @@ class Computing(Protocol):
 def served_prefix(executor: Computing, request: Request, edges: Iterable[int] = ()) -> PrefixCache:
     """What was computed of the prompt of ``request``, with the E-cache at ``edges``; the request goes on.
 
-    Raises RequestError where its prompt has not been computed, or no hidden states are kept at one of ``edges``.
+    Of a prefix that was itself taken from another model, the layers that were not computed again, and the E-cache at
+    the lower edge of the group, are that model's. Raises RequestError where its prompt has not been computed, or no hidden states are kept at one of ``edges``.
     """
     tokens = request.prompt_tokens
     kv = executor.computed(request, tokens)

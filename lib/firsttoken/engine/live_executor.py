@@ -20,7 +20,7 @@ from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.kv import KVPool, KVShape
 from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.native.attend import fastest, supports
-from firsttoken.engine.request import LayerRecompute, Request, ScheduledChunk
+from firsttoken.engine.request import LayerRecompute, Phase, Request, ScheduledChunk
 from firsttoken.engine.sampling import next_tokens, read_prompts
 from firsttoken.engine.sdpa_attention import PaddedAttend
 from firsttoken.engine.step_plan import StepPlan, fuse_recompute
@@ -215,10 +215,11 @@ class LiveExecutor:
 
         Raises RequestError for tokens that the pool does not have of it, or that it computes again in some layers.
         """
-        if request.host is not None or request.redo is not None or not 0 < tokens <= request.cached:
+        there = request.cached if request.phase is Phase.RUNNING and request.redo is None else 0
+        if not 0 < tokens <= there:
             raise RequestError(
-                f"request {request.number} has {0 if request.redo or request.host else request.cached} of {tokens} "
-                "tokens in the pool; ask when its prompt has been computed"
+                f"request {request.number} has {there} of {tokens} tokens in the pool; ask when its prompt has been "
+                "computed, and before it ends"
             )
         rows = self.pool.rows[request.blocks[: self.pool.shape.blocks(tokens)]]
         blocks, layers, _, block_tokens, heads, width = rows.shape

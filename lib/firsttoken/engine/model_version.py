@@ -65,8 +65,12 @@ class ModelVersion:
 
     def adopt(self, request: Request) -> None:
         """Keep from now on what the request's own view has kept of it so far."""
-        if self.hidden_cache is not None and request.version.hidden_cache is not None:
-            self.hidden_cache.adopt(request.number, request.version.hidden_cache)
+        kept = request.version.hidden_cache
+        if kept is not None and kept is self.hidden_cache:  # variants of one base keep theirs in one place
+            request.version.decoder.drop(request.number)
+            return
+        if self.hidden_cache is not None and kept is not None:
+            self.hidden_cache.adopt(request.number, kept)
         request.version.forget(request)
 
     def fuse(self) -> Iterator[None]:

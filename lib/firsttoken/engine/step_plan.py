@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +15,6 @@ from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.kv import KVPool
 from firsttoken.engine.request import ScheduledChunk
 from firsttoken.engine.sampling import prompt_rows
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass

@@ -16,7 +16,7 @@ from firsttoken.engine.fused import FusedLayer
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
-from firsttoken.progressiveserve.loading.lora import Adapter, parse_adapter, with_adapter
+from firsttoken.progressiveserve.loading.lora import Adapter, Slices, parse_adapter, with_adapter
 from firsttoken.study.errors import StageError
 from firsttoken.study.parsing.parse_errors import blaming, read_bytes, regular_size
 
@@ -90,9 +90,17 @@ def adapted_layers(layers: Sequence[nn.Module], adapter: Adapter) -> list[nn.Mod
             "trained on it"
         )
     return [
-        with_adapter(layer, adapter.layers[number]) if number in adapter.layers else layer
+        _adapted(layer, adapter.layers[number], adapter.name) if number in adapter.layers else layer
         for number, layer in enumerate(layers)
     ]
+
+
+def _adapted(layer: nn.Module, slices: Slices, name: str) -> nn.Module:
+    if not isinstance(layer, FusedLayer):
+        return with_adapter(layer, slices)
+    if (adapted := layer.with_adapter(slices)) is None:
+        raise StageError(f"adapter {name} is on modules that a fused layer does not add up; host it before layers fuse")
+    return adapted
 
 
 class SharedBase(ModelVersion):
@@ -104,7 +112,8 @@ class SharedBase(ModelVersion):
         self._variants: list[tuple[ModelVersion, Adapter]] = []
 
     def variant(self, model: nn.Module, adapter: Adapter) -> ModelVersion:
-        """``model``, of these layers, with ``adapter``. Raises StageError unless it fits and all layers are here."""
+        """What ``model``, whose layers these are, is with ``adapter``. Raises StageError where layers are borrowed, and for
+        an adapter that does not fit."""
         segment, *others = self.decoder.segments
         if others or not isinstance(segment, LocalSegment):
             raise StageError("some layers of the variant's base are borrowed; host it once all of them are here")

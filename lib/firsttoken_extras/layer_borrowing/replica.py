@@ -88,12 +88,12 @@ CONFIG = EngineConfig(scheduler="sarathi")
 class BorrowingReplica:
     """``layers`` of the model of ``executor``, whose weights come as ``arrivals`` says, and ``lease`` until then.
 
-    Layers are fused as they are taken over, as a lender's are: what either computes of a token is the same. Layers that
-    nobody lends are waited for before anything is computed, and where a lender refuses or is gone, all are: a start
-    without borrowing. ``taken`` are (seconds on the executor's clock, own layers from then on). ``policy`` and
-    ``trace`` are the engine's: of a request that is swapped out the keys and values of own layers go to the host, those
-    of borrowed ones stay with their lenders, and what entered these is kept here, should a lender lose them. Raises
-    SwarmError for shared prefixes.
+    Layers are fused as they are taken over, as a lender's are: what either computes of a token is the same. The caller's
+    model keeps its plain ones, so that the weights are there twice. Layers that nobody lends are waited for before
+    anything is computed, and where a lender refuses or is gone, all are: a start without borrowing. ``taken`` are
+    (seconds on the executor's clock, own layers from then on). ``policy`` and ``trace`` are the engine's: of a request
+    that is swapped out the keys and values of own layers go to the host, those of borrowed ones stay with their
+    lenders, and what entered these is kept here, should a lender lose them. Raises SwarmError for shared prefixes.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class BorrowingReplica:
         self._executor, self._layers, self._arrivals = executor, list(layers), arrivals
         self._open: list[Request] = []
         self._here = lease.first
-        self._head: Decoder | None = None  # whose head is packed
+        self._head: Decoder | None = None  # whose head is packed, once the model's ends are here
         executor.version = self._view()
 
     @property
@@ -147,6 +147,8 @@ class BorrowingReplica:
         """
         if self._here < len(self._layers):
             self._arrivals.wait(len(self._layers) if self.lease.gone else self.lease.first)
+            if self._head is None:  # the ends and the layers that nobody lends are here, and nothing was computed yet
+                self._executor.version = self._ready_view()
             self._switch_to(self._arrivals.layers)
         try:
             return self.engine.step()
@@ -180,9 +182,7 @@ class BorrowingReplica:
         if come == self._here or (any(map(self._between, self._open)) and not (whole and self.lease.gone)):
             return
         before, self._here = self._here, come
-        version = self._view()
-        self._pack_head(version.decoder)
-        lost = self.engine.publish(version, partial(_come_between, range(before, come)))
+        lost = self.engine.publish(self._ready_view(), partial(_come_between, range(before, come)))
         self.taken.append((self._executor.now(), come))
         if whole:
             self.lease.close()
@@ -194,17 +194,20 @@ class BorrowingReplica:
         it would have to compute all of it."""
         return request.redo is not None or (request.version is not None and self.engine.awaits_prefix(request))
 
-    def _pack_head(self, decoder: Decoder) -> None:
-        """Once for all versions, and not before the ends are here: of what has not come nothing can be packed."""
+    def _ready_view(self) -> ModelVersion:
+        """The model as it is now, with its own layers fused and its head packed, both once for all versions. What has
+        not come can be neither."""
+        self._layers[: self._here] = map(fuse_layer, self._layers[: self._here])  # fused ones stay as they are
+        version = self._view()
         if self._head is None:
-            decoder.pack_head()
+            version.decoder.pack_head()
         else:
-            decoder.take_head(self._head)
-        self._head = decoder
+            version.decoder.take_head(self._head)
+        self._head = version.decoder
+        return version
 
     def _view(self) -> ModelVersion:
         model, layers = self._executor.model, self._layers
-        layers[: self._here] = map(fuse_layer, layers[: self._here])  # fused ones stay as they are
         if self._here == len(layers):
             return ModelVersion(Decoder(model, [LocalSegment(layers)]))
         return BorrowingVersion(model, layers, self._here, self.lease, self._arrivals.over)

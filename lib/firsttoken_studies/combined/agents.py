@@ -43,7 +43,8 @@ from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_studies.droidspeak.constructed_tasks import load_items
-from firsttoken_studies.droidspeak.decoding import Method, decoded_scores, own, partial
+from firsttoken_studies.droidspeak.decoding import DROIDSPEAK, REUSE, Method, decoded_scores, own, partial
+from firsttoken_studies.droidspeak.decoding import OWN as FULL
 from firsttoken_studies.droidspeak.pairs import Models, Pair
 from firsttoken_studies.droidspeak.setting import Run
 from firsttoken_studies.engine.variants_at_once import read_adapter
@@ -51,9 +52,10 @@ from firsttoken_studies.engine.variants_at_once import read_adapter
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FULL, OWN_CACHE, REUSE, DROIDSPEAK = "full prefill", "own cache", "full reuse", "DroidSpeak"
+OWN_CACHE = "own cache"
 WAYS = (FULL, OWN_CACHE, REUSE, DROIDSPEAK)
 LOOK = {FULL: "other", OWN_CACHE: "sender", REUSE: "full reuse", DROIDSPEAK: "droidspeak"}
+LATER = "from turn 3 on"
 BLOCK_TOKENS = 16
 _STORE_BYTES = 1 << 30  # of one conversation: a turn's cache is 23 kB a token
 
@@ -82,8 +84,8 @@ class AgentsConfig:
     batch: int
 
     def __post_init__(self) -> None:
-        if min(self.turns, self.said_tokens) < 2 or self.conversations < 1:
-            raise ProfileError("agents: turns and said_tokens must be at least 2, conversations at least 1")
+        if self.turns < 3 or self.said_tokens < 2 or self.conversations < 1:
+            raise ProfileError("agents: turns must be at least 3, said_tokens at least 2, conversations at least 1")
 
     def needs(self) -> list[Need]:
         """The model has the layers of the group, and the context for the last turn."""
@@ -102,7 +104,8 @@ class Agent(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What a turn took, and said: seconds to the first token, to keep the cache, and to the last token."""
+    """What a turn took, and said: seconds to the first token, to keep the cache, and to the last token; ``taken`` are
+    the tokens whose cache was taken."""
 
     ttft_s: float
     kept_s: float
@@ -128,7 +131,8 @@ def agents(profile: Profile) -> Outcome:
     with closing(LiveExecutor(loaded.model, blocks, block_tokens=BLOCK_TOKENS)) as executor:
         hosted = host(executor, config, identify(loaded.model, tokenizer, str(loaded.provenance.sha256)))
         serving = Serving(executor, hosted, group, config.said_tokens)
-        serving.conversation(FULL, timed[0].prefix, config.turns)  # which warms up
+        for way in WAYS:  # which warms up
+            serving.conversation(way, timed[0].prefix, config.turns)
         for number, item in enumerate(tqdm(timed, desc="conversations", disable=None)):
             first = serving.conversation(FULL, item.prefix, config.turns)  # for its words alone
             texts = [turn.said for turn in first]
@@ -175,7 +179,7 @@ def host(executor: LiveExecutor, config: AgentsConfig, base: ModelIdentity) -> l
 
 
 class Serving:
-    """An engine on ``executor`` in which ``hosted`` speak in turns, ``said_tokens`` each."""
+    """An engine for each conversation on ``executor``, in which ``hosted`` speak in turns, ``said_tokens`` each."""
 
     def __init__(self, executor: LiveExecutor, hosted: Sequence[Agent], group: Group, said_tokens: int) -> None:
         self._executor, self._agents, self._group, self._said = executor, hosted, group, said_tokens
@@ -235,8 +239,9 @@ def _run(config: AgentsConfig) -> Run:
 
 
 def agents_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """Seconds to the first token by way and turn; how many times sooner than behind full prefills, over the turns that
-    can take something; the first taken prefix alone; scores, and the share of the own score that is kept."""
+    """Seconds to the first token by way and turn; how many times sooner than behind full prefills, over the turns from
+    the second on and from the third on, when an agent has a cache of its own; the first prefix that is taken alone;
+    scores, and the share of the own score that is kept."""
     summary, turns = Summary(), [row for row in rows if row["what"] == "turn"]
     table = {
         (way, turn): [row for row in turns if (row["way"], row["turn"]) == (way, turn)]
@@ -248,16 +253,16 @@ def agents_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
             "ttft_s", bootstrap([row["ttft_s"] for row in mine]).summary("s"), method=way, case=f"turn {turn + 1}"
         )
     for way in WAYS[1:]:
-        later = [_means(turns, one, "ttft_s") for one in (FULL, way)]
-        summary.add("ttft_x", _times(*later).summary("x"), method=way, than=FULL)
+        for first, place in ((1, {}), (2, {"case": LATER})):
+            sooner = [_means(turns, one, "ttft_s", first) for one in (FULL, way)]
+            summary.add("ttft_x", _times(*sooner).summary("x"), method=way, than=FULL, **place)
         ended = [_means(turns, one, "ended_s") for one in (FULL, way)]
         summary.add("ended_x", _times(*ended).summary("x"), method=way, than=FULL)
-        second = [[row["ttft_s"] for row in table[one, 1]] for one in (FULL, way)]
-        summary.add("ttft_share", _times(*reversed(second)).summary(""), method=way, than=FULL, case="turn 2")
-        same = [row["f1"] for row in turns if row["way"] == way and row["turn"]]
-        summary.add("words_f1", bootstrap(same).summary(""), method=way, than=FULL)
-    kept = [row["kept_s"] for row in turns if row["way"] == DROIDSPEAK]
-    summary.add("kept_s", bootstrap(kept).summary("s"), method=DROIDSPEAK)
+        if way != OWN_CACHE:  # whose second turn is the reviewer's first, and takes nothing
+            second = [[row["ttft_s"] for row in table[one, 1]] for one in (FULL, way)]
+            summary.add("ttft_share", _times(*reversed(second)).summary(""), method=way, than=FULL, case="turn 2")
+        summary.add("words_f1", bootstrap(_means(turns, way, "f1")).summary(""), method=way, than=FULL)
+    summary.add("kept_s", bootstrap(_means(turns, DROIDSPEAK, "kept_s")).summary("s"), method=DROIDSPEAK)
     _scored(summary, [row for row in rows if row["what"] == "score"])
     return summary
 
@@ -272,11 +277,11 @@ def _scored(summary: Summary, rows: Rows) -> None:
                 summary.add("score_kept_pct", kept.summary("%", 100), method=way, than=FULL)
 
 
-def _means(turns: Rows, way: str, column: str) -> list[float]:
-    """The mean of ``column`` over the turns from the second on, by conversation."""
+def _means(turns: Rows, way: str, column: str, first: int = 1) -> list[float]:
+    """The mean of ``column`` over the turns from number ``first`` on, by conversation; the second turn has number 1."""
     by_conversation: dict[int, list[float]] = {}
     for row in turns:
-        if row["way"] == way and row["turn"]:
+        if row["way"] == way and row["turn"] >= first:
             by_conversation.setdefault(row["conversation"], []).append(row[column])
     return [float(np.mean(by_conversation[number])) for number in sorted(by_conversation)]
 
@@ -294,6 +299,7 @@ def way_rows(result: Result) -> Rows:
         {
             "what is kept": way,
             "first token, times sooner": interval(found.get("ttft_x", method=way, than=FULL), 2),
+            "from turn 3 on": interval(found.get("ttft_x", method=way, than=FULL, case=LATER), 2),
             "last token, times sooner": interval(found.get("ended_x", method=way, than=FULL), 2),
             "the reviewer's F1": interval(found.get("score", method=way), 3),
             "of its own, %": interval(found.get("score_kept_pct", method=way, than=FULL), 1),

@@ -24,7 +24,8 @@ from firsttoken.study.errors import CorpusError, ProfileError
 
 @dataclass(frozen=True)
 class CapacityConfig:
-    """``requests`` of ``lengths`` for each of ``seeds`` draws, at most ``batch`` at once.
+    """``requests`` of ``lengths`` for each of ``seeds`` draws, at most ``batch`` at once. Where ``arrivals`` is the file
+    of a published trace, requests and the pattern of their arrivals are the trace's.
 
     The search starts at ``start`` requests a second. The ``ablation`` schedulers serve ``rate`` requests a second.
     """
@@ -38,6 +39,7 @@ class CapacityConfig:
     objectives: tuple[str, ...]
     ablation: tuple[str, ...]
     rate: float
+    arrivals: str = ""
 
     def __post_init__(self) -> None:
         if min(self.requests, self.seeds, self.batch) < 1 or min(self.start, self.rate) <= 0:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from firsttoken.engine.workload.traces import load_trace
 from firsttoken.sarathi.capacity import STRICT
 from firsttoken.sarathi.hardware import Hardware
 from firsttoken.sarathi.policy import Policy
@@ -26,7 +27,7 @@ def serving_capacity(profile: Profile) -> Outcome:
     ``step_max_s`` is the longest step that also decoded, ``budget_step_s`` what a step of the budget takes at most.
     """
     config, hardware = profile.section("capacity", CapacityConfig), profile.section("hardware", Hardware)
-    bench = Bench(config, hardware)
+    bench = Bench(config, hardware, load_trace(config.arrivals) if config.arrivals else None)
     seeds = range(profile.seed, profile.seed + config.seeds)
     cases = [(seed, name, each) for seed in seeds for name in config.objectives for each in config.schedulers]
     rows: Rows = []

@@ -31,6 +31,7 @@ from firsttoken.study import code, paths, timing
 from firsttoken.study.canonical_json import sha256_of
 from firsttoken.study.dtypes import computing, name_of, named
 from firsttoken.study.errors import FirstTokenError, ProfileError
+from firsttoken.study.files import write_text
 from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
@@ -161,11 +162,12 @@ def five_at_once(profile: Profile) -> Outcome:
     config = profile.section("five_at_once", FiveConfig)
     check(config.needs(), ModelFacts(profile.model))
     setting = start_setting(profile, profile.section("quality", QualityConfig).questions, 2, config.readers)
-    kept = Kept(sha256_of({"config": asdict(config), "model": profile.model, "code": code.digest(__name__)}))
+    dtype = name_of(computing("cpu"))
+    told = {"config": asdict(config), "seed": profile.seed, "setting": setting.provenance, "dtype": dtype}
+    kept = Kept(sha256_of(told | {"code": code.digest(__name__)}))
     rows: Rows = []
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
-        dtype = name_of(computing("cpu"))
         tokenizer, sender = cached(profile, config, store, dtype)
         texts = conversations(tokenizer)
         prefixes = drawn_prefixes(texts, config, profile.seed)
@@ -238,7 +240,8 @@ class Kept:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True) if self._path.is_file() else []
         whole = [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may have been broken off
-        self._path.write_text("".join(json.dumps(row) + "\n" for row in whole), encoding="utf-8")
+        if len(whole) < len(lines):
+            write_text(self._path, "".join(json.dumps(row) + "\n" for row in whole))
         self._rows = {(row["seed"], row["arm"]): row for row in whole}
 
     def find(self, seed: int, arm: str) -> dict[str, Any] | None:
@@ -320,7 +323,7 @@ def processor_s(pid: int) -> float:
 def ttfts(row: Mapping[str, Any], limit_s: float) -> np.ndarray:
     """Seconds from arrival to first token [requests]; to the end of the window for those that had none."""
     firsts = [limit_s if first is None else first for first in row["first_s"]]
-    return np.subtract(firsts, row["arrival_s"])
+    return np.maximum(np.subtract(firsts, row["arrival_s"]), 0.0)
 
 
 def goodput(row: Mapping[str, Any], asked: Mapping[str, Any]) -> float:
@@ -331,9 +334,15 @@ def goodput(row: Mapping[str, Any], asked: Mapping[str, Any]) -> float:
     return float(np.sum(in_time & smooth & there)) / row["arrival_s"][-1]
 
 
-def own_answers_pct(row: Mapping[str, Any], asked: Mapping[str, Any]) -> float:
-    """Requests in percent whose answer is the whole model's own but for near ties."""
-    return 100 * float(np.mean(np.array(row["shortfall"]) <= asked["near_tie"]))
+def answered_pct(row: Mapping[str, Any], right: Sequence[bool]) -> float:
+    """Of the requests that said anything, those in percent whose answer is ``right``; 0 where none did."""
+    answered = [first is not None for first in row["first_s"]]
+    return 100 * float(np.mean(np.array(right)[answered])) if any(answered) else 0.0
+
+
+def near(row: Mapping[str, Any], asked: Mapping[str, Any]) -> list[bool]:
+    """Whether each answer is the whole model's own but for near ties."""
+    return [shortfall <= asked["near_tie"] for shortfall in row["shortfall"]]
 
 
 def five_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
@@ -352,8 +361,8 @@ def five_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
             "tbt_p99_s": ([row["tbt_p99_s"] for row in mine if row["tbt_p99_s"] is not None], "s"),
             "processor_s": ([row["replica_s"] + row["neighbour_s"] for row in mine], "s"),
             "loaded_s": ([row["loaded_s"] for row in mine], "s"),
-            "same_tokens_pct": ([100 * np.mean(row["same"]) for row in mine], "% of requests"),
-            "own_answers_pct": ([own_answers_pct(row, asked) for row in mine], "% of requests"),
+            "same_tokens_pct": ([answered_pct(row, row["same"]) for row in mine], "% of requests"),
+            "own_answers_pct": ([answered_pct(row, near(row, asked)) for row in mine], "% of requests"),
             "f1": ([np.mean(row["f1"]) for row in mine], ""),
             "preemptions": ([sum(row["preemptions"]) for row in mine], ""),
         }

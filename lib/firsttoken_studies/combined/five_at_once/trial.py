@@ -175,7 +175,7 @@ def main(spec: WindowSpec) -> dict[str, Any]:
         replica, loaded = started(spec)
         served = serve(replica, asked, offers(spec), begun, spec.limit_s)
     ended = time.perf_counter()
-    row = seen(served, begun)
+    row = seen(served, begun, ended - begun)
     row |= {"replica_s": time.process_time() - used, "ended_s": ended - begun, "loaded_s": loaded() - begun}
     replica.close()
     return row
@@ -314,11 +314,17 @@ def serve(
     return served
 
 
-def seen(served: Sequence[Request | None], begun: float) -> dict[str, Any]:
+def seen(served: Sequence[Request | None], begun: float, ended_s: float) -> dict[str, Any]:
     """What clients saw, a list by request: the first and the last token, P99 of the gaps between tokens (None where
-    there is none), preemptions and the answers; ``tbt_p99_s`` is that of all gaps of the window."""
+    there is none), preemptions and the answers; ``tbt_p99_s`` is that of all gaps of the window.
+
+    Who was still answering when the window was over after ``ended_s`` has a gap from the last token to then.
+    """
     times = [[] if one is None else [at - begun for at in one.times_s] for one in served]
-    gaps = [np.diff(each) for each in times]
+    gaps = [
+        np.diff([*each, ended_s] if each and len(each) < one.sampling.max_tokens else each)
+        for one, each in zip(served, times, strict=True)
+    ]
     every = np.concatenate(gaps)
     return {
         "first_s": [round(each[0], 4) if each else None for each in times],
