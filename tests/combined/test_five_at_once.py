@@ -95,7 +95,8 @@ def test_an_idea_that_costs_more_than_it_brings_is_the_worst():
 
 
 def test_requests_that_said_nothing_are_no_answers():
-    row = window(ALL, 0, [0.5, None, None, 4.5]) | {"same": [True, True, True, False], "shortfall": [0.0, 0.0, 0.0, 3.0]}
+    row = window(ALL, 0, [0.5, None, None, 4.5])
+    row |= {"same": [True, True, True, False], "shortfall": [0.0, 0.0, 0.0, 3.0]}
     said = five_summary([row], {"five_at_once": ASKED})
     assert said.value("same_tokens_pct", variant=ALL) == said.value("own_answers_pct", variant=ALL) == 50
 

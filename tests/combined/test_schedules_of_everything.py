@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from borrowing import TIMEOUTS, nothing_is_left
 from everything import EXACT, STAGES, VARIANTS, Models, Watched
-from firsttoken.engine.preemption.preemption_policy import MOVED
 from swarms import DEPTH, Here
 
 from firsttoken.cps.policies import make_policy
@@ -28,7 +27,7 @@ from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.native.library import kernels
-from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
+from firsttoken.engine.preemption.preemption_policy import MOVED, PreemptionPolicy
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.trace import Trace

@@ -15,13 +15,13 @@ from typing import Any
 
 import httpx
 import pytest
-from firsttoken.engine.preemption.preemption_policy import Preemptor
 from mixed_requests import BLOCKS, LONGEST, MODELS, RUNNING, VARIANTS, WAITING, wave, write_place
 from services import serving, until
 
 from firsttoken.droidspeak.disk_tier import DiskTier
 from firsttoken.droidspeak.prefix_index import PrefixIndex
 from firsttoken.engine.block_pool import BlockPool
+from firsttoken.engine.preemption.preemption_policy import Preemptor
 from firsttoken.study import paths
 
 pytest.importorskip("starlette")
@@ -97,9 +97,10 @@ def test_two_equal_batches_leave_the_same(tmp_path, monkeypatch) -> None:
             restored = settled(url)["restored"]
             held.append(objects())
     assert ends[0].keys() >= {"200", "404", "400", "leaves", "breaks off"} and evicted and restored > REQUESTS // 3
-    # a step that ended last is still held, and may be of one request more than the one before it
+    # What leaks grows with every batch. A step that ended last is still held, and may be of one request more than the one
+    # before it; and what other tests of this process have left behind may come or go once.
     grown = {name: count for name, count in (held[2] - held[1]).items() if count > 2 or name in ("Request", "Stream")}
-    assert not grown
+    assert not {name for name in grown if held[1][name] > held[0][name]}
     assert held[2]["files of stored prefixes"] == 9
 
 

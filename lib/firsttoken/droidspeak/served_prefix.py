@@ -30,7 +30,8 @@ def served_prefix(executor: Computing, request: Request, edges: Iterable[int] = 
     """What was computed of the prompt of ``request``, with the E-cache at ``edges``; the request goes on.
 
     Of a prefix that was itself taken from another model, the layers that were not computed again, and the E-cache at
-    the lower edge of the group, are that model's. Raises RequestError where its prompt has not been computed, or no hidden states are kept at one of ``edges``.
+    the lower edge of the group, are that model's. Raises RequestError where the prompt has not been computed, or no
+    hidden states are kept at one of ``edges``.
     """
     tokens = request.prompt_tokens
     kv = executor.computed(request, tokens)

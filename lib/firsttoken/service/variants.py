@@ -112,8 +112,10 @@ class SharedBase(ModelVersion):
         self._variants: list[tuple[ModelVersion, Adapter]] = []
 
     def variant(self, model: nn.Module, adapter: Adapter) -> ModelVersion:
-        """What ``model``, whose layers these are, is with ``adapter``. Raises StageError where layers are borrowed, and for
-        an adapter that does not fit."""
+        """What ``model``, whose layers these are, is with ``adapter``.
+
+        Raises StageError where layers are borrowed, and for an adapter that does not fit.
+        """
         segment, *others = self.decoder.segments
         if others or not isinstance(segment, LocalSegment):
             raise StageError("some layers of the variant's base are borrowed; host it once all of them are here")

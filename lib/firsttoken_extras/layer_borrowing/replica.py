@@ -88,12 +88,13 @@ CONFIG = EngineConfig(scheduler="sarathi")
 class BorrowingReplica:
     """``layers`` of the model of ``executor``, whose weights come as ``arrivals`` says, and ``lease`` until then.
 
-    Layers are fused as they are taken over, as a lender's are: what either computes of a token is the same. The caller's
-    model keeps its plain ones, so that the weights are there twice. Layers that nobody lends are waited for before
-    anything is computed, and where a lender refuses or is gone, all are: a start without borrowing. ``taken`` are
-    (seconds on the executor's clock, own layers from then on). ``policy`` and ``trace`` are the engine's: of a request
-    that is swapped out the keys and values of own layers go to the host, those of borrowed ones stay with their
-    lenders, and what entered these is kept here, should a lender lose them. Raises SwarmError for shared prefixes.
+    Layers are fused as they are taken over, as a lender's are: what either computes of a token is the same. The
+    caller's model keeps its plain ones, so that the weights are there twice. Layers that nobody lends are waited for
+    before anything is computed, and where a lender refuses or is gone, all are: a start without borrowing. ``taken``
+    are (seconds on the executor's clock, own layers from then on). ``policy`` and ``trace`` are the engine's: of a
+    request that is swapped out the keys and values of own layers go to the host, those of borrowed ones stay with
+    their lenders, and what entered these is kept here, should a lender lose them. Raises SwarmError for shared
+    prefixes.
     """
 
     def __init__(

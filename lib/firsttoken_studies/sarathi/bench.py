@@ -24,8 +24,8 @@ from firsttoken.study.errors import CorpusError, ProfileError
 
 @dataclass(frozen=True)
 class CapacityConfig:
-    """``requests`` of ``lengths`` for each of ``seeds`` draws, at most ``batch`` at once. Where ``arrivals`` is the file
-    of a published trace, requests and the pattern of their arrivals are the trace's.
+    """``requests`` of ``lengths`` for each of ``seeds`` draws, at most ``batch`` at once. Where ``arrivals`` is the
+    file of a published trace, requests and the pattern of their arrivals are the trace's.
 
     The search starts at ``start`` requests a second. The ``ablation`` schedulers serve ``rate`` requests a second.
     """
