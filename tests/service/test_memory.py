@@ -97,8 +97,8 @@ def test_two_equal_batches_leave_the_same(tmp_path, monkeypatch) -> None:
             restored = settled(url)["restored"]
             held.append(objects())
     assert ends[0].keys() >= {"200", "404", "400", "leaves", "breaks off"} and evicted and restored > REQUESTS // 3
-    # What leaks grows with every batch. A step that ended last is still held, and may be of one request more than the one
-    # before it; and what other tests of this process have left behind may come or go once.
+    # What leaks grows with every batch. A step that ended last is still held, and may be of one request more than the
+    # one before it; and what other tests of this process have left behind may come or go once.
     grown = {name: count for name, count in (held[2] - held[1]).items() if count > 2 or name in ("Request", "Stream")}
     assert not {name for name in grown if held[1][name] > held[0][name]}
     assert held[2]["files of stored prefixes"] == 9

@@ -97,7 +97,7 @@ class AgentsConfig:
 
 
 class Agent(NamedTuple):
-    """Who speaks: what its requests compute with, and what its caches are stored under."""
+    """An agent has a ``version`` that its requests compute with; its caches are stored under its ``identity``."""
 
     version: ModelVersion
     identity: ModelIdentity
@@ -187,7 +187,7 @@ class Serving:
     def conversation(
         self, way: str, context: Sequence[int], turns: int, texts: Sequence[Sequence[int]] | None = None
     ) -> list[Turn]:
-        """So many ``turns`` behind ``context``. A turn adds its own words for the next ones, or those in ``texts``."""
+        """Return so many ``turns`` behind ``context``. Each adds its own words for the next, or those in ``texts``."""
         store = KVStore(None, memory_bytes=_STORE_BYTES, block_tokens=BLOCK_TOKENS)
         engine = Engine(self._executor, EngineConfig(watermark=0.0))
         prompt, done = list(context), list[Turn]()
@@ -323,6 +323,7 @@ def by_turn(recorded: Result | None, now: Result) -> Figure:
     ax.set_ylim(bottom=0)
     ax.set_xlabel("turn: odd ones are the writer's, even ones the reviewer's")
     ax.set_ylabel("time to first token, s")
+    ax.set_title("The other's cache halves the time; a cache of one's own saves more, when there is one", fontsize=11)
     ax.legend(fontsize="small")
     name_results(fig, drawn, "ttft_x")
     return fig

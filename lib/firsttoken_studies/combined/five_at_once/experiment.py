@@ -335,7 +335,7 @@ def goodput(row: Mapping[str, Any], asked: Mapping[str, Any]) -> float:
 
 
 def answered_pct(row: Mapping[str, Any], right: Sequence[bool]) -> float:
-    """Of the requests that said anything, those in percent whose answer is ``right``; 0 where none did."""
+    """Return the percentage of ``right`` answers among the requests that said anything; 0 where none did."""
     answered = [first is not None for first in row["first_s"]]
     return 100 * float(np.mean(np.array(right)[answered])) if any(answered) else 0.0
 
