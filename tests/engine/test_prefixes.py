@@ -290,8 +290,11 @@ def test_these_models_notice_blocks_of_another_prefix(lab, llama, monkeypatch: p
 
 def test_another_adapter_is_another_prefix(lab, llama) -> None:
     lab.close()
-    model = peft.get_peft_model(copy.deepcopy(llama.model), peft.LoraConfig(r=4, target_modules="all-linear"), "one")
-    model.add_adapter("two", peft.LoraConfig(r=4, target_modules="all-linear"))
+    with torch.random.fork_rng():
+        torch.manual_seed(7)  # peft draws half of an adapter, and by chance one of its tokens was a near tie
+        config = peft.LoraConfig(r=4, target_modules="all-linear")
+        model = peft.get_peft_model(copy.deepcopy(llama.model), config, "one")
+        model.add_adapter("two", copy.deepcopy(config))
     draw = torch.Generator().manual_seed(7)
     for name, parameter in model.eval().requires_grad_(False).named_parameters():
         if "lora_B" in name:
