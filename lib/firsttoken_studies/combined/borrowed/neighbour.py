@@ -91,7 +91,7 @@ def process_of(
         [sys.executable, "-m", *command],
         text=True,
         env=os.environ | environment,
-        preexec_fn=partial(stay_on, cores),
+        preexec_fn=partial(stay_on, cores) if cores else None,  # with gRPC in this process, better nothing behind fork
         **options,
     ) as process:
         try:
