@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -120,8 +121,6 @@ def cluster(cache) -> Iterator[str]:
 
 
 def _listens(port: int) -> bool:
-    import socket
-
     with socket.socket() as other:
         return other.connect_ex(("127.0.0.1", port)) == 0
 
@@ -239,6 +238,30 @@ def test_a_pair_answers_as_either_alone_or_is_refused(pair, arguments, cache, re
             assert status["restored"] == len(PROMPTS)
         if "--preemption" in pair:
             assert any("cross_point: " in event["what"] for event in status["events"])
+
+
+UNCHECKED = """
+import sys
+from contextlib import nullcontext
+from firsttoken.__main__ import main
+from firsttoken.service import cluster
+cluster.listening = nullcontext  # the port is taken just after it was found free
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_cluster_keeps_nothing_of_a_service_that_did_not_start(arguments, cache) -> None:
+    environment = os.environ | {"FIRSTTOKEN_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    with socket.create_server(("127.0.0.1", free_port())) as other:
+        port = other.getsockname()[1]
+        command = [sys.executable, "-c", UNCHECKED, "serve", *arguments(("--cluster",)), "--port", str(port)]
+        failed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    told = failed.stderr.splitlines()[-1]
+    assert failed.returncode == 2 and re.fullmatch(
+        rf"firsttoken: the service did not start: Failed to bind to address '127.0.0.1:{port}'\.", told
+    )
+    with served(arguments(("--cluster",)), cache) as url:
+        assert _stage(url).json()["state"] == "complete"
 
 
 def test_the_table_has_what_is_refused_and_no_more() -> None:

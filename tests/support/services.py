@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -96,9 +97,15 @@ def write_plain(folder: Path) -> None:
 
 
 def free_port() -> int:
-    """A port on loopback that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """A port on loopback that nobody listens on, below those that the system gives to connections by itself.
+
+    Between this answer and its use another process of the tests may connect to somewhere, from a port of its own: were
+    this one of those, it would now and then be taken (once in CI, by one of Ray's processes).
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def until(holds: Callable[[], bool], what: str) -> None:

@@ -65,24 +65,43 @@ def replicas(config: ServiceConfig, broken: Callable[[FirstTokenError], None] = 
         join(ray, config.cluster)
     with ExitStack() as ends:
         ends.callback(ray.shutdown)
-        http = {"host": config.host, "port": config.port}
         try:
-            serve.start(http_options=http, proxy_location="HeadOnly", logging_config={"log_level": "ERROR"})
-            check_address(config)
+            _start(serve, config)
             ends.callback(_stop, ray, serve, config)  # also what was interrupted before it had started
             serve.run(_application(config, usable, serve), name="firsttoken")
         except (RuntimeError, TimeoutError) as error:
-            raise StageError(f"the service did not start: {' '.join(str(error).split())}") from error
+            cause = getattr(error, "cause", None) or error  # Ray's own text is a traceback of another process
+            raise StageError(f"the service did not start: {' '.join(str(cause).split())}") from error
         with _watched(config, broken):
             yield
+
+
+def _start(serve: ModuleType, config: ServiceConfig) -> None:
+    """Ray Serve on the service's address. A cluster in which it ran for nobody before does not keep what has failed."""
+    from ray.serve.context import _get_global_client
+
+    others = _get_global_client(raise_if_no_controller_running=False) is not None
+    try:
+        http = {"host": config.host, "port": config.port}
+        serve.start(http_options=http, proxy_location="HeadOnly", logging_config={"log_level": "ERROR"})
+        check_address(config)
+    except (RuntimeError, TimeoutError):  # such as a port that another program took a moment ago
+        if not others:
+            _shut_down(serve)
+        raise
+
+
+def _shut_down(serve: ModuleType) -> None:
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        serve.shutdown()
 
 
 def _stop(ray: ModuleType, serve: ModuleType, config: ServiceConfig) -> None:
     """Serve nothing more, and on a cluster give the port back, unless Ray Serve answers there for others too."""
     serve.delete("firsttoken")  # lets a replica close its engine; serve.shutdown() would print an error of its own
     if config.cluster is not None and not serve.status().applications:
+        _shut_down(serve)
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-            serve.shutdown()
             ray.shutdown()
 
 
