@@ -39,7 +39,7 @@ def test_a_newcomer_enters_when_its_interval_clears_the_holders() -> None:
 
 
 def test_the_table_is_of_recorded_results() -> None:
-    (path,) = paths.RECORDED.glob("*/full/serving_capacity.json")
+    (path,) = paths.RECORDED.glob("*/full/serving_capacity.json*")
     result = read_result(path)
     places = ranking(result)
     capacities = [place.capacity["value"] for place in places]

@@ -90,6 +90,27 @@ def test_many_rows_have_their_keys_once_and_are_read_as_they_were(make_result) -
     assert sha256_of({k: v for k, v in expanded(content).items() if k != "sha256"}) == content["sha256"]
 
 
+def test_a_large_result_is_packed_and_found_as_any_other(make_result) -> None:
+    """It replaces the plain file of before, and is replaced by one."""
+    few, many = [{"at_s": 0.5, "n": 1}], [{"at_s": 0.1 * i, "n": i} for i in range(30_000)]
+    plain = write_result(make_result(rows=few))
+    packed = write_result(make_result(rows=many))
+    assert packed.name == plain.name + ".gz" and not plain.exists() and packed.stat().st_size < 256 * 1024
+    assert read_result(packed).rows == many and load_result("machine", "quick", "test-cpu-2c").rows == many
+    assert [result.path for result in all_results()] == [packed]
+    assert packed.read_bytes() == write_result(read_result(packed)).read_bytes(), "the same content is the same file"
+    assert write_result(make_result(rows=few)) == plain and not packed.exists()
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-9], lambda b: b"", lambda b: b"{}", lambda b: b[:40] + b"x" + b[41:]])
+def test_a_damaged_packed_result_is_refused_in_one_line(make_result, damage) -> None:
+    path = write_result(make_result(rows=[{"at_s": 0.1 * i} for i in range(40_000)]))
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(FirstTokenError, match=r"measure it again") as raised:
+        read_result(path)
+    assert "\n" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -15,12 +15,12 @@ from firsttoken_studies.registry import EXPERIMENTS
 RECORDED = [  # quick results are those of whoever ran the notebooks last, maybe with code of before
     path
     for profile in ledger.FOR_THE_RECORD
-    for path in sorted(paths.RECORDED.glob(f"*/{profile}/*.json"))
-    if path.stem in EXPERIMENTS
+    for path in sorted(paths.RECORDED.glob(f"*/{profile}/*"))
+    if path.name.split(".")[0] in EXPERIMENTS
 ]
 
 
-@pytest.mark.parametrize("path", RECORDED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_the_summary_is_that_of_the_rows(path: Path) -> None:
     result = read_result(path)
     experiment = EXPERIMENTS[result.experiment]
@@ -34,7 +34,7 @@ def test_the_summary_is_that_of_the_rows(path: Path) -> None:
 OF_DIRTY_TREES = {"healing_training", "reuse_training"}  # until they are recorded again
 
 
-@pytest.mark.parametrize("path", RECORDED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_the_revision_is_that_of_a_commit(path: Path) -> None:
     result = read_result(path)
     assert is_clean(result.git_revision) != (result.experiment in OF_DIRTY_TREES)

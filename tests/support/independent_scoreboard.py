@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from collections import Counter
@@ -79,8 +80,8 @@ def on_machines(claim: dict, results: list[dict], lines: list[dict], gpu: bool) 
 def scoreboard() -> dict[str, dict[str, str]]:
     """By report and by what a value stands on: reproduced / trend only / not reproduced / machine-dependent."""
     claims = yaml.safe_load((ROOT / "data/claims.yaml").read_text(encoding="utf-8"))
-    files = [path for kind in ("full", "gpu", "paper") for path in sorted(ROOT.glob(f"data/results/*/{kind}/*.json"))]
-    results = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    files = [path for kind in ("full", "gpu", "paper") for path in sorted(ROOT.glob(f"data/results/*/{kind}/*"))]
+    results = [json.loads((gzip.open if path.suffix == ".gz" else open)(path, "rb").read()) for path in files]
     lines = [json.loads(line) for line in (ROOT / "data/record.jsonl").read_text(encoding="utf-8").splitlines()]
     page = (ROOT / "data/CLAIMS.md").read_text(encoding="utf-8")
     machine = re.search(r"^Recorded: `([^`]+)`", page, re.MULTILINE).group(1)

@@ -80,7 +80,7 @@ def _start(serve: ModuleType, config: ServiceConfig) -> None:
     """Ray Serve on the service's address. A cluster in which it ran for nobody before does not keep what has failed."""
     from ray.serve.context import _get_global_client
 
-    others = _get_global_client(raise_if_no_controller_running=False) is not None
+    others = _get_global_client(False) is not None  # None where no controller runs
     try:
         http = {"host": config.host, "port": config.port}
         serve.start(http_options=http, proxy_location="HeadOnly", logging_config={"log_level": "ERROR"})

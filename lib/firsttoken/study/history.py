@@ -3,6 +3,7 @@ whether every result that was ever committed has its line in the log."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 from firsttoken.study import paths
 from firsttoken.study.canonical_json import expanded
 from firsttoken.study.claims import DECIDES, WORDING, Claim
+from firsttoken.study.record import PACKED
 from firsttoken.study.record_log import Fixed, Log, LogLine, parse_log, rows_digest
 
 _RENAMED = "661ed531c"  # the commit that named measures by measure and place; all else of the claims stayed as it was
@@ -100,10 +102,12 @@ def committed_runs() -> Iterable[tuple[str, str, str]]:
         elif line.startswith(":"):
             about, path = line.split("\t", 1)
             blob = about.split()[3]
-            if set(blob) != {"0"} and path.endswith(".json"):
+            if set(blob) != {"0"} and path.endswith((".json", PACKED)):
                 found.setdefault(blob, (commit, path))
     for blob, content in zip(found, _blobs(list(found)), strict=True):
-        yield *found[blob], rows_digest(expanded(json.loads(content))["rows"])
+        commit, path = found[blob]
+        text = gzip.decompress(content) if path.endswith(PACKED) else content
+        yield commit, path, rows_digest(expanded(json.loads(text))["rows"])
 
 
 def file_at(commit: str, path: str) -> str:

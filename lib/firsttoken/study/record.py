@@ -1,4 +1,4 @@
-"""One experiment, one JSON file: ``data/results/<machine>/<profile>/<experiment>.json``.
+"""One experiment, one JSON file: ``data/results/<machine>/<profile>/<experiment>.json``, a large one with ``.gz``.
 
 A file holds the raw rows as well as the summary, so that a figure or an interval can be made again without the
 machine that measured it; the digest of every claim that it answers, as the ledger had it when the run began; and a
@@ -8,6 +8,7 @@ sha256 of all that, so that what was edited by hand is refused.
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from firsttoken.study import paths
 from firsttoken.study.canonical_json import dump, expanded, not_finite, sha256_of
 from firsttoken.study.errors import FirstTokenError
-from firsttoken.study.files import write_text
+from firsttoken.study.files import replacing
 from firsttoken.study.machine import machine_slug
-from firsttoken.study.parsing.json_text import read_json
+from firsttoken.study.parsing.gzip_text import read_gzip
+from firsttoken.study.parsing.json_text import parse_json, read_json
 from firsttoken.study.parsing.parse_errors import Damaged, blaming, shown
 from firsttoken.study.parsing.schema import at_least, shaped, unknown
 from firsttoken.study.storage import storing
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 3
 PREFERENCE = ("paper", "full", "gpu", "review", "quick")  # of several results that answer, the larger sample counts
+PACKED = ".json.gz"
+_LARGE_BYTES = 256 * 1024  # of a result as text, above which it is packed: to a quarter to an eighth
 CHANGED = "-changed"  # behind the name of a profile of which a reader changed settings in a notebook
 
 _MEASURES = ("lib", "env", "data/adapters", "data/claims.yaml")  # what a result hangs on
@@ -116,8 +120,10 @@ class Result:
 
 
 def result_path(experiment: str, profile: str, slug: str) -> Path:
-    """The file of an experiment under a profile on the machine named ``slug``."""
-    return paths.RESULTS / slug / profile / f"{experiment}.json"
+    """The file of an experiment under a profile on the machine named ``slug``, packed if it is large."""
+    plain = paths.RESULTS / slug / profile / f"{experiment}.json"
+    packed = plain.with_suffix(PACKED)
+    return packed if packed.exists() else plain
 
 
 def write_result(result: Result) -> Path:
@@ -132,9 +138,14 @@ def write_result(result: Result) -> Path:
         text = dump(content | {"sha256": sha256_of(content)})
     except TypeError as error:
         raise FirstTokenError(f"result {result.experiment}: {error}") from error
-    with storing(result.path.parent):
-        write_text(result.path, text)
-    return result.path
+    written = text.encode()
+    large = len(written) > _LARGE_BYTES
+    path = result.path.parent / (result.experiment + (PACKED if large else ".json"))
+    with storing(path.parent), replacing(path) as temporary:
+        temporary.write_bytes(gzip.compress(written, mtime=0) if large else written)
+        if result.path != path:
+            result.path.unlink(missing_ok=True)
+    return path
 
 
 def read_result(path: Path) -> Result:
@@ -144,7 +155,8 @@ def read_result(path: Path) -> Result:
     what the program wrote.
     """
     with blaming(f"result {path}", FirstTokenError, "measure it again"):
-        content = read_json(Path(path))
+        path = Path(path)
+        content = parse_json(read_gzip(path)) if path.suffix == ".gz" else read_json(path)
         content = expanded(content) if isinstance(content, dict) else content
         schema = content.pop("schema", None) if isinstance(content, dict) else None
         if schema != SCHEMA:
@@ -163,7 +175,7 @@ def all_results(profiles: Iterable[str] = ("*",)) -> list[Result]:
     results = []
     for path in result_files(profiles):
         results.append(result := read_result(path))
-        if result.experiment != path.stem:
+        if result.experiment != path.name.split(".")[0]:
             raise FirstTokenError(
                 f"result {path}: it is of {result.experiment}, of which a machine and profile have one result, "
                 "in a file of that name; remove one"
@@ -178,7 +190,7 @@ def all_results(profiles: Iterable[str] = ("*",)) -> list[Result]:
 
 def result_files(profiles: Iterable[str] = ("*",)) -> list[Path]:
     """The files of the results of ``profiles`` (all), ordered by path within a profile."""
-    return [path for profile in profiles for path in _files(f"*/{profile}/*.json")]
+    return [path for profile in profiles for path in _files(f"*/{profile}/*")]
 
 
 def known_machine(slug: str, results: Iterable[Result]) -> str:
@@ -191,14 +203,17 @@ def known_machine(slug: str, results: Iterable[Result]) -> str:
 
 def load_result(experiment: str, profile: str | None = None, machine: str | None = None) -> Result | None:
     """The recorded result of ``experiment`` that ``pick`` prefers, or None."""
-    found = (read_result(path) for path in _files(f"*/*/{experiment}.json"))
+    found = (read_result(path) for path in _files(f"*/*/{experiment}"))
     return pick(found, experiment, [profile] if profile else (), machine)
 
 
 def _files(pattern: str) -> list[Path]:
     """The results that came with the code and this reader's own, which replace those of the same place."""
     kept = {
-        path.relative_to(folder): path for folder in (paths.RECORDED, paths.RESULTS) for path in folder.glob(pattern)
+        path.relative_to(folder).with_name(path.name.removesuffix(".gz")): path
+        for folder in (paths.RECORDED, paths.RESULTS)
+        for ending in (".json", PACKED)
+        for path in folder.glob(pattern + ending)
     }
     return [kept[place] for place in sorted(kept)]
 
