@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 
+from firsttoken.droidspeak.reuse_items import TaskItem
 from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.profile import load_profile
 from firsttoken.study.record import Result
@@ -23,6 +24,9 @@ def turn(way: str, place: int, conversation: int) -> dict:
 
 
 ROWS = [turn(way, place, number) for way in WAYS for place in range(3) for number in range(5)]
+ROWS += [
+    {"what": "at once", "round": n, "way": way, "turns": 6, "took_s": SECONDS[way]} for way in WAYS for n in range(5)
+]
 ROWS += [{"what": "score", "way": way, "item": n, "score": score} for way, score in SCORES.items() for n in range(5)]
 ASKED = {"agents": {"turns": 3}}
 
@@ -40,6 +44,7 @@ def test_the_first_turn_is_left_out_of_what_is_gained() -> None:
     assert not summary.get("ttft_share", method=OWN_CACHE, than=FULL, case="turn 2")
     assert summary.value("ttft_share", method=DROIDSPEAK, than=FULL, case="turn 2") == pytest.approx(0.4)
     assert summary.value("ended_x", method=OWN_CACHE, than=FULL) == pytest.approx(2 / 1.5)
+    assert summary.value("throughput_x", method=DROIDSPEAK, than=FULL) == pytest.approx(2.5)
     assert summary.value("score_kept_pct", method=DROIDSPEAK, than=FULL) == pytest.approx(96)
     assert summary.value("score_kept_pct", method=REUSE, than=FULL) == pytest.approx(50)
 
@@ -56,14 +61,39 @@ def test_a_figure_and_a_table_are_made_of_a_result_alone() -> None:
     assert [row["what is kept"] for row in agents.way_rows(result)] == list(WAYS)
 
 
-@pytest.mark.parametrize("change", [{"turns": 2}, {"said_tokens": 1}, {"conversations": 0}])
-def test_a_conversation_that_is_none_is_refused(change) -> None:
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"turns": 2}, "turns must be at least 3, said_tokens at least 2, conversations at least 1"),
+        ({"said_tokens": 1}, "turns must be at least 3, said_tokens at least 2, conversations at least 1"),
+        ({"conversations": 0}, "turns must be at least 3, said_tokens at least 2, conversations at least 1"),
+        ({"at_once": 9}, "at_once must be from 1 to conversations"),
+        ({"at_once": 0}, "at_once must be from 1 to conversations"),
+    ],
+)
+def test_a_conversation_that_is_none_is_refused(change, says) -> None:
     changes = {f"agents.{name}": value for name, value in change.items()}
-    with pytest.raises(ProfileError, match="turns must be at least 3, said_tokens at least 2, conversations"):
+    with pytest.raises(ProfileError, match=says):
         load_profile("full", **changes).section("agents", AgentsConfig)
 
 
+def items(count: int) -> list[TaskItem]:
+    return [TaskItem(f"qa-{number}", "qa", "once", "?", ("yes",)) for number in range(count)]
+
+
+def test_no_question_that_chose_the_group_is_scored(config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The questions are the same behind a text of another length, in another order."""
+    monkeypatch.setattr(
+        agents, "held_out_items", lambda task, tokenizer, tokens: items(320)[:: 1 if tokens == 320 else -1]
+    )
+    monkeypatch.setattr(agents, "encode", lambda item, tokenizer: item)
+    timed, scored = agents.items_of(config, None)
+    chose = {item.id for item in items(config.chosen_items)}
+    assert len(timed) == config.conversations and len(scored) == config.items == 184
+    assert {item.id for item in timed} <= chose and not {item.id for item in scored} & chose
+
+
 def test_items_that_are_too_few_are_refused(config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agents, "load_items", lambda *_: [])
-    with pytest.raises(CorpusError, match="qa has 0 held-out items with prefixes of 1024 tokens, not 104; lower"):
-        agents.held_out(config, None)
+    monkeypatch.setattr(agents, "held_out_items", lambda task, tokenizer, tokens: items(130))
+    with pytest.raises(CorpusError, match="qa has 8 held-out items to time and 2 others that have not chosen the grou"):
+        agents.items_of(config, None)

@@ -55,7 +55,6 @@ from firsttoken.study.record import Result
 from firsttoken.study.summary import Summary
 from firsttoken_extras.bitplanes.native_words import merger
 from firsttoken_studies import multiple_choice
-from firsttoken_studies.combined import agents
 from firsttoken_studies.combined.borrowed import experiment as borrowed
 from firsttoken_studies.combined.fetchers import trial as fetch_trial
 from firsttoken_studies.combined.five_at_once import experiment as five
@@ -168,7 +167,7 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
             patch.setattr(place, "load_qa", questions)
         for place in (corpora, training):
             patch.setattr(place, "boolq_prompts", passages)
-        for place in (setting, reuse_training, agents):
+        for place in (setting, reuse_training):
             patch.setattr(place, "load_items", items)
         patch.setattr(multiple_choice, "choice_items", choice_questions)
         patch.setattr(frontier, "story_model", lambda: AutoModelForCausalLM.from_config(shapes.shape_config("tiny")))

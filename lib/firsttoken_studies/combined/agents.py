@@ -31,7 +31,7 @@ from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
-from firsttoken.engine.request import Sampling
+from firsttoken.engine.request import Request, Sampling
 from firsttoken.scoring import token_f1
 from firsttoken.service.variants import SharedBase
 from firsttoken.study import paths
@@ -42,11 +42,10 @@ from firsttoken.study.record import Outcome, Result, Rows
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
-from firsttoken_studies.droidspeak.constructed_tasks import load_items
 from firsttoken_studies.droidspeak.decoding import DROIDSPEAK, REUSE, Method, decoded_scores, own, partial
 from firsttoken_studies.droidspeak.decoding import OWN as FULL
 from firsttoken_studies.droidspeak.pairs import Models, Pair
-from firsttoken_studies.droidspeak.setting import Run
+from firsttoken_studies.droidspeak.setting import Run, held_out_items
 from firsttoken_studies.engine.variants_at_once import read_adapter
 
 if TYPE_CHECKING:
@@ -65,9 +64,10 @@ class AgentsConfig:
     """``writer`` and ``reviewer`` are adapters in the folder ``adapters``, and speak in ``turns``, the writer first.
 
     A conversation begins with the prefix of a held-out item of ``task``, of up to ``context_tokens`` tokens, and each
-    turn adds ``said_tokens``. ``conversations`` are timed in every way. Layers [``group_start``, ``group_end``) are
-    computed again. Answers of the reviewer to the questions of ``items`` others are scored behind such a prefix,
-    ``batch`` at a time.
+    turn adds ``said_tokens``. ``conversations`` are timed in every way, one after another, and then ``rounds`` times
+    ``at_once`` of them in one engine. Layers [``group_start``, ``group_end``) are computed again; they were chosen by
+    the first ``chosen_items`` items with prefixes of ``chosen_tokens``. Answers of the reviewer to the questions of
+    ``items`` others are scored behind such a prefix, ``batch`` at a time.
     """
 
     writer: str
@@ -78,14 +78,20 @@ class AgentsConfig:
     said_tokens: int
     turns: int
     conversations: int
+    rounds: int
+    at_once: int
     group_start: int
     group_end: int
+    chosen_items: int
+    chosen_tokens: int
     items: int
     batch: int
 
     def __post_init__(self) -> None:
         if self.turns < 3 or self.said_tokens < 2 or self.conversations < 1:
             raise ProfileError("agents: turns must be at least 3, said_tokens at least 2, conversations at least 1")
+        if not 1 <= self.at_once <= self.conversations:
+            raise ProfileError("agents: at_once must be from 1 to conversations")
 
     def needs(self) -> list[Need]:
         """The model has the layers of the group, and the context for the last turn."""
@@ -103,6 +109,9 @@ class Agent(NamedTuple):
     identity: ModelIdentity
 
 
+Spoken = tuple[list[int], list[list[int]]]  # how a conversation begins, and what is said in each of its turns
+
+
 class Turn(NamedTuple):
     """What a turn took, and said: seconds to the first token, to keep the cache, and to the last token; ``taken`` are
     the tokens whose cache was taken."""
@@ -116,7 +125,8 @@ class Turn(NamedTuple):
 
 def agents(profile: Profile) -> Outcome:
     """Rows {what: "turn", conversation, way, turn, tokens, taken, ttft_s, kept_s, ended_s, f1}, where f1 is that of
-    the turn's words to those behind a full prefill; and {what: "score", way, item, score}.
+    the turn's words to those behind a full prefill; {what: "at once", round, way, turns, took_s}; and {what: "score",
+    way, item, score}.
 
     All ways of a conversation have the same texts: those that are said behind full prefills. They take turns in random
     order.
@@ -125,9 +135,11 @@ def agents(profile: Profile) -> Outcome:
     check(config.needs(), ModelFacts(profile.model))
     loaded = load_model(profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
     tokenizer, group, rng = loaded.tokenizer, Group(config.group_start, config.group_end), random.Random(profile.seed)
-    timed, scored = held_out(config, tokenizer)
+    timed, scored = items_of(config, tokenizer)
     blocks = -(-(config.context_tokens + config.turns * config.said_tokens) // BLOCK_TOKENS) + 1
+    blocks *= config.at_once
     rows: Rows = []
+    spoken: list[Spoken] = []
     with closing(LiveExecutor(loaded.model, blocks, block_tokens=BLOCK_TOKENS)) as executor:
         hosted = host(executor, config, identify(loaded.model, tokenizer, str(loaded.provenance.sha256)))
         serving = Serving(executor, hosted, group, config.said_tokens)
@@ -136,6 +148,7 @@ def agents(profile: Profile) -> Outcome:
         for number, item in enumerate(tqdm(timed, desc="conversations", disable=None)):
             first = serving.conversation(FULL, item.prefix, config.turns)  # for its words alone
             texts = [turn.said for turn in first]
+            spoken.append((item.prefix, texts))
             for way in rng.sample(WAYS, len(WAYS)):
                 for place, turn in enumerate(serving.conversation(way, item.prefix, config.turns, texts)):
                     f1 = token_f1(tokenizer.decode(turn.said), [tokenizer.decode(texts[place])])
@@ -143,24 +156,30 @@ def agents(profile: Profile) -> Outcome:
                     tokens = len(item.prefix) + place * config.said_tokens
                     seconds = {name: getattr(turn, name) for name in ("ttft_s", "kept_s", "ended_s")}
                     rows.append(row | {"tokens": tokens, "taken": turn.taken} | seconds)
+        for number in tqdm(range(config.rounds), desc="conversations at once", disable=None):
+            for way in rng.sample(WAYS, len(WAYS)):
+                seconds = serving.at_once(way, rng.sample(spoken, config.at_once))
+                row = {"what": "at once", "round": number, "way": way, "turns": config.at_once * config.turns}
+                rows.append(row | {"took_s": seconds})
     rows += scores(profile, config, scored, group)
     return Outcome(rows, provenance=loaded.provenance.as_dict() | {"adapters": [config.writer, config.reviewer]})
 
 
-def held_out(config: AgentsConfig, tokenizer: Any) -> tuple[list[Encoded], list[Encoded]]:
-    """Items whose conversations are timed, and others whose answers are scored. Raises CorpusError for too few."""
-    wanted = config.conversations + config.items
-    splits = ("test", "validation")
-    found = [
-        item for split in splits for item in load_items(config.task, split, tokenizer, config.context_tokens, None)
-    ]
-    if len(found) < wanted:
+def items_of(config: AgentsConfig, tokenizer: Any) -> tuple[list[Encoded], list[Encoded]]:
+    """Items whose conversations are timed, and others, whose answers are scored: none of these has chosen the group.
+
+    Raises CorpusError for too few.
+    """
+    chose = {item.id for item in held_out_items(config.task, tokenizer, config.chosen_tokens)[: config.chosen_items]}
+    found = held_out_items(config.task, tokenizer, config.context_tokens)
+    timed = sorted(found, key=lambda item: item.id not in chose)[: config.conversations]
+    others = [item for item in found if item not in timed and item.id not in chose][: config.items]
+    if len(timed) < config.conversations or len(others) < config.items:
         raise CorpusError(
-            f"{config.task} has {len(found)} held-out items with prefixes of {config.context_tokens} tokens, not "
-            f"{wanted}; lower agents.items or agents.conversations"
+            f"{config.task} has {len(timed)} held-out items to time and {len(others)} others that have not chosen the "
+            f"group, with prefixes of {config.context_tokens} tokens; lower agents.items or agents.conversations"
         )
-    encoded = [encode(item, tokenizer) for item in found[:wanted]]
-    return encoded[: config.conversations], encoded[config.conversations :]
+    return [encode(item, tokenizer) for item in timed], [encode(item, tokenizer) for item in others]
 
 
 def host(executor: LiveExecutor, config: AgentsConfig, base: ModelIdentity) -> list[Agent]:
@@ -188,32 +207,71 @@ class Serving:
         self, way: str, context: Sequence[int], turns: int, texts: Sequence[Sequence[int]] | None = None
     ) -> list[Turn]:
         """Return so many ``turns`` behind ``context``. Each adds its own words for the next, or those in ``texts``."""
-        store = KVStore(None, memory_bytes=_STORE_BYTES, block_tokens=BLOCK_TOKENS)
-        engine = Engine(self._executor, EngineConfig(watermark=0.0))
+        engine, store = self._engine()
         prompt, done = list(context), list[Turn]()
         for place in range(turns):
-            done.append(self._turn(engine, store, way, place, prompt))
+            begun = self._executor.now()
+            request, source = self._asked(engine, store, way, place, prompt)
+            while not request.output:
+                engine.step()
+            answered = self._executor.now()
+            self._keep(store, way, place, prompt, request)
+            kept = self._executor.now()
+            engine.run()
+            taken = source.tokens if source is not None and not request.fell_back else 0
+            done.append(Turn(answered - begun, kept - answered, request.times_s[-1] - begun, taken, request.output))
             prompt += done[-1].said if texts is None else texts[place]
         return done
 
-    def _turn(self, engine: Engine, store: KVStore, way: str, place: int, prompt: Sequence[int]) -> Turn:
+    def at_once(self, way: str, conversations: Sequence[Spoken]) -> float:
+        """Seconds that all ``conversations`` take in one engine, of whose agents each speaks once the other has."""
+        engine, _ = self._engine()
+        stores = [self._engine()[1] for _ in conversations]
+        prompts, places = [list(context) for context, _ in conversations], [0] * len(conversations)
+        begun = self._executor.now()
+        speaking = {
+            number: self._asked(engine, stores[number], way, 0, prompt)[0] for number, prompt in enumerate(prompts)
+        }
+        kept = set[int]()
+        while speaking:
+            engine.step()
+            for number, request in list(speaking.items()):
+                place = places[number]
+                if request.output and number not in kept:
+                    self._keep(stores[number], way, place, prompts[number], request)
+                    kept.add(number)
+                if not request.finished:
+                    continue
+                kept.discard(number)
+                prompts[number] += conversations[number][1][place]
+                places[number] += 1
+                del speaking[number]
+                if places[number] < len(conversations[number][1]):
+                    asked = self._asked(engine, stores[number], way, places[number], prompts[number])
+                    speaking[number] = asked[0]
+        return self._executor.now() - begun
+
+    def _engine(self) -> tuple[Engine, KVStore]:
+        store = KVStore(None, memory_bytes=_STORE_BYTES, block_tokens=BLOCK_TOKENS)
+        return Engine(self._executor, EngineConfig(watermark=0.0)), store
+
+    def _asked(
+        self, engine: Engine, store: KVStore, way: str, place: int, prompt: Sequence[int]
+    ) -> tuple[Request, StoredPrefix | None]:
+        """The agent whose turn it is begins to speak, behind what it takes."""
         me, other = self._agents[place % 2], self._agents[1 - place % 2]
         sender, group = (me, NOTHING) if way == OWN_CACHE else (other, NOTHING if way == REUSE else self._group)
-        begun = self._executor.now()
         source = None
         if way != FULL and store.match(prompt[:-1], sender.identity):
             source = StoredPrefix(store, prompt, sender=sender.identity, receiver=me.identity, group=group)
-        request = engine.submit(prompt, Sampling(self._said), begun, source=source, version=me.version)
-        while not request.output:
-            engine.step()
-        answered = self._executor.now()
+        now = self._executor.now()
+        return engine.submit(prompt, Sampling(self._said), now, source=source, version=me.version), source
+
+    def _keep(self, store: KVStore, way: str, place: int, prompt: Sequence[int], request: Request) -> None:
+        """Keep what was computed of the prompt, for whoever takes it."""
         if way != FULL:
             edges = [self._group.lo] if way == DROIDSPEAK and self._group.needs_e_cache else []
-            store.store(prompt, me.identity, served_prefix(self._executor, request, edges))
-        kept = self._executor.now()
-        engine.run()
-        taken = source.tokens if source is not None and not request.fell_back else 0
-        return Turn(answered - begun, kept - answered, request.times_s[-1] - begun, taken, request.output)
+            store.store(prompt, self._agents[place % 2].identity, served_prefix(self._executor, request, edges))
 
 
 def scores(profile: Profile, config: AgentsConfig, items: Sequence[Encoded], group: Group) -> Rows:
@@ -241,7 +299,8 @@ def _run(config: AgentsConfig) -> Run:
 def agents_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Seconds to the first token by way and turn; how many times sooner than behind full prefills, over the turns from
     the second on and from the third on, when an agent has a cache of its own; the first prefix that is taken alone;
-    scores, and the share of the own score that is kept."""
+    how many times as many turns a second several conversations at once have; scores, and the share of the own score
+    that is kept."""
     summary, turns = Summary(), [row for row in rows if row["what"] == "turn"]
     table = {
         (way, turn): [row for row in turns if (row["way"], row["turn"]) == (way, turn)]
@@ -262,6 +321,10 @@ def agents_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
             second = [[row["ttft_s"] for row in table[one, 1]] for one in (FULL, way)]
             summary.add("ttft_share", _times(*reversed(second)).summary(""), method=way, than=FULL, case="turn 2")
         summary.add("words_f1", bootstrap(_means(turns, way, "f1")).summary(""), method=way, than=FULL)
+    took = {way: [row["took_s"] for row in rows if row["what"] == "at once" and row["way"] == way] for way in WAYS}
+    for way in WAYS[1:]:
+        if took[way]:
+            summary.add("throughput_x", _times(took[FULL], took[way]).summary("x"), method=way, than=FULL)
     summary.add("kept_s", bootstrap(_means(turns, DROIDSPEAK, "kept_s")).summary("s"), method=DROIDSPEAK)
     _scored(summary, [row for row in rows if row["what"] == "score"])
     return summary
@@ -301,6 +364,7 @@ def way_rows(result: Result) -> Rows:
             "first token, times sooner": interval(found.get("ttft_x", method=way, than=FULL), 2),
             "from turn 3 on": interval(found.get("ttft_x", method=way, than=FULL, case=LATER), 2),
             "last token, times sooner": interval(found.get("ended_x", method=way, than=FULL), 2),
+            "turns a second, several at once": interval(found.get("throughput_x", method=way, than=FULL), 2),
             "the reviewer's F1": interval(found.get("score", method=way), 3),
             "of its own, %": interval(found.get("score_kept_pct", method=way, than=FULL), 1),
         }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from firsttoken.assets.needs import CONTEXT, MEMORY, ModelFacts, Need, check, device_memory, weight_bytes
-from firsttoken.droidspeak.reuse_items import Encoded, encode
+from firsttoken.droidspeak.reuse_items import Encoded, TaskItem, encode
 from firsttoken.study.errors import CorpusError, ModelError, ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Rows
@@ -139,8 +139,7 @@ class Setting:
         """
         config = self.config
         wanted = config.items + config.eval_items
-        test, more = (load_items(run.task, split, tokenizer, run.tokens, None) for split in ("test", "validation"))
-        found = [encode(item, tokenizer) for item in [*more, *test][:wanted]]
+        found = [encode(item, tokenizer) for item in held_out_items(run.task, tokenizer, run.tokens)[:wanted]]
         if len(found) < wanted:
             raise CorpusError(
                 f"{run.name} has {len(found)} held-out items with prefixes of {run.tokens} tokens, not {wanted}; "
@@ -161,3 +160,9 @@ def batches(items: Sequence[Encoded], size: int) -> Iterator[list[Encoded]]:
     ordered = sorted(items, key=lambda item: (len(item.prefix), item.item.id))
     for at in range(0, len(ordered), size):
         yield ordered[at : at + size]
+
+
+def held_out_items(task: str, tokenizer: Any, tokens: int) -> list[TaskItem]:
+    """All items of ``task`` that no model was tuned on, with prefixes of at most ``tokens`` tokens, in the order in
+    which they are taken: a group is chosen by the first ones."""
+    return [item for split in ("validation", "test") for item in load_items(task, split, tokenizer, tokens, None)]
