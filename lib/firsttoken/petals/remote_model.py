@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -10,20 +12,21 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from firsttoken.engine.block_pool import block_keys
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.engine_config import DEFAULT_CONFIG, EngineConfig
 from firsttoken.engine.live_executor import LiveExecutor
-from firsttoken.engine.request import Sampling
+from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.petals.access import Access
-from firsttoken.petals.chain import Chain
+from firsttoken.petals.chain import Chain, Keyed
 from firsttoken.petals.checkpoint_blocks import load_ends, model_sha256
 from firsttoken.petals.event_loop import begin, wait_for
 from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.trust.auditor import Auditor, Audits
 from firsttoken.petals.trust.priority_queue import Bid
-from firsttoken.petals.wire import CODINGS, Stretch
+from firsttoken.petals.wire import CODINGS, NAMED_TOKENS, Stretch
 from firsttoken.study.errors import RequestError, SwarmError
 
 UNAUDITED = (
@@ -31,14 +34,18 @@ UNAUDITED = (
     "--audit-rate 0.1` has a share of it computed again by others"
 )
 """What a user is told once where answers are not audited."""
+UNSHARED = "prefixes over a swarm are not shared where answers are audited: an audit begins with the first token"
 
 
 class RemoteSegment:
-    """``chain`` as a segment of a decoder; it is asked by the engine's thread, and lives in the swarm's."""
+    """``chain`` as a segment of a decoder; it is asked by the engine's thread, and lives in the swarm's.
 
-    def __init__(self, chain: Chain) -> None:
+    With an ``owner`` requests that begin alike share what servers keep of those of this owner, who alone knows it.
+    """
+
+    def __init__(self, chain: Chain, owner: bytes = b"") -> None:
         self.layers = chain.layers
-        self._chain = chain
+        self._chain, self._owner = chain, owner
 
     def run(self, hidden: Tensor, step: StepPlan) -> Tensor:
         """``hidden`` [1, tokens, hidden] through all of its layers -> the same shape.
@@ -56,12 +63,21 @@ class RemoteSegment:
         if step.hidden_cache is not None:
             step.hidden_cache.enter(self.layers.start, hidden, step.chunks)
         stretches = [Stretch(chunk.request.number, chunk.start, chunk.end) for chunk in step.chunks]
-        out = wait_for(self._chain.run(stretches, hidden[0].cpu()))
+        requests = [chunk.request for chunk in step.chunks if self._owner]
+        keyed = {one.number: self._keyed(one) for one in requests if not one.sampling.prompt_logprobs}
+        out = wait_for(self._chain.run(stretches, hidden[0].cpu(), keyed))
         return out[None].to(hidden.device)
 
     def drop(self, request: int) -> None:
         """Forget the request of this number, here and on the servers."""
         begin(self._chain.forget([request]))
+
+    def _keyed(self, request: Request) -> Keyed:
+        """The blocks of a request, as the engine's own pool names them, behind whose they are and its variant."""
+        salt = self._owner + f"{request.version and request.version.key}".encode()
+        if request.keys[:1] != [salt]:
+            request.keys = [salt]
+        return Keyed(len(request.tokens), block_keys(request, NAMED_TOKENS, len(request.tokens) // NAMED_TOKENS))
 
 
 class RemoteModel:
@@ -92,16 +108,17 @@ class RemoteModel:
             raise SwarmError(f"no coding is called {coding!r}; known: {', '.join(CODINGS)}")
         if audits is not None and (dtype, CODINGS[coding]) != (torch.float32, torch.float32):
             raise SwarmError("audits compare answers in float32: set dtype and coding to float32, or audit nothing")
-        if config.share_prefixes:
-            raise SwarmError("requests over a swarm cannot share prefixes: leave share_prefixes out")
+        if config.share_prefixes and audits is not None:
+            raise SwarmError(f"{UNSHARED}; leave one of them out")
         self.model = load_ends(folder, dtype)
         width, depth = self.model.config.hidden_size, self.model.config.num_hidden_layers
         self.swarm = Swarm(model_sha256(folder), peers, width, access or Access(), timeouts or Timeouts(), bid=bid)
         wait_for(self.swarm.meet())
         auditor = None if audits is None else Auditor(self.swarm, audits)
         self.chain = Chain(self.swarm, range(depth), coding, auditor)
-        self.executor = LiveExecutor(self.model, -(-tokens // 16), segments=[RemoteSegment(self.chain)], touched=False)
-        self.engine = Engine(self.executor, config)
+        segment = RemoteSegment(self.chain, os.urandom(32) if config.share_prefixes else b"")
+        self.executor = LiveExecutor(self.model, -(-tokens // 16), segments=[segment], touched=False)
+        self.engine = Engine(self.executor, replace(config, share_prefixes=False))  # servers share, not this pool
         self._looking = begin(self.swarm.keep_looking())
 
     def generate(

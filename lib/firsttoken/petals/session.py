@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from firsttoken.petals.limits import ServerLimits
 from firsttoken.petals.states import check_states
 from firsttoken.petals.trust.commitments import Committer
 from firsttoken.petals.trust.priority_queue import OFFER, PriorityQueue
-from firsttoken.petals.wire import CODINGS, HEADERS, VERSION, decode, encode
+from firsttoken.petals.wire import CODINGS, HEADERS, NAMED_TOKENS, VERSION, decode, encode
 from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, SwarmError
 from firsttoken.study.parsing.parse_errors import shown
 
@@ -157,6 +158,9 @@ class Sessions:
             session.silent += 1
             if session.silent > _MOST_SILENT:
                 raise RequestError(f"{session.silent} messages came without a step: send steps, or end the session")
+            if message.names:
+                shared = {number: self._adopted(session, number, names) for number, names in message.names}
+                await self.within(context.write(encode(None, session.coding, shared=shared)), "did not read its answer")
             return True
         if message.first and message.first not in layers:
             raise RequestError(f"layer {message.first} is not among the session's [{layers.start}, {layers.stop})")
@@ -167,13 +171,31 @@ class Sessions:
         out = await self.batcher.run(layers, chunks, message.hidden, session.client)
         check_states(out, "the hidden states that come out of these blocks hold")
         self.slots.computed(mine, message.stretches)
+        if layers == session.layers:  # what was left out below is missing in the blocks
+            starts = {one.number: one.start // self.slots.block_tokens for one in message.stretches}
+            for number, names in message.names:
+                self.slots.publish(mine, number, starts.get(number, self.slots.context), self._keys(session, names))
         session.busy, session.computed, session.used = False, True, asyncio.get_running_loop().time()
         commitment = ""
-        if backend.dtype is CODINGS[session.coding] is torch.float32:  # what is rounded on the way was not computed
+        seen = all(one.start <= len(trail) for one, trail in zip(message.stretches, trails, strict=True))
+        # what is rounded on the way was not computed, and what others sent of a shared beginning is not known any more
+        if seen and backend.dtype is CODINGS[session.coding] is torch.float32:
             commitment = self.committer.commit(layers, trails, message.stretches, message.hidden, out)
         said = encode(out, session.coding, commitment=commitment)
         await self.within(context.write(said), "did not read its answer")
         return True
+
+    def _adopted(self, session: Session, number: int, names: Sequence[str]) -> int:
+        """The tokens of a sequence that it has from blocks of these ``names``, and begins with."""
+        keys, first = self._keys(session, names), session.layers.start
+        return self.slots.adopt(session.sequences, number, keys, first, session.client)
+
+    def _keys(self, session: Session, names: Sequence[str]) -> list[bytes]:
+        """What blocks of a session are found by: their names, its layers and coding, and the size of a block."""
+        if self.slots.block_tokens != NAMED_TOKENS:
+            return []
+        said = f"{session.layers.start}:{session.layers.stop} {session.coding} ".encode()
+        return [said + bytes.fromhex(name) for name in names]
 
     async def drain(self, seconds: float) -> None:
         """Open no more sessions until ``moving`` is undone, and end those that are open after so many ``seconds``."""

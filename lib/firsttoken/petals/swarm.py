@@ -258,7 +258,7 @@ class Swarm:
         """A session with the server of ``record``, for ``layers`` among its blocks."""
         channel, headers = self.channel(record.address), self.access.headers
         headers += self.bid.headers(record.server) if self.bid is not None else ()
-        return ServerSession(record.name, channel, layers, self.model, coding, self.timeouts, headers)
+        return ServerSession(record.name, channel, layers, self.model, coding, self.timeouts, headers, record.server)
 
     async def reconnect(self, address: str) -> None:
         """Give the connection to ``address`` up: another is made when it is asked for."""

@@ -70,7 +70,8 @@ class SwarmServer(StaticServer):
     def status(self) -> dict[str, Any]:
         """One stage, which is there while all blocks are served; the ``servers`` of the chain, in order, and as
         ``events`` who was replaced. While a block is unserved no prompt is answered: the stage is 0, the state
-        "degraded", and the error names the blocks, until somebody serves them."""
+        "degraded", and the error names the blocks, until somebody serves them. ``shared_tokens`` of prompts were not
+        computed, as all servers of the chain had them."""
         model, missing = self._model, self._model.chain.unserved()
         servers = [
             {"blocks": [session.layers.start, session.layers.stop], "address": record.address, "key": record.server[:8]}
@@ -84,4 +85,5 @@ class SwarmServer(StaticServer):
             "servers": servers,
             "known": len(model.swarm.servers()),
             "audits": self._audits,
+            "shared_tokens": model.chain.shared_tokens,
         }

@@ -21,7 +21,6 @@ STAGES, WHOLE = "a model in stages", "a model that is whole"
 REFUSED = {
     ("--swarm", "--preemption"): "the keys and values are with its servers, and this process can swap none of them",
     ("--swarm", "--prefix-store"): "the keys and values are with its servers, which take none from elsewhere",
-    ("--swarm", "--share-prefixes"): "its servers keep the keys and values of each request by itself",
     ("--swarm", "--variant"): "its servers compute the blocks, and have no adapters",
     ("--swarm", "--worker"): "its servers compute the blocks, and a worker would have none",
     ("--swarm", "--device"): "its servers compute the blocks, and the model's ends compute on the CPU",
