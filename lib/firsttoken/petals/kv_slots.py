@@ -275,7 +275,7 @@ class KVSlots:
 
     def _runs(self, sequence: CachedSequence) -> bool:
         """Whether a step of it is under way."""
-        return sequence.blocks[-1] in self._leased  # the first ones may be of others', too
+        return any(last in self._leased for last in sequence.blocks[-1:])  # the first ones may be of others', too
 
     def _writes(self, chunks: Sequence[ScheduledChunk]) -> list[int]:
         size = self.block_tokens

@@ -191,7 +191,10 @@ class Sessions:
         return self.slots.adopt(session.sequences, number, keys, first, session.client)
 
     def _keys(self, session: Session, names: Sequence[str]) -> list[bytes]:
-        """What blocks of a session are found by: their names, its layers and coding, and the size of a block."""
+        """What blocks of a session are found by: their names, its layers and coding; none where blocks have another
+        size. Raises RequestError for a name that comes twice."""
+        if len(set(names)) < len(names):
+            raise RequestError("two blocks of a sequence have one name: name each after all tokens up to its end")
         if self.slots.block_tokens != NAMED_TOKENS:
             return []
         said = f"{session.layers.start}:{session.layers.stop} {session.coding} ".encode()

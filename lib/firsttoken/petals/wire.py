@@ -43,7 +43,7 @@ _Name = Annotated[str, digits(32)]
 
 NAMED_TOKENS = 16
 """Tokens of a block of keys and values that has a name. A server whose blocks have other sizes finds none."""
-MOST_NAMES = 4096  # of a message that asks for the beginnings of sequences
+MOST_NAMES = 1024  # of a message that asks for the beginnings of sequences
 
 
 @dataclass(frozen=True)
