@@ -236,6 +236,8 @@ def test_a_pair_answers_as_either_alone_or_is_refused(pair, arguments, cache, re
         status = _stage(url).json()
         if "--prefix-store" in pair and not {"--replicas"} & set(pair):
             assert status["restored"] == len(PROMPTS)
+        if pair == ("--share-prefixes", "--swarm"):
+            assert answers(url) == right["--swarm"] and _stage(url).json()["shared_tokens"] > 0
         if "--preemption" in pair:
             assert any("cross_point: " in event["what"] for event in status["events"])
 
@@ -267,7 +269,7 @@ def test_a_cluster_keeps_nothing_of_a_service_that_did_not_start(arguments, cach
 def test_the_table_has_what_is_refused_and_no_more() -> None:
     """Each of its lines is of options that there are, and names the two; and it stays short."""
     assert {option for pair in REFUSED for option in pair} <= {*OPTIONS, WHOLE, "--device"}
-    assert len(REFUSED) == 9 and all(re.fullmatch(r"[^\n.;]{20,110}", why) for why in REFUSED.values())
+    assert len(REFUSED) == 7 and all(re.fullmatch(r"[^\n.;]{20,110}", why) for why in REFUSED.values())
 
 
 def test_what_no_pair_above_can_try(place) -> None:

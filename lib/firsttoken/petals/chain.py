@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -30,20 +30,23 @@ import torch
 from torch import Tensor
 
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
+from firsttoken.engine.request import KVSource
 from firsttoken.petals.records import Record
 from firsttoken.petals.routing import check_cover, gaps
 from firsttoken.petals.server_session import DoubtFault, ServerFault, ServerSession
 from firsttoken.petals.states import MOST_TOKENS, Stretch, check_states
 from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.wire import NAMED_TOKENS
-from firsttoken.study.errors import SwarmError
+from firsttoken.study.errors import CacheError, FirstTokenError, SwarmError
 
 
 class Keyed(NamedTuple):
-    """A sequence of so many ``tokens`` by now, whose full blocks servers may keep and find by ``keys``."""
+    """A sequence of so many ``tokens`` by now, whose full blocks servers may keep and find by ``keys``; ``stored`` are
+    keys and values of how it begins, of all layers, for servers that have less of it."""
 
     tokens: int
     keys: Sequence[bytes]
+    stored: KVSource | None = None
 
 
 class _LackingError(Exception):
@@ -52,6 +55,9 @@ class _LackingError(Exception):
     def __init__(self, numbers: Collection[int]) -> None:
         super().__init__(numbers)
         self.numbers = numbers
+
+
+_POLL_S = 0.001  # between two looks whether more of what is stored has come
 
 
 class AnswerCheck(Protocol):
@@ -80,6 +86,7 @@ class Chain:
         self.heirs: list[list[tuple[Record, range]]] = []  # of each of the faults: who took which blocks over
         self.sessions: list[tuple[ServerSession, Record]] = []
         self.asked_tokens = self.shared_tokens = 0  # of beginnings that servers were asked for, and that they had
+        self.restored = 0  # sequences that began with what was stored
         self._hidden_cache = HiddenStateCache(layers)
         self._shared: dict[int, int] = {}  # by sequence: tokens at its beginning that servers had
         self._turn = asyncio.Lock()  # a step that was broken off leaves its sessions before the next one uses them
@@ -143,11 +150,52 @@ class Chain:
         """Ask all servers what they have of how these sequences begin, which go on behind what all have."""
         await self._fill_gaps()
         asked = {number: one.keys[: (one.tokens - 1) // NAMED_TOKENS] for number, one in new.items()}
-        if not (asked := {number: keys for number, keys in asked.items() if keys}):
-            return
-        sessions = list(self.sessions)
+        asked, sessions = {number: keys for number, keys in asked.items() if keys}, list(self.sessions)
+        said: list[dict[int, int] | ServerFault] = [{}] * len(sessions)
+        if asked:
+            said = await self._all(sessions, (session.adopt(asked) for session, _ in sessions))
+        whole = not any(isinstance(answer, ServerFault) for answer in said)
+        for number, one in new.items():
+            had = (
+                {session: answer.get(number, 0) for (session, _), answer in zip(sessions, said, strict=True)}
+                if whole
+                else {}
+            )
+            self._shared[number] = min(had.values(), default=0)
+            self.shared_tokens += self._shared[number]
+            if one.stored is not None:
+                blocks = one.stored.tokens - one.stored.tokens % NAMED_TOKENS  # for the rest alone nothing is sent
+                if had and not 0 < self._shared[number] >= blocks:
+                    end = blocks if any(had.values()) else one.stored.tokens  # within no block that others may have
+                    self._shared[number] = await self._fill(number, one.stored, end, one.keys, had)
+                self.restored += 0 < self._shared[number] >= blocks
+            for session, _ in self.sessions:
+                session.known[number] = self._shared[number]
+            self.asked_tokens += one.tokens
+
+    async def _fill(
+        self, number: int, stored: KVSource, end: int, keys: Sequence[bytes], had: Mapping[ServerSession, int]
+    ) -> int:
+        """Send each server the keys and values of its layers behind the tokens that it ``had``, up to ``end``; return
+        how many all have then: those that they had, where what is stored cannot be read or a server fails."""
+        least = min(had.values())
         try:
-            said = await asyncio.gather(*(session.adopt(asked) for session, _ in sessions), return_exceptions=True)
+            kv = await asyncio.to_thread(_read, stored, self.layers)
+        except FirstTokenError:
+            return least
+        sessions = [(session, record) for session, record in self.sessions if had[session] < end]
+        parts = [
+            session.fill(number, had[session], kv[layers.start : layers.stop, ..., had[session] : end, :], keys)
+            for session, layers in ((session, session.layers) for session, _ in sessions)
+        ]
+        said = await self._all(sessions, parts)
+        return min([least if isinstance(one, ServerFault) else one for one in said])
+
+    async def _all(self, sessions: Sequence[tuple[ServerSession, Record]], asked: Iterable[Awaitable]) -> list:
+        """What the servers answer to what they are ``asked`` at once; those that fail are dropped, and their fault is
+        the answer."""
+        try:
+            said = await asyncio.gather(*asked, return_exceptions=True)
         except BaseException:  # as in ``_past``
             for session, _ in sessions:
                 self._let_go(session)
@@ -157,13 +205,7 @@ class Chain:
                 await self._drop(session, record, answer)
             elif isinstance(answer, BaseException):
                 raise answer
-        whole = not any(isinstance(answer, ServerFault) for answer in said)
-        for number in asked:
-            self._shared[number] = min(answer[number] for answer in said) if whole else 0
-            self.shared_tokens += self._shared[number]
-            for session, _ in self.sessions:
-                session.known[number] = self._shared[number]
-        self.asked_tokens += sum(one.tokens for one in new.values())
+        return said
 
     def _begin_anew(self, numbers: Collection[int]) -> None:
         """Let all servers be sent these sequences from their first token on."""
@@ -294,6 +336,22 @@ class Chain:
         ]
         self.sessions = sorted(sessions, key=lambda one: one[0].layers.start)
         return found
+
+
+def _read(stored: KVSource, layers: range) -> Tensor:
+    """Wait for all of ``stored``, [layers, 2, kv_heads, tokens, head_dim]. Raises FirstTokenError where it does not
+    come whole."""
+    came: dict[int, Tensor] = {}
+    try:
+        stored.begin()
+        while not stored.complete:
+            came |= {layer: kv[:, 0, :, : stored.tokens] for layer, kv in stored.arrived()}
+            time.sleep(_POLL_S)
+    finally:
+        stored.close()
+    if sorted(came) != list(layers) or len({kv.shape for kv in came.values()}) > 1:
+        raise CacheError(f"a stored prefix has layers {sorted(came)} of {len(layers)}; store it again")
+    return torch.stack([came[layer] for layer in layers])
 
 
 def messages_of(stretches: Sequence[Stretch]) -> list[list[Stretch]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,7 @@ from firsttoken.engine.block_pool import block_keys
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.engine_config import DEFAULT_CONFIG, EngineConfig
 from firsttoken.engine.live_executor import LiveExecutor
-from firsttoken.engine.request import Request, Sampling
+from firsttoken.engine.request import KVSource, Request, Sampling
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.petals.access import Access
 from firsttoken.petals.chain import Chain, Keyed
@@ -40,12 +40,15 @@ UNSHARED = "prefixes over a swarm are not shared where answers are audited: an a
 class RemoteSegment:
     """``chain`` as a segment of a decoder; it is asked by the engine's thread, and lives in the swarm's.
 
-    With an ``owner`` requests that begin alike share what servers keep of those of this owner, who alone knows it.
+    What servers keep of requests has names that nobody else can make. One that ``shares`` lets all requests that begin
+    alike have it; else those that begin with what ``stored`` finds, which is sent to servers that do not have it.
     """
 
-    def __init__(self, chain: Chain, owner: bytes = b"") -> None:
+    def __init__(self, chain: Chain, shares: bool = False) -> None:
         self.layers = chain.layers
-        self._chain, self._owner = chain, owner
+        self.stored: Callable[[Sequence[int], str], KVSource | None] | None = None
+        self._chain, self._shares, self._owner = chain, shares, os.urandom(32)
+        self._found: dict[int, int] = {}  # tokens at the beginning of a request that are stored
 
     def run(self, hidden: Tensor, step: StepPlan) -> Tensor:
         """``hidden`` [1, tokens, hidden] through all of its layers -> the same shape.
@@ -63,21 +66,30 @@ class RemoteSegment:
         if step.hidden_cache is not None:
             step.hidden_cache.enter(self.layers.start, hidden, step.chunks)
         stretches = [Stretch(chunk.request.number, chunk.start, chunk.end) for chunk in step.chunks]
-        requests = [chunk.request for chunk in step.chunks if self._owner]
-        keyed = {one.number: self._keyed(one) for one in requests if not one.sampling.prompt_logprobs}
+        chunks = [chunk for chunk in step.chunks if not chunk.request.sampling.prompt_logprobs]
+        found = {chunk.request.number: self._keyed(chunk.request, chunk.start) for chunk in chunks}
+        keyed = {number: one for number, one in found.items() if one is not None}
         out = wait_for(self._chain.run(stretches, hidden[0].cpu(), keyed))
         return out[None].to(hidden.device)
 
     def drop(self, request: int) -> None:
         """Forget the request of this number, here and on the servers."""
+        self._found.pop(request, None)
         begin(self._chain.forget([request]))
 
-    def _keyed(self, request: Request) -> Keyed:
-        """The blocks of a request, as the engine's own pool names them, behind whose they are and its variant."""
+    def _keyed(self, request: Request, start: int) -> Keyed | None:
+        """The blocks of a request that servers keep, as the engine's own pool names them, behind whose they are and its
+        variant; before its first step with what is stored of it. None where they keep none."""
+        source, tokens = None, len(request.tokens)
+        if self.stored is not None and not start:
+            source = self.stored(request.tokens[: request.prompt_tokens], "")
+            self._found[request.number] = source.tokens if source is not None else 0
+        if not (most := tokens if self._shares else self._found.get(request.number, 0)):
+            return None
         salt = self._owner + f"{request.version and request.version.key}".encode()
         if request.keys[:1] != [salt]:
             request.keys = [salt]
-        return Keyed(len(request.tokens), block_keys(request, NAMED_TOKENS, len(request.tokens) // NAMED_TOKENS))
+        return Keyed(tokens, block_keys(request, NAMED_TOKENS, most // NAMED_TOKENS), source)
 
 
 class RemoteModel:
@@ -116,8 +128,8 @@ class RemoteModel:
         wait_for(self.swarm.meet())
         auditor = None if audits is None else Auditor(self.swarm, audits)
         self.chain = Chain(self.swarm, range(depth), coding, auditor)
-        segment = RemoteSegment(self.chain, os.urandom(32) if config.share_prefixes else b"")
-        self.executor = LiveExecutor(self.model, -(-tokens // 16), segments=[segment], touched=False)
+        self.segment = RemoteSegment(self.chain, config.share_prefixes)
+        self.executor = LiveExecutor(self.model, -(-tokens // 16), segments=[self.segment], touched=False)
         self.engine = Engine(self.executor, replace(config, share_prefixes=False))  # servers share, not this pool
         self._looking = begin(self.swarm.keep_looking())
 

@@ -53,7 +53,8 @@ class Message:
     ``first`` is the layer that the states enter, 0 for the first of the session's; ``commitment`` what the server that
     answers vouches for, as JSON, "" where it does not. ``names`` (32 hex digits each) are, by sequence, of the blocks
     that a step fills, from that of its first token on; a message without states asks which blocks of these names, from
-    the first of the sequence on, are there. ``shared`` answers: so many tokens of a sequence.
+    the first of the sequence on, are there. ``shared`` answers: so many tokens of a sequence. In the place of hidden
+    states there may be ``kv`` [layers, 2, kv_heads, tokens, head_dim], the keys and values of the tokens of one.
     """
 
     stretches: tuple[Stretch, ...]
@@ -63,6 +64,7 @@ class Message:
     commitment: str = ""
     names: tuple[tuple[int, tuple[str, ...]], ...] = ()
     shared: tuple[tuple[int, int], ...] = ()
+    kv: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ def encode(
     commitment: str = "",
     names: Mapping[int, Sequence[str]] = MappingProxyType({}),
     shared: Mapping[int, int] = MappingProxyType({}),
+    kv: Tensor | None = None,
 ) -> bytes:
     """The bytes of a message; an answer has neither ``stretches`` nor ``over``, and a ``commitment`` where it has
     one. Raises SwarmError as ``pack``."""
@@ -90,6 +93,7 @@ def encode(
     more = {"first": first, "names": list(names.items()), "shared": list(shared.items())}
     told |= {name: value for name, value in more.items() if value}
     tensors = {} if hidden is None else _coded(hidden, coding)
+    tensors |= {} if kv is None else {"kv": kv.contiguous()}
     return save(tensors, {"step": json.dumps(told)} | ({"commitment": commitment} if commitment else {}))
 
 
@@ -97,11 +101,19 @@ def _coded(hidden: Tensor, coding: str) -> dict[str, Tensor]:
     return pack(hidden) if coding == "int8" else {"hidden": hidden.to(CODINGS[coding]).contiguous()}
 
 
-def decode(data: bytes, coding: str, width: int, dtype: torch.dtype, tokens: int | None = None) -> Message:
+def decode(
+    data: bytes,
+    coding: str,
+    width: int,
+    dtype: torch.dtype,
+    tokens: int | None = None,
+    kv_shape: tuple[int, int, int] | None = None,
+) -> Message:
     """The message of these bytes, its hidden states in ``dtype``.
 
-    ``tokens``: an answer to so many of them. Raises SwarmError for what is no message, or is not of this ``coding``,
-    ``width`` or count, and for numbers that ``check_states`` refuses.
+    ``tokens``: an answer to so many of them. With a ``kv_shape`` (layers, kv_heads, head_dim) there may be keys and
+    values of that shape, in the dtype in which they come. Raises SwarmError for what is no message, or is not of this
+    ``coding``, ``width``, shape or count, and for numbers that ``check_states`` refuses.
     """
     if (said := int.from_bytes(data[:8], "little")) > _MOST_HEADER:
         raise SwarmError(f"a message is no safetensors of a step: its header of {said} bytes is beyond {_MOST_HEADER}")
@@ -115,6 +127,14 @@ def decode(data: bytes, coding: str, width: int, dtype: torch.dtype, tokens: int
     rows = _rows(stretches) if tokens is None else tokens
     if not header.tensors and not rows:
         return Message(stretches, None, told.over, told.first, names=told.names, shared=told.shared)
+    if kv_shape is not None and list(header.tensors) == ["kv"]:
+        layers, heads, head_dim = kv_shape
+        said, wanted = header.tensors["kv"], (layers, 2, heads, rows, head_dim)
+        if len(stretches) != 1 or said.shape != wanted or said.dtype not in _NAMES.values():
+            raise SwarmError(f"keys and values {said.dtype} {list(said.shape)} do not fit: {list(wanted)} are wanted")
+        kv = load(data)["kv"]
+        check_states(kv, "keys and values hold")
+        return Message(stretches, None, told.over, told.first, names=told.names, kv=kv)
     main = header.tensors.get("codes" if coding == "int8" else "hidden")
     if main is None or (coding != "int8" and len(header.tensors) > 1):
         raise SwarmError(f"a message holds {', '.join(sorted(header.tensors)) or 'nothing'}, no hidden states {coding}")

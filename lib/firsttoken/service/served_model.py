@@ -235,7 +235,10 @@ def serve_model(
     if config.swarm:
         from firsttoken.service.over_swarm import SwarmServer
 
-        return SwarmServer(config, limits)
+        swarm = SwarmServer(config, limits)
+        if (store := config.prefix_store) is not None:
+            swarm.prefixes = lambda: use_prefixes(swarm, store, lambda: _of_servers(config), "cpu", others=False)
+        return swarm
     if config.worker:
         return _by_a_worker(config, limits)
     if is_staged(config.folder):
@@ -256,6 +259,14 @@ def serve_model(
     options = {"device": config.device, "store": config.prefix_store, "owner": config.prefix_owner}
     options |= {"variants": dict(config.variants)}
     return PlainServer(config.folder, limits, broken=broken, **options)
+
+
+def _of_servers(config: ServiceConfig) -> dict[str, ModelIdentity]:
+    """The model that servers of a swarm have, in the dtype that `firsttoken prefix put` computes in here."""
+    import torch
+
+    stored = getattr(torch, stored_dtype(config.folder))
+    return receivers(config.folder, dtypes.serving(dtypes.AUTO, stored, "cpu"), config.prefix_owner)
 
 
 def late_variants(folders: Mapping[str, Path], device: str) -> LateVariants:

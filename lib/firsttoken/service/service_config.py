@@ -20,7 +20,6 @@ KEY_VARIABLE = "FIRSTTOKEN_API_KEY"
 STAGES, WHOLE = "a model in stages", "a model that is whole"
 REFUSED = {
     ("--swarm", "--preemption"): "the keys and values are with its servers, and this process can swap none of them",
-    ("--swarm", "--prefix-store"): "the keys and values are with its servers, which take none from elsewhere",
     ("--swarm", "--variant"): "its servers compute the blocks, and have no adapters",
     ("--swarm", "--worker"): "its servers compute the blocks, and a worker would have none",
     ("--swarm", "--device"): "its servers compute the blocks, and the model's ends compute on the CPU",
