@@ -154,6 +154,15 @@ def test_what_cannot_be_read_or_is_refused_is_computed(tiny, here, client, asked
     assert set(model.swarm.served.values()) == {3 * 95}
 
 
+def test_a_store_that_has_gone_ends_no_step(tiny, here, client, asked):
+    def gone(prompt, variant):
+        raise CacheError("the folder is not there")
+
+    _, model = two(here, client)
+    model.segment.stored = gone
+    assert says(tiny, model, asked(90, 4).prompt, 4)
+
+
 def test_values_of_another_shape_fail_the_server_that_is_sent_them_and_never_the_tokens(tiny, here, client, asked):
     """A store of another model is told by its identity before; where one came through, a server refuses it."""
     ups, model = two(here, client)

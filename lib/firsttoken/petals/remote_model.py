@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +28,7 @@ from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.trust.auditor import Auditor, Audits
 from firsttoken.petals.trust.priority_queue import Bid
 from firsttoken.petals.wire import CODINGS, NAMED_TOKENS, Stretch
-from firsttoken.study.errors import RequestError, SwarmError
+from firsttoken.study.errors import FirstTokenError, RequestError, SwarmError
 
 UNAUDITED = (
     "no answer is audited: whatever the servers of this swarm compute is believed; `firsttoken swarm generate "
@@ -82,7 +83,8 @@ class RemoteSegment:
         variant; before its first step with what is stored of it. None where they keep none."""
         source, tokens = None, len(request.tokens)
         if self.stored is not None and not start:
-            source = self.stored(request.tokens[: request.prompt_tokens], "")
+            with suppress(FirstTokenError):  # a store that has gone meanwhile ends no step
+                source = self.stored(request.tokens[: request.prompt_tokens], "")
             self._found[request.number] = source.tokens if source is not None else 0
         if not (most := tokens if self._shares else self._found.get(request.number, 0)):
             return None
