@@ -99,11 +99,15 @@ class ManyStartsConfig:
             raise ProfileError(f"many_starts.transition: {self.transition!r} is not one of {', '.join(MOVES)}")
         if {len(self.gbit_per_s), len(self.most_gbit_per_s), len(self.usd_per_hour)} != {len(self.systems)}:
             raise ProfileError("many_starts: give a gbit_per_s, most_gbit_per_s and usd_per_hour for each system")
+        several = (self.systems, self.arms, self.replicas, self.gaps_s, self.keep_alive_s)
+        if any(not one or len({*one}) < len(one) for one in several):
+            raise ProfileError("many_starts: give systems, arms, replicas, gaps_s and keep_alive_s, each value once")
         if min(*self.replicas, self.requests, self.open_requests, self.seeds) < 1 or self.longest < 2:
             raise ProfileError("many_starts: replicas, requests, open_requests and seeds must be 1 or more, longest 2")
         above = (*self.gbit_per_s, *self.most_gbit_per_s, *self.gaps_s, self.rate)
-        if not min(above) > 0 or min(*self.keep_alive_s, *self.usd_per_hour, self.spread_s) < 0:
-            raise ProfileError("many_starts: rates and gaps_s must be above 0, prices and other seconds not below it")
+        others = (*self.keep_alive_s, *self.usd_per_hour, self.spread_s)
+        if not all(0 < one < math.inf for one in above) or not all(0 <= one < math.inf for one in others):
+            raise ProfileError("many_starts: rates and gaps_s must be above 0, prices and other seconds 0 or more")
 
 
 # What is loaded, and what it costs to compute with it.
