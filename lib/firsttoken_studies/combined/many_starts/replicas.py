@@ -92,7 +92,7 @@ class Bounds(NamedTuple):
     moves: bool
 
 
-class Stage(NamedTuple):
+class ServedStage(NamedTuple):
     """What a request computes with, as the engine sees a version of a model that grows."""
 
     stage: int
@@ -110,7 +110,7 @@ class Stage(NamedTuple):
         """Nothing is kept beside keys and values."""
 
 
-class StagedExecutor(SimulatedExecutor):
+class GrowingExecutor(SimulatedExecutor):
     """Charges requests of different stages one pass for each stage, as the live one computes them."""
 
     def __init__(self, system: System) -> None:
@@ -128,11 +128,11 @@ class StagedExecutor(SimulatedExecutor):
         return [0] * len(chunks)
 
 
-class Replica:
+class StartingReplica:
     """An engine that grows; ``said`` counts its tokens by the stage that made them."""
 
     def __init__(self, system: System, bounds: Bounds) -> None:
-        self._moves, self._executor = bounds.moves, StagedExecutor(system)
+        self._moves, self._executor = bounds.moves, GrowingExecutor(system)
         kept = {"requests": bounds.open_requests, "token_budget": bounds.token_budget, "watermark": 0.0}
         self.engine = Engine(self._executor, EngineConfig(scheduler="sarathi", **kept))
         self.said: Counter[int] = Counter()
@@ -144,7 +144,7 @@ class Replica:
     def grow(self, stage: int, now_s: float) -> None:
         """``stage`` is there: requests begin with it from the next step on, and open ones move to it if they may."""
         self._executor.wait_until(now_s)
-        self.engine.publish(Stage(stage, STAGES[-1]), lambda old, new: range(new.depth))
+        self.engine.publish(ServedStage(stage, STAGES[-1]), lambda old, new: range(new.depth))
 
     def take(self, item: Item, now_s: float) -> Request:
         """Let the request of ``item`` in."""
@@ -183,7 +183,7 @@ def serve(system: System, ready: Sequence[Sequence[tuple[float, int]]], items: S
     A request goes to the replica with the fewest open ones of those that can compute and have room, and waits before
     all of them while there is none.
     """
-    replicas = [Replica(system, bounds) for _ in ready]
+    replicas = [StartingReplica(system, bounds) for _ in ready]
     coming = [(at, who, stage) for who, stages in enumerate(ready) for at, stage in stages]
     coming += [(item.arrival_s, number, 0) for number, item in enumerate(items)]
     coming.sort(reverse=True)
