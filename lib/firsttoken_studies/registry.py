@@ -27,13 +27,7 @@ _ALL = (
         "machine", "What this machine reaches", "00", "firsttoken.study.roofline:experiment", "ceilings_summary"
     ),
     _study("sizes", "What a block and its adapters weigh", "11", "progressiveserve.sizes:sizes", "sizes_summary"),
-    _study(
-        "layer_distance",
-        "Which layers change least",
-        "11",
-        "progressiveserve.layers:layer_distance",
-        "distance_summary",
-    ),
+    _study("layer_distance", "Which layers differ", "11", "progressiveserve.layers:layer_distance", "distance_summary"),
     _study("stage_quality", "What each stage answers", "12", "progressiveserve.layers:stage_quality", "stage_summary"),
     _study(
         "stage_tasks",
@@ -389,6 +383,7 @@ _ALL = (
         "combined.five_at_once.experiment:five_at_once",
         "five_summary",
     ),
+    _study("many_starts", "Many cold starts", "63", "combined.many_starts.experiment:many_starts", "starts_summary"),
 )
 EXPERIMENTS: dict[str, Experiment] = {experiment.name: experiment for experiment in _ALL}
 

@@ -58,6 +58,7 @@ from firsttoken_studies import multiple_choice
 from firsttoken_studies.combined.borrowed import experiment as borrowed
 from firsttoken_studies.combined.fetchers import trial as fetch_trial
 from firsttoken_studies.combined.five_at_once import experiment as five
+from firsttoken_studies.combined.many_starts import experiment as many_starts
 from firsttoken_studies.cps import learnt_threshold
 from firsttoken_studies.droidspeak import gating, profile_transfer, profiling, reuse_methods, setting
 from firsttoken_studies.droidspeak import training as reuse_training
@@ -181,6 +182,7 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         patch.setattr(Hardware, "read", lambda hardware: BatchCosts())
         for place in (bench, changing_load, pipeline_bubbles):
             patch.setattr(place, "lengths", lambda source: np.array([[30, 8], [60, 12]] * 10))
+        patch.setattr(many_starts, "lengths", lambda source: np.array([[30, 8]] * 200))  # two for each replica
         for searching in (bench, paper_cards):
             patch.setattr(searching, "capacity", lambda serve, objective, *, start: (start, serve(start)))
         patch.setattr(live_peer, "turn", asked_peer)
