@@ -11,8 +11,7 @@ from firsttoken.engine.decoder import LocalSegment
 from firsttoken.engine.fused import FusedLayer
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.native.linear import NativeLinear
-from firsttoken.engine.numpy_model import NumpyModel
-from firsttoken.engine.request_limits import BLOCK_TOKENS
+from firsttoken.engine.numpy_model import BLOCK_TOKENS, NumpyModel
 from firsttoken.lean.build import lean_on_meta
 from firsttoken.study import dtypes
 

@@ -9,46 +9,56 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 
 from firsttoken.assets.checkpoint import EMBEDDING, HEAD, ModelFiles
 from firsttoken.engine.native.exports import PANELS, PRODUCTS, STORAGE, WIDTHS, Exports, load_exports, narrowed, widened
-from firsttoken.engine.request_limits import BLOCK_TOKENS
 from firsttoken.lean.lean_config import LeanConfig, OtherWay, lean_config, scaled_frequencies
 from firsttoken.study.errors import LengthError, OutputError, RequestError
 from firsttoken.study.system.cgroup_limits import cores
 
+BLOCK_TOKENS = 16  # of the cache
 _READ = {"F32": "float32", "BF16": "bfloat16"}
+
+
+class _Packed(NamedTuple):
+    """Packed weights: ``fields`` as the kernels read them, ``panels`` by product, and what else the fields point at."""
+
+    fields: np.ndarray
+    panels: dict[str, np.ndarray]
+    kept: list[np.ndarray | None]
 
 
 class NumpyModel:
     """The model of ``files``, computing on ``threads`` cores (all, unless given) for one request of at most ``context``
-    tokens. Its weights are read by the first call of :meth:`next_token`.
+    tokens, or as many as the model has positions. Its weights are read and packed from now on, layer by layer, by a thread for each core.
 
     It computes in the dtype that the weights are stored in, but in float32 where the processor has no instructions for
     bfloat16. Raises OtherWay, in one line, for what it cannot run: another architecture, a stored dtype or a shape that
     the kernels do not have, no compiler, or kernels whose products are wrong here. Raises ModelError as
-    :func:`lean_config`, and LengthError for more tokens than the model has positions.
+    :func:`lean_config`.
     """
 
-    def __init__(self, files: ModelFiles, context: int, threads: int | None = None) -> None:
+    def __init__(self, files: ModelFiles, context: int = 4096, threads: int | None = None) -> None:
         self.config = config = lean_config(files.folder)
-        if not 0 < context <= config.max_position_embeddings:
-            raise LengthError(f"{context} tokens do not fit: the model has {config.max_position_embeddings} positions")
         self._stored, self._exports = _known(files, config), _exports()
         bf16 = self._stored == "bfloat16" and self._exports.has_bfloat16
         self.dtype = "bfloat16" if bf16 else "float32"
         if not self._exports.multiplies(self.dtype):
             raise OtherWay(f"its {self.dtype} products are wrong on this processor")
         self.files = files
-        self._threads = threads or cores()
+        self.threads = threads or cores()  # of the calls to come
         self._maps = {file: _mapped(file) for file in files.files}
-        self._draft = np.empty(0, STORAGE[self.dtype])
-        self.panels: list[dict[str, np.ndarray]] = []  # of each layer that is read, by product
-        self._kept: list[np.ndarray] = []  # what the fields of layers point at
-        self._fields: list[np.ndarray] = []
-        blocks = -(-context // BLOCK_TOKENS)
+        packing = ThreadPoolExecutor(self.threads, "packing")
+        self._head = packing.submit(self._packed_head)  # the largest, which one thread packs beside the layers
+        self._layers = [packing.submit(self._packed_layer, number) for number in range(config.num_hidden_layers)]
+        packing.shutdown(wait=False)
+        self._joined: np.ndarray | None = None  # the fields of all layers
+        self.context = min(context, config.max_position_embeddings)
+        blocks = -(-self.context // BLOCK_TOKENS)
         kv = (blocks, config.num_hidden_layers, 2, BLOCK_TOKENS, config.num_key_value_heads, config.head_dim)
         self.cache = np.zeros(kv, STORAGE[self.dtype])  # as KVPool has it; its first ``cached`` tokens are written
         self.cached = 0
@@ -65,8 +75,8 @@ class NumpyModel:
         ids = np.array(tokens, dtype=np.int64)
         if ids.ndim != 1 or not ids.size or ids.min() < 0 or ids.max() >= self.config.vocab_size:
             raise RequestError(f"the prompt is empty, or holds no token id of the model's {self.config.vocab_size}")
-        if self.cached + len(ids) > self.cache.shape[0] * BLOCK_TOKENS:
-            raise LengthError(f"{self.cached + len(ids)} tokens do not fit; give the model a longer context")
+        if self.cached + len(ids) > self.context:
+            raise LengthError(f"{self.cached + len(ids)} tokens do not fit a context of {self.context}; shorten it")
         places = np.arange(self.cached, self.cached + len(ids), dtype=np.int64)
         states, turns = self._rows(ids), self._turns(places)
         for fields in self._ready():
@@ -92,52 +102,57 @@ class NumpyModel:
         packed = {f"{part}.weight" for parts in PRODUCTS.values() for part in parts} | {HEAD}
         return [name for name in self.files.tensors if not any(name.endswith(one) for one in packed)]
 
+    @property
+    def panels(self) -> list[dict[str, np.ndarray]]:
+        """The packed weights of each layer by product."""
+        return [layer.result().panels for layer in self._layers]
+
+    @property
+    def head(self) -> np.ndarray:
+        """The packed weight of the head."""
+        return self._head.result().panels["head"]
+
     def _ready(self) -> Iterator[np.ndarray]:
         """The fields [1, layers, fields] of the layers, one at a time while they are read."""
-        if len(self._fields) == self.config.num_hidden_layers:
-            yield np.concatenate(self._fields, 1)
+        if self._joined is not None:
+            yield self._joined
             return
-        for number in range(self.config.num_hidden_layers):
-            if number == len(self._fields):
-                self._fields.append(self._packed_layer(number))
-            yield self._fields[number]
-        self._norm = self.parameter("model.norm.weight").copy()
-        name = EMBEDDING if self.config.tie_word_embeddings else HEAD
-        self.head, self._head_fields = self._pack([self.parameter(name)], None, gated=False)
+        for layer in self._layers:
+            yield layer.result().fields[None, None]
+        self._joined = np.stack([layer.result().fields for layer in self._layers])[None]
 
-    def _packed_layer(self, number: int) -> np.ndarray:
+    def _packed_layer(self, number: int) -> _Packed:
         place = f"model.layers.{number}."
         norms = [self.parameter(f"{place}{name}_layernorm.weight").copy() for name in ("input", "post_attention")]
-        self._kept += norms
         fields, panels = [np.array([number, *(norm.ctypes.data for norm in norms)], dtype=np.int64)], {}
+        kept = norms
         for product, parts in PRODUCTS.items():
             biases = [name for part in parts if (name := f"{place}{part}.bias") in self.files.tensors]
             bias = np.concatenate([self.parameter(name) for name in biases]) if biases else None
             weights = [self.parameter(f"{place}{part}.weight") for part in parts]
             panels[product], mine = self._pack(weights, bias, gated=product == "gate_up")
             fields.append(mine)
-        self.panels.append(panels)
-        return np.concatenate(fields)[None, None]
+            kept.append(bias)
+        return _Packed(np.concatenate(fields), panels, kept)
+
+    def _packed_head(self) -> _Packed:
+        norm = self.parameter("model.norm.weight").copy()
+        name = EMBEDDING if self.config.tie_word_embeddings else HEAD
+        panels, fields = self._pack([self.parameter(name)], None, gated=False)
+        return _Packed(fields, {"head": panels}, [norm])
 
     def _pack(
         self, weights: Sequence[np.ndarray], bias: np.ndarray | None, *, gated: bool
     ) -> tuple[np.ndarray, np.ndarray]:
         """``weights`` [outputs, inputs], one below the other, as panels, and the fields that name them."""
-        outputs, inputs = sum(map(len, weights)), weights[0].shape[1]
-        if len(weights) > 1:
-            if self._draft.size < outputs * inputs:
-                self._draft = np.empty(outputs * inputs, self._draft.dtype)
-            rows = np.concatenate(weights, out=self._draft[: outputs * inputs].reshape(outputs, inputs))
-        else:
-            rows = np.ascontiguousarray(weights[0])
+        rows = np.ascontiguousarray(weights[0]) if len(weights) == 1 else np.concatenate(weights)
+        outputs, inputs = rows.shape
         step = self._exports.panel // 2 if gated else self._exports.panel
         count = -(-(outputs // 2 if gated else outputs) // step)
         panels = PANELS.take(count * self._exports.panel * inputs * rows.itemsize)
-        fields = np.array([panels.ctypes.data, 0, outputs, inputs, gated, *[0] * 5], dtype=np.int64)
-        if bias is not None:
-            self._kept.append(bias)
-            fields[1] = bias.ctypes.data
-        self._call("pack")(rows.ctypes.data, fields.ctypes.data, self._threads)
+        told = [panels.ctypes.data, 0 if bias is None else bias.ctypes.data, outputs, inputs, gated, *[0] * 5]
+        fields = np.array(told, dtype=np.int64)
+        self._call("pack")(rows.ctypes.data, fields.ctypes.data, 1)
         return panels, fields
 
     def _run(
@@ -166,17 +181,17 @@ class NumpyModel:
             rooms.ctypes.data,
             config.rms_norm_eps,
             width**-0.5,
-            self._threads,
+            self.threads if self._layers[-1].done() else 1,  # the others pack
         )
 
     def _logits(self, states: np.ndarray) -> np.ndarray:
         """[vocabulary] in float32 of the last of ``states`` [1, hidden]."""
         normed = np.empty_like(states)
         said = np.empty(self.config.vocab_size, states.dtype)
-        sizes = (1, self.config.hidden_size, self.config.rms_norm_eps, self._threads)
-        self._call("rms_norm")(states.ctypes.data, self._norm.ctypes.data, normed.ctypes.data, *sizes)
-        fields = self._head_fields.ctypes.data
-        self._call("product")(normed.ctypes.data, 1, fields, None, said.ctypes.data, self._threads)
+        sizes = (1, self.config.hidden_size, self.config.rms_norm_eps, self.threads)
+        head = self._head.result()
+        self._call("rms_norm")(states.ctypes.data, head.kept[0].ctypes.data, normed.ctypes.data, *sizes)
+        self._call("product")(normed.ctypes.data, 1, head.fields.ctypes.data, None, said.ctypes.data, self.threads)
         return widened(said)
 
     def _rows(self, ids: np.ndarray) -> np.ndarray:

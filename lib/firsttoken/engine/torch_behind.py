@@ -1,0 +1,101 @@
+"""One answer whose first tokens wait for no import of torch: the engine takes it over between two of its tokens.
+
+Nothing here imports torch but the thread that runs behind the answer.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from firsttoken.engine.numpy_model import BLOCK_TOKENS, NumpyModel
+from firsttoken.lean.importing import uncollected
+from firsttoken.study.errors import RequestError, StageError
+
+if TYPE_CHECKING:
+    from firsttoken.engine.engine import Engine
+
+_TURN_S = 0.0005  # after which the thread that imports lets go of the interpreter, if it can
+
+
+class Takeover:
+    """Imports torch in a thread, which then makes an engine of the weights of ``model``, and lets it go on.
+
+    ``ready_s`` is when the engine was there (``time.monotonic``), ``tokens`` how many the model had said when it took
+    over, and ``took_s`` the seconds from then to its first token; all are None before.
+    """
+
+    def __init__(self, model: NumpyModel) -> None:
+        self.model = model
+        self.ready_s: float | None = None
+        self.tokens: int | None = None
+        self.took_s: float | None = None
+        self._engine: Engine | None = None
+        self._fault: Exception | None = None
+        self._thread = threading.Thread(target=self._import, name="importing", daemon=True)
+
+    def answer(self, prompt: Sequence[int], count: int) -> Iterator[int]:
+        """Yield ``count`` greedy tokens after ``prompt``: the model's until the engine is there, and then the engine's.
+
+        The import begins behind the first token, which has both cores to itself. Raises RequestError for a count below
+        1, what :meth:`NumpyModel.next_token` raises, and StageError when torch or the engine cannot be imported.
+        """
+        if count < 1:
+            raise RequestError(f"an answer has at least 1 token, not {count}")
+        said = [self.model.next_token(prompt)]
+        self._thread.start()
+        yield said[0]
+        with self._beside():
+            while len(said) < count and self._thread.is_alive():
+                said.append(self.model.next_token(said[-1:]))
+                yield said[-1]
+        if len(said) < count:
+            yield from self._go_on([*prompt, *said], count - len(said), len(said))
+
+    def engine(self) -> Engine:
+        """The engine over the model's weights, once both are imported. Raises StageError when they cannot be."""
+        self._thread.join()
+        if self._engine is None:
+            raise StageError(f"what computes cannot be imported: {self._fault}; install firsttoken again")
+        return self._engine
+
+    def _go_on(self, tokens: Sequence[int], count: int, said: int) -> Iterator[int]:
+        begun = time.monotonic()
+        engine = self.engine()
+        from firsttoken.engine.handover import CacheSource
+        from firsttoken.engine.request import Sampling
+
+        request = engine.submit(tokens, Sampling(count), source=CacheSource(self.model))
+        self.tokens = said
+        while not request.finished:
+            for _, token in engine.step():
+                self.took_s = self.took_s or time.monotonic() - begun
+                yield token
+        if request.failure is not None:
+            raise request.failure
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Inside the block the model leaves a core to the import."""
+        before, self.model.threads = self.model.threads, max(1, self.model.threads - 1)
+        turn = sys.getswitchinterval()
+        sys.setswitchinterval(_TURN_S)
+        try:
+            yield
+        finally:
+            sys.setswitchinterval(turn)
+            self.model.threads = before
+
+    def _import(self) -> None:
+        try:
+            with uncollected():
+                from firsttoken.engine.engine import Engine
+                from firsttoken.engine.handover import take_over
+            self._engine = Engine(take_over(self.model, -(-self.model.context // BLOCK_TOKENS)))
+        except Exception as error:
+            self._fault = error
+        self.ready_s = time.monotonic()
