@@ -1,7 +1,7 @@
 """A Llama or Qwen2 decoder by numpy and the kernels alone, which answers one request while torch is being imported.
 
 It computes layer by layer what the fused engine computes, with the same kernels over weights in the same panels, so an
-engine can take over weights and cache between two tokens (``handover.py``). A first token waits for the weights, whose
+engine can take over weights and cache between two tokens (``torch_behind.py``). A first token waits for the weights, whose
 layers are packed and run in the order of the model, and for neither torch nor transformers.
 """
 
@@ -24,8 +24,8 @@ BLOCK_TOKENS = 16  # of the cache
 _READ = {"F32": "float32", "BF16": "bfloat16"}
 
 
-class _Packed(NamedTuple):
-    """Packed weights: ``fields`` as the kernels read them, ``panels`` by product, and what else the fields point at."""
+class _LaidOut(NamedTuple):
+    """Weights as the kernels read them: ``fields``, ``panels`` by product, and what else the fields point at."""
 
     fields: np.ndarray
     panels: dict[str, np.ndarray]
@@ -33,12 +33,14 @@ class _Packed(NamedTuple):
 
 
 class NumpyModel:
-    """The model of ``files``, computing on ``threads`` cores (all, unless given) for one request of at most ``context``
-    tokens, or as many as the model has positions. Its weights are read and packed from now on, layer by layer, by a thread for each core.
+    """The model of ``files``, computing on ``threads`` cores (all, unless given) for one request.
 
-    It computes in the dtype that the weights are stored in, but in float32 where the processor has no instructions for
-    bfloat16. Raises OtherWay, in one line, for what it cannot run: another architecture, a stored dtype or a shape that
-    the kernels do not have, no compiler, or kernels whose products are wrong here. Raises ModelError as
+    That has at most ``context`` tokens, or as many as the model has positions. The weights are read and packed from now
+    on, layer by layer, by a thread for each core. It computes in the dtype that they are stored in, but in float32
+    where the processor has no instructions for bfloat16.
+
+    Raises OtherWay, in one line, for what it cannot run: another architecture, a stored dtype or a shape that the
+    kernels do not have, no compiler, or kernels whose products are wrong here. Raises ModelError as
     :func:`lean_config`.
     """
 
@@ -121,7 +123,7 @@ class NumpyModel:
             yield layer.result().fields[None, None]
         self._joined = np.stack([layer.result().fields for layer in self._layers])[None]
 
-    def _packed_layer(self, number: int) -> _Packed:
+    def _packed_layer(self, number: int) -> _LaidOut:
         place = f"model.layers.{number}."
         norms = [self.parameter(f"{place}{name}_layernorm.weight").copy() for name in ("input", "post_attention")]
         fields, panels = [np.array([number, *(norm.ctypes.data for norm in norms)], dtype=np.int64)], {}
@@ -133,13 +135,13 @@ class NumpyModel:
             panels[product], mine = self._pack(weights, bias, gated=product == "gate_up")
             fields.append(mine)
             kept.append(bias)
-        return _Packed(np.concatenate(fields), panels, kept)
+        return _LaidOut(np.concatenate(fields), panels, kept)
 
-    def _packed_head(self) -> _Packed:
+    def _packed_head(self) -> _LaidOut:
         norm = self.parameter("model.norm.weight").copy()
         name = EMBEDDING if self.config.tie_word_embeddings else HEAD
         panels, fields = self._pack([self.parameter(name)], None, gated=False)
-        return _Packed(fields, {"head": panels}, [norm])
+        return _LaidOut(fields, {"head": panels}, [norm])
 
     def _pack(
         self, weights: Sequence[np.ndarray], bias: np.ndarray | None, *, gated: bool

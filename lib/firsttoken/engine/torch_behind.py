@@ -12,12 +12,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from firsttoken.engine.numpy_model import BLOCK_TOKENS, NumpyModel
+from firsttoken.engine.request import Sampling
 from firsttoken.lean.importing import uncollected
+from firsttoken.study import dtypes
 from firsttoken.study.errors import RequestError, StageError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from firsttoken.engine.engine import Engine
+    from firsttoken.engine.live_executor import LiveExecutor
 
 _TURN_S = 0.0005  # after which the thread that imports lets go of the interpreter, if it can
 
@@ -65,14 +72,10 @@ class Takeover:
 
     def _go_on(self, tokens: Sequence[int], count: int, said: int) -> Iterator[int]:
         begun = time.monotonic()
-        engine = self.engine()
-        from firsttoken.engine.handover import CacheSource
-        from firsttoken.engine.request import Sampling
-
-        request = engine.submit(tokens, Sampling(count), source=CacheSource(self.model))
+        request = self.engine().submit(tokens, Sampling(count), source=CacheSource(self.model))
         self.tokens = said
         while not request.finished:
-            for _, token in engine.step():
+            for _, token in self.engine().step():
                 self.took_s = self.took_s or time.monotonic() - begun
                 yield token
         if request.failure is not None:
@@ -94,8 +97,72 @@ class Takeover:
         try:
             with uncollected():
                 from firsttoken.engine.engine import Engine
-                from firsttoken.engine.handover import take_over
-            self._engine = Engine(take_over(self.model, -(-self.model.context // BLOCK_TOKENS)))
+
+                self._engine = Engine(take_over(self.model, -(-self.model.context // BLOCK_TOKENS)))
         except Exception as error:
             self._fault = error
         self.ready_s = time.monotonic()
+
+
+def take_over(model: NumpyModel, blocks: int) -> LiveExecutor:
+    """What runs the weights of ``model``, all of which it has read, over a pool of ``blocks`` KV blocks.
+
+    The packed weights are the same memory; what is small is copied, and so is the embedding, as its file may change.
+    Layers are in the executor's version, fused; its plain model has none.
+    """
+    import torch
+    from torch import nn
+
+    from firsttoken.assets.empty_model import put
+    from firsttoken.engine.decoder import LocalSegment
+    from firsttoken.engine.fused import FusedLayer
+    from firsttoken.engine.live_executor import LiveExecutor
+    from firsttoken.engine.native.linear import NativeLinear
+    from firsttoken.lean.build import lean_on_meta
+
+    plain = lean_on_meta(model.files.folder, dtypes.named(model.dtype))
+    for name in model.small:
+        put(plain, name, _tensor(model, model.parameter(name).copy()))
+    plain.tie_weights()
+    layers = zip(plain.model.layers, model.panels, strict=True)
+    segment = LocalSegment([FusedLayer(layer, panels) for layer, panels in layers])
+    options = {"block_tokens": BLOCK_TOKENS, "device": torch.device("cpu"), "touched": False}
+    executor = LiveExecutor(plain, blocks, segments=[segment], **options)
+    plain.model.layers = nn.ModuleList()
+    executor.version.decoder.set_head(NativeLinear([plain.lm_head], panels=model.head))
+    return executor
+
+
+def _tensor(model: NumpyModel, array: np.ndarray) -> Tensor:
+    import torch
+
+    return torch.from_numpy(array).view(dtypes.named(model.dtype))
+
+
+class CacheSource:
+    """The cache of ``model``, as a source of how a request begins: there at once, and copied layer by layer."""
+
+    redo = range(0)
+    complete = True
+
+    def __init__(self, model: NumpyModel) -> None:
+        self._model, self.tokens, self._told = model, model.cached, False
+
+    def begin(self) -> None:
+        """Do nothing: it is here."""
+
+    def hidden_states(self) -> None:
+        """Bring none, as no layer is computed again."""
+
+    def arrived(self) -> list[tuple[int, Tensor]]:
+        """All layers, the first time that it is asked."""
+        if self._told:
+            return []
+        self._told = True
+        rows = _tensor(self._model, self._model.cache[: -(-self.tokens // BLOCK_TOKENS)])
+        blocks, layers, _, block_tokens, heads, width = rows.shape
+        laid = rows.permute(1, 2, 4, 0, 3, 5).reshape(layers, 2, 1, heads, blocks * block_tokens, width)
+        return list(enumerate(laid))
+
+    def close(self) -> None:
+        """Do nothing: the model keeps its cache."""

@@ -37,9 +37,7 @@ class NativeLinear(nn.Module):
     batch. ``panels`` are the weights, where somebody has packed them: ``linears`` then only say what they are.
     """
 
-    def __init__(
-        self, linears: Sequence[nn.Linear], *, gated: bool = False, panels: np.ndarray | None = None
-    ) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], *, gated: bool = False, panels: np.ndarray | None = None) -> None:
         super().__init__()
         self.parts = [linear.out_features for linear in linears]
         outputs, self.in_features = sum(self.parts), linears[0].in_features

@@ -27,6 +27,7 @@ from firsttoken.study.system.direct_io import read_ahead  # noqa: E402
 from firsttoken.study.system.fast_exit import tell_and_end  # noqa: E402
 from firsttoken.study.system.footprint import MemoryGrowth, cpu_seconds  # noqa: E402
 from firsttoken_studies.progressiveserve.coldstart.spec import PhaseClock, TrialSpec  # noqa: E402
+from firsttoken_studies.progressiveserve.coldstart.trial_before_torch import start_before_torch  # noqa: E402
 from firsttoken_studies.progressiveserve.coldstart.variants import StartVariant, find_variant  # noqa: E402
 
 
@@ -40,6 +41,8 @@ def main(spec: TrialSpec) -> dict[str, Any]:
     marks = PhaseClock(spec.spawned_s)
     marks.last = INTERPRETER_UP
     marks.phases["interpreter"] = INTERPRETER_UP - spec.spawned_s
+    if variant.torch_behind and (row := start_before_torch(spec, marks)):
+        return row
     manifest, reader, reading = None, None, time.monotonic()
     if variant.early and variant.peer:
         for file in sorted(Path(spec.stock).glob("*.safetensors")):
