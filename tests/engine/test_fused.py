@@ -171,7 +171,7 @@ def adapter_of(layer: nn.Module, ranks: dict[str, int], generator: torch.Generat
 
 
 RANKS = {
-    "all alike": dict.fromkeys([path for paths in fused._PATHS.values() for path in paths], 4),
+    "all alike": dict.fromkeys([path for paths in exports.PRODUCTS.values() for path in paths], 4),
     "some": {"self_attn.q_proj": 3, "self_attn.v_proj": 5, "mlp.up_proj": 2, "mlp.down_proj": 7},
     "one": {"mlp.gate_proj": 1},
     "none": {},

@@ -1,8 +1,8 @@
 """A Llama or Qwen2 decoder by numpy and the kernels alone, which answers one request while torch is being imported.
 
 It computes layer by layer what the fused engine computes, with the same kernels over weights in the same panels, so an
-engine can take over weights and cache between two tokens (``torch_behind.py``). A first token waits for the weights, whose
-layers are packed and run in the order of the model, and for neither torch nor transformers.
+engine can take weights and cache over between two tokens (``torch_behind.py``). A first token waits for the weights,
+whose layers are packed and run in the order of the model, and for neither torch nor transformers.
 """
 
 from __future__ import annotations

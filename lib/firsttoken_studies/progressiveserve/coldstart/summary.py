@@ -200,7 +200,7 @@ def _before_torch(add: Add, rows: Rows, bytes_s: float) -> None:
     same = len(tokens) == 1 and all(row["same_answer"] for row in mine)
     add("process_ttft_x", ratio(rows, name, base, PROCESS).summary("x"), **pair)
     above = bootstrap([s - bytes_s for s in values(rows, name, PROCESS)], "median")
-    add("process_ttft_above_bytes_s", above.summary("s"), variant=name)
+    add("process_ttft_above_bytes_s", above.summary("s"), variant=name, than="bytes")
     unit = f"first tokens of {name} and {base} are equal, and the engine alone gives the same answer"
     add("same_answer", {"value": same, "unit": unit}, **pair)
     for column in ("longest_gap_s", "takeover_s"):
