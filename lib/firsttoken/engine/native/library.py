@@ -1,7 +1,7 @@
 """Builds ``kernels.cpp`` once with the machine's C++ compiler, and calls it with tensors.
 
 Without a compiler, or where it fails, ``kernels`` is None and torch's own operations do the work. Where it is built and
-its products are not those of torch, oneDNN multiplies.
+its products are wrong, oneDNN multiplies.
 """
 
 from __future__ import annotations
