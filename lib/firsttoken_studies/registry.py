@@ -28,11 +28,7 @@ _ALL = (
     ),
     _study("sizes", "What a block and its adapters weigh", "11", "progressiveserve.sizes:sizes", "sizes_summary"),
     _study(
-        "layer_distance",
-        "Which layers change least",
-        "11",
-        "progressiveserve.layers:layer_distance",
-        "distance_summary",
+        "layer_distance", "Layers that change least", "11", "progressiveserve.layers:layer_distance", "distance_summary"
     ),
     _study("stage_quality", "What each stage answers", "12", "progressiveserve.layers:stage_quality", "stage_summary"),
     _study(
@@ -150,14 +146,7 @@ _ALL = (
     _study("victims_live", "Who is preempted, live", "24", "cps.victims:victims_live", "victims_summary"),
     _study("online_crosspoint", "A learnt threshold", "23", "cps.learnt_threshold:online_crosspoint", "online_summary"),
     _study("layer_profile", "Which layers to recompute", "30", "droidspeak.profiling:layer_profile", "profile_summary"),
-    _study(
-        "reuse_training",
-        "Models to share between",
-        "30",
-        "droidspeak.training:reuse_training",
-        "training_summary",
-        LONG,
-    ),
+    _study("reuse_training", "Models that share", "30", "droidspeak.training:reuse_training", "training_summary", LONG),
     _study(
         "transitions",
         "Why one contiguous group",
