@@ -374,7 +374,8 @@ def five_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
 
 
 def compared(summary: Summary, found: Mapping[str, Mapping[int, float]], **where: str) -> None:
-    """Add what all five have above the best single idea in ``found``, goodput by arm and seed, and lose without each."""
+    """Add what all five have above the best single idea in ``found``, goodput by arm and seed, and what is lost
+    without each."""
     if ALL not in found:
         return
     means = {arm: float(np.mean(list(values.values()))) for arm, values in found.items()}

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from tqdm import tqdm
 
 from firsttoken.assets.dense_shape import DenseShape, dense_shape
-from firsttoken.cps.policies import make_policy
+from firsttoken.engine.costs.cost_model import Costs, step_parts
 from firsttoken.engine.costs.fitted import FittedCosts, relative_fit
-from firsttoken.engine.costs.cost_model import step_parts
 from firsttoken.engine.costs.interpolation import follow
 from firsttoken.engine.costs.operator_costs import OperatorCosts
 from firsttoken.engine.costs.operator_tables import OperatorTables, tables_from
@@ -23,14 +23,14 @@ from firsttoken.engine.fused import fuse
 from firsttoken.engine.kv import KVShape
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
-from firsttoken.engine.trace import Trace
+from firsttoken.engine.trace import Step, Trace
 from firsttoken.engine.workload.arrivals import Arrivals
 from firsttoken.engine.workload.conversations import Conversations, conversations
 from firsttoken.progressiveserve.base_model import load_served
-from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest
+from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.progressiveserve.evaluation import QualityConfig
 from firsttoken.progressiveserve.stages import StagePlan
-from firsttoken.study.dtypes import computing, name_of
+from firsttoken.study.dtypes import computing
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows, frame_of, load_result
@@ -61,6 +61,8 @@ MEASURES = {  # of a window: what it is called in the rows, and its unit
     "tbt_p99_s": "s",
 }
 NUMBER_BYTES = 2
+MEASURED = 32  # tokens of an answer, whose steps are measured
+STEP_PRICES = ("step", "prefill_token", "pair", "request", "context_token", "padded_token")
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def five_at_once_simulated(profile: Profile, live: Result) -> Outcome:
     setting = start_setting(profile, profile.section("quality", QualityConfig).questions, 2, config.readers)
     texts = conversations(load_served(profile).tokenizer)
     prefixes = drawn_prefixes(texts, config, profile.seed)
-    model, prices = model_here(profile, config, setting, texts, prefixes)
+    model = model_here(profile, config, setting, texts, prefixes)
     rows = [seen_of(row, config, LIVE) for row in live.rows if row["arm"] in ARMS]
     by_seed = {row["seed"]: row for row in live.rows if row["arm"] in ARMS}
     total = len(by_seed) * len(config.arms) + scaled.seeds * len(scaled.arms)
@@ -129,7 +131,7 @@ def five_at_once_simulated(profile: Profile, live: Result) -> Outcome:
             coming = [one | {"arrival_s": at} for one, at in zip(asked, times_s, strict=True)]
             rows += arms(on_card, scaled, coming, seed, larger.card, bar)
     costs = f"{larger.model} on {larger.card}, {tables_from()}"
-    told = {"kind": "simulated", "prices": prices, "hop_s": model.hop_s, "costs": costs, "live": live.slug}
+    told = {"kind": "simulated", "prices": asdict(model.costs), "hop_s": model.hop_s, "costs": costs, "live": live.slug}
     return Outcome(rows, provenance=setting.provenance | told)
 
 
@@ -154,7 +156,8 @@ def seen_of(row: Mapping[str, Any], config: FiveConfig, run: str) -> dict[str, A
 
 
 def stored(asked: Sequence[Asked], prefixes: Sequence[Sequence[int]]) -> list[Asked]:
-    """The requests with ``stored_tokens``, how many of each the sender has cached: the longest prefix it begins with."""
+    """The requests with ``stored_tokens``: those of the longest of ``prefixes``, which the sender has, that each begins
+    with."""
     return [
         one
         | {
@@ -170,51 +173,78 @@ def stored(asked: Sequence[Asked], prefixes: Sequence[Sequence[int]]) -> list[As
 # What the windows are simulated on.
 
 
-def model_here(
-    profile: Profile,
-    config: FiveConfig,
-    setting: StartSetting,
-    texts: Conversations,
-    prefixes: Sequence[Sequence[int]],
-) -> tuple[TwinModel, dict[str, float]]:
-    """The served model on the cores that a live replica has, and the prices of its steps.
+@dataclass(frozen=True)
+class SizedCosts(Costs):
+    """Steps of up to ``tokens`` new tokens by ``small``, longer ones by ``large``, which the engine computes by other
+    kernels."""
 
-    These are fitted to steps of two runs of a draw that no window has, with chunks and with whole prompts. A hop is
-    that of the recorded ``swarm_transport``, and prices of swaps those of ``crosspoint_live``: both ran on two cores.
-    """
-    loaded = load_served(profile)
-    model = fuse(loaded.model.to("cpu", computing("cpu")))
-    shape = KVShape.of(model.config, computing("cpu"))
-    asked, before = drawn(texts, prefixes, config, profile.seed + config.seeds), torch.get_num_threads()
-    needed = sum(len(one["prompt"]) + one["new_tokens"] + BLOCK_TOKENS for one in asked) // BLOCK_TOKENS
-    items = [(one["prompt"], Sampling(one["new_tokens"]), 0.0) for one in asked]
-    parts, seconds = [], []
-    torch.set_num_threads(setting.threads)
+    small: FittedCosts
+    large: FittedCosts
+    tokens: int
+
+    def step_s(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
+        new = sum(new for _, new in prefills) + len(contexts)
+        return (self.small if new <= self.tokens else self.large).step_s(prefills, contexts)
+
+    def swap_out_s(self, tokens: int) -> float:
+        return self.small.swap_out_s(tokens)
+
+    def swap_in_s(self, tokens: int) -> float:
+        return self.small.swap_in_s(tokens)
+
+
+def costs_here(model: nn.Module, config: FiveConfig, asked: Sequence[Asked], threads: int) -> SizedCosts:
+    """The costs of ``model`` on so many ``threads``: fitted to the steps of ``asked``, with chunks and with whole
+    prompts, up to ``MEASURED`` tokens of each answer; swaps as the recorded ``crosspoint_live`` has them, on two cores."""
+    items = [(one["prompt"], Sampling(min(one["new_tokens"], MEASURED)), 0.0) for one in asked]
+    blocks = sum((len(prompt) + MEASURED) // BLOCK_TOKENS + 1 for prompt, _, _ in items)
+    steps: list[Step] = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
     try:
-        with closing(LiveExecutor(model, needed, block_tokens=BLOCK_TOKENS)) as executor:
+        with closing(LiveExecutor(model, blocks, block_tokens=BLOCK_TOKENS)) as executor:
             for ideas in ((CHUNKS,), ()):
                 trace, settings = Trace(), engine_config(ideas, config.token_budget, config.running)
-                Engine(executor, settings, policy=make_policy("recompute"), trace=trace).serve(items)
-                parts += [step_parts(step.prefills, step.contexts) for step in trace.steps[1:]]
-                seconds += [step.seconds for step in trace.steps[1:]]
+                Engine(executor, settings, trace=trace).serve(items)
+                steps += trace.steps[1:]
     finally:
         torch.set_num_threads(before)
     swaps = FittedCosts.from_dict(recorded("crosspoint_live").provenance["costs"])
-    names = ("step", "prefill_token", "pair", "request", "context_token", "padded_token")
-    costs = replace(swaps, **dict(zip(names, relative_fit(parts, seconds).tolist(), strict=True)))
-    staged, ends = setting.checkpoint.manifest, read_manifest(setting.folder)
-    plan, depth = setting.checkpoint.plan, setting.checkpoint.plan.depth
-    sent = tuple(part.bytes for part in ends.stages[0].parts)
-    share = (sent[0] / sum(sent)) * costs.step  # of a step's fixed price, which is reading the weights
+
+    def fitted(steps: Sequence[Step]) -> FittedCosts:
+        found = relative_fit([step_parts(one.prefills, one.contexts) for one in steps], [one.seconds for one in steps])
+        return replace(swaps, **dict(zip(STEP_PRICES, found.tolist(), strict=True)))
+
+    long = [one for one in steps if sum(new for _, new in one.prefills) + len(one.contexts) > config.token_budget]
+    small = fitted([one for one in steps if one not in long])
+    return SizedCosts(small, fitted(long) if long else small, config.token_budget)
+
+
+def model_here(
+    profile: Profile, config: FiveConfig, setting: StartSetting, texts: Conversations, prefixes: Sequence[Sequence[int]]
+) -> TwinModel:
+    """The served model on the cores that a live replica has, by the steps of a draw that no window has; a hop is that
+    of the recorded ``swarm_transport``, for one token between two processes of this machine."""
+    model = fuse(load_served(profile).model.to("cpu", computing("cpu")))
+    costs = costs_here(model, config, drawn(texts, prefixes, config, profile.seed + config.seeds), setting.threads)
+    shape, plan = KVShape.of(model.config, computing("cpu")), setting.checkpoint.plan
+    stages = enumerate(setting.checkpoint.manifest.stages, 1)
+    parts = tuple(part.bytes for part in read_manifest(setting.folder).stages[0].parts)
+    head_s = costs.small.step * parts[0] / sum(parts)  # of a step's fixed price, which is reading the weights
     return TwinModel(
         costs,
-        lambda rows: share if rows else 0.0,
-        tuple((stage.bytes, frozenset(plan.present(number))) for number, stage in enumerate(staged.stages, 1)),
-        sent,
-        shape.bytes_per_token // depth,
+        lambda rows: head_s if rows else 0.0,
+        tuple((stage.bytes, frozenset(plan.present(number))) for number, stage in stages),
+        parts,
+        shape.bytes_per_token // plan.depth,
         model.config.hidden_size * shape.dtype.itemsize,
-        float(recorded("swarm_transport").summary.value("transport_ms", servers=1, than="one process")) / 1e3,
-    ), costs.as_dict()
+        hop_s(),
+    )
+
+
+def hop_s() -> float:
+    """Seconds of a hop to a neighbour and back, as ``swarm_transport`` has recorded them."""
+    return recorded("swarm_transport").summary.value("transport_ms", servers=1, than="one process") / 1e3
 
 
 def recorded(experiment: str) -> Result:
@@ -241,7 +271,7 @@ def card_model(config: SimulatedConfig) -> TwinModel:
         (ends, *[layer] * shape.layers),
         shape.kv_bytes(NUMBER_BYTES) // shape.layers,
         NUMBER_BYTES * shape.hidden,
-        float(recorded("swarm_transport").summary.value("transport_ms", servers=1, than="one process")) / 1e3,
+        hop_s(),
         config.gbit_per_s,
     )
 

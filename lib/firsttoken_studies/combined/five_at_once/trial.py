@@ -292,8 +292,8 @@ def serve(
     begun: float,
     limit_s: float,
 ) -> list[Request | None]:
-    """Serve requests {prompt, new_tokens, arrival_s, ...} from ``begun`` on, on the clock of the replica's executor; None
-    for those that had not arrived when the window was over."""
+    """Serve requests {prompt, new_tokens, arrival_s, ...} from ``begun`` on, on the clock of the replica's executor;
+    None for those that had not arrived when the window was over."""
     served: list[Request | None] = [None] * len(asked)
     following, clock = 0, replica.engine.executor
     while following < len(asked) or replica.engine.busy:
