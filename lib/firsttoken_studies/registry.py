@@ -144,14 +144,7 @@ _ALL = (
     _study("victims_live", "Who is preempted, live", "24", "cps.victims:victims_live", "victims_summary"),
     _study("online_crosspoint", "A learnt threshold", "23", "cps.learnt_threshold:online_crosspoint", "online_summary"),
     _study("layer_profile", "Which layers to recompute", "30", "droidspeak.profiling:layer_profile", "profile_summary"),
-    _study(
-        "reuse_training",
-        "Models to share between",
-        "30",
-        "droidspeak.training:reuse_training",
-        "training_summary",
-        LONG,
-    ),
+    _study("reuse_training", "Models that share", "30", "droidspeak.training:reuse_training", "training_summary", LONG),
     _study(
         "transitions",
         "Why one contiguous group",
@@ -383,7 +376,6 @@ _ALL = (
         "combined.five_at_once.experiment:five_at_once",
         "five_summary",
     ),
-    _study("many_starts", "Many cold starts", "63", "combined.many_starts.experiment:many_starts", "starts_summary"),
     _study(
         "five_at_once_simulated",
         "The same simulated, here and on a GPU that is not here",
@@ -392,6 +384,7 @@ _ALL = (
         "simulated_summary",
         reads=("five_at_once",),
     ),
+    _study("many_starts", "Many cold starts", "63", "combined.many_starts.experiment:many_starts", "starts_summary"),
 )
 EXPERIMENTS: dict[str, Experiment] = {experiment.name: experiment for experiment in _ALL}
 

@@ -195,7 +195,7 @@ class SizedCosts(Costs):
 
 def costs_here(model: nn.Module, config: FiveConfig, asked: Sequence[Asked], threads: int) -> SizedCosts:
     """The costs of ``model`` on so many ``threads``: fitted to the steps of ``asked``, with chunks and with whole
-    prompts, up to ``MEASURED`` tokens of each answer; swaps as the recorded ``crosspoint_live`` has them, on two cores."""
+    prompts, up to ``MEASURED`` tokens of each answer; swaps as ``crosspoint_live`` has recorded them, on two cores."""
     items = [(one["prompt"], Sampling(min(one["new_tokens"], MEASURED)), 0.0) for one in asked]
     blocks = sum((len(prompt) + MEASURED) // BLOCK_TOKENS + 1 for prompt, _, _ in items)
     steps: list[Step] = []
