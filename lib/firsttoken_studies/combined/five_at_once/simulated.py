@@ -306,28 +306,31 @@ def simulated_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
 
 def _off(summary: Summary, windows: Rows) -> None:
     """Add how far the means of the simulated windows are off those of the live ones, in percent of these, and whether
-    the arms stand in one order; draws are resampled, each with all its windows."""
+    the arms stand in one order; draws are resampled, each with all its windows. An arm whose live mean is 0 is left out
+    of the former."""
     both = frame_of(windows, run=TWIN).merge(frame_of(windows, run=LIVE), on=["arm", "seed"], suffixes=("", "_live"))
     where = {"source": TWIN, "than": LIVE}
     for name in MEASURES:
         table = both.pivot(index="seed", columns="arm", values=[name, f"{name}_live"])
         values = table.to_numpy(float).reshape(len(table), 2, -1)  # [seeds, simulated or live, arms]
-        measure = f"{name.rpartition('_')[0].removesuffix('_per')}_off_pct"
+        measure = f"{name.rpartition('_')[0].removesuffix('_per')}"
         for place, arm in enumerate(table[name].columns):
-            entry = bootstrap(values[:, :, place], lambda sample: float(_share(sample)))
-            summary.add(measure, entry.summary("%", 100), variant=arm, **where)
-        for across, of in (("median", np.median), ("worst", np.max)):
+            if np.nanmean(values[:, 1, place]) > 0:
+                entry = bootstrap(values[:, :, place], lambda sample: float(_share(sample)))
+                summary.add(f"{measure}_off_pct", entry.summary("%", 100), variant=arm, **where)
+        for across, of in (("median", np.nanmedian), ("worst", np.nanmax)):
             entry = bootstrap(values, lambda sample, of=of: float(of(np.abs(_share(sample)))))
-            summary.add(measure, entry.summary("%", 100), across=across, **where)
+            summary.add(f"{measure}_off_pct", entry.summary("%", 100), across=across, **where)
         if values.shape[2] > 2:
             entry = bootstrap(values, lambda sample: rank_correlation(*np.nanmean(sample, 0)))
-            summary.add(f"{measure.removesuffix('_off_pct')}_rank_correlation", entry.summary(""), **where)
+            summary.add(f"{measure}_rank_correlation", entry.summary(""), **where)
 
 
 def _share(sample: np.ndarray) -> np.ndarray:
-    """What the means over draws of ``sample`` [seeds, 2, ...] say: the first over the second, less 1."""
+    """What the means over draws of ``sample`` [seeds, 2, ...] say: the first over the second, less 1; not a number where
+    the second is 0."""
     twin, live = np.nanmean(sample, 0)
-    return twin / np.maximum(live, 1e-9) - 1
+    return np.asarray(twin / np.where(live > 0, live, np.nan) - 1)
 
 
 def rank_correlation(one: np.ndarray, other: np.ndarray) -> float:
