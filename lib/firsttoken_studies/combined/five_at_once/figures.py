@@ -89,8 +89,8 @@ ERRORS |= {"tbt_p99": "P99 TBT"}
 
 
 def error_rows(result: Result) -> Rows:
-    """A line an arm: goodput live and simulated, and by how much the simulated windows are off, in percent; the last two
-    are the median over the arms and the worst arm, without signs."""
+    """A line an arm: goodput live and simulated, and by how much the simulated windows are off, in percent; the last
+    two are the median over the arms and the worst arm, without signs."""
     summary, where = result.summary, {"source": TWIN, "than": LIVE}
 
     def off(**place: str) -> dict[str, str]:

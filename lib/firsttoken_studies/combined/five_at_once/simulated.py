@@ -327,7 +327,7 @@ def _off(summary: Summary, windows: Rows) -> None:
 
 
 def _share(sample: np.ndarray) -> np.ndarray:
-    """What the means over draws of ``sample`` [seeds, 2, ...] say: the first over the second, less 1; not a number where
+    """What the means over draws of ``sample`` [seeds, 2, ...] say: the first over the second, less 1; no number where
     the second is 0."""
     twin, live = np.nanmean(sample, 0)
     return np.asarray(twin / np.where(live > 0, live, np.nan) - 1)
