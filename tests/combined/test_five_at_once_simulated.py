@@ -13,10 +13,8 @@ from firsttoken.engine.request import LayerRecompute, Request, Sampling
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import load_profile
 from firsttoken_studies.combined.five_at_once import simulated
-from firsttoken_studies.combined.five_at_once.experiment import ALL, ARMS, NONE, FiveConfig
+from firsttoken_studies.combined.five_at_once.experiment import ALL, ARMS, LIVE, NONE, TWIN, FiveConfig
 from firsttoken_studies.combined.five_at_once.simulated import (
-    LIVE,
-    TWIN,
     SimulatedConfig,
     SizedCosts,
     card_model,

@@ -42,6 +42,7 @@ from firsttoken_studies.combined.five_at_once.answers import Judge
 from firsttoken_studies.combined.five_at_once.trial import BLOCK_TOKENS, CHUNKS, IDEAS, WindowSpec
 
 NONE, ALL, WARM = "none", "all", "warm"
+LIVE, TWIN = "live", "simulated"
 ARMS: dict[str, tuple[str, ...]] = {
     NONE: (),
     **{f"only {idea}": (idea,) for idea in IDEAS},

@@ -40,6 +40,9 @@ from firsttoken_studies.combined.borrowed.setting import StartSetting, start_set
 from firsttoken_studies.combined.five_at_once.experiment import (
     ALL,
     ARMS,
+    LIVE,
+    TWIN,
+    WARM,
     Asked,
     FiveConfig,
     blocks_of,
@@ -52,7 +55,6 @@ from firsttoken_studies.combined.five_at_once.experiment import (
 from firsttoken_studies.combined.five_at_once.trial import BLOCK_TOKENS, CHUNKS, engine_config
 from firsttoken_studies.combined.five_at_once.twin import TwinModel, capacity_of, window
 
-LIVE, TWIN = "live", "simulated"
 MEASURES = {  # of a window: what it is called in the rows, and its unit
     "goodput_per_s": "requests/s",
     "first_token_s": "s",
@@ -118,7 +120,7 @@ def five_at_once_simulated(profile: Profile, live: Result) -> Outcome:
             asked = stored(drawn(texts, prefixes, config, seed), prefixes)
             if [bool(one["stored_tokens"]) for one in asked] != row["stored"]:
                 raise ProfileError(f"five_at_once: draw {seed} of the live run had other requests; measure it again")
-            warm = {"run": TWIN, "arm": "warm", "seed": seed, "capacity_per_s": capacity_of(model, config, asked)}
+            warm = {"run": TWIN, "arm": WARM, "seed": seed, "capacity_per_s": capacity_of(model, config, asked)}
             rows.append(warm | {"live_capacity_per_s": row["capacity_per_s"]})
             coming = [one | {"arrival_s": at} for one, at in zip(asked, row["arrival_s"], strict=True)]
             rows += arms(model, config, coming, seed, TWIN, bar)
@@ -126,7 +128,7 @@ def five_at_once_simulated(profile: Profile, live: Result) -> Outcome:
         for seed in range(profile.seed, profile.seed + scaled.seeds):
             asked = stored(drawn(texts, prefixes, scaled, seed), prefixes)
             capacity = capacity_of(on_card, scaled, asked)
-            rows.append({"run": larger.card, "arm": "warm", "seed": seed, "capacity_per_s": capacity})
+            rows.append({"run": larger.card, "arm": WARM, "seed": seed, "capacity_per_s": capacity})
             times_s = Arrivals(scaled.load * capacity, seed=seed).times_s(len(asked)).tolist()
             coming = [one | {"arrival_s": at} for one, at in zip(asked, times_s, strict=True)]
             rows += arms(on_card, scaled, coming, seed, larger.card, bar)
