@@ -385,14 +385,6 @@ _ALL = (
         reads=("five_at_once",),
     ),
     _study("many_starts", "Many cold starts", "63", "combined.many_starts.experiment:many_starts", "starts_summary"),
-    _study(
-        "five_at_once_simulated",
-        "The same simulated, here and on a GPU that is not here",
-        "61",
-        "combined.five_at_once.simulated:five_at_once_simulated",
-        "simulated_summary",
-        reads=("five_at_once",),
-    ),
 )
 EXPERIMENTS: dict[str, Experiment] = {experiment.name: experiment for experiment in _ALL}
 
