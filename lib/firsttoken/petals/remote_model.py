@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.engine_config import DEFAULT_CONFIG, EngineConfig
@@ -64,9 +64,17 @@ class RemoteSegment:
         begin(self._chain.forget([request]))
 
 
+class Ends(NamedTuple):
+    """A ``model`` of which embedding, norm and head are here, and the ``names`` (sha256) that servers know it by."""
+
+    model: nn.Module
+    names: Sequence[str]
+
+
 class RemoteModel:
     """The model in ``folder`` with its ends here, and its blocks on the swarm that ``peers`` (HOST:PORT) belong to.
 
+    ``ends`` are those ends where they are here already: of the folder nothing is read then.
     ``engine`` is the engine over it, for what serves and schedules; hidden states travel in ``coding`` (by default what
     the ends compute in). ``audits`` are the spot checks that it makes, ``bid`` what it offers for a place at a server
     that is full. Use it as a context manager. Raises ModelError for a folder that holds no ends, SwarmError for a
@@ -86,6 +94,7 @@ class RemoteModel:
         bid: Bid | None = None,
         tokens: int = 16384,
         config: EngineConfig = DEFAULT_CONFIG,
+        ends: Ends | None = None,
     ) -> None:
         coding = coding or str(dtype).removeprefix("torch.")
         if coding not in CODINGS:
@@ -94,9 +103,11 @@ class RemoteModel:
             raise SwarmError("audits compare answers in float32: set dtype and coding to float32, or audit nothing")
         if config.share_prefixes:
             raise SwarmError("requests over a swarm cannot share prefixes: leave share_prefixes out")
-        self.model = load_ends(folder, dtype)
+        ends = ends or Ends(load_ends(folder, dtype), [model_sha256(folder)])
+        self.model, (name, *others) = ends
         width, depth = self.model.config.hidden_size, self.model.config.num_hidden_layers
-        self.swarm = Swarm(model_sha256(folder), peers, width, access or Access(), timeouts or Timeouts(), bid=bid)
+        options = {"bid": bid, "other_names": others}
+        self.swarm = Swarm(name, peers, width, access or Access(), timeouts or Timeouts(), **options)
         wait_for(self.swarm.meet())
         auditor = None if audits is None else Auditor(self.swarm, audits)
         self.chain = Chain(self.swarm, range(depth), coding, auditor)

@@ -115,7 +115,8 @@ _PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.5  # between two looks for somebody who ser
 class Swarm:
     """The servers of ``model`` (sha256) that the members at ``peers`` (HOST:PORT) tell of. Lives in one event loop.
 
-    Its hidden states are ``width`` wide, and ``trained`` layers are trained through at most. ``bid`` is offered for a
+    Where none is known, but servers of the same weights under one of the ``other_names``, it is of these. Its hidden
+    states are ``width`` wide, and ``trained`` layers are trained through at most. ``bid`` is offered for a
     place at a server that has none; ``served`` are tokens x blocks by subkey.
     """
 
@@ -128,10 +129,11 @@ class Swarm:
         timeouts: Timeouts,
         trained: int = 0,
         bid: Bid | None = None,
+        other_names: Sequence[str] = (),
     ) -> None:
         if not peers:
             raise SwarmError("a swarm is found by one of its servers: name HOST:PORT")
-        self.model = model
+        self.model, self._names = model, (model, *other_names)
         self.peers = list(peers)
         self.registry = Registry()
         self.contacts = Contacts(self.registry, access, width)
@@ -159,6 +161,9 @@ class Swarm:
             asked |= new
             await asyncio.gather(*map(self._ask, new))
             first = {*(one.address for one in self._records()), *self.contacts.due(asked)}
+            if not self._records():
+                served = (name for name in self._names if self.registry.serving(name, time.time()))
+                self.model = next(served, self.model)
         for address in self._channels.keys() - asked:
             await self.reconnect(address)
 

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from firsttoken.assets.checkpoint import SINGLE, sum_of_sums
 from firsttoken.engine.model_server import StaticServer
 from firsttoken.engine.request_limits import RequestLimits
+from firsttoken.lean.build import build_lean
+from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.petals.access import Access, check_installed
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.keys import public_hex, server_key
-from firsttoken.petals.remote_model import UNAUDITED, RemoteModel
+from firsttoken.petals.remote_model import UNAUDITED, Ends, RemoteModel
 from firsttoken.petals.routing import unserved
 from firsttoken.petals.swarm_status import swarm_status
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.trust.arbitration import TOLERANCE
 from firsttoken.petals.trust.auditor import Audits
+from firsttoken.progressiveserve.checkpoint.manifest import CONFIG, Manifest, read_manifest
+from firsttoken.progressiveserve.loading.loader import StageLoad
+from firsttoken.progressiveserve.loading.meta_model import MetaModel
+from firsttoken.progressiveserve.loading.read_plan import ends_of, parts_of
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study import dtypes
 from firsttoken.study.errors import FirstTokenError
@@ -26,14 +35,35 @@ from firsttoken.study.errors import FirstTokenError
 _TOLD = 50  # servers that were replaced lately
 
 
+def staged_ends(folder: Path, link: Link, threads: int, dtype: torch.dtype) -> Ends:
+    """The ends of the staged checkpoint in ``folder`` as its last stage has them, read over ``link`` by so many
+    ``threads``: of its weights nothing else is read. Raises LinkError, and ModelError for what was not staged so."""
+    manifest = read_manifest(folder)
+    meta_model, ends = MetaModel(folder, manifest, "cpu", dtype, build_lean), ends_of(manifest)
+    stages = range(1, len(manifest.stages) + 1)
+    load = StageLoad(folder, ends, stages, [link], meta_model, meta_model.empty_view(), threads=threads)
+    with closing(load):
+        load.wait()
+    return Ends(meta_model.model, _names(folder, manifest))
+
+
+def _names(folder: Path, manifest: Manifest) -> list[str]:
+    """What servers call the model (``checkpoint_blocks.model_sha256``) that have the same staged checkpoint, or the
+    folder that it was staged from, where its weights are one file: as the manifest's sums say, as no file is read."""
+    config = {folder / CONFIG: manifest.side[CONFIG].sha256}
+    staged = {folder / part.file: part.sha256 for part in parts_of(manifest, range(1, len(manifest.stages) + 1))}
+    source = {folder / SINGLE: manifest.source_sha256} if manifest.source_sha256 else {}
+    return [sum_of_sums(config | sums) for sums in (staged, source) if sums]
+
+
 class SwarmServer(StaticServer):
-    """Serves the model of ``config`` by its swarm.
+    """Serves the model of ``config`` by its swarm; the ends of a ``staged`` one come over a link before it serves.
 
     Raises SwarmError when nobody answers at the addresses given, or a block is served by nobody; ModelError for a
-    folder without the model's ends.
+    folder without the model's ends, LinkError for a link that breaks.
     """
 
-    def __init__(self, config: ServiceConfig, limits: RequestLimits) -> None:
+    def __init__(self, config: ServiceConfig, limits: RequestLimits, staged: bool) -> None:
         check_installed()
         audits, dtype = None, dtypes.resolve(dtypes.AUTO, "cpu")
         if config.swarm_audit_rate is not None:
@@ -41,6 +71,7 @@ class SwarmServer(StaticServer):
             shares = config.swarm_audit_undecided, config.swarm_audit_unwitnessed
             audits = Audits(config.swarm_audit_rate, config.swarm[0], accuser, TOLERANCE, *shares)
             dtype = torch.float32  # which alone is vouched for
+        link = Link(LinkConfig(config.gbit_per_s))
         self._model = RemoteModel(
             config.folder,
             config.swarm,
@@ -50,6 +81,7 @@ class SwarmServer(StaticServer):
             audits=audits,
             tokens=limits.blocks * 16,
             config=limits.engine,
+            ends=staged_ends(config.folder, link, config.threads, dtype) if staged else None,
         )
         try:
             wait_for(self._model.swarm.check(self._model.chain.layers))

@@ -23,6 +23,7 @@ from firsttoken.engine.request_limits import STALL_FREE, RequestLimits
 from firsttoken.lean.lean_config import OtherWay, lean_config
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.checkpoint.manifest import MANIFEST, check_files, read_manifest
+from firsttoken.progressiveserve.loading.read_plan import ends_of
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study import dtypes
 from firsttoken.study.errors import FirstTokenError, StageError
@@ -200,7 +201,9 @@ def check_model(config: ServiceConfig) -> None:
     if store is not None and not store.is_dir():
         raise StageError(f"serve: there is no folder {store}; `firsttoken prefix put` makes one")
     config.check_pairs(staged)
-    if staged:
+    if staged and config.swarm:
+        check_files(config.folder, ends_of(read_manifest(config.folder)))
+    elif staged:
         check_files(config.folder, read_manifest(config.folder), stages=(1,))
     else:
         check_servable(config.folder, in_8_bits=bool(config.swarm))
@@ -235,7 +238,7 @@ def serve_model(
     if config.swarm:
         from firsttoken.service.over_swarm import SwarmServer
 
-        return SwarmServer(config, limits)
+        return SwarmServer(config, limits, is_staged(config.folder))
     if config.worker:
         return _by_a_worker(config, limits)
     if is_staged(config.folder):
