@@ -12,6 +12,10 @@ import pytest
 import torch
 from services import tiny_model, tiny_tokenizer
 
+from firsttoken.assets.empty_model import build_on_meta
+from firsttoken.engine.kv import KVPool, KVShape
+from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.request import Request, Sampling, ScheduledChunk
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, coarse_first, staged
@@ -20,7 +24,7 @@ from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.stages import StagePlan
 from firsttoken.service.served_model import check_model
 from firsttoken.service.service_config import ServiceConfig
-from firsttoken.study.errors import LinkError, ModelError, SwarmError
+from firsttoken.study.errors import LinkError, ModelError, StageError, SwarmError
 from firsttoken_extras.bitplanes.plan_spec import PlanSpec
 from firsttoken_extras.bitplanes.plane_plan import by_planes
 
@@ -142,3 +146,53 @@ def test_what_is_wrong_with_the_ends(checkpoint, tmp_path) -> None:
     file.unlink()
     with pytest.raises(ModelError, match="is missing in"):
         check_model(ServiceConfig(cut, swarm=("127.0.0.1:1",)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is here")
+def test_a_device_that_is_not_here(plain) -> None:
+    with pytest.raises(StageError, match="no device 'cuda' can be used here"):
+        SwarmServer(ServiceConfig(plain, swarm=("127.0.0.1:1",), device="cuda"), RequestLimits(), False)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("staged", [False, True])
+def test_the_ends_compute_on_a_gpu(plain, checkpoint, imported, staged) -> None:
+    from swarms import Here
+
+    here = Here(plain)
+    try:
+        address = here.serve((0, 6))[0].record.address
+        folder = checkpoint[0] if staged else plain
+        server = SwarmServer(ServiceConfig(folder, swarm=(address,), device="cuda"), RequestLimits(), staged)
+        assert len(list(server.submit([1, 2, 3], 8))) == 8
+        server.close()
+    finally:
+        here.close()
+
+
+def test_what_surrounds_the_blocks_is_on_the_device_of_the_ends(plain) -> None:
+    """Here one without memory, as a GPU need not be there: ids, positions, hidden states and logits are on it."""
+
+    class Blocks:
+        layers = range(6)
+
+        def run(self, hidden, step):
+            entered.update({hidden.device.type, step.ids.device.type, step.positions.device.type})
+            return hidden
+
+    entered: set[str] = set()
+    request = Request(0, [5, 6, 7], Sampling(1), 0.0)
+    request.blocks = [3]
+    model = build_on_meta(plain, torch.bfloat16)
+    model.model.rotary_emb.to("meta")
+    executor = LiveExecutor(model, 8, segments=[Blocks()], elsewhere=True)
+    step = executor.plan(executor.version, [ScheduledChunk(request, 0, 3, 0)])
+    with torch.inference_mode():
+        assert executor.version.decoder.logits(step).device.type == "meta"
+    assert entered == {"meta"}
+    executor.close()
+
+
+def test_a_client_keeps_no_memory_for_keys_and_values() -> None:
+    pool = KVPool(KVShape(32, 8, 128, torch.float32), 1 << 30, elsewhere=True)
+    assert pool.rows.is_meta and pool.blocks == 1 << 30 and pool.device.type == "cpu"

@@ -37,7 +37,7 @@ class LiveExecutor:
     The model's attention is switched to the paged one, and back by ``close``; ``attend`` names the way it is computed,
     by default the fastest for this model here. ``segments`` run in the place of its layers, and ``hidden_cache`` keeps
     hidden states; this is the ``version`` that requests begin with until another is set. ``device`` is where the
-    weights will be (where they are, unless given), and ``touched`` as of ``KVPool``.
+    weights will be (where they are, unless given), and ``touched`` and ``elsewhere`` as of ``KVPool``.
 
     Raises ModelError for a model whose layers do not all see the whole context, whose attention cannot be replaced,
     whose rotary positions are of an unknown kind, that PEFT learned a prompt for, or that runs in an engine already,
@@ -57,6 +57,7 @@ class LiveExecutor:
         hidden_cache: HiddenStateCache | None = None,
         device: torch.device | None = None,
         touched: bool = True,
+        elsewhere: bool = False,
     ) -> None:
         config = model.config
         kinds = getattr(config, "layer_types", None)
@@ -77,7 +78,7 @@ class LiveExecutor:
         self.limits = Limits(context_of(config), config.vocab_size)
         self.block_tokens = block_tokens
         shape = KVShape.of(config, parameter.dtype, block_tokens)
-        self.pool = KVPool(shape, blocks, device or parameter.device, touched=touched)
+        self.pool = KVPool(shape, blocks, device or parameter.device, touched=touched, elsewhere=elsewhere)
         self.host_pool: HostPool | None = None
         self.path: SwapPath | None = None
         if host_blocks:

@@ -74,7 +74,7 @@ class Ends(NamedTuple):
 class RemoteModel:
     """The model in ``folder`` with its ends here, and its blocks on the swarm that ``peers`` (HOST:PORT) belong to.
 
-    ``ends`` are those ends where they are here already: of the folder nothing is read then.
+    Its ends compute on ``device``; ``ends`` are those that are there already: of the folder nothing is read then.
     ``engine`` is the engine over it, for what serves and schedules; hidden states travel in ``coding`` (by default what
     the ends compute in). ``audits`` are the spot checks that it makes, ``bid`` what it offers for a place at a server
     that is full. Use it as a context manager. Raises ModelError for a folder that holds no ends, SwarmError for a
@@ -87,6 +87,7 @@ class RemoteModel:
         peers: Sequence[str],
         *,
         dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
         coding: str = "",
         timeouts: Timeouts | None = None,
         access: Access | None = None,
@@ -103,7 +104,7 @@ class RemoteModel:
             raise SwarmError("audits compare answers in float32: set dtype and coding to float32, or audit nothing")
         if config.share_prefixes:
             raise SwarmError("requests over a swarm cannot share prefixes: leave share_prefixes out")
-        ends = ends or Ends(load_ends(folder, dtype), [model_sha256(folder)])
+        ends = ends or Ends(load_ends(folder, dtype, device), [model_sha256(folder)])
         self.model, (name, *others) = ends
         width, depth = self.model.config.hidden_size, self.model.config.num_hidden_layers
         options = {"bid": bid, "other_names": others}
@@ -111,7 +112,7 @@ class RemoteModel:
         wait_for(self.swarm.meet())
         auditor = None if audits is None else Auditor(self.swarm, audits)
         self.chain = Chain(self.swarm, range(depth), coding, auditor)
-        self.executor = LiveExecutor(self.model, -(-tokens // 16), segments=[RemoteSegment(self.chain)], touched=False)
+        self.executor = LiveExecutor(self.model, -(-tokens // 16), segments=[RemoteSegment(self.chain)], elsewhere=True)
         self.engine = Engine(self.executor, config)
         self._looking = begin(self.swarm.keep_looking())
 

@@ -30,16 +30,17 @@ from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.loading.read_plan import ends_of, parts_of
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study import dtypes
+from firsttoken.study.devices import check_device
 from firsttoken.study.errors import FirstTokenError
 
 _TOLD = 50  # servers that were replaced lately
 
 
-def staged_ends(folder: Path, link: Link, threads: int, dtype: torch.dtype) -> Ends:
+def staged_ends(folder: Path, link: Link, threads: int, dtype: torch.dtype, device: str = "cpu") -> Ends:
     """The ends of the staged checkpoint in ``folder`` as its last stage has them, read over ``link`` by so many
     ``threads``: of its weights nothing else is read. Raises LinkError, and ModelError for what was not staged so."""
     manifest = read_manifest(folder)
-    meta_model, ends = MetaModel(folder, manifest, "cpu", dtype, build_lean), ends_of(manifest)
+    meta_model, ends = MetaModel(folder, manifest, device, dtype, build_lean), ends_of(manifest)
     stages = range(1, len(manifest.stages) + 1)
     load = StageLoad(folder, ends, stages, [link], meta_model, meta_model.empty_view(), threads=threads)
     with closing(load):
@@ -60,12 +61,13 @@ class SwarmServer(StaticServer):
     """Serves the model of ``config`` by its swarm; the ends of a ``staged`` one come over a link before it serves.
 
     Raises SwarmError when nobody answers at the addresses given, or a block is served by nobody; ModelError for a
-    folder without the model's ends, LinkError for a link that breaks.
+    folder without the model's ends, LinkError for a link that breaks, StageError for a device that is not here.
     """
 
     def __init__(self, config: ServiceConfig, limits: RequestLimits, staged: bool) -> None:
         check_installed()
-        audits, dtype = None, dtypes.resolve(dtypes.AUTO, "cpu")
+        check_device(config.device)
+        audits, dtype = None, dtypes.resolve(dtypes.AUTO, config.device)
         if config.swarm_audit_rate is not None:
             accuser = public_hex(server_key(None))
             shares = config.swarm_audit_undecided, config.swarm_audit_unwitnessed
@@ -76,12 +78,13 @@ class SwarmServer(StaticServer):
             config.folder,
             config.swarm,
             dtype=dtype,
+            device=config.device,
             timeouts=Timeouts(step_s=config.swarm_step_s),
             access=Access.read(config.swarm_token_file, config.swarm_tls_ca, None, None),
             audits=audits,
             tokens=limits.blocks * 16,
             config=limits.engine,
-            ends=staged_ends(config.folder, link, config.threads, dtype) if staged else None,
+            ends=staged_ends(config.folder, link, config.threads, dtype, config.device) if staged else None,
         )
         try:
             wait_for(self._model.swarm.check(self._model.chain.layers))
