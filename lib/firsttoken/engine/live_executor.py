@@ -28,6 +28,7 @@ from firsttoken.engine.swap import make_path
 from firsttoken.engine.swap.block_copier import Moved, Movement, SwapPath
 from firsttoken.engine.swap.host_allocator import Span
 from firsttoken.engine.swap.host_pool import HostPool
+from firsttoken.study.dtypes import name_of
 from firsttoken.study.errors import CacheError, ModelError, RequestError
 
 
@@ -94,6 +95,11 @@ class LiveExecutor:
     def blocks(self) -> int:
         """Blocks of the pool."""
         return self.pool.blocks
+
+    @property
+    def dtype(self) -> str:
+        """Torch's name of what is computed in."""
+        return name_of(self.pool.shape.dtype)
 
     @property
     def salt(self) -> str:

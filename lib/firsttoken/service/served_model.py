@@ -240,7 +240,7 @@ def serve_model(
 
         return SwarmServer(config, limits, is_staged(config.folder))
     if config.worker:
-        return _by_a_worker(config, limits)
+        return _by_a_worker(config, limits, broken)
     if is_staged(config.folder):
         from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 
@@ -277,12 +277,15 @@ def _preemption(config: ServiceConfig, engine: EngineConfig) -> PreemptionPolicy
     return make_policy(config.preemption, **({"start": 0} if config.preemption == "online" else {}))
 
 
-def _by_a_worker(config: ServiceConfig, limits: RequestLimits) -> ModelServer:
+def _by_a_worker(
+    config: ServiceConfig, limits: RequestLimits, broken: Callable[[FirstTokenError], None]
+) -> ModelServer:
     """Raises StageError where a worker, or what it needs, is not installed."""
+    staged = is_staged(config.folder)
     try:
-        server = extension("SERVERS", "worker")
+        server = extension("SERVERS", "staged worker" if staged else "worker")
     except KeyError as error:
         raise StageError("serve --worker needs firsttoken_extras: install firsttoken with all its packages") from error
     except ImportError as error:
         raise StageError('serve --worker needs pyzmq and msgpack: pip install "firsttoken[worker]"') from error
-    return server(config, limits)
+    return server(config, limits, broken) if staged else server(config, limits)

@@ -24,7 +24,6 @@ REFUSED = {
     ("--swarm", "--share-prefixes"): "its servers keep the keys and values of each request by itself",
     ("--swarm", "--variant"): "its servers compute the blocks, and have no adapters",
     ("--swarm", "--worker"): "its servers compute the blocks, and a worker would have none",
-    ("--worker", STAGES): "a worker's process loads a model once",
     ("--gbit-per-s", WHOLE): "only what `firsttoken stage` has written is read over a link",
 }
 """Pairs of options that are not served together, and why; ``tests/service/test_pairs_of_options.py`` tries all."""
