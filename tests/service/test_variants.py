@@ -199,7 +199,6 @@ def test_a_worker_that_is_lost_is_given_its_variants_again(plain, plain_adapters
         (("plain",), {}, "two models would be called 'plain'"),
         (("a b",), {}, "'a b' is no name; take up to 64 letters, digits, dots, dashes"),
         (("x" * 65,), {}, "is no name"),
-        (("qa",), {"swarm": ("127.0.0.1:1",)}, "--swarm does not go with --variant: its servers compute"),
     ],
 )
 def test_what_cannot_be_served_is_refused(plain, names, more, message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from firsttoken.assets.checkpoint import SINGLE, sum_of_sums
+from firsttoken.assets.servable import check_servable
 from firsttoken.engine.model_server import StaticServer
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.lean.build import build_lean
@@ -29,9 +31,11 @@ from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.loading.read_plan import ends_of, parts_of
 from firsttoken.service.service_config import ServiceConfig
+from firsttoken.service.swarm_variants import adapter_names, other_adapter
+from firsttoken.service.variants import Base
 from firsttoken.study import dtypes
 from firsttoken.study.devices import check_device
-from firsttoken.study.errors import FirstTokenError
+from firsttoken.study.errors import FirstTokenError, SwarmError
 
 _TOLD = 50  # servers that were replaced lately
 
@@ -60,8 +64,9 @@ def _names(folder: Path, manifest: Manifest) -> list[str]:
 class SwarmServer(StaticServer):
     """Serves the model of ``config`` by its swarm; the ends of a ``staged`` one come over a link before it serves.
 
-    Raises SwarmError when nobody answers at the addresses given, or a block is served by nobody; ModelError for a
-    folder without the model's ends, LinkError for a link that breaks, StageError for a device that is not here.
+    Raises SwarmError when nobody answers at the addresses given, or a block is served by nobody, or without the adapter
+    of a variant; ModelError for a folder without the model's ends, LinkError for a link that breaks, StageError for a
+    device that is not here, and for an adapter that cannot be read or is of another base.
     """
 
     def __init__(self, config: ServiceConfig, limits: RequestLimits, staged: bool) -> None:
@@ -73,7 +78,10 @@ class SwarmServer(StaticServer):
             shares = config.swarm_audit_undecided, config.swarm_audit_unwitnessed
             audits = Audits(config.swarm_audit_rate, config.swarm[0], accuser, TOLERANCE, *shares)
             dtype = torch.float32  # which alone is vouched for
-        link = Link(LinkConfig(config.gbit_per_s))
+        link, variants = Link(LinkConfig(config.gbit_per_s)), {}
+        if config.variants:
+            base = Base(config.folder, read_manifest(config.folder).source_sha256 or "") if staged else None
+            variants = adapter_names(dict(config.variants), base or check_servable(config.folder, in_8_bits=True))
         self._model = RemoteModel(
             config.folder,
             config.swarm,
@@ -85,18 +93,31 @@ class SwarmServer(StaticServer):
             tokens=limits.blocks * 16,
             config=limits.engine,
             ends=staged_ends(config.folder, link, config.threads, dtype, config.device) if staged else None,
+            variants=variants,
         )
         try:
-            wait_for(self._model.swarm.check(self._model.chain.layers))
+            self._check(variants)
         except FirstTokenError:
             self._model.close()
             raise
         self._audits = UNAUDITED if audits is None else f"a share of {audits.rate:g} of the answers is audited"
+        if variants and audits is not None:
+            self._audits += ", and none of a variant"
         if audits is None:
             print(UNAUDITED, file=sys.stderr, flush=True)
         self._model.executor.version.stage = 1
         weights = sum(weight.nbytes for weight in self._model.model.parameters() if not weight.is_meta)
-        super().__init__(self._model.engine, limits, self._model.close, weights)
+        super().__init__(self._model.engine, limits, self._model.close, weights, self._model.versions)
+
+    def _check(self, variants: Mapping[str, str]) -> None:
+        """Raises SwarmError for a block that nobody serves, and for one without the adapter of a variant."""
+        swarm, layers = self._model.swarm, self._model.chain.layers
+        wait_for(swarm.check(layers))
+        for name, adapter in variants.items():
+            try:
+                wait_for(swarm.check(layers, adapter))
+            except SwarmError as error:
+                raise other_adapter(name, adapter, swarm.servers()) or error from None
 
     def swarm_status(self) -> dict[str, Any]:
         """The swarm as this service knows it."""

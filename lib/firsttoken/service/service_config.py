@@ -22,7 +22,6 @@ REFUSED = {
     ("--swarm", "--preemption"): "the keys and values are with its servers, and this process can swap none of them",
     ("--swarm", "--prefix-store"): "the keys and values are with its servers, which take none from elsewhere",
     ("--swarm", "--share-prefixes"): "its servers keep the keys and values of each request by itself",
-    ("--swarm", "--variant"): "its servers compute the blocks, and have no adapters",
     ("--swarm", "--worker"): "its servers compute the blocks, and a worker would have none",
     ("--gbit-per-s", WHOLE): "only what `firsttoken stage` has written is read over a link",
 }

@@ -53,7 +53,7 @@ class RemoteStage:
         self.executor.forget(request)
 
 
-class GrowingExecutor(RemoteExecutor):
+class StagesExecutor(RemoteExecutor):
     """Runs steps in a worker that brings the stages of ``manifest``, from stage 1 on; a step waits until there is one.
 
     A worker that takes the place of a lost one begins with the best stage whose files are here: over a shaped link with
@@ -129,7 +129,7 @@ class StagedWorkerServer(LoadingServer):
     def __init__(self, config: ServiceConfig, limits: RequestLimits, broken: Callable[[FirstTokenError], None]) -> None:
         super().__init__(limits, config.device, 1.0, broken)
         self._config, self._variants = config, dict(config.variants)
-        self._remote: GrowingExecutor | None = None
+        self._remote: StagesExecutor | None = None
         self._told: dict[str, Any] = {}
         self._lost = 0
 
@@ -177,7 +177,7 @@ class StagedWorkerServer(LoadingServer):
                 gbit_per_s=config.gbit_per_s,
                 readers=config.threads,
             )
-            self._remote = GrowingExecutor(worker, manifest, self._closing, self._hear)
+            self._remote = StagesExecutor(worker, manifest, self._closing, self._hear)
         self._first = self._remote.version.stage
         self._run(self._remote)
         self._take_over(self._first)
