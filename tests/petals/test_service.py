@@ -107,7 +107,7 @@ def test_a_swarm_that_cannot_serve_is_said_in_one_line(plain, here, capsys):
         running(ServiceConfig(plain, port=free_port(), swarm=(door,))),
     ):
         pass
-    for wrong in ({"preemption": "swap"}, {"share_prefixes": True}, {"device": "cuda"}):
+    for wrong in ({"preemption": "swap"}, {"share_prefixes": True}):
         with pytest.raises(StageError, match="--swarm does not go with --"):
             ServiceConfig(plain, swarm=(door,), **wrong)
     with pytest.raises(SwarmError, match="cannot share prefixes"):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from types import MappingProxyType, TracebackType
+from typing import NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from firsttoken.engine.decoder import Decoder
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.engine_config import DEFAULT_CONFIG, EngineConfig
 from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.petals.access import Access
@@ -64,13 +66,23 @@ class RemoteSegment:
         begin(self._chain.forget([request]))
 
 
+class Ends(NamedTuple):
+    """A ``model`` of which embedding, norm and head are here, and the ``names`` (sha256) that servers know it by."""
+
+    model: nn.Module
+    names: Sequence[str]
+
+
 class RemoteModel:
     """The model in ``folder`` with its ends here, and its blocks on the swarm that ``peers`` (HOST:PORT) belong to.
 
+    Its ends compute on ``device``; ``ends`` are those that are there already: of the folder nothing is read then.
     ``engine`` is the engine over it, for what serves and schedules; hidden states travel in ``coding`` (by default what
-    the ends compute in). ``audits`` are the spot checks that it makes, ``bid`` what it offers for a place at a server
-    that is full. Use it as a context manager. Raises ModelError for a folder that holds no ends, SwarmError for a
-    coding that is unknown or cannot be audited, and when nobody answers.
+    the ends compute in). ``variants`` of the model are in ``versions``: by name, those whose servers have the adapter
+    that is named for it, unaudited (PETALS' own servers have adapters too, and a request names its ``active_adapter``:
+    client/routing/sequence_manager.py of bigscience-workshop/petals). ``audits`` are the spot checks that it makes,
+    ``bid`` what it offers for a place at a server that is full. Use it as a context manager. Raises ModelError for a
+    folder that holds no ends, SwarmError for a coding that is unknown or cannot be audited, and when nobody answers.
     """
 
     def __init__(
@@ -79,6 +91,7 @@ class RemoteModel:
         peers: Sequence[str],
         *,
         dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
         coding: str = "",
         timeouts: Timeouts | None = None,
         access: Access | None = None,
@@ -86,6 +99,8 @@ class RemoteModel:
         bid: Bid | None = None,
         tokens: int = 16384,
         config: EngineConfig = DEFAULT_CONFIG,
+        ends: Ends | None = None,
+        variants: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         coding = coding or str(dtype).removeprefix("torch.")
         if coding not in CODINGS:
@@ -94,14 +109,21 @@ class RemoteModel:
             raise SwarmError("audits compare answers in float32: set dtype and coding to float32, or audit nothing")
         if config.share_prefixes:
             raise SwarmError("requests over a swarm cannot share prefixes: leave share_prefixes out")
-        self.model = load_ends(folder, dtype)
+        ends = ends or Ends(load_ends(folder, dtype, device), [model_sha256(folder)])
+        self.model, (name, *others) = ends
         width, depth = self.model.config.hidden_size, self.model.config.num_hidden_layers
-        self.swarm = Swarm(model_sha256(folder), peers, width, access or Access(), timeouts or Timeouts(), bid=bid)
+        options = {"bid": bid, "other_names": others}
+        self.swarm = Swarm(name, peers, width, access or Access(), timeouts or Timeouts(), **options)
         wait_for(self.swarm.meet())
         auditor = None if audits is None else Auditor(self.swarm, audits)
         self.chain = Chain(self.swarm, range(depth), coding, auditor)
-        self.executor = LiveExecutor(self.model, -(-tokens // 16), segments=[RemoteSegment(self.chain)], touched=False)
+        self.executor = LiveExecutor(self.model, -(-tokens // 16), segments=[RemoteSegment(self.chain)], elsewhere=True)
         self.engine = Engine(self.executor, config)
+        self._chains = {name: Chain(self.swarm, range(depth), coding, adapter=one) for name, one in variants.items()}
+        self.versions = {
+            name: ModelVersion(Decoder(self.model, [RemoteSegment(chain)]), stage=1)
+            for name, chain in self._chains.items()
+        }
         self._looking = begin(self.swarm.keep_looking())
 
     def generate(
@@ -114,8 +136,10 @@ class RemoteModel:
         eos_token_id: int | Sequence[int] = (),
         pad_token_id: int = 0,
         seed: int = 0,
+        variant: str = "",
     ) -> Tensor:
-        """``input_ids`` [batch, tokens] -> [batch, tokens + at most ``max_new_tokens``], rows that end early padded.
+        """``input_ids`` [batch, tokens] -> [batch, tokens + at most ``max_new_tokens``], rows that end early padded; by
+        the ``variant`` of this name, if one is named.
 
         Row i draws with ``seed`` + i; temperature 0 is greedy. Raises RequestError for ids that are no batch or that
         the model cannot take, SwarmError when blocks stay unserved.
@@ -128,7 +152,7 @@ class RemoteModel:
         try:
             for row, prompt in enumerate(input_ids.tolist()):
                 sampling = Sampling(max_new_tokens, temperature, top_p, stop, seed + row)
-                requests.append(engine.submit(prompt, sampling))
+                requests.append(engine.submit(prompt, sampling, version=self.versions[variant] if variant else None))
             engine.run()
         finally:
             for request in requests:
@@ -144,7 +168,8 @@ class RemoteModel:
         self._looking.cancel()
 
         async def end() -> None:
-            self.chain.close()
+            for chain in (self.chain, *self._chains.values()):
+                chain.close()
             await self.swarm.close()
 
         wait_for(end())

@@ -18,7 +18,7 @@ from firsttoken.petals.limits import ServerLimits
 from firsttoken.petals.states import check_states
 from firsttoken.petals.trust.commitments import Committer
 from firsttoken.petals.trust.priority_queue import OFFER, PriorityQueue
-from firsttoken.petals.wire import CODINGS, HEADERS, VERSION, decode, encode
+from firsttoken.petals.wire import ADAPTER, CODINGS, HEADERS, VERSION, decode, encode
 from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, SwarmError
 from firsttoken.study.parsing.parse_errors import shown
 
@@ -36,8 +36,9 @@ class IdleError(SwarmError):
 
 @dataclass(eq=False)
 class Session(Ending):
-    """One stream of ``client``, for ``layers`` in ``coding``, and its sequences. ``used`` is when it was opened or
-    something was computed for it last; ``busy`` while its client waits for a step, ``silent`` messages came since."""
+    """One stream of ``client``, for ``layers`` in ``coding`` with the ``adapter``, and its sequences. ``used`` is when
+    it was opened or something was computed for it last; ``busy`` while its client waits for a step, ``silent`` messages
+    came since."""
 
     client: Client
     layers: range
@@ -47,6 +48,7 @@ class Session(Ending):
     computed: bool = False
     busy: bool = False
     silent: int = 0
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -85,6 +87,7 @@ class Sessions:
         its steps raise; its sequences are gone then."""
         try:
             session = Session(client_of(context.peer()), *self.opened(headers), asyncio.get_running_loop().time())
+            session.adapter = self._adapter(headers)
             self.make_way(session.client)
             has = sum(one.client == session.client for one in self._open)
             await self.queue.take(headers.get(OFFER, ""), session.client, has, self.spare())
@@ -164,12 +167,13 @@ class Sessions:
         session.busy, session.silent = True, 0
         chunks = await self.slots.placed(mine, message.stretches, layers.start, session.client)
         trails = [mine[one.number].trail for one in message.stretches]  # a sequence may make room meanwhile
-        out = await self.batcher.run(layers, chunks, message.hidden, session.client)
+        out = await self.batcher.run(layers, chunks, message.hidden, session.client, session.adapter)
         check_states(out, "the hidden states that come out of these blocks hold")
         self.slots.computed(mine, message.stretches)
         session.busy, session.computed, session.used = False, True, asyncio.get_running_loop().time()
         commitment = ""
-        if backend.dtype is CODINGS[session.coding] is torch.float32:  # what is rounded on the way was not computed
+        # What is rounded on the way was not computed, and who judges has the model alone.
+        if backend.dtype is CODINGS[session.coding] is torch.float32 and not session.adapter:
             commitment = self.committer.commit(layers, trails, message.stretches, message.hidden, out)
         said = encode(out, session.coding, commitment=commitment)
         await self.within(context.write(said), "did not read its answer")
@@ -221,3 +225,9 @@ class Sessions:
         if coding not in CODINGS:
             raise RequestError(f"no coding is called {shown(coding)}; known: {', '.join(CODINGS)}")
         return layers, coding
+
+    def _adapter(self, headers: dict[str, str]) -> str:
+        adapter = headers.get(ADAPTER, "")
+        if adapter and adapter not in self.batcher.backend.adapters:
+            raise SwarmError(f"this server has no adapter {shown(adapter, 80)}: ask one that announces it")
+        return adapter
