@@ -15,7 +15,7 @@ from the_library import behind, circles, floors, imported_anywhere, is_folder, r
 from firsttoken_studies.registry import EXPERIMENTS
 
 BUDGETS = {  # of each room at most: lines, modules that stand on each other, percent of its lines that import
-    "firsttoken": (865, 4, 9),  # the options of prefixes
+    "firsttoken": (875, 4, 9),  # the options of prefixes
     "firsttoken.assets": (3300, 7, 11),  # npm brings what a browser runs; shapes of models; downloads by name
     "firsttoken.cps": (840, 3, 11.5),  # costs that were measured here, and kept; one replica measures at a time
     "firsttoken.droidspeak": (
@@ -23,31 +23,35 @@ BUDGETS = {  # of each room at most: lines, modules that stand on each other, pe
         8,
         9,
     ),  # prefixes that are kept, found and served; those of fine-tunes in one engine, 40 lines
-    "firsttoken.engine": (8254, 10, 8.5),  # layers with adapters in kernels, 360 lines; mixtures and several GPUs, 245
+    "firsttoken.engine": (8789, 10, 8.5),  # layers with adapters in kernels, 360 lines; tokens before torch, 510
     "firsttoken.lean": (620, 4, 7.6),
     "firsttoken.link": (430, 2, 7),
-    "firsttoken.petals": (6437, 8, 9.7),  # beginnings that servers keep, and are sent, 400 lines
-    "firsttoken.progressiveserve": (4755, 8, 10.5),  # stages fused with their adapters; variants of the last one, 30
+    "firsttoken.petals": (6591, 8, 9.7),  # beginnings that servers keep, and are sent, 410 lines
+    "firsttoken.progressiveserve": (4763, 8, 10.5),  # stages fused with their adapters; variants of the last one, 30
     "firsttoken.sarathi": (510, 2, 12.5),  # a card with a model on it; lengths fitted to what a paper states
-    "firsttoken.service": (3572, 8, 10.5),  # variants, 60 lines; pairs of options, 30; clusters that are left, 65
+    "firsttoken.service": (
+        3734,
+        8,
+        10.5,
+    ),  # variants, 60 lines; clusters that are left, 65; ends of stages for swarms, 38
     "firsttoken.study": (6675, 8, 9.5),  # rows that open a report; claims that only a GPU answers; packed results
     "firsttoken_extras": (100, 1, 15),
     "firsttoken_extras.bitplanes": (1360, 6, 10),
     "firsttoken_extras.layer_borrowing": (595, 3, 12),  # another model's cache at a replica that borrows
     "firsttoken_extras.min_move_rebalancing": (95, 1, 8.5),
     "firsttoken_extras.vllm_cross_point": (345, 3, 12.5),
-    "firsttoken_extras.worker": (945, 3, 13.5),  # stored prefixes in a worker, 40 lines, and variants, 40
+    "firsttoken_extras.worker": (1324, 3, 13.5),  # stored prefixes in a worker, 40 lines, variants, 40; stages, 379
     "firsttoken_studies": (1972, 4, 9),
     "firsttoken_studies.combined": (
-        3610,
+        5050,
         4,
         13.5,
-    ),  # the other reports on GPUs; an H200; all five at once, 860 lines; agents in turns, 330
+    ),  # other reports on GPUs; an H200; all five at once, 920, and simulated, 660; agents, 390; many starts, 660
     "firsttoken_studies.cps": (1960, 4, 10.5),
-    "firsttoken_studies.droidspeak": (4415, 7, 10),  # chosen groups from the record
+    "firsttoken_studies.droidspeak": (4416, 7, 10),  # chosen groups from the record
     "firsttoken_studies.engine": (1000, 1, 12.5),  # the floor, and steps beside it; fine-tunes at once
     "firsttoken_studies.petals": (3485, 4, 10),
-    "firsttoken_studies.progressiveserve": (4390, 5, 11.5),  # the whole first answer
+    "firsttoken_studies.progressiveserve": (4500, 5, 11.5),  # the whole first answer; starts before torch, 110
     "firsttoken_studies.site": (860, 4, 15),  # a page on which a scheduler is written, and recorded runs as dots
     "firsttoken_studies.sarathi": (4110, 4, 12),  # servers foretold, GPUs, chunks behind prefixes, operators at hand
     "firsttoken_studies.trying": (480, 2, 17),
@@ -67,11 +71,10 @@ NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no p
     "firsttoken_extras.vllm_cross_point.connector": "vLLM names it in its configuration",
     "firsttoken_extras.vllm_cross_point.host": "tested without vLLM",
     "firsttoken_extras.vllm_cross_point.settings": "tested without vLLM",
-    "firsttoken_extras.worker.remote_executor": "an engine runs over it without a service",
     "firsttoken_extras.worker.worker_model": "a test serves it without the process",
 }
-NEIGHBOURING_STUDIES = 28  # a study whose numbers another file draws
-BEHIND_A_NOTEBOOK = 21_893  # lines of the library that the studies of one notebook import
+NEIGHBOURING_STUDIES = 29  # a study whose numbers another file draws
+BEHIND_A_NOTEBOOK = 22_604  # lines of the library that the studies of one notebook import
 NO_SUBJECT = 0  # docstrings of one line that the name of the function has to begin
 _NO_SUBJECT = re.compile(
     r"(Of|As|By|From|Where|Who|Whose|That|Those|So|Until|At|In|Out|On|For|Behind|Before|After|Beside|None|Also)\b"

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from firsttoken.options import EXTENSIONS, parser
 from firsttoken.study import paths, storage
@@ -114,6 +115,11 @@ def swarm(options: argparse.Namespace) -> int:
     wait_briefly()
     if options.action == "serve" and (options.servers > 1 or options.cluster is not None):
         from firsttoken.service.swarm_servers import serve_all as act
+    elif options.action == "serve" and options.variant:
+        from firsttoken.petals.actions import run
+        from firsttoken.service.swarm_variants import with_variants
+
+        act = partial(run, make_backend=with_variants(options.variant, options.model))
     else:
         from firsttoken.petals.actions import run as act
 

@@ -93,6 +93,10 @@ def add_options(swarm: argparse.ArgumentParser) -> None:
         " --port, --address or --key) (default: 1, without Ray)",
     )
     serve.add_argument("--cluster", metavar="HOST:PORT", help=_CLUSTER)
+    variant = "also compute the blocks with this LoRA adapter, for clients that ask for it; may be repeated"
+    serve.add_argument(
+        "--variant", type=option_values.named_folder, action="append", default=[], metavar="NAME=DIR", help=variant
+    )
     train = "also answer the forward and backward passes of clients that train; the blocks themselves never change"
     serve.add_argument("--train", action="store_true", help=train)
     threads = "the number of threads to compute with (default: 0, one for each core)"

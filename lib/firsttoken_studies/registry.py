@@ -27,13 +27,7 @@ _ALL = (
         "machine", "What this machine reaches", "00", "firsttoken.study.roofline:experiment", "ceilings_summary"
     ),
     _study("sizes", "What a block and its adapters weigh", "11", "progressiveserve.sizes:sizes", "sizes_summary"),
-    _study(
-        "layer_distance",
-        "Which layers change least",
-        "11",
-        "progressiveserve.layers:layer_distance",
-        "distance_summary",
-    ),
+    _study("layer_distance", "Which layers differ", "11", "progressiveserve.layers:layer_distance", "distance_summary"),
     _study("stage_quality", "What each stage answers", "12", "progressiveserve.layers:stage_quality", "stage_summary"),
     _study(
         "stage_tasks",
@@ -150,14 +144,7 @@ _ALL = (
     _study("victims_live", "Who is preempted, live", "24", "cps.victims:victims_live", "victims_summary"),
     _study("online_crosspoint", "A learnt threshold", "23", "cps.learnt_threshold:online_crosspoint", "online_summary"),
     _study("layer_profile", "Which layers to recompute", "30", "droidspeak.profiling:layer_profile", "profile_summary"),
-    _study(
-        "reuse_training",
-        "Models to share between",
-        "30",
-        "droidspeak.training:reuse_training",
-        "training_summary",
-        LONG,
-    ),
+    _study("reuse_training", "Models that share", "30", "droidspeak.training:reuse_training", "training_summary", LONG),
     _study(
         "transitions",
         "Why one contiguous group",
@@ -389,6 +376,15 @@ _ALL = (
         "combined.five_at_once.experiment:five_at_once",
         "five_summary",
     ),
+    _study(
+        "five_at_once_simulated",
+        "The same simulated, here and on a GPU that is not here",
+        "61",
+        "combined.five_at_once.simulated:five_at_once_simulated",
+        "simulated_summary",
+        reads=("five_at_once",),
+    ),
+    _study("many_starts", "Many cold starts", "63", "combined.many_starts.experiment:many_starts", "starts_summary"),
 )
 EXPERIMENTS: dict[str, Experiment] = {experiment.name: experiment for experiment in _ALL}
 

@@ -14,14 +14,14 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from firsttoken.engine import fused
 from firsttoken.engine.fused import FusedLayer, fuse, fuse_layer
+from firsttoken.engine.native import exports
 from firsttoken.engine.native import linear as native_linear
-from firsttoken.engine.native.library import SOURCE, Kernels, kernels
+from firsttoken.engine.native.library import Kernels, kernels
 from firsttoken.engine.native.linear import NativeLinear, multiplies
 from firsttoken.engine.onednn_prepack import PackedLinear, packs
 from firsttoken.engine.request import Sampling
 from firsttoken.progressiveserve.loading.lora import with_adapter
 from firsttoken.study.errors import ModelError
-from firsttoken.study.system.compiled import shared_library
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 
@@ -146,17 +146,13 @@ def test_weights_of_an_odd_number_of_inputs_are_left_to_onednn(compiled) -> None
     assert type(fused.packed(nn.Linear(7, 4))) is PackedLinear and type(fused.packed(nn.Linear(8, 4))) is NativeLinear
 
 
-@pytest.mark.filterwarnings("ignore:the engine's own torch.bfloat16 products")
+@pytest.mark.filterwarnings("ignore:the engine's own bfloat16 products")
 def test_a_kernel_that_multiplies_wrongly_is_not_used(compiled, llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The products of its first call are held against torch's; oneDNN multiplies then, and one line says so."""
-    right = Kernels.product
-
-    def wrong(self: Kernels, rows: torch.Tensor, weight: object, other: object, out: torch.Tensor) -> torch.Tensor:
-        return right(self, rows, weight, other, out).add_(1)
-
-    monkeypatch.setattr(Kernels, "product", wrong)
-    with pytest.warns(UserWarning, match="own torch.float32 products are wrong on this processor; oneDNN multiplies"):
-        tried = Kernels(shared_library(SOURCE))
+    """The products of its first call are held against whole numbers; oneDNN multiplies then, and one line says so."""
+    right = exports.widened
+    monkeypatch.setattr(exports, "widened", lambda numbers: right(numbers) + 1)
+    with pytest.warns(UserWarning, match="own float32 products are wrong on this processor; oneDNN multiplies"):
+        tried = Kernels(exports.load_exports())
     assert not tried.multiplied
     monkeypatch.undo()
     monkeypatch.setattr(native_linear, "kernels", lambda: tried)
@@ -175,7 +171,7 @@ def adapter_of(layer: nn.Module, ranks: dict[str, int], generator: torch.Generat
 
 
 RANKS = {
-    "all alike": dict.fromkeys([path for paths in fused._PATHS.values() for path in paths], 4),
+    "all alike": dict.fromkeys([path for paths in exports.PRODUCTS.values() for path in paths], 4),
     "some": {"self_attn.q_proj": 3, "self_attn.v_proj": 5, "mlp.up_proj": 2, "mlp.down_proj": 7},
     "one": {"mlp.gate_proj": 1},
     "none": {},

@@ -105,7 +105,7 @@ def test_a_swarm_that_cannot_serve_is_said_in_one_line(plain, here, capsys, tmp_
         running(ServiceConfig(plain, port=free_port(), swarm=(door,))),
     ):
         pass
-    for wrong in ({"preemption": "swap"}, {"device": "cuda"}):
+    for wrong in ({"preemption": "swap"}, {"worker": True}):
         with pytest.raises(StageError, match="--swarm does not go with --"):
             ServiceConfig(plain, swarm=(door,), **wrong)
     for wrong in ({"prefix_store": tmp_path}, {"share_prefixes": True}):

@@ -66,7 +66,7 @@ def test_only_what_follows_is_computed(tiny, here, client, asked, share, stored)
     ups, model = two(here, client, share)
     one = asked(90, 4)
     kv = computed(tiny, one.prompt[:stored])
-    model.segment.stored = lambda prompt, variant: Stored(kv, stored)
+    model.segments[""].stored = lambda prompt, variant: Stored(kv, stored)
     for turn in range(2):
         before = dict(model.swarm.served)
         assert says(tiny, model, one.prompt, 4)
@@ -83,7 +83,7 @@ def test_other_keys_and_values_would_be_seen(tiny, here, client, asked):
     _, model = two(here, client)
     one = asked(90, 8)
     kv = computed(tiny, asked(90, 1).prompt)
-    model.segment.stored = lambda prompt, variant: Stored(kv, 80)
+    model.segments[""].stored = lambda prompt, variant: Stored(kv, 80)
     assert not says(tiny, model, one.prompt)
 
 
@@ -99,7 +99,7 @@ def test_random_sessions_with_stored_beginnings_and_deaths(tiny, here, client, s
         found = [(text, kv) for text, kv in stored if prompt[: len(text)] == text and len(prompt) > len(text)]
         return Stored(found[0][1], len(found[0][0])) if found and dice.random() < 0.8 else None
 
-    model.segment.stored = find
+    model.segments[""].stored = find
     for _ in range(10):
         prompts = [
             dice.choice(texts) + [dice.randrange(256) for _ in range(dice.randint(1, 30))]
@@ -148,7 +148,7 @@ def test_what_cannot_be_read_or_is_refused_is_computed(tiny, here, client, asked
     _, model = two(here, client)
     one = asked(90, 6)
     source = make(computed(tiny, one.prompt[:80]))
-    model.segment.stored = lambda prompt, variant: source
+    model.segments[""].stored = lambda prompt, variant: source
     assert says(tiny, model, one.prompt, 6)
     assert source.closed and model.chain.restored == 0 and not model.chain.faults
     assert set(model.swarm.served.values()) == {3 * 95}
@@ -159,7 +159,7 @@ def test_a_store_that_has_gone_ends_no_step(tiny, here, client, asked):
         raise CacheError("the folder is not there")
 
     _, model = two(here, client)
-    model.segment.stored = gone
+    model.segments[""].stored = gone
     assert says(tiny, model, asked(90, 4).prompt, 4)
 
 
@@ -171,7 +171,7 @@ def test_values_of_another_shape_fail_the_server_that_is_sent_them_and_never_the
     one = asked(90, 6)
     kv = [torch.cat([layer, layer], 2) for layer in computed(tiny, one.prompt[:80])]
     sources = iter([Stored(kv, 80)])
-    model.segment.stored = lambda prompt, variant: next(sources, None)
+    model.segments[""].stored = lambda prompt, variant: next(sources, None)
     assert says(tiny, model, one.prompt, 6)
     assert any("do not fit" in why for _, why in model.chain.faults) and model.chain.restored == 0
 
@@ -236,7 +236,7 @@ def test_what_one_client_sends_another_finds_by_no_name(tiny, here, client, aske
     ups, model = two(here, client)
     one = asked(90, 6)
     kv = computed(tiny, asked(90, 1).prompt)  # of another text: whoever took it would say something else
-    model.segment.stored = lambda prompt, variant: Stored(kv, 80)
+    model.segments[""].stored = lambda prompt, variant: Stored(kv, 80)
     assert not says(tiny, model, one.prompt, 6)
     other = client(ups[0].record.address, config=EngineConfig(share_prefixes=True))
     assert says(tiny, other, one.prompt, 6) and says(tiny, other, one.prompt, 6)

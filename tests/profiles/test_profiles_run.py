@@ -58,6 +58,8 @@ from firsttoken_studies import multiple_choice
 from firsttoken_studies.combined.borrowed import experiment as borrowed
 from firsttoken_studies.combined.fetchers import trial as fetch_trial
 from firsttoken_studies.combined.five_at_once import experiment as five
+from firsttoken_studies.combined.five_at_once import simulated as five_simulated
+from firsttoken_studies.combined.many_starts import experiment as many_starts
 from firsttoken_studies.cps import learnt_threshold
 from firsttoken_studies.droidspeak import gating, profile_transfer, profiling, reuse_methods, setting
 from firsttoken_studies.droidspeak import training as reuse_training
@@ -158,7 +160,8 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         patch.setattr(borrowed, "own_request", lambda *_: nullcontext(Busy()))
         patch.setattr(fetch_trial, "fetchers", lending)
         patch.setattr(five, "warm_server", counted_lender)
-        patch.setattr(five, "conversations", short_conversations)
+        for place in (five, five_simulated):
+            patch.setattr(place, "conversations", short_conversations)
         for place in (coldstart, layer_sweep, bitplane_starts):
             patch.setattr(place, "disk_speed", lambda read: 100.0)
         for place in ("converted", "_from_hub"):
@@ -181,6 +184,7 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         patch.setattr(Hardware, "read", lambda hardware: BatchCosts())
         for place in (bench, changing_load, pipeline_bubbles):
             patch.setattr(place, "lengths", lambda source: np.array([[30, 8], [60, 12]] * 10))
+        patch.setattr(many_starts, "lengths", lambda source: np.array([[30, 8]] * 200))  # two for each replica
         for searching in (bench, paper_cards):
             patch.setattr(searching, "capacity", lambda serve, objective, *, start: (start, serve(start)))
         patch.setattr(live_peer, "turn", asked_peer)

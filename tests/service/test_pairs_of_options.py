@@ -98,12 +98,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def swarm(place) -> Iterator[str]:
-    """A server of all blocks."""
+    """A server of all blocks, which has the adapter."""
     from swarms import Here, servers_imported
+
+    from firsttoken.service.swarm_variants import with_variants
 
     with servers_imported():
         here = Here(place / "model")
-        yield here.serve((0, 6))[0].record.address
+        blocks = with_variants([("qa", place / "qa")], place / "model")
+        yield here.serve((0, 6), make_backend=blocks)[0].record.address
         here.close()
 
 
@@ -220,7 +223,8 @@ def expected(arguments, cache) -> dict[str, list[str]]:
         alone = {"": answers(url), "qa": answers(url, "qa")}
     assert alone[""] != alone["qa"]
     with served(arguments(("--swarm",)), cache) as url:
-        return alone | {"--swarm": answers(url)}
+        alone |= {"--swarm": answers(url)}
+    return alone
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
@@ -236,7 +240,9 @@ def test_a_pair_answers_as_either_alone_or_is_refused(pair, arguments, cache, re
         if "--prefix-store" in pair:
             until(lambda: "stored prefixes are used" in _stage(url).text, "the store is open")
         assert answers(url) == right["--swarm" if "--swarm" in pair else ""]
-        if "--variant" in pair:
+        if "--variant" in pair and "--swarm" in pair:  # what it says, ``test_over_swarm.py`` knows in float32
+            assert answers(url, "qa") not in (right["--swarm"], right[""])
+        elif "--variant" in pair:
             assert answers(url, "qa") == right["qa"]
         status = _stage(url).json()
         if "--prefix-store" in pair and not {"--replicas"} & set(pair):
@@ -273,14 +279,12 @@ def test_a_cluster_keeps_nothing_of_a_service_that_did_not_start(arguments, cach
 
 def test_the_table_has_what_is_refused_and_no_more() -> None:
     """Each of its lines is of options that there are, and names the two; and it stays short."""
-    assert {option for pair in REFUSED for option in pair} <= {*OPTIONS, WHOLE, "--device"}
-    assert len(REFUSED) == 7 and all(re.fullmatch(r"[^\n.;]{20,110}", why) for why in REFUSED.values())
+    assert {option for pair in REFUSED for option in pair} <= {*OPTIONS, WHOLE}
+    assert len(REFUSED) == 3 and all(re.fullmatch(r"[^\n.;]{20,110}", why) for why in REFUSED.values())
 
 
 def test_what_no_pair_above_can_try(place) -> None:
-    """Another device is not here, and a whole model has no link."""
-    with pytest.raises(StageError, match="--swarm does not go with --device: its servers compute the blocks"):
-        ServiceConfig(place / "model", swarm=("127.0.0.1:1",), device="cuda")
+    """A whole model has no link. (Another device may not be here: ``test_over_swarm.py`` tries one over a swarm.)"""
     link: Any = ServiceConfig(place / "model", port=free_port(), gbit_per_s=1.0)
     with pytest.raises(StageError, match="--gbit-per-s does not go with a model that is whole: only"), running(link):
         pass

@@ -199,7 +199,6 @@ def test_a_worker_that_is_lost_is_given_its_variants_again(plain, plain_adapters
         (("plain",), {}, "two models would be called 'plain'"),
         (("a b",), {}, "'a b' is no name; take up to 64 letters, digits, dots, dashes"),
         (("x" * 65,), {}, "is no name"),
-        (("qa",), {"swarm": ("127.0.0.1:1",)}, "--swarm does not go with --variant: its servers compute"),
     ],
 )
 def test_what_cannot_be_served_is_refused(plain, names, more, message: str) -> None:
@@ -208,12 +207,14 @@ def test_what_cannot_be_served_is_refused(plain, names, more, message: str) -> N
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_the_last_stage_of_a_model_has_its_variants(tiny, plain, plain_adapters) -> None:
+@pytest.mark.parametrize("worker", [False, True])
+def test_the_last_stage_of_a_model_has_its_variants(tiny, plain, plain_adapters, worker: bool) -> None:
     """Each answers as on the same model that is whole; until that is here, whoever asks for one is told so."""
     prompt, variants = [10, 20, 30, 40], tuple(plain_adapters.items())
     with serving(plain, variants=variants) as url:
         right = [completion(url, name, prompt)["choices"][0]["text"] for name in ("qa", "chat")]
-    with running(ServiceConfig(tiny, port=free_port(), variants=variants, gbit_per_s=0.02)) as url:
+    options = {"variants": variants, "gbit_per_s": 0.001 if worker else 0.02, "worker": worker}
+    with running(ServiceConfig(tiny, port=free_port(), **options)) as url:
         early = httpx.post(f"{url}/v1/completions", json={"model": "qa", "prompt": prompt}, timeout=TIMEOUT_S)
         assert early.status_code == 429 and "qa answers once the whole model is here" in early.text
         until(lambda: httpx.get(f"{url}/stage").json()["state"] == "complete", "all stages are here")

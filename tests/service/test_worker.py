@@ -8,11 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from services import free_port, serving, until, workers
-
-from firsttoken.service.launch import running
-from firsttoken.service.service_config import ServiceConfig
-from firsttoken.study.errors import StageError
+from services import serving, until, workers
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="finds the worker by /proc")
@@ -26,13 +22,3 @@ def test_an_answer_outlives_its_worker(plain: Path) -> None:
         assert again.status_code == 200 and again.json()["choices"] == expected
         assert httpx.get(f"{url}/stage").json()["workers_lost"] == 1
     until(lambda: not workers(), "no worker is left")
-
-
-def test_what_a_worker_cannot_host_is_refused(tiny: Path) -> None:
-    with (
-        pytest.raises(
-            StageError, match="--worker does not go with a model in stages: a worker's process loads a model"
-        ),
-        running(ServiceConfig(tiny, port=free_port(), worker=True)),
-    ):
-        pass

@@ -181,6 +181,11 @@ class AsyncEngine:
         for request, error in self._engine.publish(version, transition):
             self._streams.pop(request.number).end(error)
 
+    def asking(self, what: Callable[[], None]) -> None:
+        """Do what :meth:`Engine.asking` does; called between two steps."""
+        self._engine.asking(what)
+        self._end_failed()
+
     def between(self, what: Callable[[], Any]) -> Any:
         """Let the engine's thread call ``what`` between two steps, and return or raise what that returns or raises."""
         answer = self.soon(what)

@@ -160,10 +160,17 @@ class Decoder:
     def pack_head(self) -> None:
         """Keep the head's weight in the layout that it is multiplied in, beside the model's own, which may be the
         embedding too; does nothing where :func:`packs` says no. Called while steps run, it is there for the next."""
+        head = self._model.get_output_embeddings()
+        if packs(head):
+            with torch.no_grad():
+                self.set_head(packed(head))
+
+    def set_head(self, head: nn.Module) -> None:
+        """Compute logits with ``head``, which has the weight of the model's own."""
+        own = self._model.get_output_embeddings()
         for name, child in self._model.named_children():
-            if child is self._model.get_output_embeddings() and packs(child):
-                with torch.no_grad():
-                    self._model._modules[name] = packed(child)
+            if child is own:
+                self._model._modules[name] = head
 
     def take_head(self, other: Decoder) -> None:
         """Compute logits with the head of ``other``, which has the same weight and may be packed."""

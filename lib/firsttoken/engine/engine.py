@@ -200,6 +200,13 @@ class Engine:
         except DeviceLost as lost:
             self._begin_again(lost)
 
+    def asking(self, what: Callable[[], None]) -> None:
+        """Call ``what``, which asks the executor. A device that is found to be lost in this is lost as in a step."""
+        try:
+            what()
+        except DeviceLost as lost:
+            self._begin_again(lost)
+
     def publish(self, version: Version, transition: Transition) -> list[tuple[Request, Exception]]:
         """Let new requests begin with ``version`` from the next step on, and open ones move to it as ``transition``
         says.

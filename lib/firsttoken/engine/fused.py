@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from firsttoken.engine.attention import Attend, interface
 from firsttoken.engine.linear8 import Linear8
+from firsttoken.engine.native.exports import PRODUCTS
 from firsttoken.engine.native.library import NAMES, kernels
 from firsttoken.engine.native.linear import Halves, NativeLinear, multiplies
 from firsttoken.engine.onednn_prepack import PackedLinear, packs
@@ -26,27 +27,28 @@ _SILU = {("transformers.activations", "SiLUActivation"), ("torch.nn.modules.acti
 
 _FIELDS, _OF_ADAPTER = 10, 5  # of a weight, as kernels.cpp reads them, and how many of these are its adapter's
 _OF_WEIGHTS = np.array([True] * 3 + ([True] * (_FIELDS - _OF_ADAPTER) + [False] * _OF_ADAPTER) * 4)
-_PATHS = {
-    "joint": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "out": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
 
 
 class FusedLayer(nn.Module):
     """``stock`` (or lean) as a decoder layer of four matrix products:
-    queries, keys and values by one, gate and up by one."""
+    queries, keys and values by one, gate and up by one.
 
-    def __init__(self, stock: nn.Module) -> None:
+    ``panels`` are the weights of its products by name, where somebody has packed them; ``stock`` has the rest then."""
+
+    def __init__(self, stock: nn.Module, panels: Mapping[str, np.ndarray] | None = None) -> None:
         super().__init__()
         attention, mlp = stock.self_attn, stock.mlp
         self.kv_heads = attention.k_proj.out_features // attention.head_dim
-        self.joint = _product(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.out = _product(attention.o_proj)
         gate_up = mlp.gate_proj, mlp.up_proj
-        self.gate_up = NativeLinear(gate_up, gated=True) if all(map(multiplies, gate_up)) else _Gated(*gate_up)
-        self.down = _product(mlp.down_proj)
+        if panels is None:
+            self.joint = _product(attention.q_proj, attention.k_proj, attention.v_proj)
+            self.out = _product(attention.o_proj)
+            self.gate_up = NativeLinear(gate_up, gated=True) if all(map(multiplies, gate_up)) else _Gated(*gate_up)
+            self.down = _product(mlp.down_proj)
+        else:
+            for name, paths in PRODUCTS.items():
+                linears = [stock.get_submodule(path) for path in paths]
+                setattr(self, name, NativeLinear(linears, gated=name == "gate_up", panels=panels[name]))
         self.before_attention, self.before_mlp = _own(stock.input_layernorm), _own(stock.post_attention_layernorm)
         self.attention = copy.copy(attention)  # what attention functions ask for the layer's number and the like
         self.attention._modules = {}
@@ -71,7 +73,7 @@ class FusedLayer(nn.Module):
         twin = copy.copy(self)
         twin._modules = dict(self._modules)
         known = 0
-        for name, paths in _PATHS.items():
+        for name, paths in PRODUCTS.items():
             product, halves = getattr(self, name), [slices.get(path) for path in paths]
             adapted = product.with_adapter(halves) if type(product) is NativeLinear else None
             if adapted is None:

@@ -65,21 +65,28 @@ class KVPool:
 
     Block-major: one block, with all its layers, is one contiguous row, so a request is moved by moving rows. The memory
     is written once when it is made, so that no request pays for its first touch; what is not ``touched`` on a CPU is
-    zeros, too, and there in microseconds (0.4 GB: 60 ms of a first token from a fast disk). Raises RequestError for
-    more memory than is free.
+    zeros, too, and there in microseconds (0.4 GB: 60 ms of a first token from a fast disk). What is kept ``elsewhere``
+    has no memory here. Raises RequestError for more memory than is free.
     """
 
     def __init__(
-        self, shape: KVShape, blocks: int, device: torch.device | str = "cpu", *, touched: bool = True
+        self,
+        shape: KVShape,
+        blocks: int,
+        device: torch.device | str = "cpu",
+        *,
+        touched: bool = True,
+        elsewhere: bool = False,
     ) -> None:
         if blocks < 1:
             raise RequestError(f"KV cache: it needs at least 1 block, not {blocks}")
-        _check_room(
-            blocks * shape.block_bytes, f"{blocks:,} blocks of {shape.block_tokens} tokens", torch.device(device)
-        )
         self.shape = shape
         self.device = torch.device(device)
         size = (blocks, shape.layers, 2, shape.block_tokens, shape.kv_heads, shape.head_dim)
+        if elsewhere:
+            self.rows = torch.empty(size, dtype=shape.dtype, device="meta")
+            return
+        _check_room(blocks * shape.block_bytes, f"{blocks:,} blocks of {shape.block_tokens} tokens", self.device)
         if touched or self.device.type != "cpu":
             self.rows = torch.empty(size, dtype=shape.dtype, device=self.device).zero_()
         else:  # numpy asks the system for zeros, torch writes them

@@ -28,6 +28,7 @@ from firsttoken.engine.swap import make_path
 from firsttoken.engine.swap.block_copier import Moved, Movement, SwapPath
 from firsttoken.engine.swap.host_allocator import Span
 from firsttoken.engine.swap.host_pool import HostPool
+from firsttoken.study.dtypes import name_of
 from firsttoken.study.errors import CacheError, ModelError, RequestError
 
 
@@ -37,7 +38,7 @@ class LiveExecutor:
     The model's attention is switched to the paged one, and back by ``close``; ``attend`` names the way it is computed,
     by default the fastest for this model here. ``segments`` run in the place of its layers, and ``hidden_cache`` keeps
     hidden states; this is the ``version`` that requests begin with until another is set. ``device`` is where the
-    weights will be (where they are, unless given), and ``touched`` as of ``KVPool``.
+    weights will be (where they are, unless given), and ``touched`` and ``elsewhere`` as of ``KVPool``.
 
     Raises ModelError for a model whose layers do not all see the whole context, whose attention cannot be replaced,
     whose rotary positions are of an unknown kind, that PEFT learned a prompt for, or that runs in an engine already,
@@ -57,6 +58,7 @@ class LiveExecutor:
         hidden_cache: HiddenStateCache | None = None,
         device: torch.device | None = None,
         touched: bool = True,
+        elsewhere: bool = False,
     ) -> None:
         config = model.config
         kinds = getattr(config, "layer_types", None)
@@ -77,7 +79,7 @@ class LiveExecutor:
         self.limits = Limits(context_of(config), config.vocab_size)
         self.block_tokens = block_tokens
         shape = KVShape.of(config, parameter.dtype, block_tokens)
-        self.pool = KVPool(shape, blocks, device or parameter.device, touched=touched)
+        self.pool = KVPool(shape, blocks, device or parameter.device, touched=touched, elsewhere=elsewhere)
         self.host_pool: HostPool | None = None
         self.path: SwapPath | None = None
         if host_blocks:
@@ -93,6 +95,11 @@ class LiveExecutor:
     def blocks(self) -> int:
         """Blocks of the pool."""
         return self.pool.blocks
+
+    @property
+    def dtype(self) -> str:
+        """Torch's name of what is computed in."""
+        return name_of(self.pool.shape.dtype)
 
     @property
     def salt(self) -> str:

@@ -21,7 +21,6 @@ from firsttoken.engine.async_engine import AsyncEngine, EngineStats, Stream, Tok
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.request_limits import BLOCK_TOKENS, RequestLimits
 from firsttoken.lean.importing import uncollected
-from firsttoken.study import dtypes
 from firsttoken.study.devices import check_device
 from firsttoken.study.errors import ClosedError, FirstTokenError, RequestError, StageError
 from firsttoken.study.system.openmp import loops_on_one_core
@@ -202,6 +201,7 @@ class LoadingServer(EngineServer):
 
     _bytes_moved = 0  # those of failed attempts included
     _recover = True  # to later stages, where there are any
+    _first = 1  # the stage that is served before these
 
     def __init__(
         self, limits: RequestLimits, device: str, retry_s: float, broken: Callable[[FirstTokenError], None]
@@ -274,12 +274,12 @@ class LoadingServer(EngineServer):
         if not self._prepare():
             return
         try:
-            there = self._insist(1, self._begin, self._end_all)
+            there = self._insist(self._first, self._begin, self._end_all)
         except PermanentFault as error:
             self._give_up(error.fault)
             return
         if there:
-            self._serving(1)
+            self._serving(self._first)
             self._go_on()
             self._closing.wait()
         self._end_all(ClosedError("the server was closed"))
@@ -361,8 +361,8 @@ class LoadingServer(EngineServer):
         told."""
         from firsttoken.engine.engine import Engine
 
-        policy, dtype = self.limits.preemption, dtypes.name_of(executor.pool.shape.dtype)
-        if policy is not None and (told := policy.prepare(executor, dtype)):
+        policy = self.limits.preemption
+        if policy is not None and (told := policy.prepare(executor, executor.dtype)):
             print(f"firsttoken: {told}", file=sys.stderr, flush=True)
             self._note(1, told)
         engine = Engine(executor, self.limits.engine, policy=self.limits.preemption, recovered=recovered)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from firsttoken.lean.lean_config import LeanConfig, Rotary
+from firsttoken.lean.lean_config import LeanConfig, scaled_frequencies
 
 Attention = Callable[..., tuple[Tensor, None]]
 
@@ -79,22 +79,8 @@ class RotaryEmbedding(nn.Module):
 
 def frequencies(config: LeanConfig) -> Tensor:
     """[head_dim / 2] in fp32 on the CPU, in radians a token."""
-    told, width = config.rotary, config.head_dim
-    plain = 1.0 / (told.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float, device="cpu") / width))
-    if told.rope_type == "linear":
-        return plain / told.factor
-    return _llama3(plain, told, config.max_position_embeddings) if told.rope_type == "llama3" else plain
-
-
-def _llama3(plain: Tensor, told: Rotary, positions: int) -> Tensor:
-    """Long waves are stretched by ``factor``, short ones kept, those between blended (Llama 3.1, model card)."""
-    before = told.original_max_position_embeddings or positions
-    waves = 2 * torch.pi / plain
-    kept = torch.where(waves > before / told.low_freq_factor, plain / told.factor, plain)
-    blend = (before / waves - told.low_freq_factor) / (told.high_freq_factor - told.low_freq_factor)
-    blended = (1 - blend) * kept / told.factor + blend * kept
-    between = ~(waves < before / told.high_freq_factor) & ~(waves > before / told.low_freq_factor)
-    return torch.where(between, blended, kept)
+    steps = torch.arange(0, config.head_dim, 2, dtype=torch.float, device="cpu") / config.head_dim
+    return scaled_frequencies(config, steps, torch.where)
 
 
 class LeanAttention(nn.Module):

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -188,6 +189,25 @@ def _rotary(content: dict[str, Any]) -> dict[str, Any]:
     if missing := [key for key in needed if key not in rotary]:
         raise Damaged(f"rope_parameters: missing key {missing[0]!r}")
     return rotary
+
+
+def scaled_frequencies(config: LeanConfig, steps: Any, where: Callable[..., Any]) -> Any:
+    """Radians a token [head_dim / 2] of ``steps``, the places 0, 2 ... of a head over its width: fp32, as ``steps`` is
+    torch's or numpy's, whose ``where`` it is."""
+    told = config.rotary
+    plain = 1.0 / (told.rope_theta**steps)
+    if told.rope_type == "default":
+        return plain
+    if told.rope_type == "linear":
+        return plain / told.factor
+    # Long waves are stretched by ``factor``, short ones kept, those between blended (Llama 3.1, model card)
+    before = told.original_max_position_embeddings or config.max_position_embeddings
+    waves = 2 * math.pi / plain
+    kept = where(waves > before / told.low_freq_factor, plain / told.factor, plain)
+    blend = (before / waves - told.low_freq_factor) / (told.high_freq_factor - told.low_freq_factor)
+    blended = (1 - blend) * kept / told.factor + blend * kept
+    between = ~(waves < before / told.high_freq_factor) & ~(waves > before / told.low_freq_factor)
+    return where(between, blended, kept)
 
 
 def _checked(config: LeanConfig) -> LeanConfig:

@@ -7,6 +7,8 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +17,7 @@ from firsttoken.assets.ends import chat_ends
 from firsttoken.assets.tokenizer_files import read_tokenizer_files
 from firsttoken.lean.tokenizer import read_tokenizer
 from firsttoken.petals.access import Access, check_installed
+from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.checkpoint_blocks import depth_of, model_sha256, parse_blocks, write_8_bits
 from firsttoken.petals.keys import public_hex, server_key
 from firsttoken.petals.limits import ServerLimits
@@ -27,18 +30,21 @@ from firsttoken.study import dtypes
 from firsttoken.study.extensions import extension
 
 
-def run(options: argparse.Namespace) -> None:
-    """The action that was chosen. Raises SwarmError, ModelError and RequestError."""
+def run(options: argparse.Namespace, make_backend: Callable[..., BlockBackend] = BlockBackend) -> None:
+    """The action that was chosen; a server's blocks are what ``make_backend`` makes. Raises SwarmError, ModelError and
+    RequestError."""
     check_installed()
-    {"serve": _serve, "int8": _rest, "generate": _generate, "list": _list}[options.action](options)
+    serve = partial(_serve, make_backend)
+    {"serve": serve, "int8": _rest, "generate": _generate, "list": _list}[options.action](options)
 
 
-def _serve(options: argparse.Namespace) -> None:
+def _serve(make_backend: Callable[..., BlockBackend], options: argparse.Namespace) -> None:
     access = Access.read(options.token_file, options.tls_ca, options.tls_cert, options.tls_key)
     if options.threads:
         torch.set_num_threads(options.threads)
     model = model_sha256(options.model)
-    asyncio.run(_until_told(config_of(options, access, chosen_blocks(options, access, model), options.host), model))
+    config = config_of(options, access, chosen_blocks(options, access, model), options.host)
+    asyncio.run(_until_told(config, model, make_backend))
 
 
 def config_of(options: argparse.Namespace, access: Access, blocks: range, host: str) -> ServerConfig:
@@ -87,13 +93,19 @@ def chosen_blocks(options: argparse.Namespace, access: Access, model: str) -> ra
 def line_of(config: ServerConfig, record: Record, port: int) -> str:
     """What a user is told of a server of this process, which listens on ``port``."""
     here = f", on port {port} here" if config.address else ""
+    variants = "".join(f" with {_short(adapter)}" for adapter in record.adapters)
     return (
-        f"blocks [{record.span.start}, {record.span.stop}) of {config.folder.resolve().name} are served at "
+        f"blocks [{record.span.start}, {record.span.stop}) of {config.folder.resolve().name}{variants} are served at "
         f"{record.address} by process {os.getpid()}{here}; Ctrl-C ends it"
     )
 
 
-async def _until_told(config: ServerConfig, model: str) -> None:
+def _short(adapter: str) -> str:
+    name, _, sha256 = adapter.partition("@")
+    return f"{name} ({sha256[:12]})"
+
+
+async def _until_told(config: ServerConfig, model: str, make_backend: Callable[..., BlockBackend]) -> None:
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
@@ -101,7 +113,7 @@ async def _until_told(config: ServerConfig, model: str) -> None:
     def say(record: Record, port: int) -> None:
         print(line_of(config, record, port), flush=True)
 
-    async with serving(config, model, told=say) as running:
+    async with serving(config, model, make_backend, told=say) as running:
         told = asyncio.create_task(ended.wait())
         await asyncio.wait([told, running.failed], return_when=asyncio.FIRST_COMPLETED)
         told.cancel()
@@ -159,7 +171,8 @@ def _list(options: argparse.Namespace) -> None:
         servers = sorted(swarm.servers(), key=lambda one: one.blocks)
         for one in servers:
             rate = f"{one.throughput:,.0f} tokens/s through a block"
-            print(f"blocks [{one.blocks[0]}, {one.blocks[1]}) at {one.address}, key {one.server[:8]}: {rate}")
+            more = "".join(f", {_short(adapter)}" for adapter in one.adapters)
+            print(f"blocks [{one.blocks[0]}, {one.blocks[1]}) at {one.address}, key {one.server[:8]}: {rate}{more}")
         if not servers or swarm.contacts.faults or swarm.contacts.held_against():
             print(f"{len(servers)} servers have blocks of the model; seen beside: {swarm.unseen()}", file=sys.stderr)
         await swarm.close()

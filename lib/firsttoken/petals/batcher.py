@@ -25,13 +25,14 @@ _ENDS = "this server ends: ask another"
 @dataclass(frozen=True, eq=False)
 class Waiting:
     """A step of a session of ``client``: ``chunks`` and their ``hidden`` [tokens, hidden], end to end, through
-    ``layers``."""
+    ``layers`` with the ``adapter`` of that name ("": none)."""
 
     client: Client
     layers: range
     chunks: Sequence[ScheduledChunk]
     hidden: Tensor
     answer: asyncio.Future[Tensor]
+    adapter: str = ""
 
 
 class Batcher:
@@ -55,14 +56,19 @@ class Batcher:
         self._ended = False
 
     async def run(
-        self, layers: range, chunks: Sequence[ScheduledChunk], hidden: Tensor, client: Client = HERE
+        self,
+        layers: range,
+        chunks: Sequence[ScheduledChunk],
+        hidden: Tensor,
+        client: Client = HERE,
+        adapter: str = "",
     ) -> Tensor:
-        """Return ``hidden`` [tokens, hidden] after ``layers``. Raises what computing raises, and SwarmError where the
-        server ends before."""
+        """Return ``hidden`` [tokens, hidden] after ``layers`` with ``adapter``. Raises what computing raises, and
+        SwarmError where the server ends before."""
         if self._ended:
             raise SwarmError(_ENDS)
         self.slots.lease(chunks)
-        one = Waiting(client, layers, chunks, hidden, asyncio.get_running_loop().create_future())
+        one = Waiting(client, layers, chunks, hidden, asyncio.get_running_loop().create_future(), adapter)
         self._waiting.append(one)
         self._came.set()
         try:
@@ -133,7 +139,8 @@ class Batcher:
         try:
             chunks = [chunk for one in batch for chunk in one.chunks]
             rows = [rows for one in batch for rows in one.hidden.split([chunk.tokens for chunk in one.chunks])]
-            out = iter(self.backend.run(batch[0].layers, chunks, rows))
+            adapters = [one.adapter for one in batch for _ in one.chunks]
+            out = iter(self.backend.run(batch[0].layers, chunks, rows, *([adapters] if any(adapters) else [])))
             return [torch.cat([next(out) for _ in one.chunks]) for one in batch]
         except Exception as error:  # out of memory: these sessions learn it, the next may run
             return [error] if len(batch) == 1 else [said for one in batch for said in self._compute([one])]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from firsttoken.assets.model_config import read_config
 from firsttoken.assets.positions import context_of
 from firsttoken.engine.attention import page
 from firsttoken.engine.decoder import LocalSegment
-from firsttoken.engine.fused import fuse_layer
+from firsttoken.engine.fused import fuse_layer, layer_table
 from firsttoken.engine.kv import KVPool, KVShape
 from firsttoken.engine.live_executor import fastest_attend
 from firsttoken.engine.request import ScheduledChunk
@@ -32,19 +32,40 @@ if TYPE_CHECKING:
 _TIMED = 5  # steps of one token that say how fast a span is
 
 
+class BlockAdapters(Protocol):
+    """Adapters on a model, by the ``names`` that servers and clients have for them (``records.adapter_name``)."""
+
+    names: tuple[str, ...]
+
+    def adapted(
+        self, blocks: range, plain: Sequence[nn.Module], fused: Sequence[nn.Module]
+    ) -> Mapping[str, Sequence[nn.Module]]:
+        """The layers with each adapter of ``blocks`` of the model, which are ``plain`` and as they are ``fused``.
+        Raises StageError for one that does not fit or has changed."""
+
+
 class BlockBackend:
-    """``blocks`` of the model in ``folder``, computed in ``dtype``, and keys and values of ``kv_tokens`` tokens.
+    """``blocks`` of the model in ``folder``, computed in ``dtype``, and keys and values of ``kv_tokens`` tokens; the
+    same with each of the ``adapters``, over the same weights.
 
     Raises ModelError for a folder without these blocks, or layers that do not all see the whole context.
     """
 
     def __init__(
-        self, folder: Path, blocks: range, dtype: torch.dtype, kv_tokens: int, *, block_tokens: int = 16
+        self,
+        folder: Path,
+        blocks: range,
+        dtype: torch.dtype,
+        kv_tokens: int,
+        *,
+        block_tokens: int = 16,
+        adapters: BlockAdapters | None = None,
     ) -> None:
         self.depth: int = read_config(folder).num_hidden_layers
         if not 0 <= blocks.start < blocks.stop <= self.depth:
             raise SwarmError(f"blocks [{blocks.start}, {blocks.stop}) are not among the model's [0, {self.depth})")
-        self._folder, self.dtype = folder, dtype
+        self._folder, self.dtype, self._adapters = folder, dtype, adapters
+        self._adapted: dict[str, LocalSegment] = {}
         model = self._span(blocks)
         if odd := set(getattr(model.config, "layer_types", None) or []) - {"full_attention"}:
             raise ModelError(f"{model.config.model_type} has layers of {min(odd)}; a swarm runs full_attention only")
@@ -57,9 +78,22 @@ class BlockBackend:
         self._segment = LocalSegment(model.model.layers)
         self._attend = fastest_attend(self.pool)
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters that are here."""
+        return () if self._adapters is None else self._adapters.names
+
     @torch.inference_mode()
-    def run(self, layers: range, chunks: Sequence[ScheduledChunk], hidden: Sequence[Tensor]) -> list[Tensor]:
-        """``hidden`` [tokens, hidden] of each of ``chunks`` through ``layers`` of the model -> the same shapes."""
+    def run(
+        self,
+        layers: range,
+        chunks: Sequence[ScheduledChunk],
+        hidden: Sequence[Tensor],
+        adapters: Sequence[str] = (),
+    ) -> list[Tensor]:
+        """``hidden`` [tokens, hidden] of each of ``chunks`` through ``layers`` of the model -> the same shapes; with
+        the ``adapters`` that are named for each ("": none), in one pass where the kernels run them together."""
+        names = list(dict.fromkeys(adapters)) or [""]
         order = sorted(range(len(chunks)), key=lambda place: chunks[place].tokens)  # as a step lays them
         step = StepPlan.of(chunks, self.pool, self._attend)
         step.layers = range(layers.start - self.blocks.start, layers.stop - self.blocks.start)
@@ -75,10 +109,29 @@ class BlockBackend:
                 "paged": step.paged,
             },
         )
-        parts = self._segment.run(states, step)[0].split([chunks[place].tokens for place in order])
+        segments = [self._adapted[name] if name else self._segment for name in names]
+        if len(names) > 1:
+            fields = layer_table([segment.modules for segment in segments])
+            if fields is None or step.paged.read_by_kernels(step.ids.shape[1]) is None:
+                return self._apart(layers, chunks, hidden, adapters)
+            whose = [names.index(adapters[place]) for place in order for _ in range(chunks[place].tokens)]
+            step.variants = fields, torch.tensor(whose)
+        parts = segments[0].run(states, step)[0].split([chunks[place].tokens for place in order])
         out: list[Tensor] = [states] * len(chunks)
         for place, part in zip(order, parts, strict=True):
             out[place] = part
+        return out
+
+    def _apart(
+        self, layers: range, chunks: Sequence[ScheduledChunk], hidden: Sequence[Tensor], adapters: Sequence[str]
+    ) -> list[Tensor]:
+        """What ``run`` returns, by a pass for each adapter."""
+        out = list(hidden)
+        for name in dict.fromkeys(adapters):
+            mine = [place for place, other in enumerate(adapters) if other == name]
+            said = self.run(layers, [chunks[place] for place in mine], [hidden[place] for place in mine], [name])
+            for place, rows in zip(mine, said, strict=True):
+                out[place] = rows
         return out
 
     @torch.inference_mode()
@@ -93,14 +146,18 @@ class BlockBackend:
     def move(self, blocks: range) -> None:
         """Load as many other ``blocks`` in the place of those that are here, whose memory is given back first; nothing
         may use the pool meanwhile. Raises ModelError, and holds nothing then, for blocks that cannot be loaded."""
-        self.blocks, self._segment = blocks, LocalSegment([])
+        self.blocks, self._segment, self._adapted = blocks, LocalSegment([]), {}
         self._segment = LocalSegment(self._span(blocks).model.layers)
 
     def _span(self, blocks: range) -> PreTrainedModel:
         """The model with ``blocks`` as its only layers, numbered from 0, as a step runs them."""
         model = load_span(self._folder, blocks, self.dtype)
         page(model)
-        model.model.layers = nn.ModuleList(fuse_layer(layer) for layer in model.model.layers)
+        plain, fused = list(model.model.layers), [fuse_layer(layer) for layer in model.model.layers]
+        if self._adapters is not None:
+            adapted = self._adapters.adapted(blocks, plain, fused)
+            self._adapted = {name: LocalSegment(layers) for name, layers in adapted.items()}
+        model.model.layers = nn.ModuleList(fused)
         return model
 
     def measured_throughput(self) -> float:

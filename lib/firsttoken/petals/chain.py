@@ -75,12 +75,15 @@ class AnswerCheck(Protocol):
 
 
 class Chain:
-    """``layers`` on the servers of ``swarm``; hidden states travel in ``coding``, ``auditor`` looks at answers."""
+    """``layers`` on the servers of ``swarm`` that have the ``adapter`` ("": none is asked for); hidden states travel in
+    ``coding``, ``auditor`` looks at answers."""
 
-    def __init__(self, swarm: Swarm, layers: range, coding: str, auditor: AnswerCheck | None = None) -> None:
+    def __init__(
+        self, swarm: Swarm, layers: range, coding: str, auditor: AnswerCheck | None = None, adapter: str = ""
+    ) -> None:
         self.swarm = swarm
         self.layers = layers
-        self.coding = coding
+        self.coding, self._adapter = coding, adapter
         self.auditor = auditor
         self.faults: list[tuple[str, str]] = []  # (subkey, why) of each server that was replaced
         self.heirs: list[list[tuple[Record, range]]] = []  # of each of the faults: who took which blocks over
@@ -124,7 +127,7 @@ class Chain:
 
     def unserved(self) -> list[int]:
         """The layers that no server has which can be asked now. A server of the chain counts as long as it answers."""
-        known, lately_s = self.swarm.servers(), time.monotonic() - self.swarm.timeouts.refresh_s
+        known, lately_s = self.swarm.servers(self._adapter), time.monotonic() - self.swarm.timeouts.refresh_s
         answering = {one.server for one in known}
         serving = [one.span for one in known if self.swarm.state(one)[0] == "serves"]
         for session, record in list(self.sessions):  # one that computes may be too busy to be looked at
@@ -304,7 +307,7 @@ class Chain:
     async def _leave_late(self) -> None:
         """Leave servers that are late again and again, where others are several times as fast."""
         for session, record in list(self.sessions):
-            if self.swarm.faster(record, session.layers):
+            if self.swarm.faster(record, session.layers, self._adapter):
                 late_s = self.swarm.conduct.late_s(record.server)
                 fault = ServerFault(f"{record.name} is {late_s:.2f} s later than it announced")
                 await self._drop(session, record, fault)
@@ -329,10 +332,11 @@ class Chain:
     ) -> list[tuple[Record, range]]:
         """Put servers where the chain lacks ``layers``; who they are, and for which blocks. Raises as ``route``."""
         swarm = self.swarm
-        found = [(record, hop.blocks) for hop, record in await swarm.route(layers, why, until, refused)]
+        routed = await swarm.route(layers, why, until, refused, self._adapter)
+        found = [(record, hop.blocks) for hop, record in routed]
         sessions = [
             *self.sessions,
-            *((swarm.open_session(record, blocks, self.coding), record) for record, blocks in found),
+            *((swarm.open_session(record, blocks, self.coding, self._adapter), record) for record, blocks in found),
         ]
         self.sessions = sorted(sessions, key=lambda one: one[0].layers.start)
         return found

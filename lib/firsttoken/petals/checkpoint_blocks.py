@@ -81,23 +81,25 @@ def load_span(folder: Path, blocks: range, dtype: torch.dtype) -> PreTrainedMode
     return _checked(model, folder, lambda name: _LAYER.fullmatch(name) is not None)
 
 
-def load_ends(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with embedding, norm and head in ``dtype``; its blocks stay without memory. Raises as ``load_span``."""
+def load_ends(folder: Path, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
+    """The model with embedding, norm and head in ``dtype`` on ``device``; its blocks stay without memory. Raises as
+    ``load_span``."""
     model = build_on_meta(folder, dtype)
+    model.model.rotary_emb.to(device)
     known = dict(model.named_parameters())
-    _fill(model, folder, lambda name: name if name in known and not _LAYER.fullmatch(name) else None)
+    _fill(model, folder, lambda name: name if name in known and not _LAYER.fullmatch(name) else None, device)
     model.tie_weights()
     return _checked(model, folder, lambda name: _LAYER.fullmatch(name) is None)
 
 
-def _fill(model: PreTrainedModel, folder: Path, place: Callable[[str], str | None]) -> None:
+def _fill(model: PreTrainedModel, folder: Path, place: Callable[[str], str | None], device: str = "cpu") -> None:
     in_8_bits: dict[str, dict[str, Tensor]] = {}
     for name, tensor in _tensors(folder, place):
         path, _, leaf = name.rpartition(".")
         if leaf in (CODES, SCALES):
             in_8_bits.setdefault(path, {})[leaf] = tensor
         else:
-            put(model, name, tensor)
+            put(model, name, tensor.to(device))
     for path, parts in in_8_bits.items():
         put_8_bits(model, path, parts)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +23,19 @@ LONGEST_S = 300.0  # that a record may live
 SKEW_S = 5.0  # that two clocks may differ by
 _DOMAIN = b"firsttoken swarm record 2\n"
 _Block = Annotated[int, between(0, MOST_LAYERS)]
+MOST_ADAPTERS = 16  # of a server: a record is one message
+_ADAPTER = re.compile(r"[\w.-]{1,64}@[0-9a-f]{64}", re.ASCII)
+
+
+def adapter_name(name: str, sha256: str) -> str:
+    """What servers and clients call the adapter of these files under this name: both have to be the same."""
+    return f"{name}@{sha256}"
+
+
+def adapters_fault(value: tuple[str, ...]) -> str:
+    """What is wrong with the names of a server's adapters; nothing where they can be announced."""
+    fits = len(value) <= MOST_ADAPTERS and all(map(_ADAPTER.fullmatch, value))
+    return "" if fits else f"expected at most {MOST_ADAPTERS} adapters as NAME@SHA256"
 
 
 class TwinError(SwarmError):
@@ -35,7 +49,8 @@ class Record:
     It holds ``blocks`` [start, stop) of ``model`` (sha256), computes ``throughput`` tokens a second through one block,
     and runs since ``started``. Of two records the later ``issued`` counts, until it ``expires``; all are seconds of the
     wall clock. One that ``moves`` may take other blocks: since ``wishes`` it means to hold ``target``, and with
-    no ``blocks`` it loads them. Equal ends of both: the server leaves.
+    no ``blocks`` it loads them. Equal ends of both: the server leaves. It also computes its blocks with each of the
+    ``adapters`` (``adapter_name``).
     """
 
     server: Annotated[str, digits(64)]
@@ -49,6 +64,7 @@ class Record:
     moves: bool = False
     target: tuple[_Block, _Block] = (0, 0)
     wishes: Annotated[float, at_least(0.0)] = 0.0
+    adapters: Annotated[tuple[str, ...], adapters_fault] = ()
     signature: Annotated[str, digits(128)] = "0" * 128
 
     @property
@@ -104,8 +120,8 @@ class Record:
         return Reachable(self.server, blocks or self.span, ping_s, max(self.throughput, 1e-9), not self.moves)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict."""
-        return asdict(self)
+        """Return the fields as a dict, without adapters where there are none, which older members do not know."""
+        return {key: value for key, value in asdict(self).items() if key != "adapters" or value}
 
     @cached_property
     def text(self) -> str:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from types import MappingProxyType, TracebackType
+from typing import NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from firsttoken.engine.block_pool import block_keys
+from firsttoken.engine.decoder import Decoder
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.engine_config import DEFAULT_CONFIG, EngineConfig
 from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.request import KVSource, Request, Sampling
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.petals.access import Access
@@ -42,13 +44,15 @@ class RemoteSegment:
     """``chain`` as a segment of a decoder; it is asked by the engine's thread, and lives in the swarm's.
 
     What servers keep of requests has names that nobody else can make. One that ``shares`` lets all requests that begin
-    alike have it; else those that begin with what ``stored`` finds, which is sent to servers that do not have it.
+    alike have it; else those that begin with what ``stored`` finds for its ``variant`` of the model, which is sent to
+    servers that do not have it.
     """
 
-    def __init__(self, chain: Chain, shares: bool = False) -> None:
+    def __init__(self, chain: Chain, shares: bool = False, variant: str = "") -> None:
         self.layers = chain.layers
         self.stored: Callable[[Sequence[int], str], KVSource | None] | None = None
-        self._chain, self._shares, self._owner = chain, shares, os.urandom(32)
+        self.chain, self._variant = chain, variant
+        self._shares, self._owner = shares, os.urandom(32)
         self._found: dict[int, int] = {}  # tokens at the beginning of a request that are stored
 
     def run(self, hidden: Tensor, step: StepPlan) -> Tensor:
@@ -70,13 +74,13 @@ class RemoteSegment:
         chunks = [chunk for chunk in step.chunks if not chunk.request.sampling.prompt_logprobs]
         found = {chunk.request.number: self._keyed(chunk.request, chunk.start) for chunk in chunks}
         keyed = {number: one for number, one in found.items() if one is not None}
-        out = wait_for(self._chain.run(stretches, hidden[0].cpu(), keyed))
+        out = wait_for(self.chain.run(stretches, hidden[0].cpu(), keyed))
         return out[None].to(hidden.device)
 
     def drop(self, request: int) -> None:
         """Forget the request of this number, here and on the servers."""
         self._found.pop(request, None)
-        begin(self._chain.forget([request]))
+        begin(self.chain.forget([request]))
 
     def _keyed(self, request: Request, start: int) -> Keyed | None:
         """The blocks of a request that servers keep, as the engine's own pool names them, behind whose they are and its
@@ -84,7 +88,7 @@ class RemoteSegment:
         source, tokens = None, len(request.tokens)
         if self.stored is not None and not start:
             with suppress(FirstTokenError):  # a store that has gone meanwhile ends no step
-                source = self.stored(request.tokens[: request.prompt_tokens], "")
+                source = self.stored(request.tokens[: request.prompt_tokens], self._variant)
             self._found[request.number] = source.tokens if source is not None else 0
         if not (most := tokens if self._shares else self._found.get(request.number, 0)):
             return None
@@ -94,13 +98,23 @@ class RemoteSegment:
         return Keyed(tokens, block_keys(request, NAMED_TOKENS, most // NAMED_TOKENS), source)
 
 
+class Ends(NamedTuple):
+    """A ``model`` of which embedding, norm and head are here, and the ``names`` (sha256) that servers know it by."""
+
+    model: nn.Module
+    names: Sequence[str]
+
+
 class RemoteModel:
     """The model in ``folder`` with its ends here, and its blocks on the swarm that ``peers`` (HOST:PORT) belong to.
 
+    Its ends compute on ``device``; ``ends`` are those that are there already: of the folder nothing is read then.
     ``engine`` is the engine over it, for what serves and schedules; hidden states travel in ``coding`` (by default what
-    the ends compute in). ``audits`` are the spot checks that it makes, ``bid`` what it offers for a place at a server
-    that is full. Use it as a context manager. Raises ModelError for a folder that holds no ends, SwarmError for a
-    coding that is unknown or cannot be audited, and when nobody answers.
+    the ends compute in). ``variants`` of the model are in ``versions``: by name, those whose servers have the adapter
+    that is named for it, unaudited (PETALS' own servers have adapters too, and a request names its ``active_adapter``:
+    client/routing/sequence_manager.py of bigscience-workshop/petals). ``audits`` are the spot checks that it makes,
+    ``bid`` what it offers for a place at a server that is full. Use it as a context manager. Raises ModelError for a
+    folder that holds no ends, SwarmError for a coding that is unknown or cannot be audited, and when nobody answers.
     """
 
     def __init__(
@@ -109,6 +123,7 @@ class RemoteModel:
         peers: Sequence[str],
         *,
         dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
         coding: str = "",
         timeouts: Timeouts | None = None,
         access: Access | None = None,
@@ -116,6 +131,8 @@ class RemoteModel:
         bid: Bid | None = None,
         tokens: int = 16384,
         config: EngineConfig = DEFAULT_CONFIG,
+        ends: Ends | None = None,
+        variants: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         coding = coding or str(dtype).removeprefix("torch.")
         if coding not in CODINGS:
@@ -124,15 +141,20 @@ class RemoteModel:
             raise SwarmError("audits compare answers in float32: set dtype and coding to float32, or audit nothing")
         if config.share_prefixes and audits is not None:
             raise SwarmError(f"{UNSHARED}; leave one of them out")
-        self.model = load_ends(folder, dtype)
+        ends = ends or Ends(load_ends(folder, dtype, device), [model_sha256(folder)])
+        self.model, (name, *others) = ends
         width, depth = self.model.config.hidden_size, self.model.config.num_hidden_layers
-        self.swarm = Swarm(model_sha256(folder), peers, width, access or Access(), timeouts or Timeouts(), bid=bid)
+        options = {"bid": bid, "other_names": others}
+        self.swarm = Swarm(name, peers, width, access or Access(), timeouts or Timeouts(), **options)
         wait_for(self.swarm.meet())
         auditor = None if audits is None else Auditor(self.swarm, audits)
         self.chain = Chain(self.swarm, range(depth), coding, auditor)
-        self.segment = RemoteSegment(self.chain, config.share_prefixes)
-        self.executor = LiveExecutor(self.model, -(-tokens // 16), segments=[self.segment], touched=False)
+        self._chains = {name: Chain(self.swarm, range(depth), coding, adapter=one) for name, one in variants.items()}
+        chains = {"": self.chain} | self._chains
+        self.segments = {name: RemoteSegment(one, config.share_prefixes, name) for name, one in chains.items()}
+        self.executor = LiveExecutor(self.model, -(-tokens // 16), segments=[self.segments[""]], elsewhere=True)
         self.engine = Engine(self.executor, replace(config, share_prefixes=False))  # servers share, not this pool
+        self.versions = {name: ModelVersion(Decoder(self.model, [self.segments[name]]), stage=1) for name in variants}
         self._looking = begin(self.swarm.keep_looking())
 
     def generate(
@@ -145,8 +167,10 @@ class RemoteModel:
         eos_token_id: int | Sequence[int] = (),
         pad_token_id: int = 0,
         seed: int = 0,
+        variant: str = "",
     ) -> Tensor:
-        """``input_ids`` [batch, tokens] -> [batch, tokens + at most ``max_new_tokens``], rows that end early padded.
+        """``input_ids`` [batch, tokens] -> [batch, tokens + at most ``max_new_tokens``], rows that end early padded; by
+        the ``variant`` of this name, if one is named.
 
         Row i draws with ``seed`` + i; temperature 0 is greedy. Raises RequestError for ids that are no batch or that
         the model cannot take, SwarmError when blocks stay unserved.
@@ -159,7 +183,7 @@ class RemoteModel:
         try:
             for row, prompt in enumerate(input_ids.tolist()):
                 sampling = Sampling(max_new_tokens, temperature, top_p, stop, seed + row)
-                requests.append(engine.submit(prompt, sampling))
+                requests.append(engine.submit(prompt, sampling, version=self.versions[variant] if variant else None))
             engine.run()
         finally:
             for request in requests:
@@ -175,7 +199,8 @@ class RemoteModel:
         self._looking.cancel()
 
         async def end() -> None:
-            self.chain.close()
+            for chain in (self.chain, *self._chains.values()):
+                chain.close()
             await self.swarm.close()
 
         wait_for(end())

@@ -215,6 +215,7 @@ async def serving(
         issued=now,
         expires=now + config.limits.expiry_s,
         moves=config.rebalancing is not None,
+        adapters=backend.adapters,
     )
     announcer = Announcer(record, key, contacts, config.peers, config.limits.expiry_s)
     service.announcer = announcer

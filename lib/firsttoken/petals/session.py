@@ -19,7 +19,7 @@ from firsttoken.petals.limits import ServerLimits
 from firsttoken.petals.states import check_states
 from firsttoken.petals.trust.commitments import Committer
 from firsttoken.petals.trust.priority_queue import OFFER, PriorityQueue
-from firsttoken.petals.wire import CODINGS, HEADERS, NAMED_TOKENS, VERSION, Message, decode, encode
+from firsttoken.petals.wire import ADAPTER, CODINGS, HEADERS, NAMED_TOKENS, VERSION, Message, decode, encode
 from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, SwarmError
 from firsttoken.study.parsing.parse_errors import shown
 
@@ -37,8 +37,9 @@ class IdleError(SwarmError):
 
 @dataclass(eq=False)
 class Session(Ending):
-    """One stream of ``client``, for ``layers`` in ``coding``, and its sequences. ``used`` is when it was opened or
-    something was computed for it last; ``busy`` while its client waits for a step, ``silent`` messages came since."""
+    """One stream of ``client``, for ``layers`` in ``coding`` with the ``adapter``, and its sequences. ``used`` is when
+    it was opened or something was computed for it last; ``busy`` while its client waits for a step, ``silent`` messages
+    came since."""
 
     client: Client
     layers: range
@@ -48,6 +49,7 @@ class Session(Ending):
     computed: bool = False
     busy: bool = False
     silent: int = 0
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -86,6 +88,7 @@ class Sessions:
         its steps raise; its sequences are gone then."""
         try:
             session = Session(client_of(context.peer()), *self.opened(headers), asyncio.get_running_loop().time())
+            session.adapter = self._adapter(headers)
             self.make_way(session.client)
             has = sum(one.client == session.client for one in self._open)
             await self.queue.take(headers.get(OFFER, ""), session.client, has, self.spare())
@@ -172,14 +175,15 @@ class Sessions:
         session.busy, session.silent = True, 0
         chunks = await self.slots.placed(mine, message.stretches, layers.start, session.client)
         trails = [mine[one.number].trail for one in message.stretches]  # a sequence may make room meanwhile
-        out = await self.batcher.run(layers, chunks, message.hidden, session.client)
+        out = await self.batcher.run(layers, chunks, message.hidden, session.client, session.adapter)
         check_states(out, "the hidden states that come out of these blocks hold")
         self._computed(session, message, named=layers == session.layers)
         session.busy, session.computed, session.used = False, True, asyncio.get_running_loop().time()
         commitment = ""
         seen = all(one.start <= len(trail) for one, trail in zip(message.stretches, trails, strict=True))
-        # what is rounded on the way was not computed, and what others sent of a shared beginning is not known any more
-        if seen and backend.dtype is CODINGS[session.coding] is torch.float32:
+        # What is rounded on the way was not computed, who judges has the model alone, and what was sent of a shared
+        # beginning is not known any more.
+        if seen and backend.dtype is CODINGS[session.coding] is torch.float32 and not session.adapter:
             commitment = self.committer.commit(layers, trails, message.stretches, message.hidden, out)
         said = encode(out, session.coding, commitment=commitment)
         await self.within(context.write(said), "did not read its answer")
@@ -217,13 +221,13 @@ class Sessions:
         return self.slots.adopt(session.sequences, number, keys, first, session.client)
 
     def _keys(self, session: Session, names: Sequence[str]) -> list[bytes]:
-        """What blocks of a session are found by: their names, its layers and coding; none where blocks have another
-        size. Raises RequestError for a name that comes twice."""
+        """What blocks of a session are found by: their names, its layers, coding and adapter; none where blocks have
+        another size. Raises RequestError for a name that comes twice."""
         if len(set(names)) < len(names):
             raise RequestError("two blocks of a sequence have one name: name each after all tokens up to its end")
         if self.slots.block_tokens != NAMED_TOKENS:
             return []
-        said = f"{session.layers.start}:{session.layers.stop} {session.coding} ".encode()
+        said = f"{session.layers.start}:{session.layers.stop} {session.coding} {session.adapter} ".encode()
         return [said + bytes.fromhex(name) for name in names]
 
     async def drain(self, seconds: float) -> None:
@@ -272,3 +276,9 @@ class Sessions:
         if coding not in CODINGS:
             raise RequestError(f"no coding is called {shown(coding)}; known: {', '.join(CODINGS)}")
         return layers, coding
+
+    def _adapter(self, headers: dict[str, str]) -> str:
+        adapter = headers.get(ADAPTER, "")
+        if adapter and adapter not in self.batcher.backend.adapters:
+            raise SwarmError(f"this server has no adapter {shown(adapter, 80)}: ask one that announces it")
+        return adapter

@@ -20,6 +20,7 @@ from firsttoken.petals.server_session import ServerSession
 from firsttoken.petals.states import MOST_TOKENS
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.trust.priority_queue import Bid
+from firsttoken.petals.wire import ADAPTER
 from firsttoken.study.errors import SwarmError
 
 if TYPE_CHECKING:
@@ -116,7 +117,8 @@ _PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.5  # between two looks for somebody who ser
 class Swarm:
     """The servers of ``model`` (sha256) that the members at ``peers`` (HOST:PORT) tell of. Lives in one event loop.
 
-    Its hidden states are ``width`` wide, and ``trained`` layers are trained through at most. ``bid`` is offered for a
+    Where none is known, but servers of the same weights under one of the ``other_names``, it is of these. Its hidden
+    states are ``width`` wide, and ``trained`` layers are trained through at most. ``bid`` is offered for a
     place at a server that has none; ``served`` are tokens x blocks by subkey.
     """
 
@@ -129,10 +131,11 @@ class Swarm:
         timeouts: Timeouts,
         trained: int = 0,
         bid: Bid | None = None,
+        other_names: Sequence[str] = (),
     ) -> None:
         if not peers:
             raise SwarmError("a swarm is found by one of its servers: name HOST:PORT")
-        self.model = model
+        self.model, self._names = model, (model, *other_names)
         self.peers = list(peers)
         self.registry = Registry()
         self.contacts = Contacts(self.registry, access, width)
@@ -160,6 +163,9 @@ class Swarm:
             asked |= new
             await asyncio.gather(*map(self._ask, new))
             first = {*(one.address for one in self._records()), *self.contacts.due(asked)}
+            if not self._records():
+                served = (name for name in self._names if self.registry.serving(name, time.time()))
+                self.model = next(served, self.model)
         for address in self._channels.keys() - asked:
             await self.reconnect(address)
 
@@ -173,9 +179,11 @@ class Swarm:
                 f"no server of a swarm answers at {', '.join(self.peers)}: name HOST:PORT of one that runs ({whys})"
             )
 
-    def servers(self) -> list[Record]:
-        """Return the model's servers that have proven their address, answered when last asked and are not convicted."""
-        return [one for one in self._records() if one.address in self._pings and one.server not in self.convicted]
+    def servers(self, adapter: str = "") -> list[Record]:
+        """Return the model's servers that have proven their address, answered when last asked and are not convicted;
+        those alone that announce the ``adapter``, if one is named."""
+        there = [one for one in self._records() if one.address in self._pings and one.server not in self.convicted]
+        return [one for one in there if not adapter or adapter in one.adapters]
 
     def state(self, record: Record) -> tuple[str, float | None]:
         """The state of a server, and its distance in seconds (None if it does not answer). The state is "serves",
@@ -189,22 +197,28 @@ class Swarm:
         }
         return next((state for state, holds in wrong.items() if holds), "serves"), ping_s
 
-    async def check(self, layers: range) -> None:
-        """Raises SwarmError when nobody answers at the addresses given, or one of ``layers`` is served by nobody.
+    async def check(self, layers: range, adapter: str = "") -> None:
+        """Raises SwarmError when nobody answers at the addresses given, or one of ``layers`` is served by nobody (with
+        the ``adapter``, if one is named).
 
         Servers that have just begun may not be known yet: the swarm is looked over for ``answer_s`` seconds.
         """
         await self.meet()
         until = time.monotonic() + self.timeouts.answer_s
-        while not self._covers(layers, set()) and time.monotonic() < until:
+        while not self._covers(layers, set(), adapter) and time.monotonic() < until:
             await asyncio.sleep(_PAUSE_S)
             await self.look()
-        self._best(layers, set())
+        self._best(layers, set(), adapter)
 
     async def route(
-        self, layers: range, why: str = "", until: float | None = None, without: Collection[str] = ()
+        self,
+        layers: range,
+        why: str = "",
+        until: float | None = None,
+        without: Collection[str] = (),
+        adapter: str = "",
     ) -> list[tuple[Hop, Record]]:
-        """The fastest chain through ``layers``, at once where one is known.
+        """The fastest chain through ``layers``, of servers with the ``adapter``; at once where one is known.
 
         Else the swarm is looked over until there is one: of servers that failed lately and answer again, if need be.
         Raises SwarmError after ``find_s`` seconds, or at ``until`` (monotonic clock), with the ``why`` of the last
@@ -216,8 +230,8 @@ class Swarm:
         while True:
             for shunned in [self.conduct.shunned(), self.conduct.resting()][: 1 + looked]:
                 with suppress(SwarmError):
-                    return self._best(layers, shunned | without)
-            if looked and without and not self._covers(layers, without):
+                    return self._best(layers, shunned | without, adapter)
+            if looked and without and not self._covers(layers, without, adapter):
                 raise SwarmError(f"{why} (no other server that answers has blocks {layers.start} to {layers.stop - 1})")
             if time.monotonic() > until:
                 break
@@ -227,19 +241,19 @@ class Swarm:
             await self.look()
             looked = True
         try:
-            self._best(layers, without)
+            self._best(layers, without, adapter)
         except SwarmError as error:
             raise SwarmError(f"{error} (waited {find_s:g} s{'; ' + why if why else ''})") from None
         why = why or f"whoever has blocks {layers.start} to {layers.stop - 1} failed lately"
         raise SwarmError(f"{why} (the servers that took over failed too, for {find_s:g} s)")
 
-    def faster(self, record: Record, layers: range) -> bool:
+    def faster(self, record: Record, layers: range, adapter: str = "") -> bool:
         """Whether others would bring a token through ``layers`` several times as fast as the server of ``record``,
         which is late again and again."""
         if not (late_s := self.conduct.late_s(record.server)):
             return False
         try:
-            others = self._best(layers, self.conduct.shunned() | {record.server})
+            others = self._best(layers, self.conduct.shunned() | {record.server}, adapter)
         except SwarmError:
             return False
         return TIMES * chain_s([hop for hop, _ in others]) < self.announced_s(record, layers, 1) + late_s
@@ -255,10 +269,11 @@ class Swarm:
             self._channels[address] = self.access.channel(address, self._width, self._trained)
         return self._channels[address]
 
-    def open_session(self, record: Record, layers: range, coding: str) -> ServerSession:
-        """A session with the server of ``record``, for ``layers`` among its blocks."""
+    def open_session(self, record: Record, layers: range, coding: str, adapter: str = "") -> ServerSession:
+        """A session with the server of ``record``, for ``layers`` among its blocks, with an ``adapter`` that it has."""
         channel, headers = self.channel(record.address), self.access.headers
         headers += self.bid.headers(record.server) if self.bid is not None else ()
+        headers += ((ADAPTER, adapter),) if adapter else ()
         common = self.model, coding, self.timeouts, headers, record.server
         return ServerSession(record.name, channel, layers, *common, MOST_TOKENS * self._width * 4)
 
@@ -289,20 +304,21 @@ class Swarm:
     def _records(self) -> list[Record]:
         return self.registry.serving(self.model, time.time())
 
-    def _covers(self, layers: range, without: set[str]) -> bool:
+    def _covers(self, layers: range, without: set[str], adapter: str) -> bool:
         with suppress(SwarmError):
-            return bool(self._best(layers, without))
+            return bool(self._best(layers, without, adapter))
         return False
 
-    def _best(self, layers: range, without: set[str]) -> list[tuple[Hop, Record]]:
+    def _best(self, layers: range, without: set[str], adapter: str) -> list[tuple[Hop, Record]]:
         """Return the best chain through ``layers``; a server that is late counts as farther away than its ping says."""
-        known = {one.server: one for one in self.servers()}
+        known = {one.server: one for one in self.servers(adapter)}
         late_s = self.conduct.late_s
         reachable = [one.reachable(self._pings[one.address] + late_s(one.server)) for one in known.values()]
         try:
             return [(hop, known[hop.server.name]) for hop in best_chain(reachable, layers, without)]
         except SwarmError as error:
-            raise SwarmError(f"{error}; seen: {self.unseen()}") from None
+            lacking = f" (with the adapter {adapter[:80]})" if adapter else ""
+            raise SwarmError(f"{error}{lacking}; seen: {self.unseen()}") from None
 
     async def _ask(self, address: str) -> None:
         try:

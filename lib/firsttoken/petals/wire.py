@@ -32,6 +32,9 @@ VERSION = "2"
 HEADERS = ("swarm-version", "swarm-model", "swarm-blocks", "swarm-coding")
 """What a session is opened with, in this order: version of the messages, sha256 of the model, a:b, coding."""
 
+ADAPTER = "swarm-adapter"
+"""And, for a variant of the model, the name of its adapter, as servers announce it."""
+
 CODINGS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 """What hidden states travel in, by the name that a session is opened with."""
 

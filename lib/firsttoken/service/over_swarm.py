@@ -5,41 +5,77 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from firsttoken.assets.checkpoint import SINGLE, sum_of_sums
+from firsttoken.assets.servable import check_servable
 from firsttoken.engine.model_server import StaticServer
 from firsttoken.engine.request import KVSource
 from firsttoken.engine.request_limits import RequestLimits
+from firsttoken.lean.build import build_lean
+from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.petals.access import Access, check_installed
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.keys import public_hex, server_key
-from firsttoken.petals.remote_model import UNAUDITED, UNSHARED, RemoteModel
+from firsttoken.petals.remote_model import UNAUDITED, UNSHARED, Ends, RemoteModel
 from firsttoken.petals.routing import unserved
 from firsttoken.petals.swarm_status import swarm_status
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.trust.arbitration import TOLERANCE
 from firsttoken.petals.trust.auditor import Audits
+from firsttoken.progressiveserve.checkpoint.manifest import CONFIG, Manifest, read_manifest
+from firsttoken.progressiveserve.loading.loader import StageLoad
+from firsttoken.progressiveserve.loading.meta_model import MetaModel
+from firsttoken.progressiveserve.loading.read_plan import ends_of, parts_of
 from firsttoken.service.service_config import ServiceConfig
+from firsttoken.service.swarm_variants import adapter_names, other_adapter
+from firsttoken.service.variants import Base
 from firsttoken.study import dtypes
+from firsttoken.study.devices import check_device
 from firsttoken.study.errors import FirstTokenError, SwarmError
 
 _TOLD = 50  # servers that were replaced lately
 
 
-class SwarmServer(StaticServer):
-    """Serves the model of ``config`` by its swarm. ``prefixes``, if set, opens stored ones once it has started, and
-    says what came of it.
+def staged_ends(folder: Path, link: Link, threads: int, dtype: torch.dtype, device: str = "cpu") -> Ends:
+    """The ends of the staged checkpoint in ``folder`` as its last stage has them, read over ``link`` by so many
+    ``threads``: of its weights nothing else is read. Raises LinkError, and ModelError for what was not staged so."""
+    manifest = read_manifest(folder)
+    meta_model, ends = MetaModel(folder, manifest, device, dtype, build_lean), ends_of(manifest)
+    stages = range(1, len(manifest.stages) + 1)
+    load = StageLoad(folder, ends, stages, [link], meta_model, meta_model.empty_view(), threads=threads)
+    with closing(load):
+        load.wait()
+    return Ends(meta_model.model, _names(folder, manifest))
 
-    Raises SwarmError when nobody answers at the addresses given, or a block is served by nobody; ModelError for a
-    folder without the model's ends.
+
+def _names(folder: Path, manifest: Manifest) -> list[str]:
+    """What servers call the model (``checkpoint_blocks.model_sha256``) that have the same staged checkpoint, or the
+    folder that it was staged from, where its weights are one file: as the manifest's sums say, as no file is read."""
+    config = {folder / CONFIG: manifest.side[CONFIG].sha256}
+    staged = {folder / part.file: part.sha256 for part in parts_of(manifest, range(1, len(manifest.stages) + 1))}
+    source = {folder / SINGLE: manifest.source_sha256} if manifest.source_sha256 else {}
+    return [sum_of_sums(config | sums) for sums in (staged, source) if sums]
+
+
+class SwarmServer(StaticServer):
+    """Serves the model of ``config`` by its swarm; the ends of a ``staged`` one come over a link before it serves.
+    ``prefixes``, if set, opens stored ones once it has started, and says what came of it.
+
+    Raises SwarmError when nobody answers at the addresses given, or a block is served by nobody, or without the adapter
+    of a variant; ModelError for a folder without the model's ends, LinkError for a link that breaks, StageError for a
+    device that is not here, and for an adapter that cannot be read or is of another base.
     """
 
-    def __init__(self, config: ServiceConfig, limits: RequestLimits) -> None:
+    def __init__(self, config: ServiceConfig, limits: RequestLimits, staged: bool) -> None:
         check_installed()
-        audits, dtype = None, dtypes.resolve(dtypes.AUTO, "cpu")
+        check_device(config.device)
+        audits, dtype = None, dtypes.resolve(dtypes.AUTO, config.device)
         if config.swarm_audit_rate is not None:
             if config.prefix_store is not None:
                 raise SwarmError(f"stored {UNSHARED}; leave one of them out")
@@ -47,27 +83,36 @@ class SwarmServer(StaticServer):
             shares = config.swarm_audit_undecided, config.swarm_audit_unwitnessed
             audits = Audits(config.swarm_audit_rate, config.swarm[0], accuser, TOLERANCE, *shares)
             dtype = torch.float32  # which alone is vouched for
+        link, variants = Link(LinkConfig(config.gbit_per_s)), {}
+        if config.variants:
+            base = Base(config.folder, read_manifest(config.folder).source_sha256 or "") if staged else None
+            variants = adapter_names(dict(config.variants), base or check_servable(config.folder, in_8_bits=True))
         self._model = RemoteModel(
             config.folder,
             config.swarm,
             dtype=dtype,
+            device=config.device,
             timeouts=Timeouts(step_s=config.swarm_step_s),
             access=Access.read(config.swarm_token_file, config.swarm_tls_ca, None, None),
             audits=audits,
             tokens=limits.blocks * 16,
             config=limits.engine,
+            ends=staged_ends(config.folder, link, config.threads, dtype, config.device) if staged else None,
+            variants=variants,
         )
         try:
-            wait_for(self._model.swarm.check(self._model.chain.layers))
+            self._check(variants)
         except FirstTokenError:
             self._model.close()
             raise
         self._audits = UNAUDITED if audits is None else f"a share of {audits.rate:g} of the answers is audited"
+        if variants and audits is not None:
+            self._audits += ", and none of a variant"
         if audits is None:
             print(UNAUDITED, file=sys.stderr, flush=True)
         self._model.executor.version.stage = 1
         weights = sum(weight.nbytes for weight in self._model.model.parameters() if not weight.is_meta)
-        super().__init__(self._model.engine, limits, self._model.close, weights)
+        super().__init__(self._model.engine, limits, self._model.close, weights, self._model.versions)
         self.prefixes: Callable[[], str] | None = None
         self._told: list[str] = []
 
@@ -78,10 +123,21 @@ class SwarmServer(StaticServer):
 
     def take_prefixes(self, find: Callable[[Sequence[int], str], KVSource | None]) -> None:
         """Let servers be sent what ``find`` has of prompts: the blocks are theirs, and nothing of it is needed here."""
-        self._model.segment.stored = find
+        for segment in self._model.segments.values():
+            segment.stored = find
 
     def _open_prefixes(self) -> None:
         self._told.append(self.prefixes())
+
+    def _check(self, variants: Mapping[str, str]) -> None:
+        """Raises SwarmError for a block that nobody serves, and for one without the adapter of a variant."""
+        swarm, layers = self._model.swarm, self._model.chain.layers
+        wait_for(swarm.check(layers))
+        for name, adapter in variants.items():
+            try:
+                wait_for(swarm.check(layers, adapter))
+            except SwarmError as error:
+                raise other_adapter(name, adapter, swarm.servers()) or error from None
 
     def swarm_status(self) -> dict[str, Any]:
         """The swarm as this service knows it."""
@@ -97,15 +153,16 @@ class SwarmServer(StaticServer):
             {"blocks": [session.layers.start, session.layers.stop], "address": record.address, "key": record.server[:8]}
             for session, record in list(model.chain.sessions)
         ]
+        chains = [segment.chain for segment in model.segments.values()]
         events = [*self._told, *(f"replaced {key[:8]}: {why}" for key, why in model.chain.faults[-_TOLD:])]
         return super().status() | {
             "stage": 0 if missing else 1,
             "state": "degraded" if missing else "complete",
             "error": unserved(missing) if missing else None,
             "events": [{"stage": 1, "what": what} for what in events],
-            "restored": model.chain.restored,
+            "restored": sum(chain.restored for chain in chains),
             "servers": servers,
             "known": len(model.swarm.servers()),
             "audits": self._audits,
-            "shared_tokens": model.chain.shared_tokens,
+            "shared_tokens": sum(chain.shared_tokens for chain in chains),
         }

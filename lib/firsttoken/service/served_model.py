@@ -23,6 +23,7 @@ from firsttoken.engine.request_limits import STALL_FREE, RequestLimits
 from firsttoken.lean.lean_config import OtherWay, lean_config
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.checkpoint.manifest import MANIFEST, check_files, read_manifest
+from firsttoken.progressiveserve.loading.read_plan import ends_of
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study import dtypes
 from firsttoken.study.errors import FirstTokenError, StageError
@@ -200,7 +201,9 @@ def check_model(config: ServiceConfig) -> None:
     if store is not None and not store.is_dir():
         raise StageError(f"serve: there is no folder {store}; `firsttoken prefix put` makes one")
     config.check_pairs(staged)
-    if staged:
+    if staged and config.swarm:
+        check_files(config.folder, ends_of(read_manifest(config.folder)))
+    elif staged:
         check_files(config.folder, read_manifest(config.folder), stages=(1,))
     else:
         check_servable(config.folder, in_8_bits=bool(config.swarm))
@@ -235,12 +238,12 @@ def serve_model(
     if config.swarm:
         from firsttoken.service.over_swarm import SwarmServer
 
-        swarm = SwarmServer(config, limits)
+        swarm = SwarmServer(config, limits, is_staged(config.folder))
         if (store := config.prefix_store) is not None:
             swarm.prefixes = lambda: use_prefixes(swarm, store, lambda: _of_servers(config), "cpu", others=False)
         return swarm
     if config.worker:
-        return _by_a_worker(config, limits)
+        return _by_a_worker(config, limits, broken)
     if is_staged(config.folder):
         from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 
@@ -262,11 +265,17 @@ def serve_model(
 
 
 def _of_servers(config: ServiceConfig) -> dict[str, ModelIdentity]:
-    """The model that servers of a swarm have, in the dtype that `firsttoken prefix put` computes in here."""
+    """The model that servers of a swarm have, in the dtype that `firsttoken prefix put` computes in here, and its
+    variants."""
     import torch
 
-    stored = getattr(torch, stored_dtype(config.folder))
-    return receivers(config.folder, dtypes.serving(dtypes.AUTO, stored, "cpu"), config.prefix_owner)
+    if is_staged(config.folder):
+        manifest = read_manifest(config.folder)
+        name, weights = manifest.dtype, manifest.source_sha256 or ""
+    else:
+        name, weights = stored_dtype(config.folder), ""
+    dtype = dtypes.serving(dtypes.AUTO, getattr(torch, name), "cpu")
+    return receivers(config.folder, dtype, config.prefix_owner, dict(config.variants), weights)
 
 
 def late_variants(folders: Mapping[str, Path], device: str) -> LateVariants:
@@ -285,12 +294,15 @@ def _preemption(config: ServiceConfig, engine: EngineConfig) -> PreemptionPolicy
     return make_policy(config.preemption, **({"start": 0} if config.preemption == "online" else {}))
 
 
-def _by_a_worker(config: ServiceConfig, limits: RequestLimits) -> ModelServer:
+def _by_a_worker(
+    config: ServiceConfig, limits: RequestLimits, broken: Callable[[FirstTokenError], None]
+) -> ModelServer:
     """Raises StageError where a worker, or what it needs, is not installed."""
+    staged = is_staged(config.folder)
     try:
-        server = extension("SERVERS", "worker")
+        server = extension("SERVERS", "staged worker" if staged else "worker")
     except KeyError as error:
         raise StageError("serve --worker needs firsttoken_extras: install firsttoken with all its packages") from error
     except ImportError as error:
         raise StageError('serve --worker needs pyzmq and msgpack: pip install "firsttoken[worker]"') from error
-    return server(config, limits)
+    return server(config, limits, broken) if staged else server(config, limits)

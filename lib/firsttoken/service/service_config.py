@@ -20,11 +20,7 @@ KEY_VARIABLE = "FIRSTTOKEN_API_KEY"
 STAGES, WHOLE = "a model in stages", "a model that is whole"
 REFUSED = {
     ("--swarm", "--preemption"): "the keys and values are with its servers, and this process can swap none of them",
-    ("--swarm", "--variant"): "its servers compute the blocks, and have no adapters",
     ("--swarm", "--worker"): "its servers compute the blocks, and a worker would have none",
-    ("--swarm", "--device"): "its servers compute the blocks, and the model's ends compute on the CPU",
-    ("--swarm", STAGES): "its servers have the blocks of the whole model, and the ends come from its folder",
-    ("--worker", STAGES): "a worker's process loads a model once",
     ("--gbit-per-s", WHOLE): "only what `firsttoken stage` has written is read over a link",
 }
 """Pairs of options that are not served together, and why; ``tests/service/test_pairs_of_options.py`` tries all."""
@@ -50,10 +46,11 @@ class ServiceConfig:
     each) are LoRA adapters on the whole model, so on the last stage of a staged one; requests choose one by name. The
     replicas run on the Ray ``cluster`` at that address, or on this machine. With an ``api_key`` nobody else is served.
 
-    With members of a ``swarm`` (HOST:PORT), blocks are on its servers and only the model's ends here; who is silent for
-    ``swarm_step_s`` seconds is replaced. ``swarm_token_file`` and ``swarm_tls_ca`` as the swarm's own commands have
-    them. A share ``swarm_audit_rate`` of its servers' answers is audited (None: of no server), with the shares
-    ``swarm_audit_undecided`` and ``swarm_audit_unwitnessed`` as those commands have them.
+    With members of a ``swarm`` (HOST:PORT), blocks are on its servers and only the model's ends on the ``device`` here,
+    which of a staged one are all that is read, over the link; who is silent for ``swarm_step_s`` seconds is replaced.
+    ``swarm_token_file`` and ``swarm_tls_ca`` as the swarm's own commands have them. A share ``swarm_audit_rate`` of its
+    servers' answers is audited (None: of no server), with the shares ``swarm_audit_undecided`` and
+    ``swarm_audit_unwitnessed`` as those commands have them.
 
     With a ``worker`` the model computes in a process of its own, which is replaced where it dies or hangs.
     """

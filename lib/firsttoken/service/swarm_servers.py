@@ -17,6 +17,7 @@ from firsttoken.petals.actions import chosen_blocks, config_of, line_of
 from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.server import Running, serving
 from firsttoken.service.cluster import check_cluster, import_ray, join, start_node
+from firsttoken.service.swarm_variants import with_variants
 from firsttoken.study.errors import SwarmError
 from firsttoken.study.system.cgroup_limits import cores
 
@@ -39,6 +40,7 @@ def serve_all(options: argparse.Namespace) -> None:
     for name in ("model", "token_file", "tls_ca", "tls_cert", "tls_key"):
         path: Path | None = getattr(asked, name)
         setattr(asked, name, path and path.resolve())  # Ray's processes have other working directories
+    asked.variant = [(name, folder.resolve()) for name, folder in options.variant]
     access, model = _access(asked), model_sha256(asked.model)
     told = queue.SimpleQueue[None]()
     ray, _ = import_ray(options.cluster is None)
@@ -86,7 +88,8 @@ class RaySwarmServer:
             raise SwarmError(f"{options.model} is another model on this node: copy the same folder to all nodes")
         torch.set_num_threads(options.threads or 1)
         config = config_of(options, _access(options), blocks, "127.0.0.1" if alone else ray.util.get_node_ip_address())
-        self._running = await self._up.enter_async_context(serving(config, model))
+        make_backend = with_variants(options.variant, options.model)
+        self._running = await self._up.enter_async_context(serving(config, model, make_backend))
         return self._running.record.address, line_of(config, self._running.record, self._running.port)
 
     async def ended(self) -> None:

@@ -186,6 +186,11 @@ class RemoteExecutor:
             self.close()
             raise
 
+    @property
+    def dtype(self) -> str:
+        """Torch's name of what the worker computes in."""
+        return self.config.dtype
+
     def now(self) -> float:
         """The machine's monotonic clock."""
         return time.perf_counter()

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -24,6 +24,7 @@ from firsttoken.engine.swap.host_allocator import Span
 from firsttoken.study.dtypes import named
 from firsttoken.study.parsing.schema import shaped
 from firsttoken_extras.worker.forkserver import FORKS
+from firsttoken_extras.worker.stage_host import StageHost
 from firsttoken_extras.worker.worker_config import WorkerConfig
 from firsttoken_extras.worker.worker_messages import (
     MOST_BYTES,
@@ -43,9 +44,14 @@ class WorkerExecutor:
     """``executor`` by orders; ``versions`` are variants of its model by name. Of each request it keeps what it was told
     of it."""
 
-    def __init__(self, executor: LiveExecutor, versions: Mapping[str, ModelVersion] = MappingProxyType({})) -> None:
-        self.executor = executor
-        self._versions = {"": None, **versions}
+    def __init__(
+        self,
+        executor: LiveExecutor,
+        versions: Mapping[str, ModelVersion] = MappingProxyType({}),
+        stages: StageHost | None = None,
+    ) -> None:
+        self.executor, self._stages = executor, stages
+        self._versions = {"": None, **versions} if stages is None else stages.versions
         self._known: dict[int, Request] = {}
         self._moving: dict[int, Movement] = {}
         self._orders: dict[str, Callable[..., Any]] = {
@@ -53,6 +59,7 @@ class WorkerExecutor:
             "in": self._in,
             "arrived": self._arrived,
             "fill": self._fill,
+            "stages": self._progress,
         }
 
     def handle(self, order: WorkerOrder) -> Any:
@@ -63,7 +70,8 @@ class WorkerExecutor:
         for start, blocks in order.dropped:
             self.executor.drop(Span(start, blocks))
         if order.what == "step":
-            return self._step(works_of(order.content, self.executor.blocks))
+            with nullcontext() if self._stages is None else self._stages.turn:
+                return self._step(works_of(order.content, self.executor.blocks))
         return self._orders[order.what](*order.content)
 
     def _step(self, told: Sequence[ChunkMessage]) -> tuple[list[int], list[Any], list[int]]:
@@ -110,6 +118,11 @@ class WorkerExecutor:
         kv = torch.frombuffer(bytearray(content), dtype=named(dtype)).view(shape)
         self.executor.fill(request, layer, kv)
 
+    def _progress(self, serving: int) -> dict[str, Any]:
+        """What has come, for an engine whose new requests begin with stage ``serving``."""
+        self._stages.forget_all_but(serving, {request.version for request in self._known.values()})
+        return self._stages.status()
+
     def _arrived(self, number: int, wait: bool) -> tuple[Any, ...] | None:
         if not (wait or self._moving[number].done):
             return None
@@ -140,6 +153,9 @@ def serve(address: str) -> None:
 
 def _hosted(config: WorkerConfig) -> WorkerExecutor:
     torch.set_num_threads(config.threads)
+    if config.first_stage:
+        stages = StageHost(config)
+        return WorkerExecutor(stages.hosted(), stages=stages)
     executor = LiveExecutor(
         load_worker_model(config),
         config.blocks,

@@ -20,9 +20,12 @@ class WorkerConfig:
 
     ``fused`` as of ``fuse``; ``threads`` compute on a CPU. ``weights`` is what ``seen`` says of the model's files: a
     worker that takes the place of another hosts the same, or none. ``variants`` are names and folders of LoRA adapters,
-    whose files ``weights`` has too. A worker that says nothing for ``start_s`` seconds
-    while it starts, or ``step_s`` in a step or a swap, is taken for lost, as is one that dies. Its requests are begun
-    again on a new one, each ``retries`` times at most without a token between. Raises ProfileError for what cannot be.
+    whose files ``weights`` has too. With a ``first_stage`` the model is a staged checkpoint, of which the worker serves
+    that stage first, with those below it, and then one after another; they come over a link of ``gbit_per_s`` (0: as
+    fast as they come) by so many ``readers``, and ``weights`` is of its manifest. A worker that says nothing for
+    ``start_s`` seconds while it starts, or ``step_s`` in a step or a swap, is taken for lost, as is one that dies. Its
+    requests are begun again on a new one, each ``retries`` times at most without a token between. Raises ProfileError
+    for what cannot be.
     """
 
     model: str
@@ -36,6 +39,9 @@ class WorkerConfig:
     weights: str = ""
     variants: tuple[tuple[str, str], ...] = ()
     threads: _Count = 1
+    first_stage: Annotated[int, at_least(0)] = 0
+    gbit_per_s: float = 0.0
+    readers: _Count = 8
     start_s: float = 600.0
     step_s: float = 60.0
     retries: int = 2

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from firsttoken.engine.native.library import WIDTHS, Kernels
+from firsttoken.engine.native.exports import WIDTHS
+from firsttoken.engine.native.library import Kernels
 
 DTYPES = (torch.float32, torch.bfloat16)
 HALF_ULP = 2**-8  # the most that rounding to bf16 changes a number, as a share of it

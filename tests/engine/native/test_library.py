@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from firsttoken.engine.kv import KVShape
-from firsttoken.engine.native import attend, library
+from firsttoken.engine.native import attend, exports
 from firsttoken.engine.native.attend import supports
-from firsttoken.engine.native.library import NAMES, WIDTHS, Kernels, kernels
+from firsttoken.engine.native.exports import FUNCTIONS, STORAGE, WIDTHS, Exports
+from firsttoken.engine.native.library import NAMES, Kernels, kernels
 from firsttoken.study import paths
 
 CPU = torch.device("cpu")
-FUNCTIONS = [f"{name}_{suffix}" for name in library._ARGUMENTS for suffix in NAMES.values()]
+SYMBOLS = [f"{name}_{dtype}" for name in FUNCTIONS for dtype in STORAGE]
 CXX = shutil.which("c++")
 needs_compiler = pytest.mark.skipif(CXX is None, reason="there is no C++ compiler")
 
@@ -51,9 +52,9 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     counts = "".join(
         f'extern "C" long {name}() {{ return 32; }}\n' for name in ("panel_outputs", "multiplies_bfloat16")
     )
-    path.write_text(counts + "".join(f'extern "C" void {name}() {{}}\n' for name in FUNCTIONS))
-    monkeypatch.setattr(library, "SOURCE", path)
-    monkeypatch.setattr(Kernels, "_multiplies", lambda *_: False)  # what does nothing multiplies nothing
+    path.write_text(counts + "".join(f'extern "C" void {name}() {{}}\n' for name in SYMBOLS))
+    monkeypatch.setattr(exports, "SOURCE", path)
+    monkeypatch.setattr(Exports, "multiplies", lambda *_: True)  # what does nothing multiplies nothing
     return path
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from firsttoken.link.kernel import available
 from firsttoken.progressiveserve.base_model import at_stage
@@ -109,6 +109,28 @@ def test_a_lean_start(staged, spec, tokenizer, variant, at, wire):
     with at_stage(staged.served, at, staged.adapters.get(at)) as model:
         assert row["token_id"] == next_token(model, tokenizer)
     assert row["lean"] is True
+
+
+def test_a_start_before_torch(spec, tmp_path):
+    """Its first token finds no torch in the process; the engine goes on, with what it would have said itself."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    folder = tmp_path / "of heads of 16"
+    LlamaForCausalLM(LlamaConfig(vocab_size=97, **sizes)).save_pretrained(folder)
+    spec = replace(spec, stock=str(folder), prompt="", prompt_tokens=20)
+    row = one_trial(replace(spec, variant="torch_behind"), COLD)
+    assert row["token_id"] == one_trial(replace(spec, variant="lean_folder"), COLD)["token_id"]
+    assert row["torch_at_first_token"] is False and row["same_answer"] is True and row["lean"] is True
+    assert row["ttft_process_s"] < row["torch_s"] < row["answer_s"] and row["takeover_s"] > 0
+    phases = phases_of(row)
+    assert sum(phases.values()) == pytest.approx(row["ttft_process_s"], abs=0.005)
+    assert phases.keys() == PHASES - {"load"}
+
+
+def test_a_start_before_torch_that_needs_it_after_all(spec, capsys):
+    """Its heads are narrower than those that the kernels know."""
+    row = main(replace(spec, variant="torch_behind"))
+    assert "torch_at_first_token" not in row and row["load_s"] > 0
+    assert capsys.readouterr().err.count("stock starts with torch: its head_dim is 8\n") == 1
 
 
 def test_a_start_that_is_asked_to_be_lean(staged, spec, tokenizer):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mutants.running import Mutation
 
 
@@ -123,6 +125,18 @@ def _no_teacher() -> None:
     healing._losses = losses
 
 
+def _everybody_has_the_whole_link() -> None:
+    from firsttoken_studies.combined.many_starts import replicas
+
+    right = replicas.shared_link
+
+    def shared_link(starts_s: Sequence[float], *given: object) -> replicas.Loads:
+        alone = [right([begin], *given) for begin in starts_s]
+        return replicas.Loads([one.ready_s[0] for one in alone], [flow for one in alone for flow in one.flows])
+
+    replicas.shared_link = shared_link
+
+
 MUTATIONS: list[Mutation] = [
     Mutation("11", "the deepest block is chosen", _deepest_block, "angular distance of a block", quick=True),
     Mutation("11", "the block that turns most is chosen", _most_turning_block, "angular distance of a block"),
@@ -139,4 +153,5 @@ MUTATIONS: list[Mutation] = [
     Mutation("16", "no boundary state is kept", _no_boundary_state, "from boundary states"),
     Mutation("16", "the boundary lies a layer too high", _boundary_a_layer_too_high, "from boundary states"),
     Mutation("16", "a transition raises", _transition_raises, "partial prefill", quick=True),
+    Mutation("63", "everybody has the whole link", _everybody_has_the_whole_link, "a shared link"),
 ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from firsttoken.engine.kv import KVPool, KVShape
-from firsttoken.engine.native.library import NAMES, WIDTHS, kernels
+from firsttoken.engine.native.exports import WIDTHS
+from firsttoken.engine.native.library import NAMES, kernels
 from firsttoken.engine.request import ScheduledChunk
 from firsttoken.engine.sdpa_attention import PaddedAttend
 

@@ -1,60 +1,34 @@
 """Builds ``kernels.cpp`` once with the machine's C++ compiler, and calls it with tensors.
 
 Without a compiler, or where it fails, ``kernels`` is None and torch's own operations do the work. Where it is built and
-its products are not those of torch, oneDNN multiplies.
+its products are wrong, oneDNN multiplies.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import warnings
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from firsttoken.study.system.compiled import shared_library
+from firsttoken.engine.native.exports import FUNCTIONS, Exports, load_exports
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-WIDTHS = (16, 32, 64, 128)  # of a head: what kernels.cpp is compiled for
-_POINTER, _COUNT, _REAL, _THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
-_ARGUMENTS = {
-    "attend": [_POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _POINTER, _POINTER, _POINTER]
-    + [_COUNT] * 7
-    + [_REAL, _THREADS],
-    "rms_norm": [_POINTER] * 3 + [_COUNT] * 2 + [_REAL, _THREADS],
-    "gated": [_POINTER] * 2 + [_COUNT] * 2 + [_THREADS],
-    "rotate": [_POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _COUNT, _COUNT, _THREADS],
-    "pack": [_POINTER, _POINTER, _THREADS],
-    "pack_adapter": [_POINTER, _POINTER, _COUNT, _POINTER, _POINTER, _POINTER],
-    "product": [_POINTER, _COUNT, _POINTER, _POINTER, _POINTER, _THREADS],
-    "run_layers": [_POINTER, _COUNT, _POINTER, _COUNT]
-    + [_POINTER] * 5
-    + [_COUNT, _POINTER, _POINTER]
-    + [_COUNT] * 5
-    + [_POINTER, _REAL, _REAL, _THREADS],
-}
 
 
 class Kernels:
     """The compiled functions. Tensors lie on the CPU, in one of ``NAMES``' dtypes; they are contiguous but ``query``
     and ``states`` of ``rotate``, whose tokens may be further apart."""
 
-    def __init__(self, file: Path) -> None:
-        library = ctypes.CDLL(str(file))
-        self._calls = {}
-        for name, arguments in _ARGUMENTS.items():
-            for dtype, suffix in NAMES.items():
-                call = getattr(library, f"{name}_{suffix}")
-                call.argtypes, call.restype = arguments, _COUNT if name == "pack_adapter" else None
-                self._calls[name, dtype] = call
-        library.panel_outputs.restype = library.multiplies_bfloat16.restype = _COUNT
-        self.panel = library.panel_outputs()
-        bf16 = bool(library.multiplies_bfloat16()) and not torch.cpu._is_amx_tile_supported()
-        self.multiplied = frozenset(filter(self._multiplies, [torch.float32, torch.bfloat16][: 1 + bf16]))
+    def __init__(self, exports: Exports) -> None:
+        self._calls = {(name, dtype): exports[name, known] for name in FUNCTIONS for dtype, known in NAMES.items()}
+        self.panel = exports.panel
+        bf16 = exports.has_bfloat16 and not torch.cpu._is_amx_tile_supported()
+        self.multiplied = frozenset(
+            dtype for dtype in [torch.float32, torch.bfloat16][: 1 + bf16] if _multiplies(exports, NAMES[dtype])
+        )
 
     def attend(
         self, query: Tensor, pool: Tensor, layer: int, tables: Tensor, works: Tensor, contexts: Tensor, scale: float
@@ -202,26 +176,20 @@ class Kernels:
             torch.get_num_threads(),
         )
 
-    def _multiplies(self, dtype: torch.dtype) -> bool:
-        """Whether a first product is torch's; says so where it is not."""
-        outputs, inputs = self.panel + 3, 6  # an odd number of outputs, and of rows below, as models have them
-        rows = torch.arange(outputs * inputs, dtype=torch.float32).view(outputs, inputs).remainder_(7).to(dtype)
-        states = torch.arange(3 * inputs, dtype=torch.float32).view(3, inputs).remainder_(5).to(dtype)
-        panels = torch.zeros(2 * self.panel * inputs, dtype=dtype)
-        weight = np.array([panels.data_ptr(), 0, outputs, inputs, *[0] * 6])
-        self.pack(rows, weight)
-        got = self.product(states, weight, None, states.new_empty(3, outputs))
-        if torch.equal(got.float(), (states.float() @ rows.float().t()).to(dtype).float()):
-            return True
-        warnings.warn(f"the engine's own {dtype} products are wrong on this processor; oneDNN multiplies", stacklevel=2)
-        return False
+
+def _multiplies(exports: Exports, dtype: str) -> bool:
+    """Whether the products in ``dtype`` are right; says so where they are not."""
+    if exports.multiplies(dtype):
+        return True
+    warnings.warn(f"the engine's own {dtype} products are wrong on this processor; oneDNN multiplies", stacklevel=2)
+    return False
 
 
 @functools.cache
 def kernels() -> Kernels | None:
     """The kernels, built at the first call (seconds) and kept in the cache folder; None, with a warning, without."""
     try:
-        return Kernels(shared_library(SOURCE))
+        return Kernels(load_exports())
     except (OSError, AttributeError) as error:
         warnings.warn(f"the engine runs without its own CPU kernels, slower: {error}", stacklevel=2)
         return None

@@ -6,52 +6,16 @@ for 16, where oneDNN's packed ones read 33 and 24; of 512 rows they take 120 ms 
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import mmap
-import threading
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from firsttoken.engine.native.exports import PANELS
 from firsttoken.engine.native.library import kernels
 from firsttoken.study.errors import ModelError
-
-_HUGE = 2**21  # bytes of a huge page on x86-64
-_CHUNK = 16 * _HUGE
-_LINE = 64
-
-
-class _WeightMemory:
-    """Memory for weights, one behind the other, on huge pages where the system has them: every step reads all of it,
-    and of small pages each 4 KiB cost a walk through the page table."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._rest = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, size: int) -> Tensor:
-        """``size`` bytes of zeros, which begin at a line of the cache."""
-        needed = -(-size // _LINE) * _LINE
-        with self._lock:  # layers are packed by the thread that loads them
-            if needed > len(self._rest):
-                self._rest = _mapped(max(needed, _CHUNK))
-            taken, self._rest = self._rest[:size], self._rest[needed:]
-        return taken
-
-
-def _mapped(size: int) -> Tensor:
-    memory = mmap.mmap(-1, size + _HUGE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
-        with contextlib.suppress(OSError):  # a kernel that was built without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    return whole[-whole.data_ptr() % _HUGE :][:size]
-
-
-_memory = _WeightMemory()
 
 
 def multiplies(linear: nn.Module) -> bool:
@@ -70,25 +34,28 @@ class NativeLinear(nn.Module):
     """One layer whose outputs are those of ``linears``, one after the other; the originals may be freed.
 
     Of a gate and an up projection, ``gated``, it is silu(gate) * up. A token's result does not depend on who shares its
-    batch.
+    batch. ``panels`` are the weights, where somebody has packed them: ``linears`` then only say what they are.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear], *, gated: bool = False) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], *, gated: bool = False, panels: np.ndarray | None = None) -> None:
         super().__init__()
-        weight = torch.cat([linear.weight.detach() for linear in linears])
-        outputs, self.in_features = weight.shape
-        self.out_features = outputs // 2 if gated else outputs
         self.parts = [linear.out_features for linear in linears]
-        step = kernels().panel // 2 if gated else kernels().panel
-        panels = -(-self.out_features // step) * kernels().panel
-        biases = [linear.bias for linear in linears]
-        self.bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases]).to(weight.dtype)
-        self.panels = _memory.take(panels * self.in_features * weight.dtype.itemsize).view(weight.dtype)
+        outputs, self.in_features = sum(self.parts), linears[0].in_features
+        self.out_features = outputs // 2 if gated else outputs
+        biases, dtype = [linear.bias for linear in linears], linears[0].weight.dtype
+        self.bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases]).to(dtype)
+        fresh = panels is None
+        if fresh:
+            step = kernels().panel // 2 if gated else kernels().panel
+            count = -(-self.out_features // step) * kernels().panel
+            panels = PANELS.take(count * self.in_features * dtype.itemsize)
+        self.panels = torch.from_numpy(panels).view(dtype)
         bias = 0 if self.bias is None else self.bias.data_ptr()
         self.fields = np.array(
             [self.panels.data_ptr(), bias, outputs, self.in_features, gated, *[0] * 5], dtype=np.int64
         )
-        kernels().pack(weight.contiguous(), self.fields)
+        if fresh:
+            kernels().pack(torch.cat([linear.weight.detach() for linear in linears]).contiguous(), self.fields)
 
     def with_adapter(self, halves: Sequence[Halves | None]) -> NativeLinear | None:
         """The same over the same weight with LoRA's correction, in fp32 as ``LoraLinear`` has it, of each of its linear

@@ -114,13 +114,14 @@ class StageLoader:
         return self.meta_model
 
     def load(self, stage: int, previous: StageView) -> StageLoad:
-        """Begin to load ``stage`` on top of ``previous``."""
+        """Begin to load all that brings ``previous`` to ``stage``, at once."""
         from firsttoken.progressiveserve.loading.loader import StageLoad
 
         with self._lock:
             early, self._early_reader = self._early_reader, None  # whose it is from now on
         options = {"threads": self._threads, "builder": early}
-        load = StageLoad(self.folder, self._manifest, [stage], self._links, self.meta_model, previous, **options)
+        stages = range(previous.stage + 1, stage + 1)
+        load = StageLoad(self.folder, self._manifest, stages, self._links, self.meta_model, previous, **options)
         # ``close`` may have run while the load was being made, and found none that it could stop.
         with self._lock:
             self._loading, closed = load, self._closed
@@ -174,8 +175,8 @@ class LastStageVariants(Protocol):
 
 class StagedServer(LoadingServer):
     """Serves the staged checkpoint in ``folder``, fetched over ``links`` as :class:`StageLoader` does, while it
-    arrives. ``policy`` says what becomes of requests when a better stage comes; ``recover`` False stays at stage 1.
-    ``retry_s`` and ``broken`` are of every server that loads."""
+    arrives. ``policy`` says what becomes of requests when a better stage comes; ``recover`` False stays at the first
+    stage, which is ``begin``, with those below it in one load. ``retry_s`` and ``broken`` are of all that load."""
 
     def __init__(
         self,
@@ -188,12 +189,13 @@ class StagedServer(LoadingServer):
         policy: Transition | None = None,
         threads: int = 8,
         recover: bool = True,
+        begin: int = 1,
         retry_s: float = 1.0,
         broken: Callable[[FirstTokenError], None] = lambda error: None,
     ) -> None:
         super().__init__(limits or RequestLimits(), device, retry_s, broken)
         self._loader = StageLoader(folder, links, device=device, dtype=dtype, threads=threads)
-        self._policy, self._recover = policy, recover
+        self._policy, self._recover, self._first = policy, recover, begin
         self._gates = ExitStack()  # at layers that have not arrived
         self._told = threading.Event()  # the status says what the clients are about to hear
         self._last: StagedModelVersion  # that was made; stage 1 makes the first
@@ -216,7 +218,8 @@ class StagedServer(LoadingServer):
         return self._loader.bytes_moved
 
     def _read_ahead(self) -> None:
-        self._loader.read_ahead()
+        if self._first == 1:
+            self._loader.read_ahead()
 
     def _import(self) -> None:
         from firsttoken.progressiveserve.loading import loader  # noqa: F401
@@ -226,7 +229,7 @@ class StagedServer(LoadingServer):
         self._policy = self._policy or PrefillAgain()
 
     def _begin(self) -> bool:
-        """Load stage 1, with requests computing behind its layers as they arrive."""
+        """Load the first stage, with requests computing behind its layers as they arrive."""
         self._gates.close()  # of an attempt that failed
         self._stages, self._bytes_total = self._loader.plan()
         meta_model = self._loader.build()
@@ -234,7 +237,7 @@ class StagedServer(LoadingServer):
             self._late = self.variants()
             with files_alone():
                 self._late.read(self._loader.folder, self._loader.source_sha256, meta_model.layers)
-        load = self._loader.load(1, meta_model.empty_view())
+        load = self._loader.load(self._first, meta_model.empty_view())
         executor = self._executor(meta_model.model, meta_model.device)
         self._gates.enter_context(load.streaming())
         executor.version = self._last = self._view(load.view)
@@ -248,10 +251,10 @@ class StagedServer(LoadingServer):
 
     def _go_on(self) -> None:
         """Bring the other stages, and fuse the last one's layers."""
-        last = self._stages if self._recover else 1
+        last = self._stages if self._recover else self._first
         if last < self._stages:
             self._fuse_beside()
-        if all(self._bring(stage) for stage in range(2, last + 1)) and last == self._stages:
+        if all(self._bring(stage) for stage in range(self._first + 1, last + 1)) and last == self._stages:
             if self.whole is not None and not self._closing.is_set():
                 self._note(last, self.whole(self._loader.meta_model.dtype, self._loader.source_sha256))
             self._fused.clear()  # it holds plain layers, whose memory is given back one by one

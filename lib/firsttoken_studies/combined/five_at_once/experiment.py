@@ -42,6 +42,7 @@ from firsttoken_studies.combined.five_at_once.answers import Judge
 from firsttoken_studies.combined.five_at_once.trial import BLOCK_TOKENS, CHUNKS, IDEAS, WindowSpec
 
 NONE, ALL, WARM = "none", "all", "warm"
+LIVE, TWIN = "live", "simulated"
 ARMS: dict[str, tuple[str, ...]] = {
     NONE: (),
     **{f"only {idea}": (idea,) for idea in IDEAS},
@@ -369,11 +370,13 @@ def five_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         for measure, (values, unit) in of.items():
             if values:
                 summary.add(measure, bootstrap(values).summary(unit), variant=arm)
-    _compared(summary, found)
+    compared(summary, found)
     return summary
 
 
-def _compared(summary: Summary, found: Mapping[str, Mapping[int, float]]) -> None:
+def compared(summary: Summary, found: Mapping[str, Mapping[int, float]], **where: str) -> None:
+    """Add what all five have above the best single idea in ``found``, goodput by arm and seed, and what is lost
+    without each."""
     if ALL not in found:
         return
     means = {arm: float(np.mean(list(values.values()))) for arm, values in found.items()}
@@ -381,12 +384,13 @@ def _compared(summary: Summary, found: Mapping[str, Mapping[int, float]]) -> Non
     if singles and (best := max(singles, key=means.__getitem__)) and means[best]:
         pairs = np.array([[found[ALL][seed], found[best][seed]] for seed in found[ALL]])
         above = bootstrap(pairs, lambda sample: float(np.divide(*sample.mean(0)) - 1))
-        summary.add("goodput_above_pct", above.summary("%", 100), variant=ALL, than="best single")
+        summary.add("goodput_above_pct", above.summary("%", 100), variant=ALL, than="best single", **where)
     lost = []
     for idea in IDEAS:
         if (arm := f"without {idea}") in found:
             differences = [found[ALL][seed] - found[arm][seed] for seed in found[ALL]]
             entry = bootstrap(differences).summary("requests/s")
-            lost.append(summary.add("goodput_lost_per_s", entry, variant=ALL, than=arm))
+            lost.append(summary.add("goodput_lost_per_s", entry, variant=ALL, than=arm, **where))
     if lost:
-        summary.add("goodput_lost_per_s", min(lost, key=lambda one: one["value"]), variant=ALL, across="worst")
+        worst = min(lost, key=lambda one: one["value"])
+        summary.add("goodput_lost_per_s", worst, variant=ALL, across="worst", **where)

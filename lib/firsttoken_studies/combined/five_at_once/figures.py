@@ -11,7 +11,7 @@ from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
-from firsttoken_studies.combined.five_at_once.experiment import ALL, ARMS, NONE, goodput
+from firsttoken_studies.combined.five_at_once.experiment import ALL, ARMS, LIVE, NONE, TWIN, goodput
 from firsttoken_studies.combined.five_at_once.trial import IDEAS
 
 if TYPE_CHECKING:
@@ -79,6 +79,58 @@ def missed(recorded: Result | None, now: Result) -> Figure:
     ax.set_ylim(len(IDEAS) - 0.4, -0.6)
     ax.set_xlabel("goodput of all five above that without this one, requests/s")
     ax.set_title("In the mean each idea is missed when it is left out", loc="left", fontsize=11)
+    name_results(fig, drawn_over)
+    return fig
+
+
+ERRORS = {"goodput": "goodput", "first_token": "first token", "ttft_p50": "P50 TTFT", "ttft_p95": "P95 TTFT"}
+ERRORS |= {"tbt_p99": "P99 TBT"}
+
+
+def error_rows(result: Result) -> Rows:
+    """A line an arm: goodput live and simulated, and by how much the simulated windows are off, in percent; the last
+    two are the median over the arms and the worst arm, without signs."""
+    summary, where = result.summary, {"source": TWIN, "than": LIVE}
+
+    def off(**place: str) -> dict[str, str]:
+        entries = {told: summary.get(f"{name}_off_pct", **place, **where) for name, told in ERRORS.items()}
+        return {f"{told} off, %": f"{entry['value']:+.0f}" if entry else "" for told, entry in entries.items()}
+
+    rows = [
+        {"arm": arm}
+        | {f"{source}, requests/s": interval(entry, 2) for source, entry in zip((LIVE, TWIN), both, strict=True)}
+        | off(variant=arm)
+        for arm in ARMS
+        if all(both := [summary.get("goodput_per_s", variant=arm, source=source) for source in (LIVE, TWIN)])
+    ]
+    return rows + [{"arm": across} | off(across=across) for across in ("median", "worst")]
+
+
+def simulated(recorded: Result | None, now: Result) -> Figure:
+    """Goodput by arm: live beside simulated on this machine, and simulated on the card."""
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(1, 2, figsize=(10, 4.8), sharey=True)
+    twin = over(None, recorded or now)[0]
+    for look, source, aside in (("measured", LIVE, -0.15), ("other", TWIN, 0.15)):
+        for place, arm in enumerate(ARMS):
+            entry = twin.result.summary.get("goodput_per_s", variant=arm, source=source)
+            twin.point(axes[0], place + aside, entry, look, along="x", label=None if place else source)
+    axes[0].legend(loc="lower left")
+    drawn_over = over(recorded, now)
+    for one in drawn_over:
+        card = one.result.parameters["five_simulated"]["card"]
+        for place, arm in enumerate(ARMS):
+            entry = one.result.summary.get("goodput_per_s", variant=arm, machine=card, source=TWIN)
+            one.point(axes[1], place + one.shift, entry, "other", along="x")
+    axes[0].set_title("SmolLM2-135M here: live and simulated", loc="left", fontsize=11)
+    axes[1].set_title("An 8B model on a GPU that is not here: simulated", loc="left", fontsize=11)
+    axes[0].set_yticks(range(len(ARMS)), list(ARMS))
+    axes[0].set_ylim(len(ARMS) - 0.4, -0.6)
+    for ax in axes:
+        ax.set_xlim(left=0)
+        ax.set_xlabel("requests within both objectives, a second")
+    fig.suptitle("The simulated arms stand nearly in the order of the live ones; on a GPU other ideas count")
     name_results(fig, drawn_over)
     return fig
 

@@ -206,12 +206,7 @@ def started(spec: WindowSpec) -> tuple[ColdReplica, Callable[[], float]]:
         host_blocks=4 * spec.blocks if cross_point else 0,
         device=meta_model.device,
     )
-    config = EngineConfig(
-        scheduler="sarathi" if CHUNKS in spec.ideas else "prefill_first",
-        token_budget=spec.token_budget,
-        requests=spec.requests,
-        watermark=0.0,
-    )
+    config = engine_config(spec.ideas, spec.token_budget, spec.requests)
     policy = make_policy("online" if cross_point else "recompute")
     if borrows:
         depth, width = meta_model.model.config.num_hidden_layers, meta_model.model.config.hidden_size
@@ -245,6 +240,12 @@ def started(spec: WindowSpec) -> tuple[ColdReplica, Callable[[], float]]:
         return times[-1] + up
 
     return replica, whole
+
+
+def engine_config(ideas: Sequence[str], token_budget: int, requests: int) -> EngineConfig:
+    """How the engine of an arm that has ``ideas`` schedules."""
+    scheduler = "sarathi" if CHUNKS in ideas else "prefill_first"
+    return EngineConfig(scheduler=scheduler, token_budget=token_budget, requests=requests, watermark=0.0)
 
 
 def all_at_once(load: StageLoad, depth: int) -> LayerArrivals:
@@ -291,12 +292,12 @@ def serve(
     begun: float,
     limit_s: float,
 ) -> list[Request | None]:
-    """Serve requests {prompt, new_tokens, arrival_s, ...} from ``begun`` on; None for those that had not arrived when
-    the window was over."""
+    """Serve requests {prompt, new_tokens, arrival_s, ...} from ``begun`` on, on the clock of the replica's executor;
+    None for those that had not arrived when the window was over."""
     served: list[Request | None] = [None] * len(asked)
-    following = 0
+    following, clock = 0, replica.engine.executor
     while following < len(asked) or replica.engine.busy:
-        now = time.perf_counter() - begun
+        now = clock.now() - begun
         if now > limit_s:
             break
         while following < len(asked) and asked[following]["arrival_s"] <= now:
@@ -307,7 +308,7 @@ def serve(
         if replica.engine.busy:
             replica.step()
         else:
-            time.sleep(max(0.0, asked[following]["arrival_s"] - (time.perf_counter() - begun)))
+            clock.wait_until(begun + asked[following]["arrival_s"])
     for request in served:
         if request is not None:
             replica.engine.cancel(request)

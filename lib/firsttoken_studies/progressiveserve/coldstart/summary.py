@@ -125,6 +125,8 @@ def link_summary(rows: Rows) -> Summary:
         add("quickest_peer", {"value": quickest, "unit": "by median time until the weights can be used"})
         add("ready_x", ratio(ready, "whole", quickest, READY).summary("x"), variant="whole", than="quickest_peer")
     _lean(add, rows, rate)
+    if {"torch_behind", "lean_folder"} <= there:
+        _before_torch(add, rows, size / rate)
     for name, variant in VARIANTS.items():
         # ParaServe's arithmetic: k links bring everything in a k-th of the time
         if name in there and variant.links > 1:
@@ -187,6 +189,22 @@ def _lean(add: Add, rows: Rows, rate: float) -> None:
         add("process_ttft_x", ratio(rows, name, base, PROCESS).summary("x"), variant=name, than=base)
         add("process_ttft_x", bootstrap(shares, "median").summary("x"), variant=name, than="bound")
         add("same_first_token", same, variant=name, than=base)
+
+
+def _before_torch(add: Add, rows: Rows, bytes_s: float) -> None:
+    """The start whose first token comes before torch, against that of the same folder with torch first, and against the
+    bytes, which take ``bytes_s``."""
+    name, base = "torch_behind", "lean_folder"
+    pair, mine = {"variant": name, "than": base}, [row for row in rows if row["variant"] == name]
+    tokens = {row.get("token_id") for row in rows if row["variant"] in (name, base)}
+    same = len(tokens) == 1 and all(row["same_answer"] for row in mine)
+    add("process_ttft_x", ratio(rows, name, base, PROCESS).summary("x"), **pair)
+    above = bootstrap([s - bytes_s for s in values(rows, name, PROCESS)], "median")
+    add("process_ttft_above_bytes_s", above.summary("s"), variant=name, than="bytes")
+    unit = f"first tokens of {name} and {base} are equal, and the engine alone gives the same answer"
+    add("same_answer", {"value": same, "unit": unit}, **pair)
+    for column in ("longest_gap_s", "takeover_s"):
+        add(column, bootstrap(values(rows, name, column), "median").summary("s"), variant=name)
 
 
 def _below(add: Add, rows: Rows, base: str) -> None:

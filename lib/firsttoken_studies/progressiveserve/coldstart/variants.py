@@ -16,7 +16,8 @@ class StartVariant:
     prefill ``streamed`` behind the arriving layers or after them, reading ``early``, that is before torch is
     imported, over ``links`` wires, with sha256 sums compared unless ``verify`` is off. A ``lean`` start imports no
     transformers. It is for this disk and for a data server: a limit in the kernel holds back torch's own files too, of
-    which a few pages are often cold, behind the weights that are read beside them.
+    which a few pages are often cold, behind the weights that are read beside them. With ``torch_behind`` the first
+    token is there before torch is imported, which comes behind it and takes the answer over.
     """
 
     name: str
@@ -28,6 +29,7 @@ class StartVariant:
     links: int = 1
     verify: bool = False
     lean: bool = False
+    torch_behind: bool = False
 
 
 WHOLE, FIRST = (1, 2, 3), (1,)
@@ -53,6 +55,9 @@ VARIANTS = {
         ),
         StartVariant("lean", "ours, whole, lean", stages=WHOLE, streamed=True, early=True, lean=True),
         StartVariant("lean_folder", "ours, plain folder, lean", peer="lean", early=True, lean=True),
+        StartVariant(
+            "torch_behind", "ours, plain folder, torch behind", peer="lean", early=True, lean=True, torch_behind=True
+        ),
         StartVariant("lean_progressive", "ours, progressive, lean", stages=FIRST, streamed=True, early=True, lean=True),
     )
 }

@@ -1,0 +1,154 @@
+"""The functions of ``kernels.cpp``, called with addresses: no torch is needed for them, nor imported here."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import mmap
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from firsttoken.study.system.compiled import shared_library
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+WIDTHS = (16, 32, 64, 128)  # of a head: what kernels.cpp is compiled for
+STORAGE = {"float32": np.float32, "bfloat16": np.uint16}
+"""What an array holds a number of each dtype in: numpy has no bfloat16, whose bits are the upper half of a float's."""
+
+PRODUCTS = {
+    "joint": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""The products of a fused layer, and the projections that are one product."""
+
+_POINTER, _COUNT, _REAL, _THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+FUNCTIONS = {
+    "attend": [_POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _POINTER, _POINTER, _POINTER]
+    + [_COUNT] * 7
+    + [_REAL, _THREADS],
+    "rms_norm": [_POINTER] * 3 + [_COUNT] * 2 + [_REAL, _THREADS],
+    "gated": [_POINTER] * 2 + [_COUNT] * 2 + [_THREADS],
+    "rotate": [_POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _COUNT, _COUNT, _THREADS],
+    "pack": [_POINTER, _POINTER, _THREADS],
+    "pack_adapter": [_POINTER, _POINTER, _COUNT, _POINTER, _POINTER, _POINTER],
+    "product": [_POINTER, _COUNT, _POINTER, _POINTER, _POINTER, _THREADS],
+    "run_layers": [_POINTER, _COUNT, _POINTER, _COUNT]
+    + [_POINTER] * 5
+    + [_COUNT, _POINTER, _POINTER]
+    + [_COUNT] * 5
+    + [_POINTER, _REAL, _REAL, _THREADS],
+}
+
+
+class Exports:
+    """The functions in the library ``file`` by name and dtype; the arguments are addresses, and numbers.
+
+    ``panel`` is the number of outputs that lie side by side in a packed weight; bfloat16 is multiplied well where the
+    processor ``has_bfloat16`` instructions. Raises OSError and AttributeError for a file that is no such library.
+    """
+
+    def __init__(self, file: Path) -> None:
+        library = ctypes.CDLL(str(file))
+        self._calls: dict[tuple[str, str], Callable[..., int | None]] = {}
+        for name, arguments in FUNCTIONS.items():
+            for dtype in STORAGE:
+                call = getattr(library, f"{name}_{dtype}")
+                call.argtypes, call.restype = arguments, _COUNT if name == "pack_adapter" else None
+                self._calls[name, dtype] = call
+        library.panel_outputs.restype = library.multiplies_bfloat16.restype = _COUNT
+        self.panel = library.panel_outputs()
+        self.has_bfloat16 = bool(library.multiplies_bfloat16())
+
+    def __getitem__(self, key: tuple[str, str]) -> Callable[..., int | None]:
+        """The function of that (name, dtype)."""
+        return self._calls[key]
+
+    def multiplies(self, dtype: str) -> bool:
+        """Whether a first product in ``dtype`` is what it must be: of whole numbers that no rounding changes."""
+        outputs, inputs = self.panel + 3, 6  # an odd number of outputs, and of rows below, as models have them
+        rows = np.arange(outputs * inputs, dtype=np.float32).reshape(outputs, inputs) % 7
+        states = np.arange(3 * inputs, dtype=np.float32).reshape(3, inputs) % 5
+        stored, given = narrowed(rows, dtype), narrowed(states, dtype)
+        panels, got = np.zeros(2 * self.panel * inputs, stored.dtype), np.zeros((3, outputs), stored.dtype)
+        weight = np.array([panels.ctypes.data, 0, outputs, inputs, *[0] * 6], dtype=np.int64)
+        self["pack", dtype](stored.ctypes.data, weight.ctypes.data, 1)
+        self["product", dtype](given.ctypes.data, 3, weight.ctypes.data, None, got.ctypes.data, 1)
+        return np.array_equal(widened(got), states @ rows.T)
+
+
+def load_exports() -> Exports:
+    """The functions, built at the first call on a machine (seconds) and kept in the cache folder.
+
+    Raises OSError, of one line, without a compiler and where it fails, and as :class:`Exports`.
+    """
+    file = shared_library(SOURCE)
+    if "torch" not in sys.modules:
+        _take_the_openmp_of_torch()
+    return Exports(file)
+
+
+def _take_the_openmp_of_torch() -> None:
+    """Load the OpenMP runtime that torch brings, so that the kernels' threads are torch's when that comes: of two
+    runtimes in a process, each has threads of its own that wait for work on the other's cores."""
+    found = importlib.util.find_spec("torch")
+    for folder in found.submodule_search_locations or () if found else ():
+        for file in (*Path(folder, "lib").glob("libgomp*.so*"), *Path(folder).parent.glob("torch.libs/libgomp*.so*")):
+            with suppress(OSError):
+                ctypes.CDLL(str(file), ctypes.RTLD_GLOBAL)
+                return
+
+
+def narrowed(numbers: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 ``numbers``, none a NaN, in the ``STORAGE`` of ``dtype``, rounded to the nearest, ties to even."""
+    if dtype == "float32":
+        return numbers
+    bits = numbers.view(np.uint32)
+    return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+
+
+def widened(numbers: np.ndarray) -> np.ndarray:
+    """``numbers`` of any ``STORAGE`` in float32."""
+    return (numbers.astype(np.uint32) << np.uint32(16)).view(np.float32) if numbers.dtype == np.uint16 else numbers
+
+
+_HUGE = 2**21  # bytes of a huge page on x86-64
+_CHUNK = 16 * _HUGE
+_LINE = 64
+
+
+class WeightMemory:
+    """Memory for weights, one behind the other, on huge pages where the system has them: every step reads all of it,
+    and of small pages each 4 KiB cost a walk through the page table."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rest = np.empty(0, np.uint8)
+
+    def take(self, size: int) -> np.ndarray:
+        """``size`` bytes of zeros, which begin at a line of the cache."""
+        needed = -(-size // _LINE) * _LINE
+        with self._lock:  # layers are packed by the thread that loads them
+            if needed > len(self._rest):
+                self._rest = _zeros(max(needed, _CHUNK))
+            taken, self._rest = self._rest[:size], self._rest[needed:]
+        return taken
+
+
+def _zeros(size: int) -> np.ndarray:
+    memory = mmap.mmap(-1, size + _HUGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
+        with suppress(OSError):  # a kernel that was built without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, np.uint8)
+    return whole[-whole.ctypes.data % _HUGE :][:size]
+
+
+PANELS = WeightMemory()
+"""That of all packed weights of a process."""

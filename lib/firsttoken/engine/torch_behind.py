@@ -1,0 +1,168 @@
+"""One answer whose first tokens wait for no import of torch: the engine takes it over between two of its tokens.
+
+Nothing here imports torch but the thread that runs behind the answer.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from firsttoken.engine.numpy_model import BLOCK_TOKENS, NumpyModel
+from firsttoken.engine.request import Sampling
+from firsttoken.lean.importing import uncollected
+from firsttoken.study import dtypes
+from firsttoken.study.errors import RequestError, StageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from firsttoken.engine.engine import Engine
+    from firsttoken.engine.live_executor import LiveExecutor
+
+_TURN_S = 0.0005  # after which the thread that imports lets go of the interpreter, if it can
+
+
+class Takeover:
+    """Imports torch in a thread, which then makes an engine of the weights of ``model``, and lets it go on.
+
+    ``ready_s`` is when the engine was there (``time.monotonic``), ``tokens`` how many the model had said when it took
+    over, and ``took_s`` the seconds from then to its first token; all are None before.
+    """
+
+    def __init__(self, model: NumpyModel) -> None:
+        self.model = model
+        self.ready_s: float | None = None
+        self.tokens: int | None = None
+        self.took_s: float | None = None
+        self._engine: Engine | None = None
+        self._fault: Exception | None = None
+        self._thread = threading.Thread(target=self._import, name="importing", daemon=True)
+
+    def answer(self, prompt: Sequence[int], count: int) -> Iterator[int]:
+        """Yield ``count`` greedy tokens after ``prompt``: the model's until the engine is there, and then the engine's.
+
+        The import begins behind the first token, which has both cores to itself. Raises RequestError for a count below
+        1, what :meth:`NumpyModel.next_token` raises, and StageError when torch or the engine cannot be imported.
+        """
+        if count < 1:
+            raise RequestError(f"an answer has at least 1 token, not {count}")
+        said = [self.model.next_token(prompt)]
+        self._thread.start()
+        yield said[0]
+        with self._beside():
+            while len(said) < count and self._thread.is_alive():
+                said.append(self.model.next_token(said[-1:]))
+                yield said[-1]
+        if len(said) < count:
+            yield from self._go_on([*prompt, *said], count - len(said), len(said))
+
+    def engine(self) -> Engine:
+        """The engine over the model's weights, once both are imported. Raises StageError when they cannot be."""
+        self._thread.join()
+        if self._engine is None:
+            raise StageError(f"what computes cannot be imported: {self._fault}; install firsttoken again")
+        return self._engine
+
+    def _go_on(self, tokens: Sequence[int], count: int, said: int) -> Iterator[int]:
+        begun = time.monotonic()
+        request = self.engine().submit(tokens, Sampling(count), source=CacheSource(self.model))
+        self.tokens = said
+        while not request.finished:
+            for _, token in self.engine().step():
+                self.took_s = self.took_s or time.monotonic() - begun
+                yield token
+        if request.failure is not None:
+            raise request.failure
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Inside the block the model leaves a core to the import."""
+        before, self.model.threads = self.model.threads, max(1, self.model.threads - 1)
+        turn = sys.getswitchinterval()
+        sys.setswitchinterval(_TURN_S)
+        try:
+            yield
+        finally:
+            sys.setswitchinterval(turn)
+            self.model.threads = before
+
+    def _import(self) -> None:
+        try:
+            with uncollected():
+                from firsttoken.engine.engine import Engine
+
+                self._engine = Engine(take_over(self.model, -(-self.model.context // BLOCK_TOKENS)))
+        except Exception as error:
+            self._fault = error
+        self.ready_s = time.monotonic()
+
+
+def take_over(model: NumpyModel, blocks: int) -> LiveExecutor:
+    """What runs the weights of ``model``, all of which it has read, over a pool of ``blocks`` KV blocks.
+
+    The packed weights are the same memory; what is small is copied, and so is the embedding, as its file may change.
+    Layers are in the executor's version, fused; its plain model has none.
+    """
+    import torch
+    from torch import nn
+
+    from firsttoken.assets.empty_model import put
+    from firsttoken.engine.decoder import LocalSegment
+    from firsttoken.engine.fused import FusedLayer
+    from firsttoken.engine.live_executor import LiveExecutor
+    from firsttoken.engine.native.linear import NativeLinear
+    from firsttoken.lean.build import lean_on_meta
+
+    plain = lean_on_meta(model.files.folder, dtypes.named(model.dtype))
+    for name in model.small:
+        put(plain, name, _tensor(model, model.parameter(name).copy()))
+    plain.tie_weights()
+    layers = zip(plain.model.layers, model.panels, strict=True)
+    segment = LocalSegment([FusedLayer(layer, panels) for layer, panels in layers])
+    options = {"block_tokens": BLOCK_TOKENS, "device": torch.device("cpu"), "touched": False}
+    executor = LiveExecutor(plain, blocks, segments=[segment], **options)
+    plain.model.layers = nn.ModuleList()
+    executor.version.decoder.set_head(NativeLinear([plain.lm_head], panels=model.head))
+    return executor
+
+
+def _tensor(model: NumpyModel, array: np.ndarray) -> Tensor:
+    import torch
+
+    return torch.from_numpy(array).view(dtypes.named(model.dtype))
+
+
+class CacheSource:
+    """The cache of ``model``, as a source of how a request begins: there at once, and copied layer by layer."""
+
+    redo = range(0)
+    complete = True
+
+    def __init__(self, model: NumpyModel) -> None:
+        self._model, self.tokens, self._told = model, model.cached, False
+
+    def begin(self) -> None:
+        """Do nothing: it is here."""
+
+    def hidden_states(self) -> None:
+        """Bring none, as no layer is computed again."""
+
+    def arrived(self) -> list[tuple[int, Tensor]]:
+        """All layers, the first time that it is asked."""
+        if self._told:
+            return []
+        self._told = True
+        rows = _tensor(self._model, self._model.cache[: -(-self.tokens // BLOCK_TOKENS)])
+        blocks, layers, _, block_tokens, heads, width = rows.shape
+        laid = rows.permute(1, 2, 4, 0, 3, 5).reshape(layers, 2, 1, heads, blocks * block_tokens, width)
+        return list(enumerate(laid))
+
+    def close(self) -> None:
+        """Do nothing: the model keeps its cache."""

@@ -1,0 +1,319 @@
+"""The simulated twin of a window: engine, schedulers, pool, preemption and borrowing are the live ones, and time passes
+by a cost model. Tokens mean nothing, and links are as fast as they are said to be.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, count, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from firsttoken.cps.policies import make_policy
+from firsttoken.droidspeak.prefill import Group
+from firsttoken.engine.costs.cost_model import Costs
+from firsttoken.engine.engine import Engine
+from firsttoken.engine.request import LayerRecompute, Request, Sampling, ScheduledChunk, shapes
+from firsttoken.engine.simulated import TOKEN, SimulatedExecutor
+from firsttoken_extras.layer_borrowing.prefix_offer import PrefixOffer
+from firsttoken_extras.layer_borrowing.replica import BorrowingReplica
+from firsttoken_studies.combined.five_at_once.experiment import Asked, FiveConfig
+from firsttoken_studies.combined.five_at_once.trial import (
+    BLOCK_TOKENS,
+    BORROWING,
+    CHUNKS,
+    CROSS_POINT,
+    FOREIGN,
+    STAGES,
+    ColdReplica,
+    engine_config,
+    seen,
+    serve,
+)
+
+Wanted = Callable[[Mapping[str, Any]], PrefixOffer | None]
+
+
+@dataclass(frozen=True)
+class TwinModel:
+    """A model on a processor, and on its way to it.
+
+    ``costs`` are those of a whole step, of which ``head_s`` seconds for so many rows are the head's, and every layer
+    takes as long as the others. ``stages`` are (bytes, layers that compute from then on), ``parts`` the bytes of the
+    ends and of each layer behind them. A token has ``kv_bytes`` of keys and values in a layer and ``state_bytes`` of
+    hidden states between two. A hop to the neighbour and back takes ``hop_s`` and what it sends at ``hop_gbit_per_s``
+    (0: no time); the neighbour computes as fast as the replica.
+    """
+
+    costs: Costs
+    head_s: Callable[[int], float]
+    stages: tuple[tuple[int, frozenset[int]], ...]
+    parts: tuple[int, ...]
+    kv_bytes: int
+    state_bytes: int
+    hop_s: float
+    hop_gbit_per_s: float = 0.0
+
+    @property
+    def depth(self) -> int:
+        """The number of layers."""
+        return len(self.parts) - 1
+
+
+class TwinVersion:
+    """The model as it is at one moment: the ``layers`` that compute, of which those from ``here`` on are borrowed."""
+
+    stage = 0
+    _keys = count()
+
+    def __init__(self, depth: int, layers: frozenset[int], here: int) -> None:
+        self.depth, self.layers, self.here = depth, layers, here
+        self.key = next(self._keys)
+
+    def redo(self, request: Request, layers: range) -> LayerRecompute:
+        """What ``request`` computes again, as ``ModelVersion.redo`` has it where all hidden states were kept."""
+        if request.redo is not None:
+            return LayerRecompute(range(self.depth), request.redo.end)
+        return LayerRecompute(layers, request.cached)
+
+    def adopt(self, request: Request) -> None:
+        """Nothing is kept."""
+
+
+class TwinExecutor(SimulatedExecutor):
+    """Charges a step layer by layer: each takes what its share of the model takes with the chunks that go through it,
+    those that are computed again included, and the head what it takes for those that say a token."""
+
+    def __init__(self, model: TwinModel, blocks: int, host_blocks: int = 0) -> None:
+        super().__init__(model.costs, blocks, block_tokens=BLOCK_TOKENS, host_blocks=host_blocks)
+        self.model = model
+
+    def execute(self, chunks: Sequence[ScheduledChunk]) -> list[int]:
+        self._now += self.seconds(chunks)
+        return [TOKEN] * len(chunks)
+
+    def seconds(self, chunks: Sequence[ScheduledChunk]) -> float:
+        """Seconds of the step of ``chunks`` through the layers of ``version``."""
+        model, version = self.model, self.version
+        redone = [range(model.depth) if chunk.redo is None else chunk.redo.layers for chunk in chunks]
+        edges = sorted({0, model.depth, version.here, *(edge for one in redone for edge in (one.start, one.stop))})
+        seconds, sent = model.head_s(sum(chunk.redo is None for chunk in chunks)), 0
+        known: dict[tuple[bool, ...], float] = {}
+        for low, high in pairwise(edges):
+            there = tuple(low in layers for layers in redone)
+            passing = [chunk for chunk, through in zip(chunks, there, strict=True) if through]
+            if not passing or not (computing := sum(layer in version.layers for layer in range(low, high))):
+                continue
+            if there not in known:
+                prefills, contexts = shapes(passing)
+                whole_s = model.costs.step_s(prefills, contexts)
+                known[there] = max(0.0, whole_s - model.head_s(len(prefills) + len(contexts)))
+            seconds += known[there] * computing / model.depth
+            if low >= version.here:
+                sent = max(sent, sum(chunk.tokens for chunk in passing))
+        return seconds + (self._hop_s(sent) if sent else 0.0)
+
+    def _hop_s(self, tokens: int) -> float:
+        model = self.model
+        sent_s = 2 * tokens * model.state_bytes * 8 / (model.hop_gbit_per_s * 1e9) if model.hop_gbit_per_s else 0.0
+        return model.hop_s + sent_s
+
+
+class TwinLink:
+    """A link of ``gbit_per_s`` on which transfers follow each other; ``sent`` are (begin, end, bytes) of pieces."""
+
+    def __init__(self, gbit_per_s: float) -> None:
+        self._second = gbit_per_s * 1e9 / 8
+        self.sent: list[tuple[float, float, int]] = []
+
+    def send(self, now_s: float, pieces: Sequence[int]) -> list[float]:
+        """When each of ``pieces`` [bytes], which are sent from ``now_s`` on, has come."""
+        free = max(now_s, self.sent[-1][1] if self.sent else 0.0)
+        for piece in pieces:
+            self.sent.append((free, free + piece / self._second, piece))
+            free = self.sent[-1][1]
+        return [end for _, end, _ in self.sent[len(self.sent) - len(pieces) :]]
+
+
+class TwinPrefix:
+    """A stored prefix of ``tokens`` tokens whose pieces come over ``link``, the E-cache first, as ``StoredPrefix``."""
+
+    def __init__(self, executor: TwinExecutor, link: TwinLink, tokens: int, group: Group) -> None:
+        self.tokens, self.redo = tokens, group.layers
+        self._executor, self._link = executor, link
+        self._left = [layer for layer in range(executor.model.depth) if layer not in group]
+        self._due: list[float] = []
+
+    @property
+    def complete(self) -> bool:
+        """Whether every reused layer was handed over."""
+        return not self._left
+
+    def begin(self) -> None:
+        """Let it come."""
+        model = self._executor.model
+        pieces = [model.state_bytes * self.tokens, *[model.kv_bytes * self.tokens] * len(self._left)]
+        self._due = self._link.send(self._executor.now(), pieces)
+
+    def hidden_states(self) -> Tensor | None:
+        """Something in the place of the E-cache, once it has come."""
+        return torch.empty(1, self.tokens, 0) if self._executor.now() >= self._due[0] else None
+
+    def arrived(self) -> list[tuple[int, Tensor]]:
+        """The layers that have come since this was asked last, with keys and values that have no width."""
+        come = bisect_right(self._due, self._executor.now()) - (len(self._due) - len(self._left))
+        came, self._left = self._left[: max(0, come)], self._left[max(0, come) :]
+        return [(layer, torch.empty(2, 1, 1, self.tokens, 0)) for layer in came]
+
+    def close(self) -> None:
+        """What was sent is on its way, and takes its time."""
+
+
+class TwinArrivals:
+    """When the ends and each layer of a model come, ``times_s`` [1 + layers], on the clock of ``executor``."""
+
+    over = None  # nobody waits for it: a simulated neighbour does not go
+
+    def __init__(self, executor: TwinExecutor, times_s: Sequence[float]) -> None:
+        self._executor, self._times_s = executor, times_s
+
+    @property
+    def layers(self) -> int:
+        """How many are here."""
+        return max(0, bisect_right(self._times_s, self._executor.now()) - 1)
+
+    def wait(self, layers: int = 0) -> None:
+        """Let the time pass until the ends and so many layers are here."""
+        self._executor.wait_until(self._times_s[layers])
+
+
+class WarmNeighbour:
+    """A lease on all layers that nobody ends."""
+
+    first, gone = 0, ""
+
+    def close(self, reason: str = "") -> None:
+        """The neighbour is let go."""
+
+
+class TwinBorrower(BorrowingReplica):
+    """The replica that borrows, with versions that stand for layers."""
+
+    def _ready_view(self) -> TwinVersion:
+        self._head = version = self._view()
+        return version
+
+    def _view(self) -> TwinVersion:
+        depth = len(self._layers)
+        return TwinVersion(depth, frozenset(range(depth)), self._here)
+
+
+class TwinOwn:
+    """The replica that has its own layers alone, as ``OwnReplica``: ``stages`` are (seconds, version) still to come."""
+
+    def __init__(self, engine: Engine, stages: Sequence[tuple[float, TwinVersion]]) -> None:
+        self.engine, self._stages = engine, list(stages)
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        arrival_s: float | None = None,
+        *,
+        offer: PrefixOffer | None = None,
+    ) -> Request:
+        """Take a request that moves with the stages. Raises RequestError as ``Engine.submit``."""
+        source = None if offer is None else offer.source_of(offer.group)
+        return self.engine.submit(prompt, sampling, arrival_s, moves=True, source=source)
+
+    def step(self) -> list[tuple[Request, int]]:
+        """Take over a stage that has come, and process one batch. Raises what kept a request from moving."""
+        while self._stages and self._stages[0][0] <= self.engine.executor.now():
+            _, version = self._stages.pop(0)
+            if lost := self.engine.publish(version, lambda old, new: range(new.depth)):
+                raise lost[0][1]
+        return self.engine.step()
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+@dataclass(frozen=True)
+class TwinWindow:
+    """What one arm of a draw has made: the ``row``, as ``seen`` has it, and what it was made with."""
+
+    row: dict[str, Any]
+    requests: list[Request | None]
+    executor: TwinExecutor
+    engine: Engine
+    prefixes: TwinLink
+
+
+def window(
+    model: TwinModel,
+    config: FiveConfig,
+    ideas: Sequence[str],
+    asked: Sequence[Asked],
+    blocks: int,
+    gbit_per_s: float | None = None,
+) -> TwinWindow:
+    """Serve ``asked`` ({prompt, new_tokens, arrival_s, stored_tokens}) from a cold start, simulated.
+
+    ``gbit_per_s`` overrides the rate of the link that brings the model; 0 is all of it at once.
+    """
+    rate = config.gbit_per_s if gbit_per_s is None else gbit_per_s
+    executor = TwinExecutor(model, blocks, 4 * blocks if CROSS_POINT in ideas else 0)
+    prefixes = TwinLink(config.prefix_gbit_per_s)
+    replica, loaded_s = started(executor, config, ideas, rate)
+    wanted = offers(executor, config, ideas, prefixes)
+    served = serve(replica, asked, wanted, 0.0, config.limit_s)
+    row = seen(served, 0.0, executor.now()) | {"loaded_s": round(loaded_s, 4), "ended_s": round(executor.now(), 4)}
+    row |= {"arrival_s": [one["arrival_s"] for one in asked]}
+    return TwinWindow(row, served, executor, replica.engine, prefixes)
+
+
+def started(
+    executor: TwinExecutor, config: FiveConfig, ideas: Sequence[str], gbit_per_s: float
+) -> tuple[ColdReplica, float]:
+    """The replica of an arm and when it has all of the model, the clock at the moment at which it may be asked."""
+    model, settings = executor.model, engine_config(ideas, config.token_budget, config.running)
+    policy = make_policy("online" if CROSS_POINT in ideas else "recompute")
+    byte_s = 8 / (gbit_per_s * 1e9) if gbit_per_s else 0.0
+    parts_s = [sent * byte_s for sent in accumulate(model.parts)]
+    every = frozenset(range(model.depth))
+    if BORROWING in ideas:
+        times_s = parts_s if STAGES in ideas else [parts_s[0], *[parts_s[-1]] * model.depth]
+        arrivals, layers = TwinArrivals(executor, times_s), [torch.nn.Identity()] * model.depth
+        return TwinBorrower(executor, layers, arrivals, WarmNeighbour(), settings, policy=policy), parts_s[-1]
+    stages = model.stages if STAGES in ideas else ((sum(model.parts), every),)
+    times_s = [sent * byte_s for sent in accumulate(size for size, _ in stages)]
+    versions = [TwinVersion(model.depth, layers, model.depth) for _, layers in stages]
+    executor.wait_until(times_s[0])
+    executor.version = versions[0]
+    engine = Engine(executor, settings, policy=policy)
+    return TwinOwn(engine, list(zip(times_s[1:], versions[1:], strict=True))), times_s[-1]
+
+
+def offers(executor: TwinExecutor, config: FiveConfig, ideas: Sequence[str], link: TwinLink) -> Wanted:
+    """What the sender offers of a request: nothing where it has no stored prefix, or takes none."""
+
+    def offer(asked: Mapping[str, Any]) -> PrefixOffer | None:
+        if FOREIGN not in ideas or not (tokens := asked["stored_tokens"]):
+            return None
+        group = Group(config.group_start, config.group_end)
+        return PrefixOffer(group, config.edges, lambda mine: TwinPrefix(executor, link, tokens, mine))
+
+    return offer
+
+
+def capacity_of(model: TwinModel, config: FiveConfig, asked: Sequence[Asked]) -> float:
+    """Requests a second of the warm replica, which has the whole model and blocks for all, and all requests at once."""
+    needed = sum(len(one["prompt"]) + one["new_tokens"] + BLOCK_TOKENS for one in asked)
+    at_once = [one | {"arrival_s": 0.0} for one in asked]
+    unlimited = FiveConfig(**{**vars(config), "limit_s": float("inf")})
+    served = window(model, unlimited, (CHUNKS,), at_once, needed // BLOCK_TOKENS, 0.0)
+    return len(asked) / max(served.row["last_s"])

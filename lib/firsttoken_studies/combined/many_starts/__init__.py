@@ -1,0 +1,1 @@
+"""Many cold starts at once, over one shared link."""
