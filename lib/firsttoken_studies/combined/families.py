@@ -135,7 +135,7 @@ def _mean_loss(rows: Rows) -> float:
 
 
 def families_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """By model: perplexity, what each variant loses of it in %, paired by window; where both blocks begin; accuracy."""
+    """Perplexity of each model, what its variants lose of it in %, paired by window, both blocks, and accuracy."""
     summary = Summary()
     for model in parameters["families"]["models"]:
         blocks, text = frame_of(rows, what="block", model=model), frame_of(rows, what="text", model=model)
