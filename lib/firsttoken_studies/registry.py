@@ -1,7 +1,6 @@
 """The experiments there are, in the order of their notebooks.
 
-An experiment is a function ``(profile) -> Outcome`` of a study, with a pure function beside it that makes the summary
-of its rows. Both are named as text, so that the list is read without importing any study.
+An experiment is a function ``(profile) -> Outcome``; a pure one beside it makes the summary. Both are named as text.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ _ALL = (
     ),
     _study("sizes", "What a block and its adapters weigh", "11", "progressiveserve.sizes:sizes", "sizes_summary"),
     _study("layer_distance", "Which layers differ", "11", "progressiveserve.layers:layer_distance", "distance_summary"),
+    _study("families", "Three families of models", "11", "combined.families:families", "families_summary", _ON_A_CPU),
     _study("stage_quality", "What each stage answers", "12", "progressiveserve.layers:stage_quality", "stage_summary"),
     _study(
         "stage_tasks",
