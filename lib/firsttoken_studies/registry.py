@@ -1,6 +1,7 @@
 """The experiments there are, in the order of their notebooks.
 
-An experiment is a function ``(profile) -> Outcome``; a pure one beside it makes the summary. Both are named as text.
+An experiment is a function ``(profile) -> Outcome`` of a study, with a pure function beside it that makes the summary
+of its rows. Both are named as text, so that the list is read without importing any study.
 """
 
 from __future__ import annotations
