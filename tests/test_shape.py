@@ -23,14 +23,14 @@ BUDGETS = {  # of each room at most: lines, modules that stand on each other, pe
         8,
         9,
     ),  # prefixes that are kept, found and served; those of fine-tunes in one engine, 40 lines
-    "firsttoken.engine": (8835, 10, 8.5),  # layers with adapters in kernels, 360 lines; tokens before torch, 510
+    "firsttoken.engine": (8852, 10, 8.5),  # layers with adapters in kernels, 360 lines; tokens before torch, 510
     "firsttoken.lean": (620, 4, 7.6),
     "firsttoken.link": (430, 2, 7),
-    "firsttoken.petals": (6182, 8, 9.7),
+    "firsttoken.petals": (6591, 8, 9.7),  # beginnings that servers keep, and are sent, 410 lines
     "firsttoken.progressiveserve": (4763, 8, 10.5),  # stages fused with their adapters; variants of the last one, 30
     "firsttoken.sarathi": (510, 2, 12.5),  # a card with a model on it; lengths fitted to what a paper states
     "firsttoken.service": (
-        3694,
+        3734,
         8,
         10.5,
     ),  # variants, 60 lines; clusters that are left, 65; ends of stages for swarms, 38
@@ -74,7 +74,7 @@ NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no p
     "firsttoken_extras.worker.worker_model": "a test serves it without the process",
 }
 NEIGHBOURING_STUDIES = 29  # a study whose numbers another file draws
-BEHIND_A_NOTEBOOK = 22_852  # lines of the library that the studies of one notebook import
+BEHIND_A_NOTEBOOK = 23_134  # lines of the library that the studies of one notebook import
 NO_SUBJECT = 0  # docstrings of one line that the name of the function has to begin
 _NO_SUBJECT = re.compile(
     r"(Of|As|By|From|Where|Who|Whose|That|Those|So|Until|At|In|Out|On|For|Behind|Before|After|Beside|None|Also)\b"

@@ -39,7 +39,7 @@ def talk(here, server):
     """Open a session, send ``said`` one after the other; the answers, or the error's code and line."""
 
     def talk(*said: bytes, **changed: str):
-        given = dict(zip(HEADERS, ("1", here.model, "2:4", "float32"), strict=True))
+        given = dict(zip(HEADERS, ("2", here.model, "2:4", "float32"), strict=True))
         given |= {f"swarm-{name}": value for name, value in changed.items()}
 
         async def go():
@@ -78,7 +78,7 @@ def left(here, server) -> None:
 FAULTS = {
     "another model": ({"model": "b" * 64}, b"", "FAILED_PRECONDITION", "has blocks of the model"),
     "no model": ({"model": ""}, b"", "FAILED_PRECONDITION", "has blocks of the model"),
-    "another version": ({"version": "2"}, b"", "FAILED_PRECONDITION", "speaks version 1 .* not '2'"),
+    "another version": ({"version": "1"}, b"", "FAILED_PRECONDITION", "speaks version 2 .* not '1'"),
     "other blocks": ({"blocks": "1:4"}, b"", "FAILED_PRECONDITION", r"has blocks \[2, 4\), not \[1, 4\)"),
     "too many blocks": ({"blocks": "2:5"}, b"", "FAILED_PRECONDITION", "blocks '2:5' are not a:b"),
     "no blocks": ({"blocks": "x"}, b"", "FAILED_PRECONDITION", "blocks 'x' are not a:b"),
@@ -116,7 +116,7 @@ def test_sessions_and_sequences_are_so_many(here, server, talk):
 
     async def crowd():
         async with grpc.aio.insecure_channel(server.record.address) as channel:
-            given = tuple(zip(HEADERS, ("1", here.model, "2:4", "float32"), strict=True))
+            given = tuple(zip(HEADERS, ("2", here.model, "2:4", "float32"), strict=True))
             calls = [channel.stream_stream(SESSION)(metadata=given) for _ in range(4)]
             return sorted([await _code(call) for call in calls])
 
@@ -134,7 +134,7 @@ def test_sessions_and_sequences_are_so_many(here, server, talk):
 
 def test_a_client_that_vanishes_or_sleeps_or_never_reads_leaves_nothing(here, server):
     async def misbehave() -> list[str]:
-        given = tuple(zip(HEADERS, ("1", here.model, "2:4", "float32"), strict=True))
+        given = tuple(zip(HEADERS, ("2", here.model, "2:4", "float32"), strict=True))
         channel = grpc.aio.insecure_channel(server.record.address)
         vanishing = channel.stream_stream(SESSION)(metadata=given)
         await vanishing.write(message(0, 0, 40))
@@ -164,7 +164,7 @@ def test_memory_is_flat_over_many_sessions(here, server, talk):
     """Each with two sequences, of which one is told to be over; the rest goes with the session."""
 
     async def sessions(count: int) -> None:
-        given = tuple(zip(HEADERS, ("1", here.model, "2:4", "float32"), strict=True))
+        given = tuple(zip(HEADERS, ("2", here.model, "2:4", "float32"), strict=True))
         async with grpc.aio.insecure_channel(server.record.address) as channel:
             for _ in range(count):
                 call = channel.stream_stream(SESSION)(metadata=given)

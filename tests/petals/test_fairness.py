@@ -123,7 +123,7 @@ def small(here):
     """A server of little, and what opens sessions with it, over one connection for each ``client`` that is named."""
     up = here.serve((0, 6), limits={"sessions": 4, "kv_tokens": 128, "idle_s": 60.0, "spare_s": 60.0}, trains=True)[0]
     backend, channels = AsyncExitStack(), {}
-    given = tuple(zip(HEADERS, ("1", here.model, "0:6", "float32"), strict=True))
+    given = tuple(zip(HEADERS, ("2", here.model, "0:6", "float32"), strict=True))
 
     async def channel(client: str) -> grpc.aio.Channel:
         if client not in channels:
@@ -162,7 +162,7 @@ def test_sessions_that_compute_nothing_shut_nobody_out(small):
 
 def test_a_session_that_computes_nothing_is_idle_however_much_it_says(here):
     up = here.serve((0, 6), limits={"idle_s": 0.5})[0]
-    given = tuple(zip(HEADERS, ("1", here.model, "0:6", "float32"), strict=True))
+    given = tuple(zip(HEADERS, ("2", here.model, "0:6", "float32"), strict=True))
 
     async def run() -> str:
         async with grpc.aio.insecure_channel(up.record.address) as channel:

@@ -29,7 +29,7 @@ class Talking:
     """One session with a server, whose steps can be sent and read apart."""
 
     def __init__(self, channel: grpc.aio.Channel, model: str) -> None:
-        given = tuple(zip(HEADERS, ("1", model, "0:6", "float32"), strict=True))
+        given = tuple(zip(HEADERS, ("2", model, "0:6", "float32"), strict=True))
         self.call = channel.stream_stream(SESSION)(metadata=given)
 
     async def send(self, start: int, end: int, *, first: int = 0, number: int = 0) -> None:

@@ -13,9 +13,7 @@ from services import free_port, write_plain
 from swarms import Here
 
 from firsttoken.__main__ import main
-from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.petals.checkpoint_blocks import write_8_bits
-from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.service.launch import running
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study.errors import StageError, SwarmError
@@ -97,7 +95,7 @@ def test_several_answers_share_the_steps(url):
     assert httpx.get(f"{url}/stage").json()["sessions"] == 0
 
 
-def test_a_swarm_that_cannot_serve_is_said_in_one_line(plain, here, capsys):
+def test_a_swarm_that_cannot_serve_is_said_in_one_line(plain, here, capsys, tmp_path):
     door = here.serve((0, 3), model=here.model)[0].record.address
     nobody = f"127.0.0.1:{free_port()}"
     assert main(["serve", str(plain), "--swarm", nobody, "--port", str(free_port())]) == 2
@@ -107,11 +105,13 @@ def test_a_swarm_that_cannot_serve_is_said_in_one_line(plain, here, capsys):
         running(ServiceConfig(plain, port=free_port(), swarm=(door,))),
     ):
         pass
-    for wrong in ({"preemption": "swap"}, {"share_prefixes": True}):
+    for wrong in ({"preemption": "swap"}, {"worker": True}):
         with pytest.raises(StageError, match="--swarm does not go with --"):
             ServiceConfig(plain, swarm=(door,), **wrong)
-    with pytest.raises(SwarmError, match="cannot share prefixes"):
-        RemoteModel(plain, (door,), config=EngineConfig(share_prefixes=True))
+    for wrong in ({"prefix_store": tmp_path}, {"share_prefixes": True}):
+        audited = ServiceConfig(plain, port=free_port(), swarm=(door,), swarm_audit_rate=0.1, **wrong)
+        with pytest.raises(SwarmError, match="not shared where answers are audited"), running(audited):
+            pass
 
 
 def test_a_service_over_servers_of_8_bits(plain, imported, tmp_path):

@@ -99,7 +99,7 @@ def held(here):
 def test_passes_wait_within_a_bound_and_nothing_is_left_of_who_goes(here, held, tiny):
     server, go = held
     message = encode_pass(a_pass(tiny.config))
-    opened = tuple(zip(HEADERS, ("1", here.model, "0:6", "float32"), strict=True))
+    opened = tuple(zip(HEADERS, ("2", here.model, "0:6", "float32"), strict=True))
 
     async def until(reached: Callable[[], bool]) -> None:
         async with asyncio.timeout(20):
@@ -136,7 +136,7 @@ def test_passes_wait_within_a_bound_and_nothing_is_left_of_who_goes(here, held, 
 
 def test_a_client_that_says_nothing_is_not_waited_for(here):
     server = here.serve((0, 6), trains=True, limits={"idle_s": 0.2})[0]
-    opened = tuple(zip(HEADERS, ("1", here.model, "0:6", "float32"), strict=True))
+    opened = tuple(zip(HEADERS, ("2", here.model, "0:6", "float32"), strict=True))
 
     async def silent(*said: bytes) -> str:
         async with grpc.aio.insecure_channel(server.record.address) as channel:

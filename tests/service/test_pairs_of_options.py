@@ -6,6 +6,7 @@ sockets, and for replicas and clusters a real Ray.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -31,6 +32,7 @@ from firsttoken.service.launch import running
 from firsttoken.service.service_config import REFUSED, STAGES, WHOLE, ServiceConfig
 from firsttoken.study import paths
 from firsttoken.study.errors import StageError
+from firsttoken.study.machine import identity
 
 pytest.importorskip("starlette")
 pytest.importorskip("peft")
@@ -58,8 +60,11 @@ PAIRS = list(combinations(OPTIONS, 2))
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Of what is measured here, also by replicas."""
+    """Of what is measured here, also by replicas. By its rates this processor is slow at bfloat16: the ends of a model
+    over a swarm then compute in float32, as its server does, and what is stored is in."""
     folder, patch = tmp_path_factory.mktemp("cache"), pytest.MonkeyPatch()
+    rates = {"machine": identity(), "native_bf16": False, "float32": 1.0, "bfloat16": 0.5}
+    (folder / "cpu-rates.json").write_text(json.dumps(rates), encoding="utf-8")
     patch.setattr(paths, "CACHE", folder)
     yield folder
     patch.undo()
@@ -242,6 +247,8 @@ def test_a_pair_answers_as_either_alone_or_is_refused(pair, arguments, cache, re
         status = _stage(url).json()
         if "--prefix-store" in pair and not {"--replicas"} & set(pair):
             assert status["restored"] == len(PROMPTS)
+        if pair == ("--share-prefixes", "--swarm"):
+            assert answers(url) == right["--swarm"] and _stage(url).json()["shared_tokens"] > 0
         if "--preemption" in pair:
             assert any("cross_point: " in event["what"] for event in status["events"])
 
@@ -273,7 +280,7 @@ def test_a_cluster_keeps_nothing_of_a_service_that_did_not_start(arguments, cach
 def test_the_table_has_what_is_refused_and_no_more() -> None:
     """Each of its lines is of options that there are, and names the two; and it stays short."""
     assert {option for pair in REFUSED for option in pair} <= {*OPTIONS, WHOLE}
-    assert len(REFUSED) == 5 and all(re.fullmatch(r"[^\n.;]{20,110}", why) for why in REFUSED.values())
+    assert len(REFUSED) == 3 and all(re.fullmatch(r"[^\n.;]{20,110}", why) for why in REFUSED.values())
 
 
 def test_what_no_pair_above_can_try(place) -> None:

@@ -77,6 +77,10 @@ class BlockPool:
         if key not in self._found:
             self._found[key], self._keys[block] = block, key
 
+    def published(self, block: int) -> bool:
+        """Whether ``block`` can be found, so that others may have it too, and nobody writes to it."""
+        return block in self._keys
+
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """Return the blocks of the first ``keys``, up to the first key that no block has."""
         return [self._found[key] for key in takewhile(self._found.__contains__, keys)]
@@ -181,8 +185,13 @@ class PrefixSharing:
 
     def _keys(self, request: Request, full: int) -> list[bytes]:
         """The keys of the first ``full`` blocks."""
-        keys, size = request.keys, self._block_tokens
-        for block in range(len(keys) - 1, full):
-            tokens = array("q", request.tokens[block * size : (block + 1) * size])
-            keys.append(blake2b(keys[-1] + tokens.tobytes(), digest_size=32).digest())
-        return keys[1 : full + 1]
+        return block_keys(request, self._block_tokens, full)
+
+
+def block_keys(request: Request, size: int, full: int) -> list[bytes]:
+    """The keys of the first ``full`` blocks of ``size`` tokens of ``request``, whose ``keys`` begin with a salt."""
+    keys = request.keys
+    for block in range(len(keys) - 1, full):
+        tokens = array("q", request.tokens[block * size : (block + 1) * size])
+        keys.append(blake2b(keys[-1] + tokens.tobytes(), digest_size=32).digest())
+    return keys[1 : full + 1]

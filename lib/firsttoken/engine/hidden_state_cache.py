@@ -47,8 +47,13 @@ class HiddenStateCache:
         kept = self._kept.get(request, {}).get(layer)
         return kept is not None and kept.start == 0 and kept.end >= tokens
 
-    def of(self, request: int, layer: int) -> Tensor:
-        """What entered ``layer``, [1, tokens, hidden], from the request's first token to its latest.
+    def reaches(self, request: int, layer: int, start: int) -> bool:
+        """Whether what entered ``layer`` was kept of its tokens from ``start`` on."""
+        kept = self._kept.get(request, {}).get(layer)
+        return kept is not None and kept.start <= start
+
+    def of(self, request: int, layer: int, start: int = 0) -> Tensor:
+        """What entered ``layer``, [1, tokens, hidden], from the request's token ``start`` to its latest.
 
         Raises RequestError where this is not kept, or the first tokens came with blocks that others had computed.
         """
@@ -56,12 +61,12 @@ class HiddenStateCache:
         if kept is None:
             held = ", ".join(map(str, sorted(self.layers))) or "none"
             raise RequestError(f"no hidden states of request {request} are kept at layer {layer} (layers: {held})")
-        if kept.start:
+        if kept.start > start:
             raise RequestError(
                 f"request {request} has no hidden states of its first {kept.start} tokens at layer {layer}: they came "
                 "with shared blocks; set share_prefixes to False to keep hidden states"
             )
-        return kept.rows[None, : kept.end]
+        return kept.rows[None, start : kept.end]
 
     def adopt(self, request: int, other: HiddenStateCache) -> None:
         """Take over what ``other`` has kept of the request, at the layers that are kept here too."""

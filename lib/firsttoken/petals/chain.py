@@ -2,6 +2,16 @@
 
 What enters each server is kept (the engine's edges), so that a server that fails is replaced in the middle of a
 generation: its successor is sent what it has not seen, which is everything, and answers with the step that was asked.
+
+How a sequence begins may have been computed before. Each server keeps blocks of keys and values under names that the
+client says: digests of all tokens up to the end of a block, of what else decides them, and of a secret of the client.
+A server sees hidden states and could hash these itself; but then a client would have to know what enters the later
+servers before it is computed. So the client's word is taken, and can harm nobody else: without its secret the names are
+128 bits that cannot be guessed, neither to find a block nor to put another in its place, and each server is told names
+of its own, which say nothing to the next. The secret is the owner. All servers of the chain begin behind what all have.
+The hidden states of those tokens are then not here, so where a server behind the first is replaced, or does not have
+its blocks any more, the sequence is computed from its first token through the whole chain.
+
 Where no successor is found the chain has a gap. Nothing is computed through a chain with a gap: the next step begins by
 looking for who serves the blocks that are missing.
 """
@@ -11,20 +21,43 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
+from firsttoken.engine.request import KVSource
 from firsttoken.petals.records import Record
 from firsttoken.petals.routing import check_cover, gaps
 from firsttoken.petals.server_session import DoubtFault, ServerFault, ServerSession
 from firsttoken.petals.states import MOST_TOKENS, Stretch, check_states
 from firsttoken.petals.swarm import Swarm
-from firsttoken.study.errors import SwarmError
+from firsttoken.petals.wire import NAMED_TOKENS
+from firsttoken.study.errors import CacheError, FirstTokenError, SwarmError
+
+
+class Keyed(NamedTuple):
+    """A sequence of so many ``tokens`` by now, whose full blocks servers may keep and find by ``keys``; ``stored`` are
+    keys and values of how it begins, of all layers, for servers that have less of it."""
+
+    tokens: int
+    keys: Sequence[bytes]
+    stored: KVSource | None = None
+
+
+class _LackingError(Exception):
+    """A server has to be sent hidden states of the sequences ``numbers`` that are not here."""
+
+    def __init__(self, numbers: Collection[int]) -> None:
+        super().__init__(numbers)
+        self.numbers = numbers
+
+
+_POLL_S = 0.001  # between two looks whether more of what is stored has come
 
 
 class AnswerCheck(Protocol):
@@ -55,7 +88,10 @@ class Chain:
         self.faults: list[tuple[str, str]] = []  # (subkey, why) of each server that was replaced
         self.heirs: list[list[tuple[Record, range]]] = []  # of each of the faults: who took which blocks over
         self.sessions: list[tuple[ServerSession, Record]] = []
+        self.asked_tokens = self.shared_tokens = 0  # of beginnings that servers were asked for, and that they had
+        self.restored = 0  # sequences that began with what was stored
         self._hidden_cache = HiddenStateCache(layers)
+        self._shared: dict[int, int] = {}  # by sequence: tokens at its beginning that servers had
         self._turn = asyncio.Lock()  # a step that was broken off leaves its sessions before the next one uses them
 
     @property
@@ -63,22 +99,29 @@ class Chain:
         """Bytes of hidden states that are kept for servers that may fail."""
         return self._hidden_cache.nbytes
 
-    async def run(self, stretches: Sequence[Stretch], hidden: Tensor) -> Tensor:
+    async def run(
+        self, stretches: Sequence[Stretch], hidden: Tensor, keyed: Mapping[int, Keyed] = MappingProxyType({})
+    ) -> Tensor:
         """Return ``hidden`` [tokens, hidden] of ``stretches``, end to end, after the layers.
 
-        Raises SwarmError when blocks stay unserved, when all servers that have them fail or refuse the step, and for
-        hidden states that no model has, for which no server is blamed.
+        Sequences in ``keyed`` begin with what servers have of them, and leave them theirs; of tokens that servers had,
+        zeros are returned. The last token of a sequence is always computed. Raises SwarmError when blocks stay
+        unserved, when all servers that have them fail or refuse the step, and for hidden states that no model has, for
+        which no server is blamed.
         """
         check_states(hidden)
         async with self._turn:
             for one, rows in zip(stretches, hidden.split([one.end - one.start for one in stretches]), strict=True):
                 self._hidden_cache.keep(one.number, self.layers.start, one.start, rows)
             await self._fill_gaps()
-            out, through = hidden, []
-            while len(through) < len(self.sessions):
-                out, layers = await self._past(len(through), stretches)
-                through.append(layers)
-            check_cover(through, self.layers)
+            if new := {one.number: keyed[one.number] for one in stretches if not one.start and one.number in keyed}:
+                await self._adopt(new)
+            keys = {number: one.keys for number, one in keyed.items()}
+            try:
+                out = await self._unshared(stretches, hidden, keys)
+            except _LackingError as lacking:  # at most once: all hidden states are here then
+                self._begin_anew(lacking.numbers)
+                out = await self._unshared(stretches, hidden, keys)
         await self._leave_late()
         return out
 
@@ -96,6 +139,7 @@ class Chain:
         """Forget these sequences, which are over."""
         for number in numbers:
             self._hidden_cache.drop(number)
+            self._shared.pop(number, None)
         for session, _ in list(self.sessions):
             await session.forget(numbers)
 
@@ -105,13 +149,108 @@ class Chain:
             session.close()
         self.sessions = []
 
-    async def _past(self, place: int, stretches: Sequence[Stretch]) -> tuple[Tensor, range]:
+    async def _adopt(self, new: Mapping[int, Keyed]) -> None:
+        """Ask all servers what they have of how these sequences begin, which go on behind what all have."""
+        await self._fill_gaps()
+        asked = {number: one.keys[: (one.tokens - 1) // NAMED_TOKENS] for number, one in new.items()}
+        asked, sessions = {number: keys for number, keys in asked.items() if keys}, list(self.sessions)
+        said: list[dict[int, int] | ServerFault] = [{}] * len(sessions)
+        if asked:
+            said = await self._all(sessions, (session.adopt(asked) for session, _ in sessions))
+        whole = not any(isinstance(answer, ServerFault) for answer in said)
+        for number, one in new.items():
+            had = (
+                {session: answer.get(number, 0) for (session, _), answer in zip(sessions, said, strict=True)}
+                if whole
+                else {}
+            )
+            self._shared[number] = min(had.values(), default=0)
+            self.shared_tokens += self._shared[number]
+            if one.stored is not None:
+                blocks = one.stored.tokens - one.stored.tokens % NAMED_TOKENS  # for the rest alone nothing is sent
+                if had and not 0 < self._shared[number] >= blocks:
+                    end = blocks if any(had.values()) else one.stored.tokens  # within no block that others may have
+                    self._shared[number] = await self._fill(number, one.stored, end, one.keys, had)
+                self.restored += 0 < self._shared[number] >= blocks
+            for session, _ in self.sessions:
+                session.known[number] = self._shared[number]
+            self.asked_tokens += one.tokens
+
+    async def _fill(
+        self, number: int, stored: KVSource, end: int, keys: Sequence[bytes], had: Mapping[ServerSession, int]
+    ) -> int:
+        """Send each server the keys and values of its layers behind the tokens that it ``had``, up to ``end``; return
+        how many all have then: those that they had, where what is stored cannot be read or a server fails."""
+        least = min(had.values())
+        try:
+            kv = await asyncio.to_thread(_read, stored, self.layers)
+        except FirstTokenError:
+            return least
+        sessions = [(session, record) for session, record in self.sessions if had[session] < end]
+        parts = [
+            session.fill(number, had[session], kv[layers.start : layers.stop, ..., had[session] : end, :], keys)
+            for session, layers in ((session, session.layers) for session, _ in sessions)
+        ]
+        said = await self._all(sessions, parts)
+        return min([least if isinstance(one, ServerFault) else one for one in said])
+
+    async def _all(self, sessions: Sequence[tuple[ServerSession, Record]], asked: Iterable[Awaitable]) -> list:
+        """What the servers answer to what they are ``asked`` at once; those that fail are dropped, and their fault is
+        the answer."""
+        try:
+            said = await asyncio.gather(*asked, return_exceptions=True)
+        except BaseException:  # as in ``_past``
+            for session, _ in sessions:
+                self._let_go(session)
+            raise
+        for (session, record), answer in zip(sessions, said, strict=True):
+            if isinstance(answer, ServerFault):
+                await self._drop(session, record, answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+        return said
+
+    def _begin_anew(self, numbers: Collection[int]) -> None:
+        """Let all servers be sent these sequences from their first token on."""
+        for number in numbers:
+            self._shared.pop(number, None)
+            for session, _ in self.sessions:
+                session.known[number] = 0
+
+    async def _unshared(
+        self, stretches: Sequence[Stretch], hidden: Tensor, keys: Mapping[int, Sequence[bytes]]
+    ) -> Tensor:
+        """``hidden`` [tokens, hidden] of ``stretches`` after the layers, and zeros for tokens that servers had."""
+        starts = {one.number: min(self._shared.get(one.number, 0), one.end) for one in stretches}
+        left = [Stretch(one.number, max(one.start, starts[one.number]), one.end) for one in stretches]
+        if not (some := [one for one in left if one.start < one.end]):
+            return torch.zeros_like(hidden)
+        await self._fill_gaps()
+        out, through = hidden, []
+        while len(through) < len(self.sessions):
+            out, layers = await self._past(len(through), some, keys)
+            through.append(layers)
+        check_cover(through, self.layers)
+        if some == list(stretches):
+            return out
+        parts, whole = iter(out.split([one.end - one.start for one in some])), torch.zeros_like(hidden)
+        rows = whole.split([one.end - one.start for one in stretches])
+        for one, part in zip(left, rows, strict=True):
+            if one.start < one.end:
+                part[one.start - one.end :] = next(parts)
+        return whole
+
+    async def _past(
+        self, place: int, stretches: Sequence[Stretch], keys: Mapping[int, Sequence[bytes]]
+    ) -> tuple[Tensor, range]:
         """What comes out behind the server at ``place``, or whoever has to replace it, and the layers of that one."""
         most, failing_s, refused = self.swarm.timeouts.find_s, 0.0, set()
         while True:
             session, record = self.sessions[place]
             try:
-                return await self._through(session, record, stretches), session.layers
+                return await self._through(session, record, stretches, keys), session.layers
+            except _LackingError:
+                raise
             except ServerFault as fault:
                 failing_s = failing_s or time.monotonic()
                 refused |= {record.server} if fault.refused else set()
@@ -126,27 +265,36 @@ class Chain:
                 self._let_go(session)
                 raise
 
-    async def _through(self, session: ServerSession, record: Record, stretches: Sequence[Stretch]) -> Tensor:
+    async def _through(
+        self,
+        session: ServerSession,
+        record: Record,
+        stretches: Sequence[Stretch],
+        keys: Mapping[int, Sequence[bytes]],
+    ) -> Tensor:
         """The step through one server, behind all that it has not seen; what comes out, of the step's tokens."""
         if record.server in self.swarm.convicted:
             raise DoubtFault(f"{record.name} was convicted")
         behind = [Stretch(one.number, min(session.known.get(one.number, 0), one.start), one.end) for one in stretches]
+        layer, cache = session.layers.start, self._hidden_cache
+        if lacking := [one.number for one in behind if not cache.reaches(one.number, layer, one.start)]:
+            raise _LackingError(lacking)
         out: list[list[Tensor]] = [[] for _ in behind]
         places = {one.number: place for place, one in enumerate(behind)}
         for message in messages_of(behind):
-            rows = [self._hidden_cache.of(one.number, session.layers.start)[0, one.start : one.end] for one in message]
+            rows = [cache.of(one.number, layer, one.start)[0, : one.end - one.start] for one in message]
             begun = time.monotonic()
-            said = await session.run(message, torch.cat(rows))
+            said = await session.run(message, torch.cat(rows), keys=keys)
             announced_s = self.swarm.announced_s(record, session.layers, len(said))
             self.swarm.conduct.took(record.server, time.monotonic() - begun, announced_s)
             self.swarm.served[record.server] += len(said) * len(session.layers)
             if self.auditor is not None:
-                whole = [self._hidden_cache.of(one.number, session.layers.start)[0, : one.end] for one in message]
+                whole = [cache.of(one.number, layer)[0, : one.end] for one in message]
                 await self.auditor.look(session, record, message, whole, said)
             for one, part in zip(message, said.split([one.end - one.start for one in message]), strict=True):
                 out[places[one.number]].append(part)
                 if session.layers.stop != self.layers.stop:
-                    self._hidden_cache.keep(one.number, session.layers.stop, one.start, part)
+                    cache.keep(one.number, session.layers.stop, one.start, part)
         wanted = (one.end - one.start for one in stretches)
         return torch.cat([torch.cat(parts)[-tokens:] for parts, tokens in zip(out, wanted, strict=True)])
 
@@ -192,6 +340,22 @@ class Chain:
         ]
         self.sessions = sorted(sessions, key=lambda one: one[0].layers.start)
         return found
+
+
+def _read(stored: KVSource, layers: range) -> Tensor:
+    """Wait for all of ``stored``, [layers, 2, kv_heads, tokens, head_dim]. Raises FirstTokenError where it does not
+    come whole."""
+    came: dict[int, Tensor] = {}
+    try:
+        stored.begin()
+        while not stored.complete:
+            came |= {layer: kv[:, 0, :, : stored.tokens] for layer, kv in stored.arrived()}
+            time.sleep(_POLL_S)
+    finally:
+        stored.close()
+    if sorted(came) != list(layers) or len({kv.shape for kv in came.values()}) > 1:
+        raise CacheError(f"a stored prefix has layers {sorted(came)} of {len(layers)}; store it again")
+    return torch.stack([came[layer] for layer in layers])
 
 
 def messages_of(stretches: Sequence[Stretch]) -> list[list[Stretch]]:

@@ -1,5 +1,8 @@
 """The blocks of a server's pool and what has them: the sequences of all sessions, within its limits, and running steps.
 
+A block that is full may have a name, and whoever begins with the same names has it too. Nobody writes to it, and it
+stays, while nobody has it, until its room is needed: whose last owner left it first goes first.
+
 A step has every block that it reads or writes from when it is handed over until it has run or was taken out, whatever
 becomes of its sequence meanwhile: a block is given to nobody else before.
 """
@@ -104,6 +107,9 @@ class KVSlots:
         beyond the context, BusyError where there is no room, SoonError where there will be.
         """
         needs = self._needs(mine, stretches, first)
+        for one in stretches:
+            if one.number in mine:
+                self._part(mine[one.number], one.start)
         new = [one.number for one in stretches if one.number not in mine]
         keep = {id(mine[one.number]) for one in stretches if one.number in mine}
         for number, sequence in self._yielding(client, keep, sum(needs), len(new)):
@@ -120,6 +126,28 @@ class KVSlots:
             rows = Rows(one.number, list(sequence.blocks), range(self.context))
             chunks.append(ScheduledChunk(rows, one.start, one.end, one.start))
         return chunks
+
+    def adopt(self, mine: Sequences, number: int, keys: Sequence[bytes], first: int = 0, client: Client = HERE) -> int:
+        """Begin sequence ``number`` of a session of ``client`` anew with the blocks of the first ``keys`` that are
+        here, of layers from ``first`` on; return how many tokens they hold. Raises BusyError as ``place``."""
+        self.leave(mine, [number])
+        if not self.pool.find(keys[:1]):
+            return 0
+        for other, sequence in self._yielding(client, (), 0, 1):
+            self.leave(self._homes[id(sequence)][0], [other])
+        blocks = self.pool.find(keys[: self.context // self.block_tokens])
+        self.pool.take(0, shared=blocks)
+        cached, now = len(blocks) * self.block_tokens, time.monotonic()
+        sequence = mine[number] = CachedSequence(blocks, cached, first, client=client, used=now)
+        self._homes[id(sequence)] = mine, number, sequence
+        return cached
+
+    def publish(self, mine: Sequences, number: int, block: int, keys: Sequence[bytes]) -> None:
+        """Let the blocks of a sequence from number ``block`` on be found by ``keys``, as far as they are full."""
+        if (sequence := mine.get(number)) is not None:
+            full = sequence.blocks[block : sequence.cached // self.block_tokens]
+            for one, key in zip(full, keys, strict=False):
+                self.pool.publish(one, key)
 
     def lease(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Own the blocks of a step that is under way, until ``release``.
@@ -157,14 +185,16 @@ class KVSlots:
                 self.pool.give(sequence.blocks)
 
     def check(self) -> None:
-        """Assert that each block is of one sequence at most, and has no owners but that one and steps under way."""
+        """Assert that each block is of one sequence at most, or can be found and is of several, is written to only
+        where it cannot be found, and has no owners but sequences and steps under way."""
         self.pool.check()
         sequences = [sequence for _, _, sequence in self._homes.values()]
         assert all(mine.get(number) is sequence for mine, number, sequence in self._homes.values()), (
             "a sequence is lost"
         )
         had = Counter(block for sequence in sequences for block in sequence.blocks)
-        assert max(had.values(), default=0) <= 1, "two sequences have one block"
+        assert all(self.pool.published(block) for block in had if had[block] > 1), "two sequences have one block"
+        assert not any(map(self.pool.published, self._written)), "a block is written to that others may have"
         assert self._written <= set(self._leased), "a block is written to that no step has"
         owners = {block: self.pool.owners(block) for block in range(self.pool.count) if self.pool.owners(block)}
         assert owners == dict(had + self._leased), "a block has another number of owners than sequences and steps"
@@ -180,9 +210,24 @@ class KVSlots:
                 raise LostError(f"sequence {one.number} has nothing here of layer {first}, where the step begins")
             if one.end > self.context:
                 raise RequestError(f"sequence {one.number} of {one.end} tokens exceeds the context of {self.context}")
-            had = len(mine[one.number].blocks) if one.number in mine else 0
+            had = len(self._own(mine[one.number], one.start)) if one.number in mine else 0
             needs.append(max(0, -(-one.end // self.block_tokens) - had))
         return needs
+
+    def _own(self, sequence: CachedSequence, start: int) -> list[int]:
+        """Its blocks but those that a step from ``start`` on would write to, and others may have. Raises LostError
+        where it would go on within one of these."""
+        place = start // self.block_tokens
+        if start % self.block_tokens and self.pool.published(sequence.blocks[place]):
+            raise LostError(f"token {start} is within a block that others may have: begin the step at a block")
+        return sequence.blocks[:place] + [one for one in sequence.blocks[place:] if not self.pool.published(one)]
+
+    def _part(self, sequence: CachedSequence, start: int) -> None:
+        """Let a sequence go on from ``start`` without the blocks that ``_own`` leaves out."""
+        own = self._own(sequence, start)
+        if len(own) < len(sequence.blocks):
+            self.pool.give([block for block in sequence.blocks if block not in own])
+            sequence.blocks, sequence.cached = own, start
 
     def _yielding(
         self, client: Client, keep: Collection[int], blocks: int, new: int
@@ -201,6 +246,7 @@ class KVSlots:
         rest = [one for one in homes if id(one[1]) not in keep]
         rest.sort(key=lambda one: (self._runs(one[1]), one[1].used))  # who was idle longest first
         gone: list[tuple[int, CachedSequence]] = []
+        left = Counter[int]()  # how many of those that have a block are gone
         while max(lacks.values()) > 0:
             what = max(lacks, key=lacks.__getitem__)
             wanted = blocks if what == "blocks" else new
@@ -213,9 +259,12 @@ class KVSlots:
                 raise self._full(what, [sequence for _, sequence in rest], now)
             rest.remove(found)
             gone.append(found)
-            for name, size in (("blocks", len(found[1].blocks)), ("sequences", 1)):
-                held[name][found[1].client] -= size
-                lacks[name] -= size
+            left.update(found[1].blocks)
+            alone = sum(self.pool.owners(b) - self._leased[b] == left[b] for b in found[1].blocks)
+            lacks["blocks"] -= alone
+            lacks["sequences"] -= 1
+            held["blocks"][found[1].client] -= len(found[1].blocks)
+            held["sequences"][found[1].client] -= 1
         return gone
 
     def _full(self, what: str, others: Sequence[CachedSequence], now: float) -> BusyError:
@@ -226,7 +275,7 @@ class KVSlots:
 
     def _runs(self, sequence: CachedSequence) -> bool:
         """Whether a step of it is under way."""
-        return sequence.blocks[0] in self._leased
+        return any(last in self._leased for last in sequence.blocks[-1:])  # the first ones may be of others', too
 
     def _writes(self, chunks: Sequence[ScheduledChunk]) -> list[int]:
         size = self.block_tokens

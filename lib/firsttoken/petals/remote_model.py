@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import NamedTuple, Self
@@ -10,37 +13,47 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from firsttoken.engine.block_pool import block_keys
 from firsttoken.engine.decoder import Decoder
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.engine_config import DEFAULT_CONFIG, EngineConfig
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
-from firsttoken.engine.request import Sampling
+from firsttoken.engine.request import KVSource, Request, Sampling
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.petals.access import Access
-from firsttoken.petals.chain import Chain
+from firsttoken.petals.chain import Chain, Keyed
 from firsttoken.petals.checkpoint_blocks import load_ends, model_sha256
 from firsttoken.petals.event_loop import begin, wait_for
 from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.trust.auditor import Auditor, Audits
 from firsttoken.petals.trust.priority_queue import Bid
-from firsttoken.petals.wire import CODINGS, Stretch
-from firsttoken.study.errors import RequestError, SwarmError
+from firsttoken.petals.wire import CODINGS, NAMED_TOKENS, Stretch
+from firsttoken.study.errors import FirstTokenError, RequestError, SwarmError
 
 UNAUDITED = (
     "no answer is audited: whatever the servers of this swarm compute is believed; `firsttoken swarm generate "
     "--audit-rate 0.1` has a share of it computed again by others"
 )
 """What a user is told once where answers are not audited."""
+UNSHARED = "prefixes over a swarm are not shared where answers are audited: an audit begins with the first token"
 
 
 class RemoteSegment:
-    """``chain`` as a segment of a decoder; it is asked by the engine's thread, and lives in the swarm's."""
+    """``chain`` as a segment of a decoder; it is asked by the engine's thread, and lives in the swarm's.
 
-    def __init__(self, chain: Chain) -> None:
+    What servers keep of requests has names that nobody else can make. One that ``shares`` lets all requests that begin
+    alike have it; else those that begin with what ``stored`` finds for its ``variant`` of the model, which is sent to
+    servers that do not have it.
+    """
+
+    def __init__(self, chain: Chain, shares: bool = False, variant: str = "") -> None:
         self.layers = chain.layers
-        self._chain = chain
+        self.stored: Callable[[Sequence[int], str], KVSource | None] | None = None
+        self.chain, self._variant = chain, variant
+        self._shares, self._owner = shares, os.urandom(32)
+        self._found: dict[int, int] = {}  # tokens at the beginning of a request that are stored
 
     def run(self, hidden: Tensor, step: StepPlan) -> Tensor:
         """``hidden`` [1, tokens, hidden] through all of its layers -> the same shape.
@@ -58,12 +71,31 @@ class RemoteSegment:
         if step.hidden_cache is not None:
             step.hidden_cache.enter(self.layers.start, hidden, step.chunks)
         stretches = [Stretch(chunk.request.number, chunk.start, chunk.end) for chunk in step.chunks]
-        out = wait_for(self._chain.run(stretches, hidden[0].cpu()))
+        chunks = [chunk for chunk in step.chunks if not chunk.request.sampling.prompt_logprobs]
+        found = {chunk.request.number: self._keyed(chunk.request, chunk.start) for chunk in chunks}
+        keyed = {number: one for number, one in found.items() if one is not None}
+        out = wait_for(self.chain.run(stretches, hidden[0].cpu(), keyed))
         return out[None].to(hidden.device)
 
     def drop(self, request: int) -> None:
         """Forget the request of this number, here and on the servers."""
-        begin(self._chain.forget([request]))
+        self._found.pop(request, None)
+        begin(self.chain.forget([request]))
+
+    def _keyed(self, request: Request, start: int) -> Keyed | None:
+        """The blocks of a request that servers keep, as the engine's own pool names them, behind whose they are and its
+        variant; before its first step with what is stored of it. None where they keep none."""
+        source, tokens = None, len(request.tokens)
+        if self.stored is not None and not start:
+            with suppress(FirstTokenError):  # a store that has gone meanwhile ends no step
+                source = self.stored(request.tokens[: request.prompt_tokens], self._variant)
+            self._found[request.number] = source.tokens if source is not None else 0
+        if not (most := tokens if self._shares else self._found.get(request.number, 0)):
+            return None
+        salt = self._owner + f"{request.version and request.version.key}".encode()
+        if request.keys[:1] != [salt]:
+            request.keys = [salt]
+        return Keyed(tokens, block_keys(request, NAMED_TOKENS, most // NAMED_TOKENS), source)
 
 
 class Ends(NamedTuple):
@@ -107,8 +139,8 @@ class RemoteModel:
             raise SwarmError(f"no coding is called {coding!r}; known: {', '.join(CODINGS)}")
         if audits is not None and (dtype, CODINGS[coding]) != (torch.float32, torch.float32):
             raise SwarmError("audits compare answers in float32: set dtype and coding to float32, or audit nothing")
-        if config.share_prefixes:
-            raise SwarmError("requests over a swarm cannot share prefixes: leave share_prefixes out")
+        if config.share_prefixes and audits is not None:
+            raise SwarmError(f"{UNSHARED}; leave one of them out")
         ends = ends or Ends(load_ends(folder, dtype, device), [model_sha256(folder)])
         self.model, (name, *others) = ends
         width, depth = self.model.config.hidden_size, self.model.config.num_hidden_layers
@@ -117,13 +149,12 @@ class RemoteModel:
         wait_for(self.swarm.meet())
         auditor = None if audits is None else Auditor(self.swarm, audits)
         self.chain = Chain(self.swarm, range(depth), coding, auditor)
-        self.executor = LiveExecutor(self.model, -(-tokens // 16), segments=[RemoteSegment(self.chain)], elsewhere=True)
-        self.engine = Engine(self.executor, config)
         self._chains = {name: Chain(self.swarm, range(depth), coding, adapter=one) for name, one in variants.items()}
-        self.versions = {
-            name: ModelVersion(Decoder(self.model, [RemoteSegment(chain)]), stage=1)
-            for name, chain in self._chains.items()
-        }
+        chains = {"": self.chain} | self._chains
+        self.segments = {name: RemoteSegment(one, config.share_prefixes, name) for name, one in chains.items()}
+        self.executor = LiveExecutor(self.model, -(-tokens // 16), segments=[self.segments[""]], elsewhere=True)
+        self.engine = Engine(self.executor, replace(config, share_prefixes=False))  # servers share, not this pool
+        self.versions = {name: ModelVersion(Decoder(self.model, [self.segments[name]]), stage=1) for name in variants}
         self._looking = begin(self.swarm.keep_looking())
 
     def generate(

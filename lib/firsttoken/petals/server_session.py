@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from firsttoken.petals.timeouts import Timeouts
-from firsttoken.petals.wire import HEADERS, SESSION, VERSION, Stretch, decode, encode
+from firsttoken.petals.wire import HEADERS, MOST_NAMES, NAMED_TOKENS, SESSION, VERSION, Message, Stretch, decode, encode
 from firsttoken.study.errors import SwarmError
 
 if TYPE_CHECKING:
@@ -41,7 +44,8 @@ class ServerSession:
     """``layers`` of ``model`` (sha256) on the server that ``name`` tells and ``channel`` leads to.
 
     Hidden states travel in ``coding``. ``known`` are the tokens of each sequence that the server has seen,
-    ``commitment`` what it vouches for of its latest answer.
+    ``commitment`` what it vouches for of its latest answer. Blocks of shared beginnings have names that are of this
+    ``server`` (its subkey) alone; keys and values go to it in pieces of ``room`` bytes.
     """
 
     def __init__(
@@ -53,6 +57,8 @@ class ServerSession:
         coding: str,
         timeouts: Timeouts,
         headers: Sequence[tuple[str, str]] = (),
+        server: str = "",
+        room: int = 1 << 16,
     ) -> None:
         self.name = name
         self.layers = layers
@@ -62,35 +68,59 @@ class ServerSession:
         self.answered_s = 0.0  # when it did so last, on the monotonic clock
         self.commitment = ""
         self.moved_bytes = 0  # of messages, both ways
-        self._coding, self._timeouts = coding, timeouts
+        self._coding, self._timeouts, self._server, self._room = coding, timeouts, server.encode(), room
         opened = zip(HEADERS, (VERSION, model, f"{layers.start}:{layers.stop}", coding), strict=True)
         self._call = channel.stream_stream(SESSION)(metadata=(*opened, *headers))
         self._turn = asyncio.Lock()
 
-    async def run(self, stretches: Sequence[Stretch], hidden: Tensor, first: int = 0) -> Tensor:
+    async def run(
+        self,
+        stretches: Sequence[Stretch],
+        hidden: Tensor,
+        first: int = 0,
+        keys: Mapping[int, Sequence[bytes]] = MappingProxyType({}),
+    ) -> Tensor:
         """``hidden`` [tokens, hidden] of ``stretches``, end to end, after the layers, or after those from ``first`` on.
 
-        Raises ServerFault when this server does not answer in time, or nonsense, or refuses.
+        The full blocks of sequences in ``keys`` can be found by these from then on. Raises ServerFault when this server
+        does not answer in time, or nonsense, or refuses.
         """
-        rows, over = hidden.shape[0], list(self._over)
-        limit_s = self._timeouts.limit_s(rows)
-        message = encode(hidden, self._coding, stretches, over, first)
-        try:
-            async with asyncio.timeout(limit_s):
-                data = await self._exchange(message)
-        except TimeoutError:
-            raise ServerFault(f"{self.name} did not answer within {limit_s:.1f} s") from None
-        self._over.difference_update(over)
-        self.moved_bytes += len(message) + len(data)
-        try:
-            answer = decode(data, self._coding, hidden.shape[1], hidden.dtype, rows)
-        except Exception as error:  # whatever goes wrong with its answer is this server's fault
-            raise ServerFault(f"{self.name}: {error}") from error
-        self.steps, self.answered_s = self.steps + 1, time.monotonic()
+        answer = await self._answer(hidden, stretches, first, self._filled(stretches, keys))
+        self.steps += 1
         for one in stretches:
             self.known[one.number] = one.end
         self.commitment = answer.commitment
         return answer.hidden
+
+    async def adopt(self, keys: Mapping[int, Sequence[bytes]]) -> dict[int, int]:
+        """Begin these sequences anew with what the server has of their blocks of ``keys``; return how many tokens that
+        is. Raises ServerFault as ``run``, and for more than was asked."""
+        most = MOST_NAMES // len(keys)
+        asked = {number: self._names(mine[:most]) for number, mine in keys.items()}
+        said = await self._answer(torch.empty(0, 0), names=asked)
+        shared = dict(said.shared)
+        wrong = shared.keys() != asked.keys() or any(
+            tokens % NAMED_TOKENS or tokens > NAMED_TOKENS * len(asked[number]) for number, tokens in shared.items()
+        )
+        if wrong or len(said.shared) > len(shared):
+            raise ServerFault(f"{self.name} says that it has {said.shared} of what begins {len(asked)} sequences")
+        self.known |= shared
+        return shared
+
+    async def fill(self, number: int, start: int, kv: Tensor, keys: Sequence[bytes]) -> int:
+        """Send ``kv`` [layers, 2, kv_heads, tokens, head_dim] of a sequence from token ``start`` on, and return how
+        many tokens of it the server has then; it may refuse them. Raises ServerFault as ``run``."""
+        # as many tokens at once as take no more room than the states of the longest step of a float32 model
+        most = max(1, self._room // max(1, kv[:, :, :, :1].nbytes))
+        for first in range(0, kv.shape[3], most):
+            some = kv[:, :, :, first : first + most]
+            stretches = [Stretch(number, start + first, start + first + some.shape[3])]
+            answer = await self._answer(torch.empty(0, 0), stretches, 0, self._filled(stretches, {number: keys}), some)
+            if [one for one, _ in answer.shared] != [number] or answer.shared[0][1] > stretches[0].end:
+                raise ServerFault(f"{self.name} says that it has {answer.shared} of what it was sent")
+            if (has := answer.shared[0][1]) < stretches[0].end:
+                return has
+        return start + kv.shape[3]
 
     async def forget(self, numbers: Sequence[int]) -> None:
         """Tell the server that these sequences are over; one that is not there any more knows anyway."""
@@ -112,6 +142,42 @@ class ServerSession:
     def close(self) -> None:
         """End the session."""
         self._call.cancel()
+
+    def _filled(self, stretches: Sequence[Stretch], keys: Mapping[int, Sequence[bytes]]) -> dict[int, list[str]]:
+        """The names of the blocks that ``stretches`` fill, of sequences in ``keys``."""
+        places = {one.number: slice(one.start // NAMED_TOKENS, one.end // NAMED_TOKENS) for one in stretches}
+        names = {number: self._names(keys[number][place]) for number, place in places.items() if number in keys}
+        return {number: some for number, some in names.items() if some}
+
+    def _names(self, keys: Sequence[bytes]) -> list[str]:
+        return [blake2b(key + self._server, digest_size=16).hexdigest() for key in keys]
+
+    async def _answer(
+        self,
+        hidden: Tensor,
+        stretches: Sequence[Stretch] = (),
+        first: int = 0,
+        names: Mapping[int, Sequence[str]] = MappingProxyType({}),
+        kv: Tensor | None = None,
+    ) -> Message:
+        """What the server says to ``hidden`` [tokens, hidden], or without tokens to ``kv`` or ``names`` alone. Raises
+        as ``run``."""
+        rows, over = hidden.shape[0], list(self._over)
+        limit_s = self._timeouts.limit_s(rows)
+        message = encode(hidden if rows else None, self._coding, stretches, over, first, names=names, kv=kv)
+        try:
+            async with asyncio.timeout(limit_s):
+                data = await self._exchange(message)
+        except TimeoutError:
+            raise ServerFault(f"{self.name} did not answer within {limit_s:.1f} s") from None
+        self._over.difference_update(over)
+        self.moved_bytes += len(message) + len(data)
+        try:
+            answer = decode(data, self._coding, hidden.shape[1], hidden.dtype, rows)
+        except Exception as error:  # whatever goes wrong with its answer is this server's fault
+            raise ServerFault(f"{self.name}: {error}") from error
+        self.answered_s = time.monotonic()
+        return answer
 
     async def _exchange(self, message: bytes) -> bytes:
         import grpc

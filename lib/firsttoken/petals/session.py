@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from firsttoken.petals.limits import ServerLimits
 from firsttoken.petals.states import check_states
 from firsttoken.petals.trust.commitments import Committer
 from firsttoken.petals.trust.priority_queue import OFFER, PriorityQueue
-from firsttoken.petals.wire import ADAPTER, CODINGS, HEADERS, VERSION, decode, encode
+from firsttoken.petals.wire import ADAPTER, CODINGS, HEADERS, NAMED_TOKENS, VERSION, Message, decode, encode
 from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, SwarmError
 from firsttoken.study.parsing.parse_errors import shown
 
@@ -152,14 +153,21 @@ class Sessions:
             return False
         backend, layers, mine = self.batcher.backend, session.layers, session.sequences
         try:
-            message = decode(data, session.coding, backend.width, backend.dtype)
+            shape = len(layers), backend.pool.shape.kv_heads, backend.pool.shape.head_dim
+            message = decode(data, session.coding, backend.width, backend.dtype, kv_shape=shape)
         except SwarmError as error:  # no server would take it
             raise RequestError(str(error)) from error
         self.slots.leave(mine, message.over)
+        if message.kv is not None:
+            await self._fill(context, session, message)
+            return True
         if message.hidden is None:
             session.silent += 1
             if session.silent > _MOST_SILENT:
                 raise RequestError(f"{session.silent} messages came without a step: send steps, or end the session")
+            if message.names:
+                shared = {number: self._adopted(session, number, names) for number, names in message.names}
+                await self.within(context.write(encode(None, session.coding, shared=shared)), "did not read its answer")
             return True
         if message.first and message.first not in layers:
             raise RequestError(f"layer {message.first} is not among the session's [{layers.start}, {layers.stop})")
@@ -169,15 +177,58 @@ class Sessions:
         trails = [mine[one.number].trail for one in message.stretches]  # a sequence may make room meanwhile
         out = await self.batcher.run(layers, chunks, message.hidden, session.client, session.adapter)
         check_states(out, "the hidden states that come out of these blocks hold")
-        self.slots.computed(mine, message.stretches)
+        self._computed(session, message, named=layers == session.layers)
         session.busy, session.computed, session.used = False, True, asyncio.get_running_loop().time()
         commitment = ""
-        # What is rounded on the way was not computed, and who judges has the model alone.
-        if backend.dtype is CODINGS[session.coding] is torch.float32 and not session.adapter:
+        seen = all(one.start <= len(trail) for one, trail in zip(message.stretches, trails, strict=True))
+        # What is rounded on the way was not computed, who judges has the model alone, and what was sent of a shared
+        # beginning is not known any more.
+        if seen and backend.dtype is CODINGS[session.coding] is torch.float32 and not session.adapter:
             commitment = self.committer.commit(layers, trails, message.stretches, message.hidden, out)
         said = encode(out, session.coding, commitment=commitment)
         await self.within(context.write(said), "did not read its answer")
         return True
+
+    async def _fill(self, context: grpc.aio.ServicerContext, session: Session, message: Message) -> None:
+        """Take keys and values from a client for its own sequence, and answer how many tokens it has then: as many as
+        before where they are in another dtype than what is computed here. Nobody else finds them, as the names of their
+        blocks are the client's own."""
+        (one,), mine, backend = message.stretches, session.sequences, self.batcher.backend
+        if message.kv.dtype is backend.dtype:
+            session.busy = True
+            (chunk,) = chunks = await self.slots.placed(mine, [one], session.layers.start, session.client)
+            self.slots.lease(chunks)
+            filled = asyncio.ensure_future(self.batcher.aside(lambda: backend.fill(session.layers, chunk, message.kv)))
+            filled.add_done_callback(lambda _: self.slots.release(chunks))  # also where the client goes meanwhile
+            await asyncio.shield(filled)
+            self._computed(session, message, named=True)
+            session.busy, session.silent, session.used = False, 0, asyncio.get_running_loop().time()
+        has = mine[one.number].cached if one.number in mine else 0
+        said = encode(None, session.coding, shared={one.number: has})
+        await self.within(context.write(said), "did not read its answer")
+
+    def _computed(self, session: Session, message: Message, named: bool) -> None:
+        """Note that the keys and values of a message are there, by their names where they are of all layers."""
+        self.slots.computed(session.sequences, message.stretches)
+        starts = {one.number: one.start // self.slots.block_tokens for one in message.stretches}
+        for number, names in message.names if named else ():
+            keys = self._keys(session, names)
+            self.slots.publish(session.sequences, number, starts.get(number, self.slots.context), keys)
+
+    def _adopted(self, session: Session, number: int, names: Sequence[str]) -> int:
+        """The tokens of a sequence that it has from blocks of these ``names``, and begins with."""
+        keys, first = self._keys(session, names), session.layers.start
+        return self.slots.adopt(session.sequences, number, keys, first, session.client)
+
+    def _keys(self, session: Session, names: Sequence[str]) -> list[bytes]:
+        """What blocks of a session are found by: their names, its layers, coding and adapter; none where blocks have
+        another size. Raises RequestError for a name that comes twice."""
+        if len(set(names)) < len(names):
+            raise RequestError("two blocks of a sequence have one name: name each after all tokens up to its end")
+        if self.slots.block_tokens != NAMED_TOKENS:
+            return []
+        said = f"{session.layers.start}:{session.layers.stop} {session.coding} {session.adapter} ".encode()
+        return [said + bytes.fromhex(name) for name in names]
 
     async def drain(self, seconds: float) -> None:
         """Open no more sessions until ``moving`` is undone, and end those that are open after so many ``seconds``."""

@@ -17,6 +17,7 @@ from firsttoken.petals.records import Record
 from firsttoken.petals.registry import Registry
 from firsttoken.petals.routing import Hop, best_chain, chain_s
 from firsttoken.petals.server_session import ServerSession
+from firsttoken.petals.states import MOST_TOKENS
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.trust.priority_queue import Bid
 from firsttoken.petals.wire import ADAPTER
@@ -273,7 +274,8 @@ class Swarm:
         channel, headers = self.channel(record.address), self.access.headers
         headers += self.bid.headers(record.server) if self.bid is not None else ()
         headers += ((ADAPTER, adapter),) if adapter else ()
-        return ServerSession(record.name, channel, layers, self.model, coding, self.timeouts, headers)
+        common = self.model, coding, self.timeouts, headers, record.server
+        return ServerSession(record.name, channel, layers, *common, MOST_TOKENS * self._width * 4)
 
     async def reconnect(self, address: str) -> None:
         """Give the connection to ``address`` up: another is made when it is asked for."""

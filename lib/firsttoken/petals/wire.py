@@ -4,9 +4,10 @@ that they belong to and against a limit before memory is taken for what it names
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Annotated
 
 import torch
@@ -19,7 +20,7 @@ from firsttoken.study.errors import SwarmError
 from firsttoken.study.parsing.json_text import parse_json
 from firsttoken.study.parsing.parse_errors import Damaged
 from firsttoken.study.parsing.safetensors_header import header_of
-from firsttoken.study.parsing.schema import between, shaped
+from firsttoken.study.parsing.schema import between, digits, shaped
 
 SERVICE = "firsttoken.Swarm"
 SESSION, PASS, EXCHANGE, ACCUSE, ACCOUNT = (
@@ -27,7 +28,7 @@ SESSION, PASS, EXCHANGE, ACCUSE, ACCOUNT = (
 )
 """The calls of a server over gRPC."""
 
-VERSION = "1"
+VERSION = "2"
 HEADERS = ("swarm-version", "swarm-model", "swarm-blocks", "swarm-coding")
 """What a session is opened with, in this order: version of the messages, sha256 of the model, a:b, coding."""
 
@@ -41,6 +42,11 @@ _MOST_HEADER = 1 << 18  # bytes: it is read before anything is known; what vouch
 _SHORT = 1024  # characters of a step that is remembered
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _Count = Annotated[int, between(0, 1 << 31)]
+_Name = Annotated[str, digits(32)]
+
+NAMED_TOKENS = 16
+"""Tokens of a block of keys and values that has a name. A server whose blocks have other sizes finds none."""
+MOST_NAMES = 1024  # of a message that asks for the beginnings of sequences
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,10 @@ class Message:
     """``hidden`` [tokens, hidden] of ``stretches``, end to end (None: it has none); sequences that are ``over``.
 
     ``first`` is the layer that the states enter, 0 for the first of the session's; ``commitment`` what the server that
-    answers vouches for, as JSON, "" where it does not.
+    answers vouches for, as JSON, "" where it does not. ``names`` (32 hex digits each) are, by sequence, of the blocks
+    that a step fills, from that of its first token on; a message without states asks which blocks of these names, from
+    the first of the sequence on, are there. ``shared`` answers: so many tokens of a sequence. In the place of hidden
+    states there may be ``kv`` [layers, 2, kv_heads, tokens, head_dim], the keys and values of the tokens of one.
     """
 
     stretches: tuple[Stretch, ...]
@@ -56,6 +65,9 @@ class Message:
     over: tuple[int, ...] = ()
     first: int = 0
     commitment: str = ""
+    names: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    shared: tuple[tuple[int, int], ...] = ()
+    kv: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,8 @@ class _ToldStep:
     stretches: tuple[tuple[_Count, _Count, _Count], ...] = ()
     over: tuple[_Count, ...] = ()
     first: _Count = 0
+    names: tuple[tuple[_Count, tuple[_Name, ...]], ...] = ()
+    shared: tuple[tuple[_Count, _Count], ...] = ()
 
 
 def encode(
@@ -72,11 +86,17 @@ def encode(
     over: Collection[int] = (),
     first: int = 0,
     commitment: str = "",
+    names: Mapping[int, Sequence[str]] = MappingProxyType({}),
+    shared: Mapping[int, int] = MappingProxyType({}),
+    kv: Tensor | None = None,
 ) -> bytes:
     """The bytes of a message; an answer has neither ``stretches`` nor ``over``, and a ``commitment`` where it has
     one. Raises SwarmError as ``pack``."""
-    told = {"stretches": list(stretches), "over": list(over)} | ({"first": first} if first else {})
+    told: dict[str, object] = {"stretches": list(stretches), "over": list(over)}
+    more = {"first": first, "names": list(names.items()), "shared": list(shared.items())}
+    told |= {name: value for name, value in more.items() if value}
     tensors = {} if hidden is None else _coded(hidden, coding)
+    tensors |= {} if kv is None else {"kv": kv.contiguous()}
     return save(tensors, {"step": json.dumps(told)} | ({"commitment": commitment} if commitment else {}))
 
 
@@ -84,11 +104,19 @@ def _coded(hidden: Tensor, coding: str) -> dict[str, Tensor]:
     return pack(hidden) if coding == "int8" else {"hidden": hidden.to(CODINGS[coding]).contiguous()}
 
 
-def decode(data: bytes, coding: str, width: int, dtype: torch.dtype, tokens: int | None = None) -> Message:
+def decode(
+    data: bytes,
+    coding: str,
+    width: int,
+    dtype: torch.dtype,
+    tokens: int | None = None,
+    kv_shape: tuple[int, int, int] | None = None,
+) -> Message:
     """The message of these bytes, its hidden states in ``dtype``.
 
-    ``tokens``: an answer to so many of them. Raises SwarmError for what is no message, or is not of this ``coding``,
-    ``width`` or count, and for numbers that ``check_states`` refuses.
+    ``tokens``: an answer to so many of them. With a ``kv_shape`` (layers, kv_heads, head_dim) there may be keys and
+    values of that shape, in the dtype in which they come. Raises SwarmError for what is no message, or is not of this
+    ``coding``, ``width``, shape or count, and for numbers that ``check_states`` refuses.
     """
     if (said := int.from_bytes(data[:8], "little")) > _MOST_HEADER:
         raise SwarmError(f"a message is no safetensors of a step: its header of {said} bytes is beyond {_MOST_HEADER}")
@@ -101,7 +129,15 @@ def decode(data: bytes, coding: str, width: int, dtype: torch.dtype, tokens: int
     stretches = tuple(Stretch(*one) for one in told.stretches)
     rows = _rows(stretches) if tokens is None else tokens
     if not header.tensors and not rows:
-        return Message(stretches, None, told.over, told.first)
+        return Message(stretches, None, told.over, told.first, names=told.names, shared=told.shared)
+    if kv_shape is not None and list(header.tensors) == ["kv"]:
+        layers, heads, head_dim = kv_shape
+        said, wanted = header.tensors["kv"], (layers, 2, heads, rows, head_dim)
+        if len(stretches) != 1 or said.shape != wanted or said.dtype not in _NAMES.values():
+            raise SwarmError(f"keys and values {said.dtype} {list(said.shape)} do not fit: {list(wanted)} are wanted")
+        kv = load(data)["kv"]
+        check_states(kv, "keys and values hold")
+        return Message(stretches, None, told.over, told.first, names=told.names, kv=kv)
     main = header.tensors.get("codes" if coding == "int8" else "hidden")
     if main is None or (coding != "int8" and len(header.tensors) > 1):
         raise SwarmError(f"a message holds {', '.join(sorted(header.tensors)) or 'nothing'}, no hidden states {coding}")
@@ -112,7 +148,7 @@ def decode(data: bytes, coding: str, width: int, dtype: torch.dtype, tokens: int
     tensors = load(data)
     hidden = unpack(tensors, dtype) if coding == "int8" else tensors["hidden"].to(dtype)
     check_states(hidden)
-    return Message(stretches, hidden, told.over, told.first, header.metadata.get("commitment", ""))
+    return Message(stretches, hidden, told.over, told.first, header.metadata.get("commitment", ""), told.names)
 
 
 def _told(text: str) -> _ToldStep:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ import torch
 from firsttoken.assets.checkpoint import SINGLE, sum_of_sums
 from firsttoken.assets.servable import check_servable
 from firsttoken.engine.model_server import StaticServer
+from firsttoken.engine.request import KVSource
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.lean.build import build_lean
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.petals.access import Access, check_installed
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.keys import public_hex, server_key
-from firsttoken.petals.remote_model import UNAUDITED, Ends, RemoteModel
+from firsttoken.petals.remote_model import UNAUDITED, UNSHARED, Ends, RemoteModel
 from firsttoken.petals.routing import unserved
 from firsttoken.petals.swarm_status import swarm_status
 from firsttoken.petals.timeouts import Timeouts
@@ -63,6 +65,7 @@ def _names(folder: Path, manifest: Manifest) -> list[str]:
 
 class SwarmServer(StaticServer):
     """Serves the model of ``config`` by its swarm; the ends of a ``staged`` one come over a link before it serves.
+    ``prefixes``, if set, opens stored ones once it has started, and says what came of it.
 
     Raises SwarmError when nobody answers at the addresses given, or a block is served by nobody, or without the adapter
     of a variant; ModelError for a folder without the model's ends, LinkError for a link that breaks, StageError for a
@@ -74,6 +77,8 @@ class SwarmServer(StaticServer):
         check_device(config.device)
         audits, dtype = None, dtypes.resolve(dtypes.AUTO, config.device)
         if config.swarm_audit_rate is not None:
+            if config.prefix_store is not None:
+                raise SwarmError(f"stored {UNSHARED}; leave one of them out")
             accuser = public_hex(server_key(None))
             shares = config.swarm_audit_undecided, config.swarm_audit_unwitnessed
             audits = Audits(config.swarm_audit_rate, config.swarm[0], accuser, TOLERANCE, *shares)
@@ -108,6 +113,21 @@ class SwarmServer(StaticServer):
         self._model.executor.version.stage = 1
         weights = sum(weight.nbytes for weight in self._model.model.parameters() if not weight.is_meta)
         super().__init__(self._model.engine, limits, self._model.close, weights, self._model.versions)
+        self.prefixes: Callable[[], str] | None = None
+        self._told: list[str] = []
+
+    def start(self) -> None:
+        """Begin to open the stored prefixes, where there are any."""
+        if self.prefixes is not None:
+            threading.Thread(target=self._open_prefixes, name="prefixes", daemon=True).start()
+
+    def take_prefixes(self, find: Callable[[Sequence[int], str], KVSource | None]) -> None:
+        """Let servers be sent what ``find`` has of prompts: the blocks are theirs, and nothing of it is needed here."""
+        for segment in self._model.segments.values():
+            segment.stored = find
+
+    def _open_prefixes(self) -> None:
+        self._told.append(self.prefixes())
 
     def _check(self, variants: Mapping[str, str]) -> None:
         """Raises SwarmError for a block that nobody serves, and for one without the adapter of a variant."""
@@ -126,18 +146,23 @@ class SwarmServer(StaticServer):
     def status(self) -> dict[str, Any]:
         """One stage, which is there while all blocks are served; the ``servers`` of the chain, in order, and as
         ``events`` who was replaced. While a block is unserved no prompt is answered: the stage is 0, the state
-        "degraded", and the error names the blocks, until somebody serves them."""
+        "degraded", and the error names the blocks, until somebody serves them. ``shared_tokens`` of prompts were not
+        computed, as all servers of the chain had them."""
         model, missing = self._model, self._model.chain.unserved()
         servers = [
             {"blocks": [session.layers.start, session.layers.stop], "address": record.address, "key": record.server[:8]}
             for session, record in list(model.chain.sessions)
         ]
+        chains = [segment.chain for segment in model.segments.values()]
+        events = [*self._told, *(f"replaced {key[:8]}: {why}" for key, why in model.chain.faults[-_TOLD:])]
         return super().status() | {
             "stage": 0 if missing else 1,
             "state": "degraded" if missing else "complete",
             "error": unserved(missing) if missing else None,
-            "events": [{"stage": 1, "what": f"replaced {key[:8]}: {why}"} for key, why in model.chain.faults[-_TOLD:]],
+            "events": [{"stage": 1, "what": what} for what in events],
+            "restored": sum(chain.restored for chain in chains),
             "servers": servers,
             "known": len(model.swarm.servers()),
             "audits": self._audits,
+            "shared_tokens": sum(chain.shared_tokens for chain in chains),
         }

@@ -238,7 +238,10 @@ def serve_model(
     if config.swarm:
         from firsttoken.service.over_swarm import SwarmServer
 
-        return SwarmServer(config, limits, is_staged(config.folder))
+        swarm = SwarmServer(config, limits, is_staged(config.folder))
+        if (store := config.prefix_store) is not None:
+            swarm.prefixes = lambda: use_prefixes(swarm, store, lambda: _of_servers(config), "cpu", others=False)
+        return swarm
     if config.worker:
         return _by_a_worker(config, limits, broken)
     if is_staged(config.folder):
@@ -259,6 +262,20 @@ def serve_model(
     options = {"device": config.device, "store": config.prefix_store, "owner": config.prefix_owner}
     options |= {"variants": dict(config.variants)}
     return PlainServer(config.folder, limits, broken=broken, **options)
+
+
+def _of_servers(config: ServiceConfig) -> dict[str, ModelIdentity]:
+    """The model that servers of a swarm have, in the dtype that `firsttoken prefix put` computes in here, and its
+    variants."""
+    import torch
+
+    if is_staged(config.folder):
+        manifest = read_manifest(config.folder)
+        name, weights = manifest.dtype, manifest.source_sha256 or ""
+    else:
+        name, weights = stored_dtype(config.folder), ""
+    dtype = dtypes.serving(dtypes.AUTO, getattr(torch, name), "cpu")
+    return receivers(config.folder, dtype, config.prefix_owner, dict(config.variants), weights)
 
 
 def late_variants(folders: Mapping[str, Path], device: str) -> LateVariants:

@@ -20,8 +20,6 @@ KEY_VARIABLE = "FIRSTTOKEN_API_KEY"
 STAGES, WHOLE = "a model in stages", "a model that is whole"
 REFUSED = {
     ("--swarm", "--preemption"): "the keys and values are with its servers, and this process can swap none of them",
-    ("--swarm", "--prefix-store"): "the keys and values are with its servers, which take none from elsewhere",
-    ("--swarm", "--share-prefixes"): "its servers keep the keys and values of each request by itself",
     ("--swarm", "--worker"): "its servers compute the blocks, and a worker would have none",
     ("--gbit-per-s", WHOLE): "only what `firsttoken stage` has written is read over a link",
 }
