@@ -57,7 +57,7 @@ def fetch(options: argparse.Namespace) -> int:
         return OK
     for name in bring(options.from_dir) if options.from_dir else ():
         print(f"{name}: brought")
-    download(asked)
+    download(asked, options.from_dir)
     if options.names or not asked:
         fetch(options.names or None, from_dir=options.from_dir)
     return OK
@@ -86,7 +86,7 @@ def serve(options: argparse.Namespace) -> int:
     if options.folder is None:
         from firsttoken.assets.gguf import PINNED, converted
 
-        options.folder = converted(PINNED, sums=False)
+        options.folder = converted(PINNED, hashed=False)
     names = ("folder", "gbit_per_s", "replicas", "host", "port", "device", "scheduler", "preemption", "share_prefixes")
     names += (
         "measure_again",

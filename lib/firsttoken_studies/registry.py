@@ -28,6 +28,7 @@ _ALL = (
     ),
     _study("sizes", "What a block and its adapters weigh", "11", "progressiveserve.sizes:sizes", "sizes_summary"),
     _study("layer_distance", "Which layers differ", "11", "progressiveserve.layers:layer_distance", "distance_summary"),
+    _study("families", "Three families of models", "11", "combined.families:families", "families_summary", _ON_A_CPU),
     _study("stage_quality", "What each stage answers", "12", "progressiveserve.layers:stage_quality", "stage_summary"),
     _study(
         "stage_tasks",

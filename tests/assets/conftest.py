@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import zipfile
 from pathlib import Path
 
@@ -88,3 +89,14 @@ def tiny_wheel(tmp_path: Path, lock_with) -> TinyWheel:
     wheel = TinyWheel(tmp_path / "wheels", bytes(range(256)) * 64)
     lock_with(wheel.entry())
     return wheel
+
+
+@pytest.fixture
+def pip_offline(tiny_wheel, monkeypatch):
+    """pip without its configuration and its patience, finding wheels in the test's folder only."""
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    for name, value in {"CONFIG_FILE": os.devnull, "RETRIES": "0", "TIMEOUT": "2"}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tiny_wheel.file.parent))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")

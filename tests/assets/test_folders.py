@@ -103,7 +103,7 @@ def test_nothing_is_staged_of_a_model_that_is_not_served(family, tmp_path, capsy
     chosen = ["--set", f"model={folder}", "--set", "served.block_start=1", "--set", "served.block_size=1"]
     assert main(["stage", str(tmp_path / "out"), *chosen, "--set", "served.task_adapter="]) == 2
     said = capsys.readouterr().err.strip().splitlines()
-    assert "has layers of sliding_attention, and the engine runs full_attention only" in said[-1]
+    assert "has layers of sliding_attention, and only models of full_attention are served" in said[-1]
     assert list(tmp_path.iterdir()) == [folder]
 
 

@@ -10,12 +10,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import yaml
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from firsttoken.assets import gguf as conversion
 from firsttoken.assets.models import load_model
 from firsttoken.study import paths
-from firsttoken.study.errors import ModelError
+from firsttoken.study.errors import AssetError, ModelError
 
 HIDDEN, MLP, VOCABULARY = 32, 64, 260
 
@@ -76,9 +77,9 @@ def conversions(monkeypatch) -> list[Path]:
     seen: list[Path] = []
     plain = conversion._convert
 
-    def counted(path, gguf_sha256, folder):
+    def counted(parts, gguf_sha256, folder):
         seen.append(folder)
-        plain(path, gguf_sha256, folder)
+        plain(parts, gguf_sha256, folder)
 
     monkeypatch.setattr(conversion, "_convert", counted)
     return seen
@@ -127,3 +128,79 @@ def test_a_reload_that_differs_is_refused(tmp_path):
     model.model.norm.weight.data += 1
     with pytest.raises(ModelError, match=r"do not reload bit-equal \(1 tensors\)"):
         conversion._check_reload(model, tmp_path / "saved")
+
+
+@pytest.fixture
+def pinned_parts(lock_with, tmp_path):
+    """Pins bytes as the parts of "tiny", and puts them into the cache; returns their paths."""
+    lock_with()
+
+    def pin(*contents: bytes) -> list[Path]:
+        folder = paths.CACHE / "assets" / "tiny"
+        folder.mkdir(parents=True, exist_ok=True)
+        files, found = [], [folder / f"tiny.gguf.part{n}" for n in range(len(contents))]
+        for path, content in zip(found, contents, strict=True):
+            path.write_bytes(content)
+            files.append(
+                {"name": path.name, "sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content), "url": "-"}
+            )
+        entry = {"name": "tiny", "source": "-", "licence": "none", "files": files}
+        (paths.ENV / "brought.yaml").write_text(yaml.safe_dump([entry]))
+        return found
+
+    return pin
+
+
+@pytest.fixture
+def whole(tmp_path) -> bytes:
+    write_gguf(tmp_path / "whole.gguf")
+    return (tmp_path / "whole.gguf").read_bytes()
+
+
+def test_parts_are_joined_and_converted_once(pinned_parts, whole, conversions):
+    parts = pinned_parts(whole[:5000], whole[5000:9000], whole[9000:])
+    folder = conversion.converted("tiny")
+    assert load_model(str(folder)).model.config.num_hidden_layers == 2
+    assert sorted(path.name for path in parts[0].parent.iterdir()) == [path.name for path in parts], "no joined file"
+    for part in parts:
+        part.unlink()
+    assert conversion.converted("tiny") == folder and len(conversions) == 1, "what is converted needs no parts"
+
+
+def test_a_part_that_is_missing_or_of_another_model(pinned_parts, whole):
+    _, second = pinned_parts(whole[:5000], whole[5000:])
+    content = second.read_bytes()
+    second.unlink()
+    with pytest.raises(AssetError, match=r"^tiny is not in the cache: run `firsttoken fetch tiny`[^\n]*$"):
+        conversion.converted("tiny")
+    second.write_bytes(content[:-64] + b"0" * 64)
+    with pytest.raises(AssetError, match=r"^[^\n]*tiny.gguf.part1 was altered; run `firsttoken fetch tiny`[^\n]*$"):
+        conversion.converted("tiny")
+    assert not (paths.CACHE / "models" / "tiny").exists()
+
+
+def test_parts_that_are_pinned_and_not_of_one_model(pinned_parts, whole):
+    """A lock that is wrong."""
+    for contents, said in (
+        (
+            (whole[:5000], whole[5000:] + b"0" * 640),
+            r"has [\d,]+ bytes, and by its header [\d,]+; a part is of another",
+        ),
+        ((whole[:5000], whole[9000:]), r"cannot be read \(.+\); fetch its parts again"),
+        ((whole[5000:], whole[:5000]), r"cannot be read \(.+\); fetch its parts again"),
+    ):
+        pinned_parts(*contents)
+        with pytest.raises(ModelError, match=rf"^the GGUF of tiny {said}[^\n]*$"):
+            conversion.converted("tiny")
+    assert list((paths.CACHE / "models").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", [15, 99], ids=["one without a way back to numbers", "one that nobody knows"])
+def test_a_quantisation_that_is_unknown(pinned_parts, whole, kind: int):
+    name = b"blk.1.attn_k.weight"
+    at = whole.index(name) + len(name) + 4 + 2 * 8  # behind its number of dimensions and their lengths
+    assert whole[at : at + 4] == bytes(4), "it was float32"
+    pinned_parts(whole[:at] + kind.to_bytes(4, "little") + whole[at + 4 :])
+    with pytest.raises(ModelError, match=r"^the GGUF of tiny cannot be read \(.*(Q8_K|99).*\); [^\n]*$"):
+        conversion.converted("tiny")
+    assert list((paths.CACHE / "models").iterdir()) == []

@@ -103,7 +103,11 @@ def test_a_folder_is_looked_at_before_torch_is_there(saved):
         ),
         ("qwen2", {"layer_types": ["full_attention", "chunked_attention"]}, "layers of chunked_attention"),
         ("llama", {"sliding_window": 16}, "layers of sliding_attention"),
-        ("mistral", {"sliding_window": 16}, "MistralForCausalLM has layers of sliding_attention, and the engine runs"),
+        (
+            "mistral",
+            {"sliding_window": 16},
+            "MistralForCausalLM has layers of sliding_attention, and only models of full",
+        ),
         ("mistral", {"sliding_window": ...}, "layers of sliding_attention"),
         ("mistral", {"model_type": "llama"}, "the model_type llama is not that of MistralForCausalLM"),
         ("llama", {"model_type": "qwen2"}, "model_type: 'qwen2' is not that of LlamaForCausalLM"),

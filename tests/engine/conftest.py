@@ -16,6 +16,7 @@ from plain_tokens import TOLERANCE, generated
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     GlmConfig,
     GPT2Config,
     GraniteConfig,
@@ -305,6 +306,21 @@ def qwen2() -> Subject:
     model = build(Qwen2Config(**shape))
     assert model.model.layers[0].self_attn.k_proj.bias.any()
     return subject(model, seed=2, lengths=LENGTHS[::2])
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Subject:
+    """Windows of 6 tokens beside layers that see all, with rotary angles of their own; norms of queries and keys and
+    behind each half of a layer, a scale that is not the heads' width, and a soft limit of the logits."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16, "query_pre_attn_scalar": 4}
+    kinds = [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding")]
+    config = Gemma3TextConfig(**(SMALL | {"num_hidden_layers": 4}), **heads, layer_types=kinds, sliding_window=6)
+    config.final_logit_softcapping = 30.0
+    model, draw = build(config), torch.Generator().manual_seed(6)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=draw))
+    return subject(model, seed=6, lengths=LENGTHS[::2])
 
 
 @pytest.fixture(scope="session")

@@ -42,8 +42,8 @@ def test_every_schedule_gives_the_plain_tokens(
         assert seen[what] >= examples // 50, f"the schedules are too tame: {seen}"
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "lora"])
-def test_models_with_biases_or_an_adapter_too(lab, kind: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("kind", ["qwen2", "lora", "gemma3"])
+def test_models_with_biases_an_adapter_or_windows_too(lab, kind: str, request: pytest.FixtureRequest) -> None:
     subject, seen = request.getfixturevalue(kind), Counter()
     for seed in range(40):
         seen.update(perform(lab, subject, draw_schedule(seed, len(subject.known), arrivals=False)))

@@ -44,8 +44,8 @@ class Split(Swarm):
     def choose(self, spans) -> None:
         self.spans = spans
 
-    def servers(self):
-        return [one for one in super().servers() if one.blocks in self.spans]
+    def servers(self, adapter=""):
+        return [one for one in super().servers(adapter) if one.blocks in self.spans]
 
 
 @pytest.fixture

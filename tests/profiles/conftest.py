@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from transformers import LlamaConfig, PretrainedConfig
+from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig
 
 from firsttoken.assets.needs import TEXT
 from firsttoken.assets.shapes import shape_config
@@ -22,6 +22,8 @@ LLAMA_70B = {
 }
 SHAPES = {  # of the models that profiles name, as their config.json has it
     "smollm2-135m": "smollm2-135m",
+    "gemma3-270m": "",
+    "tinyllama-1.1b": "tinyllama-1.1b",
     "Qwen/Qwen2.5-0.5B": "qwen2.5-0.5b",
     "meta-llama/Llama-2-7b-hf": "llama-2-7b",
     "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
@@ -67,6 +69,10 @@ class Truth:
     @staticmethod
     def config(spec: str) -> PretrainedConfig:
         """The configuration of a model that a profile names, or named once."""
+        if spec == "gemma3-270m":  # as deep and with as long a context, and no width: no profile weighs it
+            heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 512}
+            sizes = {"num_hidden_layers": 18, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 257}
+            return Gemma3TextConfig(**heads, **sizes, max_position_embeddings=32768)
         if "70B" in spec:
             return LlamaConfig(**LLAMA_70B, tie_word_embeddings=False)
         return shape_config(SHAPES.get(spec, spec.removeprefix("random:")))

@@ -47,7 +47,7 @@ def smollm() -> Vocabulary:
     from firsttoken.study.errors import FirstTokenError
 
     try:
-        return read_vocabulary(converted(PINNED, sums=False), None)
+        return read_vocabulary(converted(PINNED, hashed=False), None)
     except FirstTokenError as error:
         pytest.skip(str(error))
 

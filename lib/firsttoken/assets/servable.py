@@ -53,7 +53,7 @@ def check_attention(folder: Path) -> None:
         kinds, name = attention_kinds(stock), kind.__name__
     if odd := kinds - {FULL}:
         raise ModelError(
-            f"{folder}: {name} has layers of {min(odd)}, and the engine runs {FULL} only; use another model"
+            f"{folder}: {name} has layers of {min(odd)}, and only models of {FULL} are served; use another model"
         )
 
 

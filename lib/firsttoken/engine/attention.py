@@ -25,7 +25,12 @@ NAME = "firsttoken_paged"
 
 
 class Attend(ABC):
-    """One step's reads and writes. ``writes`` [layers, 2 * tokens] are rows of ``KVPool.token_rows``: keys, values."""
+    """One step's reads and writes. ``writes`` [layers, 2 * tokens] are rows of ``KVPool.token_rows``: keys, values.
+
+    Where it ``has_windows``, a layer may let a token see so many tokens only, itself among them.
+    """
+
+    has_windows = False
 
     def __init__(self, pool: KVPool, blocks: torch.Tensor, offsets: torch.Tensor) -> None:
         """``blocks`` and ``offsets`` [tokens] say where in the pool each new token belongs."""
@@ -41,12 +46,19 @@ class Attend(ABC):
         return first + layer_steps(self.pool, 2 * shape.block_tokens)
 
     def __call__(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        window: int | None = None,
     ) -> torch.Tensor:
         """``query`` [1, heads, tokens, head_dim], ``key``, ``value`` [1, kv_heads, ...] -> [1, tokens, heads, ...]."""
         new = torch.cat([key[0].transpose(0, 1), value[0].transpose(0, 1)]).flatten(1)
         self.pool.token_rows.index_copy_(0, self.writes[layer], new)
-        return self.attend(layer, query, key, value, scaling)
+        windowed = {} if window is None else {"window": window}
+        return self.attend(layer, query, key, value, scaling, **windowed)
 
     def read_by_kernels(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """The block tables, the works and the contexts of all ``tokens`` of the step, as ``Kernels.attend`` takes them;
@@ -73,6 +85,7 @@ def paged_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     *,
+    sliding_window: int | None = None,
     paged: Attend | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -82,7 +95,7 @@ def paged_attention(
             f"{type(module).__name__} was called without an engine's step: close the engine to use the model itself,"
             " or take a model whose layers pass keywords on"
         )
-    return paged(module.layer_idx, query, key, value, scaling), None
+    return paged(module.layer_idx, query, key, value, scaling, sliding_window), None
 
 
 INTERFACES[NAME] = paged_attention

@@ -81,7 +81,8 @@ class LocalSegment:
                 hidden = run_layers(modules[:together], hidden, step.paged, turns)
                 layer += together
             else:
-                hidden = modules[0](hidden, *args, **keywords)
+                own = {"position_embeddings": turns[layer]} if isinstance(turns, dict) else {}
+                hidden = modules[0](hidden, *args, **(keywords | own))
                 layer += 1
         return hidden
 
@@ -117,7 +118,8 @@ class Decoder:
         if most > depth:
             raise ModelError(f"the segments have {most} layers, and the model has {depth}; give it as many")
         way = next(name for name, module in model.named_modules() if module is decoder)
-        self._decoder = _twin(decoder, [lists[0]], nn.ModuleList([_Through(self.segments)]))
+        through = _Through(self.segments, decoder, getattr(model.config, "layer_types", None) or ())
+        self._decoder = _twin(decoder, [lists[0]], nn.ModuleList([through]))
         self._model = _twin(model, way.split("."), self._decoder) if way else self._decoder
         self._width = model.config.hidden_size
 
@@ -186,13 +188,21 @@ class Decoder:
 
 
 class _Through(nn.Module):
-    """What stands in the place of a model's layers, and is called as each of them would be."""
+    """What stands in the place of a model's layers, and is called as each of them would be.
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
+    Where each of their ``kinds`` has rotary angles of its own (Gemma-3), every layer is given those of its kind.
+    """
+
+    def __init__(self, segments: Sequence[Segment], decoder: nn.Module, kinds: Sequence[str]) -> None:
         super().__init__()
-        self.segments = segments
+        self.segments, self.kinds = segments, kinds
+        rotary = getattr(decoder, "rotary_emb", None)
+        self.rotary = rotary if kinds and hasattr(rotary, f"{kinds[0]}_inv_freq") else None
 
     def forward(self, hidden: Tensor, *args: Any, step: StepPlan, **keywords: Any) -> Tensor:
+        if self.rotary is not None:
+            turns = {kind: self.rotary(hidden, keywords["position_ids"], kind) for kind in set(self.kinds)}
+            keywords["position_embeddings"] = {layer: turns[kind] for layer, kind in enumerate(self.kinds)}
         step.arguments = args, keywords | {"paged": step.paged}
         hidden = hidden if step.hidden is None else step.hidden
         if step.fused_recompute is None:

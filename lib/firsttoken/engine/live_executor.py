@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from firsttoken.assets.positions import context_of
+from firsttoken.assets.servable import FULL, SLIDING
 from firsttoken.engine.attention import NAME, Attend, VarlenAttend, page
 from firsttoken.engine.decoder import Decoder, LocalSegment, Segment
 from firsttoken.engine.executor import Limits
@@ -31,6 +32,9 @@ from firsttoken.engine.swap.host_pool import HostPool
 from firsttoken.study.dtypes import name_of
 from firsttoken.study.errors import CacheError, ModelError, RequestError
 
+WINDOWED = {"gemma3_text"}
+"""Model types whose windows are held to transformers here; others pass on more than a window (sinks, soft limits)."""
+
 
 class LiveExecutor:
     """Runs ``model`` where it lies, with ``blocks`` KV blocks there and ``host_blocks`` in host memory (0: never swap).
@@ -40,9 +44,10 @@ class LiveExecutor:
     hidden states; this is the ``version`` that requests begin with until another is set. ``device`` is where the
     weights will be (where they are, unless given), and ``touched`` and ``elsewhere`` as of ``KVPool``.
 
-    Raises ModelError for a model whose layers do not all see the whole context, whose attention cannot be replaced,
-    whose rotary positions are of an unknown kind, that PEFT learned a prompt for, or that runs in an engine already,
-    and for other layers in ``segments``; RequestError for a pool or block size below 1.
+    Raises ModelError for a model other than Gemma-3 whose layers do not all see the whole context, whose attention
+    cannot be replaced, whose rotary positions are of an unknown kind, that PEFT learned a prompt for, or that runs in
+    an engine already, for an ``attend`` without the windows that it needs, and for other layers in ``segments``;
+    RequestError for a pool or block size below 1.
     """
 
     def __init__(
@@ -63,9 +68,12 @@ class LiveExecutor:
         config = model.config
         kinds = getattr(config, "layer_types", None)
         if kinds is None and getattr(config, "sliding_window", None):
-            kinds = ["sliding_attention"]  # Mistral has a window, and no list as all of its layers are alike
-        if odd := set(kinds or []) - {"full_attention"}:
-            raise ModelError(f"{config.model_type} has layers of {min(odd)}; the engine runs full_attention only")
+            kinds = [SLIDING]  # Mistral has a window, and no list as all of its layers are alike
+        windows = config.model_type in WINDOWED and not config.use_bidirectional_attention
+        if odd := set(kinds or []) - {FULL, *([SLIDING] if windows else [])}:
+            raise ModelError(
+                f"{config.model_type} has layers of {min(odd)}; the engine runs {FULL} only, and Gemma-3's windows"
+            )
         self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._stock = self._base.config._attn_implementation
         if self._stock == NAME:
@@ -85,7 +93,10 @@ class LiveExecutor:
         if host_blocks:
             self.host_pool = HostPool(self.pool.shape, host_blocks, pinned=self.pool.device.type == "cuda")
             self.path = make_path(swap, self.pool, self.host_pool)
-        self._attend = attend or fastest_attend(self.pool)
+        windowed = SLIDING in (kinds or ())
+        self._attend = attend or (PaddedAttend if windowed else fastest_attend(self.pool))
+        if windowed and not self._attend.has_windows:
+            raise ModelError(f"{self._attend.__name__} has no windows, which {config.model_type} needs; leave it out")
         page(self._base)
         if self._base.config._attn_implementation != NAME:  # transformers only warns; each token would see all others
             self.close()

@@ -18,10 +18,12 @@ from firsttoken.engine.request import ScheduledChunk
 
 @dataclass(frozen=True)
 class _Prefill:
-    """Tokens ``start`` to ``end`` of the step; ``reads`` [layers, 2 * blocks] and ``mask`` where some are cached."""
+    """Tokens ``start`` to ``end`` of the step, the first at ``position`` of its request; ``reads`` [layers, 2 * blocks]
+    and ``mask`` where some are cached."""
 
     start: int
     end: int
+    position: int
     reads: torch.Tensor | None
     mask: torch.Tensor | None
 
@@ -30,6 +32,7 @@ class PaddedAttend(Attend):
     """``chunks`` in the order of the step's tokens, the shorter ones first."""
 
     together = 1  # works of at most so many tokens share one call
+    has_windows = True
 
     def __init__(self, pool: KVPool, chunks: list[ScheduledChunk], blocks: torch.Tensor, offsets: torch.Tensor) -> None:
         super().__init__(pool, blocks, offsets)
@@ -43,20 +46,28 @@ class PaddedAttend(Attend):
             start += chunk.tokens
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        window: int | None = None,
     ) -> torch.Tensor:
         _, heads, tokens, width = query.shape
         scaling = width**-0.5 if scaling is None else scaling
         if self.shared == tokens:
-            return self._attend(layer, query[0].transpose(0, 1), scaling)[None]
+            return self._attend(layer, query[0].transpose(0, 1), scaling, window)[None]
         out = query.new_empty(tokens, heads, width)
         if self.shared:
-            out[: self.shared] = self._attend(layer, query[0, :, : self.shared].transpose(0, 1), scaling)
+            out[: self.shared] = self._attend(layer, query[0, :, : self.shared].transpose(0, 1), scaling, window)
         for part in self.prefills:
             new = slice(part.start, part.end)
             q, k, v, mask = query[:, :, new], key[:, :, new], value[:, :, new], part.mask
             if mask is not None:
                 k, v = (half[:, :, : mask.shape[-1]] for half in self._read(part.reads[layer], 1))
+            positions = torch.arange(part.position, part.position + q.shape[2], device=q.device)
+            mask = self._windowed(mask, positions[:, None], window)
             grouped = heads > self.pool.shape.kv_heads
             seen = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
@@ -64,14 +75,27 @@ class PaddedAttend(Attend):
             out[new] = seen[0].transpose(0, 1)
         return out[None]
 
-    def _attend(self, layer: int, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    def _attend(self, layer: int, query: torch.Tensor, scaling: float, window: int | None = None) -> torch.Tensor:
         """What the shared tokens see: ``query`` [tokens, heads, head_dim] -> the same shape."""
         requests, heads, width = query.shape
         keys, values = self._read(self.reads[layer], requests)
         keys[self.stale] = values[self.stale] = 0
         packed = query.reshape(requests, self.pool.shape.kv_heads, -1, width)
-        seen = F.scaled_dot_product_attention(packed, keys, values, attn_mask=self.mask, scale=scaling)
+        mask = self._windowed(self.mask, self.positions, window)
+        seen = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scaling)
         return seen.reshape(requests, heads, width)
+
+    def _windowed(self, mask: torch.Tensor | None, positions: torch.Tensor, window: int | None) -> torch.Tensor | None:
+        """``mask``, in which what lies ``window`` tokens and more behind ``positions`` [tokens, 1] is hidden, too; None
+        where each token sees all before it."""
+        width = len(positions) if mask is None else mask.shape[-1]
+        if window is None or width <= window:
+            return mask
+        columns = torch.arange(width, device=positions.device)
+        hidden = columns <= positions - window
+        if mask is None:  # nothing is cached
+            mask, hidden = torch.zeros(width, width, dtype=self.pool.shape.dtype), hidden | (columns > positions)
+        return mask.to(hidden.device).masked_fill(hidden, float("-inf"))
 
     def _read(self, rows: torch.Tensor, requests: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [requests, kv_heads, context, head_dim] of block rows [requests * 2 * blocks]."""
@@ -95,6 +119,7 @@ class PaddedAttend(Attend):
         self.stale = rows.to(device), slice(None), columns.to(device)
         mask = torch.zeros(hidden.shape, dtype=shape.dtype).masked_fill_(hidden, float("-inf"))
         self.mask = mask[:, None, None].to(device)
+        self.positions = (contexts - 1)[:, None, None, None].to(device)
 
     def _table(self, chunk: ScheduledChunk, width: int) -> list[int]:
         """The blocks of what ``chunk`` sees, ``width`` of them: filled up with the first, which it has written."""
@@ -104,12 +129,12 @@ class PaddedAttend(Attend):
     def _plan_prefill(self, chunk: ScheduledChunk, start: int) -> _Prefill:
         end = start + chunk.tokens
         if not chunk.start:
-            return _Prefill(start, end, None, None)
+            return _Prefill(start, end, 0, None, None)
         shape = self.pool.shape
         table = torch.tensor([chunk.request.blocks[: shape.blocks(chunk.end)]])
         hidden = torch.arange(chunk.end) > torch.arange(chunk.start, chunk.end)[:, None]
         mask = torch.zeros(hidden.shape, dtype=shape.dtype).masked_fill_(hidden, float("-inf"))
-        return _Prefill(start, end, self._rows(table), mask.to(self.pool.device))
+        return _Prefill(start, end, chunk.start, self._rows(table), mask.to(self.pool.device))
 
     def _rows(self, tables: torch.Tensor) -> torch.Tensor:
         """Block tables [requests, blocks] as rows of ``KVPool.block_rows`` [layers, requests * 2 * blocks]."""

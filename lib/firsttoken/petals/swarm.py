@@ -163,7 +163,7 @@ class Swarm:
             asked |= new
             await asyncio.gather(*map(self._ask, new))
             first = {*(one.address for one in self._records()), *self.contacts.due(asked)}
-            if not self._records():
+            if len(self._names) > 1 and not self._records():
                 served = (name for name in self._names if self.registry.serving(name, time.time()))
                 self.model = next(served, self.model)
         for address in self._channels.keys() - asked:

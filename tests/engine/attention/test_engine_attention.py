@@ -14,11 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firsttoken.engine.attention import VarlenAttend
+from firsttoken.engine.fused import fuse
+from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.native.attend import NativeAttend
+from firsttoken.engine.sdpa_attention import PaddedAttend
+from firsttoken.study.errors import ModelError
 
 TOLERANCE = 1e-4
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "lora"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "lora", "gemma3"])
 def test_logits_of_ragged_steps_are_the_plain_ones(bench, kind: str, request: pytest.FixtureRequest) -> None:
     """Whole prompts, partial ones with something cached, and decodes, in any order beside each other."""
     model = request.getfixturevalue(kind).model
@@ -37,6 +42,44 @@ def test_logits_of_ragged_steps_are_the_plain_ones(bench, kind: str, request: py
 
     check()
     assert 0 < worst < TOLERANCE
+
+
+def test_gemma_3_hangs_on_its_windows_and_on_both_rotary_bases(bench, gemma3, monkeypatch) -> None:
+    """The control of what is held to 1e-4: without one of them the logits are others."""
+    one = bench(gemma3.model)
+    assert one.executor._attend is PaddedAttend
+    assert one.ragged_steps() < TOLERANCE
+    one.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(PaddedAttend, "_windowed", lambda self, mask, positions, window: mask)
+        one = bench(gemma3.model)
+        assert one.ragged_steps() > 100 * TOLERANCE
+        one.close()
+    one = bench(gemma3.model)
+    through = one.executor.version.decoder._decoder.layers[0]
+    through.kinds = ["sliding_attention"] * 4
+    assert one.ragged_steps() > 100 * TOLERANCE
+
+
+def test_gemma_3_with_packed_layers_says_the_same(bench, gemma3) -> None:
+    """No kernel fuses its layers; their products are packed where they can be."""
+    one = bench(fuse(copy.deepcopy(gemma3.model)))
+    one.plain = gemma3.model
+    assert one.ragged_steps() < TOLERANCE
+
+
+@pytest.mark.parametrize("attend", [NativeAttend, VarlenAttend])
+def test_an_attention_without_windows_refuses_gemma_3(gemma3, attend) -> None:
+    with pytest.raises(ModelError, match=rf"^{attend.__name__} has no windows, which gemma3_text needs; leave it out$"):
+        LiveExecutor(gemma3.model, 10, attend=attend)
+    assert gemma3.model.config._attn_implementation == "sdpa"
+
+
+def test_gemma_3_that_sees_what_comes_later_is_refused(gemma3) -> None:
+    other = copy.deepcopy(gemma3.model)
+    other.config.use_bidirectional_attention = True
+    with pytest.raises(ModelError, match="gemma3_text has layers of sliding_attention; the engine runs full_attention"):
+        LiveExecutor(other, 10)
 
 
 def test_a_decode_beside_a_partial_and_a_whole_prefill(bench, llama) -> None:
