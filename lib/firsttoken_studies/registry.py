@@ -61,6 +61,7 @@ _ALL = (
         "progressiveserve.coldstart.experiments:cold_start",
         "firsttoken_studies.progressiveserve.coldstart.summary:cold_start_summary",
     ),
+    _study("before_torch", "Torch later", "13", "progressiveserve.coldstart.before_torch:starts", "summary", _ON_A_CPU),
     _study(
         "cold_start_shapes",
         "The same with larger shapes",

@@ -9,13 +9,14 @@ from functools import partial
 
 import httpx
 import pytest
-from services import free_port, write_plain
+from services import free_port, slow_at_bfloat16, write_plain
 from swarms import Here
 
 from firsttoken.__main__ import main
 from firsttoken.petals.checkpoint_blocks import write_8_bits
 from firsttoken.service.launch import running
 from firsttoken.service.service_config import ServiceConfig
+from firsttoken.study import paths
 from firsttoken.study.errors import StageError, SwarmError
 from firsttoken_studies.petals.fleet import Fleet
 from firsttoken_studies.petals.swarm_validation import ByzantineBackend
@@ -39,9 +40,11 @@ def fleet(plain, imported) -> Iterator[Fleet]:
 
 
 @pytest.fixture(scope="module")
-def url(plain, fleet) -> Iterator[str]:
-    with running(ServiceConfig(plain, port=free_port(), swarm=(fleet.door,))) as url:
-        yield url
+def url(plain, fleet, tmp_path_factory) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paths, "CACHE", slow_at_bfloat16(tmp_path_factory.mktemp("cache")))
+        with running(ServiceConfig(plain, port=free_port(), swarm=(fleet.door,))) as url:
+            yield url
 
 
 def streamed(url: str, asked: dict, after: int = 0, what=lambda: None) -> list[dict]:

@@ -31,7 +31,6 @@ Table = list[dict[str, Any]]
 _FIRST, _STREAMED = ({"variant": variant, "link": "1gbit"} for variant in ("progressive", "whole_streamed"))
 _DISK, _LEAN = ({"variant": variant, "link": "unshaped"} for variant in ("whole", "lean"))
 _SERVED = {"variant": "lean", "link": "1gbit_server"}
-_BEHIND = {"variant": "torch_behind", "link": "unshaped"}
 _BASE = "whole_streamed"
 
 TARGETS: tuple[tuple[str, str, dict[str, Scalar], str, str, str], ...] = (
@@ -46,8 +45,6 @@ TARGETS: tuple[tuple[str, str, dict[str, Scalar], str, str, str], ...] = (
     ("lean, this disk: / max(import torch, its bytes)", "process_ttft_x", _LEAN, "bound", "aim <= 1.15", ""),
     ("lean, data server: process to token / whole start's", "process_ttft_x", _SERVED, _BASE, "<= 0.5", ""),
     ("lean, data server: / max(import torch, its bytes)", "process_ttft_x", _SERVED, "bound", "aim <= 1.15", ""),
-    ("torch behind, this disk: process to token / lean's", "process_ttft_x", _BEHIND, "lean_folder", "<= 0.35", ""),
-    ("torch behind, this disk: s besides the bytes", "process_ttft_above_bytes_s", _BEHIND, "bytes", "<= 1", ""),
     ("peak memory / whole start's", "peak_memory_x", _FIRST, _BASE, "<= 1.15", ""),
     ("device-seconds to the first token / whole start's", "device_time_x", _FIRST, _BASE, "<= 0.9 (paper 0.79)", ""),
     (
@@ -147,7 +144,6 @@ STACKED = (
     "progressive",
     "progressive_early",
     "lean",
-    "torch_behind",
     "lean_progressive",
 )
 """The variants whose phases are drawn: other people's loaders, and ours with and without what is claimed of it."""

@@ -1,0 +1,61 @@
+"""A first token before torch is imported, against the same start with torch first; both read a plain folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from firsttoken.assets.needs import ModelFacts, check
+from firsttoken.progressiveserve.base_model import ServedConfig
+from firsttoken.study.errors import ProfileError
+from firsttoken.study.overlay import over
+from firsttoken.study.profile import Profile
+from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.show import interval
+from firsttoken_studies.progressiveserve.coldstart.checkpoints import served_checkpoint
+from firsttoken_studies.progressiveserve.coldstart.experiments import trial_specs
+from firsttoken_studies.progressiveserve.coldstart.harness import NONE, TrialLink, run_trials
+from firsttoken_studies.progressiveserve.coldstart.summary import cold_start_summary as summary  # noqa: F401
+from firsttoken_studies.progressiveserve.coldstart.summary import link_floor
+from firsttoken_studies.progressiveserve.coldstart.variants import find_variant
+
+STARTS = ("torch_behind", "lean_folder")
+LINK = {"link": "unshaped"}
+
+
+@dataclass(frozen=True)
+class BeforeTorchConfig:
+    """Both starts run ``rounds`` times from this machine's own storage, in random order; the prompt is the first of
+    ``questions``, and ``readers`` threads read the files alone to say how long their bytes take."""
+
+    questions: str
+    rounds: int
+    readers: int
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise ProfileError("before_torch: rounds must be at least 1")
+
+
+def starts(profile: Profile) -> Outcome:
+    """Rows of fresh processes whose files are not in the page cache, from their creation to the first token."""
+    config = profile.section("before_torch", BeforeTorchConfig)
+    check(profile.section("served", ServedConfig).needs(), ModelFacts(profile.model))
+    checkpoint = served_checkpoint(profile)
+    specs = trial_specs(profile, checkpoint, config.questions, config.readers)
+    trials = [[specs(name) for name in ("read", *STARTS)]] * config.rounds
+    rows = run_trials(trials, TrialLink(0.0, NONE), profile.seed)
+    return Outcome(rows, {"disk": link_floor(rows)}, provenance=checkpoint.provenance)
+
+
+def start_rows(recorded: Result | None, now: Result) -> Rows:
+    """A line a start: seconds from the creation of the process to the first token, and what comes behind it."""
+    table: Rows = []
+    for drawn in over(recorded, now):
+        found = drawn.result.summary
+        for name in STARTS:
+            seconds = {"the first token, s": found.get("process_ttft_p50_s", variant=name, **LINK)}
+            seconds["the longest gap behind it, s"] = found.get("longest_gap_s", variant=name, **LINK)
+            seconds["the step in which the engine takes over, s"] = found.get("takeover_s", variant=name, **LINK)
+            row = {"start": find_variant(name).label} | {what: interval(entry, 2) for what, entry in seconds.items()}
+            table.append(row | {"whose": drawn.who()})
+    return table
