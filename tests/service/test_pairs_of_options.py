@@ -6,6 +6,7 @@ sockets, and for replicas and clusters a real Ray.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -23,7 +24,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from services import TIMEOUT_S, free_port, slow_at_bfloat16, tiny_model, tiny_tokenizer, until, write_endless
+from services import TIMEOUT_S, free_port, tiny_model, tiny_tokenizer, until, write_endless
 
 from firsttoken.__main__ import main
 from firsttoken.assets.checkpoint import combined_sha256, weight_files
@@ -31,6 +32,7 @@ from firsttoken.service.launch import running
 from firsttoken.service.service_config import REFUSED, STAGES, WHOLE, ServiceConfig
 from firsttoken.study import paths
 from firsttoken.study.errors import StageError
+from firsttoken.study.machine import identity
 
 pytest.importorskip("starlette")
 pytest.importorskip("peft")
@@ -58,8 +60,11 @@ PAIRS = list(combinations(OPTIONS, 2))
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Of what is measured here, also by replicas; stored prefixes are in float32, as all that computes."""
-    folder, patch = slow_at_bfloat16(tmp_path_factory.mktemp("cache")), pytest.MonkeyPatch()
+    """Of what is measured here, also by replicas. By its rates this processor is slow at bfloat16: the ends of a model
+    over a swarm then compute in float32, as its server does, and what is stored is in."""
+    folder, patch = tmp_path_factory.mktemp("cache"), pytest.MonkeyPatch()
+    rates = {"machine": identity(), "native_bf16": False, "float32": 1.0, "bfloat16": 0.5}
+    (folder / "cpu-rates.json").write_text(json.dumps(rates), encoding="utf-8")
     patch.setattr(paths, "CACHE", folder)
     yield folder
     patch.undo()

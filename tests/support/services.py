@@ -22,7 +22,6 @@ from firsttoken.progressiveserve.checkpoint.plan import staged
 from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.stages import StagePlan
-from firsttoken.study.machine import identity
 
 MERGES = [("t", "h"), ("th", "e"), ("i", "n")]
 MERGED = ["".join(pair) for pair in MERGES]
@@ -95,14 +94,6 @@ def write_plain(folder: Path) -> None:
     model.generation_config.eos_token_id = byte_level().token_to_id("t")
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
-
-
-def slow_at_bfloat16(folder: Path) -> Path:
-    """``folder`` as a cache by whose rates this processor is slow at bfloat16: the ends of a model over a swarm then
-    compute in float32, as its servers do here, and no two ways to a token differ by a near tie of rounding."""
-    rates = {"machine": identity(), "native_bf16": False, "float32": 1.0, "bfloat16": 0.5}
-    (folder / "cpu-rates.json").write_text(json.dumps(rates), encoding="utf-8")
-    return folder
 
 
 def free_port() -> int:
