@@ -91,7 +91,7 @@ def waits(recorded: Result | None, now: Result) -> Figure:
                 ]
                 label = arm if one.own or one.alone else None
                 one.line(ax, counts, entries, LOOK[what], label=label, linestyle=_LINES[order])
-        counts = now.parameters["many_starts"]["replicas"]
+        counts = sorted({count for one in drawn for count in one.result.parameters["many_starts"]["replicas"]})
         ax.set(xscale="log", yscale="log", xlabel="replicas that start together", title=f"{model}, {link:g} Gbit/s")
         ax.set_xticks(counts, [f"{count}" for count in counts])
         ax.xaxis.set_minor_formatter("")
