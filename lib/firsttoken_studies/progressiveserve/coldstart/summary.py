@@ -125,7 +125,7 @@ def link_summary(rows: Rows) -> Summary:
         add("quickest_peer", {"value": quickest, "unit": "by median time until the weights can be used"})
         add("ready_x", ratio(ready, "whole", quickest, READY).summary("x"), variant="whole", than="quickest_peer")
     _lean(add, rows, rate)
-    if {"torch_behind", "lean_folder"} <= there:
+    if "lean_folder" in there and any("same_answer" in row for row in rows):
         _before_torch(add, rows, size / rate)
     for name, variant in VARIANTS.items():
         # ParaServe's arithmetic: k links bring everything in a k-th of the time
@@ -193,8 +193,9 @@ def _lean(add: Add, rows: Rows, rate: float) -> None:
 
 def _before_torch(add: Add, rows: Rows, bytes_s: float) -> None:
     """The start whose first token comes before torch, against that of the same folder with torch first, and against the
-    bytes, which take ``bytes_s``."""
+    bytes, which take ``bytes_s``. One that had to start with torch is none."""
     name, base = "torch_behind", "lean_folder"
+    rows = [row for row in rows if row["variant"] != name or "same_answer" in row]
     pair, mine = {"variant": name, "than": base}, [row for row in rows if row["variant"] == name]
     tokens = {row.get("token_id") for row in rows if row["variant"] in (name, base)}
     same = len(tokens) == 1 and all(row["same_answer"] for row in mine)
