@@ -51,7 +51,7 @@ BUDGETS = {  # of each room at most: lines, modules that stand on each other, pe
     "firsttoken_studies.droidspeak": (4416, 7, 10),  # chosen groups from the record
     "firsttoken_studies.engine": (1000, 1, 12.5),  # the floor, and steps beside it; fine-tunes at once
     "firsttoken_studies.petals": (3485, 4, 10),
-    "firsttoken_studies.progressiveserve": (4500, 5, 11.5),  # the whole first answer; starts before torch, 110
+    "firsttoken_studies.progressiveserve": (4549, 5, 11.5),  # the whole first answer; starts before torch, 110
     "firsttoken_studies.site": (860, 4, 15),  # a page on which a scheduler is written, and recorded runs as dots
     "firsttoken_studies.sarathi": (4110, 4, 12),  # servers foretold, GPUs, chunks behind prefixes, operators at hand
     "firsttoken_studies.trying": (480, 2, 17),

@@ -53,11 +53,11 @@ DOWN = "model.layers.3.mlp.down_proj.weight"
 NEVER: dict[str, tuple[Change, str]] = {
     "a window": (
         config(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=16),
-        "full_attention only",
+        "only models of full_attention are served",
     ),
     "a window in use": (
         config(model_type="qwen2", architectures=["Qwen2ForCausalLM"], use_sliding_window=True, max_window_layers=0),
-        "full_attention only",
+        "only models of full_attention are served",
     ),
     "kinds of layers": (
         config(layer_types=["full_attention"] * 5 + ["sliding_attention"]),

@@ -217,7 +217,7 @@ def make_converted(folder: Path) -> None:
 
 def converted(folder: Path) -> bytes | None:
     """What is used of the converted model; None where it is made again."""
-    return (folder / "model.safetensors").read_bytes() if gguf._intact(folder, "a" * 64) else None
+    return (folder / "model.safetensors").read_bytes() if gguf._intact(folder, "a" * 64, hashed=True) else None
 
 
 FORMATS = (
