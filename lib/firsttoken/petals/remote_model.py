@@ -74,7 +74,8 @@ class RemoteSegment:
         chunks = [chunk for chunk in step.chunks if not chunk.request.sampling.prompt_logprobs]
         found = {chunk.request.number: self._keyed(chunk.request, chunk.start) for chunk in chunks}
         keyed = {number: one for number, one in found.items() if one is not None}
-        out = wait_for(self.chain.run(stretches, hidden[0].cpu(), keyed))
+        more = (keyed,) if keyed else ()  # a chain that shares nothing, as a notebook's, need not take them
+        out = wait_for(self.chain.run(stretches, hidden[0].cpu(), *more))
         return out[None].to(hidden.device)
 
     def drop(self, request: int) -> None:
