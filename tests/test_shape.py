@@ -26,7 +26,7 @@ BUDGETS = {  # of each room at most: lines, modules that stand on each other, pe
     "firsttoken.engine": (8852, 10, 8.5),  # layers with adapters in kernels, 360 lines; tokens before torch, 510
     "firsttoken.lean": (620, 4, 7.6),
     "firsttoken.link": (430, 2, 7),
-    "firsttoken.petals": (6591, 8, 9.7),  # beginnings that servers keep, and are sent, 410 lines
+    "firsttoken.petals": (6592, 8, 9.7),  # beginnings that servers keep, and are sent, 410 lines
     "firsttoken.progressiveserve": (4763, 8, 10.5),  # stages fused with their adapters; variants of the last one, 30
     "firsttoken.sarathi": (510, 2, 12.5),  # a card with a model on it; lengths fitted to what a paper states
     "firsttoken.service": (
