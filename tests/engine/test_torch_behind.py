@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from plain_tokens import check_greedy, judged
 from safetensors.torch import load_file, save_file
+from small_models import small_model
 from transformers import PreTrainedModel
 
 from firsttoken.assets.servable import check_servable
@@ -30,16 +30,6 @@ from firsttoken.engine.torch_behind import Takeover
 from firsttoken.lean.lean_config import OtherWay
 from firsttoken.study.errors import LengthError, ModelError, OutputError, RequestError, StageError
 
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 112,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-}
 LLAMA_3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SHAPES = [
     ("Llama", {}),
@@ -66,13 +56,7 @@ def make(tmp_path: Path) -> Callable[..., Made]:
     """A stock model in eval mode, its norms and biases random too, and its folder."""
 
     def made(family: str = "Llama", dtype: torch.dtype = torch.float32, **keys: Any) -> Made:
-        config = getattr(transformers, f"{family}Config")(**(SMALL | keys))
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            model = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
-                    parameter.add_(0.2 * torch.randn_like(parameter))
+        model = small_model(family, **keys)
         model.to(dtype).save_pretrained(tmp_path)
         return model, tmp_path
 

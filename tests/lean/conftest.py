@@ -10,18 +10,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from small_models import small_model
 from transformers import PreTrainedModel
 
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 112,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-}
 Make = Callable[..., tuple[PreTrainedModel, Path]]
 
 
@@ -30,13 +21,7 @@ def make(tmp_path: Path) -> Make:
     """A stock model in eval mode, its norms and biases random too, and its folder."""
 
     def made(family: str = "Llama", dtype: torch.dtype = torch.float32, **keys: Any) -> tuple[PreTrainedModel, Path]:
-        config = getattr(transformers, f"{family}Config")(**(SMALL | keys))
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            model = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
-                    parameter.add_(0.2 * torch.randn_like(parameter))
+        model = small_model(family, **keys)
         model.save_pretrained(tmp_path)
         stored = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
         return stored, tmp_path

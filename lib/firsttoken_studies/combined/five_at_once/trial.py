@@ -113,19 +113,12 @@ class ColdReplica(Protocol):
         """Give back what is held."""
 
 
-class OwnReplica:
-    """A replica that computes with a stage of its model as soon as that is whole and fused, and moves open requests to
-    the next one between two steps. At each stage a request takes the whole of what a sender offers: the cache of a
-    whole model is nearer to what the last stage computes than the stage's own would be."""
+class GrowingReplica:
+    """A replica whose requests move to the stages that its ``engine`` grows by. At each stage a request takes the whole
+    of what a sender offers: the cache of a whole model is nearer to what the last stage computes than the stage's own
+    would be."""
 
-    def __init__(
-        self, executor: LiveExecutor, first: StageView, config: EngineConfig, policy: PreemptionPolicy
-    ) -> None:
-        self._executor, self._fused = executor, FusedBeside()
-        executor.version = self._last = self._version(first)
-        self._last.decoder.pack_head()
-        self.engine = Engine(executor, config, policy=policy)
-        self.stages: queue.SimpleQueue[StageView | Exception] = queue.SimpleQueue()
+    engine: Engine
 
     def submit(
         self,
@@ -138,6 +131,20 @@ class OwnReplica:
         """Take a request that moves with the stages. Raises RequestError as ``Engine.submit``."""
         source = None if offer is None else offer.source_of(offer.group)
         return self.engine.submit(prompt, sampling, arrival_s, moves=True, source=source)
+
+
+class OwnReplica(GrowingReplica):
+    """One that computes with a stage of its model as soon as that is whole and fused, and moves open requests to the
+    next one between two steps."""
+
+    def __init__(
+        self, executor: LiveExecutor, first: StageView, config: EngineConfig, policy: PreemptionPolicy
+    ) -> None:
+        self._executor, self._fused = executor, FusedBeside()
+        executor.version = self._last = self._version(first)
+        self._last.decoder.pack_head()
+        self.engine = Engine(executor, config, policy=policy)
+        self.stages: queue.SimpleQueue[StageView | Exception] = queue.SimpleQueue()
 
     def step(self) -> list[tuple[Request, int]]:
         """Take over a stage that has come, and process one batch. Raises what ended the load."""

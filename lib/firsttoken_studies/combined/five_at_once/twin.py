@@ -17,7 +17,7 @@ from firsttoken.cps.policies import make_policy
 from firsttoken.droidspeak.prefill import Group
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.engine import Engine
-from firsttoken.engine.request import LayerRecompute, Request, Sampling, ScheduledChunk, shapes
+from firsttoken.engine.request import LayerRecompute, Request, ScheduledChunk, shapes
 from firsttoken.engine.simulated import TOKEN, SimulatedExecutor
 from firsttoken_extras.layer_borrowing.prefix_offer import PrefixOffer
 from firsttoken_extras.layer_borrowing.replica import BorrowingReplica
@@ -30,6 +30,7 @@ from firsttoken_studies.combined.five_at_once.trial import (
     FOREIGN,
     STAGES,
     ColdReplica,
+    GrowingReplica,
     engine_config,
     seen,
     serve,
@@ -212,23 +213,11 @@ class TwinBorrower(BorrowingReplica):
         return TwinVersion(depth, frozenset(range(depth)), self._here)
 
 
-class TwinOwn:
+class TwinOwn(GrowingReplica):
     """The replica that has its own layers alone, as ``OwnReplica``: ``stages`` are (seconds, version) still to come."""
 
     def __init__(self, engine: Engine, stages: Sequence[tuple[float, TwinVersion]]) -> None:
         self.engine, self._stages = engine, list(stages)
-
-    def submit(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        arrival_s: float | None = None,
-        *,
-        offer: PrefixOffer | None = None,
-    ) -> Request:
-        """Take a request that moves with the stages. Raises RequestError as ``Engine.submit``."""
-        source = None if offer is None else offer.source_of(offer.group)
-        return self.engine.submit(prompt, sampling, arrival_s, moves=True, source=source)
 
     def step(self) -> list[tuple[Request, int]]:
         """Take over a stage that has come, and process one batch. Raises what kept a request from moving."""

@@ -1,0 +1,32 @@
+"""Small models with random weights, which are large enough for their tokens to differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
+
+
+def small_model(family: str, **keys: Any) -> PreTrainedModel:
+    """One of ``family`` in float32 and eval mode, its norms and biases random too."""
+    config = getattr(transformers, f"{family}Config")(**(SMALL | keys))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
