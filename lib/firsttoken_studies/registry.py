@@ -27,7 +27,13 @@ _ALL = (
         "machine", "What this machine reaches", "00", "firsttoken.study.roofline:experiment", "ceilings_summary"
     ),
     _study("sizes", "What a block and its adapters weigh", "11", "progressiveserve.sizes:sizes", "sizes_summary"),
-    _study("layer_distance", "Which layers differ", "11", "progressiveserve.layers:layer_distance", "distance_summary"),
+    _study(
+        "layer_distance",
+        "Which layers change least",
+        "11",
+        "progressiveserve.layers:layer_distance",
+        "distance_summary",
+    ),
     _study("families", "Three families of models", "11", "combined.families:families", "families_summary", _ON_A_CPU),
     _study("stage_quality", "What each stage answers", "12", "progressiveserve.layers:stage_quality", "stage_summary"),
     _study(
@@ -61,7 +67,14 @@ _ALL = (
         "progressiveserve.coldstart.experiments:cold_start",
         "firsttoken_studies.progressiveserve.coldstart.summary:cold_start_summary",
     ),
-    _study("before_torch", "Torch later", "13", "progressiveserve.coldstart.before_torch:starts", "summary", _ON_A_CPU),
+    _study(
+        "before_torch",
+        "A first token before torch is imported",
+        "13",
+        "progressiveserve.coldstart.before_torch:starts",
+        "summary",
+        _ON_A_CPU,
+    ),
     _study(
         "cold_start_shapes",
         "The same with larger shapes",
@@ -146,7 +159,14 @@ _ALL = (
     _study("victims_live", "Who is preempted, live", "24", "cps.victims:victims_live", "victims_summary"),
     _study("online_crosspoint", "A learnt threshold", "23", "cps.learnt_threshold:online_crosspoint", "online_summary"),
     _study("layer_profile", "Which layers to recompute", "30", "droidspeak.profiling:layer_profile", "profile_summary"),
-    _study("reuse_training", "Models that share", "30", "droidspeak.training:reuse_training", "training_summary", LONG),
+    _study(
+        "reuse_training",
+        "Models to share between",
+        "30",
+        "droidspeak.training:reuse_training",
+        "training_summary",
+        LONG,
+    ),
     _study(
         "transitions",
         "Why one contiguous group",
@@ -386,7 +406,13 @@ _ALL = (
         "simulated_summary",
         reads=("five_at_once",),
     ),
-    _study("many_starts", "Many cold starts", "63", "combined.many_starts.experiment:many_starts", "starts_summary"),
+    _study(
+        "many_starts",
+        "Many cold starts over one link",
+        "63",
+        "combined.many_starts.experiment:many_starts",
+        "starts_summary",
+    ),
 )
 EXPERIMENTS: dict[str, Experiment] = {experiment.name: experiment for experiment in _ALL}
 
