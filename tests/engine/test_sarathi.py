@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firsttoken.engine.engine_config import EngineConfig
-from firsttoken.engine.request import Phase, Sampling
+from firsttoken.engine.request import LayerRecompute, Phase, Request, Sampling
 from firsttoken.engine.schedulers import REPORTED, SCHEDULERS, scheduler_named
 from firsttoken.engine.schedulers.sarathi import Sarathi, StepTimeModel
 from firsttoken.study.errors import ProfileError
@@ -227,3 +228,34 @@ def test_the_reports_names_name_them() -> None:
 def test_budgets_that_cannot_be(wrong: dict, message: str) -> None:
     with pytest.raises(ProfileError, match=message):
         EngineConfig(scheduler="sarathi", **wrong)
+
+
+class Grown(NamedTuple):
+    """A model of ``depth`` layers that has grown ``key`` times."""
+
+    key: int
+    depth: int = 10
+
+    def redo(self, request: Request, layers: range) -> LayerRecompute:
+        return LayerRecompute(layers, request.cached)
+
+    def adopt(self, request: Request) -> None:
+        """Nothing is kept beside keys and values."""
+
+
+@pytest.mark.parametrize(("layers", "steps"), [(range(10), 3), (range(2, 7), 2), (range(4, 6), 1)])
+def test_a_token_that_goes_through_some_layers_counts_as_their_share(lab, layers: range, steps: int) -> None:
+    """Three requests of 16 tokens and more redo them within a budget of 20 tokens a step."""
+    run = lab.simulated(300, scheduler="sarathi", token_budget=20, requests=3)
+    run.engine.executor.version = Grown(1)
+    offer(run, *[(16, 9, 0.0)] * 3)
+    for request in run.requests:
+        request.moves = True
+    run.until(lambda: all(request.output for request in run.requests))
+    done = len(run.trace.steps)
+    run.engine.publish(Grown(2), lambda old, new: layers)
+    run.finish()
+    redone = [step for step in run.trace.steps[done:] if step.prefills]
+    assert len(redone) == steps, [step.prefills for step in redone]
+    work = [len(layers) / 10 * sum(new for _, new in step.prefills) + len(step.contexts) for step in redone]
+    assert max(work) <= 20

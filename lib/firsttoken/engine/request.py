@@ -264,6 +264,12 @@ class Request:
         return (self.redo.end if self.redo else len(self.tokens)) - self.cached
 
     @property
+    def layer_share(self) -> float:
+        """The share of the model's layers that its next tokens go through: less than 1 where some are redone."""
+        some = self.redo is not None and self.version is not None
+        return len(self.redo.layers) / self.version.depth if some else 1.0
+
+    @property
     def decoding(self) -> bool:
         """Whether the prompt is cached, and all that was ever computed behind it."""
         return self.prompt_tokens <= self.cached == self.computed

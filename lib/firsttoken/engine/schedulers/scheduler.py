@@ -132,16 +132,21 @@ class Scheduler(Queues, ABC):
         return chunks + [self.chunk(request) for request in self.running[known:]], True
 
     def chunks(self, tokens: int, *, admit: bool) -> list[ScheduledChunk]:
-        """Up to ``tokens`` tokens of prompts: of those that have begun, then, with ``admit``, of new ones."""
+        """Up to ``tokens`` tokens of prompts: of those that have begun, then, with ``admit``, of new ones.
+
+        One that goes through some layers again counts as their share of a token: with as much as a whole one, requests
+        that redo three layers of thirty kept the others waiting ten times as long as they took."""
         chunks: list[ScheduledChunk] = []
         idle = len(self.running) > len(self.planned)  # else everybody who runs has his part of the step
         begun = iter([request for request in self.running if not request.decoding] if idle else [])
-        while tokens > 0:
+        left: float = tokens
+        while left >= 1:
             request = next(begun, None) or (self.admit() if admit else None)
             if request is None:
                 break
-            chunks.append(self.chunk(request, min(tokens, request.remaining)))
-            tokens -= chunks[-1].tokens
+            share = request.layer_share
+            chunks.append(self.chunk(request, min(int(left / share), request.remaining)))
+            left -= share * chunks[-1].tokens
         return chunks
 
     def resume(self) -> None:
