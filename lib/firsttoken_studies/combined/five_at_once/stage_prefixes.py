@@ -176,7 +176,7 @@ class Serving:
 
 def stage_prefixes_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """By stage and rule: seconds to the first token, F1 to the whole model's words, and the percentage of answers that
-    are its own but for near ties; and beside the stage's own prefill, the share of its seconds and what is lost of its F1."""
+    are its own but for near ties. Beside the stage's own prefill: the share of its seconds, and what is lost of F1."""
     summary, near_tie = Summary(), parameters["five_at_once"]["near_tie"]
     for (stage, rule), mine in frame_of(rows).sort_values("request").groupby(["stage", "rule"], sort=False):
         where = {"stage": int(stage), "method": rule}
