@@ -407,6 +407,13 @@ _ALL = (
         reads=("five_at_once",),
     ),
     _study(
+        "stage_prefixes",
+        "What a stage that lacks layers takes of another model's cache",
+        "61",
+        "combined.five_at_once.stage_prefixes:stage_prefixes",
+        "stage_prefixes_summary",
+    ),
+    _study(
         "many_starts",
         "Many cold starts over one link",
         "63",

@@ -59,6 +59,7 @@ from firsttoken_studies.combined.borrowed import experiment as borrowed
 from firsttoken_studies.combined.fetchers import trial as fetch_trial
 from firsttoken_studies.combined.five_at_once import experiment as five
 from firsttoken_studies.combined.five_at_once import simulated as five_simulated
+from firsttoken_studies.combined.five_at_once import stage_prefixes
 from firsttoken_studies.combined.many_starts import experiment as many_starts
 from firsttoken_studies.cps import learnt_threshold
 from firsttoken_studies.droidspeak import gating, profile_transfer, profiling, reuse_methods, setting
@@ -160,7 +161,7 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         patch.setattr(borrowed, "own_request", lambda *_: nullcontext(Busy()))
         patch.setattr(fetch_trial, "fetchers", lending)
         patch.setattr(five, "warm_server", counted_lender)
-        for place in (five, five_simulated):
+        for place in (five, five_simulated, stage_prefixes):
             patch.setattr(place, "conversations", short_conversations)
         for place in (coldstart, layer_sweep, bitplane_starts):
             patch.setattr(place, "disk_speed", lambda read: 100.0)

@@ -21,27 +21,32 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+WINDOWED = {"gemma3_text"}
+"""Model types whose windows the engine has; others pass on more than a window (sinks, soft limits)."""
 _RESTING = re.compile(rf"(.+)\.({CODES}|scales)")
 MEND = f"copy {CONFIG} and weights of one model"
 
 Shapes = dict[str, tuple[int, ...]]
 
 
-def check_servable(folder: Path, *, in_8_bits: bool = False) -> ModelFiles:
-    """The files of the plain model folder ``folder``, of which the engine can serve every layer.
+def check_servable(folder: Path, *, in_8_bits: bool = False, windows: bool = False) -> ModelFiles:
+    """The files of the plain model folder ``folder``, of which the engine can serve every layer; with ``windows``, also
+    layers that see a window, of the models of ``WINDOWED``.
 
     Raises ModelError, in one line, as ``model_files``, :func:`check_attention` and :func:`check_tensors` do. A staged
     folder is not asked here but by its manifest; of it :func:`check_attention` tells the rest.
     """
     files = model_files(folder, in_8_bits=in_8_bits)
-    check_attention(folder)
+    check_attention(folder, windows=windows)
     check_tensors(files)
     return files
 
 
-def check_attention(folder: Path) -> None:
-    """Raise ModelError unless every layer that config.json describes attends to the whole context."""
+def check_attention(folder: Path, *, windows: bool = False) -> None:
+    """Raise ModelError unless every layer that config.json describes attends to the whole context, or, with
+    ``windows``, to a window that the engine has."""
     config = read_config(folder)
+    windowed = False
     if config.is_known:
         with blaming(folder / CONFIG, ModelError, "copy the model's own"):
             told = read_json(folder / CONFIG, 1 << 24)
@@ -50,11 +55,16 @@ def check_attention(folder: Path) -> None:
         from firsttoken.assets.empty_model import stock_config
 
         kind, stock = stock_config(folder)
-        kinds, name = attention_kinds(stock), kind.__name__
-    if odd := kinds - {FULL}:
+        kinds, name, windowed = attention_kinds(stock), kind.__name__, windows and has_windows(stock)
+    if odd := kinds - {FULL, *([SLIDING] if windowed else [])}:
         raise ModelError(
             f"{folder}: {name} has layers of {min(odd)}, and only models of {FULL} are served; use another model"
         )
+
+
+def has_windows(config: PretrainedConfig) -> bool:
+    """Whether the engine has the windows that layers of this model see."""
+    return config.model_type in WINDOWED and not config.use_bidirectional_attention
 
 
 def attention_kinds(config: PretrainedConfig) -> set[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from firsttoken.assets.positions import context_of
-from firsttoken.assets.servable import FULL, SLIDING
+from firsttoken.assets.servable import FULL, SLIDING, attention_kinds, has_windows
 from firsttoken.engine.attention import NAME, Attend, VarlenAttend, page
 from firsttoken.engine.decoder import Decoder, LocalSegment, Segment
 from firsttoken.engine.executor import Limits
@@ -31,9 +31,6 @@ from firsttoken.engine.swap.host_allocator import Span
 from firsttoken.engine.swap.host_pool import HostPool
 from firsttoken.study.dtypes import name_of
 from firsttoken.study.errors import CacheError, ModelError, RequestError
-
-WINDOWED = {"gemma3_text"}
-"""Model types whose windows are held to transformers here; others pass on more than a window (sinks, soft limits)."""
 
 
 class LiveExecutor:
@@ -66,11 +63,8 @@ class LiveExecutor:
         elsewhere: bool = False,
     ) -> None:
         config = model.config
-        kinds = getattr(config, "layer_types", None)
-        if kinds is None and getattr(config, "sliding_window", None):
-            kinds = [SLIDING]  # Mistral has a window, and no list as all of its layers are alike
-        windows = config.model_type in WINDOWED and not config.use_bidirectional_attention
-        if odd := set(kinds or []) - {FULL, *([SLIDING] if windows else [])}:
+        kinds = attention_kinds(config)
+        if odd := kinds - {FULL, *([SLIDING] if has_windows(config) else [])}:
             raise ModelError(
                 f"{config.model_type} has layers of {min(odd)}; the engine runs {FULL} only, and Gemma-3's windows"
             )
@@ -93,7 +87,7 @@ class LiveExecutor:
         if host_blocks:
             self.host_pool = HostPool(self.pool.shape, host_blocks, pinned=self.pool.device.type == "cuda")
             self.path = make_path(swap, self.pool, self.host_pool)
-        windowed = SLIDING in (kinds or ())
+        windowed = SLIDING in kinds
         self._attend = attend or (PaddedAttend if windowed else fastest_attend(self.pool))
         if windowed and not self._attend.has_windows:
             raise ModelError(f"{self._attend.__name__} has no windows, which {config.model_type} needs; leave it out")

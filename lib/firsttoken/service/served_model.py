@@ -80,7 +80,7 @@ class PlainServer(LoadingServer):
 
         self._stages = 1
         with files_alone():
-            files = check_servable(self._folder)
+            files = check_servable(self._folder, windows=not (self._store or self._variants))
             self._bytes_total = files.bytes
             stored = getattr(torch, stored_dtype(self._folder))
         with unchanged(files.files), files_alone():
@@ -206,7 +206,8 @@ def check_model(config: ServiceConfig) -> None:
     elif staged:
         check_files(config.folder, read_manifest(config.folder), stages=(1,))
     else:
-        check_servable(config.folder, in_8_bits=bool(config.swarm))
+        alone = not (config.swarm or config.worker or config.prefix_store or config.variants)
+        check_servable(config.folder, in_8_bits=bool(config.swarm), windows=alone)
 
 
 def serve_model(
