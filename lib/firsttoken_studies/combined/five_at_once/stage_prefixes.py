@@ -24,7 +24,6 @@ from firsttoken.droidspeak.prefill import NOTHING, Group
 from firsttoken.droidspeak.source import StoredPrefix
 from firsttoken.droidspeak.store import KVStore
 from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.workload.conversations import conversations
@@ -54,7 +53,7 @@ from firsttoken_studies.combined.five_at_once.experiment import (
     drawn_prefixes,
     provenance_of,
 )
-from firsttoken_studies.combined.five_at_once.trial import BLOCK_TOKENS
+from firsttoken_studies.combined.five_at_once.trial import BLOCK_TOKENS, CHUNKS, engine_config
 
 OWN, AS_IT_IS = "own prefill", "the cache as it is"
 GROUP, TO_THE_END = "the group computed again", "the group and all above it computed again"
@@ -165,8 +164,7 @@ class Serving:
         again = RULES[rule](Group(self._config.group_start, self._config.group_end), version.depth)
         if again is not None:
             source = StoredPrefix(self._store, prompt, **self._between, group=again)
-        settings = EngineConfig(scheduler="sarathi", token_budget=self._config.token_budget, watermark=0.0)
-        engine = Engine(self._executor, settings)
+        engine = Engine(self._executor, engine_config((CHUNKS,), self._config.token_budget, self._config.running))
         sampling, now = Sampling(asked["new_tokens"]), self._executor.now()
         request = engine.submit(prompt, sampling, now, source=source, version=version)
         engine.run()
