@@ -176,7 +176,7 @@ class Serving:
 
 def stage_prefixes_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """By stage and rule: seconds to the first token, F1 to the whole model's words, and the percentage of answers that
-    are its own but for near ties; and beside the stage's own prefill, the share of its seconds and of its F1."""
+    are its own but for near ties; and beside the stage's own prefill, the share of its seconds and what is lost of its F1."""
     summary, near_tie = Summary(), parameters["five_at_once"]["near_tie"]
     for (stage, rule), mine in frame_of(rows).sort_values("request").groupby(["stage", "rule"], sort=False):
         where = {"stage": int(stage), "method": rule}
@@ -185,10 +185,11 @@ def stage_prefixes_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary
         summary.add("f1", bootstrap(mine.f1).summary(""), **where)
         summary.add("own_answers_pct", bootstrap(mine.shortfall <= near_tie).summary("% of requests", 100), **where)
         if rule != OWN:
-            for measure, column, unit, times in (("ttft_share", "ttft_s", "", 1), ("f1_kept_pct", "f1", "%", 100)):
-                pairs = np.array([mine[column], own[column]]).T
-                entry = bootstrap(pairs, lambda sample: float(np.divide(*sample.mean(0)))).summary(unit, times)
-                summary.add(measure, entry, than=OWN, **where)
+            times = np.array([mine.ttft_s, own.ttft_s]).T
+            share = bootstrap(times, lambda sample: float(np.divide(*sample.mean(0))))
+            summary.add("ttft_share", share.summary(""), than=OWN, **where)
+            lost = bootstrap(own.f1.to_numpy() - mine.f1.to_numpy())
+            summary.add("f1_lost", lost.summary(""), than=OWN, **where)
     return summary
 
 
@@ -201,7 +202,7 @@ def stage_rows(result: Result) -> Rows:
             "first token, s": interval(summary.get("ttft_s", stage=stage, method=rule), 3),
             "of own prefill's": interval(summary.get("ttft_share", stage=stage, method=rule, than=OWN), 2),
             "F1 to the whole model's words": interval(summary.get("f1", stage=stage, method=rule), 2),
-            "of own prefill's F1, %": interval(summary.get("f1_kept_pct", stage=stage, method=rule, than=OWN), 0),
+            "below own prefill's": interval(summary.get("f1_lost", stage=stage, method=rule, than=OWN), 2),
             "its own answers, %": interval(summary.get("own_answers_pct", stage=stage, method=rule), 0),
         }
         for stage in range(1, 1 + len(result.provenance["present"]))
