@@ -22,11 +22,10 @@ from firsttoken.progressiveserve.checkpoint.manifest import Manifest, PartFile, 
 from firsttoken.progressiveserve.loading.host_memory import BUFFERS, Memory, PassingMemory, memory_for
 from firsttoken.progressiveserve.loading.lora import Adapter, parse_adapter, shared_copy
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
-from firsttoken.progressiveserve.loading.pinned_thread import on_pinned_core
 from firsttoken.progressiveserve.loading.read_plan import Folder, adapter_blobs, open_reader, part_blobs, parts_of
 from firsttoken.progressiveserve.loading.reader import Blob
 from firsttoken.progressiveserve.loading.views import StageView, check_whole, make_view
-from firsttoken.progressiveserve.loading.weight_builder import BuiltPart, WeightBuilder
+from firsttoken.progressiveserve.loading.weight_builder import BuiltPart, WeightBuilder, on_pinned_core
 from firsttoken.progressiveserve.passlayer import PassLayer
 from firsttoken.study.errors import ModelError
 

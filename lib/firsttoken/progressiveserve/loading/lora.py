@@ -20,11 +20,9 @@ from safetensors.torch import load
 from torch import Tensor, nn
 from torch.nn import functional
 
-from firsttoken.assets.adapter_files import CONFIG, WEIGHTS, LoraConfig, lora_config
+from firsttoken.assets.adapter_files import LoraConfig, lora_config
 from firsttoken.study.errors import StageError
 from firsttoken.study.parsing.parse_errors import Damaged, blaming, shown
-
-__all__ = ["CONFIG", "WEIGHTS", "Adapter", "LoraLinear", "parse_adapter", "shared_copy", "slices", "with_adapter"]
 
 _NAME = re.compile(r"^base_model\.model\.model\.layers\.(0|[1-9]\d{0,5})\.(.+)\.lora_([AB])\.weight$")
 

@@ -21,6 +21,7 @@ from firsttoken.engine.preemption.preemption_policy import MOVED, Recovery
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest
+from firsttoken.progressiveserve.checkpoint.names import torch_dtype
 from firsttoken.progressiveserve.loading.read_plan import adapter_blobs, open_reader, part_blobs
 from firsttoken.progressiveserve.loading.reader import BlobReader
 from firsttoken.study import dtypes
@@ -98,7 +99,6 @@ class StageLoader:
 
         from firsttoken.lean.build import build_lean
         from firsttoken.progressiveserve.loading.meta_model import MetaModel
-        from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
         from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
 
         manifest = self._manifest
