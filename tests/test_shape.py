@@ -60,8 +60,7 @@ LONGEST = 400  # lines of a file; a study that would be longer is measured in on
 LISTS = {"firsttoken_studies.registry"}  # one entry an experiment: within 400 lines titles had been cut to fit one
 SHORTER_THAN_60 = 73  # files of the library, which is a concept that hardly deserves one
 NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no part of it
-    "firsttoken.droidspeak.disk_tier": "more than 400 lines together",
-    "firsttoken.droidspeak.tiered_store": "more than 400 lines together",
+    "firsttoken.droidspeak.tiers": "more than 400 lines together",
     "firsttoken.options": "more than 400 lines together",
     "firsttoken.petals.service": "more than 400 lines together",
     "firsttoken.service.neutral": "more than 400 lines together",

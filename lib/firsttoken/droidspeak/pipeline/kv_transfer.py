@@ -8,44 +8,18 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from firsttoken.droidspeak.tensor_bytes import bytes_of
+from firsttoken.droidspeak.tensor_bytes import CachePiece, bytes_of
 from firsttoken.link.shaped import Link
-from firsttoken.study.errors import CacheError, LinkError, RequestError
+from firsttoken.study.errors import LinkError, RequestError
 
 _CHUNK = 4 << 20  # bytes between two looks at whether the transfer was cancelled
 _LEAST_CHUNK = 64 << 10
 _CHUNK_S = 0.02  # on a slow link a chunk is what arrives within this time
-
-
-@dataclass(frozen=True)
-class CachePiece:
-    """One tensor of ``shape`` and ``dtype``: ``nbytes`` of the file ``path``, from byte ``offset`` on.
-
-    What arrives is held against ``sha256`` (hex; "" leaves that out). Raises CacheError when bytes and shape disagree.
-    """
-
-    name: str
-    path: Path
-    offset: int
-    nbytes: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    sha256: str = ""
-
-    def __post_init__(self) -> None:
-        needed = prod(self.shape) * self.dtype.itemsize
-        if self.nbytes != needed or self.offset < 0:
-            raise CacheError(
-                f"{self.name}: {self.nbytes} bytes from byte {self.offset} are no {list(self.shape)} of {self.dtype} "
-                f"({needed} bytes); store that cache again"
-            )
 
 
 class Buffers:
