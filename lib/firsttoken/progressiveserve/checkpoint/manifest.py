@@ -291,8 +291,8 @@ def check_side(folder: Path, manifest: Manifest, *names: str) -> None:
 def check_complete(folder: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Hold what ``manifest`` brings against ``shapes``: the model's parameters by name, without a tied head.
 
-    That its files are filled by their tensors to the last byte, ``check_layout`` has checked. So every byte of the model
-    is brought once: no part can be lost, doubled or shortened without an error here.
+    That its files are filled by their tensors to the last byte, ``check_layout`` has checked. So every byte of the
+    model is brought once: no part can be lost, doubled or shortened without an error here.
     Raises ModelError for a parameter that no stage brings, one that the model does not have, or brings twice, or has in
     another shape; for a layer in pieces; and for what stays rounded in the end.
     What several parts bring of a tensor must be of one: of the same dtype, and of the same bytes in the end.
