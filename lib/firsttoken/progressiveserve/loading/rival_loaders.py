@@ -12,7 +12,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -204,17 +204,11 @@ def _runai(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> PreTr
 def _fastsafetensors(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     from fastsafetensors import SafeTensorsFileLoader, SingleGroup
 
-    loader = SafeTensorsFileLoader(SingleGroup(), str(device), nogds=device.type == "cpu")
-    try:
+    with closing(SafeTensorsFileLoader(SingleGroup(), str(device), nogds=device.type == "cpu")) as loader:
         loader.add_filenames({0: [str(file) for file in files.files]})
-        buffers = loader.copy_files_to_device()
-        try:
+        with closing(loader.copy_files_to_device()) as buffers:
             # the tensors share in owning their file's buffer: it stays after `close` for as long as one of them does
             return _filled(files, dtype, device, ((name, buffers.get_tensor(name)) for name in loader.get_keys()))
-        finally:
-            buffers.close()
-    finally:
-        loader.close()
 
 
 def _chunked(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
