@@ -64,7 +64,8 @@ class StageLoad:
             builder = WeightBuilder(manifest, stages, reader, meta_model.device, meta_model.dtype, memory)
         self._builder = builder
         self._placed: list[Future[torch.cuda.Event | None]] = [Future() for _ in self._parts]
-        self._error: Exception | None = None
+        self.failure: Exception | None = None
+        """What ended the load before it was whole; what a forward pass behind its layers raises then is this."""
         self._targets: dict[int | str, nn.Module] = {}
         self.stalled_s = 0.0  # that forward passes inside streaming() waited
         self._merging_s = 0.0
@@ -116,7 +117,7 @@ class StageLoad:
             check_whole(self.view, {part.layer for stage in brought for part in stage.parts if part.layer is not None})
             self.arrived_s = time.monotonic()
         except Exception as error:
-            self._error = error
+            self.failure = error
             self._builder.stop()
             for placed in self._placed:
                 if not placed.done():
@@ -201,11 +202,6 @@ class StageLoad:
         """Whether nothing is waited for any more: every weight is in its place, or the load failed."""
         return not self._placer.is_alive()
 
-    @property
-    def failure(self) -> Exception | None:
-        """What ended the load before it was whole; what a forward pass behind its layers raises then is this."""
-        return self._error
-
     def close(self) -> None:
         """Stop reading. Whoever waits for a layer that is not there gets a LinkError, and so does :meth:`wait`."""
         self._builder.close()
@@ -214,8 +210,8 @@ class StageLoad:
         """The view with every weight in its place. Raises LinkError, ModelError or StageError if the load failed."""
         self._placer.join()
         self._builder.reader.close()
-        if self._error:
-            raise self._error
+        if self.failure:
+            raise self.failure
         for index in range(len(self._parts)):
             self.await_part(index)
         return self.view
