@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -125,18 +125,11 @@ def log_line(part: PartFile) -> str:
 
 def _before(folder: Path, reason: ModelError) -> tuple[str, tuple[StageFiles, ...]]:
     """plan_sha256 and stages of a manifest of the format before this one. Raises StageError for any other."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, LookupError):
         content = read_json(folder / MANIFEST)
         if isinstance(content, dict) and content.get("format") == _BEFORE:
-            old = shaped(_Before, formats_named(content), others=True)
-            return old.plan_sha256, old.stages
+            return content["plan_sha256"], shaped(tuple[StageFiles, ...], formats_named(content["stages"]))
     raise StageError(f"{folder} is no staged checkpoint: remove it or choose another folder ({reason})") from reason
-
-
-@dataclass(frozen=True)
-class _Before:
-    plan_sha256: str
-    stages: tuple[StageFiles, ...]
 
 
 def _head(identity: str) -> str:
