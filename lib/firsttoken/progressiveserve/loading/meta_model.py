@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -68,24 +68,18 @@ class MetaModel:
 Merge = Callable[[], None]
 
 
-class Merging(NamedTuple):
-    """``bytes`` of weights that were changed between two steps, in ``seconds``."""
-
-    bytes: int
-    seconds: float
-
-
 class Merges:
     """What has been merged into the weights of one model.
 
     Merges are in place, so the model is never there twice: every view of it has the better weights as they come.
     ``between`` calls a merge when nobody computes with the weights: at once, or where an engine runs between two of its
-    steps. ``spent`` is what each of these calls took (on a GPU, until it was launched).
+    steps. ``spent`` are the bytes of weights that each of these calls changed, and the seconds that it took (on a GPU,
+    until it was launched).
     """
 
     def __init__(self) -> None:
         self.between: Callable[[Merge], Any] = lambda merge: merge()
-        self.spent: list[Merging] = []
+        self.spent: list[tuple[int, float]] = []
         self._mergers: dict[str, WeightMerger] = {}  # by format: a load that is tried again merges nothing twice
 
     def place(self, part: PartFile, file: memoryview, parameters: Callable[[str], nn.Parameter]) -> None:
@@ -102,4 +96,4 @@ class Merges:
         begin = time.perf_counter()
         for merge in merges:
             merge()
-        self.spent.append(Merging(size, time.perf_counter() - begin))
+        self.spent.append((size, time.perf_counter() - begin))

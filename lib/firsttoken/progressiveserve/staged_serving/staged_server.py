@@ -130,9 +130,8 @@ class StageLoader:
         spent, self.meta_model.merges.spent = self.meta_model.merges.spent, []
         if not spent:
             return {}
-        seconds = [merging.seconds for merging in spent]
-        size = sum(merging.bytes for merging in spent)
-        return {"merged_bytes": size, "merging_s": sum(seconds), "longest_merge_s": max(seconds)}
+        sizes, seconds = zip(*spent, strict=True)
+        return {"merged_bytes": sum(sizes), "merging_s": sum(seconds), "longest_merge_s": max(seconds)}
 
     def close(self) -> None:
         """Stop the load that is under way, and begin no other."""
