@@ -31,8 +31,7 @@ from transformers import (
 
 from firsttoken.assets.shapes import shape_config
 from firsttoken.engine.costs.cost_model import Costs
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.live_executor import LiveExecutor

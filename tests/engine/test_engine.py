@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM, FalconConfig, Gemma2Config, Mistr
 
 from firsttoken.cps.policies import make_policy
 from firsttoken.engine.costs.published import PublishedCosts
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.preemption.preemption_policy import Action
 from firsttoken.engine.request import Phase, Request, Sampling

@@ -23,8 +23,7 @@ from tqdm import tqdm
 
 from firsttoken.assets.manual_downloads import downloaded
 from firsttoken.engine.costs.published import PublishedCosts
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.simulated import SimulatedExecutor

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.schedulers.scheduler import Scheduler
 from firsttoken.sarathi.capacity import Objective
 from firsttoken.sarathi.checked_scheduler import watched

@@ -10,8 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from firsttoken.engine.costs.cost_model import Costs
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.request import ScheduledChunk
 from firsttoken.engine.schedulers.sarathi import Sarathi
 from firsttoken.engine.schedulers.scheduler import Scheduler
