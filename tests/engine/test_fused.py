@@ -13,12 +13,11 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from firsttoken.engine import fused
-from firsttoken.engine.fused import FusedLayer, fuse, fuse_layer
+from firsttoken.engine.fused import FusedLayer, PackedLinear, fuse, fuse_layer, packs
 from firsttoken.engine.native import exports
 from firsttoken.engine.native import linear as native_linear
 from firsttoken.engine.native.library import Kernels, kernels
 from firsttoken.engine.native.linear import NativeLinear, multiplies
-from firsttoken.engine.onednn_prepack import PackedLinear, packs
 from firsttoken.engine.request import Sampling
 from firsttoken.progressiveserve.loading.lora import with_adapter
 from firsttoken.study.errors import ModelError

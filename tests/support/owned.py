@@ -28,7 +28,7 @@ from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.request import Phase, Request, Sampling, ScheduledChunk
 from firsttoken.engine.scheduler_state import VICTIMS
 from firsttoken.engine.swap.block_copier import Moved, start
-from firsttoken.engine.swap.host_allocator import Span
+from firsttoken.engine.swap.host_pool import Span
 from firsttoken.engine.swap.overlapped import OnThread, Overlapped
 from firsttoken.study.errors import CacheError, RequestError
 

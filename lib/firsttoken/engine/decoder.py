@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from firsttoken.engine.fused import fuse_layer, packed, run_layers, run_together
-from firsttoken.engine.onednn_prepack import packs
+from firsttoken.engine.fused import fuse_layer, packed, packs, run_layers, run_together
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.study.errors import ModelError, RequestError
 

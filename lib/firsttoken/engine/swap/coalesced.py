@@ -9,8 +9,7 @@ import torch
 
 from firsttoken.engine.kv import KVPool
 from firsttoken.engine.swap.block_copier import Move, SwapPath
-from firsttoken.engine.swap.host_allocator import Span
-from firsttoken.engine.swap.host_pool import HostPool
+from firsttoken.engine.swap.host_pool import HostPool, Span
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 

@@ -11,8 +11,7 @@ import torch
 from firsttoken.engine.kv import KVPool
 from firsttoken.engine.swap.block_copier import CopyJob, Moved, Movement, OnStream, start
 from firsttoken.engine.swap.coalesced import Coalesced
-from firsttoken.engine.swap.host_allocator import Span
-from firsttoken.engine.swap.host_pool import HostPool
+from firsttoken.engine.swap.host_pool import HostPool, Span
 
 
 class Overlapped(Coalesced):

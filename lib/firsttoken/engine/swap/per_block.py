@@ -9,8 +9,7 @@ import torch
 
 from firsttoken.engine.kv import KVPool
 from firsttoken.engine.swap.block_copier import Move, SwapPath
-from firsttoken.engine.swap.host_allocator import Span
-from firsttoken.engine.swap.host_pool import HostPool
+from firsttoken.engine.swap.host_pool import HostPool, Span
 
 Pieces = Sequence[torch.Tensor]
 
