@@ -17,10 +17,9 @@ from firsttoken.engine.fused import FusedLayer, fuse, fuse_layer
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.native import attend
-from firsttoken.engine.native.attend import NativeAttend, TiledAttend
 from firsttoken.engine.native.library import kernels
 from firsttoken.engine.request import Request, Sampling, ScheduledChunk
-from firsttoken.engine.sdpa_attention import PaddedAttend
+from firsttoken.engine.sdpa_attention import NativeAttend, PaddedAttend, TiledAttend
 
 TOLERANCE = 1e-4
 KINDS = {"llama": LlamaConfig, "qwen2": Qwen2Config}

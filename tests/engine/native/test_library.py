@@ -12,9 +12,9 @@ import torch
 
 from firsttoken.engine.kv import KVShape
 from firsttoken.engine.native import attend, exports
-from firsttoken.engine.native.attend import supports
 from firsttoken.engine.native.exports import FUNCTIONS, STORAGE, WIDTHS, Exports
 from firsttoken.engine.native.library import NAMES, Kernels, kernels
+from firsttoken.engine.sdpa_attention import supports
 from firsttoken.study import paths
 
 CPU = torch.device("cpu")

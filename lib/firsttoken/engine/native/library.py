@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from firsttoken.engine.native.exports import FUNCTIONS, Exports, load_exports
+from firsttoken.engine.native.exports import Exports, load_exports
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -23,7 +24,7 @@ class Kernels:
     and ``states`` of ``rotate``, whose tokens may be further apart."""
 
     def __init__(self, exports: Exports) -> None:
-        self._calls = {(name, dtype): exports[name, known] for name in FUNCTIONS for dtype, known in NAMES.items()}
+        self._exports = exports
         self.panel = exports.panel
         bf16 = exports.has_bfloat16 and not torch.cpu._is_amx_tile_supported()
         self.multiplied = frozenset(
@@ -41,66 +42,31 @@ class Kernels:
         tokens, heads, width = query.shape
         _, _, _, block_tokens, kv_heads, _ = pool.shape
         out = query.new_empty(tokens, heads, width)
-        self._calls["attend", query.dtype](
-            query.data_ptr(),
-            query.stride(0),
-            pool.data_ptr(),
-            tables.data_ptr(),
-            tables.shape[1],
-            works.data_ptr(),
-            contexts.data_ptr(),
-            out.data_ptr(),
-            tokens,
-            kv_heads,
-            heads // kv_heads,
-            width,
-            block_tokens,
-            pool.stride(0),
-            layer,
-            scale,
-            torch.get_num_threads(),
-        )
+        seen = (pool, tables, tables.shape[1], works, contexts)
+        sizes = (tokens, kv_heads, heads // kv_heads, width, block_tokens, pool.stride(0))
+        self._call("attend", query.dtype, query, query.stride(0), *seen, out, *sizes, layer, scale)
         return out
 
     def rms_norm(self, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """``states`` [..., width] over their root mean square, times ``weight`` [width]."""
         out, width = torch.empty_like(states), states.shape[-1]
-        self._calls["rms_norm", states.dtype](
-            states.data_ptr(),
-            weight.data_ptr(),
-            out.data_ptr(),
-            states.numel() // width,
-            width,
-            epsilon,
-            torch.get_num_threads(),
-        )
+        self._call("rms_norm", states.dtype, states, weight, out, states.numel() // width, width, epsilon)
         return out
 
     def gated(self, states: Tensor) -> Tensor:
         """silu of the first half of ``states`` [..., 2 * width], times the second half -> [..., width]."""
         width = states.shape[-1] // 2
         out = states.new_empty(*states.shape[:-1], width)
-        rows, threads = out.numel() // width, torch.get_num_threads()
-        self._calls["gated", states.dtype](states.data_ptr(), out.data_ptr(), rows, width, threads)
+        self._call("gated", states.dtype, states, out, out.numel() // width, width)
         return out
 
     def rotate(self, states: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Rotate ``states`` [tokens, heads, head_dim] in place by ``cos`` and ``sin`` [tokens, head_dim]."""
-        tokens, heads, width = states.shape
-        self._calls["rotate", states.dtype](
-            states.data_ptr(),
-            states.stride(0),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            tokens,
-            heads,
-            width,
-            torch.get_num_threads(),
-        )
+        self._call("rotate", states.dtype, states, states.stride(0), cos, sin, *states.shape)
 
     def pack(self, rows: Tensor, weight: np.ndarray) -> None:
         """Write ``rows`` [outputs, inputs] where ``weight``, the fields of a ``Weight``, says that its panels are."""
-        self._calls["pack", rows.dtype](rows.data_ptr(), weight.ctypes.data, torch.get_num_threads())
+        self._call("pack", rows.dtype, rows, weight)
 
     def pack_adapter(self, b: Tensor, offsets: Tensor, weight: np.ndarray, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """``b`` [outputs, rank] in fp32 and ``offsets`` int64 [outputs] as the kernels read them beside ``weight``.
@@ -110,23 +76,14 @@ class Kernels:
         halves = 2 * (outputs // self.panel + 2)  # as many as a gated weight can have, too
         packed = torch.zeros(halves * rank * self.panel // 2)
         places = torch.zeros(halves, dtype=torch.int64)
-        fits = self._calls["pack_adapter", dtype](
-            b.data_ptr(), offsets.data_ptr(), rank, weight.ctypes.data, packed.data_ptr(), places.data_ptr()
-        )
+        fits = self._exports["pack_adapter", NAMES[dtype]](*_addresses(b, offsets, rank, weight, packed, places))
         return (packed, places) if fits else (packed[:0], places[:0])
 
     def product(self, rows: Tensor, weight: np.ndarray, other: Tensor | None, out: Tensor) -> Tensor:
         """``rows`` [..., inputs] times ``weight``; ``other``, of the shape of ``out`` [..., width], is added if given.
 
         Returns ``out``."""
-        self._calls["product", rows.dtype](
-            rows.data_ptr(),
-            rows.numel() // rows.shape[-1],
-            weight.ctypes.data,
-            None if other is None else other.data_ptr(),
-            out.data_ptr(),
-            torch.get_num_threads(),
-        )
+        self._call("product", rows.dtype, rows, rows.numel() // rows.shape[-1], weight, other, out)
         return out
 
     def run_layers(
@@ -152,29 +109,23 @@ class Kernels:
         """
         tokens, between = len(states), states.new_empty(len(states) * room)
         _, _, _, block_tokens, kv_heads, width = pool.shape
-        self._calls["run_layers", states.dtype](
-            layers.ctypes.data,
-            len(layers),
-            None if variant_of is None else variant_of.data_ptr(),
-            layers.shape[1],
-            states.data_ptr(),
-            turns[0].data_ptr(),
-            turns[1].data_ptr(),
-            pool.data_ptr(),
-            tables.data_ptr(),
-            tables.shape[1],
-            works.data_ptr(),
-            contexts.data_ptr(),
-            tokens,
-            kv_heads,
-            width,
-            block_tokens,
-            pool.stride(0),
-            between.data_ptr(),
-            epsilon,
-            scale,
-            torch.get_num_threads(),
-        )
+        run = (layers, len(layers), variant_of, layers.shape[1])
+        seen = (pool, tables, tables.shape[1], works, contexts)
+        sizes = (tokens, kv_heads, width, block_tokens, pool.stride(0))
+        self._call("run_layers", states.dtype, *run, states, *turns, *seen, *sizes, between, epsilon, scale)
+
+    def _call(self, name: str, dtype: torch.dtype, *arguments: Tensor | np.ndarray | float | None) -> None:
+        """Call the function ``name`` for ``dtype`` with as many threads as torch has."""
+        self._exports[name, NAMES[dtype]](*_addresses(*arguments), torch.get_num_threads())
+
+
+def _addresses(*arguments: Tensor | np.ndarray | float | None) -> Iterator[float | None]:
+    """The addresses of tensors and arrays; numbers as they are, and None, which is no address."""
+    for one in arguments:
+        if isinstance(one, Tensor):
+            yield one.data_ptr()
+        else:
+            yield one.ctypes.data if isinstance(one, np.ndarray) else one
 
 
 def _multiplies(exports: Exports, dtype: str) -> bool:
