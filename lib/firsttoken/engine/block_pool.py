@@ -130,13 +130,8 @@ class PrefixSharing:
         self._pool = pool
         self._block_tokens = block_tokens
         self._salt = salt
-        self.asked_tokens = 0
-        self.found_tokens = 0
-
-    @property
-    def hit_rate(self) -> float:
-        """The share of the tokens of admitted requests that came from shared blocks and were not computed."""
-        return self.found_tokens / self.asked_tokens if self.asked_tokens else 0.0
+        self.asked_tokens = 0  # of admitted requests
+        self.found_tokens = 0  # of these, those that came from shared blocks and were not computed
 
     def find(self, request: Request) -> list[int]:
         """Return blocks that hold what ``request`` begins with. A prompt whose likelihoods are asked for gets none, as

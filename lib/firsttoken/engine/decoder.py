@@ -175,10 +175,7 @@ class Decoder:
 
     def take_head(self, other: Decoder) -> None:
         """Compute logits with the head of ``other``, which has the same weight and may be packed."""
-        head = self._model.get_output_embeddings()
-        for name, child in self._model.named_children():
-            if child is head:
-                self._model._modules[name] = other._model._modules[name]
+        self.set_head(other._model.get_output_embeddings())
 
     def drop(self, request: int) -> None:
         """Forget the request of this number."""
