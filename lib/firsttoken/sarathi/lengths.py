@@ -12,10 +12,9 @@ import numpy as np
 
 from firsttoken.assets.manual_downloads import downloaded
 from firsttoken.engine.costs.tables import number, rows
-from firsttoken.engine.workload.arrivals import Arrivals
 from firsttoken.engine.workload.conversations import conversations
 from firsttoken.engine.workload.traces import RequestTrace
-from firsttoken.engine.workload.workload_items import Item
+from firsttoken.engine.workload.workload_items import Arrivals, Item
 from firsttoken.study.errors import CorpusError
 
 PINNED = "sharegpt"

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from firsttoken.assets.dense_shape import DenseShape
-from firsttoken.engine.costs.cost_model import Costs
-from firsttoken.engine.costs.interpolation import follow
+from firsttoken.engine.costs.cost_model import Costs, follow
 from firsttoken.engine.costs.operator_tables import CONTEXT, GENERATION, Curve, OperatorTables, power_between
 from firsttoken.study.errors import ProfileError
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from firsttoken.engine.kv import KVPool
-from firsttoken.engine.swap.block_copier import CopyJob, Moved, Movement, OnStream, start
+from firsttoken.engine.swap.block_copier import Moved, Movement, OnStream, start
 from firsttoken.engine.swap.coalesced import Coalesced
 from firsttoken.engine.swap.host_pool import HostPool, Span
 
@@ -41,7 +41,7 @@ class Overlapped(Coalesced):
             job = self._job(self._plan_into, blocks, span)
             if self.pool.device.type == "cuda":
                 return OnStream(job, self.pool.device)
-            return OnThread(self._worker.submit(_run, job, self.pool.device))
+            return OnThread(self._worker.submit(lambda: start(job, self.pool.device).wait()))
 
     def close(self) -> None:
         super().close()
@@ -73,7 +73,3 @@ class OnThread(Movement):
 
     def wait(self) -> Moved:
         return self._future.result()
-
-
-def _run(job: CopyJob, device: torch.device) -> Moved:
-    return start(job, device).wait()
