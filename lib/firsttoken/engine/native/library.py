@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -76,7 +75,7 @@ class Kernels:
         halves = 2 * (outputs // self.panel + 2)  # as many as a gated weight can have, too
         packed = torch.zeros(halves * rank * self.panel // 2)
         places = torch.zeros(halves, dtype=torch.int64)
-        fits = self._exports["pack_adapter", NAMES[dtype]](*_addresses(b, offsets, rank, weight, packed, places))
+        fits = self._exports.call("pack_adapter", NAMES[dtype], b, offsets, rank, weight, packed, places)
         return (packed, places) if fits else (packed[:0], places[:0])
 
     def product(self, rows: Tensor, weight: np.ndarray, other: Tensor | None, out: Tensor) -> Tensor:
@@ -116,16 +115,7 @@ class Kernels:
 
     def _call(self, name: str, dtype: torch.dtype, *arguments: Tensor | np.ndarray | float | None) -> None:
         """Call the function ``name`` for ``dtype`` with as many threads as torch has."""
-        self._exports[name, NAMES[dtype]](*_addresses(*arguments), torch.get_num_threads())
-
-
-def _addresses(*arguments: Tensor | np.ndarray | float | None) -> Iterator[float | None]:
-    """The addresses of tensors and arrays; numbers as they are, and None, which is no address."""
-    for one in arguments:
-        if isinstance(one, Tensor):
-            yield one.data_ptr()
-        else:
-            yield one.ctypes.data if isinstance(one, np.ndarray) else one
+        self._exports.call(name, NAMES[dtype], *arguments, torch.get_num_threads())
 
 
 def _multiplies(exports: Exports, dtype: str) -> bool:
