@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from firsttoken.engine.attention import Attend, interface
 from firsttoken.engine.linear8 import Linear8
 from firsttoken.engine.native.exports import PRODUCTS
-from firsttoken.engine.native.library import NAMES, kernels
-from firsttoken.engine.native.linear import Halves, NativeLinear, multiplies
+from firsttoken.engine.native.library import NAMES, Halves, NativeLinear, kernels, multiplies
 
 _LLAMA, _QWEN2 = (f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2"))
 _LEAN = "firsttoken.lean.layers"
