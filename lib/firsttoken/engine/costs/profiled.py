@@ -209,7 +209,8 @@ class ProfiledCosts(Costs):
         if layers < 1:
             raise ProfileError(f"profiled costs: a model has at least 1 layer, not {layers}")
         folder, tables = _located(Path(folder).expanduser())
-        meta = _meta(folder / "meta.yaml")
+        with blaming(folder / "meta.yaml", CorpusError, MEND):
+            meta = shaped(_Meta, read_yaml(folder / "meta.yaml"), others=True)
         dense = _by_layer(tables / "dense.csv", "tokens")
         heads = _by_layer(tables / "per_sequence.csv", "sequences")
         axes, grid = attention_grid(tables / "attention.csv")
@@ -348,11 +349,6 @@ class _SkewFit:
 class _Meta:
     skew_fit: _SkewFit | None = None
     attention_grid: dict[str, Any] | None = None
-
-
-def _meta(path: Path) -> _Meta:
-    with blaming(path, CorpusError, MEND):
-        return shaped(_Meta, read_yaml(path), others=True)
 
 
 def _by_layer(path: Path, by: str) -> dict[str, dict[int, float]]:
