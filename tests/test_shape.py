@@ -58,7 +58,7 @@ BUDGETS = {  # of each room at most: lines, modules that stand on each other, pe
 }
 LONGEST = 400  # lines of a file; a study that would be longer is measured in one and drawn in another
 LISTS = {"firsttoken_studies.registry"}  # one entry an experiment: within 400 lines titles had been cut to fit one
-SHORTER_THAN_60 = 55  # files of the library, which is a concept that hardly deserves one
+SHORTER_THAN_60 = 56  # files of the library, which is a concept that hardly deserves one
 NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no part of it
     "firsttoken.droidspeak.disk_tier": "more than 400 lines together",
     "firsttoken.droidspeak.tiered_store": "more than 400 lines together",
