@@ -11,7 +11,7 @@ from borrowing import SHORT, SMALL, TIMEOUTS
 from swarms import DEPTH, Asked, Here, asking, servers_imported, varied
 from transformers import PreTrainedModel
 
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
 from firsttoken.progressiveserve.checkpoint.writer import write_staged

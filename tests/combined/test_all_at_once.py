@@ -21,7 +21,7 @@ from swarms import DEPTH, Asked
 from firsttoken.cps.policies import make_policy
 from firsttoken.droidspeak.prefill import Group, full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import Prefix
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.trace import Trace

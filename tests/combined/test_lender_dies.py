@@ -16,7 +16,7 @@ from plain_tokens import check_greedy
 from swarms import DEPTH, Asked
 
 from firsttoken.cps.policies import make_policy
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.trace import Trace

@@ -6,7 +6,7 @@ import pytest
 
 from firsttoken.assets.models import load_model
 from firsttoken.engine.async_engine import TokenEvent
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import EngineConfig
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken_studies.combined.long_prompt_interference import (
     UnderChunksConfig,

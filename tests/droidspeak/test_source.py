@@ -19,8 +19,7 @@ from firsttoken.droidspeak.prefill import Group, full_prefill, partial_prefill, 
 from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.droidspeak.source import StoredPrefix
 from firsttoken.droidspeak.store import KVStore
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS

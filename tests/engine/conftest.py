@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from beside_steps import BesideSteps
 from hypothesis import HealthCheck, settings
 from hypothesis import Phase as Stage
 from plain_tokens import TOLERANCE, generated
@@ -31,8 +32,7 @@ from transformers import (
 
 from firsttoken.assets.shapes import shape_config
 from firsttoken.engine.costs.cost_model import Costs
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.live_executor import LiveExecutor
@@ -217,10 +217,11 @@ class Lab:
     def simulated(
         self, blocks: int, *, costs: Any = None, policy: PreemptionPolicy | None = None, **options: Any
     ) -> Run:
-        """An engine on ``costs`` (Toy); ``options`` are those of SimulatedExecutor and fields of EngineConfig."""
-        names = ("block_tokens", "host_blocks", "overlap", "context")
-        own = {name: options.pop(name) for name in names if name in options}
-        return self._run(SimulatedExecutor(costs or Toy(), blocks, **({"block_tokens": 4} | own)), policy, options)
+        """An engine on ``costs`` (Toy); ``options`` are those of SimulatedExecutor and fields of EngineConfig, and
+        ``overlap`` lets swap-ins pass beside the steps."""
+        kind = BesideSteps if options.pop("overlap", False) else SimulatedExecutor
+        own = {name: options.pop(name) for name in ("block_tokens", "host_blocks", "context") if name in options}
+        return self._run(kind(costs or Toy(), blocks, **({"block_tokens": 4} | own)), policy, options)
 
     def on(self, executor: Executor, *, policy: PreemptionPolicy | None = None, **config: Any) -> Run:
         """An engine on an executor that somebody else closes."""

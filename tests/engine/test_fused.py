@@ -13,12 +13,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from firsttoken.engine import fused
-from firsttoken.engine.fused import FusedLayer, fuse, fuse_layer
-from firsttoken.engine.native import exports
-from firsttoken.engine.native import linear as native_linear
-from firsttoken.engine.native.library import Kernels, kernels
-from firsttoken.engine.native.linear import NativeLinear, multiplies
-from firsttoken.engine.onednn_prepack import PackedLinear, packs
+from firsttoken.engine.fused import FusedLayer, PackedLinear, fuse, fuse_layer, packs
+from firsttoken.engine.native import exports, library
+from firsttoken.engine.native.library import Kernels, NativeLinear, kernels, multiplies
 from firsttoken.engine.request import Sampling
 from firsttoken.progressiveserve.loading.lora import with_adapter
 from firsttoken.study.errors import ModelError
@@ -155,7 +152,7 @@ def test_a_kernel_that_multiplies_wrongly_is_not_used(compiled, llama, monkeypat
         tried = Kernels(exports.load_exports())
     assert not tried.multiplied
     monkeypatch.undo()
-    monkeypatch.setattr(native_linear, "kernels", lambda: tried)
+    monkeypatch.setattr(library, "kernels", lambda: tried)
     other = fuse(copy.deepcopy(llama.model))
     assert count(other, NativeLinear) == 0 and count(other, FusedLayer) == 2
     assert_same(other(IDS).logits, llama.model(IDS).logits)
@@ -330,7 +327,7 @@ def test_a_layer_with_a_window_is_packed_and_not_fused(compiled, make_model) -> 
 
 def test_without_the_kernels_linear_layers_are_packed(llama, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "kernels", lambda: None)
-    monkeypatch.setattr(native_linear, "kernels", lambda: None)
+    monkeypatch.setattr(library, "kernels", lambda: None)
     other = fuse(copy.deepcopy(llama.model))
     assert count(other, PackedLinear) == 2 * 7 + 1 and count(other, LlamaDecoderLayer) == 2
     assert_same(other(IDS).logits, llama.model(IDS).logits)

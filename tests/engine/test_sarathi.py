@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.request import LayerRecompute, Phase, Request, Sampling
 from firsttoken.engine.schedulers import REPORTED, SCHEDULERS, scheduler_named
 from firsttoken.engine.schedulers.sarathi import Sarathi, StepTimeModel

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_tokens import TOLERANCE, check_greedy, judged
 
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.event_loop import wait_for

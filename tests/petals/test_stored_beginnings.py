@@ -12,7 +12,7 @@ import torch
 from plain_tokens import TOLERANCE, check_greedy, judged
 from safetensors.torch import save
 
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.wire import HEADERS, SESSION, VERSION, Stretch, decode, encode

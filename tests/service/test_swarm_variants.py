@@ -25,7 +25,7 @@ from swarms import Here, servers_imported, varied
 
 from firsttoken.__main__ import main
 from firsttoken.assets.checkpoint import combined_sha256, model_files, weight_files
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.petals.block_backend import BlockBackend

@@ -25,8 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from firsttoken.assets.checkpoint import model_files
 from firsttoken.cps.policies import make_policy
 from firsttoken.engine import live_executor
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.fused import FusedLayer
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.native.library import kernels

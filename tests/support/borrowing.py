@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.request import Request
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.server import Running

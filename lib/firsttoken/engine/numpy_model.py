@@ -8,9 +8,9 @@ whose layers are packed and run in the order of the model, and for neither torch
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -154,7 +154,7 @@ class NumpyModel:
         panels = PANELS.take(count * self._exports.panel * inputs * rows.itemsize)
         told = [panels.ctypes.data, 0 if bias is None else bias.ctypes.data, outputs, inputs, gated, *[0] * 5]
         fields = np.array(told, dtype=np.int64)
-        self._call("pack")(rows.ctypes.data, fields.ctypes.data, 1)
+        self._call("pack", rows, fields, 1)
         return panels, fields
 
     def _run(
@@ -165,25 +165,12 @@ class NumpyModel:
         heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         room = config.hidden_size + (2 * heads + 2 * kv_heads) * width + config.intermediate_size
         rooms, works = np.empty(tokens * room, states.dtype), np.zeros(tokens, np.int64)
-        contexts = places + 1
-        self._call("run_layers")(
-            fields.ctypes.data,
-            1,
-            None,
-            fields.shape[1],
-            *(array.ctypes.data for array in (states, *turns, self.cache, self._tables)),
-            len(self._tables),
-            works.ctypes.data,
-            contexts.ctypes.data,
-            tokens,
-            kv_heads,
-            width,
-            BLOCK_TOKENS,
-            self.cache[0].size,
-            rooms.ctypes.data,
-            config.rms_norm_eps,
-            width**-0.5,
-            self.threads if self._layers[-1].done() else 1,  # the others pack
+        seen = (self.cache, self._tables, len(self._tables), works, places + 1)
+        sizes = (tokens, kv_heads, width, BLOCK_TOKENS, self.cache[0].size)
+        scales = (config.rms_norm_eps, width**-0.5)
+        threads = self.threads if self._layers[-1].done() else 1  # the others pack
+        self._call(
+            "run_layers", fields, 1, None, fields.shape[1], states, *turns, *seen, *sizes, rooms, *scales, threads
         )
 
     def _logits(self, states: np.ndarray) -> np.ndarray:
@@ -192,8 +179,8 @@ class NumpyModel:
         said = np.empty(self.config.vocab_size, states.dtype)
         sizes = (1, self.config.hidden_size, self.config.rms_norm_eps, self.threads)
         head = self._head.result()
-        self._call("rms_norm")(states.ctypes.data, head.kept[0].ctypes.data, normed.ctypes.data, *sizes)
-        self._call("product")(normed.ctypes.data, 1, head.fields.ctypes.data, None, said.ctypes.data, self.threads)
+        self._call("rms_norm", states, head.kept[0], normed, *sizes)
+        self._call("product", normed, 1, head.fields, None, said, self.threads)
         return widened(said)
 
     def _rows(self, ids: np.ndarray) -> np.ndarray:
@@ -210,8 +197,8 @@ class NumpyModel:
         both = np.concatenate((angles, angles), axis=1)
         return narrowed(np.cos(both), self.dtype), narrowed(np.sin(both), self.dtype)
 
-    def _call(self, name: str) -> Callable[..., int | None]:
-        return self._exports[name, self.dtype]
+    def _call(self, name: str, *arguments: Any) -> None:
+        self._exports.call(name, self.dtype, *arguments)
 
 
 def _known(files: ModelFiles, config: LeanConfig) -> str:

@@ -117,7 +117,7 @@ def take_over(model: NumpyModel, blocks: int) -> LiveExecutor:
     from firsttoken.engine.decoder import LocalSegment
     from firsttoken.engine.fused import FusedLayer
     from firsttoken.engine.live_executor import LiveExecutor
-    from firsttoken.engine.native.linear import NativeLinear
+    from firsttoken.engine.native.library import NativeLinear
     from firsttoken.lean.build import lean_on_meta
 
     plain = lean_on_meta(model.files.folder, dtypes.named(model.dtype))

@@ -17,8 +17,8 @@ from firsttoken.engine.attention import page
 from firsttoken.engine.decoder import LocalSegment
 from firsttoken.engine.fused import fuse_layer, layer_table
 from firsttoken.engine.kv import KVPool, KVShape
-from firsttoken.engine.live_executor import fastest_attend
 from firsttoken.engine.request import ScheduledChunk
+from firsttoken.engine.sdpa_attention import fastest_attend
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.petals.checkpoint_blocks import load_span
 from firsttoken.petals.kv_slots import KVSlots

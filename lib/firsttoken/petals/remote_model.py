@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from firsttoken.engine.block_pool import block_keys
 from firsttoken.engine.decoder import Decoder
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import DEFAULT_CONFIG, EngineConfig
+from firsttoken.engine.engine import DEFAULT_CONFIG, Engine, EngineConfig
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.request import KVSource, Request, Sampling

@@ -16,7 +16,7 @@ from firsttoken.assets.lock import first_line
 from firsttoken.assets.servable import check_servable
 from firsttoken.cps.policies import make_policy
 from firsttoken.cps.policies.measured import MeasuredCrossPoint
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.model_server import EngineServer, LoadingServer, ModelServer, files_alone
 from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
 from firsttoken.engine.request_limits import STALL_FREE, RequestLimits

@@ -20,7 +20,7 @@ from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.request import Request, Sampling, ScheduledChunk
 from firsttoken.engine.sampling import pass_over
 from firsttoken.engine.swap.block_copier import Movement
-from firsttoken.engine.swap.host_allocator import Span
+from firsttoken.engine.swap.host_pool import Span
 from firsttoken.study.dtypes import named
 from firsttoken.study.parsing.schema import shaped
 from firsttoken_extras.worker.forkserver import FORKS

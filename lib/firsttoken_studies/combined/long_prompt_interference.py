@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
 from firsttoken.engine.async_engine import AsyncEngine, Stream, TokenEvent
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling

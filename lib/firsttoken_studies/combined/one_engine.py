@@ -28,8 +28,7 @@ from firsttoken.droidspeak.pipeline.schedule import Schedule
 from firsttoken.droidspeak.prefill import Group, full_prefill
 from firsttoken.droidspeak.source import StoredPrefix
 from firsttoken.droidspeak.store import KVStore
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Request, Sampling

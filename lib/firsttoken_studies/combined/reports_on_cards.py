@@ -16,8 +16,7 @@ from firsttoken.assets.dense_shape import SHAPES, DenseShape
 from firsttoken.cps.costs.copies import CopyCosts
 from firsttoken.cps.costs.crossing import crossing
 from firsttoken.engine.costs.operator_costs import OperatorCosts
-from firsttoken.engine.costs.operator_tables import CONTEXT, OperatorTables, tables_from
-from firsttoken.engine.costs.power_interpolation import power_between
+from firsttoken.engine.costs.operator_tables import CONTEXT, OperatorTables, power_between, tables_from
 from firsttoken.engine.costs.published import decomposed
 from firsttoken.engine.kv import KVShape
 from firsttoken.progressiveserve.stages import REPORT_PLAN

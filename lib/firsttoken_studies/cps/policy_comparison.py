@@ -21,8 +21,7 @@ from firsttoken.cps.policies import make_policy
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.fitted import FittedCosts, StepSample, SwapSample, fit_costs
 from firsttoken.engine.costs.published import PAPER_SHAPE, PublishedCosts, decomposed
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.latency_metrics import client_metrics, recovery_metrics, serve_items

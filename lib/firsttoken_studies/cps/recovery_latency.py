@@ -17,8 +17,7 @@ from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
 from firsttoken.cps.costs.crossing import Crossing, crossing, crossing_interval
 from firsttoken.engine.costs.published import PAPER_SHAPE, TABLE_2, decomposed
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.kv import KVPool, KVShape
 from firsttoken.engine.live_executor import LiveExecutor

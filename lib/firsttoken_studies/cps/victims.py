@@ -22,8 +22,7 @@ from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
 from firsttoken.cps.policies import make_policy
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.published import PublishedCosts
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.latency_metrics import client_metrics, recovery_metrics, serve_items

@@ -21,16 +21,14 @@ from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.fitted import StepSample, relative_fit
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.kv import KVShape
 from firsttoken.engine.latency_metrics import serve_items
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import GREEDY, Request, ScheduledChunk
 from firsttoken.engine.simulated import SimulatedExecutor
-from firsttoken.engine.workload.arrivals import Arrivals, with_arrivals
-from firsttoken.engine.workload.workload_items import Item, with_ids
+from firsttoken.engine.workload.workload_items import Arrivals, Item, with_arrivals, with_ids
 from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows

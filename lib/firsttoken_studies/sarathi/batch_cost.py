@@ -14,8 +14,7 @@ from tqdm import tqdm
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
 from firsttoken.engine.costs.cost_model import Costs
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.live_executor import LiveExecutor

@@ -20,7 +20,7 @@ from firsttoken.engine.request import Sampling
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.sarathi.capacity import Objective
 from firsttoken.sarathi.hardware import Hardware
-from firsttoken.sarathi.policy import engine_config
+from firsttoken.sarathi.policy import Policy
 from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.profile import Profile
@@ -91,7 +91,7 @@ def _stalled(
     executor: Executor, scheduler: str, config: StallsConfig, prompt_tokens: int, vocabulary: int
 ) -> Iterator[dict[str, Any]]:
     draw = np.random.default_rng(0)
-    engine = Engine(executor, engine_config(scheduler, Objective(np.inf), BATCH))
+    engine = Engine(executor, Policy.named(scheduler).config(Objective(np.inf), BATCH))
     sampling = Sampling(config.new_tokens)
     running = [
         engine.submit(draw.integers(vocabulary, size=config.context).tolist(), sampling) for _ in range(config.running)

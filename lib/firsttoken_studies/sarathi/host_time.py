@@ -10,7 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from firsttoken.engine.costs.cost_model import Costs
-from firsttoken.engine.costs.nnls import non_negative
+from firsttoken.engine.costs.fitted import non_negative
 from firsttoken.engine.costs.operator_tables import tables_from
 from firsttoken.engine.request import Request
 from firsttoken.study.profile import Profile

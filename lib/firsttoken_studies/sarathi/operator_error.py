@@ -16,8 +16,7 @@ from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.operator_costs import OperatorCosts
 from firsttoken.engine.costs.operator_tables import OperatorTables, tables_from
 from firsttoken.engine.costs.tables import number, rows
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.study.errors import ProfileError

@@ -10,14 +10,12 @@ import numpy as np
 from tqdm import tqdm
 
 from firsttoken.engine.costs.cost_model import Costs
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.request import ScheduledChunk
 from firsttoken.engine.schedulers.sarathi import Sarathi
 from firsttoken.engine.schedulers.scheduler import Scheduler
 from firsttoken.engine.trace import Trace
-from firsttoken.engine.workload.arrivals import Arrivals, with_arrivals
-from firsttoken.engine.workload.workload_items import Item
+from firsttoken.engine.workload.workload_items import Arrivals, Item, with_arrivals
 from firsttoken.sarathi.hardware import Hardware
 from firsttoken.sarathi.lengths import lengths, workload
 from firsttoken.sarathi.pipeline import PipelineStages, StagedExecutor, serve_staged

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from firsttoken.assets.manual_downloads import downloaded
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.operator_tables import tables_from
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.latency_metrics import serve_items
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.workload.workload_items import Item

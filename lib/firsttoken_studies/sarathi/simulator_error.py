@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from firsttoken.assets.manual_downloads import downloaded
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.latency_metrics import serve_items
 from firsttoken.engine.request import Request
 from firsttoken.engine.simulated import SimulatedExecutor

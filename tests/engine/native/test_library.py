@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from firsttoken.engine import sdpa_attention
 from firsttoken.engine.kv import KVShape
-from firsttoken.engine.native import attend, exports
-from firsttoken.engine.native.attend import supports
+from firsttoken.engine.native import exports
 from firsttoken.engine.native.exports import FUNCTIONS, STORAGE, WIDTHS, Exports
 from firsttoken.engine.native.library import NAMES, Kernels, kernels
+from firsttoken.engine.sdpa_attention import supports
 from firsttoken.study import paths
 
 CPU = torch.device("cpu")
@@ -210,15 +211,15 @@ def shape(**changed) -> KVShape:
 
 
 def test_supports_what_the_kernels_are_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attend, "kernels", object)  # some, built or not
+    monkeypatch.setattr(sdpa_attention, "kernels", object)  # some, built or not
     assert all(supports(shape(head_dim=width, dtype=dtype), CPU) for width in WIDTHS for dtype in NAMES)
     assert not any(supports(shape(dtype=dtype), CPU) for dtype in (torch.float16, torch.float64))
     assert not any(supports(shape(head_dim=width), CPU) for width in (1, 8, 17, 48, 96, 256))
     assert not supports(shape(), torch.device("cuda"))
-    monkeypatch.setattr(attend, "kernels", lambda: None)
+    monkeypatch.setattr(sdpa_attention, "kernels", lambda: None)
     assert not supports(shape(), CPU)
 
 
 def test_nothing_is_built_for_what_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attend, "kernels", lambda: pytest.fail("seconds of compiling for nothing"))
+    monkeypatch.setattr(sdpa_attention, "kernels", lambda: pytest.fail("seconds of compiling for nothing"))
     assert not supports(shape(head_dim=8), CPU)

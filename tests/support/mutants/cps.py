@@ -12,8 +12,8 @@ from firsttoken.engine.request import Phase
 from firsttoken.engine.schedulers.scheduler import Scheduler
 from firsttoken.engine.swap import coalesced, per_block
 from firsttoken.engine.swap.block_copier import Move
-from firsttoken.engine.swap.host_allocator import Span
-from firsttoken.engine.swap.overlapped import Overlapped
+from firsttoken.engine.swap.coalesced import Overlapped
+from firsttoken.engine.swap.host_pool import Span
 from mutants.running import Mutation
 
 

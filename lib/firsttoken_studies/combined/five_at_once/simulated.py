@@ -13,9 +13,8 @@ from torch import nn
 from tqdm import tqdm
 
 from firsttoken.assets.dense_shape import DenseShape, dense_shape
-from firsttoken.engine.costs.cost_model import Costs, step_parts
+from firsttoken.engine.costs.cost_model import Costs, follow, step_parts
 from firsttoken.engine.costs.fitted import FittedCosts, relative_fit
-from firsttoken.engine.costs.interpolation import follow
 from firsttoken.engine.costs.operator_costs import OperatorCosts
 from firsttoken.engine.costs.operator_tables import OperatorTables, tables_from
 from firsttoken.engine.engine import Engine
@@ -24,8 +23,8 @@ from firsttoken.engine.kv import KVShape
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.trace import Step, Trace
-from firsttoken.engine.workload.arrivals import Arrivals
 from firsttoken.engine.workload.conversations import Conversations, conversations
+from firsttoken.engine.workload.workload_items import Arrivals
 from firsttoken.progressiveserve.base_model import load_served
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.progressiveserve.evaluation import QualityConfig

@@ -25,8 +25,7 @@ from firsttoken.droidspeak.identity import ModelIdentity
 from firsttoken.droidspeak.prefill import Group
 from firsttoken.droidspeak.source import StoredPrefix
 from firsttoken.droidspeak.store import KVStore
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.preemption import PreemptionPolicy
 from firsttoken.engine.request import Request, Sampling
