@@ -9,18 +9,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from firsttoken.petals.access import Access
+from firsttoken.petals.access import Access, Channel
 from firsttoken.petals.addresses import check_kind, check_name, is_loopback, spot_of
 from firsttoken.petals.fairness import Shares
 from firsttoken.petals.messages import MOST_PAGES, Exchanged, exchange, line_of, tell
 from firsttoken.petals.records import Record, TwinError
 from firsttoken.petals.registry import MOST, Registry, StaleError, UnprovenError
 from firsttoken.study.errors import BusyError, SwarmError
-
-if TYPE_CHECKING:
-    import grpc
 
 PROVE_S = 1.5  # within which a server that is called back answers
 _AGAIN_S, _AGAIN, _LONGEST_S = 2.0, 8, 60.0  # until an address that did not prove itself is asked again
@@ -56,7 +53,7 @@ class Contacts:
         self.far = self.access.secure and not self.near
 
     async def ask(
-        self, channel: grpc.aio.Channel, address: str, limit_s: float, record: Record | None = None
+        self, channel: Channel, address: str, limit_s: float, record: Record | None = None
     ) -> tuple[Exchanged, float]:
         """Hear all that the member at ``address`` knows: its first answer, and the seconds until that came; ``record``
         is what this one says of itself.

@@ -10,20 +10,16 @@ import asyncio
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from firsttoken.petals.access import Access
-from firsttoken.petals.keys import check_signature, signature_of
+from firsttoken.petals.access import Access, Channel
+from firsttoken.petals.keys import ServerKey, check_signature, signature_of
 from firsttoken.petals.records import Record, TwinError, read_record
 from firsttoken.petals.wire import EXCHANGE
 from firsttoken.study.errors import SwarmError
 from firsttoken.study.parsing.json_text import parse_json
 from firsttoken.study.parsing.parse_errors import Damaged
 from firsttoken.study.parsing.schema import digits, shaped
-
-if TYPE_CHECKING:
-    import grpc
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 TALK = 2  # the version of these messages
 ANSWER_S = 2.0  # within which a member answers
@@ -81,7 +77,7 @@ def line_of(said: str) -> str:
     return line if len(line) <= _MOST_TEXT else line[: _MOST_TEXT - 3] + "..."
 
 
-def proof_of(key: Ed25519PrivateKey, server: str, nonce: str) -> str:
+def proof_of(key: ServerKey, server: str, nonce: str) -> str:
     """The signature of ``nonce`` by who is ``server``."""
     return signature_of(key, _PROOF, {"server": server, "nonce": nonce})
 
@@ -121,7 +117,7 @@ def page_of(records: Iterable[Record], own: Record | None, after: str) -> tuple[
     return page, ""
 
 
-async def exchange(channel: grpc.aio.Channel, access: Access, said: bytes, seconds: float = ANSWER_S) -> Exchanged:
+async def exchange(channel: Channel, access: Access, said: bytes, seconds: float = ANSWER_S) -> Exchanged:
     """One exchange; what the other says. Raises SwarmError when it does not answer, or nonsense."""
     import grpc
 

@@ -6,18 +6,15 @@ import json
 import re
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from firsttoken.assets.model_config import MOST_LAYERS
 from firsttoken.petals.addresses import fault_of
-from firsttoken.petals.keys import check_signature, signature_of
+from firsttoken.petals.keys import ServerKey, check_signature, signature_of
 from firsttoken.petals.routing import Reachable
 from firsttoken.study.errors import SwarmError
 from firsttoken.study.parsing.parse_errors import Damaged, shown
 from firsttoken.study.parsing.schema import at_least, between, digits, shaped
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 LONGEST_S = 300.0  # that a record may live
 SKEW_S = 5.0  # that two clocks may differ by
@@ -88,7 +85,7 @@ class Record:
         """What messages call the server: the first digits of its key, and where it is."""
         return f"{self.server[:8]} at {self.address}"
 
-    def signed(self, key: Ed25519PrivateKey) -> Record:
+    def signed(self, key: ServerKey) -> Record:
         """This with the signature of its server's ``key``."""
         return replace(self, signature=signature_of(key, _DOMAIN, self.as_dict()))
 

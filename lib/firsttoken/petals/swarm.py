@@ -8,9 +8,8 @@ from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from firsttoken.petals.access import Access
+from firsttoken.petals.access import Access, Channel
 from firsttoken.petals.addresses import check_name, is_loopback
 from firsttoken.petals.contacts import Contacts
 from firsttoken.petals.records import Record
@@ -22,10 +21,6 @@ from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.trust.priority_queue import Bid
 from firsttoken.petals.wire import ADAPTER
 from firsttoken.study.errors import SwarmError
-
-if TYPE_CHECKING:
-    import grpc
-
 
 # How servers have behaved towards a client: who failed is not asked for a while, and who is late is told from others.
 #
@@ -145,7 +140,7 @@ class Swarm:
         self.bid = bid
         self.served: Counter[str] = Counter()
         self._width, self._trained = width, trained
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[str, Channel] = {}
         self._pings: dict[str, float] = {}  # by address, of those that answered when they were asked last
         self.conduct = Conduct(timeouts)
         self.convicted: set[str] = set()  # subkeys of who was shown to have lied: they are not asked any more
@@ -263,7 +258,7 @@ class Swarm:
         server = record.reachable(self._pings.get(record.address, 0.0))
         return chain_s([Hop(server, layers)], tokens)
 
-    def channel(self, address: str) -> grpc.aio.Channel:
+    def channel(self, address: str) -> Channel:
         """The connection to ``address``, made when it is first asked for."""
         if address not in self._channels:
             self._channels[address] = self.access.channel(address, self._width, self._trained)

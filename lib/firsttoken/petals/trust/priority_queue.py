@@ -12,15 +12,10 @@ import json
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 from firsttoken.petals.fairness import HERE, Client, busy
-from firsttoken.petals.keys import public_hex, read_said
+from firsttoken.petals.keys import ServerKey, public_hex, read_said
 from firsttoken.petals.trust.ledger import Ledger, Order, signed_slip
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
 
 OFFER = "swarm-offer"
 """The header that a session may be opened with: an order of this purpose, as JSON."""
@@ -30,7 +25,7 @@ OFFER = "swarm-offer"
 class Bid:
     """What a client offers each server for a place that is not free: ``points`` of the account of ``key``."""
 
-    key: Ed25519PrivateKey
+    key: ServerKey
     points: int
 
     def headers(self, server: str) -> tuple[tuple[str, str], ...]:
