@@ -34,8 +34,7 @@ from firsttoken.petals.messages import (
     proof_of,
     tell,
 )
-from firsttoken.petals.records import Record
-from firsttoken.petals.registry import MOST, Registry, UnprovenError
+from firsttoken.petals.records import MOST, Record, Registry, UnprovenError
 from firsttoken.petals.states import most_bytes
 from firsttoken.study.errors import SwarmError
 

@@ -15,8 +15,7 @@ from firsttoken.petals.access import Access, Channel
 from firsttoken.petals.addresses import check_kind, check_name, is_loopback, spot_of
 from firsttoken.petals.fairness import Shares
 from firsttoken.petals.messages import MOST_PAGES, Exchanged, exchange, line_of, tell
-from firsttoken.petals.records import Record, TwinError
-from firsttoken.petals.registry import MOST, Registry, StaleError, UnprovenError
+from firsttoken.petals.records import MOST, Record, Registry, StaleError, TwinError, UnprovenError
 from firsttoken.study.errors import BusyError, SwarmError
 
 PROVE_S = 1.5  # within which a server that is called back answers

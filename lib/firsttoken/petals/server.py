@@ -23,8 +23,7 @@ from firsttoken.petals.keys import public_hex, server_key
 from firsttoken.petals.kv_slots import KVSlots
 from firsttoken.petals.limits import ServerLimits
 from firsttoken.petals.placement import Rebalancing
-from firsttoken.petals.records import Record
-from firsttoken.petals.registry import Registry
+from firsttoken.petals.records import Record, Registry
 from firsttoken.petals.service import BlockService
 from firsttoken.petals.session import Sessions
 from firsttoken.petals.trust.arbitration import Arbitrator

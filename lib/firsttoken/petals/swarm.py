@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from firsttoken.petals.access import Access, Channel
 from firsttoken.petals.addresses import check_name, is_loopback
 from firsttoken.petals.contacts import Contacts
-from firsttoken.petals.records import Record
-from firsttoken.petals.registry import Registry
+from firsttoken.petals.records import Record, Registry
 from firsttoken.petals.routing import Hop, best_chain, chain_s
 from firsttoken.petals.server_session import ServerSession
 from firsttoken.petals.states import MOST_TOKENS

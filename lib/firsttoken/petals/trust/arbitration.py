@@ -21,7 +21,7 @@ from torch import Tensor
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.fairness import Shares
 from firsttoken.petals.kv_slots import KVSlots
-from firsttoken.petals.registry import Registry
+from firsttoken.petals.records import Registry
 from firsttoken.petals.states import Stretch
 from firsttoken.petals.trust.commitments import Evidence
 from firsttoken.petals.trust.ledger import Ledger
