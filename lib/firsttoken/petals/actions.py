@@ -20,10 +20,10 @@ from firsttoken.petals.access import Access, check_installed
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.checkpoint_blocks import depth_of, model_sha256, parse_blocks, write_8_bits
 from firsttoken.petals.keys import public_hex, server_key
-from firsttoken.petals.limits import ServerLimits
 from firsttoken.petals.placement import Rebalancing, interval_to_join
 from firsttoken.petals.records import Record
 from firsttoken.petals.server import ServerConfig, serving
+from firsttoken.petals.session import ServerLimits
 from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.study import dtypes

@@ -21,11 +21,10 @@ from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.contacts import Contacts
 from firsttoken.petals.keys import public_hex, server_key
 from firsttoken.petals.kv_slots import KVSlots
-from firsttoken.petals.limits import ServerLimits
 from firsttoken.petals.placement import Rebalancing
 from firsttoken.petals.records import Record, Registry
 from firsttoken.petals.service import BlockService
-from firsttoken.petals.session import Sessions
+from firsttoken.petals.session import ServerLimits, Sessions
 from firsttoken.petals.trust.arbitration import Arbitrator
 from firsttoken.petals.trust.commitments import Committer
 from firsttoken.petals.trust.ledger import Ledger
