@@ -14,7 +14,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from types import TracebackType
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 from urllib.parse import unquote
 
@@ -160,15 +160,15 @@ class Shares:
             del self._left[next(iter(self._left))]
 
 
+@dataclass(eq=False)
 class Ending:
     """A task that others may end with an error of theirs: what it awaits is cancelled, and it raises what they say.
 
     It is the task that is in the block; ``end`` makes the block raise. To be used once, as a context manager.
     """
 
-    def __init__(self) -> None:
-        self.why: Exception | None = None
-        self._task: asyncio.Task | None = None
+    why: Exception | None = field(default=None, init=False)
+    _task: asyncio.Task | None = field(default=None, init=False)
 
     def end(self, why: Exception) -> None:
         """Raise ``why`` in the block, from another task; the first to say so is heard."""
@@ -180,9 +180,7 @@ class Ending:
         self._task = asyncio.current_task()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         task, self._task = self._task, None
         if self.why is not None and isinstance(error, asyncio.CancelledError):
             task.uncancel()

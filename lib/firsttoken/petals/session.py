@@ -83,9 +83,6 @@ class Session(Ending):
     silent: int = 0
     adapter: str = ""
 
-    def __post_init__(self) -> None:
-        super().__init__()
-
 
 class Sessions:
     """The sessions of a server of ``model``, in its ``queue``; ``committer`` signs what it computes.
