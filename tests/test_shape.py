@@ -63,7 +63,6 @@ NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no p
     "firsttoken.droidspeak.disk_tier": "more than 400 lines together",
     "firsttoken.droidspeak.tiered_store": "more than 400 lines together",
     "firsttoken.options": "more than 400 lines together",
-    "firsttoken.petals.service": "more than 400 lines together",
     "firsttoken.progressiveserve.loading.merges": "a handler of parts stands on it without the model",
     "firsttoken.service.neutral": "more than 400 lines together",
     "firsttoken.service.over_swarm": "imported where a swarm is asked for, as grpc is optional",
