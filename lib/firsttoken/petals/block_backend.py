@@ -58,7 +58,6 @@ class BlockBackend:
         dtype: torch.dtype,
         kv_tokens: int,
         *,
-        block_tokens: int = 16,
         adapters: BlockAdapters | None = None,
     ) -> None:
         self.depth: int = read_config(folder).num_hidden_layers
@@ -72,8 +71,8 @@ class BlockBackend:
         self.blocks = blocks
         self.width: int = model.config.hidden_size
         self.context: int = context_of(model.config)
-        shape = replace(KVShape.of(model.config, dtype, block_tokens), layers=len(blocks))
-        self.pool = KVPool(shape, -(-kv_tokens // block_tokens), touched=False)
+        shape = replace(KVShape.of(model.config, dtype), layers=len(blocks))
+        self.pool = KVPool(shape, shape.blocks(kv_tokens), touched=False)
         self._rotary = model.model.rotary_emb
         self._segment = LocalSegment(model.model.layers)
         self._attend = fastest_attend(self.pool)

@@ -65,11 +65,11 @@ def check_signature(who: str, domain: bytes, said: Mapping[str, Any], what: str)
         raise SwarmError(f"{what} is not signed by its key: it is forged") from error
 
 
-def read_said(kind: type[Said], data: bytes | str, what: str) -> Said:
-    """What a stranger has said as JSON, in the shape of the dataclass ``kind``. Raises SwarmError that begins with
-    ``what`` for anything else."""
+def read_said(kind: type[Said], data: bytes | str, what: str, *, others: bool = False) -> Said:
+    """What a stranger has said as JSON, in the shape of the dataclass ``kind``; ``others``: it may have more keys.
+    Raises SwarmError that begins with ``what`` for anything else."""
     try:
-        return shaped(kind, parse_json(data))
+        return shaped(kind, parse_json(data), others=others)
     except ValueError as error:
         raise SwarmError(f"{what}: {error}") from error
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated
 
 from firsttoken.petals.access import Access, Channel
-from firsttoken.petals.keys import ServerKey, check_signature, signature_of
+from firsttoken.petals.keys import ServerKey, check_signature, read_said, signature_of
 from firsttoken.petals.records import Record, TwinError, read_record
 from firsttoken.petals.wire import EXCHANGE
 from firsttoken.study.errors import SwarmError
-from firsttoken.study.parsing.json_text import parse_json
-from firsttoken.study.parsing.parse_errors import Damaged
-from firsttoken.study.parsing.schema import digits, shaped
+from firsttoken.study.parsing.schema import digits
 
 TALK = 2  # the version of these messages
 ANSWER_S = 2.0  # within which a member answers
@@ -91,14 +89,11 @@ def tell(records: Iterable[Record], server: str | None = None, **more: object) -
 
 def hear(data: bytes) -> Exchanged:
     """What was said. Raises SwarmError for no such message, or one of more records than a page has."""
-    try:
-        page = shaped(_Page, parse_json(data), others=True)  # a later version may say more
-    except (Damaged, ValueError) as error:
-        raise SwarmError(f"an exchange of records cannot be read: {error}") from error
+    # a later version may say more
+    page = read_said(_Page, data, "an exchange of records cannot be read", others=True)
     if len(page.records) > _MOST_RECORDS:
         raise SwarmError(f"an exchange of {len(page.records)} records; at most {_MOST_RECORDS} are taken")
-    said = {field.name: getattr(page, field.name) for field in fields(page)}
-    return Exchanged(**said | {"records": tuple(read_record(value) for value in page.records)})
+    return Exchanged(**vars(page) | {"records": tuple(map(read_record, page.records))})
 
 
 def page_of(records: Iterable[Record], own: Record | None, after: str) -> tuple[list[Record], str]:

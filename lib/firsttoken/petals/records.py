@@ -113,11 +113,8 @@ class Record:
 
         This is what costs nothing: it is asked before the signature is.
         """
-        if (
-            self.blocks[0] > self.blocks[1]
-            or self.target[0] > self.target[1]
-            or not 0 < self.expires - self.issued <= LONGEST_S
-        ):
+        backwards = self.blocks[0] > self.blocks[1] or self.target[0] > self.target[1]
+        if backwards or not 0 < self.expires - self.issued <= LONGEST_S:
             raise SwarmError(f"the record of {self.name} has no blocks, or a life of more than {LONGEST_S:.0f} s")
         if self.expires <= now:
             raise SwarmError(

@@ -55,10 +55,8 @@ class Arbitrator:
     that this machine does.
     """
 
-    def __init__(
-        self, folder: Path, model: str, ledger: Ledger, registry: Registry, tolerance: float = TOLERANCE
-    ) -> None:
-        self.folder, self.model, self.ledger, self.tolerance = folder, model, ledger, tolerance
+    def __init__(self, folder: Path, model: str, ledger: Ledger, registry: Registry) -> None:
+        self.folder, self.model, self.ledger = folder, model, ledger
         self.computed = 0  # cases
         self._registry = registry
         self._convicted: dict[str, None] = {}
@@ -78,7 +76,7 @@ class Arbitrator:
             self._open -= 1
 
     async def judge(self, evidence: Evidence, source: str) -> Ruling:
-        """Compute what the accused says it has, and convict it if that differs by more than the tolerance.
+        """Compute what the accused says it has, and convict it if that differs by more than ``TOLERANCE``.
 
         Who was convicted before is convicted by its signature alone. Raises BusyError where who is at ``source`` has
         accused too often; SwarmError, before anything is computed, for evidence that proves nothing, another model, and
@@ -97,7 +95,7 @@ class Arbitrator:
         there = await asyncio.get_running_loop().run_in_executor(self._thread, compute)
         self.computed += 1
         apart = difference(evidence.outputs, there[-len(evidence.outputs) :])
-        if apart <= self.tolerance:
+        if apart <= TOLERANCE:
             return Ruling(False, apart, 0)
         self._shares.give_back(source)
         self._convicted[commitment.server] = None

@@ -58,10 +58,8 @@ class Audits:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if (
-            not all(0 <= share <= 1 for share in (self.rate, self.undecided, self.unwitnessed))
-            or not self.tolerance > 0
-        ):
+        shares = self.rate, self.undecided, self.unwitnessed
+        if not all(0 <= share <= 1 for share in shares) or not self.tolerance > 0:
             raise SwarmError(
                 f"a rate of audits lies between 0 and 1, as do shares of them, and a tolerance above 0, not {self}"
             )
