@@ -56,12 +56,7 @@ class Batcher:
         self._ended = False
 
     async def run(
-        self,
-        layers: range,
-        chunks: Sequence[ScheduledChunk],
-        hidden: Tensor,
-        client: Client = HERE,
-        adapter: str = "",
+        self, layers: range, chunks: Sequence[ScheduledChunk], hidden: Tensor, client: Client = HERE, adapter: str = ""
     ) -> Tensor:
         """Return ``hidden`` [tokens, hidden] after ``layers`` with ``adapter``. Raises what computing raises, and
         SwarmError where the server ends before."""

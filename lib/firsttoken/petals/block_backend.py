@@ -52,13 +52,7 @@ class BlockBackend:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        blocks: range,
-        dtype: torch.dtype,
-        kv_tokens: int,
-        *,
-        adapters: BlockAdapters | None = None,
+        self, folder: Path, blocks: range, dtype: torch.dtype, kv_tokens: int, *, adapters: BlockAdapters | None = None
     ) -> None:
         self.depth: int = read_config(folder).num_hidden_layers
         if not 0 <= blocks.start < blocks.stop <= self.depth:
@@ -84,11 +78,7 @@ class BlockBackend:
 
     @torch.inference_mode()
     def run(
-        self,
-        layers: range,
-        chunks: Sequence[ScheduledChunk],
-        hidden: Sequence[Tensor],
-        adapters: Sequence[str] = (),
+        self, layers: range, chunks: Sequence[ScheduledChunk], hidden: Sequence[Tensor], adapters: Sequence[str] = ()
     ) -> list[Tensor]:
         """``hidden`` [tokens, hidden] of each of ``chunks`` through ``layers`` of the model -> the same shapes; with
         the ``adapters`` that are named for each ("": none), in one pass where the kernels run them together."""

@@ -266,11 +266,7 @@ class Chain:
                 raise
 
     async def _through(
-        self,
-        session: ServerSession,
-        record: Record,
-        stretches: Sequence[Stretch],
-        keys: Mapping[int, Sequence[bytes]],
+        self, session: ServerSession, record: Record, stretches: Sequence[Stretch], keys: Mapping[int, Sequence[bytes]]
     ) -> Tensor:
         """The step through one server, behind all that it has not seen; what comes out, of the step's tokens."""
         if record.server in self.swarm.convicted:

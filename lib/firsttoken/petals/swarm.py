@@ -205,12 +205,7 @@ class Swarm:
         self._best(layers, set(), adapter)
 
     async def route(
-        self,
-        layers: range,
-        why: str = "",
-        until: float | None = None,
-        without: Collection[str] = (),
-        adapter: str = "",
+        self, layers: range, why: str = "", until: float | None = None, without: Collection[str] = (), adapter: str = ""
     ) -> list[tuple[Hop, Record]]:
         """The fastest chain through ``layers``, of servers with the ``adapter``; at once where one is known.
 
