@@ -159,11 +159,9 @@ class Chain:
             said = await self._all(sessions, (session.adopt(asked) for session, _ in sessions))
         whole = not any(isinstance(answer, ServerFault) for answer in said)
         for number, one in new.items():
-            had = (
-                {session: answer.get(number, 0) for (session, _), answer in zip(sessions, said, strict=True)}
-                if whole
-                else {}
-            )
+            had: dict[ServerSession, int] = {}
+            if whole:
+                had = {session: answer.get(number, 0) for (session, _), answer in zip(sessions, said, strict=True)}
             self._shared[number] = min(had.values(), default=0)
             self.shared_tokens += self._shared[number]
             if one.stored is not None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from typing import Any
 
 from firsttoken.petals.access import Access, Channel
 from firsttoken.petals.addresses import check_kind, check_name, is_loopback, spot_of
-from firsttoken.petals.fairness import Shares
+from firsttoken.petals.fairness import Shares, remember
 from firsttoken.petals.messages import MOST_PAGES, Exchanged, exchange, line_of, tell
 from firsttoken.petals.records import MOST, Record, Registry, StaleError, TwinError, UnprovenError
 from firsttoken.study.errors import BusyError, SwarmError
@@ -82,8 +81,8 @@ class Contacts:
                 raise
         else:
             self.faults.pop(address, None)
-        _put(self.others, address, first.others)
-        _put(self._hints, address, hints[:MOST])
+        remember(self.others, address, first.others, _MOST_FAULTS)
+        remember(self._hints, address, hints[:MOST], _MOST_FAULTS)
         return first, seconds
 
     def due(self, asked: set[str]) -> list[str]:
@@ -111,10 +110,9 @@ class Contacts:
     def tried(self, address: str) -> None:
         """Note that this address is asked now; if it does not prove itself, it is left alone for a while."""
         spot, now = spot_of(address), time.monotonic()
-        times, _ = self._asked.pop(spot, (0, 0.0))
-        self._asked[spot] = times + 1, now + min(_AGAIN_S * _AGAIN ** min(times, 8), _LONGEST_S)
-        if len(self._asked) > _MOST_SPOTS:
-            del self._asked[next(iter(self._asked))]
+        times, _ = self._asked.get(spot, (0, 0.0))
+        again_s = now + min(_AGAIN_S * _AGAIN ** min(times, 8), _LONGEST_S)
+        remember(self._asked, spot, (times + 1, again_s), _MOST_SPOTS)
 
     async def hear_of(self, record: Record, source: str) -> str:
         """Hear from ``source`` that it is the server of ``record``; return why it is not believed, "" if it is.
@@ -131,7 +129,7 @@ class Contacts:
         except StaleError:
             return ""  # what is known of it is later
         except (SwarmError, BusyError) as error:
-            _put(self._refused, record.address, (line_of(str(error)), time.monotonic()))
+            remember(self._refused, record.address, (line_of(str(error)), time.monotonic()), _MOST_FAULTS)
             return line_of(str(error))
         self._refused.pop(record.address, None)
         return ""
@@ -170,7 +168,7 @@ class Contacts:
         try:
             await self._call_back(record)
         except SwarmError as error:
-            _put(self._whys, spot, str(error))
+            remember(self._whys, spot, str(error), _MOST_FAULTS)
             raise
 
     async def _call_back(self, record: Record) -> None:
@@ -213,12 +211,4 @@ class Contacts:
 
     def fault(self, address: str, said: str) -> None:
         """Note that the member at ``address`` does not count, and the reason ``said``."""
-        _put(self.faults, address, line_of(said))
-
-
-def _put(known: dict[str, Any], key: str, value: Any) -> None:
-    """The latest value, at the end; of too many the first is forgotten."""
-    known.pop(key, None)
-    known[key] = value
-    if len(known) > _MOST_FAULTS:
-        del known[next(iter(known))]
+        remember(self.faults, address, line_of(said), _MOST_FAULTS)

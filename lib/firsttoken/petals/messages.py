@@ -69,10 +69,11 @@ class _Page(Exchanged):
     records: tuple[dict, ...] = ()  # what is wrong with one is said of the record
 
 
-def line_of(said: str) -> str:
-    """``said``, which may hold what strangers have written, as one line that a message can carry."""
+def line_of(said: str, most: int = _MOST_TEXT) -> str:
+    """``said``, which may hold what strangers have written, as one line of at most ``most`` characters that show as
+    what they are; a message can carry a line of the most that there are by default."""
     line = "".join(one if one.isprintable() else "?" for one in " ".join(said.split()))
-    return line if len(line) <= _MOST_TEXT else line[: _MOST_TEXT - 3] + "..."
+    return line if len(line) <= most else line[: most - 3] + "..."
 
 
 def proof_of(key: ServerKey, server: str, nonce: str) -> str:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from firsttoken.assets.model_config import MOST_LAYERS
 from firsttoken.petals.addresses import fault_of, network_of, spot_of
+from firsttoken.petals.fairness import remember
 from firsttoken.petals.keys import ServerKey, check_signature, signature_of
 from firsttoken.petals.routing import Reachable
 from firsttoken.study.errors import SwarmError
@@ -176,10 +177,7 @@ class Registry:
         self._records[record.server] = record
         self._spots[spot_of(record.address)] = record.server
         self._networks[record.server] = network_of(record.address)
-        self._floors.pop(record.server, None)
-        self._floors[record.server] = record.issued
-        if len(self._floors) > _MOST_FLOORS:
-            del self._floors[next(iter(self._floors))]
+        remember(self._floors, record.server, record.issued, _MOST_FLOORS)
         return True
 
     def check(self, record: Record, now: float) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from firsttoken.petals.block_backend import BlockBackend
-from firsttoken.petals.fairness import Shares
+from firsttoken.petals.fairness import Shares, remember
 from firsttoken.petals.kv_slots import KVSlots
 from firsttoken.petals.records import Registry
 from firsttoken.petals.states import Stretch
@@ -98,9 +98,7 @@ class Arbitrator:
         if apart <= TOLERANCE:
             return Ruling(False, apart, 0)
         self._shares.give_back(source)
-        self._convicted[commitment.server] = None
-        if len(self._convicted) > _MOST_CONVICTED:
-            del self._convicted[next(iter(self._convicted))]
+        remember(self._convicted, commitment.server, None, _MOST_CONVICTED)
         return Ruling(True, apart, self.ledger.convict(commitment.server, evidence.charge.accuser))
 
     def close(self) -> None:

@@ -196,12 +196,10 @@ class Auditor:
         """Whether the keeper finds that the server lied. Raises SwarmError where it does not judge."""
         import grpc
 
-        call = self.swarm.channel(self.audits.keeper).stream_unary(ACCUSE)
-        swarm = self.swarm
+        swarm, messages = self.swarm, iter(list(evidence.messages()))
+        call = swarm.channel(self.audits.keeper).stream_unary(ACCUSE)
         try:
-            data = await call(
-                iter(list(evidence.messages())), timeout=swarm.timeouts.find_s, metadata=swarm.access.headers
-            )
+            data = await call(messages, timeout=swarm.timeouts.find_s, metadata=swarm.access.headers)
         except grpc.aio.AioRpcError as error:
             raise SwarmError(error.details() or error.code().name) from error
         convicted = read_said(Ruling, data, "the keeper's ruling cannot be read").convicted

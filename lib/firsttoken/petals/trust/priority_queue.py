@@ -76,11 +76,9 @@ class PriorityQueue:
             self.taken += 1
             return
         order = read_said(Order, offer, "an offer cannot be read") if offer else None
-        points = order.points if order is not None else 0
+        points, owner = (order.points, order.owner) if order is not None else (0, "")
         before = has + sum(one.client == client for one in self._queue)
-        mine = _Offered(
-            points, order.owner if order is not None else "", client, before, asyncio.get_running_loop().create_future()
-        )
+        mine = _Offered(points, owner, client, before, asyncio.get_running_loop().create_future())
         full = len(self._queue) >= self.waiting
         if full and (not self.waiting or mine.order >= self._queue[-1].order):
             self.check_free(spare)
