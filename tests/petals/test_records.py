@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from firsttoken.petals.contacts import TALK, Exchanged, hear, tell
 from firsttoken.petals.keys import public_hex, server_key
-from firsttoken.petals.messages import TALK, Exchanged, hear, tell
 from firsttoken.petals.records import (
     LONGEST_S,
     MOST,

@@ -17,9 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 from firsttoken.petals.addresses import check_name
-from firsttoken.petals.contacts import PROVE_S, Contacts
+from firsttoken.petals.contacts import ANSWER_S, PROVE_S, Contacts, Exchanged, page_of, proof_of, tell
 from firsttoken.petals.keys import ServerKey
-from firsttoken.petals.messages import ANSWER_S, Exchanged, page_of, proof_of, tell
 from firsttoken.petals.records import Record, TwinError
 from firsttoken.study.errors import SwarmError
 

@@ -21,11 +21,10 @@ from firsttoken.petals.addresses import source_of
 from firsttoken.petals.announcer import Announcer
 from firsttoken.petals.batcher import Batcher
 from firsttoken.petals.block_backend import BlockBackend
-from firsttoken.petals.contacts import Contacts
+from firsttoken.petals.contacts import ASKED_BYTES, TALK, Contacts, hear
 from firsttoken.petals.fairness import client_of
 from firsttoken.petals.keys import public_hex, server_key
 from firsttoken.petals.kv_slots import KVSlots, LostError
-from firsttoken.petals.messages import ASKED_BYTES, TALK, hear
 from firsttoken.petals.placement import Rebalancing
 from firsttoken.petals.records import Record, Registry, TwinError
 from firsttoken.petals.session import IdleError, ServerLimits, Sessions

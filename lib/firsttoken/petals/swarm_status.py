@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 from firsttoken.petals.chain import Chain
-from firsttoken.petals.messages import line_of
+from firsttoken.petals.contacts import line_of
 from firsttoken.petals.records import Record
 from firsttoken.petals.server_session import ServerSession
 
