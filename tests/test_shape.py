@@ -71,7 +71,6 @@ NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no p
     "firsttoken_extras.vllm_cross_point.connector": "vLLM names it in its configuration",
     "firsttoken_extras.vllm_cross_point.host": "tested without vLLM",
     "firsttoken_extras.vllm_cross_point.settings": "tested without vLLM",
-    "firsttoken_extras.worker.worker_model": "a test serves it without the process",
 }
 NEIGHBOURING_STUDIES = 29  # a study whose numbers another file draws
 BEHIND_A_NOTEBOOK = 23_134  # lines of the library that the studies of one notebook import
