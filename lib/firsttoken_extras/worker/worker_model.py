@@ -48,7 +48,7 @@ def load_worker_model(config: WorkerConfig) -> nn.Module:
             except OtherWay:
                 model = _stock(config)
             model = hold(model)
-    return fuse(model) if config.fused and not config.variants else model
+    return model if config.variants else fuse(model)
 
 
 def load_worker_variants(config: WorkerConfig, executor: LiveExecutor) -> dict[str, ModelVersion]:
@@ -60,7 +60,7 @@ def load_worker_variants(config: WorkerConfig, executor: LiveExecutor) -> dict[s
         folders = {name: Path(folder) for name, folder in config.variants}
         versions = host_variants(executor, folders, check_servable(Path(config.model)), config.device)
     executor.model.model.layers = nn.ModuleList()  # the version has them, and frees each as it is fused
-    for _ in executor.version.fuse() if config.fused else ():
+    for _ in executor.version.fuse():
         pass
     return versions
 
