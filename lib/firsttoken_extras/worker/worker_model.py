@@ -14,20 +14,16 @@ import torch
 from torch import nn
 
 from firsttoken.assets.checkpoint import weight_files
-from firsttoken.assets.empty_model import put
-from firsttoken.assets.held import hold, unchanged
+from firsttoken.assets.held import unchanged
 from firsttoken.assets.servable import check_servable
-from firsttoken.assets.weights import tensors_of
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
-from firsttoken.lean.build import lean_on_meta
-from firsttoken.lean.lean_config import OtherWay
-from firsttoken.lean.lean_model import LeanModel
+from firsttoken.lean import build  # noqa: F401 (once, for all that are copied from the process that imports this)
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.checkpoint.manifest import MANIFEST, Manifest, check_files
 from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
-from firsttoken.service.served_model import late_variants
+from firsttoken.service.served_model import late_variants, load_plain
 from firsttoken.service.variants import adapter_files, host_variants
 from firsttoken.study.dtypes import named
 from firsttoken.study.errors import FirstTokenError, ModelError
@@ -36,18 +32,16 @@ from firsttoken_extras.worker.worker_config import WorkerConfig
 
 
 def load_worker_model(config: WorkerConfig) -> nn.Module:
-    """The model of ``config``, held in memory of its own, and fused unless it has variants. Raises ModelError and
-    AssetError as ``load_model``, and ModelError for weights that were changed."""
-    folder = Path(config.model)
-    if not folder.is_dir():
-        model = _stock(config)
-    else:
+    """The model of ``config``, fused unless it has variants; that of a folder is held in memory of its own. Raises
+    ModelError and AssetError as ``load_model`` and ``load_plain``, and ModelError for weights that were changed."""
+    folder, dtype = Path(config.model), named(config.dtype)
+    if folder.is_dir():
         with unchanged(_files(config), config.weights):
-            try:
-                model = _lean(folder, config)
-            except OtherWay:
-                model = _stock(config)
-            model = hold(model)
+            model = load_plain(check_servable(folder), dtype, config.device)
+    else:
+        from firsttoken.assets.models import load_model
+
+        model = load_model(config.model, dtype=dtype, device=config.device, with_tokenizer=False).model
     return model if config.variants else fuse(model)
 
 
@@ -67,21 +61,6 @@ def load_worker_variants(config: WorkerConfig, executor: LiveExecutor) -> dict[s
 
 def _files(config: WorkerConfig) -> list[Path]:
     return weight_files(Path(config.model)) + adapter_files({name: Path(folder) for name, folder in config.variants})
-
-
-def _lean(folder: Path, config: WorkerConfig) -> LeanModel:
-    model = lean_on_meta(folder, named(config.dtype))
-    model.model.rotary_emb.to(config.device)
-    for name, tensor in tensors_of(check_servable(folder), device=config.device):
-        put(model, name, tensor)
-    model.tie_weights()
-    return model
-
-
-def _stock(config: WorkerConfig) -> nn.Module:
-    from firsttoken.assets.models import load_model
-
-    return load_model(config.model, dtype=named(config.dtype), device=config.device, with_tokenizer=False).model
 
 
 def best_stage(folder: Path, manifest: Manifest, most: int) -> int:
