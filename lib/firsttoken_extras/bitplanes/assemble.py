@@ -17,8 +17,6 @@ from firsttoken.study.errors import ModelError, StageError
 from firsttoken_extras.bitplanes.decode import FirstPlanes, LaterPlanes, Merge
 from firsttoken_extras.bitplanes.encode import STORED
 
-CPU = torch.device("cpu")
-
 
 def assemble(folder: Path, target: Path) -> Path:
     """Write the model that is staged in ``folder``, in planes or not, to ``target`` as one safetensors file with its
