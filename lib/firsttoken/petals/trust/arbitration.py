@@ -57,7 +57,6 @@ class Arbitrator:
 
     def __init__(self, folder: Path, model: str, ledger: Ledger, registry: Registry) -> None:
         self.folder, self.model, self.ledger = folder, model, ledger
-        self.computed = 0  # cases
         self._registry = registry
         self._convicted: dict[str, None] = {}
         self._shares = Shares(_ACCUSATIONS, _AGAIN_S)
@@ -93,7 +92,6 @@ class Arbitrator:
             raise SwarmError(f"{commitment.server[:8]} is not a server that this keeper has met: ask another")
         compute = partial(recomputed, self.folder, range(*commitment.layers), evidence.inputs)
         there = await asyncio.get_running_loop().run_in_executor(self._thread, compute)
-        self.computed += 1
         apart = difference(evidence.outputs, there[-len(evidence.outputs) :])
         if apart <= TOLERANCE:
             return Ruling(False, apart, 0)
