@@ -119,7 +119,7 @@ def page_of(records: Iterable[Record], own: Record | None, after: str) -> tuple[
     return page, ""
 
 
-async def exchange(channel: Channel, access: Access, said: bytes, seconds: float = ANSWER_S) -> Exchanged:
+async def exchange(channel: Channel, access: Access, said: bytes, seconds: float) -> Exchanged:
     """One exchange; what the other says. Raises SwarmError when it does not answer, or nonsense."""
     import grpc
 
