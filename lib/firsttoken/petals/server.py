@@ -44,20 +44,17 @@ if TYPE_CHECKING:
 # charge against another server, and what is said to one's account.
 
 
+@dataclass(eq=False)
 class BlockService:
     """``sessions``, passes through ``frozen`` (None: this server does not train) and what its ``contacts`` know, served
     to whom their access admits; ``arbitrator`` judges other servers, and keeps the accounts under this one's subkey.
     The ``announcer`` is given when the port is known: it speaks for this server."""
 
-    announcer: Announcer
-
-    def __init__(
-        self, sessions: Sessions, contacts: Contacts, arbitrator: Arbitrator, frozen: FrozenBlocks | None
-    ) -> None:
-        self.sessions = sessions
-        self.contacts = contacts
-        self.arbitrator = arbitrator
-        self.frozen = frozen
+    sessions: Sessions
+    contacts: Contacts
+    arbitrator: Arbitrator
+    frozen: FrozenBlocks | None
+    announcer: Announcer = field(init=False)
 
     async def start(self, host: str, port: int) -> tuple[grpc.aio.Server, int]:
         """Listen; the server and its port. Raises SwarmError as ``Access.listen``."""
