@@ -31,9 +31,9 @@ from swarms import DEPTH, varied
 
 from firsttoken.petals.access import Access
 from firsttoken.petals.checkpoint_blocks import model_sha256
-from firsttoken.petals.limits import ServerLimits
-from firsttoken.petals.messages import tell
+from firsttoken.petals.contacts import tell
 from firsttoken.petals.server import Running, ServerConfig, serving
+from firsttoken.petals.session import ServerLimits
 from firsttoken.petals.tuning.passes import Pass, encode_pass
 from firsttoken.petals.wire import EXCHANGE, HEADERS, MOST_TOKENS, PASS, SESSION, VERSION, Stretch, encode
 

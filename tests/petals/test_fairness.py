@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slots import check_slots
 
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.event_loop import wait_for
@@ -111,11 +112,11 @@ def test_room_is_made_by_who_has_most_and_by_who_was_idle_longest():
     assert sorted(many) == [1, 3]  # two blocks each
     with pytest.raises(BusyError, match=r"the pool of 32 tokens is full; ask again in \d+\.\d s"):
         slots.place(few, [Stretch(1, 0, 16)], client=C)  # more than its share
-    slots.check()
+    check_slots(slots)
     slots.spare_s = 0.0
     slots.place(few, [Stretch(1, 0, 16)], client=C)
     assert not many and sorted(few) == [0, 1]
-    slots.check()
+    check_slots(slots)
 
 
 @pytest.fixture
@@ -210,7 +211,7 @@ def test_one_client_with_the_whole_pool_makes_room_for_another(small):
 
     code, said = wait_for(run())
     assert code == "RESOURCE_EXHAUSTED" and "the pool of 128 tokens is full; ask again in" in said
-    up.sessions.slots.check()
+    check_slots(up.sessions.slots)
 
 
 def test_a_flood_of_steps_is_computed_between_those_of_another(small):

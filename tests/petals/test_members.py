@@ -21,9 +21,9 @@ from firsttoken.assets.models import load_model
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.access import Access
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.limits import ServerLimits
 from firsttoken.petals.records import TwinError
 from firsttoken.petals.remote_model import RemoteModel
+from firsttoken.petals.session import ServerLimits
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.study import kernel_forkserver
 from firsttoken.study.errors import SwarmError

@@ -12,6 +12,7 @@ import grpc
 import pytest
 import torch
 from bystanders import Found, Soak, questions
+from slots import check_slots
 
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.event_loop import wait_for
@@ -146,7 +147,7 @@ def test_a_step_whose_sequence_makes_room_is_answered_and_keeps_its_blocks_until
                 await until(lambda: slots.held == 1)  # one of them has made room, of which nothing is free yet
                 await asyncio.sleep(0.05)
                 assert slots.held == 1 and not slots.pool.free
-                slots.check()
+                check_slots(slots)
 
             await shut_while(server, go, talk)
             first = await victim.read(32)
@@ -155,7 +156,7 @@ def test_a_step_whose_sequence_makes_room_is_answered_and_keeps_its_blocks_until
             return torch.cat([first, await victim.step(32, 33)])
 
     assert torch.allclose(wait_for(run()), alone, rtol=1e-4, atol=1e-4)
-    slots.check()
+    check_slots(slots)
 
 
 def test_a_step_that_cannot_be_computed_fails_no_other_of_its_batch(here, held):
@@ -187,7 +188,7 @@ def test_a_step_that_cannot_be_computed_fails_no_other_of_its_batch(here, held):
             return (await bad.call.code()).name, await bad.call.details()
 
     assert wait_for(run()) == ("INTERNAL", "the blocks failed: too much")
-    server.sessions.slots.check()
+    check_slots(server.sessions.slots)
 
 
 def test_who_waits_when_a_server_ends_is_answered_or_hears_it(here):
@@ -206,7 +207,7 @@ def test_who_waits_when_a_server_ends_is_answered_or_hears_it(here):
             await until(lambda: waiting(server) == 1)
             ending = asyncio.create_task(here._stack.aclose())
             await asyncio.sleep(0.1)
-            server.sessions.slots.check()
+            check_slots(server.sessions.slots)
             go.set()
             await blocked
             said = [await one.read(1), await two.read(1)]
@@ -216,7 +217,7 @@ def test_who_waits_when_a_server_ends_is_answered_or_hears_it(here):
             return [len(one) for one in said]
 
     assert wait_for(run()) == [1, 1]
-    server.sessions.slots.check()
+    check_slots(server.sessions.slots)
     assert not server.sessions.slots.held and not server.sessions.slots._leased
 
 
@@ -238,7 +239,7 @@ def test_a_server_moves_when_no_step_has_a_block_any_more(here, held):
                 two.call.cancel()
                 await sessions.drain(0.0)
                 assert not waiting(server) and not slots.held and len(slots._leased) == 2
-                slots.check()
+                check_slots(slots)
 
             await shut_while(server, go, talk)
             await sessions.batcher.aside(lambda: server.sessions.batcher.backend.move(range(6)))

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_tokens import TOLERANCE, check_greedy, judged
+from slots import check_slots
 
 from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
@@ -89,7 +90,7 @@ class Books:
                 assert there == (who, self.texts[who, number][: place + 1])
 
     def check(self) -> None:
-        self.slots.check()
+        check_slots(self.slots)
         for who, mine in enumerate(self.sessions):
             for number in mine:
                 self.look(who, number)
@@ -155,7 +156,7 @@ def test_what_is_kept_goes_before_a_sequence_does_and_who_left_first_goes_first(
     assert slots.adopt(mine, 3, [b"a"]) == 0 and slots.adopt(mine, 3, [b"b"]) == 4
     with pytest.raises(BusyError, match="full"):  # of one client, both in use
         slots.place({}, [Stretch(0, 0, 4)])
-    slots.check()
+    check_slots(slots)
 
 
 @pytest.fixture
@@ -203,7 +204,7 @@ def test_random_sessions_deaths_and_evictions_leave_the_tokens_alone(tiny, here,
             assert request.finished and request.failure is None
             check_greedy(request.output, judged(tiny, prompt, request.output), TOLERANCE)
         for up in ups:
-            up.sessions.slots.check()
+            check_slots(up.sessions.slots)
     assert model.chain.shared_tokens > 300 and model.chain.faults
 
 
@@ -252,7 +253,7 @@ def test_the_least_that_a_server_of_the_chain_has_is_what_all_begin_with(tiny, h
     assert model.generate(torch.tensor([one.prompt]), 4)[0, 100:].tolist() == one.plain.tokens
     assert model.chain.shared_tokens == 96 - 64 and not model.chain.faults
     for up in ups:
-        up.sessions.slots.check()
+        check_slots(up.sessions.slots)
 
 
 def test_wrong_keys_and_values_would_be_seen(here, client, asked):
@@ -415,7 +416,7 @@ def test_names_behind_the_context_or_of_no_sequence_of_the_step_change_nothing(h
     assert wait_for(ask(here, server, "0:6", many)) == 0
     wait_for(ask(here, server, "0:6", many, hidden=torch.randn(24, 32)))
     assert wait_for(ask(here, server, "0:6", many)) == 16  # one block was full
-    server.sessions.slots.check()
+    check_slots(server.sessions.slots)
 
 
 ANSWERS = {
@@ -456,7 +457,7 @@ def test_a_server_that_moves_keeps_nothing_of_its_other_blocks(here, client, ask
     assert server.sessions.slots.pool._keys
     wait_for(server.rebalancer._move(range(2, 5)))
     assert not server.sessions.slots.pool._keys
-    server.sessions.slots.check()
+    check_slots(server.sessions.slots)
 
 
 def test_a_client_that_audits_shares_nothing(here, client):

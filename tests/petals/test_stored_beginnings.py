@@ -11,6 +11,7 @@ import pytest
 import torch
 from plain_tokens import TOLERANCE, check_greedy, judged
 from safetensors.torch import save
+from slots import check_slots
 
 from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.request import Sampling
@@ -76,7 +77,7 @@ def test_only_what_follows_is_computed(tiny, here, client, asked, share, stored)
         assert computed_now == {3 * (93 - skipped)} or (turn and computed_now == {3 * (93 - again)})
         assert model.chain.restored == turn + 1
     for up in ups:
-        up.sessions.slots.check()
+        check_slots(up.sessions.slots)
 
 
 def test_other_keys_and_values_would_be_seen(tiny, here, client, asked):
@@ -118,7 +119,7 @@ def test_random_sessions_with_stored_beginnings_and_deaths(tiny, here, client, s
         for prompt, request in zip(prompts, requests, strict=True):
             check_greedy(request.output, judged(tiny, prompt, request.output), TOLERANCE)
         for up in ups:
-            up.sessions.slots.check()
+            check_slots(up.sessions.slots)
     assert model.chain.restored > 5 and model.chain.faults
 
 

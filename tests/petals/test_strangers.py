@@ -20,13 +20,11 @@ from strangers import NOW, keyed, record, said
 from firsttoken.petals import contacts as contacts_module
 from firsttoken.petals.access import Access
 from firsttoken.petals.addresses import check_kind, check_name, network_of, source_of, spot_of
-from firsttoken.petals.contacts import Contacts
-from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.keys import public_hex
-from firsttoken.petals.messages import (
+from firsttoken.petals.contacts import (
     ASKED_BYTES,
     EXCHANGE,
     PAGE_BYTES,
+    Contacts,
     Exchanged,
     exchange,
     hear,
@@ -34,8 +32,9 @@ from firsttoken.petals.messages import (
     proof_of,
     tell,
 )
-from firsttoken.petals.records import Record
-from firsttoken.petals.registry import MOST, Registry, UnprovenError
+from firsttoken.petals.event_loop import wait_for
+from firsttoken.petals.keys import public_hex
+from firsttoken.petals.records import MOST, Record, Registry, UnprovenError
 from firsttoken.petals.states import most_bytes
 from firsttoken.study.errors import SwarmError
 

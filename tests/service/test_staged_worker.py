@@ -22,7 +22,7 @@ from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.service.launch import running
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study.errors import FirstTokenError, ModelError
-from firsttoken_extras.worker.stage_host import best_stage
+from firsttoken_extras.worker.worker_model import best_stage
 
 pytestmark = [
     pytest.mark.long(seconds=60),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import grpc
 import torch
+from slots import check_slots
 from swarms import DEPTH, Asked, Here, asking, varied
 
 from firsttoken.engine.request import Sampling
@@ -211,7 +212,7 @@ class Soak:
     async def _check(self) -> None:
         while True:
             for up in self.ups:
-                up.sessions.slots.check()
+                check_slots(up.sessions.slots)
             await asyncio.sleep(0.003)
 
     @staticmethod

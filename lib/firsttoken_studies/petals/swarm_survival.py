@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check
+from firsttoken.petals.contacts import exchange, tell
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.messages import exchange, tell
 from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server_session import ServerSession
 from firsttoken.petals.timeouts import Timeouts

@@ -22,9 +22,9 @@ from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.checkpoint_blocks import model_sha256, parse_blocks
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.keys import public_hex, server_key
-from firsttoken.petals.limits import ServerLimits
 from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import Running, ServerConfig, serving
+from firsttoken.petals.session import ServerLimits
 from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.trust.arbitration import TOLERANCE, difference
