@@ -166,7 +166,7 @@ def test_a_store_that_vanishes_in_the_transfer(on_disk, engine, tmp_path) -> Non
 @pytest.mark.parametrize("piece", ["edge.2", "layer.0", "layer.5"])
 def test_a_torn_file_is_noticed(on_disk, engine, piece: str) -> None:
     at = engine(on_disk)
-    located = on_disk.store.locate(CONTEXT, on_disk.sender, 2)
+    located, _ = on_disk.store.locate(CONTEXT, on_disk.sender, 2)
     source = on_disk.source(Group(2, 4), Link())
     content = bytearray(located.path.read_bytes())
     content[located.spans[piece].offset + 5] ^= 1

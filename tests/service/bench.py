@@ -70,7 +70,7 @@ def alone(folder: Path, tokens: int, scheduler: str) -> None:
     from firsttoken.engine.live_executor import LiveExecutor
     from firsttoken.engine.request import Sampling
     from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
-    from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
+    from firsttoken.progressiveserve.checkpoint.names import torch_dtype
     from firsttoken.study import dtypes
 
     stored = torch_dtype(read_manifest(folder).dtype)

@@ -18,8 +18,8 @@ import pytest
 from mixed_requests import BLOCKS, LONGEST, MODELS, RUNNING, VARIANTS, WAITING, wave, write_place
 from services import serving, until
 
-from firsttoken.droidspeak.disk_tier import DiskTier
 from firsttoken.droidspeak.prefix_index import PrefixIndex
+from firsttoken.droidspeak.tiers import DiskTier
 from firsttoken.engine.block_pool import BlockPool
 from firsttoken.engine.preemption.preemption_policy import Preemptor
 from firsttoken.study import paths

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from coarse_plans import coarse_first
 from services import tiny_model, tiny_tokenizer
 
 from firsttoken.assets.empty_model import build_on_meta
@@ -18,7 +19,7 @@ from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Request, Sampling, ScheduledChunk
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.link.shaped import Link, LinkConfig
-from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, coarse_first, staged
+from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, staged
 from firsttoken.progressiveserve.checkpoint.sources import FolderSource
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.stages import StagePlan

@@ -18,7 +18,7 @@ from firsttoken.engine.model_server import LoadingServer, files_alone
 from firsttoken.engine.request import LayerRecompute, Request
 from firsttoken.engine.request_limits import BLOCK_TOKENS, RequestLimits
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest
-from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
+from firsttoken.progressiveserve.checkpoint.names import torch_dtype
 from firsttoken.service.served_model import receivers, use_prefixes
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study import dtypes

@@ -23,7 +23,7 @@ from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check
 from firsttoken.droidspeak.identity import identify
 from firsttoken.droidspeak.pipeline.kv_transfer import Buffers
-from firsttoken.droidspeak.pipeline.live_loading import first_token, pieces_of, sent_pieces
+from firsttoken.droidspeak.pipeline.live_loading import first_token, sent_pieces
 from firsttoken.droidspeak.pipeline.schedule import Schedule
 from firsttoken.droidspeak.prefill import Group, full_prefill
 from firsttoken.droidspeak.source import StoredPrefix
@@ -157,7 +157,7 @@ def over_a_link(
     room = 2 * (sum(kv.nbytes for kv in sent.kv) + sum(edge.nbytes for edge in sent.e_cache.values()))
     store = KVStore(folder, memory_bytes=0, disk_bytes=room)
     store.store(context, identity, sent)
-    pieces = pieces_of(store.locate(context, identity, group.lo if group.needs_e_cache else None))
+    pieces = store.locate(context, identity, group.lo if group.needs_e_cache else None)[0].spans
     link = LinkConfig(gbit_per_s)
     buffers = Buffers(sent_pieces(pieces, group, model.config.num_hidden_layers, Schedule.PIPELINED))
     config = EngineConfig(scheduler="sarathi", watermark=0.0, requests=running + 1, token_budget=budget)

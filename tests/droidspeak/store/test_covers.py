@@ -142,7 +142,7 @@ def test_a_piece_that_is_torn_while_the_store_is_open_ends_it(tmp_path, identity
     cache = drawn(model, CONTEXT, EDGES)
     store = KVStore(tmp_path, **ROOM)
     store.store(CONTEXT, model, cache)
-    located = store.locate(CONTEXT, model)
+    located, _ = store.locate(CONTEXT, model)
     raw = bytearray(located.path.read_bytes())
     span = located.spans[draw.choice(["layer.0", "layer.1", "layer.2"])]
     at = span.offset + draw.randrange(span.nbytes)

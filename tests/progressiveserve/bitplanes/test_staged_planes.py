@@ -16,10 +16,10 @@ from firsttoken.__main__ import main
 from firsttoken.assets.lock import file_sha256
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest, verify
+from firsttoken.progressiveserve.checkpoint.names import torch_dtype
 from firsttoken.progressiveserve.checkpoint.plan import Stage
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
-from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
 from firsttoken.study.canonical_json import sha256_of
 from firsttoken.study.errors import ModelError, StageError
 from firsttoken.study.parsing.safetensors_header import read_header

@@ -15,7 +15,7 @@ from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.base_model import at_stage
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest, write_manifest
 from firsttoken.progressiveserve.loading import loader as loading
-from firsttoken.progressiveserve.loading.host_memory import HostMemory
+from firsttoken.progressiveserve.loading.host_memory import Memory
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.loading.read_plan import parts_of
@@ -180,7 +180,7 @@ def test_tensors_that_this_architecture_does_not_have(stage, change, words):
         MetaModel(staged.folder, replace(staged.manifest, stages=tuple(stages)))
 
 
-class FewBuffers(HostMemory):
+class FewBuffers(Memory):
     """As pinned memory is, on a machine without CUDA: a buffer is free again when the next one has been used."""
 
     def __init__(self, count: int) -> None:

@@ -157,5 +157,7 @@ def test_a_missing_package_is_named(name: str, folder: Path, monkeypatch: pytest
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setattr(sys, "path", [])  # nothing can be imported that is not imported already
     monkeypatch.setattr(sys, "meta_path", [])
-    with pytest.raises(StageError, match=f"peer {name} needs the package {PEERS[name].package}: pip install"):
+    with pytest.raises(
+        StageError, match=f"peer {name} needs the package {PACKAGES[name].replace('_', '-')}: pip install"
+    ):
         load_with(name, folder, torch.bfloat16)

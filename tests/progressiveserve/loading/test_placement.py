@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from firsttoken.assets.empty_model import build_on_meta, put
 from firsttoken.lean.build import finish
-from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
+from firsttoken.progressiveserve.checkpoint.names import torch_dtype
 from firsttoken.study.errors import ModelError
 
 

@@ -69,7 +69,7 @@ def tokenize(spec: TrialSpec, variant: StartVariant) -> Any:
 
 def begin_building(spec: TrialSpec, variant: StartVariant, manifest: Manifest, reader: BlobReader) -> WeightBuilder:
     """Weights of what ``reader`` brings, from now on: what is done meanwhile needs the processor less than they do."""
-    from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
+    from firsttoken.progressiveserve.checkpoint.names import torch_dtype
     from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
 
     dtype = _dtype(spec) or torch_dtype(manifest.dtype)
