@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from firsttoken.options import EXTENSIONS, parser
-from firsttoken.study import paths, storage
+from firsttoken.study import option_values, paths, storage
 from firsttoken.study.errors import AssetError, FirstTokenError
 from firsttoken.study.parsing.schema import unknown
 from firsttoken.study.profile import check_used, load_profile
@@ -87,26 +87,10 @@ def serve(options: argparse.Namespace) -> int:
         from firsttoken.assets.gguf import PINNED, converted
 
         options.folder = converted(PINNED, hashed=False)
-    names = ("folder", "gbit_per_s", "replicas", "host", "port", "device", "scheduler", "preemption", "share_prefixes")
-    names += (
-        "measure_again",
-        "token_budget",
-        "kv_blocks",
-        "max_running",
-        "max_waiting",
-        "prefix_store",
-        "cluster",
-        "worker",
-    )
-    names += ("max_model_len", "max_prompt_tokens", "max_new_tokens", "grace_s", "swarm_token_file", "swarm_tls_ca")
-    names += ("swarm_step_s", "swarm_audit_rate", "swarm_audit_undecided", "swarm_audit_unwitnessed")
-    settings = {name: getattr(options, name) for name in names} | {
-        "swarm": tuple(options.swarm),
-        "variants": tuple(options.variant),
-    }
     if options.swarm:
         wait_briefly()
-    serve_forever(ServiceConfig(**settings, api_key=read_key(options.api_key_file)))
+    given = {"folder": options.folder, "api_key": read_key(options.api_key_file)}
+    serve_forever(option_values.configured(ServiceConfig, options, **given))
     return OK
 
 

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from firsttoken import option_values
-from firsttoken.study import history, paths
+from firsttoken.study import history, option_values, paths
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.machine import describe, machine_slug
 from firsttoken.study.notebooks import notebook_paths, notebook_title
