@@ -14,7 +14,7 @@ from firsttoken.study import option_values, paths, storage
 from firsttoken.study.errors import AssetError, FirstTokenError
 from firsttoken.study.parsing.schema import unknown
 from firsttoken.study.profile import check_used, load_profile
-from firsttoken.study.system.openmp_spin import wait_briefly
+from firsttoken.study.system.openmp import wait_briefly
 from firsttoken.terminal import ended_as_interrupted, show_what_it_can, size_text
 
 OK, USAGE, INTERRUPTED, READER_GONE = 0, 2, 128 + signal.SIGINT, 128 + signal.SIGPIPE

@@ -17,7 +17,7 @@ from firsttoken.study.notebooks import notebook_paths, notebook_title
 from firsttoken.study.profile import check_used, load_profile, profile_names
 from firsttoken.study.record import pick, result_path
 from firsttoken.study.summary import named
-from firsttoken.study.system.openmp_spin import wait_briefly
+from firsttoken.study.system.openmp import wait_briefly
 from firsttoken.study.verdicts import show
 from firsttoken.terminal import size_text
 from firsttoken_studies.registry import EXPERIMENTS, find_experiment
