@@ -13,9 +13,8 @@ from firsttoken.assets.lock import asset_path, pinned
 from firsttoken.study import paths
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.files import replacing
-from firsttoken.study.parsing.gzip_text import read_gzip
 from firsttoken.study.parsing.json_text import json_lines, read_json
-from firsttoken.study.parsing.parse_errors import Damaged, blaming
+from firsttoken.study.parsing.parse_errors import Damaged, blaming, read_gzip
 from firsttoken.study.parsing.schema import shaped
 
 # The pinned train file of BoolQ, whose lines hold "title -- passage\nQuestion: ...?\nAnswer:", once an answer.

@@ -1,4 +1,4 @@
-"""Which dtype a device computes in: bf16 where its products are as fast as fp32's, float32 elsewhere.
+"""Which dtype a device computes in, where it is here: bf16 where its products are as fast as fp32's, else float32.
 
 A CPU without bf16 instructions multiplies bf16 at a hundredth of fp32's rate (1.1 against 112 GFLOP/s on two AVX2
 cores), and some that have them gain nothing. So torch is asked first, and one short product decides, once a machine.
@@ -15,6 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from firsttoken.study import paths
+from firsttoken.study.errors import StageError
 from firsttoken.study.files import write_text
 from firsttoken.study.machine import identity
 from firsttoken.study.timing import timed
@@ -104,6 +105,17 @@ def autocast(model: torch.nn.Module) -> AbstractContextManager:
     if weight.dtype == torch.float32 and computing(weight.device) == torch.float32:
         return nullcontext()
     return torch.autocast(weight.device.type, torch.bfloat16)
+
+
+def check_device(name: str) -> None:
+    """Raises StageError for a ``name`` that torch does not know, or that this machine does not have; imports torch."""
+    import torch
+
+    try:
+        torch.empty(1, device=torch.device(name)).add_(1)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # as torch was built
+        told = " ".join(str(error).split())[:120]
+        raise StageError(f"no device {name!r} can be used here ({told}); say cpu, or cuda where a GPU is") from error
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -21,9 +21,8 @@ from firsttoken.study.code import git
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.files import replacing
 from firsttoken.study.machine import machine_slug
-from firsttoken.study.parsing.gzip_text import read_gzip
 from firsttoken.study.parsing.json_text import parse_json, read_json
-from firsttoken.study.parsing.parse_errors import Damaged, blaming, shown
+from firsttoken.study.parsing.parse_errors import Damaged, blaming, read_gzip, shown
 from firsttoken.study.parsing.schema import at_least, shaped, unknown
 from firsttoken.study.storage import storing
 from firsttoken.study.summary import Entry, Scalar, Summary, misplaced
