@@ -1,7 +1,5 @@
 """The command line: each command imports what it needs, so that ``serve`` listens before torch is there."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

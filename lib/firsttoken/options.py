@@ -1,7 +1,5 @@
 """The options of every command."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterable
 from pathlib import Path

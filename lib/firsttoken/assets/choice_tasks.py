@@ -5,8 +5,6 @@ behind its context is its answer; nothing is generated. The order is a fixed shu
 sample.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The dimensions of a decoder, dense or a mixture of experts: all that a simulated step's time and memory depend on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -6,8 +6,6 @@ out and checked against theirs, and the wheel is thrown away. What a browser run
 and only when it is asked for by name. The lock is ``env/assets.yaml``.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

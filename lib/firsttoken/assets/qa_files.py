@@ -1,7 +1,5 @@
 """Questions with their passages and answers, and the readers for the standard files that users bring."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable, Iterable, Sequence

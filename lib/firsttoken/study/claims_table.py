@@ -3,8 +3,6 @@
 A run of the notebooks ends with how many claims the reader's run bears out, and where it contradicts most.
 """
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections import Counter

@@ -5,8 +5,6 @@ A function that is moved to another file is the same function, and so is one who
 anew. C++ that lies beside an imported file is compiled by it, and counts as well, each file as one function.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json

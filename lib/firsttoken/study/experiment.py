@@ -1,7 +1,5 @@
 """What an experiment is to those who run one: where its functions are, by name, and who reads its result."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """What git's history says of the record: whether a result names a commit of it, how a claim stood at that commit, and
 whether every result that was ever committed has its line in the log."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import subprocess

@@ -8,8 +8,6 @@ starts fresh processes as before.
 ``python -m firsttoken.study.kernel_forkserver pytest --nbval notebooks`` runs a command whose kernels start so.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

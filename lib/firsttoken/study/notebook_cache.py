@@ -4,8 +4,6 @@ A notebook that ran with the same code, profile, data, packages and processor is
 the last run here, else those of a recorded run, stretched by how much slower this processor multiplies.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -3,8 +3,6 @@
 What a run showed becomes what a reader of the repository sees: outputs by cell, without papermill's own cells.
 """
 
-from __future__ import annotations
-
 import base64
 import errno
 import json

@@ -3,8 +3,6 @@
 A decision that never returns is ended: a loop in somebody's code, which nothing in that code would end.
 """
 
-from __future__ import annotations
-
 import ctypes
 import inspect
 import signal
@@ -18,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, Self
 
 from firsttoken.study.errors import FirstTokenError, ProfileError
 
@@ -100,7 +98,7 @@ class PolicyFile:
     decisions: Decisions
 
     @classmethod
-    def read(cls, file: Path, kind: PolicyKind) -> PolicyFile:
+    def read(cls, file: Path, kind: PolicyKind) -> Self:
         """Raises ProfileError for a file that is not there, does not import, or defines no policy or several that could
         run; what else it imports is not counted."""
         file, decisions = file.expanduser(), Decisions()

@@ -1,7 +1,5 @@
 """What is wrong with a file, as the one line that a user can act on (standard library only)."""
 
-from __future__ import annotations
-
 import gzip
 import stat
 import zipfile

@@ -4,8 +4,6 @@ A schema library would say this in as many words, but a worker reads a manifest 
 import alone took 80 ms; and a bare GPU machine need not have one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import math
@@ -16,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import cache
-from itertools import repeat
+from itertools import count, repeat
 from typing import Any, Literal, TypeVar
 
 from firsttoken.study.parsing.parse_errors import Damaged, shown
@@ -160,7 +158,7 @@ def _row_reader(hint: Any, readers: list[Callable[[Any], Any]]) -> Callable[[Any
     def read(value: Any) -> Any:
         if not isinstance(value, list | tuple) or len(value) != len(readers):
             raise _unlike(hint, value)
-        return tuple(_each(readers, value))
+        return tuple(_each(readers, count(), value))
 
     return read
 
@@ -169,17 +167,17 @@ def _sequence_reader(hint: Any, kind: type, read_one: Callable[[Any], Any]) -> C
     def read(value: Any) -> Any:
         if not (isinstance(value, list) or (kind is tuple and isinstance(value, tuple))):
             raise _unlike(hint, value)
-        return kind(_each(repeat(read_one), value))
+        return kind(_each(repeat(read_one), count(), value))
 
     return read
 
 
-def _each(readers: Iterable[Callable[[Any], Any]], values: Iterable[Any]) -> Iterator[Any]:
-    for index, (read, value) in enumerate(zip(readers, values, strict=False)):
+def _each(readers: Iterable[Callable[[Any], Any]], keys: Iterable[Any], values: Iterable[Any]) -> Iterator[Any]:
+    for read, key, value in zip(readers, keys, values, strict=False):
         try:
             yield read(value)
         except _Fault as fault:
-            fault.path.append(f"[{index}]")
+            fault.path.append(f"[{shown(key)}]")
             raise
 
 
@@ -187,14 +185,7 @@ def _mapping_reader(hint: Any, read_one: Callable[[Any], Any]) -> Callable[[Any]
     def read(value: Any) -> Any:
         if not isinstance(value, dict):
             raise _unlike(hint, value)
-        made = {}
-        for key, item in value.items():
-            try:
-                made[key] = read_one(item)
-            except _Fault as fault:
-                fault.path.append(f"[{shown(key)}]")
-                raise
-        return made
+        return dict(zip(value, _each(repeat(read_one), value, value.values()), strict=True))
 
     return read
 

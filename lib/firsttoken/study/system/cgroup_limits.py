@@ -1,7 +1,5 @@
 """What this process may use of the machine: cores and main memory, cut by a container's limits; and which cores."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,8 +1,6 @@
 """Reading parts of an open file, through the page cache or past it, into memory that has its pages, with what the
 system has for that."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

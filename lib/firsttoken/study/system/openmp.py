@@ -6,8 +6,6 @@ until its threads have been woken. An engine in a thread of its own said 93 toke
 before it, and 138 once that had given its threads back (16 requests of 135 M, two cores).
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

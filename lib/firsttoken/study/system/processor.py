@@ -1,7 +1,5 @@
 """The processor, and the bus between it and a GPU, as far as the system tells about them."""
 
-from __future__ import annotations
-
 import platform
 import re
 

@@ -1,7 +1,5 @@
 """Other programs as processes: started with their children in a session of their own, and always ended."""
 
-from __future__ import annotations
-
 import http.client
 import os
 import signal
