@@ -15,8 +15,6 @@ from firsttoken.assets.qa_files import arrow_rows
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.parsing.schema import unknown
 
-__all__ = ["TASKS", "ChoiceItem", "ChoiceTask", "choice_items"]
-
 
 @dataclass(frozen=True)
 class ChoiceItem:

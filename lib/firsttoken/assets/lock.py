@@ -73,12 +73,12 @@ class Asset(Package):
         return [member for member in self.members if member.fault()]
 
 
-def load_lock(path: Path | None = None, *, npm: bool = False) -> tuple[Asset, ...]:
+def load_lock(*, npm: bool = False) -> tuple[Asset, ...]:
     """The assets that ``env/assets.yaml`` pins: those that studies need and, with ``npm``, those of npm's registry.
 
     Raises AssetError when an entry has a missing or unknown key.
     """
-    path = path or paths.ENV / "assets.yaml"
+    path = paths.ENV / "assets.yaml"
     with blaming(f"the asset lock {path}", AssetError, "restore it from git"):
         every = shaped(tuple[Asset, ...], read_yaml(path))
     return tuple(asset for asset in every if npm or asset.registry == "pip")

@@ -18,6 +18,7 @@ from firsttoken.study import paths
 from firsttoken.study.errors import StageError
 from firsttoken.study.files import write_text
 from firsttoken.study.machine import identity
+from firsttoken.study.parsing.schema import shaped
 from firsttoken.study.timing import timed
 
 if TYPE_CHECKING:  # a profile is read, and a service listens, before anybody needs it
@@ -130,9 +131,7 @@ def cpu_rates() -> ProductRates:
     with suppress(OSError, ValueError, TypeError, KeyError):
         kept = json.loads(file.read_text(encoding="utf-8"))
         if kept.pop("machine") == here:
-            return ProductRates(
-                **{key: type(default)(kept[key]) for key, default in (vars(ProductRates(True, 1.0, 1.0))).items()}
-            )
+            return shaped(ProductRates, kept)
     rates = _measure()
     with suppress(OSError):  # a cache that cannot be written costs 0.3 s at the next start
         write_text(file, json.dumps({"machine": here} | asdict(rates), indent=1) + "\n")

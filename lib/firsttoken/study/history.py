@@ -115,11 +115,6 @@ def file_at(commit: str, path: str) -> str:
     return _git("show", f"{commit}:{path}")
 
 
-def named(commit: str) -> str:
-    """A commit as a reader finds it: its first digits and its subject."""
-    return _git("show", "-s", "--format=%h (%s)", "--abbrev=9", commit).strip()
-
-
 def _changed_lines(log: Log) -> Iterator[str]:
     """Each earlier log must be the beginning of today's."""
     now = [line.text for line in log.lines]
