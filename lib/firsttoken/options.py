@@ -6,7 +6,9 @@ from pathlib import Path
 
 from firsttoken import __version__
 from firsttoken.service.service_config import HELP, ServiceConfig
-from firsttoken.study import extensions, option_values
+from firsttoken.study import extensions
+from firsttoken.study import option_values as values
+from firsttoken.study.dtypes import AUTO, DTYPES
 
 _WHAT = (
     "Five research reports on serving language models: their figures, their measurements and a server, on one machine."
@@ -24,13 +26,9 @@ def add_options(swarm: argparse.ArgumentParser) -> None:
     def action(name: str, text: str) -> argparse.ArgumentParser:
         added = actions.add_parser(name, help=text, description=text)
         folder = "the model's folder, with config.json and *.safetensors; all members of a swarm have the same files"
-        added.add_argument("--model", type=option_values.folder, required=True, metavar="FOLDER", help=folder)
-        added.add_argument(
-            "--dtype",
-            choices=("auto", "float32", "bfloat16", "float16"),
-            default="auto",
-            help="the number format to compute in (default: auto, which is what this machine is fastest in)",
-        )
+        added.add_argument("--model", type=values.folder, required=True, metavar="FOLDER", help=folder)
+        numbers = "the number format to compute in (default: auto, which is what this machine is fastest in)"
+        added.add_argument("--dtype", choices=(AUTO, *DTYPES), default=AUTO, help=numbers)
         added.add_argument("--token-file", type=Path, metavar="FILE", help=HELP["swarm_token_file"])
         added.add_argument("--tls-ca", type=Path, metavar="FILE", help=HELP["swarm_tls_ca"])
         return added
@@ -39,15 +37,11 @@ def add_options(swarm: argparse.ArgumentParser) -> None:
     blocks = "the blocks to serve: 0:15 is blocks 0 to 14; auto takes those that the swarm serves least"
     serve.add_argument("--blocks", required=True, metavar="A:B", help=blocks)
     count = "with --blocks auto, the number of blocks to serve (default: all)"
-    serve.add_argument("--count", type=option_values.whole(1, 1000), metavar="N", help=count)
-    serve.add_argument(
-        "--rebalance-s",
-        type=option_values.above_zero(86_400),
-        default=120,
-        metavar="SECONDS",
-        help="with --blocks auto, how often the server checks whether the swarm gains if it takes other blocks"
-        " (default: 120)",
-    )
+    serve.add_argument("--count", type=values.whole(1, 1000), metavar="N", help=count)
+    at_most_a_day = values.above_zero(86_400)
+    often = "with --blocks auto, how often the server checks whether the swarm gains if it takes other blocks"
+    often += " (default: 120)"
+    serve.add_argument("--rebalance-s", type=at_most_a_day, default=120, metavar="SECONDS", help=often)
     serve.add_argument(
         "--rebalance-by",
         choices=("paper", *extensions.registered("REBALANCING")),
@@ -59,8 +53,8 @@ def add_options(swarm: argparse.ArgumentParser) -> None:
         "a server that is in the swarm already, such as 127.0.0.1:4000; may be repeated. Without it a new swarm begins"
     )
     serve.add_argument("--registry", action="append", default=[], metavar="HOST:PORT", help=known)
-    serve.add_argument("--host", type=option_values.host, default="127.0.0.1", help=HELP["host"])
-    port, any_port = option_values.whole(0, 65535), "the port to listen on (default: 0, any free port)"
+    serve.add_argument("--host", type=values.host, default="127.0.0.1", help=HELP["host"])
+    port, any_port = values.whole(0, 65535), "the port to listen on (default: 0, any free port)"
     serve.add_argument("--port", type=port, default=0, help=any_port)
     told = "the address by which others reach this server, where it differs from the one that it listens on"
     serve.add_argument("--address", default="", metavar="HOST:PORT", help=told)
@@ -68,7 +62,7 @@ def add_options(swarm: argparse.ArgumentParser) -> None:
     serve.add_argument("--key", type=Path, metavar="FILE", help=key)
     serve.add_argument(
         "--servers",
-        type=option_values.whole(1, 64),
+        type=values.whole(1, 64),
         default=1,
         metavar="N",
         help="how many servers to start, each in a Ray process (needs firsttoken[serve]; not together with --host,"
@@ -77,21 +71,21 @@ def add_options(swarm: argparse.ArgumentParser) -> None:
     serve.add_argument("--cluster", metavar="HOST:PORT", help=HELP["cluster"])
     variant = "also compute the blocks with this LoRA adapter, for clients that ask for it; may be repeated"
     serve.add_argument(
-        "--variant", type=option_values.named_folder, action="append", default=[], metavar="NAME=DIR", help=variant
+        "--variant", type=values.named_folder, action="append", default=[], metavar="NAME=DIR", help=variant
     )
     train = "also answer the forward and backward passes of clients that train; the blocks themselves never change"
     serve.add_argument("--train", action="store_true", help=train)
     threads = "the number of threads to compute with (default: 0, one for each core)"
-    serve.add_argument("--threads", type=option_values.whole(0, 1024), default=0, metavar="N", help=threads)
+    serve.add_argument("--threads", type=values.whole(0, 1024), default=0, metavar="N", help=threads)
     serve.add_argument("--tls-cert", type=Path, metavar="FILE", help="this server's certificate, a PEM file")
     serve.add_argument("--tls-key", type=Path, metavar="FILE", help="the private key of that certificate, a PEM file")
-    kv, room = option_values.whole(16, 10**8), "how many tokens of KV cache all sessions share (default: 16384)"
+    kv, room = values.whole(16, 10**8), "how many tokens of KV cache all sessions share (default: 16384)"
     serve.add_argument("--kv-tokens", type=kv, default=16384, metavar="N", help=room)
     gone = "others forget a server that has said nothing for this many seconds (default: 30)"
-    serve.add_argument("--expiry-s", type=option_values.whole(1, 300), default=30, metavar="SECONDS", help=gone)
+    serve.add_argument("--expiry-s", type=values.whole(1, 300), default=30, metavar="SECONDS", help=gone)
 
     int8 = actions.add_parser("int8", help=_INT8, description=_INT8)
-    int8.add_argument("--model", type=option_values.folder, required=True, metavar="FOLDER", help="the model's folder")
+    int8.add_argument("--model", type=values.folder, required=True, metavar="FOLDER", help="the model's folder")
     int8.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the new folder for the copy")
 
     generate = action("generate", "Let a swarm continue a text, and print the continuation.")
@@ -101,16 +95,12 @@ def add_options(swarm: argparse.ArgumentParser) -> None:
         known = "a server of the swarm, such as 127.0.0.1:4000; may be repeated"
         added.add_argument("--registry", action="append", required=True, metavar="HOST:PORT", help=known)
     most = "the most tokens to generate (default: 32)"
-    generate.add_argument("--max-tokens", type=option_values.whole(1, 100_000), default=32, metavar="N", help=most)
-    generate.add_argument(
-        "--coding",
-        choices=("float32", "bfloat16", "float16", "int8"),
-        default="",
-        help="the number format in which hidden states are sent (default: that of --dtype)",
-    )
+    generate.add_argument("--max-tokens", type=values.whole(1, 100_000), default=32, metavar="N", help=most)
+    sent = "the number format in which hidden states are sent (default: that of --dtype)"
+    generate.add_argument("--coding", choices=(*DTYPES, "int8"), default="", help=sent)
     silent = HELP["swarm_step_s"]
-    generate.add_argument("--step-s", type=option_values.whole(1, 3600), default=5, metavar="SECONDS", help=silent)
-    share = option_values.above_zero(1)
+    generate.add_argument("--step-s", type=values.whole(1, 3600), default=5, metavar="SECONDS", help=silent)
+    share = values.above_zero(1)
     for name, default in (("rate", None), ("undecided", 0.5), ("unwitnessed", 1.0)):
         audit = HELP[f"swarm_audit_{name}"]
         generate.add_argument(f"--audit-{name}", type=share, default=default, metavar="SHARE", help=audit)
@@ -119,9 +109,9 @@ def add_options(swarm: argparse.ArgumentParser) -> None:
 def add_prefix_options(prefix: argparse.ArgumentParser) -> None:
     """Add what ``firsttoken prefix`` can do, each action with its options; the choice is ``action``."""
     actions = prefix.add_subparsers(required=True, metavar="ACTION", dest="action")
-    folder, model = option_values.folder, "the model that computes it, a folder as `firsttoken serve` takes one"
+    folder, model = values.folder, "the model that computes it, a folder as `firsttoken serve` takes one"
     adapted = "a LoRA adapter on that model, a folder as PEFT writes it (default: none)"
-    most = option_values.above_zero(1e6)
+    most = values.above_zero(1e6)
 
     def action(name: str, text: str) -> argparse.ArgumentParser:
         added = actions.add_parser(name, help=text, description=text)
@@ -135,15 +125,10 @@ def add_prefix_options(prefix: argparse.ArgumentParser) -> None:
     put.add_argument("--system", action="store_true", help="the text is what a chat's system message says")
     put.add_argument("--model", type=folder, required=True, metavar="FOLDER", help=model)
     put.add_argument("--adapter", type=folder, metavar="DIR", help=adapted)
-    put.add_argument(
-        "--owner",
-        type=option_values.owner,
-        default="",
-        metavar="NAME",
-        help="who alone may read it: services with this --prefix-owner (default: everybody)",
-    )
+    whose = "who alone may read it: services with this --prefix-owner (default: everybody)"
+    put.add_argument("--owner", type=values.owner, default="", metavar="NAME", help=whose)
     layer = "store the hidden states before this layer, too; may be repeated (default: where profiled pairs begin)"
-    put.add_argument("--edge", type=option_values.whole(0, 1000), action="append", default=[], metavar="N", help=layer)
+    put.add_argument("--edge", type=values.whole(0, 1000), action="append", default=[], metavar="N", help=layer)
 
     profile = action("profile", "Find which layers a model computes again over what another of its shape computed.")
     profile.add_argument("--model", type=folder, required=True, metavar="FOLDER", help=model)
@@ -152,11 +137,11 @@ def add_prefix_options(prefix: argparse.ArgumentParser) -> None:
     profile.add_argument("--receiver-adapter", type=folder, metavar="DIR", help="a LoRA adapter on the receiver")
     profile.add_argument("--file", type=Path, required=True, metavar="FILE", help="a text of the kind that is served")
     count = "the most pieces of the text that are tried (default: 16)"
-    profile.add_argument("--items", type=option_values.whole(1, 10_000), default=16, metavar="N", help=count)
+    profile.add_argument("--items", type=values.whole(1, 10_000), default=16, metavar="N", help=count)
     length = "the tokens of the prefix of a piece (default: 256)"
-    profile.add_argument("--tokens", type=option_values.whole(1, 100_000), default=256, metavar="N", help=length)
+    profile.add_argument("--tokens", type=values.whole(1, 100_000), default=256, metavar="N", help=length)
     lost = "the share of the receiver's next tokens that may become others (default: 0.05)"
-    profile.add_argument("--most-lost", type=option_values.above_zero(1), default=0.05, metavar="SHARE", help=lost)
+    profile.add_argument("--most-lost", type=values.above_zero(1), default=0.05, metavar="SHARE", help=lost)
 
     action("list", "Print what is stored, least recently used first, and which pairs are profiled.")
     drop = action("drop", "Remove stored prefixes. Who reads one at that moment has all of it.")
@@ -165,19 +150,19 @@ def add_prefix_options(prefix: argparse.ArgumentParser) -> None:
     serve = action("serve", "Let other machines copy stored prefixes until Ctrl-C: those without an owner.")
     reader = "let whoever has the secret text in this file read NAME's prefixes, too; may be repeated"
     serve.add_argument(
-        "--reader", type=option_values.named_folder, action="append", default=[], metavar="NAME=FILE", help=reader
+        "--reader", type=values.named_folder, action="append", default=[], metavar="NAME=FILE", help=reader
     )
-    serve.add_argument("--host", type=option_values.host, default="127.0.0.1", help=HELP["host"])
+    serve.add_argument("--host", type=values.host, default="127.0.0.1", help=HELP["host"])
     port = "the port to listen on (default: 8010)"
-    serve.add_argument("--port", type=option_values.whole(0, 65535), default=8010, help=port)
+    serve.add_argument("--port", type=values.whole(0, 65535), default=8010, help=port)
     rate = "send at this rate in Gbit/s, all readers together (default: 0, no limit)"
-    serve.add_argument("--gbit-per-s", type=option_values.rate, default=0.0, metavar="RATE", help=rate)
+    serve.add_argument("--gbit-per-s", type=values.rate, default=0.0, metavar="RATE", help=rate)
 
     copy = action("pull", "Copy prefixes from a store that `firsttoken prefix serve` serves. It must be trusted.")
     copy.add_argument("peer", metavar="HOST:PORT", help="where that listens")
     copy.add_argument("--token-file", type=Path, metavar="FILE", help="a file with a reader's secret text")
     again = "look again after this many seconds, until Ctrl-C (default: once)"
-    copy.add_argument("--every", type=option_values.above_zero(86_400), metavar="SECONDS", help=again)
+    copy.add_argument("--every", type=values.above_zero(86_400), metavar="SECONDS", help=again)
     for added in (put, copy):
         size = "the most that the store may hold, in GB (default: 10)"
         added.add_argument("--most-gb", type=most, default=10.0, metavar="GB", help=size)
@@ -209,13 +194,13 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
         "names", nargs="*", metavar="ASSET", help="the assets to fetch, as --list names them (default: all)"
     )
     from_dir = "copy the wheels, and the files that env/brought.yaml lists, from this folder instead of downloading"
-    added.add_argument("--from", dest="from_dir", type=option_values.folder, metavar="DIR", help=from_dir)
+    added.add_argument("--from", dest="from_dir", type=values.folder, metavar="DIR", help=from_dir)
     added.add_argument("--list", action="store_true", help="list the assets, their sizes and what is missing, and stop")
 
     added = command("stage", "Write a model in stages, so that `firsttoken serve` answers before all of it is loaded.")
-    added.add_argument("folder", type=option_values.folder, metavar="FOLDER", help="the folder to write")
-    option_values.add_profile(added)
-    option_values.add_setting(added)
+    added.add_argument("folder", type=values.folder, metavar="FOLDER", help="the folder to write")
+    values.add_profile(added)
+    values.add_setting(added)
     recipes = (
         "the adapters that repair the stages: ours, report or none (default: those that answer best by the profile)"
     )
@@ -224,10 +209,10 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
 
     serve = command("serve", _SERVE)
     what = "what `firsttoken stage` wrote, or a Hugging Face folder of a Llama-like model (default: SmolLM2)"
-    serve.add_argument("folder", type=option_values.folder, nargs="?", metavar="FOLDER", help=what)
+    serve.add_argument("folder", type=values.folder, nargs="?", metavar="FOLDER", help=what)
     keys = "a file with the key that clients must send (default: the variable FIRSTTOKEN_API_KEY, or no key)"
     serve.add_argument("--api-key-file", type=Path, metavar="FILE", help=keys)
-    option_values.add_fields(serve, ServiceConfig, HELP)
+    values.add_fields(serve, ServiceConfig, HELP)
     serve.set_defaults(grace_s=30.0)
     add_prefix_options(command("prefix", _PREFIX))
     add_options(command("swarm", "Run a model over several servers that hold its blocks (needs firsttoken[swarm])."))

@@ -110,7 +110,7 @@ def _judged(claim: Claim, entries: tuple[dict[str, Any], ...], revision: str) ->
 
 def _line(content: Mapping[str, Any], found: Mapping[str, ClaimRecord], log: Log, again: str) -> LogLine:
     place = content["experiment"], content["profile"], content["machine"]["slug"]
-    before = log.stats.get(place)
+    before = log.standing.get(place)
     return LogLine(
         kind="run",
         experiment=place[0],
