@@ -60,10 +60,8 @@ def computing(device: torch.device | str) -> torch.dtype:
 
 def why(device: torch.device | str) -> str:
     """One line that says which dtype ``device`` computes in, and on what ground."""
-    import torch
-
     name = name_of(computing(device))
-    if torch.device(device).type == "cuda":
+    if _kind(device) == "cuda":
         return f"{name}: this GPU has {'' if name == 'bfloat16' else 'no '}bf16 instructions"
     rates = cpu_rates()
     told = f"torch has {'' if rates.native_bf16 else 'no '}bf16 instructions for this processor"
@@ -72,13 +70,16 @@ def why(device: torch.device | str) -> str:
 
 def resolve(name: str, device: torch.device | str) -> torch.dtype:
     """The dtype called ``name``; "auto" is that of :func:`computing`. A line warns of bf16 on a CPU slow at it."""
-    import torch
-
     if name == AUTO:
         return computing(device)
-    if name == "bfloat16" and torch.device(device).type == "cpu":
+    if name == "bfloat16" and _kind(device) == "cpu":
         _warn_if_slow()
     return named(name)
+
+
+def _kind(device: torch.device | str) -> str:
+    """ "cuda" of the device "cuda:1"."""
+    return str(device).partition(":")[0]
 
 
 def named(name: str) -> torch.dtype:
@@ -91,11 +92,9 @@ def named(name: str) -> torch.dtype:
 def serving(name: str, stored: torch.dtype, device: torch.device | str) -> torch.dtype:
     """The dtype that a checkpoint of ``stored`` weights computes in: "stored" as it is, "auto" as it is unless these
     are halves that a CPU is slow at, which are widened to float32, else the one called ``name``."""
-    import torch
-
-    if name == AS_STORED or (name == AUTO and (torch.device(device).type != "cpu" or stored == computing(device))):
+    if name == AS_STORED or (name == AUTO and (_kind(device) != "cpu" or stored == computing(device))):
         return stored
-    return torch.float32 if name == AUTO else resolve(name, device)
+    return named("float32") if name == AUTO else resolve(name, device)
 
 
 def autocast(model: torch.nn.Module) -> AbstractContextManager:
