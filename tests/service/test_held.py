@@ -13,7 +13,7 @@ import pytest
 from services import GREEDY, TIMEOUT_S, serving, until, workers
 
 from firsttoken.assets.checkpoint import weight_files
-from firsttoken.assets.weights import unchanged
+from firsttoken.assets.held import unchanged
 from firsttoken.study.errors import ModelError
 
 Damage = Callable[[Path], None]

@@ -1,16 +1,10 @@
-"""The tensors of a model folder, read from the one list of its files and under the model's names.
+"""The tensors of a model folder, read from the one list of its files and under the model's names."""
 
-Weights that are served are held: no file that changes afterwards changes an answer, or ends the process.
-"""
-
-import mmap
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from firsttoken.assets.checkpoint import EMBEDDING, HEAD, ModelFiles
 from firsttoken.assets.model_config import CONFIG
@@ -56,32 +50,3 @@ def check_tied(files: ModelFiles) -> None:
             f"{files.folder} has a {HEAD} that is not the embedding it is tied to; set tie_word_embeddings to false in "
             f"its {CONFIG}"
         )
-
-
-def hold(model: nn.Module) -> nn.Module:
-    """``model`` with its weights on a CPU in memory of their own, in place.
-
-    safetensors maps a file, and a weight that keeps its dtype stays on the map: whoever overwrites the file changes
-    answers, and whoever cuts it ends the process with SIGBUS. Each weight has a mapping of its own, which goes with it.
-    """
-    for weight in [*model.parameters(), *model.buffers()]:
-        if weight.device.type == "cpu" and weight.nbytes:
-            memory = torch.frombuffer(mmap.mmap(-1, weight.nbytes), dtype=weight.dtype).view(weight.shape)
-            weight.data = memory.copy_(weight.data)
-    return model
-
-
-def seen(files: Sequence[Path]) -> str:
-    """What tells whether ``files`` have been changed: sizes, times and places on the disk."""
-    found = [file.stat() for file in files]
-    return " ".join(f"{one.st_dev}:{one.st_ino}:{one.st_size}:{one.st_mtime_ns}" for one in found)
-
-
-@contextmanager
-def unchanged(files: Sequence[Path], before: str = "") -> Iterator[None]:
-    """Raises ModelError where ``files`` are others at the end of the block than at its beginning, or than ``before``
-    says, which :func:`seen` has said of them."""
-    start = before or seen(files)
-    yield
-    if seen(files) != start:
-        raise ModelError(f"the weights in {files[0].parent} were changed while they were in use; start again")

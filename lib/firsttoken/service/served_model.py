@@ -76,7 +76,7 @@ class PlainServer(LoadingServer):
         """Read it all. Raises PermanentFault for a folder that cannot be read: it stays as it is."""
         import torch
 
-        from firsttoken.assets.weights import unchanged
+        from firsttoken.assets.held import unchanged
 
         self._stages = 1
         with files_alone():
@@ -125,7 +125,7 @@ def load_plain(files: ModelFiles, dtype: torch.dtype, device: str) -> nn.Module:
     more, which a line on the terminal says. Raises ModelError for a folder that cannot be read, or of another family.
     """
     from firsttoken.assets.decoder_layers import layers_of
-    from firsttoken.assets.weights import hold
+    from firsttoken.assets.held import hold
 
     model = hold(_loaded(files, dtype, device))
     layers_of(model)  # which the engine runs

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from firsttoken.assets.weights import unchanged
+from firsttoken.assets.held import unchanged
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
 from firsttoken.link.shaped import Link, LinkConfig

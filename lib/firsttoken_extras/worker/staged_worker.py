@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from firsttoken.assets.weights import seen
+from firsttoken.assets.held import seen
 from firsttoken.engine.model_server import LoadingServer, files_alone
 from firsttoken.engine.request import LayerRecompute, Request
 from firsttoken.engine.request_limits import BLOCK_TOKENS, RequestLimits

@@ -8,8 +8,9 @@ from torch import nn
 
 from firsttoken.assets.checkpoint import weight_files
 from firsttoken.assets.empty_model import put
+from firsttoken.assets.held import hold, unchanged
 from firsttoken.assets.servable import check_servable
-from firsttoken.assets.weights import hold, tensors_of, unchanged
+from firsttoken.assets.weights import tensors_of
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion

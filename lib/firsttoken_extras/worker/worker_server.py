@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from firsttoken.assets.checkpoint import stored_dtype, weight_files
-from firsttoken.assets.weights import seen
+from firsttoken.assets.held import seen
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.model_server import StaticServer
 from firsttoken.engine.request_limits import BLOCK_TOKENS, RequestLimits
