@@ -3,8 +3,6 @@
 The old names work for this version, and one line names the new one.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Sequence

@@ -115,7 +115,7 @@ def test_the_plan_and_the_folder_come_from_the_profile(tmp_path):
 
 def profile_for(model: str, tmp_path, task: str = "", dtype: str = "float32") -> Profile:
     served = {"block_start": 2, "block_size": 3, "adapters": str(tmp_path / "adapters"), "task_adapter": task}
-    return Profile("test", "", model, "cpu", dtype, 0, 1, {"served": served})
+    return Profile("", model, "cpu", dtype, 0, 1, "test", {"served": served})
 
 
 @pytest.fixture
@@ -169,4 +169,4 @@ def test_what_cannot_be_served(tmp_path):
     with pytest.raises(StageError, match="model random:tiny-6 has no tokenizer"):
         load_base(profile_for("random:tiny-6", tmp_path))
     with pytest.raises(ProfileError, match="no section 'served'"):
-        load_base(Profile("test", "", "random:tiny", "cpu", "float32", 0, 1, {}))
+        load_base(Profile("", "random:tiny", "cpu", "float32", 0, 1, "test", {}))

@@ -19,9 +19,8 @@ from firsttoken.study import dtypes, machine, notebook_cache, paths
 from firsttoken.study.dtypes import ProductRates
 from firsttoken.study.errors import FirstTokenError, NotebookError
 from firsttoken.study.files import write_text
-from firsttoken.study.notebooks import executed_path, read_notebook
+from firsttoken.study.notebooks import executed_path, publish, read_notebook
 from firsttoken.study.profile import load_profile
-from firsttoken.study.publishing import publish
 from firsttoken.study.record import all_results, read_result, write_result
 
 NOW = datetime.now(UTC)

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from firsttoken.study import paths, plot
-from firsttoken.study.png import few_colours
+from firsttoken.study.plot import few_colours
 
 pytestmark = pytest.mark.usefixtures("root")
 

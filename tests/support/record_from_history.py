@@ -18,6 +18,7 @@ import yaml
 from firsttoken.study import history, paths
 from firsttoken.study.canonical_json import expanded
 from firsttoken.study.claims import Claim
+from firsttoken.study.code import git
 from firsttoken.study.record import all_results
 from firsttoken.study.record_log import ClaimRecord, Log, LogLine, answer_of, forms, rows_digest, write_log
 from firsttoken.study.verdicts import judge_entries
@@ -38,8 +39,8 @@ def main() -> None:
         rows = rows_digest(content["rows"])
         result = now.get((content["started"], rows))
         found = _now(result, claims) if result else _then(content, asked, claims)
-        log = log.followed_by([_line(content, found, log, f"recorded again by commit {history.named(commit)}")])
-    standing, present = log.stats, {(one.experiment, one.profile, one.slug) for one in now.values()}
+        log = log.followed_by([_line(content, found, log, f"recorded again by commit {_named(commit)}")])
+    standing, present = log.standing, {(one.experiment, one.profile, one.slug) for one in now.values()}
     for place, line in standing.items():
         if place not in present:
             told = reasons[" ".join((line.experiment, line.machine, line.started))]
@@ -48,6 +49,11 @@ def main() -> None:
             log = log.followed_by([replace(line, kind="removal", **gone, **why)])
     write_log(log)
     print(f"{len(log.lines)} lines in {paths.RECORD_LOG}")
+
+
+def _named(commit: str) -> str:
+    """A commit as a reader finds it: its first digits and its subject."""
+    return git("show", "-s", "--format=%h (%s)", "--abbrev=9", commit).decode().strip()
 
 
 def _runs() -> list[tuple[dict[str, Any], Mapping[str, Any], str]]:
@@ -104,7 +110,7 @@ def _judged(claim: Claim, entries: tuple[dict[str, Any], ...], revision: str) ->
 
 def _line(content: Mapping[str, Any], found: Mapping[str, ClaimRecord], log: Log, again: str) -> LogLine:
     place = content["experiment"], content["profile"], content["machine"]["slug"]
-    before = log.stats.get(place)
+    before = log.standing.get(place)
     return LogLine(
         kind="run",
         experiment=place[0],

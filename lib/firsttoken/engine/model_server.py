@@ -21,7 +21,7 @@ from firsttoken.engine.async_engine import AsyncEngine, EngineStats, Stream, Tok
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.request_limits import BLOCK_TOKENS, RequestLimits
 from firsttoken.lean.importing import uncollected
-from firsttoken.study.devices import check_device
+from firsttoken.study.dtypes import check_device
 from firsttoken.study.errors import ClosedError, FirstTokenError, RequestError, StageError
 from firsttoken.study.system.openmp import loops_on_one_core
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from firsttoken.assets.ends import chat_ends
+from firsttoken.assets.chat_template import chat_ends
 from firsttoken.assets.model_config import read_config
 from firsttoken.assets.tokenizer_files import read_tokenizer_files
 from firsttoken.lean.tokenizer import read_tokenizer

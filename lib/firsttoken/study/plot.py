@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from firsttoken.study import paths
 from firsttoken.study.files import replacing
-from firsttoken.study.png import few_colours
 from firsttoken.study.progress import kernel
 from firsttoken.study.storage import storing
 
@@ -120,6 +120,26 @@ def save(fig: Figure, name: str) -> Path:
         display(fig)
         matplotlib.pyplot.close(fig)  # else a backend of notebooks shows it at the end of the cell once more
     return png
+
+
+_FEW = 64  # colours of a file: a third of the bytes, for a slightly other hue of pale bands
+
+
+def few_colours(png: bytes) -> bytes:
+    """The same picture on white with a palette of ``_FEW`` colours; pure, so that a figure drawn twice is one file.
+
+    The palette covers all colours of the picture. Pillow's usual one is made for the colours that most pixels have and
+    leaves out that of a small marker: it drew a green triangle black.
+    """
+    from PIL import Image
+
+    drawn = Image.open(io.BytesIO(png)).convert("RGBA")
+    flat = Image.new("RGB", drawn.size, "white")
+    flat.paste(drawn, mask=drawn.getchannel("A"))
+    small = io.BytesIO()
+    few = flat.quantize(_FEW, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(small, "PNG", optimize=True)
+    return small.getvalue()
 
 
 def comparison_table(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:

@@ -6,8 +6,6 @@ share of which all or none count has no width, however few they are. All is writ
 where the experiment runs, and a GPU machine may have no scipy; the tests hold it against scipy.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -12,7 +12,7 @@ from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.summary import Summary
 from firsttoken.study.system import NOT_HERE
-from firsttoken.study.system.pci import link_of_gpu
+from firsttoken.study.system.processor import link_of_gpu
 
 
 @dataclass(frozen=True)

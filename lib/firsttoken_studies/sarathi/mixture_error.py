@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from firsttoken.assets.dense_shape import MIXTURES
 from firsttoken.assets.lock import asset_path
-from firsttoken.assets.mixture_shape import MIXTURES
 from firsttoken.engine.costs.mixture_costs import mixture_costs
 from firsttoken.engine.costs.operator_tables import OperatorTables, tables_from
 from firsttoken.engine.costs.tables import number, rows

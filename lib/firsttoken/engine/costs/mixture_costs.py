@@ -11,8 +11,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from firsttoken.assets.dense_shape import MixtureShape
 from firsttoken.assets.lock import asset_path
-from firsttoken.assets.mixture_shape import MixtureShape
 from firsttoken.engine.costs.operator_costs import MOST_TOKENS, OperatorCosts
 from firsttoken.engine.costs.operator_tables import Curve, OperatorTables, least_by_size, power_between, read_table
 from firsttoken.study.errors import ProfileError

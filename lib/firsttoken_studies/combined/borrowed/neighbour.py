@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from firsttoken.study.errors import SwarmError
-from firsttoken.study.system.cores import stay_on
+from firsttoken.study.system.cgroup_limits import stay_on
 
 
 @contextmanager

@@ -42,7 +42,7 @@ from firsttoken.progressiveserve.staged_serving.stage_versions import (
 )
 from firsttoken.progressiveserve.staged_serving.transitions import PrefillAgain
 from firsttoken.study.dtypes import named
-from firsttoken.study.system.cores import stay_on
+from firsttoken.study.system.cgroup_limits import stay_on
 from firsttoken.study.system.fast_exit import tell_and_end
 from firsttoken_extras.layer_borrowing.arrivals import LayerArrivals, follow
 from firsttoken_extras.layer_borrowing.embeddings import neighbours_name
