@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from firsttoken.study import paths
 from firsttoken.study.files import replacing
@@ -13,8 +13,14 @@ from firsttoken.study.progress import kernel
 from firsttoken.study.storage import storing
 
 if TYPE_CHECKING:
+    import matplotlib.axes
+    import matplotlib.axis
+    import matplotlib.figure
     import pandas
-    from matplotlib.figure import Figure
+
+Axes: TypeAlias = "matplotlib.axes.Axes"
+Axis: TypeAlias = "matplotlib.axis.Axis"
+Figure: TypeAlias = "matplotlib.figure.Figure"
 
 
 class Look(NamedTuple):
@@ -97,6 +103,25 @@ def style() -> None:
         shell.enable_matplotlib("inline")
     seaborn.set_theme(style="whitegrid", context="notebook")
     matplotlib.rc_file(paths.ENV / "matplotlibrc")
+
+
+def subplots(*shape: int, **options: Any) -> tuple[Figure, Any]:
+    """A figure and its axes, as ``matplotlib.pyplot.subplots`` makes them, which is imported for it."""
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(*shape, **options)
+
+
+def categories(ax: Axes, names: Collection[str], margin: float = 0.5, **text: Any) -> None:
+    """Name the places 0, 1, ... of the vertical axis, the first on top, with ``margin`` above it and below the last."""
+    ax.set_yticks(range(len(names)), list(names), **text)
+    ax.set_ylim(len(names) - margin, margin - 1)
+
+
+def ticks(axis: Axis, places: Collection[float], told: str = "{:g}", **text: Any) -> None:
+    """Let ``axis`` have ticks at ``places`` alone, each as the format ``told`` writes it."""
+    axis.set_ticks(list(places), [told.format(place) for place in places], **text)
+    axis.set_minor_formatter("")
 
 
 def save(fig: Figure, name: str) -> Path:
