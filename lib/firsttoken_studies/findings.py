@@ -5,16 +5,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from firsttoken.study.claims import Claim
-from firsttoken.study.plot import LOOKS
+from firsttoken.study.plot import LOOKS, Axes, Figure
 from firsttoken.study.record import Result, recorded_entries
 from firsttoken.study.summary import Entry, Scalar
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 PAPER, MEASURED, BOUND, BESIDE = "paper", "measured", "floor", "other"
 _NAMES = {PAPER: "the report", MEASURED: "this project, as the label says", BESIDE: "for comparison"}

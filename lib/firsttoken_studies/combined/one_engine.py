@@ -40,7 +40,7 @@ from firsttoken.progressiveserve.staged_serving.stage_versions import StagedMode
 from firsttoken.progressiveserve.staged_serving.transitions import PrefillAgain
 from firsttoken.study.errors import LinkError
 from firsttoken.study.overlay import Drawn, name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.plot import COLOURS, LOOKS, Axes, Figure, subplots
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows, frame_of
 from firsttoken.study.show import interval
@@ -49,8 +49,6 @@ from firsttoken_studies.droidspeak.wire import random_request
 
 if TYPE_CHECKING:
     import pandas
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 STEPS_BEFORE_ARRIVAL = 12
@@ -339,10 +337,8 @@ _TITLES = ("Gaps between tokens of those who stay", "First token of a stored pre
 def goals(recorded: Result, now: Result) -> Figure:
     """Every round of the three scenes that are timed, their medians, and where the goal lies: the reader's run over the
     record, each beside its own goal."""
-    import matplotlib.pyplot as plt
-
     names = [drawn | (_MORE if place == 0 else {}) for place, (_, _, drawn, _, _) in enumerate(_PANELS)]
-    fig, axes = plt.subplots(3, figsize=(9, 7), height_ratios=[len(drawn) + 1 for drawn in names])
+    fig, axes = subplots(3, figsize=(9, 7), height_ratios=[len(drawn) + 1 for drawn in names])
     both = over(recorded, now)
     for ax, title, drawn, (scene, unit, _, times, base) in zip(axes, _TITLES, names, _PANELS, strict=True):
         measure, case = MEASURED[base]

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.plot import COLOURS, LOOKS, Figure, subplots
 from firsttoken.study.record import Result, Rows
 from firsttoken_studies.combined.reports_on_cards import EACH_BLOCK, FIRST_STAGE, ONE_COPY, WHOLE
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _NAMES = {EACH_BLOCK: "a copy for each block, layer, K and V", ONE_COPY: "one copy each way"}
 
@@ -30,11 +27,9 @@ def crossing_rows(now: Result) -> Rows:
 
 def recovery_times(now: Result, cards: Sequence[str]) -> Figure:
     """Swap and recompute over the length of a request, a column a card, a row a model."""
-    import matplotlib.pyplot as plt
-
     models = list(dict.fromkeys(row["model"] for row in now.rows if row["report"] == "CPS"))
     size = (2.7 * len(cards) + 0.9, 2.1 * len(models) + 1.2)
-    fig, axes = plt.subplots(len(models), len(cards), figsize=size, sharex=True, sharey="row", squeeze=False)
+    fig, axes = subplots(len(models), len(cards), figsize=size, sharex=True, sharey="row", squeeze=False)
     for line, model in zip(axes, models, strict=True):
         for ax, card in zip(line, cards, strict=True):
             mine = [row for row in now.rows if (row["card"], row["model"]) == (card, model) and "way" in row]

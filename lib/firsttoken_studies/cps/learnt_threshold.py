@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -23,7 +23,7 @@ from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
 from firsttoken.engine.workload.conversations import conversations
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.plot import COLOURS, Figure, subplots
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows
 from firsttoken.study.show import interval
@@ -31,10 +31,6 @@ from firsttoken.study.stats import Interval, bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_studies.cps.recovery_latency import LONG, PCIE_4_X16
 from firsttoken_studies.cps.styles import POLICIES as LOOKS
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 STATIC = ("swap", "recompute", "cross_point")
 POLICIES = (*STATIC, "online", "oracle")
@@ -171,11 +167,9 @@ CHANGES = ("link slows 4 times at half", "link 8 times faster from half", "model
 
 def totals(recorded: Result | None, now: Result) -> Figure:
     """What each policy paid in each setting, over what the oracle paid, with intervals over sequences."""
-    import matplotlib.pyplot as plt
-
     results = over(recorded, now)
     named = list(_by_setting(results[0].result))
-    fig, ax = plt.subplots(figsize=(9, 0.75 * len(named) + 1.4))
+    fig, ax = subplots(figsize=(9, 0.75 * len(named) + 1.4))
     for drawn in results:
         for setting, by_policy in _by_setting(drawn.result).items():
             for shift, name in enumerate(POLICIES[:-1]):
@@ -200,10 +194,8 @@ def totals(recorded: Result | None, now: Result) -> Figure:
 
 def courses(recorded: Result | None, now: Result) -> Figure:
     """Regret as it grows in one sequence, where something changes at half of it."""
-    import matplotlib.pyplot as plt
-
     results = over(recorded, now)
-    fig, axes = plt.subplots(1, len(CHANGES), figsize=(9, 3.9))
+    fig, axes = subplots(1, len(CHANGES), figsize=(9, 3.9))
     for ax, setting in zip(axes, CHANGES, strict=True):
         for drawn in results:
             rows = [row for row in drawn.result.rows if row["what"] == "course" and row["setting"] == setting]
@@ -228,9 +220,7 @@ def courses(recorded: Result | None, now: Result) -> Figure:
 def one_change(courses: Mapping[str, np.ndarray], oracle: np.ndarray, times_s: Sequence[float], title: str) -> Figure:
     """The same of notebook 23's scene: what two policies and ``oracle`` have paid by ``times_s``, s. Axes and their few
     letters, which take longest to draw, are the same for every change."""
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots(figsize=(7.2, 2.8), layout="none")
+    fig, ax = subplots(figsize=(7.2, 2.8), layout="none")
     fig.subplots_adjust(left=0.1, right=0.79, bottom=0.18, top=0.89)
     for (name, paid), side in zip(courses.items(), ("bottom", "top"), strict=True):
         colour, regret = COLOURS[name.replace("cross_", "cross-")], 1e3 * (paid - oracle)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,22 +13,16 @@ from firsttoken.cps.costs.crossing import Crossing, crossing
 from firsttoken.engine.costs.published import PAPER_SHAPE, TABLE_2, PublishedCosts, decomposed
 from firsttoken.engine.kv import KVShape
 from firsttoken.study.overlay import Drawn, name_results, over
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.plot import COLOURS, Axes, Figure, subplots
 from firsttoken.study.record import Result
 from firsttoken_studies.cps.recovery_latency import LONG, PCIE_4_X16, swap_ms
 from firsttoken_studies.cps.styles import LINES, PATH_LOOKS, POLICIES
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 
 def latency_by_length(recorded: Result | None, now: Result) -> Figure:
     """Figure 1 of the paper beside this machine's: milliseconds to recover a request of so many tokens."""
-    import matplotlib.pyplot as plt
-
     results = over(recorded, now)
-    fig, (paper, here) = plt.subplots(1, 2, figsize=(9, 4.9))
+    fig, (paper, here) = subplots(1, 2, figsize=(9, 4.9))
     lengths = [row.tokens for row in TABLE_2]
     swap, again = [row.swap_ms for row in TABLE_2], [row.recompute_ms for row in TABLE_2]
     _, colour, marker = POLICIES["recompute"]
@@ -68,10 +61,8 @@ def latency_by_length(recorded: Result | None, now: Result) -> Figure:
 
 def block_sizes(recorded: Result | None, now: Result) -> Figure:
     """What larger blocks do: to the paper's cross-point (computed from its data), and to a swap on this machine."""
-    import matplotlib.pyplot as plt
-
     results = over(recorded, now)
-    fig, (paper, here) = plt.subplots(1, 2, figsize=(9, 4.2))
+    fig, (paper, here) = subplots(1, 2, figsize=(9, 4.2))
     sizes = (8, 16, 32, 64, 128)
     lengths = [row.tokens for row in TABLE_2]
     again = [row.recompute_ms for row in TABLE_2]
@@ -145,11 +136,10 @@ def map_of(coalesced: bool) -> list[list[Crossing]]:
 
 def link_map() -> Figure:
     """Up to which length to swap, by link and model: a copy per block, layer, K and V, and one copy."""
-    import matplotlib.pyplot as plt
     from matplotlib.colors import LinearSegmentedColormap
 
     colours = LinearSegmentedColormap.from_list("ways", [POLICIES["recompute"][1], "white", POLICIES["swap"][1]])
-    fig, axes = plt.subplots(1, 2, figsize=(9, 3.9), sharey=True)
+    fig, axes = subplots(1, 2, figsize=(9, 3.9), sharey=True)
     for ax, (coalesced, path) in zip(axes, ((False, "per_block"), (True, "coalesced")), strict=True):
         found = map_of(coalesced)
         shares = np.array([[_swapped(each) for each in line] for line in found])

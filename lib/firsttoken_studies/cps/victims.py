@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -37,16 +37,13 @@ from firsttoken.engine.workload.sharegpt import LONGEST, threshold_mix
 from firsttoken.engine.workload.workload_items import Item, with_ids
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import LOOKS
+from firsttoken.study.plot import LOOKS, Figure, subplots
 from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.record import Outcome, Result, Rows
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_studies.cps.policy_comparison import BLOCK_TOKENS, HOST_BLOCKS, POOL, ReplayedConfig, calibrated, drawn
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 LIFO, FREED, RANDOM = "last_arrived", "most_freed_for_its_cost", "random"
 RULES = (*VICTIMS, FREED, RANDOM)
@@ -253,15 +250,13 @@ def _places(rows: Rows) -> list[tuple[str, str, str]]:
 
 def by_victim(recorded: Result | None, now: Result) -> Figure:
     """P99 TPOT by rule, a panel a scheduler and load, a mark a recovery."""
-    import matplotlib.pyplot as plt
-
     drawn_over = over(recorded, now)
     every = [row for one in drawn_over for row in one.result.rows]
     schedulers = list(dict.fromkeys(row["scheduler"] for row in every))
     pools = sorted({row["blocks"] for row in every}, reverse=True)
     rules = list(dict.fromkeys(row["victim"] for row in every))
     size = (9, 0.3 * len(rules) * len(pools) + 2.4)
-    fig, axes = plt.subplots(len(pools), len(schedulers), figsize=size, sharex="col", sharey=True, squeeze=False)
+    fig, axes = subplots(len(pools), len(schedulers), figsize=size, sharex="col", sharey=True, squeeze=False)
     for line, blocks in zip(axes, pools, strict=True):
         for ax, scheduler in zip(line, schedulers, strict=True):
             for one in drawn_over:

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -17,7 +17,7 @@ from firsttoken.droidspeak.pipeline.schedule import Schedule
 from firsttoken.droidspeak.prefill import Group
 from firsttoken.link.shaped import LinkConfig
 from firsttoken.study.overlay import Drawn, legend, over
-from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.plot import COLOURS, LOOKS, Axes, Figure, subplots
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows
 from firsttoken.study.show import interval
@@ -27,10 +27,6 @@ from firsttoken_studies.droidspeak.profiling import BOUND, profiled_groups, sett
 from firsttoken_studies.droidspeak.setting import Setting
 from firsttoken_studies.droidspeak.tables import by_run
 from firsttoken_studies.droidspeak.wire import LoadingConfig, WiredPair
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 def adaptive_group(profile: Profile) -> Outcome:
@@ -185,10 +181,8 @@ TARGET = 1.05  # of the best fixed group
 
 def choices(recorded: Result | None, now: Result) -> Figure:
     """Left: TTFT of every group by bandwidth, and of the choice. Right: the choice over the best fixed group."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
-    fig, (times, ratios) = plt.subplots(1, 2, figsize=(9, 4.6), width_ratios=(1.5, 1))
+    fig, (times, ratios) = subplots(1, 2, figsize=(9, 4.6), width_ratios=(1.5, 1))
     for one in drawn:
         rates = _rates(one.result)
         for lo, hi in sorted({(row["lo"], row["hi"]) for row in one.result.rows if row["how"] == "fixed"}):

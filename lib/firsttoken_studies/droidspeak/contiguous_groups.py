@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -17,7 +17,7 @@ from firsttoken.droidspeak.profile.layer_profiler import LayerProfiler, Question
 from firsttoken.droidspeak.profile.pareto import Profiled, frontier, smallest_within
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import Drawn, legend, over
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.plot import COLOURS, Axes, Figure, subplots
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows
 from firsttoken.study.stats import bootstrap
@@ -28,10 +28,6 @@ from firsttoken_studies.droidspeak.published import FIGURE_10_CRITICAL, FIGURE_1
 from firsttoken_studies.droidspeak.sensitivity import RECOMPUTED, REUSED
 from firsttoken_studies.droidspeak.setting import ITEMS, Setting, batches, rows_by_run
 from firsttoken_studies.droidspeak.styles import METHODS, in_words
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -152,11 +148,9 @@ def _parts(total: int, count: int, rng: random.Random) -> list[int]:
 
 def transition_errors(recorded: Result | None, now: Result) -> Figure:
     """Figure 10: the error by the number of contiguous runs that equally many recomputed layers lie in."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
     runs = tables.by_run(drawn[0].result)
-    fig, axes = plt.subplots(len(runs), 3, figsize=(9, 3 * len(runs) + 0.9), squeeze=False)
+    fig, axes = subplots(len(runs), 3, figsize=(9, 3 * len(runs) + 0.9), squeeze=False)
     panels = {
         "deviation": ("output moved, % of its length", 100),
         "nll_lost": ("likelihood lost, nats a token", 1),
@@ -187,11 +181,9 @@ def transition_errors(recorded: Result | None, now: Result) -> Figure:
 def contiguous_groups(recorded: Result | None, now: Result) -> Figure:
     """Figure 11: every contiguous group's loss by the layers it recomputes, and the Pareto frontier, in the runs that
     full reuse takes out of the bound."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
     runs, look = tables.losing_runs(drawn[0].result), METHODS["DroidSpeak"]
-    fig, axes = plt.subplots(1, len(runs), figsize=(9, 4.9), sharey=True, squeeze=False)
+    fig, axes = subplots(1, len(runs), figsize=(9, 4.9), sharey=True, squeeze=False)
     for ax, (run, rows) in zip(axes[0], runs.items(), strict=True):
         for one in drawn:
             if of := tables.by_run(one.result).get(run):
@@ -240,11 +232,9 @@ def _groups_of(ax: Axes, rows: Rows, one: Drawn) -> None:
 
 def chosen_groups(recorded: Result | None, now: Result) -> Figure:
     """The group that token accuracy chooses in every run over the depth of the model, beside the paper's."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
     runs = tables.by_run(drawn[0].result)
-    fig, ax = plt.subplots(figsize=(9, 0.5 * (len(runs) + 1) + 1.9))
+    fig, ax = subplots(figsize=(9, 0.5 * (len(runs) + 1) + 1.9))
     for place, run in enumerate(runs):
         for one in drawn:
             if rows := tables.by_run(one.result).get(run):

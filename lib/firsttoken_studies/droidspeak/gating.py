@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -22,7 +22,7 @@ from firsttoken.droidspeak.probes import TOKENS, answer_doubt, answer_entropy, h
 from firsttoken.droidspeak.profile.pareto import frontier, smallest_within
 from firsttoken.droidspeak.reuse_items import Encoded
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.plot import COLOURS, Figure, subplots
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows
 from firsttoken.study.show import interval
@@ -32,10 +32,6 @@ from firsttoken_studies.droidspeak.decoding import OWN, decoded_scores, own, par
 from firsttoken_studies.droidspeak.pairs import PairedModel
 from firsttoken_studies.droidspeak.profiling import BOUND, profiled_groups, run_profile
 from firsttoken_studies.droidspeak.setting import Run, Setting, batches
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 PREFIX = "tokens of prefix"
 SIGNALS = ("entropy", "doubt", "head", "tail")
@@ -187,12 +183,10 @@ TAGS = {"reuse": "all layers reused", "half": "half of the chosen group's size",
 
 def areas(recorded: Result | None, now: Result) -> Figure:
     """How well every signal parts spoiled from good answers: the area under its ROC with its interval, by cache."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
     gated = [_gated(one.result) for one in drawn]
     tags = [tag for tag in TAGS if any(tag in groups for groups in gated)]
-    fig, axes = plt.subplots(1, len(tags), figsize=(9, 3.2), squeeze=False, sharey=True)
+    fig, axes = subplots(1, len(tags), figsize=(9, 3.2), squeeze=False, sharey=True)
     for ax, tag in zip(axes[0], tags, strict=True):
         said = []
         for one, groups in zip(drawn, gated, strict=True):

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -16,7 +16,7 @@ from firsttoken.droidspeak.pipeline.schedule import LINK, PROCESSOR, BusySpan, R
 from firsttoken.droidspeak.profile.pareto import smallest_within
 from firsttoken.link.shaped import LinkConfig
 from firsttoken.study.overlay import legend, over
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.plot import COLOURS, Axes, Figure, subplots
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows
 from firsttoken.study.show import interval
@@ -27,10 +27,6 @@ from firsttoken_studies.droidspeak.published import FIGURE_13, PUBLISHED_UNITS, 
 from firsttoken_studies.droidspeak.setting import Setting
 from firsttoken_studies.droidspeak.styles import LOOK_OF, METHODS, SCHEDULES
 from firsttoken_studies.droidspeak.wire import LoadingConfig, WiredPair
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 def pipelined_loading(profile: Profile) -> Outcome:
@@ -254,9 +250,7 @@ KV, EDGE, COMPUTED, IN_VAIN = (
 
 def timelines(overlap: bool = False) -> Figure:
     """Figure 13, unit by unit: what link and processor do for both requests under each schedule."""
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(3, 1, figsize=(9, 5.4), sharex=True)
+    fig, axes = subplots(3, 1, figsize=(9, 5.4), sharex=True)
     jobs = {job.name: job for job in FIGURE_13}
     for ax, (schedule, paper) in zip(axes, PUBLISHED_UNITS.items(), strict=True):
         timeline = simulate(FIGURE_13, schedule, overlap=overlap)
@@ -293,10 +287,8 @@ def ttft_by_link(recorded: Result | None, now: Result) -> Figure:
 
     Left, medians over rounds; right, the median of the ratios within a round, as the summary has it.
     """
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
-    fig, (times, ratios) = plt.subplots(1, 2, figsize=(9, 4.6))
+    fig, (times, ratios) = subplots(1, 2, figsize=(9, 4.6))
     for one in drawn:
         links = [(rate, rows) for rate, rows in by_rate(one.result.rows) if rate]
         rates = [rate for rate, _ in links]

@@ -25,7 +25,7 @@ from firsttoken.droidspeak.prefill import Group, full_prefill, partial_prefill, 
 from firsttoken.droidspeak.prefix import Prefix, PrefixCache
 from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
 from firsttoken.study.overlay import Drawn, legend, over
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.plot import COLOURS, Axes, Figure, subplots
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows, all_results, frame_of, recorded_result, rows_where
 from firsttoken.study.stats import Interval, bootstrap
@@ -40,8 +40,6 @@ from firsttoken_studies.droidspeak.wire import SUFFIX, random_request
 
 if TYPE_CHECKING:
     import pandas
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 _BOUNDS = {  # of token accuracy: 5 % of it as the paper has it, 5 points (errata I41)
@@ -268,10 +266,8 @@ def partial_times(recorded: Result | None, now: Result) -> Figure:
 
     The share is a measure, not a floor: a round's full prefill may be slower than its partial ones.
     """
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
-    fig, (left, right) = plt.subplots(1, 2, figsize=(9, 4.8))
+    fig, (left, right) = subplots(1, 2, figsize=(9, 4.8))
     lengths = sorted({row["tokens"] for one in drawn for row in one.result.rows})
     for one in drawn:
         edge = {"markeredgecolor": "black"} if one.own and not one.alone else {}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
 from firsttoken.droidspeak.profile.profile_transfer import Chooser, best_of_size, resampled, transfer
 from firsttoken.study.overlay import Drawn, name_results, over
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.plot import COLOURS, Axes, Figure, subplots
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows, frame_of, rows_where
 from firsttoken.study.show import interval
@@ -20,11 +20,6 @@ from firsttoken_studies.droidspeak.pairs import Pair
 from firsttoken_studies.droidspeak.profiling import BOUND, profiled_groups, run_profile
 from firsttoken_studies.droidspeak.setting import Run, Setting
 from firsttoken_studies.droidspeak.styles import METHODS
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 
 SEEN = "the same items"  # in place of a task's name: the choice was made on the very items that judge it
 OWN = "own choice"  # of the task that judges, made on other items of it
@@ -185,14 +180,12 @@ PAPER_WORST, PAPER_MEAN = 4, 2  # points, 5.4
 
 def differences(recorded: Result, now: Result) -> Figure:
     """What a choice made on another task loses more than the task's own: at the bound, and with equally many layers."""
-    import matplotlib.pyplot as plt
-
     rules = {AT_BOUND: ("smallest group within the bound, as chosen there", "o"), OF_SIZE: ("equally many layers", "s")}
     of_bound, both = {"variant": AT_BOUND, "than": OWN}, over(recorded, now)
     found = [entry for one in both for entry in one.result.summary.all("loss_points", **of_bound)]
     places = [entry["where"] for entry in found if "across" not in entry["where"]] + [of_bound | {"across": "mean"}]
     shown = [where for index, where in enumerate(places) if where not in places[:index]]
-    fig, ax = plt.subplots(figsize=(9, 0.5 * len(shown) + 2.4))
+    fig, ax = subplots(figsize=(9, 0.5 * len(shown) + 2.4))
     colour = METHODS["DroidSpeak"].colour
     for shift, (rule, (label, marker)) in zip((-0.14, 0.14), rules.items(), strict=True):
         fill = "none" if rule == OF_SIZE else "full"
@@ -219,7 +212,6 @@ def differences(recorded: Result, now: Result) -> Figure:
 
 def stability(recorded: Result, now: Result) -> Figure:
     """Left: how many layers a sample of so many items chooses. Right: what its choices lose elsewhere, on average."""
-    import matplotlib.pyplot as plt
     from matplotlib.ticker import MaxNLocator
 
     both = over(recorded, now)
@@ -227,7 +219,7 @@ def stability(recorded: Result, now: Result) -> Figure:
     rows = [row for _, of_run in choices for row in of_run]
     runs = list(dict.fromkeys((_pair(row), row["chosen_on"]) for row in rows))
     sizes = sorted({row["items"] for row in rows})
-    fig, (left, right) = plt.subplots(1, 2, figsize=(9, 0.62 * len(runs) + 2.6), sharey=True)
+    fig, (left, right) = subplots(1, 2, figsize=(9, 0.62 * len(runs) + 2.6), sharey=True)
     for place, (pair, task) in enumerate(runs):
         for step, items in enumerate(sizes):
             at = place + 0.8 / len(sizes) * (step - (len(sizes) - 1) / 2)

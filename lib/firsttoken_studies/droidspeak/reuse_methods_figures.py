@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
 from firsttoken.droidspeak.profile.profile_transfer import taken
 from firsttoken.study.overlay import Drawn, legend, over
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.plot import COLOURS, Axes, Figure, subplots
 from firsttoken.study.record import Result, Rows, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Entry
@@ -33,11 +33,6 @@ from firsttoken_studies.droidspeak.setting import run_of
 from firsttoken_studies.droidspeak.styles import METHODS, in_words, style_of
 from firsttoken_studies.droidspeak.tables import by_run, relative_loss
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-
 PAPER_GAIN, PAPER_MEAN_GAIN = (1.7, 3.1), 2.1  # 5.2, 8 pairs with 3 data sets each
 PAPER_LEAD, PAPER_MEAN_LEAD = (5, 33), 16  # over CacheBlend at equal latency, 5.2
 _BLENDS = {  # by how CacheBlend's share was found: what a legend says, and how much of the mark is filled
@@ -53,11 +48,9 @@ def quality_by_latency(recorded: Result | None, now: Result) -> Figure:
     The line is the frontier, answered by the items that choose; marks are answered by the items that judge. Bars are
     95 % over items. Of CacheBlend's ways to choose tokens the better one is shown.
     """
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
     runs = by_run(drawn[0].result)
-    fig, axes = plt.subplots(1, len(runs), figsize=(9, 5.2), squeeze=False, sharey=True)
+    fig, axes = subplots(1, len(runs), figsize=(9, 5.2), squeeze=False, sharey=True)
     for ax, run in zip(axes[0], runs, strict=True):
         ax.axhline(100 * (1 - BOUND), color=COLOURS["paper"], linestyle="--", linewidth=1.4)
         for one in drawn:
@@ -121,11 +114,9 @@ def gains(recorded: Result | None, now: Result, profiled: Result | None, profile
     Both rules that choose, decoded answers and token accuracy (from the profile of the same items), are scored alike:
     by the decoded answers of the items that were left out of the draw that chose.
     """
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
     runs = by_run(drawn[0].result)
-    fig, (gain, loss, lead) = plt.subplots(1, 3, figsize=(9, 0.75 * len(runs) + 2.9), sharey=True)
+    fig, (gain, loss, lead) = subplots(1, 3, figsize=(9, 0.75 * len(runs) + 2.9), sharey=True)
     for ax, span, mean in ((gain, PAPER_GAIN, PAPER_MEAN_GAIN), (lead, PAPER_LEAD, PAPER_MEAN_LEAD)):
         ax.axvspan(*span, color=COLOURS["paper"], alpha=0.25, linewidth=0)
         ax.axvline(mean, color=COLOURS["paper"], linewidth=2)

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from firsttoken.study.overlay import Drawn, legend, over
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.plot import COLOURS, Axes, Figure, subplots
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken_studies.droidspeak.styles import METHODS
 from firsttoken_studies.engine.reuse_throughput import FULL, KNEE, OTHER_KNEES, PARTIAL
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 PAPER = "2 to 4"  # times the throughput (5.3, Figure 15)
 SEEN = {"ttft": "TTFT, s", "tbt": "time between tokens, s", "e2e": "E2E, s"}
@@ -25,13 +19,11 @@ OBJECTIVES = {"ttft": "mean TTFT", "e2e": "mean E2E"}
 
 def under_load(recorded: Result | None, now: Result) -> Figure:
     """Figure 15: means over requests by rate, a line a way; bands are 95 % over seeds; dotted, the objective."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
     ways = {(row["method"], row["layers"]): row for one in reversed(drawn) for row in _ran(one.result)}
     depth = max(layers for _, layers in ways)
     groups = sorted(layers for _, layers in ways if 0 < layers < depth)
-    fig, axes = plt.subplots(1, 3, figsize=(9, 4.6))
+    fig, axes = subplots(1, 3, figsize=(9, 4.6))
     for ax, (what, label) in zip(axes, SEEN.items(), strict=True):
         for one in drawn:
             for method, layers in ways:

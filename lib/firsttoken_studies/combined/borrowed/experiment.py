@@ -7,13 +7,13 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import over
-from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.plot import COLOURS, LOOKS, Figure, subplots
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows
 from firsttoken.study.show import interval
@@ -24,10 +24,6 @@ from firsttoken_studies.combined.borrowed.setting import StartSetting, start_set
 from firsttoken_studies.combined.borrowed.trial import BORROWED, PRUNED, WAYS, WHOLE, BorrowSpec
 from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, TrialLink, one_trial
 from firsttoken_studies.progressiveserve.coldstart.summary import ratio, values
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 # What starts that borrow say: first tokens by link and round trip, whose they are, and what the neighbour lost.
 
@@ -218,10 +214,9 @@ WAY_LOOKS = {WHOLE: "S3", PRUNED: "S1", BORROWED: "measured"}
 
 def first_tokens(recorded: Result | None, now: Result) -> Figure:
     """Seconds to the first token by the rate of the link, of the three ways; borrowing at every round trip."""
-    import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator
 
-    fig, ax = plt.subplots(figsize=(9, 4.6))
+    fig, ax = subplots(figsize=(9, 4.6))
     results = over(recorded, now)
     for drawn in results:
         asked, summary = drawn.result.parameters["borrowed"], drawn.result.summary
@@ -250,11 +245,9 @@ def first_tokens(recorded: Result | None, now: Result) -> Figure:
 
 def taking_over(recorded: Result | None, now: Result) -> Figure:
     """One start of each way over the main link: its own layers over time, and its tokens."""
-    import matplotlib.pyplot as plt
-
     results = over(recorded, now)
     ratios = {"height_ratios": [3, 1.3]}
-    fig, axes = plt.subplots(
+    fig, axes = subplots(
         2, len(results), figsize=(9, 4.6), sharex="col", sharey="row", squeeze=False, gridspec_kw=ratios
     )
     for drawn, (upper, lower) in zip(results, axes.T, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
@@ -13,7 +13,7 @@ from firsttoken.assets.needs import LAYERS, ModelFacts, Need, check
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.plot import COLOURS, LOOKS, Figure
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows
 from firsttoken.study.show import interval
@@ -25,10 +25,6 @@ from firsttoken_studies.combined.fetchers.division import bytes_of, divided
 from firsttoken_studies.combined.fetchers.trial import FETCHED, FetchSpec
 from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, TrialLink, one_trial
 from firsttoken_studies.progressiveserve.coldstart.summary import ratio, values
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 # What starts with fetchers say: first tokens by link and number of processes, whose they are, and what was moved.
 

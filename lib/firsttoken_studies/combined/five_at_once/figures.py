@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.plot import COLOURS, Axes, Figure, subplots
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
 from firsttoken_studies.combined.five_at_once.experiment import ALL, ARMS, LIVE, NONE, TWIN, goodput
 from firsttoken_studies.combined.five_at_once.trial import IDEAS
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 COLUMNS = {
     "goodput_per_s": ("within both objectives, requests/s", 2),
@@ -47,9 +43,7 @@ def arm_rows(result: Result) -> Rows:
 
 def goodput_by_arm(recorded: Result | None, now: Result) -> Figure:
     """Requests within both objectives a second, a line an arm."""
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots(figsize=(8, 4.6))
+    fig, ax = subplots(figsize=(8, 4.6))
     drawn_over = over(recorded, now)
     for one in drawn_over:
         for place, arm in enumerate(ARMS):
@@ -66,9 +60,7 @@ def goodput_by_arm(recorded: Result | None, now: Result) -> Figure:
 
 def missed(recorded: Result | None, now: Result) -> Figure:
     """What is lost of the goodput of all five without each of them, paired by draw; right of 0 an idea pays."""
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots(figsize=(8, 3))
+    fig, ax = subplots(figsize=(8, 3))
     drawn_over = over(recorded, now)
     for one in drawn_over:
         for place, idea in enumerate(IDEAS):
@@ -108,9 +100,7 @@ def error_rows(result: Result) -> Rows:
 
 def simulated(recorded: Result | None, now: Result) -> Figure:
     """Goodput by arm: live beside simulated on this machine, and simulated on the card."""
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(1, 2, figsize=(10, 4.8), sharey=True)
+    fig, axes = subplots(1, 2, figsize=(10, 4.8), sharey=True)
     twin = over(None, recorded or now)[0]
     for look, source, aside in (("measured", LIVE, -0.15), ("other", TWIN, 0.15)):
         for place, arm in enumerate(ARMS):
@@ -138,9 +128,7 @@ def simulated(recorded: Result | None, now: Result) -> Figure:
 def course(result: Result) -> Figure:
     """The first draw without any idea and with all: a line a request, from its arrival over its first token to its
     last."""
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(1, 2, figsize=(9, 4), sharex=True, sharey=True)
+    fig, axes = subplots(1, 2, figsize=(9, 4), sharex=True, sharey=True)
     first = min(row["seed"] for row in result.rows)
     for ax, arm in zip(axes, (NONE, ALL), strict=True):
         for row in result.rows:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from firsttoken.study.overlay import legend, over
+from firsttoken.study.plot import Figure, subplots
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
 from firsttoken_studies.combined.many_starts.experiment import ARMS, STAGED, WARM, WHOLE, pool
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 LOOK = {WHOLE: "S0", STAGED: "S1", WARM: "S3"}  # what is served at first: no stages, the first one, the last one
 _LINES = {"fair": "-", "first stages first": "-.", "in turn": "--"}
@@ -75,10 +71,8 @@ def error_rows(result: Result) -> Rows:
 
 def waits(recorded: Result | None, now: Result) -> Figure:
     """P95 of the time to the first token over the number of replicas, a panel a model and a line an arm."""
-    import matplotlib.pyplot as plt
-
     models = now.parameters["many_starts"]["systems"]
-    fig, axes = plt.subplots(1, len(models), figsize=(5.2 * len(models), 4.6), squeeze=False, layout="constrained")
+    fig, axes = subplots(1, len(models), figsize=(5.2 * len(models), 4.6), squeeze=False, layout="constrained")
     drawn = over(recorded, now)
     for ax, model, link in zip(axes[0], models, now.parameters["many_starts"]["gbit_per_s"], strict=True):
         for one in drawn:
@@ -104,13 +98,11 @@ def waits(recorded: Result | None, now: Result) -> Figure:
 
 def money(recorded: Result | None, now: Result) -> Figure:
     """Money a thousand requests over the mean gap between bursts, for the fewest and the most replicas."""
-    import matplotlib.pyplot as plt
-
     config = now.parameters["many_starts"]
     counts = sorted({min(config["replicas"]), max(config["replicas"])})
     shape = len(counts), len(config["systems"])
     size = 4.8 * shape[1], 3.2 * shape[0] + 1
-    fig, axes = plt.subplots(*shape, figsize=size, squeeze=False, sharex=True, layout="constrained")
+    fig, axes = subplots(*shape, figsize=size, squeeze=False, sharex=True, layout="constrained")
     drawn = over(recorded, now)
     for line, count in zip(axes, counts, strict=True):
         for ax, model in zip(line, config["systems"], strict=True):
