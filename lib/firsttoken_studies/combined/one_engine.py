@@ -40,7 +40,7 @@ from firsttoken.progressiveserve.staged_serving.stage_versions import StagedMode
 from firsttoken.progressiveserve.staged_serving.transitions import PrefillAgain
 from firsttoken.study.errors import LinkError
 from firsttoken.study.overlay import Drawn, name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS, Axes, Figure, subplots
+from firsttoken.study.plot import COLOURS, LOOKS, Axes, Figure, categories, subplots
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows, frame_of
 from firsttoken.study.show import interval
@@ -364,8 +364,7 @@ def _panel(ax: Axes, one: Drawn, frame: pandas.DataFrame, drawn: dict[str, str],
         edge = {"markeredgecolor": "black"} if one.own else {}
         ax.plot(values, [at] * len(values), look.marker, color=look.colour, markersize=6, **edge, **one.style)
         ax.plot([median(values)] * 2, [at - 0.2, at + 0.2], color=look.colour, linewidth=2.5, **one.style)
-    ax.set_yticks(range(len(drawn)), list(drawn.values()))
-    ax.set_ylim(len(drawn) - 0.5, -0.5)
+    categories(ax, drawn.values())
 
 
 def goal_rows(result: Result) -> Rows:

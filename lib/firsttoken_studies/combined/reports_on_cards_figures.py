@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from firsttoken.study.plot import COLOURS, LOOKS, Figure, subplots
+from firsttoken.study.plot import COLOURS, LOOKS, Figure, subplots, ticks
 from firsttoken.study.record import Result, Rows
 from firsttoken_studies.combined.reports_on_cards import EACH_BLOCK, FIRST_STAGE, ONE_COPY, WHOLE
 
@@ -86,8 +86,7 @@ def speedups(now: Result) -> Figure:
         ax.set(xscale="log", xlabel="rate of the link, Gbit/s", title=f"{model} on {gpus} {card}")
         ax.title.set_fontsize("small")
         links = list(dict.fromkeys(row["link"] for row in rows))
-        ax.set_xticks(links, [f"{link:g}" for link in links], fontsize="small")
-        ax.xaxis.set_minor_formatter("")
+        ticks(ax.xaxis, links, fontsize="small")
     axes[0][0].set_ylabel("first token, times earlier")
     axes[0][0].fill_between([], [], color=COLOURS["paper"], alpha=0.25, label="the paper: 1.7 to 3.1 times")
     fig.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")

@@ -23,7 +23,7 @@ from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
 from firsttoken.engine.workload.conversations import conversations
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, Figure, subplots
+from firsttoken.study.plot import COLOURS, Figure, subplots, ticks
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows
 from firsttoken.study.show import interval
@@ -180,9 +180,7 @@ def totals(recorded: Result | None, now: Result) -> Figure:
                 drawn.point(ax, at, paid, name.replace("cross_", "cross-"), along="x", label=label)
     ax.axvline(1, color=COLOURS["floor"], linestyle=":", label="floor: the oracle")
     ax.set(xscale="log", xlabel="total recovery cost / the oracle's")
-    ticks = (1, 1.25, 1.5, 2, 3, 5, 10, 20)
-    ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    ax.xaxis.set_minor_formatter("")
+    ticks(ax.xaxis, (1, 1.25, 1.5, 2, 3, 5, 10, 20))
     ax.set_yticks(range(len(named)), named)
     ax.grid(axis="y", visible=False)
     ax.invert_yaxis()

@@ -37,7 +37,7 @@ from firsttoken.engine.workload.sharegpt import LONGEST, threshold_mix
 from firsttoken.engine.workload.workload_items import Item, with_ids
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import LOOKS, Figure, subplots
+from firsttoken.study.plot import LOOKS, Figure, categories, subplots
 from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.record import Outcome, Result, Rows
 from firsttoken.study.show import interval
@@ -266,8 +266,7 @@ def by_victim(recorded: Result | None, now: Result) -> Figure:
                         entry = one.result.summary.get("tpot_p99_ms", **where, variant=victim)
                         one.point(ax, place + offset + one.shift / 3, entry, recovery.replace("_", "-"), along="x")
             ax.set_title(f"{scheduler}, {blocks} blocks", fontsize="small")
-            ax.set_yticks(range(len(rules)), [TOLD[victim] for victim in rules], fontsize="small")
-            ax.set_ylim(len(rules) - 0.4, -0.6)
+            categories(ax, [TOLD[victim] for victim in rules], 0.4, fontsize="small")
     for ax in axes[-1]:
         ax.set_xlabel("P99 of the time per further token, ms")
     for recovery in RECOVERIES:

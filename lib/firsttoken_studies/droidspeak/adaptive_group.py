@@ -17,7 +17,7 @@ from firsttoken.droidspeak.pipeline.schedule import Schedule
 from firsttoken.droidspeak.prefill import Group
 from firsttoken.link.shaped import LinkConfig
 from firsttoken.study.overlay import Drawn, legend, over
-from firsttoken.study.plot import COLOURS, LOOKS, Axes, Figure, subplots
+from firsttoken.study.plot import COLOURS, LOOKS, Axes, Figure, subplots, ticks
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows
 from firsttoken.study.show import interval
@@ -199,9 +199,7 @@ def choices(recorded: Result | None, now: Result) -> Figure:
     times.set(ylabel="time to first token, s", yscale="log")
     bottom, top = times.get_ylim()
     times.set_ylim(bottom / 1.15, top)
-    times.set_yticks([tick for tick in (0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1, 1.2, 1.5, 2, 3, 5) if bottom < tick < top])
-    times.yaxis.set_major_formatter("{x:g}")
-    times.yaxis.set_minor_formatter("")
+    ticks(times.yaxis, [tick for tick in (0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1, 1.2, 1.5, 2, 3, 5) if bottom < tick < top])
     for name, width, label in (
         ("droidspeak", 2.4, "chosen for this link"),
         ("other", 1.3, "always the group named"),
@@ -215,8 +213,7 @@ def choices(recorded: Result | None, now: Result) -> Figure:
     shown = sorted({rate for one in drawn for rate in _rates(one.result)})
     for ax in (times, ratios):
         ax.set(xscale="log", xlabel="link, Gbit/s (shaped)")
-        ax.set_xticks(shown, [f"{rate:g}" for rate in shown])
-        ax.xaxis.set_minor_formatter("")
+        ticks(ax.xaxis, shown)
         ax.set_xlim(shown[0] / 1.5, shown[-1] * 1.3)
     worst = drawn[0].result.summary.value("ttft_x", variant="chosen", than="best fixed", across="worst")
     fig.suptitle(f"The chosen group takes at most {worst:.2f} of the best fixed one's time, on any link", fontsize=12)

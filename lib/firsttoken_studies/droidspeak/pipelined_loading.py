@@ -16,7 +16,7 @@ from firsttoken.droidspeak.pipeline.schedule import LINK, PROCESSOR, BusySpan, R
 from firsttoken.droidspeak.profile.pareto import smallest_within
 from firsttoken.link.shaped import LinkConfig
 from firsttoken.study.overlay import legend, over
-from firsttoken.study.plot import COLOURS, Axes, Figure, subplots
+from firsttoken.study.plot import COLOURS, Axes, Figure, subplots, ticks
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows
 from firsttoken.study.show import interval
@@ -300,17 +300,14 @@ def ttft_by_link(recorded: Result | None, now: Result) -> Figure:
         times.plot(rates, [_floor(rows) for _, rows in links], ":", color=COLOURS["mark"], **one.style)
     ratios.axhline(1, color=SCHEDULES[Schedule.PIPELINED].colour)
     links = [(rate, rows) for rate, rows in by_rate(drawn[0].result.rows) if rate]
-    ticks, balance = [rate for rate, _ in links], _balance(links[0][1])
+    rates, balance = [rate for rate, _ in links], _balance(links[0][1])
     for ax in (times, ratios):
         ax.set(xscale="log", yscale="log", xlabel="link, Gbit/s (shaped)")
-        ax.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
-        ax.xaxis.set_minor_formatter("")
+        ticks(ax.xaxis, rates)
         low, high = ax.get_ylim()
         places = [digit * 10.0**power for power in range(-4, 4) for digit in (1, 2, 5)]
-        ax.set_yticks([place for place in places if low <= place <= high])
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.yaxis.set_minor_formatter("")
-        if balance and ticks[0] / 2 <= balance <= ticks[-1] * 2:
+        ticks(ax.yaxis, [place for place in places if low <= place <= high])
+        if balance and rates[0] / 2 <= balance <= rates[-1] * 2:
             ax.axvline(balance, color=COLOURS["mark"], linestyle="--", linewidth=1.2)
     for style in SCHEDULES.values():
         times.plot([], [], marker=style.marker, color=style.colour, label=style.label)

@@ -270,7 +270,6 @@ def partial_times(recorded: Result | None, now: Result) -> Figure:
     fig, (left, right) = subplots(1, 2, figsize=(9, 4.8))
     lengths = sorted({row["tokens"] for one in drawn for row in one.result.rows})
     for one in drawn:
-        edge = {"markeredgecolor": "black"} if one.own and not one.alone else {}
         there = sorted({row["tokens"] for row in one.result.rows})
         _times(left, one.result.frame(tokens=there[-1]), one, f"{there[-1]:,}")
         for tokens in there:
@@ -278,7 +277,7 @@ def partial_times(recorded: Result | None, now: Result) -> Figure:
             shares = [100 * share for share in over_it]
             low, middle, high = np.array([[found.low, found.estimate, found.high] for found in over_it.values()]).T
             right.errorbar(shares, middle, [middle - low, high - middle], marker="os^Dv"[lengths.index(tokens)],
-                           color=METHODS[DROIDSPEAK].colour, capsize=2, **edge, **one.style)  # fmt: skip
+                           color=METHODS[DROIDSPEAK].colour, capsize=2, **one.outlined)  # fmt: skip
     for tokens, marker in zip(lengths, "os^Dv", strict=False):
         right.plot([], [], marker, color=METHODS[DROIDSPEAK].colour, label=f"{tokens:,} tokens")
     right.axhline(TARGET, color=COLOURS["target"], linestyle="--", label=f"target: at most {TARGET:.2f}")
@@ -294,10 +293,9 @@ def partial_times(recorded: Result | None, now: Result) -> Figure:
 
 
 def _times(ax: Axes, frame: pandas.DataFrame, one: Drawn, tokens: str) -> None:
-    edge = {"markeredgecolor": "black"} if one.own and not one.alone else {}
     for name, mine in frame.groupby("method", sort=False):
         line, look = mine.groupby("compute").first_token_s.median(), style_of(name)
-        ax.plot(100 * line.index, line, f"{look.marker}-", color=look.colour, **edge, **one.style)
+        ax.plot(100 * line.index, line, f"{look.marker}-", color=look.colour, **one.outlined)
         known = ax.get_legend_handles_labels()[1]
         if look.label not in known:
             ax.plot([], [], f"{look.marker}-", color=look.colour, label=look.label)

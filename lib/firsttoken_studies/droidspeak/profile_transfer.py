@@ -10,7 +10,7 @@ import numpy as np
 from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
 from firsttoken.droidspeak.profile.profile_transfer import Chooser, best_of_size, resampled, transfer
 from firsttoken.study.overlay import Drawn, name_results, over
-from firsttoken.study.plot import COLOURS, Axes, Figure, subplots
+from firsttoken.study.plot import COLOURS, Axes, Figure, categories, subplots
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows, frame_of, rows_where
 from firsttoken.study.show import interval
@@ -200,8 +200,7 @@ def differences(recorded: Result, now: Result) -> Figure:
     for value, style, label in ((PAPER_MEAN, "-", "paper: mean"), (PAPER_WORST, "--", "paper: at most")):
         ax.axvline(value, color=COLOURS["paper"], linestyle=style, linewidth=2, label=label)
     ax.axvline(0, color=COLOURS["mark"], linestyle=":", linewidth=1.2)
-    ax.set_yticks(range(len(shown)), [_told(where) for where in shown])
-    ax.set_ylim(len(shown) - 0.5, -0.5)
+    categories(ax, [_told(where) for where in shown])
     ax.set_xlabel("token accuracy lost beyond the task's own choice, points (95 %)")
     ax.grid(axis="y", visible=False)
     ax.legend(loc="center right", fontsize=9)
@@ -234,8 +233,7 @@ def stability(recorded: Result, now: Result) -> Figure:
     right.set_xlabel("loss on the items not drawn, % of the own score\n(mean of samples)")
     left.set_xlim(left=-0.5)
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
-    left.set_yticks(range(len(runs)), [f"{pair}: {task}" for pair, task in runs])
-    left.set_ylim(len(runs) - 0.5, -0.5)
+    categories(left, [f"{pair}: {task}" for pair, task in runs])
     for ax in (left, right):
         ax.grid(axis="y", visible=False)
     told = ", ".join(map(str, sizes))

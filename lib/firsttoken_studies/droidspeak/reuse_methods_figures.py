@@ -11,7 +11,7 @@ import numpy as np
 from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
 from firsttoken.droidspeak.profile.profile_transfer import taken
 from firsttoken.study.overlay import Drawn, legend, over
-from firsttoken.study.plot import COLOURS, Axes, Figure, subplots
+from firsttoken.study.plot import COLOURS, Axes, Figure, categories, subplots
 from firsttoken.study.record import Result, Rows, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Entry
@@ -73,7 +73,7 @@ def quality_by_latency(recorded: Result | None, now: Result) -> Figure:
 
 
 def _panel(ax: Axes, rows: Rows, one: Drawn) -> None:
-    look, edge = METHODS[DROIDSPEAK], {"markeredgecolor": "black"} if one.own and not one.alone else {}
+    look = METHODS[DROIDSPEAK]
     line = sorted(rows_where(rows, items=CHOOSE), key=lambda row: row["hi"] - row["lo"])
     points = [(_time(row), 100 - relative_loss(line[-1]["item_score"], row["item_score"]).estimate) for row in line]
     shade = one.style | {"alpha": 0.6 * one.style["alpha"]}
@@ -85,7 +85,7 @@ def _panel(ax: Axes, rows: Rows, one: Drawn) -> None:
         bars = [[lost.high - lost.estimate], [lost.estimate - lost.low]]
         size = 9.5 if row["method"] == DROIDSPEAK else 7.5
         ax.errorbar(_time(row), 100 - lost.estimate, bars, marker=style.marker, color=style.colour, fillstyle=fill,
-                    markersize=size, linestyle="none", linewidth=1.2, **edge, **one.style)  # fmt: skip
+                    markersize=size, linestyle="none", linewidth=1.2, **one.outlined)  # fmt: skip
     ax.set_xlim(-0.04, 1.06)
 
 
@@ -144,8 +144,7 @@ def gains(recorded: Result | None, now: Result, profiled: Result | None, profile
     gain.set(xlabel="first token, times earlier", xlim=(0.9, None))
     loss.set_xlabel("score lost, % of the own")
     lead.set_xlabel("points above CacheBlend")
-    gain.set_yticks(range(len(runs)), [in_words(run).replace(", ", ",\n") for run in runs], fontsize=9)
-    gain.set_ylim(len(runs) - 0.5, -0.5)
+    categories(gain, [in_words(run).replace(", ", ",\n") for run in runs], fontsize=9)
     for marker, _, label in MARKS.values():
         gain.plot([], [], marker, color=METHODS[DROIDSPEAK].colour, markersize=7, label=label)
     gain.plot([], [], color=COLOURS["paper"], linewidth=4, label="paper: range and mean")
@@ -195,11 +194,10 @@ def _dot(ax: Axes, entry: Entry | None, at: float, mark: str, one: Drawn) -> Non
     if entry is None:
         return
     marker, shift, _ = MARKS[mark]
-    edge = {"markeredgecolor": "black"} if one.own and not one.alone else {}
     error = [[max(0, entry["value"] - entry["low"])], [max(0, entry["high"] - entry["value"])]]
     at += shift + 0.5 * one.shift
     ax.errorbar(entry["value"], at, xerr=error, marker=marker, color=METHODS[DROIDSPEAK].colour, linestyle="none",
-                markersize=7, linewidth=1.4, **edge, **one.style)  # fmt: skip
+                markersize=7, linewidth=1.4, **one.outlined)  # fmt: skip
 
 
 def answer_rows(methods: Result, items: str = JUDGE) -> Rows:

@@ -11,7 +11,7 @@ from firsttoken.droidspeak.forward import cache_of
 from firsttoken.droidspeak.prefill import full_prefill
 from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.study.overlay import Drawn, legend, over
-from firsttoken.study.plot import COLOURS, Figure, subplots
+from firsttoken.study.plot import COLOURS, Figure, categories, subplots
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.stats import bootstrap
@@ -79,8 +79,7 @@ def full_reuse(decoded: Result | None, decoded_now: Result | None, recorded: Res
         ax.axhline(first - 0.5, color=COLOURS["mark"], linewidth=1.6)
         ax.grid(axis="y", visible=False)
     scores.set_xlim(-2, 104)  # a marker at 100 is seen whole
-    scores.set_yticks(range(len(lines)), [f"{in_words(run)}" for _, run in lines], fontsize=9)
-    scores.set_ylim(len(lines) - 0.5, -0.5)
+    categories(scores, [in_words(run) for _, run in lines], fontsize=9)
     for at, metric in ((-0.35, "F1 of decoded answers"), (first - 0.3, "token accuracy, the answer given")):
         scores.annotate(metric, (101, at), ha="right", fontsize=8.5, style="italic")
     for method in shown.values():
@@ -145,11 +144,10 @@ def item_spread(recorded: Result | None, now: Result) -> Figure:
     runs = tables.losing_runs(drawn[0].result)
     lines = list(zip(runs, ("o-", "s--", "^:", "D-."), strict=False))
     for one in drawn:
-        edge = {"markeredgecolor": "black"} if one.own and not one.alone else {}
         for run, line in lines:
             if rows := tables.by_run(one.result).get(run):
                 spread = 100 * tables.layer_losses(rows).std(1)
-                ax.plot(range(len(spread)), spread, line, color=COLOURS["measured"], **edge, **one.style)
+                ax.plot(range(len(spread)), spread, line, color=COLOURS["measured"], **one.outlined)
     depth = len(tables.layer_losses(next(iter(runs.values()))))
     for run, line in lines:
         ax.plot([], [], line, color=COLOURS["measured"], label=in_words(run))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from firsttoken.study.overlay import Drawn, legend, over
-from firsttoken.study.plot import COLOURS, Axes, Figure, subplots
+from firsttoken.study.plot import COLOURS, Axes, Figure, subplots, ticks
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
@@ -35,9 +35,7 @@ def under_load(recorded: Result | None, now: Result) -> Figure:
             ax.axhline(objective, color=COLOURS["target"], linestyle=":", linewidth=2)
         ax.set(xscale="log", yscale="log", xlabel="requests a second", ylabel=label)
         for axis, (low, high) in ((ax.xaxis, ax.get_xlim()), (ax.yaxis, ax.get_ylim())):
-            axis.set_ticks([tick for tick in TICKS if low <= tick <= high], minor=False)
-            axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter("")
+            ticks(axis, [tick for tick in TICKS if low <= tick <= high])
     for (_, layers), row in sorted(ways.items(), key=lambda way: -way[0][1]):
         look, style = METHODS[row["method"]], DASHES[groups.index(layers)] if layers in groups else "-"
         named = f"{look.label}, {layers} of {depth} layers" if layers in groups else look.label
@@ -64,8 +62,7 @@ def _line(ax: Axes, rows: Rows, what: str, dashes: str, one: Drawn) -> None:
         means = bootstrap([row[f"{what}_mean_ms"] / 1e3 for row in rows if row["qps"] == qps])
         points.append((qps, means.low, means.estimate, means.high))
     rates, low, middle, high = zip(*points, strict=True)
-    edge = {"markeredgecolor": "black"} if one.own and not one.alone else {}
-    ax.plot(rates, middle, look.marker, linestyle=dashes, color=look.colour, markersize=5, **edge, **one.style)
+    ax.plot(rates, middle, look.marker, linestyle=dashes, color=look.colour, markersize=5, **one.outlined)
     ax.fill_between(rates, low, high, color=look.colour, alpha=0.2 * one.style["alpha"], linewidth=0)
 
 

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import over
-from firsttoken.study.plot import COLOURS, LOOKS, Figure, subplots
+from firsttoken.study.plot import COLOURS, LOOKS, Figure, categories, subplots
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows
 from firsttoken.study.show import interval
@@ -264,8 +264,7 @@ def taking_over(recorded: Result | None, now: Result) -> Figure:
             lower.plot(at, [place] * len(at), "|", color=look.colour, markersize=14, markeredgewidth=1.5)
         lower.set(xlim=(0, None), xlabel="after the request, s")
     axes[0, 0].set_ylabel("layers computed locally, %")
-    axes[1, 0].set_yticks(range(len(WAYS)), [f"tokens, {name}" for name in WAYS.values()])
-    axes[1, 0].set_ylim(len(WAYS) - 0.4, -0.6)
+    categories(axes[1, 0], [f"tokens, {name}" for name in WAYS.values()], 0.4)
     fig.suptitle("A borrowing start speaks early and takes the layers over while it speaks")
     return fig
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, Axes, Figure, subplots
+from firsttoken.study.plot import COLOURS, Axes, Figure, categories, subplots
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
 from firsttoken_studies.combined.five_at_once.experiment import ALL, ARMS, LIVE, NONE, TWIN, goodput
@@ -49,8 +49,7 @@ def goodput_by_arm(recorded: Result | None, now: Result) -> Figure:
         for place, arm in enumerate(ARMS):
             look = "measured" if arm == ALL else "other"
             one.point(ax, place + one.shift, one.result.summary.get("goodput_per_s", variant=arm), look, along="x")
-    ax.set_yticks(range(len(ARMS)), list(ARMS))
-    ax.set_ylim(len(ARMS) - 0.4, -0.6)
+    categories(ax, ARMS, 0.4)
     ax.set_xlim(left=0)
     ax.set_xlabel("requests within both objectives, a second")
     ax.set_title("All five together keep more requests within both limits than any one alone", loc="left", fontsize=11)
@@ -67,8 +66,7 @@ def missed(recorded: Result | None, now: Result) -> Figure:
             entry = one.result.summary.get("goodput_lost_per_s", variant=ALL, than=f"without {idea}")
             one.point(ax, place + one.shift, entry, "measured", along="x")
     ax.axvline(0, color=COLOURS["target"], linestyle="--")
-    ax.set_yticks(range(len(IDEAS)), list(IDEAS))
-    ax.set_ylim(len(IDEAS) - 0.4, -0.6)
+    categories(ax, IDEAS, 0.4)
     ax.set_xlabel("goodput of all five above that without this one, requests/s")
     ax.set_title("In the mean each idea is missed when it is left out", loc="left", fontsize=11)
     name_results(fig, drawn_over)
@@ -115,8 +113,7 @@ def simulated(recorded: Result | None, now: Result) -> Figure:
             one.point(axes[1], place + one.shift, entry, "other", along="x")
     axes[0].set_title("SmolLM2-135M here: live and simulated", loc="left", fontsize=11)
     axes[1].set_title("An 8B model on a GPU that is not here: simulated", loc="left", fontsize=11)
-    axes[0].set_yticks(range(len(ARMS)), list(ARMS))
-    axes[0].set_ylim(len(ARMS) - 0.4, -0.6)
+    categories(axes[0], ARMS, 0.4)
     for ax in axes:
         ax.set_xlim(left=0)
         ax.set_xlabel("requests within both objectives, a second")

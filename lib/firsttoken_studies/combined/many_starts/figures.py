@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from firsttoken.study.overlay import legend, over
-from firsttoken.study.plot import Figure, subplots
+from firsttoken.study.plot import Figure, subplots, ticks
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
 from firsttoken_studies.combined.many_starts.experiment import ARMS, STAGED, WARM, WHOLE, pool
@@ -87,8 +87,7 @@ def waits(recorded: Result | None, now: Result) -> Figure:
                 one.line(ax, counts, entries, LOOK[what], label=label, linestyle=_LINES[order])
         counts = sorted({count for one in drawn for count in one.result.parameters["many_starts"]["replicas"]})
         ax.set(xscale="log", yscale="log", xlabel="replicas that start together", title=f"{model}, {link:g} Gbit/s")
-        ax.set_xticks(counts, [f"{count}" for count in counts])
-        ax.xaxis.set_minor_formatter("")
+        ticks(ax.xaxis, counts)
         ax.yaxis.set_major_formatter("{x:g}")
     axes[0][0].set_ylabel("P95 TTFT, s (simulated)")
     fig.suptitle("Stages take off their share; who goes first on the link decides the rest", fontsize=12)
