@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from tqdm import tqdm
@@ -15,8 +16,8 @@ from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import over
 from firsttoken.study.plot import COLOURS, LOOKS, Figure, categories, subplots
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
-from firsttoken.study.show import interval
+from firsttoken.study.record import Outcome, Result, Rows, frame_of, rows_where
+from firsttoken.study.show import cells, interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Scalar, Summary
 from firsttoken_studies.combined.borrowed.neighbour import own_request, shaped, warm_neighbour
@@ -35,10 +36,13 @@ def borrowed_start_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary
     """By link: TTFT of the three ways, and by round trip that of borrowing over that of waiting, the same for the last
     token and for all layers being here, and the bytes that were lent; over all of them whose tokens came out; the
     neighbour's own rate alone, beside a start that waits and beside one that borrows."""
-    starts = [row | {LAST: row["times_s"][-1]} for row in rows if row["what"] == "start"]
-    summary = Summary()
-    for rate in parameters["borrowed"]["gbit_per_s"]:
-        here = [row for row in starts if row["gbit_per_s"] == rate]
+    summary, asked = Summary(), parameters["borrowed"]
+    starts = [
+        row | {LAST: row["times_s"][-1], "all_s": row["local_s"] or row["loaded_s"]}
+        for row in rows_where(rows, what="start")
+    ]
+    for rate in asked["gbit_per_s"]:
+        here = rows_where(starts, gbit_per_s=rate)
         for way in (WHOLE, PRUNED):
             first = bootstrap(values(here, way, TTFT), "median").summary("s")
             summary.add("ttft_p50_s", first, variant=way, gbit_per_s=rate)
@@ -46,24 +50,23 @@ def borrowed_start_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary
         summary.add("ttft_x", over, variant=PRUNED, than=WHOLE, gbit_per_s=rate)
         loaded = bootstrap(values(here, WHOLE, "loaded_s"), "median").summary("s")
         summary.add("loaded_s", loaded, variant=WHOLE, gbit_per_s=rate)
-        for rtt in parameters["borrowed"]["rtt_ms"]:
+        for rtt in asked["rtt_ms"]:
             near = [row for row in here if row["variant"] != BORROWED or row["rtt_ms"] == rtt]
-            _borrowed(summary, near, gbit_per_s=rate, rtt_ms=rtt)
+            _borrowed(summary, near, variant=BORROWED, gbit_per_s=rate, rtt_ms=rtt)
     _whose(summary, starts)
-    _neighbour(summary, [row for row in rows if row["what"] == "neighbour"])
+    _neighbour(summary, rows)
     return summary
 
 
-def _borrowed(summary: Summary, rows: Rows, **link: Scalar) -> None:
-    waited = [row | {"local_s": row["loaded_s"]} if row["variant"] == WHOLE else row for row in rows]
-    said = [row for row in rows if row["variant"] == BORROWED]
-    place = {"variant": BORROWED, **link}
+def _borrowed(summary: Summary, rows: Rows, **place: Scalar) -> None:
     summary.add("ttft_p50_s", bootstrap(values(rows, BORROWED, TTFT), "median").summary("s"), **place)
-    summary.add("ttft_x", ratio(rows, BORROWED, WHOLE, TTFT).summary("x"), **place, than=WHOLE)
-    summary.add("last_token_x", ratio(rows, BORROWED, WHOLE, LAST).summary("x"), **place, than=WHOLE)
-    summary.add("loaded_x", ratio(waited, BORROWED, WHOLE, "local_s").summary("x"), **place, than=WHOLE)
-    summary.add("lent_mb", bootstrap([row["lent_bytes"] / 1e6 for row in said], "median").summary("MB"), **place)
-    summary.add("lent_tokens", bootstrap([_lent_tokens(row) for row in said], "median").summary("tokens"), **place)
+    for measure, column in (("ttft_x", TTFT), ("last_token_x", LAST), ("loaded_x", "all_s")):
+        summary.add(measure, ratio(rows, BORROWED, WHOLE, column).summary("x"), **place, than=WHOLE)
+    said = frame_of(rows, variant=BORROWED)
+    said["lent_mb"] = said.lent_bytes / 1e6
+    said["lent_tokens"] = [_lent_tokens(row) for row in said.to_dict("records")]
+    lent = {"lent_mb": ("lent_mb", "median", "MB"), "lent_tokens": ("lent_tokens", "median", "tokens")}
+    summary.by(said, {}, lent, **place)
 
 
 def _lent_tokens(row: Mapping[str, Any]) -> int:
@@ -73,30 +76,30 @@ def _lent_tokens(row: Mapping[str, Any]) -> int:
 
 def _whose(summary: Summary, starts: Rows) -> None:
     """Add the share of starts whose tokens, all and the first, equal those of starts that wait for the whole model."""
-    wanted = {tuple(row["tokens"]) for row in starts if row["variant"] == WHOLE}
+    wanted = {tuple(row["tokens"]) for row in rows_where(starts, variant=WHOLE)}
     summary.add("answers", {"value": len(wanted), "unit": "answers of starts that wait"}, variant=WHOLE)
     for variant in (PRUNED, BORROWED):
-        mine = [tuple(row["tokens"]) for row in starts if row["variant"] == variant]
+        mine = [tuple(row["tokens"]) for row in rows_where(starts, variant=variant)]
         same = [tokens in wanted for tokens in mine]
         first = [tokens[0] in {one[0] for one in wanted} for tokens in mine]
         for measure, found in (("same_tokens_pct", same), ("same_first_token_pct", first)):
             summary.add(measure, bootstrap(found).summary("% of starts", 100), variant=variant, than=WHOLE)
-    refused = [row["gone"] for row in starts if row["variant"] == BORROWED and "all layers" not in row["gone"]]
-    summary.add("loans_that_failed", {"value": len(refused), "unit": "starts"})
+    refused = sum("all layers" not in row["gone"] for row in rows_where(starts, variant=BORROWED))
+    summary.add("loans_that_failed", {"value": refused, "unit": "starts"})
 
 
 def _neighbour(summary: Summary, rows: Rows) -> None:
     """Tokens a second of the neighbour's own request, and the share of them that it lost."""
-    rates = {
-        name: {row["round"]: row["tokens"] / row["seconds"] for row in rows if row["beside"] == name}
-        for name in (ALONE, WHOLE, BORROWED)
-    }
-    for name, found in rates.items() if rows else ():
-        said = bootstrap(list(found.values()), "median").summary("tokens/s")
-        summary.add("neighbour_tokens_per_s", said, case=name)
+    windows = frame_of(rows, what="neighbour")
+    if not len(windows):
+        return
+    windows["rate"] = windows.tokens / windows.seconds
+    rates = windows.pivot(index="round", columns="beside", values="rate")
+    for name in (ALONE, WHOLE, BORROWED):
+        summary.add("neighbour_tokens_per_s", bootstrap(rates[name], "median").summary("tokens/s"), case=name)
         if name != ALONE:
-            lost = [100 * (1 - found[at] / rates[ALONE][at]) for at in found]
-            summary.add("neighbour_lost_pct", bootstrap(lost, "median").summary("%"), case=name, than=ALONE)
+            lost = bootstrap(100 * (1 - rates[name] / rates[ALONE]), "median").summary("%")
+            summary.add("neighbour_lost_pct", lost, case=name, than=ALONE)
 
 
 TRIAL = "firsttoken_studies.combined.borrowed.trial"
@@ -141,23 +144,20 @@ def borrowed_start(profile: Profile) -> Outcome:
     rows: Rows = []
     depth = setting.checkpoint.plan.depth
     with warm_neighbour(setting.folder, depth, setting.theirs, setting.threads) as address:
+        ways = ((WHOLE, 0.0), (PRUNED, 0.0), *((BORROWED, rtt) for rtt in config.rtt_ms))
         starts = [
             (variant, rate, rtt, round_)
-            for rate in config.gbit_per_s
-            for variant, rtt in ((WHOLE, 0.0), (PRUNED, 0.0), *((BORROWED, rtt) for rtt in config.rtt_ms))
+            for rate, (variant, rtt) in product(config.gbit_per_s, ways)
             for round_ in range(_rounds(config, variant, rate, rtt))
         ]
         random.Random(profile.seed).shuffle(starts)
         with ExitStack() as relays:
-            ways = {
-                (rate, rtt): relays.enter_context(shaped(address, rtt, rate))
-                for rate in config.gbit_per_s
-                for rtt in config.rtt_ms
-            }
+            links = product(config.gbit_per_s, config.rtt_ms)
+            near = {(rate, rtt): relays.enter_context(shaped(address, rtt, rate)) for rate, rtt in links}
             for variant, rate, rtt, round_ in tqdm(starts, desc="starts that borrow", unit="start", disable=None):
-                row = specs.start(variant, rate, ways.get((rate, rtt), ""))
+                row = specs.start(variant, rate, near.get((rate, rtt), ""))
                 rows.append({"what": "start", "rtt_ms": rtt, "round": round_} | row)
-            main = ways[config.main_gbit_per_s, config.main_rtt_ms]
+            main = near[config.main_gbit_per_s, config.main_rtt_ms]
             for round_ in range(config.busy_rounds):
                 rows += _beside(specs, config, setting, (address, main), round_)
     return Outcome(rows, provenance=setting.provenance)
@@ -246,10 +246,9 @@ def first_tokens(recorded: Result | None, now: Result) -> Figure:
 def taking_over(recorded: Result | None, now: Result) -> Figure:
     """One start of each way over the main link: its own layers over time, and its tokens."""
     results = over(recorded, now)
-    ratios = {"height_ratios": [3, 1.3]}
-    fig, axes = subplots(
-        2, len(results), figsize=(9, 4.6), sharex="col", sharey="row", squeeze=False, gridspec_kw=ratios
-    )
+    shape = 2, len(results)
+    options = {"sharex": "col", "sharey": "row", "squeeze": False, "height_ratios": [3, 1.3]}
+    fig, axes = subplots(*shape, figsize=(9, 4.6), **options)
     for drawn, (upper, lower) in zip(results, axes.T, strict=True):
         chosen = main_starts(drawn.result)
         taken = chosen[BORROWED]["taken"]
@@ -271,42 +270,32 @@ def taking_over(recorded: Result | None, now: Result) -> Figure:
 
 def main_starts(result: Result) -> dict[str, dict[str, Any]]:
     """Return for each way the start over the main link whose time to the first token is the median."""
-    asked = result.parameters["borrowed"]
-    chosen = {}
+    asked, chosen = result.parameters["borrowed"], {}
     for way in WAYS:
-        rows = [
-            row
-            for row in result.rows
-            if row["what"] == "start" and row["variant"] == way and row["gbit_per_s"] == asked["main_gbit_per_s"]
-            if way != BORROWED or row["rtt_ms"] == asked["main_rtt_ms"]
-        ]
+        trip = {"rtt_ms": asked["main_rtt_ms"]} if way == BORROWED else {}
+        rows = rows_where(result.rows, what="start", variant=way, gbit_per_s=asked["main_gbit_per_s"], **trip)
         chosen[way] = sorted(rows, key=lambda row: row[TTFT])[(len(rows) - 1) // 2]
     return chosen
 
 
 def start_rows(recorded: Result | None, now: Result) -> Rows:
     """The table of first tokens, of last ones and of bytes, by link and round trip."""
+    waiting = {"whole, s": ("ttft_p50_s", 2, {"variant": WHOLE}), "stage 1, s": ("ttft_p50_s", 2, {"variant": PRUNED})}
+    borrowing = {
+        "borrowing, s": ("ttft_p50_s", 2),
+        "over whole": ("ttft_x", 2, {"than": WHOLE}),
+        "last token over whole": ("last_token_x", 2, {"than": WHOLE}),
+        "all layers here, over whole": ("loaded_x", 2, {"than": WHOLE}),
+        "lent, MB": ("lent_mb", 2),
+        "tokens before all are here": ("lent_tokens", 0),
+    }
     rows: Rows = []
     for drawn in over(recorded, now):
         summary, asked = drawn.result.summary, drawn.result.parameters["borrowed"]
-        for rate in asked["gbit_per_s"]:
-            for rtt in asked["rtt_ms"]:
-                place = {"variant": BORROWED, "gbit_per_s": rate, "rtt_ms": rtt}
-                beside = place | {"than": WHOLE}
-                rows.append(
-                    {
-                        "link and round trip": f"{rate:g} Gbit/s, {rtt:g} ms",
-                        "whole, s": interval(summary.of("ttft_p50_s", variant=WHOLE, gbit_per_s=rate), 2),
-                        "stage 1, s": interval(summary.of("ttft_p50_s", variant=PRUNED, gbit_per_s=rate), 2),
-                        "borrowing, s": interval(summary.of("ttft_p50_s", **place), 2),
-                        "over whole": interval(summary.of("ttft_x", **beside), 2),
-                        "last token over whole": interval(summary.of("last_token_x", **beside), 2),
-                        "all layers here, over whole": interval(summary.of("loaded_x", **beside), 2),
-                        "lent, MB": interval(summary.of("lent_mb", **place), 2),
-                        "tokens before all are here": interval(summary.of("lent_tokens", **place), 0),
-                        "whose": drawn.who(),
-                    }
-                )
+        for rate, rtt in product(asked["gbit_per_s"], asked["rtt_ms"]):
+            line = {"link and round trip": f"{rate:g} Gbit/s, {rtt:g} ms"} | cells(summary, waiting, gbit_per_s=rate)
+            line |= cells(summary, borrowing, variant=BORROWED, gbit_per_s=rate, rtt_ms=rtt)
+            rows.append(line | {"whose": drawn.who()})
     return rows
 
 
