@@ -9,21 +9,21 @@ import numpy as np
 
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS, Axes, Figure, categories, subplots
-from firsttoken.study.record import Result, Rows
-from firsttoken.study.show import interval
+from firsttoken.study.record import Result, Rows, rows_where
+from firsttoken.study.show import cells, interval
 from firsttoken_studies.combined.five_at_once.experiment import ALL, ARMS, LIVE, NONE, TWIN, goodput
 from firsttoken_studies.combined.five_at_once.trial import IDEAS
 
 COLUMNS = {
-    "goodput_per_s": ("within both objectives, requests/s", 2),
-    "first_token_s": ("first token of the first request, s", 2),
-    "ttft_p50_s": ("P50 TTFT, s", 2),
-    "ttft_p95_s": ("P95 TTFT, s", 2),
-    "tbt_p99_s": ("P99 TBT, s", 3),
-    "processor_s": ("processors, s", 1),
-    "same_tokens_pct": ("the warm replica's answers, %", 0),
-    "own_answers_pct": ("the whole model's but for near ties, %", 0),
-    "f1": ("F1 to the warm replica's", 2),
+    "within both objectives, requests/s": ("goodput_per_s", 2),
+    "first token of the first request, s": ("first_token_s", 2),
+    "P50 TTFT, s": ("ttft_p50_s", 2),
+    "P95 TTFT, s": ("ttft_p95_s", 2),
+    "P99 TBT, s": ("tbt_p99_s", 3),
+    "processors, s": ("processor_s", 1),
+    "the warm replica's answers, %": ("same_tokens_pct", 0),
+    "the whole model's but for near ties, %": ("own_answers_pct", 0),
+    "F1 to the warm replica's": ("f1", 2),
     "preemptions": ("preemptions", 1),
 }
 
@@ -31,11 +31,7 @@ COLUMNS = {
 def arm_rows(result: Result) -> Rows:
     """A line an arm: all measures with their intervals."""
     return [
-        {"arm": arm}
-        | {
-            told: interval(result.summary.get(measure, variant=arm), places)
-            for measure, (told, places) in COLUMNS.items()
-        }
+        {"arm": arm} | cells(result.summary, COLUMNS, variant=arm)
         for arm in ARMS
         if result.summary.get("goodput_per_s", variant=arm)
     ]
@@ -128,10 +124,9 @@ def course(result: Result) -> Figure:
     fig, axes = subplots(1, 2, figsize=(9, 4), sharex=True, sharey=True)
     first = min(row["seed"] for row in result.rows)
     for ax, arm in zip(axes, (NONE, ALL), strict=True):
-        for row in result.rows:
-            if (row["arm"], row["seed"]) == (arm, first):
-                _one_course(ax, row, result.parameters["five_at_once"])
-                ax.set_title(f"{arm}: {goodput(row, result.parameters['five_at_once']):.2f} requests/s in time")
+        for row in rows_where(result.rows, arm=arm, seed=first):
+            _one_course(ax, row, result.parameters["five_at_once"])
+            ax.set_title(f"{arm}: {goodput(row, result.parameters['five_at_once']):.2f} requests/s in time")
         ax.set_xlabel("seconds since the first request")
     fig.suptitle("The same requests wait less for their first token, and answer sooner, with all five")
     axes[0].set_ylabel("request")

@@ -289,14 +289,10 @@ def simulated_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     for run in runs:
         where = {"source": run} if run in (LIVE, TWIN) else {"machine": run, "source": TWIN}
         frame = frame_of(windows, run=run)
-        for arm in dict.fromkeys(frame.arm):
-            mine = frame[frame.arm == arm]
-            for name, unit in (MEASURES | {"preemptions": ""}).items():
-                if len(values := mine[name].dropna()):
-                    summary.add(name, bootstrap(values).summary(unit), variant=arm, **where)
-        found: dict[str, dict[int, float]] = {}
-        for row in frame_of(windows, run=run).to_dict("records"):
-            found.setdefault(row["arm"], {})[row["seed"]] = row["goodput_per_s"]
+        measures = {name: (name, "mean", unit) for name, unit in (MEASURES | {"preemptions": ""}).items()}
+        summary.by(frame, {"variant": "arm"}, measures, **where)
+        by_arm = frame.groupby("arm", sort=False)
+        found = {arm: dict(zip(of.seed, of.goodput_per_s, strict=True)) for arm, of in by_arm}
         if run != LIVE and ALL in found:
             compared(summary, found, **where)
     _off(summary, windows)
