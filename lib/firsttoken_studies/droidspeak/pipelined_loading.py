@@ -16,9 +16,9 @@ from firsttoken.droidspeak.pipeline.schedule import LINK, PROCESSOR, BusySpan, R
 from firsttoken.droidspeak.profile.pareto import smallest_within
 from firsttoken.link.shaped import LinkConfig
 from firsttoken.study.overlay import legend, over
-from firsttoken.study.plot import COLOURS, Axes, Figure, subplots, ticks
+from firsttoken.study.plot import COLOURS, Axes, Figure, compared, subplots, ticks
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, frame_of, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
@@ -75,8 +75,8 @@ def _add_arithmetic(summary: Summary) -> None:
 def _add_floors(rows: Rows) -> None:
     """To each row of a request that computes on what was sent: ``floor_s``."""
     for row in rows:
-        same = (r for r in rows if (r["gbit_per_s"], r["round"]) == (row["gbit_per_s"], row["round"]))
-        plain = next(r for r in same if r["schedule"] == Schedule.SEND_REUSED)
+        same = {"gbit_per_s": row["gbit_per_s"], "round": row["round"]}
+        plain = rows_where(rows, **same, schedule=Schedule.SEND_REUSED)[0]
         last_byte_s = plain.get("last_byte_s", 0.0)  # nothing is sent where the group is all layers
         compute = plain["ttft_s"] - last_byte_s
         if row["schedule"] == Schedule.RECOMPUTE:
@@ -92,20 +92,15 @@ def loading_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     The size of this model's E-cache is left out where the rows do not have it.
     """
     summary, pipelined = Summary(), Schedule.PIPELINED
-    for rate in sorted({row["gbit_per_s"] for row in rows}):
-        of = {
-            schedule: sorted(
-                (r for r in rows if r["gbit_per_s"] == rate and r["schedule"] == schedule), key=lambda r: r["round"]
-            )
-            for schedule in Schedule
-        }
-        over = [row["ttft_s"] / row["floor_s"] for row in of[pipelined]]
-        entry = bootstrap(over, "median").summary("x of max(transfer, compute)")
+    frame = frame_of(rows).sort_values("round", kind="stable").set_index("round")
+    for rate, of in frame.groupby("gbit_per_s"):
+        times = {schedule: of[of.schedule == schedule.value] for schedule in Schedule}
+        over = bootstrap(times[pipelined].ttft_s / times[pipelined].floor_s, "median")
+        entry = over.summary("x of max(transfer, compute)")
         summary.add("ttft_x", entry, method=pipelined, than="floor", gbit_per_s=rate)
         for other in (Schedule.RECOMPUTE, Schedule.SEND_ALL, Schedule.SEND_REUSED):
-            gains = [a["ttft_s"] / b["ttft_s"] for a, b in zip(of[other], of[pipelined], strict=True)]
-            entry = bootstrap(gains, "median").summary("x")
-            summary.add("ttft_x", entry, method=other, than=pipelined, gbit_per_s=rate)
+            gain = bootstrap(times[other].ttft_s / times[pipelined].ttft_s, "median")
+            summary.add("ttft_x", gain.summary("x"), method=other, than=pipelined, gbit_per_s=rate)
     reused = {"method": Schedule.SEND_REUSED, "than": pipelined}
     summary.add("ttft_x", max(summary.all("ttft_x", **reused), key=lambda e: e["value"]), **reused, across="most")
     if fastest := max(row["gbit_per_s"] for row in rows):  # at 0 a link is not shaped
@@ -179,7 +174,7 @@ def loading_rows(result: Result) -> Rows:
         line: dict[str, Any] = {"link, Gbit/s": f"{rate:g}" if rate else "not shaped"}
         for schedule in Schedule:
             line[f"{schedule}, s"] = f"{median_ttft(of, schedule):.3f}"
-        piped = [row for row in of if row["schedule"] == Schedule.PIPELINED]
+        piped = rows_where(of, schedule=Schedule.PIPELINED)
         line["floor, s"] = f"{np.median([row['floor_s'] for row in piped]):.3f}"
         ratios = [(Schedule.PIPELINED, "floor")]
         ratios += [(other, Schedule.PIPELINED) for other in (Schedule.SEND_REUSED, Schedule.RECOMPUTE)]
@@ -193,59 +188,35 @@ def loading_rows(result: Result) -> Rows:
 def by_rate(rows: Rows) -> Iterator[tuple[float, Rows]]:
     """The rows of each link, from slow to fast; 0 Gbit/s, a link that is not shaped, comes last."""
     for rate in sorted({row["gbit_per_s"] for row in rows}, key=lambda rate: rate or float("inf")):
-        yield rate, [row for row in rows if row["gbit_per_s"] == rate]
+        yield rate, rows_where(rows, gbit_per_s=rate)
 
 
 def median_ttft(rows: Rows, schedule: Schedule) -> float:
     """Seconds, over the rounds of one link."""
-    return float(np.median([row["ttft_s"] for row in rows if row["schedule"] == schedule]))
+    return float(np.median([row["ttft_s"] for row in rows_where(rows, schedule=schedule)]))
 
 
 def loading_comparison(result: Result) -> Rows:
     """Paper, measured and floor: the arithmetic of Figure 13 and 4.1, and the live run at its worst link."""
-    value = result.summary.value
-    rows: Rows = [
-        {
-            "what": f"Figure 13, {schedule}, two requests",
-            "paper": paper,
-            "measured": value("ttft_units", method=schedule, case="figure 13"),
-            "floor": sum(job.floor for job in FIGURE_13),
-            "unit": "units",
-        }
-        for schedule, paper in PUBLISHED_UNITS.items()
-    ]
-    rows += [
-        {
-            "what": f"E-cache over KV, {name}",
-            "paper": paper,
-            "measured": value("edge_bytes_x", model=name.lower(), than="kv of a layer"),
-            "unit": "x",
-        }
-        for name, paper in (("Llama-3-8B", 2), ("Llama-3.1-70B", 4))
-    ]
-    rows += [
-        {
-            "what": f"KV of the toy example, {layers} layers",
-            "paper": 128,
-            "measured": value("kv_bytes", model="toy", layers=layers),
-            "unit": "B",
-        }
-        for layers in (4, 6)
-    ]
+    value, least, kv = result.summary.value, sum(job.floor for job in FIGURE_13), {"than": "kv of a layer"}
+    lines: list[tuple[Any, ...]] = []
+    for schedule, paper in PUBLISHED_UNITS.items():
+        units = value("ttft_units", method=schedule, case="figure 13")
+        lines.append((f"Figure 13, {schedule}, two requests", paper, units, "units", least))
+    for name, paper in (("Llama-3-8B", 2), ("Llama-3.1-70B", 4)):
+        lines.append((f"E-cache over KV, {name}", paper, value("edge_bytes_x", model=name.lower(), **kv), "x"))
+    for layers in (4, 6):
+        size = value("kv_bytes", model="toy", layers=layers)
+        lines.append((f"KV of the toy example, {layers} layers", 128, size, "B"))
     if worst := result.summary.get("ttft_x", method=Schedule.PIPELINED, than="floor", across="worst"):
-        what = "pipelined TTFT over max(transfer, compute), worst link"
-        rows.append({"what": what, "measured": worst["value"], "floor": 1.0, "unit": "x"})
-    return rows
+        lines.append(("pipelined TTFT over max(transfer, compute), worst link", "", worst["value"], "x", 1.0))
+    return compared(*lines)
 
 
 # The figures of notebook 32: the schedules of Figure 13 as timelines, and the live run over shaped links.
 
-KV, EDGE, COMPUTED, IN_VAIN = (
-    METHODS["full reuse"].colour,
-    COLOURS["E-cache"],
-    METHODS["full prefill"].colour,
-    COLOURS["in vain"],
-)
+KV, COMPUTED = METHODS["full reuse"].colour, METHODS["full prefill"].colour
+EDGE, IN_VAIN = COLOURS["E-cache"], COLOURS["in vain"]
 
 
 def timelines(overlap: bool = False) -> Figure:
@@ -293,7 +264,7 @@ def ttft_by_link(recorded: Result | None, now: Result) -> Figure:
         links = [(rate, rows) for rate, rows in by_rate(one.result.rows) if rate]
         rates = [rate for rate, _ in links]
         for schedule, look in LOOK_OF.items():
-            each = [[r["ttft_s"] for r in rows if r["schedule"] == schedule] for _, rows in links]
+            each = [[row["ttft_s"] for row in rows_where(rows, schedule=schedule)] for _, rows in links]
             one.line(times, rates, [bootstrap(seconds, "median").summary() for seconds in each], look)
             than = {"method": schedule, "than": Schedule.PIPELINED}
             one.line(ratios, rates, [one.result.summary.get("ttft_x", **than, gbit_per_s=rate) for rate in rates], look)
@@ -329,17 +300,8 @@ def _draw(ax: Axes, span: BusySpan, job: ReuseRequest) -> None:
     colour = COMPUTED if span.resource == PROCESSOR else EDGE
     if span.what.startswith("KV"):
         colour = IN_VAIN if int(name) in job.group else KV
-    second = job is FIGURE_13[1]
-    width = span.end - span.start
-    ax.barh(
-        lane,
-        width - 0.08,
-        left=span.start + 0.04,
-        color=colour,
-        edgecolor="black" if second else colour,
-        linewidth=1.2,
-        height=0.82,
-    )
+    look = {"color": colour, "edgecolor": "black" if job is FIGURE_13[1] else colour, "linewidth": 1.2}
+    ax.barh(lane, span.end - span.start - 0.08, left=span.start + 0.04, height=0.82, **look)
     text = f"{job.name}\n{name if name == 'E' else int(name) + 1}"
     light = colour in (IN_VAIN, KV)
     middle = (span.start + span.end) / 2
@@ -348,11 +310,11 @@ def _draw(ax: Axes, span: BusySpan, job: ReuseRequest) -> None:
 
 def _floor(rows: Rows) -> float:
     """Median floor of the pipelined requests of one link, s."""
-    return float(np.median([row["floor_s"] for row in rows if row["schedule"] == Schedule.PIPELINED]))
+    return float(np.median([row["floor_s"] for row in rows_where(rows, schedule=Schedule.PIPELINED)]))
 
 
 def _balance(rows: Rows) -> float | None:
     """The rate at which the pipelined request's transfer takes as long as its computation, Gbit/s."""
-    piped = [row for row in rows if row["schedule"] == Schedule.PIPELINED]
+    piped = rows_where(rows, schedule=Schedule.PIPELINED)
     compute = float(np.median([row["compute_s"] for row in piped]))
     return piped[0]["bytes"] * 8 / 1e9 / compute if compute and piped[0]["bytes"] else None

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from firsttoken.droidspeak.profile.pareto import critical_layers, smallest_within
-from firsttoken.study.record import Result, Rows
+from firsttoken.study.plot import compared
+from firsttoken.study.record import Result, Rows, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.stats import Interval, bootstrap, paired_bootstrap
 from firsttoken_studies.droidspeak.profiling import BOUND, CRITICAL, naive_passes, profiled_groups
@@ -119,17 +120,17 @@ def transition_rows(result: Result) -> Rows:
     """Figure 10 in numbers: means over sets of equally many layers, with intervals over the sets."""
     rows = []
     for run, of in by_run(result).items():
-        for count in sorted({row["transitions"] for row in of}):
-            sets = [row for row in of if row["transitions"] == count]
+        for count, sets in frame_of(of).groupby("transitions"):
+            moved, nats, lost = (bootstrap(sets[name]) for name in ("deviation", "nll_lost", "accuracy_lost"))
             rows.append(
                 {
                     "contiguous runs": count,
                     "of": run,
-                    "layers recomputed": len(sets[0]["layers"].split(",")),
+                    "layers recomputed": len(sets.layers.iloc[0].split(",")),
                     "sets": len(sets),
-                    "output moved, %": interval(bootstrap([r["deviation"] for r in sets]).summary(scale=100)),
-                    "likelihood lost, nats": interval(bootstrap([r["nll_lost"] for r in sets]).summary(), 2),
-                    "accuracy lost, points": interval(bootstrap([r["accuracy_lost"] for r in sets]).summary(scale=100)),
+                    "output moved, %": interval(moved.summary(scale=100)),
+                    "likelihood lost, nats": interval(nats.summary(), 2),
+                    "accuracy lost, points": interval(lost.summary(scale=100)),
                 }
             )
     return rows
@@ -163,26 +164,16 @@ def cost_rows(result: Result) -> Rows:
 
 def reuse_comparison(result: Result, methods: Result) -> Rows:
     """Paper and measured for full reuse, decoded (``methods``), and single layers; what is counted has no floor."""
-    return [
-        {
-            "what": "full reuse, the worse pair: loss of its own F1",
-            "paper": "> 50 (HotpotQA)",
-            "measured": methods.summary.value("relative_loss_pct", method="full reuse", across="worst"),
-            "unit": "%",
-        },
-        {
-            "what": "critical layers, mean over runs",
-            "paper": "11 (text: 10)",
-            "measured": result.summary.value("critical_layers_pct", across="mean"),
-            "unit": "% of layers",
-        },
-        {
-            "what": "layers recomputed within 5 %, mean over runs that full reuse takes out of it",
-            "paper": "38 (12 of 32), 34 (11 of 32)",
-            "measured": result.summary.value("group_layers_pct", across="mean"),
-            "unit": "% of layers",
-        },
-    ]
+    lost = methods.summary.value("relative_loss_pct", method="full reuse", across="worst")
+    critical, group = (
+        result.summary.value(name, across="mean") for name in ("critical_layers_pct", "group_layers_pct")
+    )
+    within = "layers recomputed within 5 %, mean over runs that full reuse takes out of it"
+    return compared(
+        ("full reuse, the worse pair: loss of its own F1", "> 50 (HotpotQA)", lost, "%"),
+        ("critical layers, mean over runs", "11 (text: 10)", critical, "% of layers"),
+        (within, "38 (12 of 32), 34 (11 of 32)", group, "% of layers"),
+    )
 
 
 def cost_comparison(result: Result) -> Rows:
@@ -191,25 +182,13 @@ def cost_comparison(result: Result) -> Rows:
     cost = only(of, "cost")
     (fewer,) = result.summary.all("prefix_passes_fewer_x")
     naive, shared = (result.summary.value("prefix_passes", variant=v, **run_of(of[0])) for v in ("naive", "shared"))
-    return [
-        {
-            "what": "a profile of one run, 50 items",
-            "paper": "3 h (A100, Llama-3-8B)",
-            "measured": 50 * cost["seconds"] / cost["n"] / 60,
-            "unit": "min",
-        },
-        {
-            "what": "groups of two layers against single ones, layers over a prefix",
-            "paper": "about 3",
-            "measured": fewer["value"],
-            "unit": "x fewer",
-        },
-        {
-            "what": "naive prefills over those that were run",
-            "measured": naive / shared,
-            "unit": "x fewer",
-        },
-    ]
+    minutes = 50 * cost["seconds"] / cost["n"] / 60
+    coarse = "groups of two layers against single ones, layers over a prefix"
+    return compared(
+        ("a profile of one run, 50 items", "3 h (A100, Llama-3-8B)", minutes, "min"),
+        (coarse, "about 3", fewer["value"], "x fewer"),
+        ("naive prefills over those that were run", "", naive / shared, "x fewer"),
+    )
 
 
 def _lost_pct(pairs: np.ndarray) -> float:
