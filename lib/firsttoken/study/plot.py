@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -160,6 +160,12 @@ def comparison_table(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
         [{key: _cell(row.get(key)) for key in ["what", *columns]} for row in rows], columns=["what", *columns]
     ).set_index("what")
     return table[[name for name in columns if name not in ("recorded", "unit") or table[name].any()]]
+
+
+def compared(*lines: Sequence[Any]) -> list[dict[str, Any]]:
+    """Rows of a comparison table, each of what is compared, the paper's number, the one measured, the unit, and the
+    floor where there is one."""
+    return [dict(zip(("what", "paper", "measured", "unit", "floor"), line, strict=False)) for line in lines]
 
 
 def _cell(value: Any) -> str:

@@ -123,7 +123,7 @@ def sensitivity(recorded: Result | None, now: Result) -> Figure:
                 name = "droidspeak" if layer in tables.critical_of(rows) else "full reuse"
                 one.point(ax, layer + one.shift, lost, name)
         ax.axhline(10, color=COLOURS["target"], linestyle="--")
-        of = sum(row["what"] == "layer" for row in first)
+        of = tables.depth_of(first)
         ax.set_title(f"{in_words(run)}\n{len(tables.critical_of(first))} of {of} layers critical", fontsize=9)
     ax = axes[0][0]
     ax.plot([], [], METHODS["full reuse"].marker, color=REUSED, label="one layer reused")

@@ -34,6 +34,11 @@ def distance_of(result: Result, of: Rows) -> float | None:
     return entry and entry["value"]
 
 
+def depth_of(rows: Rows) -> int:
+    """How many layers the receiver of a run's profile has."""
+    return sum(row["what"] == "layer" for row in rows)
+
+
 def only(rows: Iterable[dict[str, Any]], what: str) -> dict[str, Any]:
     """The one row of a run's profile that is ``what``: own, sender, reuse or cost."""
     (row,) = (row for row in rows if row["what"] == what)
@@ -103,7 +108,7 @@ def group_rows(result: Result) -> Rows:
     """Figure 11 in numbers: the fewest layers within 5 % of the receiver's own score, and within 5 points of it."""
     rows = []
     for run, of in by_run(result).items():
-        groups, depth = profiled_groups(of), sum(row["what"] == "layer" for row in of)
+        groups, depth = profiled_groups(of), depth_of(of)
         line: dict[str, Any] = {"run": run}
         for name, chosen in (
             ("5 %", smallest_within(groups, BOUND)),
@@ -142,7 +147,7 @@ def cost_rows(result: Result) -> Rows:
     Computed for 32 layers (the paper's example) and for the model that was profiled; counted in its first run.
     """
     of = next(iter(by_run(result).values()))
-    cost, depth = only(of, "cost"), sum(row["what"] == "layer" for row in of)
+    cost, depth = only(of, "cost"), depth_of(of)
     step = min((row["layers"] for row in of if row["what"] == "group" and row["hi"] < depth), default=depth)
     rows = []
     for layers, size in sorted({(32, 1), (32, 2), (depth, 1), (depth, 2), (depth, step)}):
