@@ -24,7 +24,7 @@ from firsttoken.droidspeak.reuse_items import Encoded
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS, Figure, subplots
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
@@ -116,15 +116,13 @@ def gate_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     groups, miss_budget = list(dict.fromkeys(row["group"] for row in rows)), parameters["gate"]["miss_budget"]
     caches = {"reuse": groups[0], "half": groups[-2:][0], "chosen": groups[-1]}  # half may be none, too
     for case, group in caches.items():
-        sets = {name: [r for r in rows if (r["set"], r["group"]) == (name, group)] for name in ("calibrate", "judge")}
-        judged = sets["judge"]
-        failed = spoiled(judged)
-        n = len(judged)
+        judged = rows_where(rows, set="judge", group=group)
+        failed, n = spoiled(judged), len(judged)
         summary.add("group", {"value": group, "unit": "layers"}, case=case)
         summary.add("spoiled_pct", {"value": 100 * sum(failed) / n, "n": n, "unit": "%"}, case=case)
         if len(set(failed)) < 2:
             continue  # a gate is judged by answers of both kinds
-        for signal, chosen in calibrated(sets["calibrate"], miss_budget).items():
+        for signal, chosen in calibrated(rows_where(rows, set="calibrate", group=group), miss_budget).items():
             seen = [row[signal] for row in judged]
             rates = gate.rates(chosen, seen, failed)
             kept = behind(chosen, judged)
@@ -190,7 +188,7 @@ def areas(recorded: Result | None, now: Result) -> Figure:
     for ax, tag in zip(axes[0], tags, strict=True):
         said = []
         for one, groups in zip(drawn, gated, strict=True):
-            of = _of(one.result, groups[tag]) if tag in groups else []
+            of = rows_where(one.result.rows, set="judge", group=groups.get(tag))
             failed = spoiled(of)
             for place, signal in enumerate(SIGNALS) if len(set(failed)) == 2 else ():
                 area = gate.auc_interval([row[signal] for row in of], failed).summary()
@@ -223,11 +221,13 @@ def gate_rows(result: Result, depth: int) -> Rows:
     probe = TOKENS / Run.parse(result.parameters["reuse"]["runs"][0]).tokens
     rows = []
     for tag, group in _gated(result).items():
-        judged, own = _of(result, group), [row["own"] for row in _of(result, group)]
+        judged = rows_where(result.rows, set="judge", group=group)
+        own = [row["own"] for row in judged]
         layers = (int(group.split("-")[1]) - int(group.split("-")[0]) + 1) / depth if "-" in group else 0.0
         cache = {"cache": f"{TAGS[tag]} ({group})"}
         rows.append(cache | {"gate": "no gate"} | _cost([row["score"] for row in judged], own, layers))
-        gates = calibrated(_of(result, group, "calibrate"), result.parameters["gate"]["miss_budget"])
+        known = rows_where(result.rows, set="calibrate", group=group)
+        gates = calibrated(known, result.parameters["gate"]["miss_budget"])
         for signal, made in gates.items():
             rates = {name: result.summary.get(name, case=tag, signal=signal) for name in _RATES}
             sent_back = 1 - sum(made.accepts(row[signal]) for row in judged) / len(judged)
@@ -247,10 +247,6 @@ _RATES = {
 def _cost(scores: list[float], own: list[float], compute: float) -> dict[str, Any]:
     score = interval(bootstrap(scores).summary("%", 100))
     return {"score, %": score, "own, %": round(100 * sum(own) / len(own), 1), "computed, %": round(100 * compute)}
-
-
-def _of(result: Result, group: str, name: str = "judge") -> Rows:
-    return [row for row in result.rows if (row["set"], row["group"]) == (name, group)]
 
 
 def _gated(result: Result) -> dict[str, str]:
