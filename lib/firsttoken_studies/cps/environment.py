@@ -81,7 +81,7 @@ def environment_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
 
 def _here(component: str, machine: dict[str, Any], profile: Profile) -> str:
     memory = machine["memory_bytes"]
-    engine = f"firsttoken {_version('firsttoken')}, torch {machine['packages']['torch']}"
+    engine = f"firsttoken {importlib.metadata.version('firsttoken')}, torch {machine['packages']['torch']}"
     told = {
         "CPU": f"{machine['cpu']}, {machine['cores']} cores",
         "GPU": machine["gpu"] or "none",
@@ -93,7 +93,3 @@ def _here(component: str, machine: dict[str, Any], profile: Profile) -> str:
         "dataset": "ShareGPT, 200 conversations a seed (replayed)",
     }
     return told[component]
-
-
-def _version(package: str) -> str:
-    return importlib.metadata.version(package)

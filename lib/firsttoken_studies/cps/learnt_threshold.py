@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tqdm import tqdm
@@ -19,18 +19,20 @@ from firsttoken.cps.policies import make_policy
 from firsttoken.cps.policies.replay import draw_noise, replay
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.published import PAPER_SHAPE, PublishedCosts, decomposed
-from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
 from firsttoken.engine.workload.conversations import conversations
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS, Figure, subplots, ticks
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.stats import Interval, bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_studies.cps.recovery_latency import LONG, PCIE_4_X16
 from firsttoken_studies.cps.styles import POLICIES as LOOKS
+
+if TYPE_CHECKING:
+    import pandas
 
 STATIC = ("swap", "recompute", "cross_point")
 POLICIES = (*STATIC, "online", "oracle")
@@ -86,7 +88,7 @@ def online_crosspoint(profile: Profile) -> Outcome:
         for setting, costs_at in settings(seconds).items():
             for name in POLICIES:
                 policy = make_policy(name, costs_at=costs_at) if name == "oracle" else make_policy(name)
-                paid = _pay(policy, costs_at, sequence)
+                paid = replay(policy, costs_at=costs_at, **sequence)
                 case = {"setting": setting, "seed": seed, "policy": name}
                 swapped = sum(row["action"] == "swap" for row in paid)
                 spent = sum(row["seconds"] for row in paid)
@@ -115,10 +117,6 @@ def _sequence(lengths: np.ndarray, seconds: float, config: OnlineConfig, seed: i
     }
 
 
-def _pay(policy: PreemptionPolicy, costs_at: Callable[[float], Costs], sequence: dict[str, Any]) -> Rows:
-    return replay(policy, costs_at=costs_at, **sequence)
-
-
 def _course(paid: Rows) -> Rows:
     """Regret so far at some of the preemptions: the expected cost of the choices less the least possible."""
     lost = np.cumsum([row[f"{row['action']}_s"] - min(row["swap_s"], row["recompute_s"]) for row in paid])
@@ -128,14 +126,10 @@ def _course(paid: Rows) -> Rows:
 
 def online_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """The learning policy over the best static one, the oracle, and the fixed threshold, by setting and at worst."""
-    spent = {(row["setting"], row["policy"], row["seed"]): row["seconds"] for row in rows if row["what"] == "total"}
-    named = list(dict.fromkeys(setting for setting, _, _ in spent))
-    seeds = sorted({seed for _, _, seed in spent})
-    summary = Summary()
+    summary, paid = Summary(), _by_setting(rows)
     worst: dict[str, list[Interval]] = {"best_static": [], "oracle": []}
     beaten = wrong = 0
-    for setting in named:
-        by_policy = {name: np.array([spent[setting, name, seed] for seed in seeds]) for name in POLICIES}
+    for setting, by_policy in paid.items():
         best = min(STATIC, key=lambda name: by_policy[name].sum())
         over = {"best_static": _over(by_policy["online"], by_policy[best])}
         over |= {name: _over(by_policy["online"], by_policy[name]) for name in ("oracle", "cross_point")}
@@ -150,12 +144,12 @@ def online_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     for name, intervals in worst.items():
         largest = max(intervals, key=lambda interval: interval.estimate)
         summary.add("recovery_x", largest.summary("x"), policy="online", than=name, across="worst")
-    summary.add("wrong_settings", {"value": wrong, "n": len(named)}, policy="cross_point")
+    summary.add("wrong_settings", {"value": wrong, "n": len(paid)}, policy="cross_point")
     summary.add("beaten_settings", {"value": beaten, "n": wrong}, policy="cross_point")
     return summary
 
 
-def _over(mine: np.ndarray, other: np.ndarray) -> Interval:
+def _over(mine: pandas.Series, other: pandas.Series) -> Interval:
     """The ratio of totals over seeds; seeds are resampled with both their runs."""
     return bootstrap(np.column_stack([mine, other]), lambda sample: float(np.divide(*sample.sum(0))))
 
@@ -168,14 +162,13 @@ CHANGES = ("link slows 4 times at half", "link 8 times faster from half", "model
 def totals(recorded: Result | None, now: Result) -> Figure:
     """What each policy paid in each setting, over what the oracle paid, with intervals over sequences."""
     results = over(recorded, now)
-    named = list(_by_setting(results[0].result))
+    named = list(_by_setting(results[0].result.rows))
     fig, ax = subplots(figsize=(9, 0.75 * len(named) + 1.4))
     for drawn in results:
-        for setting, by_policy in _by_setting(drawn.result).items():
+        for setting, by_policy in _by_setting(drawn.result.rows).items():
             for shift, name in enumerate(POLICIES[:-1]):
                 at = named.index(setting) + 0.2 * (shift - 1.5) + drawn.shift / 4
-                pairs = np.column_stack([by_policy[name], by_policy["oracle"]])
-                paid = bootstrap(pairs, lambda sample: float(np.divide(*sample.sum(0)))).summary("x")
+                paid = _over(by_policy[name], by_policy["oracle"]).summary("x")
                 label = LOOKS[name][0] if drawn.own and setting == named[0] else None
                 drawn.point(ax, at, paid, name.replace("cross_", "cross-"), along="x", label=label)
     ax.axvline(1, color=COLOURS["floor"], linestyle=":", label="floor: the oracle")
@@ -243,13 +236,7 @@ def setting_rows(result: Result) -> Rows:
     return rows
 
 
-def _by_setting(result: Result) -> dict[str, dict[str, np.ndarray]]:
-    """setting -> policy -> seconds paid [seeds]."""
-    rows = [row for row in result.rows if row["what"] == "total"]
-    return {
-        setting: {
-            name: np.array([row["seconds"] for row in rows if row["setting"] == setting and row["policy"] == name])
-            for name in POLICIES
-        }
-        for setting in dict.fromkeys(row["setting"] for row in rows)
-    }
+def _by_setting(rows: Rows) -> dict[str, pandas.DataFrame]:
+    """By setting the seconds that each policy paid [seeds, policies]."""
+    totals = frame_of(rows, what="total").groupby("setting", sort=False)
+    return {setting: of.pivot(index="seed", columns="policy", values="seconds") for setting, of in totals}

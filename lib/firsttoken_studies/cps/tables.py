@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -75,16 +74,13 @@ def published_crossing_rows() -> Rows:
 
 def recovery_rows(result: Result) -> Rows:
     """Table 2 of this machine: medians by length."""
-    rows = []
-    for tokens in sorted({row["tokens"] for row in result.rows if row["what"] == "recompute"}):
-        line: dict[str, Any] = {"tokens": tokens}
-        for name in PATH_LOOKS:
-            mine = [row for row in result.rows if row["what"] == "swap" and row["path"] == name]
-            line[f"swap {name}, ms"] = _median([swap_ms(row) for row in mine if row["tokens"] == tokens])
+    swaps, rows = result.frame(what="swap"), []
+    taken = swap_ms(swaps).groupby([swaps.path, swaps.tokens]).median()
+    for tokens, again_ms in result.frame(what="recompute").groupby("tokens").ms.median().items():
+        line = {f"swap {name}, ms": taken[name, tokens] for name in PATH_LOOKS}
         line["plain copies out and in, ms"] = result.floors[f"swap_{tokens}_tokens"]["value"]
-        again = [row["ms"] for row in result.rows if row["what"] == "recompute" and row["tokens"] == tokens]
-        line["recompute, ms"] = _median(again)
-        rows.append({key: value if key == "tokens" else _digits(value) for key, value in line.items()})
+        line["recompute, ms"] = again_ms
+        rows.append({"tokens": tokens} | {key: _digits(value) for key, value in line.items()})
     return rows
 
 
