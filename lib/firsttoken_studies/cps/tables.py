@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 
 import numpy as np
 
@@ -148,36 +149,26 @@ def gain_rows(result: Result) -> Rows:
         "tpot_p99_below_pct": "P99 TPOT",
         "recovery_below_pct": "recovery cost",
     }
-    rows = [
-        {
-            "what": f"{label} of CrossPoint below {POLICIES[other][0]}, %",
-            "measured": interval(summary.of(measure, policy="cross_point", than=other, costs="published")),
-            "paper": paper.get((measure, other), ""),
-        }
-        for measure, label in said.items()
-        for other in ("swap", "recompute")
-    ]
-    for name in CONTROLS:
-        for other in ("swap", "cross_point"):
-            what = f"P99 TPOT of {POLICIES[name][0].removeprefix('control: ')} below {POLICIES[other][0]}, %"
-            if gain := summary.get("tpot_p99_below_pct", policy=name, than=other, costs="published"):
-                rows.append({"what": what, "measured": interval(gain)})
+    lines = []
+    for (measure, label), other in product(said.items(), ("swap", "recompute")):
+        gain = interval(summary.of(measure, policy="cross_point", than=other, costs="published"))
+        what = f"{label} of CrossPoint below {POLICIES[other][0]}, %"
+        lines.append((what, gain, paper.get((measure, other), "")))
+    for name, other in product(CONTROLS, ("swap", "cross_point")):
+        what = f"P99 TPOT of {POLICIES[name][0].removeprefix('control: ')} below {POLICIES[other][0]}, %"
+        if gain := summary.get("tpot_p99_below_pct", policy=name, than=other, costs="published"):
+            lines.append((what, interval(gain)))
     cheaper = summary.of("recovery_below_pct", policy="swap", than=AS_PUBLISHED, costs="coalesced")
     gain = summary.of("tpot_p99_below_pct", policy="cross_point", than="swap", costs="coalesced")
     share = summary.of("recovery_share_pct", policy="cross_point", costs="published")
-    rows += [
-        {"what": "recovery cost of Swap with coalesced copies below CrossPoint, %", "measured": interval(cheaper, 2)},
-        {"what": "P99 TPOT of CrossPoint below Swap, both with coalesced copies, %", "measured": interval(gain, 2)},
-        {"what": "share of all recoveries in a run of CrossPoint, %", "measured": interval(share, 2)},
+    least = f"{summary.value('ttft_mean_ms', policy=BOUND) / 1e3:.1f}"
+    lines += [
+        ("recovery cost of Swap with coalesced copies below CrossPoint, %", interval(cheaper, 2)),
+        ("P99 TPOT of CrossPoint below Swap, both with coalesced copies, %", interval(gain, 2)),
+        ("share of all recoveries in a run of CrossPoint, %", interval(share, 2)),
+        ("least mean TTFT with 512 blocks of 16 tokens and steps of the paper's TPOT, s", least, "1.65"),
     ]
-    rows.append(
-        {
-            "what": "least mean TTFT with 512 blocks of 16 tokens and steps of the paper's TPOT, s",
-            "measured": f"{summary.value('ttft_mean_ms', policy=BOUND) / 1e3:.1f}",
-            "paper": "1.65",
-        }
-    )
-    return rows
+    return [dict(zip(("what", "measured", "paper"), line, strict=False)) for line in lines]
 
 
 def simulator_rows(result: Result) -> Rows:
