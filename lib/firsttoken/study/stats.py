@@ -185,11 +185,7 @@ def ratio_of_medians(over: Sequence[float], under: Sequence[float]) -> Interval:
     return Interval(above.estimate / below.estimate, above.low / below.high, above.high / below.low, n)
 
 
-def ratio_of_means(over: Sequence[float], under: Sequence[float]) -> Interval:
-    """The mean of ``over`` over that of ``under``, where over[i] and under[i] belong together and are drawn so."""
-    return bootstrap(np.column_stack([over, under]), lambda pairs: float(np.divide(*pairs.mean(0))))
-
-
 def share_below(mine: Sequence[float], other: Sequence[float]) -> Interval:
-    """The share by which the mean of ``mine`` lies below that of ``other``, drawn as by :func:`ratio_of_means`."""
+    """The share by which the mean of ``mine`` lies below that of ``other``, where mine[i] and other[i] are of one draw:
+    draws are resampled, each with both its values. Raises ValueError when the lengths differ."""
     return bootstrap(np.column_stack([mine, other]), lambda pairs: float(1 - np.divide(*pairs.mean(0))))
