@@ -43,7 +43,6 @@ MODELS = SHAPES | {  # as their own config.json says: CPS ran the first (Table 1
 }
 WHOLE, FIRST_STAGE = "whole", "progressive"
 EACH_BLOCK, ONE_COPY = "per_block", "coalesced"
-COMPUTING, LOADING = "computing", "loading"
 GROUP = 11 / 32  # of the layers that DroidSpeak computes again in its example
 _NUMBER_BYTES = 2
 

@@ -219,12 +219,12 @@ KV, COMPUTED = METHODS["full reuse"].colour, METHODS["full prefill"].colour
 EDGE, IN_VAIN = COLOURS["E-cache"], COLOURS["in vain"]
 
 
-def timelines(overlap: bool = False) -> Figure:
+def timelines() -> Figure:
     """Figure 13, unit by unit: what link and processor do for both requests under each schedule."""
     fig, axes = subplots(3, 1, figsize=(9, 5.4), sharex=True)
     jobs = {job.name: job for job in FIGURE_13}
     for ax, (schedule, paper) in zip(axes, PUBLISHED_UNITS.items(), strict=True):
-        timeline = simulate(FIGURE_13, schedule, overlap=overlap)
+        timeline = simulate(FIGURE_13, schedule)
         for span in timeline.spans:
             _draw(ax, span, jobs[span.job])
         for job in FIGURE_13:

@@ -158,17 +158,17 @@ def gains(recorded: Result | None, now: Result, profiled: Result | None, profile
     return fig
 
 
-def held_out(rows: Rows, profiles: Sequence[Profiled], draws: int = 200, seed: int = 0) -> dict[str, Entry]:
+def held_out(rows: Rows, profiles: Sequence[Profiled]) -> dict[str, Entry]:
     """Return by rule what decoded answers of items lose over the group that other items choose, % of the own score.
 
     ``rows`` are a run's answers, ``profiles`` its groups by token accuracy, of the same items in the same order. The
-    items are drawn with replacement, as many as there are; those not drawn judge. Mean and 95 % of ``draws``.
+    items are drawn with replacement, as many as there are; those not drawn judge. Mean and 95 % of 200 draws.
     """
-    decoded, rng = decoded_groups(rows), random.Random(seed)
+    decoded, rng = decoded_groups(rows), random.Random(0)
     by_group = {one.group: one for one in decoded}
     rules = {"decoded": decoded, "accuracy": [one for one in profiles if one.group in by_group]}
     items, lost = len(decoded[0].own), {rule: [] for rule in rules}
-    for _ in range(draws):
+    for _ in range(200):
         drawn = rng.choices(range(items), k=items)
         if left := sorted(set(range(items)) - set(drawn)):
             for rule, groups in rules.items():
@@ -200,13 +200,13 @@ def _dot(ax: Axes, entry: Entry | None, at: float, mark: str, one: Drawn) -> Non
                 markersize=7, linewidth=1.4, **one.outlined)  # fmt: skip
 
 
-def answer_rows(methods: Result, items: str = JUDGE) -> Rows:
-    """Figure 14 in numbers, from the items that ``choose`` among groups or from those that ``judge``."""
+def answer_rows(methods: Result) -> Rows:
+    """Figure 14 in numbers, from the items that judge."""
     rows = []
     for run, of in by_run(methods).items():
-        asked = rows_where(of, items=items)
+        asked = rows_where(of, items=JUDGE)
         (own,) = rows_where(asked, method=OWN)
-        for row in sorted(asked, key=lambda row: row["compute"]) if items == CHOOSE else asked:
+        for row in asked:
             rows.append(
                 {
                     "run": run,
