@@ -20,7 +20,7 @@ from firsttoken.study.record import Outcome, Result, Rows, frame_of, rows_where
 from firsttoken.study.show import cells, interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Scalar, Summary
-from firsttoken_studies.combined.borrowed.neighbour import own_request, shaped, warm_neighbour
+from firsttoken_studies.combined.borrowed.neighbour import own_request, shaped, warm_server
 from firsttoken_studies.combined.borrowed.setting import StartSetting, start_setting
 from firsttoken_studies.combined.borrowed.trial import BORROWED, PRUNED, WAYS, WHOLE, BorrowSpec
 from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, TrialLink, one_trial
@@ -143,7 +143,7 @@ def borrowed_start(profile: Profile) -> Outcome:
     specs = _BorrowedStarts(setting)
     rows: Rows = []
     depth = setting.checkpoint.plan.depth
-    with warm_neighbour(setting.folder, depth, setting.theirs, setting.threads) as address:
+    with warm_server(setting.folder, depth, setting.theirs, setting.threads) as (address, _):
         ways = ((WHOLE, 0.0), (PRUNED, 0.0), *((BORROWED, rtt) for rtt in config.rtt_ms))
         starts = [
             (variant, rate, rtt, round_)
