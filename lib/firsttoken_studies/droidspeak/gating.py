@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import DynamicCache
 
@@ -89,8 +90,9 @@ def _batch(
     model = receiver.model
     prefix = Prefix.of([item.prefix for item in part], model.device)
     sent = full_prefill(sender.model, prefix, {g.lo for g in groups if g.needs_e_cache})
-    suffix, mask = _padded([item.suffix for item in part], model.device)
-    last, rows = mask.sum(1) - 1, []
+    suffix = pad_sequence([torch.tensor(item.suffix) for item in part], batch_first=True).to(model.device)
+    last, rows = torch.tensor([len(item.suffix) - 1 for item in part], device=model.device), []
+    mask = (torch.arange(suffix.shape[1], device=model.device) <= last[:, None]).long()
     for group in groups:
         cache = partial_prefill(model, prefix, sent, group)
         deviation = head_deviation(model, prefix, cache, TOKENS)
@@ -159,14 +161,6 @@ def calibrated(rows: Rows, miss_budget: float) -> dict[str, gate.Gate]:
 def behind(chosen: gate.Gate, rows: Rows) -> list[float]:
     """Return each request's score behind the gate: the reused cache's where the gate accepts it, else the own."""
     return [row["score"] if chosen.accepts(row[chosen.signal]) else row["own"] for row in rows]
-
-
-def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and mask [batch, width], padded on the right."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
-    lengths = torch.tensor([[len(row)] for row in rows], device=device)
-    return ids, (torch.arange(width, device=device) < lengths).long()
 
 
 def _copy(cache: DynamicCache) -> DynamicCache:

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 from tqdm import tqdm
 
@@ -36,6 +35,7 @@ from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows, frame_of, load_result
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
+from firsttoken.study.timing import torch_threads
 from firsttoken_studies.combined.borrowed.setting import StartSetting, start_setting
 from firsttoken_studies.combined.five_at_once.experiment import (
     ALL,
@@ -201,16 +201,11 @@ def costs_here(model: nn.Module, config: FiveConfig, asked: Sequence[Asked], thr
     items = [(one["prompt"], Sampling(min(one["new_tokens"], MEASURED)), 0.0) for one in asked]
     blocks = sum((len(prompt) + MEASURED) // BLOCK_TOKENS + 1 for prompt, _, _ in items)
     steps: list[Step] = []
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with closing(LiveExecutor(model, blocks, block_tokens=BLOCK_TOKENS)) as executor:
-            for ideas in ((CHUNKS,), ()):
-                trace, settings = Trace(), engine_config(ideas, config.token_budget, config.running)
-                Engine(executor, settings, trace=trace).serve(items)
-                steps += trace.steps[1:]
-    finally:
-        torch.set_num_threads(before)
+    with torch_threads(threads), closing(LiveExecutor(model, blocks, block_tokens=BLOCK_TOKENS)) as executor:
+        for ideas in ((CHUNKS,), ()):
+            trace, settings = Trace(), engine_config(ideas, config.token_budget, config.running)
+            Engine(executor, settings, trace=trace).serve(items)
+            steps += trace.steps[1:]
     swaps = FittedCosts.from_dict(recorded("crosspoint_live").provenance["costs"])
 
     def fitted(steps: Sequence[Step]) -> FittedCosts:
