@@ -77,32 +77,18 @@ def timeline(phases: Mapping[str, float]) -> Figure:
         ax.annotate(f"{told}\n{seconds:.2f} s", (middle[name], 0.3), ha="center", va="bottom", fontsize=9)
         start += seconds
     for row, (report, (phase, does, look)) in enumerate(IDEAS.items(), 1):
-        alike = [
-            other for other, (where, *_) in IDEAS.items() if where == phase
-        ]  # acting in the same phase: side by side
+        alike = [other for other, (where, *_) in IDEAS.items() if where == phase]  # they stand side by side
         at_s = middle[phase] + phases[phase] * ((alike.index(report) + 0.5) / len(alike) - 0.5)
         ax.plot([at_s] * 2, [-0.25, -0.45 * row - 0.2], color=LOOKS[look].colour, linewidth=1.2)
         ax.plot(at_s, -0.25, "^", color=LOOKS[look].colour, markersize=9)
-        side = at_s > 0.5 * start
-        at = (-6 if side else 6, 0)
-        ax.annotate(
-            f"{report}: {does}",
-            (at_s, -0.45 * row - 0.2),
-            at,
-            textcoords="offset points",
-            ha="right" if side else "left",
-            va="center",
-            fontsize=9.5,
-        )
+        side = {"xytext": (-6, 0), "ha": "right"} if at_s > 0.5 * start else {"xytext": (6, 0), "ha": "left"}
+        place = at_s, -0.45 * row - 0.2
+        ax.annotate(f"{report}: {does}", place, textcoords="offset points", va="center", fontsize=9.5, **side)
     first = sum(seconds for name, seconds in phases.items() if name in ("process", "imports", "load", "prefill"))
     ax.axvline(first, color=LOOKS["mark"].colour, linestyle="--", linewidth=1.2)
     ax.annotate("first token", (first, 0.95), (4, 0), textcoords="offset points", fontsize=9, va="center")
-    ax.set(
-        ylim=(-0.45 * len(IDEAS) - 0.5, 1.1),
-        xlim=(0, start),
-        xlabel="seconds since the request came, when no process ran",
-    )
-    ax.set_yticks([])
+    ax.set(xlabel="seconds since the request came, when no process ran")
+    ax.set(ylim=(-0.45 * len(IDEAS) - 0.5, 1.1), xlim=(0, start), yticks=[])
     ax.grid(visible=False)
     longest = max(("process", "imports", "load", "prefill"), key=lambda name: phases[name])
     fig.suptitle(
@@ -126,9 +112,7 @@ class Work:
     @classmethod
     def of(cls, model: PreTrainedModel, machine: Result) -> Work:
         """Return that of ``model`` on ``machine`` (a result of the experiment "machine"); a copy reads and writes."""
-        best = {row["what"]: 0.0 for row in machine.rows}
-        for row in machine.rows:
-            best[row["what"]] = max(best[row["what"]], row["value"])
+        best = machine.frame().groupby("what").value.max()
         weights, config = list(model.parameters()), model.config
         width = config.num_key_value_heads * (config.hidden_size // config.num_attention_heads)
         return cls(
