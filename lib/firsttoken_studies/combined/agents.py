@@ -8,7 +8,7 @@ layers computed again.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -208,53 +208,47 @@ class Serving:
         self, way: str, context: Sequence[int], turns: int, texts: Sequence[Sequence[int]] | None = None
     ) -> list[Turn]:
         """Return so many ``turns`` behind ``context``. Each adds its own words for the next, or those in ``texts``."""
-        engine, store = self._engine()
-        prompt, done = list(context), list[Turn]()
-        for place in range(turns):
-            begun = self._executor.now()
-            request, source = self._asked(engine, store, way, place, prompt)
-            while not request.output:
-                engine.step()
-            answered = self._executor.now()
-            self._keep(store, way, place, prompt, request)
-            kept = self._executor.now()
-            engine.run()
-            taken = source.tokens if source is not None and not request.fell_back else 0
-            done.append(Turn(answered - begun, kept - answered, request.times_s[-1] - begun, taken, request.output))
-            prompt += done[-1].said if texts is None else texts[place]
+        engine, done = self._engine(), list[Turn]()
+        for _ in self._speaking(engine, way, context, texts or [None] * turns, done):
+            engine.step()
+        engine.run()  # raises what kept a request from its answer
         return done
 
     def at_once(self, way: str, conversations: Sequence[Spoken]) -> float:
         """Seconds that all ``conversations`` take in one engine, of whose agents each speaks once the other has."""
-        engine, _ = self._engine()
-        stores = [self._engine()[1] for _ in conversations]
-        prompts, places = [list(context) for context, _ in conversations], [0] * len(conversations)
-        begun = self._executor.now()
-        speaking = {
-            number: self._asked(engine, stores[number], way, 0, prompt)[0] for number, prompt in enumerate(prompts)
-        }
-        kept = set[int]()
-        while speaking:
+        engine, begun = self._engine(), self._executor.now()
+        speaking = [self._speaking(engine, way, context, texts, []) for context, texts in conversations]
+        while speaking := [one for one in speaking if next(one, None)]:
             engine.step()
-            for number, request in list(speaking.items()):
-                place = places[number]
-                if request.output and number not in kept:
-                    self._keep(stores[number], way, place, prompts[number], request)
-                    kept.add(number)
-                if not request.finished:
-                    continue
-                kept.discard(number)
-                prompts[number] += conversations[number][1][place]
-                places[number] += 1
-                del speaking[number]
-                if places[number] < len(conversations[number][1]):
-                    asked = self._asked(engine, stores[number], way, places[number], prompts[number])
-                    speaking[number] = asked[0]
         return self._executor.now() - begun
 
-    def _engine(self) -> tuple[Engine, KVStore]:
-        store = KVStore(None, memory_bytes=_STORE_BYTES, block_tokens=BLOCK_TOKENS)
-        return Engine(self._executor, EngineConfig(watermark=0.0)), store
+    def _speaking(
+        self,
+        engine: Engine,
+        way: str,
+        context: Sequence[int],
+        texts: Sequence[Sequence[int] | None],
+        done: list[Turn],
+    ) -> Iterator[Request]:
+        """Take a turn for each of ``texts``, which comes behind what was said; for None the turn's own words do. The
+        turns are added to ``done``. Yields the request that is awaited: whoever asks for more has taken a step."""
+        prompt, store = list(context), KVStore(None, memory_bytes=_STORE_BYTES, block_tokens=BLOCK_TOKENS)
+        for place, text in enumerate(texts):
+            begun = self._executor.now()
+            request, source = self._asked(engine, store, way, place, prompt)
+            while not request.output:
+                yield request
+            answered = self._executor.now()
+            self._keep(store, way, place, prompt, request)
+            kept = self._executor.now()
+            while not request.finished:
+                yield request
+            taken = source.tokens if source is not None and not request.fell_back else 0
+            done.append(Turn(answered - begun, kept - answered, request.times_s[-1] - begun, taken, request.output))
+            prompt += request.output if text is None else text
+
+    def _engine(self) -> Engine:
+        return Engine(self._executor, EngineConfig(watermark=0.0))
 
     def _asked(
         self, engine: Engine, store: KVStore, way: str, place: int, prompt: Sequence[int]
