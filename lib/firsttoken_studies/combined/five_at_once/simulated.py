@@ -160,16 +160,11 @@ def seen_of(row: Mapping[str, Any], config: FiveConfig, run: str) -> dict[str, A
 def stored(asked: Sequence[Asked], prefixes: Sequence[Sequence[int]]) -> list[Asked]:
     """The requests with ``stored_tokens``: those of the longest of ``prefixes``, which the sender has, that each begins
     with."""
-    return [
-        one
-        | {
-            "stored_tokens": max(
-                (len(text) for text in prefixes if one["stored"] and one["prompt"][: len(text)] == list(text)),
-                default=0,
-            )
-        }
-        for one in asked
-    ]
+
+    def tokens(prompt: Sequence[int]) -> int:
+        return max((len(text) for text in prefixes if prompt[: len(text)] == list(text)), default=0)
+
+    return [one | {"stored_tokens": tokens(one["prompt"]) if one["stored"] else 0} for one in asked]
 
 
 # What the windows are simulated on.
