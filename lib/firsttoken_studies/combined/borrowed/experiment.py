@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -140,7 +140,6 @@ def borrowed_start(profile: Profile) -> Outcome:
     tokens, seconds} of what the neighbour's own request had meanwhile."""
     config = profile.section("borrowed", BorrowedConfig)
     setting = start_setting(profile, config.questions, config.tokens, config.readers)
-    specs = _BorrowedStarts(setting)
     rows: Rows = []
     depth = setting.checkpoint.plan.depth
     with warm_server(setting.folder, depth, setting.theirs, setting.threads) as (address, _):
@@ -155,11 +154,11 @@ def borrowed_start(profile: Profile) -> Outcome:
             links = product(config.gbit_per_s, config.rtt_ms)
             near = {(rate, rtt): relays.enter_context(shaped(address, rtt, rate)) for rate, rtt in links}
             for variant, rate, rtt, round_ in tqdm(starts, desc="starts that borrow", unit="start", disable=None):
-                row = specs.start(variant, rate, near.get((rate, rtt), ""))
+                row = _start(setting, variant, rate, near.get((rate, rtt), ""))
                 rows.append({"what": "start", "rtt_ms": rtt, "round": round_} | row)
             main = near[config.main_gbit_per_s, config.main_rtt_ms]
             for round_ in range(config.busy_rounds):
-                rows += _beside(specs, config, setting, (address, main), round_)
+                rows += _beside(config, setting, (address, main), round_)
     return Outcome(rows, provenance=setting.provenance)
 
 
@@ -168,27 +167,14 @@ def _rounds(config: BorrowedConfig, variant: str, rate: float, rtt: float) -> in
     return config.main_rounds if main else config.rounds
 
 
-class _BorrowedStarts:
-    """Starts of one model that differ in their way, their link and their neighbour."""
-
-    def __init__(self, setting: StartSetting) -> None:
-        staged, folder = str(setting.checkpoint.staged), str(setting.folder)
-        self._common = BorrowSpec(**setting.common)
-        self._folders = {PRUNED: staged, WHOLE: folder, BORROWED: folder}
-
-    def start(self, variant: str, rate: float, neighbour: str) -> dict[str, object]:
-        """One start over a link of ``rate`` whose bytes wait in memory. Raises FirstTokenError when it fails."""
-        spec = replace(self._common, variant=variant, staged=self._folders[variant], neighbour=neighbour)
-        return one_trial(spec, TrialLink(rate, BUCKET, cold=False), module=TRIAL)
+def _start(setting: StartSetting, variant: str, rate: float, neighbour: str) -> dict[str, Any]:
+    """One start over a link of ``rate`` whose bytes wait in memory. Raises FirstTokenError when it fails."""
+    folder = setting.checkpoint.staged if variant == PRUNED else setting.folder
+    spec = BorrowSpec(**{**setting.common, "variant": variant, "staged": str(folder), "neighbour": neighbour})
+    return one_trial(spec, TrialLink(rate, BUCKET, cold=False), module=TRIAL)
 
 
-def _beside(
-    specs: _BorrowedStarts,
-    config: BorrowedConfig,
-    setting: StartSetting,
-    addresses: tuple[str, str],
-    round_: int,
-) -> Rows:
+def _beside(config: BorrowedConfig, setting: StartSetting, addresses: tuple[str, str], round_: int) -> Rows:
     """The neighbour's own request alone, beside a start that borrows nothing, and beside one that does."""
     windows: list[tuple[str, float, float]] = []
     with own_request(setting.folder, addresses[0], setting.theirs, setting.threads) as running:
@@ -196,7 +182,7 @@ def _beside(
         time.sleep(config.alone_s)
         windows.append((ALONE, begun, begun + config.alone_s))
         for variant, address in ((WHOLE, ""), (BORROWED, addresses[1])):
-            row = specs.start(variant, config.main_gbit_per_s, address)
+            row = _start(setting, variant, config.main_gbit_per_s, address)
             begun = float(row["arrived_at_s"])
             windows.append((variant, begun, begun + float(row["local_s"] or row["loaded_s"])))
         times = running.times_s()
