@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from firsttoken.study.plot import COLOURS, LOOKS, Figure, subplots, ticks
-from firsttoken.study.record import Result, Rows
+from firsttoken.study.record import Result, Rows, rows_where
 from firsttoken_studies.combined.reports_on_cards import EACH_BLOCK, FIRST_STAGE, ONE_COPY, WHOLE
 
 _NAMES = {EACH_BLOCK: "a copy for each block, layer, K and V", ONE_COPY: "one copy each way"}
@@ -14,7 +14,7 @@ _NAMES = {EACH_BLOCK: "a copy for each block, layer, K and V", ONE_COPY: "one co
 
 def crossing_rows(now: Result) -> Rows:
     """A line a card and model: which way is the cheaper one, by kind of copies."""
-    pairs = dict.fromkeys((row["card"], row["model"]) for row in now.rows if row["report"] == "CPS")
+    pairs = dict.fromkeys((row["card"], row["model"]) for row in rows_where(now.rows, report="CPS"))
     lines: Rows = []
     for card, model in pairs:
         line: dict[str, Any] = {"GPU and model": f"{card}, {model}"}
@@ -27,16 +27,19 @@ def crossing_rows(now: Result) -> Rows:
 
 def recovery_times(now: Result, cards: Sequence[str]) -> Figure:
     """Swap and recompute over the length of a request, a column a card, a row a model."""
-    models = list(dict.fromkeys(row["model"] for row in now.rows if row["report"] == "CPS"))
+    models = list(dict.fromkeys(row["model"] for row in rows_where(now.rows, report="CPS")))
     size = (2.7 * len(cards) + 0.9, 2.1 * len(models) + 1.2)
     fig, axes = subplots(len(models), len(cards), figsize=size, sharex=True, sharey="row", squeeze=False)
     for line, model in zip(axes, models, strict=True):
         for ax, card in zip(line, cards, strict=True):
-            mine = [row for row in now.rows if (row["card"], row["model"]) == (card, model) and "way" in row]
-            for way, name in (("recompute_s", "recompute"), (EACH_BLOCK, "swap"), (ONE_COPY, "coalesced")):
-                rows = [row for row in mine if row["way"] == (EACH_BLOCK if way == "recompute_s" else way)]
-                key = "recompute_s" if way == "recompute_s" else "swap_s"
-                look = LOOKS[name]
+            mine = [row for row in rows_where(now.rows, card=card, model=model) if "way" in row]
+            drawn = (
+                ("recompute_s", EACH_BLOCK, "recompute"),
+                ("swap_s", EACH_BLOCK, "swap"),
+                ("swap_s", ONE_COPY, "coalesced"),
+            )
+            for key, way, name in drawn:
+                rows, look = rows_where(mine, way=way), LOOKS[name]
                 times = [1e3 * row[key] for row in rows]
                 ax.plot([row["tokens"] for row in rows], times, color=look.colour, marker=look.marker, ms=4)
             if not mine:
@@ -70,7 +73,7 @@ def speedups(now: Result) -> Figure:
     """How much earlier the first token comes over the rate of the link, a panel a model and card."""
     import matplotlib.pyplot as plt
 
-    rows = [row for row in now.rows if row["report"] == "DroidSpeak"]
+    rows = rows_where(now.rows, report="DroidSpeak")
     cases = list(dict.fromkeys((row["model"], row["gpus"], row["card"]) for row in rows))
     fig, axes = plt.subplots(1, len(cases), figsize=(3.1 * len(cases) + 0.8, 3.8), sharey=True, squeeze=False)
     shades = plt.get_cmap("viridis")
@@ -79,7 +82,7 @@ def speedups(now: Result) -> Figure:
         ax.axhspan(1.7, 3.1, color=COLOURS["paper"], alpha=0.25, lw=0)
         ax.axhline(1, color=COLOURS["floor"], lw=1, ls=":")
         for place, tokens in enumerate(lengths):
-            mine = [row for row in rows if (row["model"], row["card"], row["tokens"]) == (model, card, tokens)]
+            mine = rows_where(rows, model=model, card=card, tokens=tokens)
             gained = [row["own_s"] / max(row["group_s"], row["loading_s"]) for row in mine]
             colour = shades(0.85 * place / max(1, len(lengths) - 1))
             ax.plot([row["link"] for row in mine], gained, marker="o", ms=4, color=colour, label=f"{tokens:,} tokens")
@@ -106,8 +109,7 @@ def chain_rows(now: Result) -> Rows:
             "computing, ms a step": f"{1e3 * row['computing_s']:.0f}",
             "the paper's servers, ms": f"{1e3 * row['published_computing_s']:.0f}",
         }
-        for row in now.rows
-        if row["report"] == "PETALS"
+        for row in rows_where(now.rows, report="PETALS")
     ]
 
 
