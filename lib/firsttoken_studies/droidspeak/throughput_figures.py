@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from firsttoken.study.overlay import Drawn, legend, over
 from firsttoken.study.plot import COLOURS, Axes, Figure, subplots, ticks
-from firsttoken.study.record import Result, Rows
+from firsttoken.study.record import Result, Rows, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken_studies.droidspeak.styles import METHODS
@@ -20,15 +20,15 @@ OBJECTIVES = {"ttft": "mean TTFT", "e2e": "mean E2E"}
 def under_load(recorded: Result | None, now: Result) -> Figure:
     """Figure 15: means over requests by rate, a line a way; bands are 95 % over seeds; dotted, the objective."""
     drawn = over(recorded, now)
-    ways = {(row["method"], row["layers"]): row for one in reversed(drawn) for row in _ran(one.result)}
+    ran = [row for one in reversed(drawn) for row in rows_where(one.result.rows, what="run")]
+    ways = {(row["method"], row["layers"]): row for row in ran}
     depth = max(layers for _, layers in ways)
     groups = sorted(layers for _, layers in ways if 0 < layers < depth)
     fig, axes = subplots(1, 3, figsize=(9, 4.6))
     for ax, (what, label) in zip(axes, SEEN.items(), strict=True):
         for one in drawn:
             for method, layers in ways:
-                rows = [row for row in _ran(one.result) if (row["method"], row["layers"]) == (method, layers)]
-                if rows:
+                if rows := rows_where(one.result.rows, what="run", method=method, layers=layers):
                     _line(ax, rows, what, DASHES[groups.index(layers)] if layers in groups else "-", one)
         if what in OBJECTIVES:
             objective = drawn[0].result.summary.value("objective_ms", metric=what, objective=KNEE) / 1e3
@@ -43,23 +43,18 @@ def under_load(recorded: Result | None, now: Result) -> Figure:
     told = "objective: twice full prefill alone (record)"
     axes[0].plot([], [], ":", color=COLOURS["target"], linewidth=2, label=told)
     legend(fig, axes[0], drawn, "capacity_x", columns=2)
-    gain = drawn[0].result.summary.get(
-        "capacity_x", method=PARTIAL, across="mean", metric="ttft", objective=KNEE, than=FULL
-    )
+    within = {"metric": "ttft", "objective": KNEE, "than": FULL}
+    gain = drawn[0].result.summary.get("capacity_x", method=PARTIAL, across="mean", **within)
     here = f"; the record has {gain['value']:.1f}" if gain else ""
     fig.suptitle(f"At one TTFT the paper serves {PAPER} times as many requests{here}", fontsize=12)
     return fig
-
-
-def _ran(result: Result) -> Rows:
-    return [row for row in result.rows if row["what"] == "run"]
 
 
 def _line(ax: Axes, rows: Rows, what: str, dashes: str, one: Drawn) -> None:
     look = METHODS[rows[0]["method"]]
     points = []
     for qps in sorted({row["qps"] for row in rows}):
-        means = bootstrap([row[f"{what}_mean_ms"] / 1e3 for row in rows if row["qps"] == qps])
+        means = bootstrap([row[f"{what}_mean_ms"] / 1e3 for row in rows_where(rows, qps=qps)])
         points.append((qps, means.low, means.estimate, means.high))
     rates, low, middle, high = zip(*points, strict=True)
     ax.plot(rates, middle, look.marker, linestyle=dashes, color=look.colour, markersize=5, **one.outlined)
