@@ -14,7 +14,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from firsttoken.assets.decoder_layers import layers_of
-from firsttoken.study.plot import LOOKS, Figure, subplots
+from firsttoken.study.plot import LOOKS, Figure, panels
 from firsttoken.study.record import Result
 from firsttoken.study.timing import Stopwatch
 
@@ -68,7 +68,7 @@ def by_length(model: PreTrainedModel, lengths: Sequence[int], repeats: int) -> L
 
 def timeline(phases: Mapping[str, float]) -> Figure:
     """One request as bars in the order of its ``phases`` (seconds by name), and the place where each idea acts."""
-    fig, ax = subplots(figsize=(9, 4.2), layout="constrained")
+    fig, ax = panels(figsize=(9, 4.2), layout="constrained")
     start, middle = 0.0, {}
     for name, seconds in phases.items():
         told = "resume, if\npreempted" if name == "resume" else name
@@ -135,7 +135,7 @@ class Work:
 def by_length_figure(measured: Lengths, work: Work) -> Figure:
     """Prefill and decode against the number of tokens, with the floors that this machine's rates give them."""
     lengths, look = list(measured.prefill), LOOKS["measured"]
-    fig, axes = subplots(1, 2, figsize=(9, 3.9), layout="constrained")
+    fig, axes = panels(1, 2, figsize=(9, 3.9), layout="constrained")
     floors = [[work.prefill_floor_s(n) for n in lengths], [work.decode_floor_s(n) for n in lengths]]
     titles = ("prefill grows with the prompt", "a decode step hardly does")
     for ax, times, floor, title in zip(axes, (measured.prefill, measured.decode), floors, titles, strict=True):
@@ -148,7 +148,7 @@ def by_length_figure(measured: Lengths, work: Work) -> Figure:
 
 def roofline(measured: Lengths, work: Work) -> Figure:
     """Operations a second that prefill and decode reach, over operations for each byte of weights that is read."""
-    fig, ax = subplots(figsize=(8, 4.2), layout="constrained")
+    fig, ax = panels(figsize=(8, 4.2), layout="constrained")
     x = np.geomspace(0.1, 4 * max(measured.prefill), 200)
     limit = np.minimum(work.operations_per_s, x * work.bytes_per_s)
     ax.plot(x, limit / 1e9, color=LOOKS["floor"].colour, linestyle="--", label="limit of this machine")

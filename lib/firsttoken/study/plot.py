@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import matplotlib.axis
     import matplotlib.figure
     import pandas
+    from matplotlib.lines import Line2D
 
 Axes: TypeAlias = "matplotlib.axes.Axes"
 Axis: TypeAlias = "matplotlib.axis.Axis"
@@ -105,13 +106,6 @@ def style() -> None:
     matplotlib.rc_file(paths.ENV / "matplotlibrc")
 
 
-def subplots(*shape: int, **options: Any) -> tuple[Figure, Any]:
-    """A figure and its axes, as ``matplotlib.pyplot.subplots`` makes them, which is imported for it."""
-    import matplotlib.pyplot as plt
-
-    return plt.subplots(*shape, **options)
-
-
 def categories(ax: Axes, names: Collection[str], margin: float = 0.5, **text: Any) -> None:
     """Name the places 0, 1, ... of the vertical axis, the first on top, with ``margin`` above it and below the last."""
     ax.set_yticks(range(len(names)), list(names), **text)
@@ -145,6 +139,20 @@ def save(fig: Figure, name: str) -> Path:
         display(fig)
         matplotlib.pyplot.close(fig)  # else a backend of notebooks shows it at the end of the cell once more
     return png
+
+
+def panels(rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, Any]:
+    """A figure and its axes, with the ``options`` of ``matplotlib.pyplot.subplots``."""
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot.subplots(rows, columns, **options)
+
+
+def handle(**style: Any) -> Line2D:
+    """A line or a mark by itself, for a legend."""
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], **style)
 
 
 def comparison_table(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:

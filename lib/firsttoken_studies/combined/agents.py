@@ -37,7 +37,7 @@ from firsttoken.service.variants import SharedBase
 from firsttoken.study import paths
 from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import Figure, subplots
+from firsttoken.study.plot import Figure, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows, frame_of, rows_where
 from firsttoken.study.show import cells
@@ -352,7 +352,7 @@ def way_rows(result: Result) -> Rows:
 
 def by_turn(recorded: Result | None, now: Result) -> Figure:
     """Seconds to the first token of each turn, a line a way."""
-    fig, ax = subplots(figsize=(8, 4.2))
+    fig, ax = panels(figsize=(8, 4.2))
     drawn = over(recorded, now)
     for one in drawn:
         turns = range(1, one.result.parameters["agents"]["turns"] + 1)

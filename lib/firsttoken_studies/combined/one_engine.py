@@ -40,7 +40,7 @@ from firsttoken.progressiveserve.staged_serving.stage_versions import StagedMode
 from firsttoken.progressiveserve.staged_serving.transitions import PrefillAgain
 from firsttoken.study.errors import LinkError
 from firsttoken.study.overlay import Drawn, name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS, Axes, Figure, categories, subplots
+from firsttoken.study.plot import COLOURS, LOOKS, Axes, Figure, categories, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows, frame_of
 from firsttoken.study.show import interval
@@ -287,7 +287,7 @@ def goals(recorded: Result, now: Result) -> Figure:
     """Every round of the three scenes that are timed, their medians, and where the goal lies: the reader's run over the
     record, each beside its own goal."""
     names = [drawn | (_MORE if place == 0 else {}) for place, (_, _, drawn, _, _) in enumerate(_PANELS)]
-    fig, axes = subplots(3, figsize=(9, 7), height_ratios=[len(drawn) + 1 for drawn in names])
+    fig, axes = panels(3, figsize=(9, 7), height_ratios=[len(drawn) + 1 for drawn in names])
     both = over(recorded, now)
     for ax, title, drawn, (scene, unit, _, times, base) in zip(axes, _TITLES, names, _PANELS, strict=True):
         measure, case = MEASURED[base]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from firsttoken.study.plot import COLOURS, LOOKS, Figure, subplots, ticks
-from firsttoken.study.record import Result, Rows, rows_where
+from firsttoken.study.plot import COLOURS, LOOKS, Figure, panels, ticks
+from firsttoken.study.record import Result, Rows, distinct, rows_where
 from firsttoken_studies.combined.reports_on_cards import EACH_BLOCK, FIRST_STAGE, ONE_COPY, WHOLE
 
 _NAMES = {EACH_BLOCK: "a copy for each block, layer, K and V", ONE_COPY: "one copy each way"}
@@ -27,9 +27,9 @@ def crossing_rows(now: Result) -> Rows:
 
 def recovery_times(now: Result, cards: Sequence[str]) -> Figure:
     """Swap and recompute over the length of a request, a column a card, a row a model."""
-    models = list(dict.fromkeys(row["model"] for row in rows_where(now.rows, report="CPS")))
+    models = distinct(now.rows, "model", report="CPS")
     size = (2.7 * len(cards) + 0.9, 2.1 * len(models) + 1.2)
-    fig, axes = subplots(len(models), len(cards), figsize=size, sharex=True, sharey="row", squeeze=False)
+    fig, axes = panels(len(models), len(cards), figsize=size, sharex=True, sharey="row", squeeze=False)
     for line, model in zip(axes, models, strict=True):
         for ax, card in zip(line, cards, strict=True):
             mine = [row for row in rows_where(now.rows, card=card, model=model) if "way" in row]
@@ -71,13 +71,13 @@ def _recovery_message(now: Result) -> str:
 
 def speedups(now: Result) -> Figure:
     """How much earlier the first token comes over the rate of the link, a panel a model and card."""
-    import matplotlib.pyplot as plt
+    import matplotlib
 
     rows = rows_where(now.rows, report="DroidSpeak")
     cases = list(dict.fromkeys((row["model"], row["gpus"], row["card"]) for row in rows))
-    fig, axes = plt.subplots(1, len(cases), figsize=(3.1 * len(cases) + 0.8, 3.8), sharey=True, squeeze=False)
-    shades = plt.get_cmap("viridis")
-    lengths = list(dict.fromkeys(row["tokens"] for row in rows))
+    fig, axes = panels(1, len(cases), figsize=(3.1 * len(cases) + 0.8, 3.8), sharey=True, squeeze=False)
+    shades = matplotlib.colormaps["viridis"]
+    lengths = distinct(rows, "tokens")
     for ax, (model, gpus, card) in zip(axes[0], cases, strict=True):
         ax.axhspan(1.7, 3.1, color=COLOURS["paper"], alpha=0.25, lw=0)
         ax.axhline(1, color=COLOURS["floor"], lw=1, ls=":")
@@ -88,7 +88,7 @@ def speedups(now: Result) -> Figure:
             ax.plot([row["link"] for row in mine], gained, marker="o", ms=4, color=colour, label=f"{tokens:,} tokens")
         ax.set(xscale="log", xlabel="rate of the link, Gbit/s", title=f"{model} on {gpus} {card}")
         ax.title.set_fontsize("small")
-        links = list(dict.fromkeys(row["link"] for row in rows))
+        links = distinct(rows, "link")
         ticks(ax.xaxis, links, fontsize="small")
     axes[0][0].set_ylabel("first token, times earlier")
     axes[0][0].fill_between([], [], color=COLOURS["paper"], alpha=0.25, label="the paper: 1.7 to 3.1 times")

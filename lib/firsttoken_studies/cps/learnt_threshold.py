@@ -22,7 +22,7 @@ from firsttoken.engine.costs.published import PAPER_SHAPE, PublishedCosts, decom
 from firsttoken.engine.workload.conversations import conversations
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, Figure, subplots, ticks
+from firsttoken.study.plot import COLOURS, Figure, panels, ticks
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows, frame_of
 from firsttoken.study.show import interval
@@ -163,7 +163,7 @@ def totals(recorded: Result | None, now: Result) -> Figure:
     """What each policy paid in each setting, over what the oracle paid, with intervals over sequences."""
     results = over(recorded, now)
     named = list(_by_setting(results[0].result.rows))
-    fig, ax = subplots(figsize=(9, 0.75 * len(named) + 1.4))
+    fig, ax = panels(figsize=(9, 0.75 * len(named) + 1.4))
     for drawn in results:
         for setting, by_policy in _by_setting(drawn.result.rows).items():
             for shift, name in enumerate(POLICIES[:-1]):
@@ -186,7 +186,7 @@ def totals(recorded: Result | None, now: Result) -> Figure:
 def courses(recorded: Result | None, now: Result) -> Figure:
     """Regret as it grows in one sequence, where something changes at half of it."""
     results = over(recorded, now)
-    fig, axes = subplots(1, len(CHANGES), figsize=(9, 3.9))
+    fig, axes = panels(1, len(CHANGES), figsize=(9, 3.9))
     for ax, setting in zip(axes, CHANGES, strict=True):
         for drawn in results:
             rows = [row for row in drawn.result.rows if row["what"] == "course" and row["setting"] == setting]
@@ -211,7 +211,7 @@ def courses(recorded: Result | None, now: Result) -> Figure:
 def one_change(courses: Mapping[str, np.ndarray], oracle: np.ndarray, times_s: Sequence[float], title: str) -> Figure:
     """The same of notebook 23's scene: what two policies and ``oracle`` have paid by ``times_s``, s. Axes and their few
     letters, which take longest to draw, are the same for every change."""
-    fig, ax = subplots(figsize=(7.2, 2.8), layout="none")
+    fig, ax = panels(figsize=(7.2, 2.8), layout="none")
     fig.subplots_adjust(left=0.1, right=0.79, bottom=0.18, top=0.89)
     for (name, paid), side in zip(courses.items(), ("bottom", "top"), strict=True):
         colour, regret = COLOURS[name.replace("cross_", "cross-")], 1e3 * (paid - oracle)

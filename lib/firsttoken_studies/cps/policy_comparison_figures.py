@@ -8,7 +8,7 @@ from typing import Any
 
 from firsttoken.engine.request import Phase
 from firsttoken.study.overlay import Drawn, legend, name_results, over
-from firsttoken.study.plot import COLOURS, Axes, Figure, subplots
+from firsttoken.study.plot import COLOURS, Axes, Figure, panels
 from firsttoken.study.record import Result, Rows, rows_where
 from firsttoken_studies.cps.policy_comparison import BOUND, COMPARED, MEANS, PAPER_TPOT_MS, below, column
 from firsttoken_studies.cps.styles import POLICIES
@@ -98,7 +98,7 @@ def _look(name: str) -> str:
 def threshold_gains(recorded: Result | None, now: Result) -> Figure:
     """What another threshold than the paper's is worth, paired by workload: tail, and cost of the recoveries."""
     results = over(recorded, now)
-    fig, axes = subplots(1, 2, figsize=(9, 3.9))
+    fig, axes = panels(1, 2, figsize=(9, 3.9))
     said = {"p99_tpot_ms": "P99 TPOT below CrossPoint's, %", "recovery_s": "recovery cost below CrossPoint's, %"}
     for ax, (name, label) in zip(axes, said.items(), strict=True):
         for drawn in results:

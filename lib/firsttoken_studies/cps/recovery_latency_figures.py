@@ -13,7 +13,7 @@ from firsttoken.cps.costs.crossing import Crossing, crossing
 from firsttoken.engine.costs.published import PAPER_SHAPE, TABLE_2, PublishedCosts, decomposed
 from firsttoken.engine.kv import KVShape
 from firsttoken.study.overlay import Drawn, name_results, over
-from firsttoken.study.plot import COLOURS, Axes, Figure, subplots, ticks
+from firsttoken.study.plot import COLOURS, Axes, Figure, panels, ticks
 from firsttoken.study.record import Result
 from firsttoken_studies.cps.recovery_latency import LONG, PCIE_4_X16, swap_ms
 from firsttoken_studies.cps.styles import LINES, PATH_LOOKS, POLICIES
@@ -22,7 +22,7 @@ from firsttoken_studies.cps.styles import LINES, PATH_LOOKS, POLICIES
 def latency_by_length(recorded: Result | None, now: Result) -> Figure:
     """Figure 1 of the paper beside this machine's: milliseconds to recover a request of so many tokens."""
     results = over(recorded, now)
-    fig, (paper, here) = subplots(1, 2, figsize=(9, 4.9))
+    fig, (paper, here) = panels(1, 2, figsize=(9, 4.9))
     lengths = [row.tokens for row in TABLE_2]
     swap, again = [row.swap_ms for row in TABLE_2], [row.recompute_ms for row in TABLE_2]
     _, colour, marker = POLICIES["recompute"]
@@ -61,7 +61,7 @@ def latency_by_length(recorded: Result | None, now: Result) -> Figure:
 def block_sizes(recorded: Result | None, now: Result) -> Figure:
     """What larger blocks do: to the paper's cross-point (computed from its data), and to a swap on this machine."""
     results = over(recorded, now)
-    fig, (paper, here) = subplots(1, 2, figsize=(9, 4.2))
+    fig, (paper, here) = panels(1, 2, figsize=(9, 4.2))
     sizes = (8, 16, 32, 64, 128)
     lengths = [row.tokens for row in TABLE_2]
     again = [row.recompute_ms for row in TABLE_2]
@@ -135,7 +135,7 @@ def link_map() -> Figure:
     from matplotlib.colors import LinearSegmentedColormap
 
     colours = LinearSegmentedColormap.from_list("ways", [POLICIES["recompute"][1], "white", POLICIES["swap"][1]])
-    fig, axes = subplots(1, 2, figsize=(9, 3.9), sharey=True)
+    fig, axes = panels(1, 2, figsize=(9, 3.9), sharey=True)
     for ax, (coalesced, path) in zip(axes, ((False, "per_block"), (True, "coalesced")), strict=True):
         found = map_of(coalesced)
         shares = np.array([[_swapped(each) for each in line] for line in found])

@@ -28,7 +28,7 @@ from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.workload.workload_items import Item
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import LOOKS, Figure, categories, subplots
+from firsttoken.study.plot import LOOKS, Figure, categories, panels
 from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.record import Outcome, Result, Rows
 from firsttoken.study.show import cells
@@ -213,7 +213,7 @@ def by_victim(recorded: Result | None, now: Result) -> Figure:
     pools = sorted({row["blocks"] for row in every}, reverse=True)
     rules = list(dict.fromkeys(row["victim"] for row in every))
     size = (9, 0.3 * len(rules) * len(pools) + 2.4)
-    fig, axes = subplots(len(pools), len(schedulers), figsize=size, sharex="col", sharey=True, squeeze=False)
+    fig, axes = panels(len(pools), len(schedulers), figsize=size, sharex="col", sharey=True, squeeze=False)
     for line, blocks in zip(axes, pools, strict=True):
         for ax, scheduler in zip(line, schedulers, strict=True):
             for one in drawn_over:

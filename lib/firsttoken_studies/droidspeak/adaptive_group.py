@@ -16,7 +16,7 @@ from firsttoken.droidspeak.pipeline.schedule import Schedule
 from firsttoken.droidspeak.prefill import Group
 from firsttoken.link.shaped import LinkConfig
 from firsttoken.study.overlay import Drawn, legend, over
-from firsttoken.study.plot import COLOURS, LOOKS, Axes, Figure, subplots, ticks
+from firsttoken.study.plot import COLOURS, LOOKS, Axes, Figure, panels, ticks
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows, frame_of
 from firsttoken.study.show import interval
@@ -178,7 +178,7 @@ TARGET = 1.05  # of the best fixed group
 def choices(recorded: Result | None, now: Result) -> Figure:
     """Left: TTFT of every group by bandwidth, and of the choice. Right: the choice over the best fixed group."""
     drawn = over(recorded, now)
-    fig, (times, ratios) = subplots(1, 2, figsize=(9, 4.6), width_ratios=(1.5, 1))
+    fig, (times, ratios) = panels(1, 2, figsize=(9, 4.6), width_ratios=(1.5, 1))
     for one in drawn:
         frame = one.result.frame()
         for (lo, hi), fixed in frame[frame.how == "fixed"].groupby(["lo", "hi"]):

@@ -17,7 +17,7 @@ from firsttoken.droidspeak.profile.layer_profiler import LayerProfiler, Question
 from firsttoken.droidspeak.profile.pareto import Profiled, frontier, smallest_within
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import Drawn, legend, over
-from firsttoken.study.plot import COLOURS, Axes, Figure, subplots
+from firsttoken.study.plot import COLOURS, Axes, Figure, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows, frame_of
 from firsttoken.study.stats import bootstrap
@@ -147,15 +147,15 @@ def transition_errors(recorded: Result | None, now: Result) -> Figure:
     """Figure 10: the error by the number of contiguous runs that equally many recomputed layers lie in."""
     drawn = over(recorded, now)
     runs = tables.by_run(drawn[0].result)
-    fig, axes = subplots(len(runs), 3, figsize=(9, 3 * len(runs) + 0.9), squeeze=False)
-    panels = {
+    fig, axes = panels(len(runs), 3, figsize=(9, 3 * len(runs) + 0.9), squeeze=False)
+    columns = {
         "deviation": ("output moved, % of its length", 100),
         "nll_lost": ("likelihood lost, nats a token", 1),
         "accuracy_lost": ("token accuracy lost, points", 100),
     }
     for line, (run, first) in zip(axes, runs.items(), strict=True):
         counts = sorted({row["transitions"] for row in first})
-        for ax, (column, (label, scale)) in zip(line, panels.items(), strict=True):
+        for ax, (column, (label, scale)) in zip(line, columns.items(), strict=True):
             for one in drawn:
                 rows = tables.by_run(one.result).get(run, [])
                 for place, count in enumerate(counts):
@@ -180,7 +180,7 @@ def contiguous_groups(recorded: Result | None, now: Result) -> Figure:
     full reuse takes out of the bound."""
     drawn = over(recorded, now)
     runs, look = tables.losing_runs(drawn[0].result), METHODS["DroidSpeak"]
-    fig, axes = subplots(1, len(runs), figsize=(9, 4.9), sharey=True, squeeze=False)
+    fig, axes = panels(1, len(runs), figsize=(9, 4.9), sharey=True, squeeze=False)
     for ax, (run, rows) in zip(axes[0], runs.items(), strict=True):
         for one in drawn:
             if of := tables.by_run(one.result).get(run):
@@ -229,7 +229,7 @@ def chosen_groups(recorded: Result | None, now: Result) -> Figure:
     """The group that token accuracy chooses in every run over the depth of the model, beside the paper's."""
     drawn = over(recorded, now)
     runs = tables.by_run(drawn[0].result)
-    fig, ax = subplots(figsize=(9, 0.5 * (len(runs) + 1) + 1.9))
+    fig, ax = panels(figsize=(9, 0.5 * (len(runs) + 1) + 1.9))
     for place, run in enumerate(runs):
         for one in drawn:
             if rows := tables.by_run(one.result).get(run):

@@ -23,7 +23,7 @@ from firsttoken.droidspeak.probes import TOKENS, answer_doubt, answer_entropy, h
 from firsttoken.droidspeak.profile.pareto import frontier, smallest_within
 from firsttoken.droidspeak.reuse_items import Encoded
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, Figure, subplots
+from firsttoken.study.plot import COLOURS, Figure, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows, rows_where
 from firsttoken.study.show import interval
@@ -178,7 +178,7 @@ def areas(recorded: Result | None, now: Result) -> Figure:
     drawn = over(recorded, now)
     gated = [_gated(one.result) for one in drawn]
     tags = [tag for tag in TAGS if any(tag in groups for groups in gated)]
-    fig, axes = subplots(1, len(tags), figsize=(9, 3.2), squeeze=False, sharey=True)
+    fig, axes = panels(1, len(tags), figsize=(9, 3.2), squeeze=False, sharey=True)
     for ax, tag in zip(axes[0], tags, strict=True):
         said = []
         for one, groups in zip(drawn, gated, strict=True):

@@ -16,7 +16,7 @@ from firsttoken.droidspeak.pipeline.schedule import LINK, PROCESSOR, BusySpan, R
 from firsttoken.droidspeak.profile.pareto import smallest_within
 from firsttoken.link.shaped import LinkConfig
 from firsttoken.study.overlay import legend, over
-from firsttoken.study.plot import COLOURS, Axes, Figure, compared, subplots, ticks
+from firsttoken.study.plot import COLOURS, Axes, Figure, compared, panels, ticks
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows, frame_of, rows_where
 from firsttoken.study.show import interval
@@ -221,7 +221,7 @@ EDGE, IN_VAIN = COLOURS["E-cache"], COLOURS["in vain"]
 
 def timelines() -> Figure:
     """Figure 13, unit by unit: what link and processor do for both requests under each schedule."""
-    fig, axes = subplots(3, 1, figsize=(9, 5.4), sharex=True)
+    fig, axes = panels(3, 1, figsize=(9, 5.4), sharex=True)
     jobs = {job.name: job for job in FIGURE_13}
     for ax, (schedule, paper) in zip(axes, PUBLISHED_UNITS.items(), strict=True):
         timeline = simulate(FIGURE_13, schedule)
@@ -259,7 +259,7 @@ def ttft_by_link(recorded: Result | None, now: Result) -> Figure:
     Left, medians over rounds; right, the median of the ratios within a round, as the summary has it.
     """
     drawn = over(recorded, now)
-    fig, (times, ratios) = subplots(1, 2, figsize=(9, 4.6))
+    fig, (times, ratios) = panels(1, 2, figsize=(9, 4.6))
     for one in drawn:
         links = [(rate, rows) for rate, rows in by_rate(one.result.rows) if rate]
         rates = [rate for rate, _ in links]

@@ -25,7 +25,7 @@ from firsttoken.droidspeak.prefill import Group, full_prefill, partial_prefill, 
 from firsttoken.droidspeak.prefix import Prefix, PrefixCache
 from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
 from firsttoken.study.overlay import Drawn, legend, over
-from firsttoken.study.plot import COLOURS, Axes, Figure, subplots
+from firsttoken.study.plot import COLOURS, Axes, Figure, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows, all_results, frame_of, recorded_result, rows_where
 from firsttoken.study.stats import Interval, bootstrap
@@ -269,7 +269,7 @@ def partial_times(recorded: Result | None, now: Result) -> Figure:
     The share is a measure, not a floor: a round's full prefill may be slower than its partial ones.
     """
     drawn = over(recorded, now)
-    fig, (left, right) = subplots(1, 2, figsize=(9, 4.8))
+    fig, (left, right) = panels(1, 2, figsize=(9, 4.8))
     lengths = sorted({row["tokens"] for one in drawn for row in one.result.rows})
     for one in drawn:
         there = sorted({row["tokens"] for row in one.result.rows})

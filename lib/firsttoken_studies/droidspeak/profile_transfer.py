@@ -10,7 +10,7 @@ import numpy as np
 from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
 from firsttoken.droidspeak.profile.profile_transfer import Chooser, best_of_size, resampled, transfer
 from firsttoken.study.overlay import Drawn, name_results, over
-from firsttoken.study.plot import COLOURS, Axes, Figure, categories, subplots
+from firsttoken.study.plot import COLOURS, Axes, Figure, categories, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows, frame_of, rows_where
 from firsttoken.study.show import interval
@@ -185,7 +185,7 @@ def differences(recorded: Result, now: Result) -> Figure:
     found = [entry for one in both for entry in one.result.summary.all("loss_points", **of_bound)]
     places = [entry["where"] for entry in found if "across" not in entry["where"]] + [of_bound | {"across": "mean"}]
     shown = [where for index, where in enumerate(places) if where not in places[:index]]
-    fig, ax = subplots(figsize=(9, 0.5 * len(shown) + 2.4))
+    fig, ax = panels(figsize=(9, 0.5 * len(shown) + 2.4))
     colour = METHODS["DroidSpeak"].colour
     for shift, (rule, (label, marker)) in zip((-0.14, 0.14), rules.items(), strict=True):
         fill = "none" if rule == OF_SIZE else "full"
@@ -218,7 +218,7 @@ def stability(recorded: Result, now: Result) -> Figure:
     rows = [row for _, of_run in choices for row in of_run]
     runs = list(dict.fromkeys((_pair(row), row["chosen_on"]) for row in rows))
     sizes = sorted({row["items"] for row in rows})
-    fig, (left, right) = subplots(1, 2, figsize=(9, 0.62 * len(runs) + 2.6), sharey=True)
+    fig, (left, right) = panels(1, 2, figsize=(9, 0.62 * len(runs) + 2.6), sharey=True)
     for place, (pair, task) in enumerate(runs):
         for step, items in enumerate(sizes):
             at = place + 0.8 / len(sizes) * (step - (len(sizes) - 1) / 2)

@@ -11,7 +11,7 @@ import numpy as np
 from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
 from firsttoken.droidspeak.profile.profile_transfer import taken
 from firsttoken.study.overlay import Drawn, legend, over
-from firsttoken.study.plot import COLOURS, Axes, Figure, categories, subplots
+from firsttoken.study.plot import COLOURS, Axes, Figure, categories, panels
 from firsttoken.study.record import Result, Rows, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Entry
@@ -50,7 +50,7 @@ def quality_by_latency(recorded: Result | None, now: Result) -> Figure:
     """
     drawn = over(recorded, now)
     runs = by_run(drawn[0].result)
-    fig, axes = subplots(1, len(runs), figsize=(9, 5.2), squeeze=False, sharey=True)
+    fig, axes = panels(1, len(runs), figsize=(9, 5.2), squeeze=False, sharey=True)
     for ax, run in zip(axes[0], runs, strict=True):
         ax.axhline(100 * (1 - BOUND), color=COLOURS["paper"], linestyle="--", linewidth=1.4)
         for one in drawn:
@@ -116,7 +116,7 @@ def gains(recorded: Result | None, now: Result, profiled: Result | None, profile
     """
     drawn = over(recorded, now)
     runs = by_run(drawn[0].result)
-    fig, (gain, loss, lead) = subplots(1, 3, figsize=(9, 0.75 * len(runs) + 2.9), sharey=True)
+    fig, (gain, loss, lead) = panels(1, 3, figsize=(9, 0.75 * len(runs) + 2.9), sharey=True)
     for ax, span, mean in ((gain, PAPER_GAIN, PAPER_MEAN_GAIN), (lead, PAPER_LEAD, PAPER_MEAN_LEAD)):
         ax.axvspan(*span, color=COLOURS["paper"], alpha=0.25, linewidth=0)
         ax.axvline(mean, color=COLOURS["paper"], linewidth=2)

@@ -11,7 +11,7 @@ from firsttoken.droidspeak.forward import cache_of
 from firsttoken.droidspeak.prefill import full_prefill
 from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.study.overlay import Drawn, legend, over
-from firsttoken.study.plot import COLOURS, Figure, categories, subplots
+from firsttoken.study.plot import COLOURS, Figure, categories, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.stats import bootstrap
@@ -63,7 +63,7 @@ def full_reuse(decoded: Result | None, decoded_now: Result | None, recorded: Res
     parts = [(one, "F1 of decoded answers", _decoded(one.result, shown)) for one in answers]
     parts += [(one, "token accuracy", _accuracy(one.result, shown)) for one in drawn]
     lines = list(dict.fromkeys((metric, run) for _, metric, of in parts for run in of))
-    fig, (scores, lost) = subplots(1, 2, figsize=(9, 0.5 * len(lines) + 2.3), sharey=True, width_ratios=(1.5, 1))
+    fig, (scores, lost) = panels(1, 2, figsize=(9, 0.5 * len(lines) + 2.3), sharey=True, width_ratios=(1.5, 1))
     for one, metric, of in parts:
         for run, items in of.items():
             place = lines.index((metric, run)) + one.shift
@@ -113,7 +113,7 @@ def sensitivity(recorded: Result | None, now: Result) -> Figure:
     that full reuse hurts."""
     drawn = over(recorded, now)
     runs = tables.losing_runs(drawn[0].result)
-    fig, axes = subplots(1, len(runs), figsize=(9, 4), squeeze=False, sharey=True)
+    fig, axes = panels(1, len(runs), figsize=(9, 4), squeeze=False, sharey=True)
     for ax, (run, first) in zip(axes[0], runs.items(), strict=True):
         for one in drawn:
             rows = tables.by_run(one.result).get(run, [])
@@ -140,7 +140,7 @@ def sensitivity(recorded: Result | None, now: Result) -> Figure:
 def item_spread(recorded: Result | None, now: Result) -> Figure:
     """Figure 8: how differently items suffer, by the layer that is reused, in the runs that full reuse hurts."""
     drawn = over(recorded, now)
-    fig, ax = subplots(figsize=(9, 4.2))
+    fig, ax = panels(figsize=(9, 4.2))
     runs = tables.losing_runs(drawn[0].result)
     lines = list(zip(runs, ("o-", "s--", "^:", "D-."), strict=False))
     for one in drawn:

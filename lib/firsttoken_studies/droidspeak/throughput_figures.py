@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from firsttoken.study.overlay import Drawn, legend, over
-from firsttoken.study.plot import COLOURS, Axes, Figure, subplots, ticks
+from firsttoken.study.plot import COLOURS, Axes, Figure, panels, ticks
 from firsttoken.study.record import Result, Rows, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
@@ -24,7 +24,7 @@ def under_load(recorded: Result | None, now: Result) -> Figure:
     ways = {(row["method"], row["layers"]): row for row in ran}
     depth = max(layers for _, layers in ways)
     groups = sorted(layers for _, layers in ways if 0 < layers < depth)
-    fig, axes = subplots(1, 3, figsize=(9, 4.6))
+    fig, axes = panels(1, 3, figsize=(9, 4.6))
     for ax, (what, label) in zip(axes, SEEN.items(), strict=True):
         for one in drawn:
             for method, layers in ways:

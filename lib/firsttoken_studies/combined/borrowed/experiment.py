@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import over
-from firsttoken.study.plot import COLOURS, LOOKS, Figure, categories, subplots
+from firsttoken.study.plot import COLOURS, LOOKS, Figure, categories, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows, frame_of, rows_where
 from firsttoken.study.show import cells, interval
@@ -202,7 +202,7 @@ def first_tokens(recorded: Result | None, now: Result) -> Figure:
     """Seconds to the first token by the rate of the link, of the three ways; borrowing at every round trip."""
     from matplotlib.ticker import LogLocator
 
-    fig, ax = subplots(figsize=(9, 4.6))
+    fig, ax = panels(figsize=(9, 4.6))
     results = over(recorded, now)
     for drawn in results:
         asked, summary = drawn.result.parameters["borrowed"], drawn.result.summary
@@ -234,7 +234,7 @@ def taking_over(recorded: Result | None, now: Result) -> Figure:
     results = over(recorded, now)
     shape = 2, len(results)
     options = {"sharex": "col", "sharey": "row", "squeeze": False, "height_ratios": [3, 1.3]}
-    fig, axes = subplots(*shape, figsize=(9, 4.6), **options)
+    fig, axes = panels(*shape, figsize=(9, 4.6), **options)
     for drawn, (upper, lower) in zip(results, axes.T, strict=True):
         chosen = main_starts(drawn.result)
         taken = chosen[BORROWED]["taken"]

@@ -14,7 +14,7 @@ from firsttoken.assets.needs import LAYERS, ModelFacts, Need, check
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS, Figure
+from firsttoken.study.plot import COLOURS, LOOKS, Figure, handle, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows, rows_where
 from firsttoken.study.show import cells, interval
@@ -142,11 +142,9 @@ def floor_name(gbit_per_s: float, servers: int) -> str:
 
 def first_tokens(recorded: Result | None, now: Result) -> Figure:
     """Seconds to the first token by the number of processes, one panel a rate: measured, T / k, and the floor."""
-    import matplotlib.pyplot as plt
-
     results = over(recorded, now)
     rates = sorted({rate for drawn in results for rate in drawn.result.parameters["fetchers"]["gbit_per_s"]})
-    fig, axes = plt.subplots(1, len(rates), figsize=(9, 4.2), squeeze=False)
+    fig, axes = panels(1, len(rates), figsize=(9, 4.2), squeeze=False)
     for ax, rate in zip(axes[0], rates, strict=True):
         for drawn in results:
             asked, result = drawn.result.parameters["fetchers"], drawn.result
@@ -165,9 +163,9 @@ def first_tokens(recorded: Result | None, now: Result) -> Figure:
     axes[0, 0].set_ylabel("first token after the request, s")
     look = LOOKS["measured"]
     handles = [
-        plt.Line2D([], [], color=look.colour, marker=look.marker, linestyle="", label="measured"),
-        plt.Line2D([], [], color=COLOURS["paper"], linestyle="--", label="paper: T / k"),
-        plt.Line2D([], [], color=COLOURS["floor"], linestyle=":", label="floor: the largest part over its link"),
+        handle(color=look.colour, marker=look.marker, linestyle="", label="measured"),
+        handle(color=COLOURS["paper"], linestyle="--", label="paper: T / k"),
+        handle(color=COLOURS["floor"], linestyle=":", label="floor: the largest part over its link"),
     ]
     axes[0, -1].legend(handles=handles, loc="lower left", fontsize=8)
     fig.suptitle("k processes that fetch a part each bring the first token in nearly T / k on slow links")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, Axes, Figure, categories, subplots
+from firsttoken.study.plot import COLOURS, Axes, Figure, categories, panels
 from firsttoken.study.record import Result, Rows, rows_where
 from firsttoken.study.show import cells, interval
 from firsttoken_studies.combined.five_at_once.experiment import ALL, ARMS, LIVE, NONE, TWIN, goodput
@@ -39,7 +39,7 @@ def arm_rows(result: Result) -> Rows:
 
 def goodput_by_arm(recorded: Result | None, now: Result) -> Figure:
     """Requests within both objectives a second, a line an arm."""
-    fig, ax = subplots(figsize=(8, 4.6))
+    fig, ax = panels(figsize=(8, 4.6))
     drawn_over = over(recorded, now)
     for one in drawn_over:
         for place, arm in enumerate(ARMS):
@@ -55,7 +55,7 @@ def goodput_by_arm(recorded: Result | None, now: Result) -> Figure:
 
 def missed(recorded: Result | None, now: Result) -> Figure:
     """What is lost of the goodput of all five without each of them, paired by draw; right of 0 an idea pays."""
-    fig, ax = subplots(figsize=(8, 3))
+    fig, ax = panels(figsize=(8, 3))
     drawn_over = over(recorded, now)
     for one in drawn_over:
         for place, idea in enumerate(IDEAS):
@@ -94,7 +94,7 @@ def error_rows(result: Result) -> Rows:
 
 def simulated(recorded: Result | None, now: Result) -> Figure:
     """Goodput by arm: live beside simulated on this machine, and simulated on the card."""
-    fig, axes = subplots(1, 2, figsize=(10, 4.8), sharey=True)
+    fig, axes = panels(1, 2, figsize=(10, 4.8), sharey=True)
     twin = over(None, recorded or now)[0]
     for look, source, aside in (("measured", LIVE, -0.15), ("other", TWIN, 0.15)):
         for place, arm in enumerate(ARMS):
@@ -121,7 +121,7 @@ def simulated(recorded: Result | None, now: Result) -> Figure:
 def course(result: Result) -> Figure:
     """The first draw without any idea and with all: a line a request, from its arrival over its first token to its
     last."""
-    fig, axes = subplots(1, 2, figsize=(9, 4), sharex=True, sharey=True)
+    fig, axes = panels(1, 2, figsize=(9, 4), sharex=True, sharey=True)
     first = min(row["seed"] for row in result.rows)
     for ax, arm in zip(axes, (NONE, ALL), strict=True):
         for row in rows_where(result.rows, arm=arm, seed=first):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import product
 
 from firsttoken.study.overlay import legend, over
-from firsttoken.study.plot import Figure, subplots, ticks
+from firsttoken.study.plot import Figure, panels, ticks
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import cells
 from firsttoken.study.summary import Entry
@@ -67,7 +67,7 @@ def error_rows(result: Result) -> Rows:
 def waits(recorded: Result | None, now: Result) -> Figure:
     """P95 of the time to the first token over the number of replicas, a panel a model and a line an arm."""
     models = now.parameters["many_starts"]["systems"]
-    fig, axes = subplots(1, len(models), figsize=(5.2 * len(models), 4.6), squeeze=False, layout="constrained")
+    fig, axes = panels(1, len(models), figsize=(5.2 * len(models), 4.6), squeeze=False, layout="constrained")
     drawn = over(recorded, now)
     for ax, model, link in zip(axes[0], models, now.parameters["many_starts"]["gbit_per_s"], strict=True):
         for one in drawn:
@@ -96,7 +96,7 @@ def money(recorded: Result | None, now: Result) -> Figure:
     counts = sorted({min(config["replicas"]), max(config["replicas"])})
     shape = len(counts), len(config["systems"])
     size = 4.8 * shape[1], 3.2 * shape[0] + 1
-    fig, axes = subplots(*shape, figsize=size, squeeze=False, sharex=True, layout="constrained")
+    fig, axes = panels(*shape, figsize=size, squeeze=False, sharex=True, layout="constrained")
     drawn = over(recorded, now)
     for line, count in zip(axes, counts, strict=True):
         for ax, model in zip(line, config["systems"], strict=True):
