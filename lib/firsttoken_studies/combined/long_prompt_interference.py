@@ -22,7 +22,7 @@ from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, frame_of
+from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Summary
 
@@ -177,12 +177,12 @@ def _wrong(events: Sequence[TokenEvent], stream: Stream) -> int:
 # What notebook 40 shows of a server under chunks, from a result alone.
 
 
-def under_chunks_rows(result: Result) -> Rows:
+def under_chunks_rows(result: Result) -> Table:
     """What streams notice of a long prompt, with a fixed budget and with steps that may be stretched so far."""
     found, config = result.summary, result.parameters["under_chunks"]
     named = {FIXED: f"{config['budget']} tokens", STRETCHED: f"stretched {config['stretch']:g} times"}
-    return [
-        {
+    for way, name in named.items():
+        yield {
             "steps": name,
             "P99 without the prompt, ms": interval(found.of("tbt_p99_ms", variant=way, case="plain"), 0),
             "P99 beside it, ms": interval(found.of("tbt_p99_ms", variant=way, case="beside"), 0),
@@ -191,5 +191,3 @@ def under_chunks_rows(result: Result) -> Rows:
             "the prompt's first token, s": interval(found.of("ttft_p50_s", variant=way), 1),
             "tokens lost or doubled": found.value("tokens_wrong", variant=way),
         }
-        for way, name in named.items()
-    ]

@@ -42,7 +42,7 @@ from firsttoken.study.errors import LinkError
 from firsttoken.study.overlay import Drawn, name_results, over
 from firsttoken.study.plot import COLOURS, LOOKS, Axes, Figure, categories, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, frame_of
+from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Summary
 from firsttoken_studies.droidspeak.wire import random_request
@@ -316,7 +316,7 @@ def _panel(ax: Axes, one: Drawn, frame: pandas.DataFrame, drawn: dict[str, str],
     categories(ax, drawn.values())
 
 
-def goal_rows(result: Result) -> Rows:
+def goal_rows(result: Result) -> Table:
     """The ratios that the goals are of, with the seconds behind them."""
     found, config = result.summary, result.parameters["one_engine"]
     said = (
@@ -330,7 +330,5 @@ def goal_rows(result: Result) -> Rows:
         ("all first tokens, nothing shared, s", "", "first_tokens_s", "apart", ""),
     )
     places = ({"case": case} | ({"than": than} if than else {}) for *_, case, than in said)
-    return [
-        {"measure": what, "goal": goal, "measured": interval(found.of(measure, **place), 2)}
-        for (what, goal, measure, *_), place in zip(said, places, strict=True)
-    ]
+    for (what, goal, measure, *_), place in zip(said, places, strict=True):
+        yield {"measure": what, "goal": goal, "measured": interval(found.of(measure, **place), 2)}

@@ -6,23 +6,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from firsttoken.study.plot import COLOURS, LOOKS, Figure, panels, ticks
-from firsttoken.study.record import Result, Rows, distinct, rows_where
+from firsttoken.study.record import Result, Table, distinct, rows_where
 from firsttoken_studies.combined.reports_on_cards import EACH_BLOCK, FIRST_STAGE, ONE_COPY, WHOLE
 
 _NAMES = {EACH_BLOCK: "a copy for each block, layer, K and V", ONE_COPY: "one copy each way"}
 
 
-def crossing_rows(now: Result) -> Rows:
+def crossing_rows(now: Result) -> Table:
     """A line a card and model: which way is the cheaper one, by kind of copies."""
     pairs = dict.fromkeys((row["card"], row["model"]) for row in rows_where(now.rows, report="CPS"))
-    lines: Rows = []
     for card, model in pairs:
         line: dict[str, Any] = {"GPU and model": f"{card}, {model}"}
         for way, name in _NAMES.items():
             found = now.summary.get("cheaper_way", machine=card, model=model, variant=way)
             line[name] = found["value"] if found else "not covered by the tables"
-        lines.append(line)
-    return lines
+        yield line
 
 
 def recovery_times(now: Result, cards: Sequence[str]) -> Figure:
@@ -97,36 +95,30 @@ def speedups(now: Result) -> Figure:
     return fig
 
 
-def chain_rows(now: Result) -> Rows:
+def chain_rows(now: Result) -> Table:
     """A line a card and network: steps a second by measured operators, and the paper's."""
     from firsttoken_studies.petals.chain_costs import PUBLISHED_STEPS_PER_S
 
-    return [
-        {
+    for row in rows_where(now.rows, report="PETALS"):
+        yield {
             "servers and network": f"three {row['card']}, {row['network']}",
             "steps/s by operators": f"{1 / row['step_s']:.2f}",
             "the paper, A100": f"{PUBLISHED_STEPS_PER_S[row['network']]:g}",
             "computing, ms a step": f"{1e3 * row['computing_s']:.0f}",
             "the paper's servers, ms": f"{1e3 * row['published_computing_s']:.0f}",
         }
-        for row in rows_where(now.rows, report="PETALS")
-    ]
 
 
-def cold_rows(now: Result) -> Rows:
+def cold_rows(now: Result) -> Table:
     """A line a card and link: the first token of the whole model and of the first stage, and the prefill's share."""
-    lines: Rows = []
     for entry in now.summary.all("ttft_below_pct", variant=FIRST_STAGE, than=WHOLE):
         where = {key: entry["where"][key] for key in ("machine", "model", "gbit_per_s")}
         seconds = [now.summary.value("ttft_s", **where, variant=stage) for stage in (WHOLE, FIRST_STAGE)]
         share = now.summary.value("prefill_share_pct", **where, variant=WHOLE)
-        lines.append(
-            {
-                "GPU and link": f"{where['machine']}, {where['gbit_per_s']:g} Gbit/s",
-                "whole model, s": f"{seconds[0]:.2f}",
-                "first stage, s": f"{seconds[1]:.2f}",
-                "earlier by": f"{entry['value']:.1f} %",
-                "prefill, of the whole": f"{share:.1f} %",
-            }
-        )
-    return lines
+        yield {
+            "GPU and link": f"{where['machine']}, {where['gbit_per_s']:g} Gbit/s",
+            "whole model, s": f"{seconds[0]:.2f}",
+            "first stage, s": f"{seconds[1]:.2f}",
+            "earlier by": f"{entry['value']:.1f} %",
+            "prefill, of the whole": f"{share:.1f} %",
+        }

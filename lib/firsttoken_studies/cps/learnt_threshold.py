@@ -24,7 +24,7 @@ from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS, Figure, panels, ticks
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, frame_of
+from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.stats import Interval, bootstrap
 from firsttoken.study.summary import Summary
@@ -224,16 +224,14 @@ def one_change(courses: Mapping[str, np.ndarray], oracle: np.ndarray, times_s: S
     return fig
 
 
-def setting_rows(result: Result) -> Rows:
+def setting_rows(result: Result) -> Table:
     """The ratios by setting."""
-    rows = []
     for best in result.summary.all("best_static"):
         line = {"setting": best["where"]["case"], "best static policy": LOOKS[best["value"]][0]}
         for name, label in (("best_static", "best static"), ("oracle", "oracle"), ("cross_point", "CrossPoint")):
             over = result.summary.of("recovery_x", policy="online", than=name, case=line["setting"])
             line[f"online / {label}"] = interval(over, 3)
-        rows.append(line)
-    return rows
+        yield line
 
 
 def _by_setting(rows: Rows) -> dict[str, pandas.DataFrame]:

@@ -30,7 +30,7 @@ from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import LOOKS, Figure, categories, panels
 from firsttoken.study.profile import Profile, unknown
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, Table
 from firsttoken.study.show import cells
 from firsttoken.study.stats import bootstrap, share_below
 from firsttoken.study.summary import Summary
@@ -192,17 +192,15 @@ def victims_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     return summary
 
 
-def victim_rows(result: Result) -> Rows:
+def victim_rows(result: Result) -> Table:
     """A line a load, scheduler and rule: P99 TPOT by recovery, and the longest wait with swap."""
     recoveries = dict.fromkeys(row["recovery"] for row in result.rows)
     columns = {f"P99 TPOT, {name}, ms": ("tpot_p99_ms", 0, {"policy": name}) for name in recoveries}
     columns |= {"longest wait, swap, s": ("longest_gap_s", 1, {"policy": "swap"})}
-    lines: Rows = []
     for blocks, scheduler, victim in dict.fromkeys((r["blocks"], r["scheduler"], r["victim"]) for r in result.rows):
         where = {"case": f"{blocks} blocks", "scheduler": scheduler, "variant": victim}
         load = f"{blocks} blocks, {scheduler}: {TOLD[victim]}"
-        lines.append({"load": load} | cells(result.summary, columns, **where))
-    return lines
+        yield {"load": load} | cells(result.summary, columns, **where)
 
 
 def by_victim(recorded: Result | None, now: Result) -> Figure:

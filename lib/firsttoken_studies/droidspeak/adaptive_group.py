@@ -18,7 +18,7 @@ from firsttoken.link.shaped import LinkConfig
 from firsttoken.study.overlay import Drawn, legend, over
 from firsttoken.study.plot import COLOURS, LOOKS, Axes, Figure, panels, ticks
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, frame_of
+from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Entry, Summary
@@ -154,10 +154,9 @@ class Plan:
         return gbit_per_s * kv_bytes_per_s / _PAPER_KV_BYTES_PER_S
 
 
-def scaled_rows(plan: Plan) -> Rows:
+def scaled_rows(plan: Plan) -> Table:
     """The paper's and the report's links, scaled to this machine: the choice, alone, far away, on a busy processor."""
     far_s = _PAPER_RTT_S / _PAPER_PREFILL_S * plan.prefill_s
-    rows = []
     for gbit in _PAPER_GBIT:
         here = plan.here(gbit)
         line: dict[str, Any] = {"Gbit/s in the paper": gbit, "as much here": round(here, 3)}
@@ -166,8 +165,7 @@ def scaled_rows(plan: Plan) -> Rows:
             line[f"group{name}"] = f"{group} ({len(group)} of {plan.costs.depth})"
             line[f"TTFT / full prefill's{name}"] = round(over, 3)
         line[f"the same {1e3 * _PAPER_RTT_S:g} ms away"] = round(plan.choice(here * 1e9 / 8, far_s)[1], 3)
-        rows.append(line)
-    return rows
+        yield line
 
 
 # The figure and the table of notebook 35 about a group for this link, from results of adaptive_group.
@@ -227,24 +225,20 @@ def _say(ax: Axes, text: str, at: tuple[float, float], apart: tuple[int, int], o
     ax.annotate(text, at, apart, textcoords="offset points", fontsize=8.5, alpha=strength, bbox=behind, **where)
 
 
-def choice_rows(result: Result) -> Rows:
+def choice_rows(result: Result) -> Table:
     """The choice at each link in numbers."""
-    rows = []
     for rate, of in result.frame().groupby("gbit_per_s"):
         fixed, chosen = of[of.how == "fixed"].groupby(["lo", "hi"]).ttft_s.median(), of[of.how == "chosen"]
-        rows.append(
-            {
-                "link, Gbit/s": f"{rate:g}",
-                "chosen": _usual(chosen),
-                "TTFT, s": round(float(chosen.ttft_s.median()), 3),
-                "expected, s": round(float(chosen.expected_s.median()), 3),
-                "best fixed": str(Group(*fixed.idxmin())),
-                "its TTFT, s": round(float(fixed.min()), 3),
-                "worst fixed, s": round(float(fixed.max()), 3),
-                f"choice / best (target {TARGET})": interval(_over_best(result, rate), 3),
-            }
-        )
-    return rows
+        yield {
+            "link, Gbit/s": f"{rate:g}",
+            "chosen": _usual(chosen),
+            "TTFT, s": round(float(chosen.ttft_s.median()), 3),
+            "expected, s": round(float(chosen.expected_s.median()), 3),
+            "best fixed": str(Group(*fixed.idxmin())),
+            "its TTFT, s": round(float(fixed.min()), 3),
+            "worst fixed, s": round(float(fixed.max()), 3),
+            f"choice / best (target {TARGET})": interval(_over_best(result, rate), 3),
+        }
 
 
 def _usual(chosen: pandas.DataFrame) -> str:

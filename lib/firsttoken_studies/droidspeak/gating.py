@@ -25,7 +25,7 @@ from firsttoken.droidspeak.reuse_items import Encoded
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS, Figure, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, rows_where
+from firsttoken.study.record import Outcome, Result, Rows, Table, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
@@ -207,19 +207,18 @@ def areas(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def gate_rows(result: Result, depth: int) -> Rows:
+def gate_rows(result: Result, depth: int) -> Table:
     """The gates in numbers, on items that set no threshold, "no gate" first; computed is of a full prefill.
 
     A probe of tokens computes them in all layers; a request that is sent back has its group recomputed for nothing.
     """
     probe = TOKENS / Run.parse(result.parameters["reuse"]["runs"][0]).tokens
-    rows = []
     for tag, group in _gated(result).items():
         judged = rows_where(result.rows, set="judge", group=group)
         own = [row["own"] for row in judged]
         layers = (int(group.split("-")[1]) - int(group.split("-")[0]) + 1) / depth if "-" in group else 0.0
         cache = {"cache": f"{TAGS[tag]} ({group})"}
-        rows.append(cache | {"gate": "no gate"} | _cost([row["score"] for row in judged], own, layers))
+        yield cache | {"gate": "no gate"} | _cost([row["score"] for row in judged], own, layers)
         known = rows_where(result.rows, set="calibrate", group=group)
         gates = calibrated(known, result.parameters["gate"]["miss_budget"])
         for signal, made in gates.items():
@@ -227,8 +226,7 @@ def gate_rows(result: Result, depth: int) -> Rows:
             sent_back = 1 - sum(made.accepts(row[signal]) for row in judged) / len(judged)
             cost = layers + sent_back + (probe if signal in ("head", "tail") else 0.0)
             told = {_RATES[name]: "" if rate is None else f"{rate['value']:.0f}" for name, rate in rates.items()}
-            rows.append(cache | {"gate": signal} | told | _cost(behind(made, judged), own, cost))
-    return rows
+            yield cache | {"gate": signal} | told | _cost(behind(made, judged), own, cost)
 
 
 _RATES = {

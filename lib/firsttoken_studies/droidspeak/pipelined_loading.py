@@ -18,7 +18,7 @@ from firsttoken.link.shaped import LinkConfig
 from firsttoken.study.overlay import legend, over
 from firsttoken.study.plot import COLOURS, Axes, Figure, compared, panels, ticks
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, frame_of, rows_where
+from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
@@ -125,11 +125,11 @@ def _rounded(**seconds: float | None) -> dict[str, float]:
 # The tables of notebook 32: sizes, the schedules of Figure 13, and the live run, from arithmetic and results alone.
 
 
-def edge_rows(result: Result) -> Rows:
+def edge_rows(result: Result) -> Table:
     """E-cache over KV of one layer, by shape; of the model that was run, as it was measured, too."""
     measured = result.summary.get("edge_bytes_x", than="kv of a layer")
-    return [
-        {
+    for name, (hidden, kv_heads, head_dim, paper) in SHAPES.items():
+        yield {
             "model": name,
             "hidden": hidden,
             "KV heads x head dimension": f"{kv_heads} x {head_dim}",
@@ -137,39 +137,30 @@ def edge_rows(result: Result) -> Rows:
             "paper": paper,
             "measured": measured["value"] if measured and "(here)" in name else "",
         }
-        for name, (hidden, kv_heads, head_dim, paper) in SHAPES.items()
-    ]
 
 
-def toy_rows() -> Rows:
+def toy_rows() -> Table:
     """The report's toy example: 1 head of 2, 4 tokens, 2 bytes (errata I36)."""
-    return [
-        {"layers": layers, "KV, bytes": size, "KV, GB": f"{size / 1e9:.2e}", "report, GB": "1.28e-07"}
-        for layers, size in ((layers, kv_bytes(layers, 1, 2, 4)) for layers in (6, 4))
-    ]
+    for layers, size in ((layers, kv_bytes(layers, 1, 2, 4)) for layers in (6, 4)):
+        yield {"layers": layers, "KV, bytes": size, "KV, GB": f"{size / 1e9:.2e}", "report, GB": "1.28e-07"}
 
 
-def schedule_rows() -> Rows:
+def schedule_rows() -> Table:
     """Figure 13: the sums of both requests, as published and under other assumptions, and each request alone."""
     free = tuple(replace(job, edge_units=0) for job in FIGURE_13)
-    rows = []
     for schedule, paper in PUBLISHED_UNITS.items():
         timeline = simulate(FIGURE_13, schedule)
-        rows.append(
-            {"schedule": str(schedule), "paper": paper, "sum": timeline.total}
-            | {f"request {job.name}": timeline.ttft[job.name] for job in FIGURE_13}
-            | {
-                "requests overlap": simulate(FIGURE_13, schedule, overlap=True).total,
-                "E-cache free": simulate(free, schedule).total,
-                "both": simulate(free, schedule, overlap=True).total,
-            }
-        )
-    return rows
+        line = {"schedule": str(schedule), "paper": paper, "sum": timeline.total}
+        line |= {f"request {job.name}": timeline.ttft[job.name] for job in FIGURE_13}
+        yield line | {
+            "requests overlap": simulate(FIGURE_13, schedule, overlap=True).total,
+            "E-cache free": simulate(free, schedule).total,
+            "both": simulate(free, schedule, overlap=True).total,
+        }
 
 
-def loading_rows(result: Result) -> Rows:
+def loading_rows(result: Result) -> Table:
     """Figure 20 in numbers: median TTFT of every schedule by link, the floor, and what pipelining gains."""
-    rows = []
     for rate, of in by_rate(result.rows):
         line: dict[str, Any] = {"link, Gbit/s": f"{rate:g}" if rate else "not shaped"}
         for schedule in Schedule:
@@ -181,8 +172,7 @@ def loading_rows(result: Result) -> Rows:
         for schedule, than in ratios:
             over = result.summary.of("ttft_x", method=schedule, than=than, gbit_per_s=rate)
             line[f"{schedule} / {than}"] = interval(over, 2)
-        rows.append(line)
-    return rows
+        yield line
 
 
 def by_rate(rows: Rows) -> Iterator[tuple[float, Rows]]:

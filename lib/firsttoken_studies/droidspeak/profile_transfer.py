@@ -12,7 +12,7 @@ from firsttoken.droidspeak.profile.profile_transfer import Chooser, best_of_size
 from firsttoken.study.overlay import Drawn, name_results, over
 from firsttoken.study.plot import COLOURS, Axes, Figure, categories, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, frame_of, rows_where
+from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Scalar, Summary
@@ -264,31 +264,26 @@ def matrix_rows(result: Result) -> Rows:
     return list(lines.values())
 
 
-def difference_rows(result: Result) -> Rows:
+def difference_rows(result: Result) -> Table:
     """What a foreign choice loses more than the task's own: at the bound, and at equal size averaged over the sizes."""
-    rows, papers = [], {"worst": f"at most {PAPER_WORST}", "mean": str(PAPER_MEAN)}
+    papers = {"worst": f"at most {PAPER_WORST}", "mean": str(PAPER_MEAN)}
     for entry in result.summary.all("loss_points", variant=AT_BOUND, than=OWN):
         where = entry["where"]
         across = where.get("across")
         same_size = result.summary.get("loss_points", **where | {"variant": OF_SIZE})
-        rows.append(
-            {
-                "transfer": across or f"{_choice(where)} to {where['task']}",
-                "at the bound, points": interval(entry),
-                "equally many layers, points": interval(same_size),
-                "paper, points": papers.get(across, ""),
-                "n": entry["n"],
-            }
-        )
-    return rows
+        yield {
+            "transfer": across or f"{_choice(where)} to {where['task']}",
+            "at the bound, points": interval(entry),
+            "equally many layers, points": interval(same_size),
+            "paper, points": papers.get(across, ""),
+            "n": entry["n"],
+        }
 
 
-def unseen_rows(result: Result) -> Rows:
+def unseen_rows(result: Result) -> Table:
     """What a choice loses more on other items of its own task than on those that made it."""
-    return [
-        {"choice": _choice(entry["where"]), "points": interval(entry), "n": entry["n"]}
-        for entry in result.summary.all("loss_points", than=SEEN)
-    ]
+    for entry in result.summary.all("loss_points", than=SEEN):
+        yield {"choice": _choice(entry["where"]), "points": interval(entry), "n": entry["n"]}
 
 
 def _pair(row: Mapping[str, Scalar]) -> str:

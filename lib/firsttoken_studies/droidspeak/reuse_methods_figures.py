@@ -12,7 +12,7 @@ from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
 from firsttoken.droidspeak.profile.profile_transfer import taken
 from firsttoken.study.overlay import Drawn, legend, over
 from firsttoken.study.plot import COLOURS, Axes, Figure, categories, panels
-from firsttoken.study.record import Result, Rows, rows_where
+from firsttoken.study.record import Result, Rows, Table, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Entry
 from firsttoken_studies.droidspeak.decoding import DROIDSPEAK, OWN
@@ -200,30 +200,26 @@ def _dot(ax: Axes, entry: Entry | None, at: float, mark: str, one: Drawn) -> Non
                 markersize=7, linewidth=1.4, **one.outlined)  # fmt: skip
 
 
-def answer_rows(methods: Result) -> Rows:
+def answer_rows(methods: Result) -> Table:
     """Figure 14 in numbers, from the items that judge."""
-    rows = []
     for run, of in by_run(methods).items():
         asked = rows_where(of, items=JUDGE)
         (own,) = rows_where(asked, method=OWN)
         for row in asked:
-            rows.append(
-                {
-                    "run": run,
-                    "method": row["method"],
-                    "layers": f"{row['lo']}-{row['hi'] - 1}" if row["hi"] else "",
-                    "computed, %": round(100 * row["compute"], 1),
-                    "time / full prefill's": round(float(np.median(row["time_share"])), 2),
-                    f"{row['metric']}, % (n = {row['n']})": round(100 * row["score"], 1),
-                    "lost, % of the own": ""
-                    if row is own
-                    else interval(relative_loss(own["item_score"], row["item_score"]).summary()),
-                }
-            )
-    return rows
+            yield {
+                "run": run,
+                "method": row["method"],
+                "layers": f"{row['lo']}-{row['hi'] - 1}" if row["hi"] else "",
+                "computed, %": round(100 * row["compute"], 1),
+                "time / full prefill's": round(float(np.median(row["time_share"])), 2),
+                f"{row['metric']}, % (n = {row['n']})": round(100 * row["score"], 1),
+                "lost, % of the own": ""
+                if row is own
+                else interval(relative_loss(own["item_score"], row["item_score"]).summary()),
+            }
 
 
-def choice_rows(methods: Result) -> Rows:
+def choice_rows(methods: Result) -> Table:
     """The group of each run that decoded answers choose, and the one that token accuracy would choose.
 
     The former's loss is on the items that judge, the latter's on those that choose.
@@ -237,11 +233,9 @@ def choice_rows(methods: Result) -> Rows:
         "its: earlier, times": ("speedup_x", ACCURACY),
         "its: lost, %": ("relative_loss_pct", ACCURACY),
     }
-    rows = []
     for run, of in by_run(methods).items():
         found = {title: methods.summary.of(name, **where, **run_of(of[0])) for title, (name, where) in shown.items()}
-        rows.append({"run": run} | {title: interval(entry, 2) for title, entry in found.items()})
-    return rows
+        yield {"run": run} | {title: interval(entry, 2) for title, entry in found.items()}
 
 
 def paper_rows(latency: Result, methods: Result) -> Rows:

@@ -9,7 +9,7 @@ import numpy as np
 
 from firsttoken.droidspeak.profile.pareto import critical_layers, smallest_within
 from firsttoken.study.plot import compared
-from firsttoken.study.record import Result, Rows, frame_of
+from firsttoken.study.record import Result, Rows, Table, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.stats import Interval, bootstrap, paired_bootstrap
 from firsttoken_studies.droidspeak.profiling import BOUND, CRITICAL, naive_passes, profiled_groups
@@ -62,51 +62,40 @@ def critical_of(rows: Sequence[dict[str, Any]]) -> list[int]:
     return critical_layers(layers, only(rows, "own")["accuracy"], CRITICAL)
 
 
-def reuse_rows(result: Result) -> Rows:
+def reuse_rows(result: Result) -> Table:
     """Figure 6 in numbers, with the distance of each pair."""
-    rows = []
     for run, of in by_run(result).items():
         own, reuse, sender = (only(of, what)["item_accuracy"] for what in ("own", "reuse", "sender"))
         far = distance_of(result, of)
-        rows.append(
-            {"run": run, "weights apart, %": "" if far is None else f"{far:.2f}"}
-            | {
-                f"{name}, %": interval(bootstrap(values).summary(scale=100))
-                for name, values in {"own prefill": own, "full reuse": reuse, "sender": sender}.items()
-            }
-            | {
-                "full reuse loses, points": interval(paired_bootstrap(own, reuse).summary(scale=100)),
-                "relative, %": interval(relative_loss(own, reuse).summary()),
-                "n": len(own),
-            }
-        )
-    return rows
+        line = {"run": run, "weights apart, %": "" if far is None else f"{far:.2f}"}
+        for name, values in {"own prefill": own, "full reuse": reuse, "sender": sender}.items():
+            line[f"{name}, %"] = interval(bootstrap(values).summary(scale=100))
+        yield line | {
+            "full reuse loses, points": interval(paired_bootstrap(own, reuse).summary(scale=100)),
+            "relative, %": interval(relative_loss(own, reuse).summary()),
+            "n": len(own),
+        }
 
 
-def sensitivity_rows(result: Result) -> Rows:
+def sensitivity_rows(result: Result) -> Table:
     """Figures 7 and 8 in numbers: critical layers, the worst one, and the one where items differ most."""
-    rows = []
     for run, of in by_run(result).items():
         accuracy = layer_losses(of)
         critical, own = critical_of(of), only(of, "own")["accuracy"]
         worst, spread = int(accuracy.mean(1).argmax()), accuracy.std(1)
-        rows.append(
-            {
-                "run": run,
-                "critical layers": ", ".join(map(str, critical)) or "none",
-                "share, % (paper: 11)": round(100 * len(critical) / len(accuracy), 1),
-                "most sensitive": worst,
-                "it alone loses, %": round(100 * float(accuracy.mean(1).max()) / own, 1),
-                "most variable": int(spread.argmax()),
-                "its standard deviation, points": round(100 * float(spread.max()), 1),
-            }
-        )
-    return rows
+        yield {
+            "run": run,
+            "critical layers": ", ".join(map(str, critical)) or "none",
+            "share, % (paper: 11)": round(100 * len(critical) / len(accuracy), 1),
+            "most sensitive": worst,
+            "it alone loses, %": round(100 * float(accuracy.mean(1).max()) / own, 1),
+            "most variable": int(spread.argmax()),
+            "its standard deviation, points": round(100 * float(spread.max()), 1),
+        }
 
 
-def group_rows(result: Result) -> Rows:
+def group_rows(result: Result) -> Table:
     """Figure 11 in numbers: the fewest layers within 5 % of the receiver's own score, and within 5 points of it."""
-    rows = []
     for run, of in by_run(result).items():
         groups, depth = profiled_groups(of), depth_of(of)
         line: dict[str, Any] = {"run": run}
@@ -117,31 +106,26 @@ def group_rows(result: Result) -> Rows:
             line[f"within {name}"] = f"{chosen.group} ({len(chosen.group)} of {depth})"
             line[f"{name}: loss, points"] = interval(chosen.loss.summary(scale=100))
             line[f"{name}: relative, %"] = f"{100 * chosen.relative_loss:.1f}"
-        rows.append(line | {"critical, of layers": f"{len(critical_of(of))} of {depth}"})
-    return rows
+        yield line | {"critical, of layers": f"{len(critical_of(of))} of {depth}"}
 
 
-def transition_rows(result: Result) -> Rows:
+def transition_rows(result: Result) -> Table:
     """Figure 10 in numbers: means over sets of equally many layers, with intervals over the sets."""
-    rows = []
     for run, of in by_run(result).items():
         for count, sets in frame_of(of).groupby("transitions"):
             moved, nats, lost = (bootstrap(sets[name]) for name in ("deviation", "nll_lost", "accuracy_lost"))
-            rows.append(
-                {
-                    "contiguous runs": count,
-                    "of": run,
-                    "layers recomputed": len(sets.layers.iloc[0].split(",")),
-                    "sets": len(sets),
-                    "output moved, %": interval(moved.summary(scale=100)),
-                    "likelihood lost, nats": interval(nats.summary(), 2),
-                    "accuracy lost, points": interval(lost.summary(scale=100)),
-                }
-            )
-    return rows
+            yield {
+                "contiguous runs": count,
+                "of": run,
+                "layers recomputed": len(sets.layers.iloc[0].split(",")),
+                "sets": len(sets),
+                "output moved, %": interval(moved.summary(scale=100)),
+                "likelihood lost, nats": interval(nats.summary(), 2),
+                "accuracy lost, points": interval(lost.summary(scale=100)),
+            }
 
 
-def cost_rows(result: Result) -> Rows:
+def cost_rows(result: Result) -> Table:
     """What a profile costs in prefills of an item: naive, every group anew; shared, once for every lower edge.
 
     Computed for 32 layers (the paper's example) and for the model that was profiled; counted in its first run.
@@ -149,22 +133,18 @@ def cost_rows(result: Result) -> Rows:
     of = next(iter(by_run(result).values()))
     cost, depth = only(of, "cost"), depth_of(of)
     step = min((row["layers"] for row in of if row["what"] == "group" and row["hi"] < depth), default=depth)
-    rows = []
     for layers, size in sorted({(32, 1), (32, 2), (depth, 1), (depth, 2), (depth, step)}):
         edges = [*range(0, layers, size), layers]
         shared = 1 + sum(layers - lo for lo in edges[:-1]) / layers  # the sender's prefill leaves the E-caches
         counted = cost["prefix_layers"] / depth if (layers, size) == (depth, step) else None
-        rows.append(
-            {
-                "layers, group size": f"{layers}, {size}",
-                "groups": len(edges) * (len(edges) - 1) // 2,
-                "naive, prefills": round(naive_passes(layers, size), 1),
-                "one a lower edge, prefills": round(shared, 1),
-                "counted, prefills": "" if counted is None else round(counted, 1),
-                "measured, s an item": "" if counted is None else round(cost["seconds"] / cost["n"], 2),
-            }
-        )
-    return rows
+        yield {
+            "layers, group size": f"{layers}, {size}",
+            "groups": len(edges) * (len(edges) - 1) // 2,
+            "naive, prefills": round(naive_passes(layers, size), 1),
+            "one a lower edge, prefills": round(shared, 1),
+            "counted, prefills": "" if counted is None else round(counted, 1),
+            "measured, s an item": "" if counted is None else round(cost["seconds"] / cost["n"], 2),
+        }
 
 
 def reuse_comparison(result: Result, methods: Result) -> Rows:

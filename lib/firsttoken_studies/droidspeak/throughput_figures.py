@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from firsttoken.study.overlay import Drawn, legend, over
 from firsttoken.study.plot import COLOURS, Axes, Figure, panels, ticks
-from firsttoken.study.record import Result, Rows, rows_where
+from firsttoken.study.record import Result, Rows, Table, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken_studies.droidspeak.styles import METHODS
@@ -61,9 +61,9 @@ def _line(ax: Axes, rows: Rows, what: str, dashes: str, one: Drawn) -> None:
     ax.fill_between(rates, low, high, color=look.colour, alpha=0.2 * one.style["alpha"], linewidth=0)
 
 
-def throughput_rows(result: Result) -> Rows:
+def throughput_rows(result: Result) -> Table:
     """Return by way the most requests a second within each objective, over full prefill's."""
-    rows, depth = [], max(row["layers"] for row in result.rows if row["what"] == "run")
+    depth = max(row["layers"] for row in result.rows if row["what"] == "run")
     for entry in result.summary.all("capacity_x", metric="ttft", objective=KNEE):
         where = entry["where"]
         told = f"{where['layers']} of {depth} layers" if where.get("layers") else "mean of the pairs"
@@ -73,5 +73,4 @@ def throughput_rows(result: Result) -> Rows:
                 column = f"{label} within {knee:g} x alone" if knee == KNEE else f"{label}, {knee:g} x"
                 gain = result.summary.get("capacity_x", **where | {"metric": what, "objective": knee})
                 line[column] = interval(gain, 2)
-        rows.append(line | {"paper": PAPER if where["method"] == PARTIAL else ""})
-    return rows
+        yield line | {"paper": PAPER if where["method"] == PARTIAL else ""}

@@ -16,7 +16,7 @@ from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import over
 from firsttoken.study.plot import COLOURS, LOOKS, Figure, categories, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, frame_of, rows_where
+from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of, rows_where
 from firsttoken.study.show import cells, interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Scalar, Summary
@@ -264,7 +264,7 @@ def main_starts(result: Result) -> dict[str, dict[str, Any]]:
     return chosen
 
 
-def start_rows(recorded: Result | None, now: Result) -> Rows:
+def start_rows(recorded: Result | None, now: Result) -> Table:
     """The table of first tokens, of last ones and of bytes, by link and round trip."""
     waiting = {"whole, s": ("ttft_p50_s", 2, {"variant": WHOLE}), "stage 1, s": ("ttft_p50_s", 2, {"variant": PRUNED})}
     borrowing = {
@@ -275,38 +275,32 @@ def start_rows(recorded: Result | None, now: Result) -> Rows:
         "lent, MB": ("lent_mb", 2),
         "tokens before all are here": ("lent_tokens", 0),
     }
-    rows: Rows = []
     for drawn in over(recorded, now):
         summary, asked = drawn.result.summary, drawn.result.parameters["borrowed"]
         for rate, rtt in product(asked["gbit_per_s"], asked["rtt_ms"]):
             line = {"link and round trip": f"{rate:g} Gbit/s, {rtt:g} ms"} | cells(summary, waiting, gbit_per_s=rate)
             line |= cells(summary, borrowing, variant=BORROWED, gbit_per_s=rate, rtt_ms=rtt)
-            rows.append(line | {"whose": drawn.who()})
-    return rows
+            yield line | {"whose": drawn.who()}
 
 
-def whose_rows(recorded: Result | None, now: Result) -> Rows:
+def whose_rows(recorded: Result | None, now: Result) -> Table:
     """Return rows that say how often a start's tokens are the whole model's."""
-    rows: Rows = []
     for drawn in over(recorded, now):
         for way in (PRUNED, BORROWED):
             same = drawn.result.summary.of("same_tokens_pct", variant=way, than=WHOLE)
             first = drawn.result.summary.value("same_first_token_pct", variant=way, than=WHOLE)
             told = {"first token is the whole model's, %": first, "all tokens are, %": same["value"]}
-            rows.append({"start": WAYS[way], "starts": same["n"], **told, "whose": drawn.who()})
-    return rows
+            yield {"start": WAYS[way], "starts": same["n"], **told, "whose": drawn.who()}
 
 
-def neighbour_rows(recorded: Result | None, now: Result) -> Rows:
+def neighbour_rows(recorded: Result | None, now: Result) -> Table:
     """What the neighbour's own request had meanwhile; nothing where it was not measured."""
     names = {ALONE: "alone", WHOLE: "beside a start that waits", BORROWED: "beside a start that borrows"}
-    return [
-        {
-            "the neighbour's own request": name,
-            "tokens/s": interval(drawn.result.summary.get("neighbour_tokens_per_s", case=case), 1),
-            "lost, %": interval(drawn.result.summary.get("neighbour_lost_pct", case=case, than=ALONE), 1),
-            "whose": drawn.who(),
-        }
-        for drawn in over(recorded, now)
-        for case, name in names.items()
-    ]
+    for drawn in over(recorded, now):
+        for case, name in names.items():
+            yield {
+                "the neighbour's own request": name,
+                "tokens/s": interval(drawn.result.summary.get("neighbour_tokens_per_s", case=case), 1),
+                "lost, %": interval(drawn.result.summary.get("neighbour_lost_pct", case=case, than=ALONE), 1),
+                "whose": drawn.who(),
+            }

@@ -16,7 +16,7 @@ from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS, LOOKS, Figure, handle, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, rows_where
+from firsttoken.study.record import Outcome, Result, Rows, Table, rows_where
 from firsttoken.study.show import cells, interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
@@ -173,7 +173,7 @@ def first_tokens(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def fetch_rows(recorded: Result | None, now: Result) -> Rows:
+def fetch_rows(recorded: Result | None, now: Result) -> Table:
     """The table of first tokens, of all layers being in the first process, and of bytes, by link and processes."""
     columns = {
         "over whole": ("ttft_x", 2, {"than": WHOLE}),
@@ -181,7 +181,6 @@ def fetch_rows(recorded: Result | None, now: Result) -> Rows:
         "all layers in the first, over whole": ("loaded_x", 2, {"than": WHOLE}),
         "bytes over the model's": ("moved_x", 2, {"than": MODEL}),
     }
-    rows: Rows = []
     for drawn in over(recorded, now):
         summary, asked = drawn.result.summary, drawn.result.parameters["fetchers"]
         for rate, count in product(asked["gbit_per_s"], (1, *asked["servers"])):
@@ -192,8 +191,7 @@ def fetch_rows(recorded: Result | None, now: Result) -> Rows:
                 "measured, s": interval(summary.of("ttft_p50_s", **_place(rate, count)), 2),
                 "floor, s": f"{drawn.result.floors[floor_name(rate, count)]['value']:.2f}",
             }
-            rows.append(line | cells(summary, columns, **_place(rate, count)) | {"whose": drawn.who()})
-    return rows
+            yield line | cells(summary, columns, **_place(rate, count)) | {"whose": drawn.who()}
 
 
 def _place(rate: float, count: int) -> dict[str, str | float | int]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS, Axes, Figure, categories, panels
-from firsttoken.study.record import Result, Rows, rows_where
+from firsttoken.study.record import Result, Rows, Table, rows_where
 from firsttoken.study.show import cells, interval
 from firsttoken_studies.combined.five_at_once.experiment import ALL, ARMS, LIVE, NONE, TWIN, goodput
 from firsttoken_studies.combined.five_at_once.trial import IDEAS
@@ -28,13 +28,11 @@ COLUMNS = {
 }
 
 
-def arm_rows(result: Result) -> Rows:
+def arm_rows(result: Result) -> Table:
     """A line an arm: all measures with their intervals."""
-    return [
-        {"arm": arm} | cells(result.summary, COLUMNS, variant=arm)
-        for arm in ARMS
-        if result.summary.get("goodput_per_s", variant=arm)
-    ]
+    for arm in ARMS:
+        if result.summary.get("goodput_per_s", variant=arm):
+            yield {"arm": arm} | cells(result.summary, COLUMNS, variant=arm)
 
 
 def goodput_by_arm(recorded: Result | None, now: Result) -> Figure:

@@ -7,7 +7,7 @@ from itertools import product
 
 from firsttoken.study.overlay import legend, over
 from firsttoken.study.plot import Figure, panels, ticks
-from firsttoken.study.record import Result, Rows
+from firsttoken.study.record import Result, Rows, Table
 from firsttoken.study.show import cells
 from firsttoken.study.summary import Entry
 from firsttoken_studies.combined.many_starts.experiment import ARMS, STAGED, WARM, WHOLE, pool
@@ -17,7 +17,7 @@ _LINES = {"fair": "-", "first stages first": "-.", "in turn": "--"}
 _KEPT = ("-", "--", "-.", ":")
 
 
-def arm_rows(result: Result, model: str, replicas: int) -> Rows:
+def arm_rows(result: Result, model: str, replicas: int) -> Table:
     """A line an arm: times to the first token, bytes over the link, whose tokens they are, and what was paid for."""
     found = result.summary
     times = {f"P{q} TTFT, s": (f"ttft_p{q}_s", 2) for q in (50, 95, 99)}
@@ -27,28 +27,24 @@ def arm_rows(result: Result, model: str, replicas: int) -> Rows:
         "seconds / 1,000 requests": ("paid_s", 0),
         "USD / 1,000": ("usd", 2),
     }
-    rows: Rows = []
     for arm in result.parameters["many_starts"]["arms"]:
         at = {"model": model, "replicas": replicas, "variant": arm}
         sent = {"GB by stage until then": "bytes_first_gb", "in the burst": "bytes_over_gb"}
         over_link = {head: _parts(found.all(measure, **at)) for head, measure in sent.items()}
-        rows.append({"arm": arm} | cells(found, times, **at) | over_link | cells(found, paid, **at))
-    return rows
+        yield {"arm": arm} | cells(found, times, **at) | over_link | cells(found, paid, **at)
 
 
 def _parts(sent: Sequence[Entry]) -> str:
     return " + ".join(f"{entry['value']:.1f}" for entry in sent) or "0"
 
 
-def crossing_rows(result: Result) -> Rows:
+def crossing_rows(result: Result) -> Table:
     """A line a model and number of replicas: how long a pool may idle before a cold start is the cheaper one."""
     config = result.parameters["many_starts"]
     cold = [arm for arm in config["arms"] if arm != WARM]
     columns = {f"{arm}, s": ("crossing_s", 1, {"variant": arm, "than": WARM}) for arm in cold}
-    return [
-        {"model": model, "replicas": count} | cells(result.summary, columns, model=model, replicas=count)
-        for model, count in product(config["systems"], config["replicas"])
-    ]
+    for model, count in product(config["systems"], config["replicas"]):
+        yield {"model": model, "replicas": count} | cells(result.summary, columns, model=model, replicas=count)
 
 
 def error_rows(result: Result) -> Rows:
