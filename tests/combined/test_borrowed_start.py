@@ -108,9 +108,9 @@ def test_figures_and_tables_are_drawn_from_a_result_alone():
         "borrowed_start", "quick", {"borrowed": ASKED}, {"slug": "x"}, {}, "", [0], "2026", 0.0, {}, ROWS, {}, summary
     )
     assert len(experiment.first_tokens(None, result).axes) == 1 and len(experiment.taking_over(None, result).axes) == 2
-    assert experiment.start_rows(None, result)[0]["over whole"].startswith("0.40")
+    assert next(experiment.start_rows(None, result))["over whole"].startswith("0.40")
     assert [row["starts"] for row in experiment.whose_rows(None, result)] == [2, 2]
-    assert experiment.neighbour_rows(None, result)[2]["lost, %"].startswith("40.0")
+    assert list(experiment.neighbour_rows(None, result))[2]["lost, %"].startswith("40.0")
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def test_figures_and_tables_are_made_of_a_result_alone() -> None:
     assert len(figures.waits(None, result).axes) == 1
     assert len(figures.money(None, result).axes) == 1
     assert [row["arm"] for row in figures.arm_rows(result, "smollm2-135m", 2)] == [WHOLE, STAGED, WARM]
-    assert len(figures.crossing_rows(result)) == len(figures.error_rows(result)) == 1
+    assert len(list(figures.crossing_rows(result))) == len(figures.error_rows(result)) == 1
 
 
 @pytest.mark.parametrize(

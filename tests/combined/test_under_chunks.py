@@ -21,7 +21,8 @@ from firsttoken_studies.combined.long_prompt_interference import (
 def test_a_prompt_under_streams(scheduler: str) -> None:
     model = load_model("random:tiny-2", with_tokenizer=False).model
     config = EngineConfig(scheduler=scheduler, token_budget=64, requests=8, watermark=0.0, stretch=1.3)
-    rows = prompt_under_streams(model, config, streams=6, prompt_tokens=200, plain_tokens=20, rounds=2)
+    asked = UnderChunksConfig(streams=6, prompt_tokens=200, plain_tokens=20, budget=64, stretch=1.3, rounds=2)
+    rows = prompt_under_streams(model, config, asked)
     assert [(row["round"], row["wrong"]) for row in rows] == [(0, 0), (1, 0)]
     for row in rows:
         assert min(row["ttft_s"], row["beside_tbt_s"], row["plain_tbt_s"]) > 0

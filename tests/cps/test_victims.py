@@ -77,4 +77,4 @@ def test_what_cannot_be_compared_is_refused(given: dict, message: str) -> None:
 
 def test_a_live_rule_is_one_of_the_engine() -> None:
     with pytest.raises(ProfileError, match=r"live_victims: no victim 'random'; known: first_arrived"):
-        LiveVictimsConfig(1, 1, 1, 0.25, 96, ("random",), ("swap",), "coalesced")
+        LiveVictimsConfig(1, 1, 1, 0.25, 96, "coalesced", ("random",), ("swap",))

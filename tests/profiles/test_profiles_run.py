@@ -27,7 +27,6 @@ from made_up import (
     few_conversations,
     in_this_process,
     items,
-    lender,
     lending,
     passages,
     plausible,
@@ -156,7 +155,7 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         patch.setattr(stats, "_resampled", lambda sample, stat, _, rng: resampled(sample, stat, 20, rng))
         patch.setattr(harness, "available", lambda folder: None)
         patch.setattr(harness, "KernelLimit", NoLimit)
-        patch.setattr(borrowed, "warm_neighbour", lender)
+        patch.setattr(borrowed, "warm_server", counted_lender)
         patch.setattr(borrowed, "shaped", lambda address, *_: nullcontext(address))
         patch.setattr(borrowed, "own_request", lambda *_: nullcontext(Busy()))
         patch.setattr(fetch_trial, "fetchers", lending)

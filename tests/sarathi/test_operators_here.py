@@ -66,7 +66,7 @@ def test_the_summary_says_how_far_the_published_times_are():
 
 
 def test_the_record_of_a_gpu_is_shown_beside_the_processor(monkeypatch):
-    lines = shown.beside_rows(ledger.claims())
+    lines = list(shown.beside_rows(ledger.claims()))
     assert all(line[shown.RECORDED_ON] != "not measured" for line in lines)
     assert not any("yours" in line for line in lines)
     assert [line["report"] for line in lines if "257" in line["what"]] == ["1.32 x"], "as the ledger has it"

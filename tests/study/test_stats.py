@@ -19,6 +19,7 @@ from firsttoken.study.stats import (
     percentile,
     ratio_of_medians,
     share,
+    share_below,
 )
 
 
@@ -134,6 +135,11 @@ def test_rounds_are_paired_as_they_ran() -> None:
     assert median_ratio([2.0, 9.0, 8.0], [1.0, 3.0, 2.0]) == Interval(3.0, 2.0, 4.0, 3)
     with pytest.raises(ValueError, match="paired as they ran, so 2 and 1"):
         median_ratio([1.0, 2.0], [1.0])
+
+
+def test_the_share_by_which_one_mean_is_below_another() -> None:
+    assert share_below([1.0, 2.0, 3.0], [4.0, 8.0, 12.0]) == Interval(0.75, 0.75, 0.75, 3)
+    assert share_below([1.0, 3.0], [2.0, 3.0]) == Interval(1 - 4 / 5, 0.0, 0.5, 2)
 
 
 def test_of_fewer_than_five_the_range_is_told() -> None:

@@ -134,17 +134,10 @@ def asked_peer(system: str, model: PeerModel, budget: int, load: PeerLoad) -> di
 
 
 @contextmanager
-def lender(folder: Path, depth: int, *_: Any) -> Iterator[str]:
+def counted_lender(folder: Path, depth: int, *_: Any) -> Iterator[tuple[str, int]]:
     """A warm neighbour in this process."""
     with closing(Here(folder)) as here:
-        yield here.serve((0, depth))[0].record.address
-
-
-@contextmanager
-def counted_lender(folder: Path, depth: int, *_: Any) -> Iterator[tuple[str, int]]:
-    """The same, and this process."""
-    with lender(folder, depth) as address:
-        yield address, os.getpid()
+        yield here.serve((0, depth))[0].record.address, os.getpid()
 
 
 class Lending:

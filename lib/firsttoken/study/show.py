@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from firsttoken.study.parsing.yaml_text import read_yaml
 from firsttoken.study.profile import Profile, load_profile
 from firsttoken.study.progress import kernel
 from firsttoken.study.record import CHANGED, Result
+from firsttoken.study.summary import Scalar, Summary
 from firsttoken.study.system import NOT_HERE
 
 if TYPE_CHECKING:
@@ -144,6 +145,17 @@ def interval(entry: Mapping[str, Any] | None, digits: int = 1) -> str:
     if isinstance(value, bool | str) or "low" not in entry:
         return str(value)
     return f"{value:.{digits}f} [{entry['low']:.{digits}f}, {entry['high']:.{digits}f}]"
+
+
+def cells(summary: Summary, columns: Mapping[str, Sequence[Any]], **where: Scalar) -> dict[str, str]:
+    """The cells of one line of a table, by their heads: the interval of a measure where ``where`` says, "" for none.
+
+    A column is (measure, digits), with the rest of the place behind them where ``where`` is not all of it.
+    """
+    return {
+        head: interval(summary.get(measure, **where, **dict(*rest)), digits)
+        for head, (measure, digits, *rest) in columns.items()
+    }
 
 
 def table(rows: Iterable[Mapping[str, Any]], index: str) -> pandas.DataFrame:
