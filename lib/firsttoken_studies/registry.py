@@ -285,7 +285,9 @@ _ALL = (
         "operator_summary",
     ),
     _study("host_time", "The host's time, fitted once", "46", "sarathi.host_time:host_time", "host_summary"),
-    _study("mixture_error", "Mixtures against servers", "46", "sarathi.mixture_error:mixture_error", "mixture_summary"),
+    _study(
+        "mixture_error", "Mixtures against servers", "46", "sarathi.operator_error:mixture_error", "operator_summary"
+    ),
     _study(
         "card_capacity",
         "Capacity on GPUs that are not here",

@@ -14,6 +14,7 @@ from firsttoken.study.storage import storing
 
 if TYPE_CHECKING:
     import pandas
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 
@@ -120,6 +121,15 @@ def save(fig: Figure, name: str) -> Path:
         display(fig)
         matplotlib.pyplot.close(fig)  # else a backend of notebooks shows it at the end of the cell once more
     return png
+
+
+def log_ticks(axis: Axis) -> None:
+    """Plain numbers at 1, 2 and 5 times each power of ten, and nothing between them."""
+    from matplotlib.ticker import LogLocator
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter("")
 
 
 def comparison_table(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:

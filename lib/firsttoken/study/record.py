@@ -46,6 +46,11 @@ def rows_where(rows: Rows, **values: Any) -> Rows:
     return [row for row in rows if values.items() <= row.items()]
 
 
+def distinct(rows: Rows, column: str, **values: Any) -> list[Any]:
+    """The values that :func:`rows_where` have in ``column``, each once, in the order in which they first appear."""
+    return list(dict.fromkeys(row[column] for row in rows_where(rows, **values)))
+
+
 def frame_of(rows: Rows, **values: Any) -> pandas.DataFrame:
     """The table of :func:`rows_where`. Its columns are those of these rows, so that whole numbers stay whole: pandas
     would make them floats where another kind of row lacks them."""

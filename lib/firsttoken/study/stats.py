@@ -174,6 +174,12 @@ def median_ratio(over: Sequence[float], under: Sequence[float]) -> Interval:
     return bootstrap(np.divide(over, under), "median")
 
 
+def ratio_of_means(over: Sequence[float], under: Sequence[float]) -> Interval:
+    """The mean of ``over`` over the mean of ``under``, where over[i] and under[i] are of one draw: draws are resampled,
+    each with both its values. Raises ValueError when the lengths differ."""
+    return bootstrap(np.column_stack([over, under]), lambda sample: float(np.divide(*sample.mean(0))))
+
+
 def ratio_of_medians(over: Sequence[float], under: Sequence[float]) -> Interval:
     """The ratio of the medians of two independent samples of positive values.
 

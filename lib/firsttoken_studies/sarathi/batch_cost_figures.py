@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from firsttoken.study.overlay import Drawn, counted, legend, over
-from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.plot import COLOURS, LOOKS, log_ticks
 from firsttoken.study.record import Result, Rows, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Entry
@@ -48,8 +48,7 @@ def table_costs(recorded: Result | None, now: Result) -> Figure:
         label = f"decodes over {context:,} tokens each, by requests"
         ax.plot([], [], "s", ls=dashes, color=COLOURS["measured"], label=label)
     ax.set(yscale="log", xlabel="tokens of the step", ylabel="ms a token")
-    ax.set_xscale("log", base=2)
-    _plain(ax)
+    _ticks(ax)
     ax.set_title(_tables(drawn), fontsize=10.5)
     alone, least = (
         min(_each(row, of)["value"] for row in _table_rows(drawn[0].result, what) if row[of] == 1 or what == "prefill")
@@ -97,8 +96,7 @@ def live_costs(recorded: Result | None, now: Result) -> Figure:
     pieces.set_title("a prompt in pieces over the whole one, 95 %", fontsize=10.5)
     pieces.set(yscale="log", xlabel="tokens of a piece", ylabel="time / that of the whole prompt")
     for ax in (steps, pieces):
-        ax.set_xscale("log", base=2)
-        _plain(ax)
+        _ticks(ax)
     low, high = pieces.get_ylim()
     pieces.set_yticks([tick for tick in (0.8, 1, 1.2, 1.5, 2, 2.5, 4, 6) if low < tick < high])
     ends = [(piece, _live_pieces(drawn[0].result, piece)["value"]) for piece in sorted(configs[0]["pieces"])]
@@ -170,11 +168,8 @@ def _tables(drawn: Sequence[Drawn]) -> str:
     return f"by the table of {', yours of '.join(dict.fromkeys(costs))}"
 
 
-def _plain(ax: Axes) -> None:
-    from matplotlib.ticker import LogLocator
-
-    if ax.get_yscale() == "log":
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.yaxis.set_minor_formatter("")
+def _ticks(ax: Axes) -> None:
+    """Tokens at powers of two."""
+    ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter("{x:,.0f}")
-    ax.yaxis.set_major_formatter("{x:g}")
+    log_ticks(ax.yaxis)

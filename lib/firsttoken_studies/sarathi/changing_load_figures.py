@@ -8,11 +8,11 @@ import numpy as np
 
 from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS
-from firsttoken.study.record import Result, Rows, frame_of
+from firsttoken.study.plot import COLOURS, log_ticks
+from firsttoken.study.record import Result, Rows, distinct, frame_of
 from firsttoken.study.show import interval
 from firsttoken_studies.sarathi.changing_load import ABOVE_BEST, ADAPTIVE, strict
-from firsttoken_studies.sarathi.figures import NAMES, scaled, told
+from firsttoken_studies.sarathi.figures import look_of, scaled, told
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,7 +59,6 @@ def within(recorded: Result | None, now: Result) -> Figure:
 def course(recorded: Result | None, now: Result) -> Figure:
     """Phase by phase, the median first token of who arrived and the P99 of the gaps; bands are the busy phases."""
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import LogLocator
 
     drawn, load = over(recorded, now), now.parameters["changing_load"]
     fig, axes = plt.subplots(1, 2, figsize=(9, 4.2))
@@ -72,12 +71,10 @@ def course(recorded: Result | None, now: Result) -> Figure:
             for name in (name for name in COURSE if name in _schedulers(one.result)):
                 means = phases[phases.scheduler == name].groupby("phase")[column].mean()
                 entries, title = [{"value": value} for value in means], {"label": told(name)} if one.own else {}
-                one.line(ax, means.index + 1, entries, NAMES[name.partition(" ")[0]][0], scale=scale, **title)
+                one.line(ax, means.index + 1, entries, look_of(name), scale=scale, **title)
         ax.set_xticks(range(1, 1 + len(load["factors"])))
         ax.set(yscale="log", xlabel="phase of the load (band: twice the mean rate)", ylabel=label)
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.yaxis.set_minor_formatter("")
+        log_ticks(ax.yaxis)
     fig.suptitle("Twice the mean rate: whole prompts stall running requests, chunks let new ones wait")
     names = fig.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
     name_results(fig, drawn, legend=names)
@@ -117,4 +114,4 @@ def above_rows(result: Result) -> Rows:
 
 
 def _schedulers(result: Result) -> list[str]:
-    return list(result.frame(what="run").scheduler.unique())
+    return distinct(result.rows, "scheduler", what="run")

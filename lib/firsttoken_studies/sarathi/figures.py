@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,8 +11,8 @@ import numpy as np
 from firsttoken.sarathi.capacity import STRICT, TIMES
 from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS
-from firsttoken.study.record import Result, Rows
+from firsttoken.study.plot import COLOURS, LOOKS, log_ticks
+from firsttoken.study.record import Result, Rows, distinct, rows_where
 from firsttoken.study.show import interval
 from firsttoken_studies.sarathi.generation_stalls import LIVE, SIMULATED
 from firsttoken_studies.sarathi.leaderboard import BASE
@@ -20,6 +21,7 @@ from firsttoken_studies.sarathi.simulator_error import METRICS, QUANTILES, VLLM
 from firsttoken_studies.sarathi.simulator_error import SIMULATED as FORETOLD
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 NAMES = {
@@ -45,6 +47,18 @@ def told(scheduler: str) -> str:
     return NAMES[name][1] + (f", {budget}" if budget else "")
 
 
+def look_of(scheduler: str) -> str:
+    """Under which name of ``plot.LOOKS`` a scheduler is drawn."""
+    return NAMES[scheduler.partition(" ")[0]][0]
+
+
+def name_schedulers(axes: Axes, schedulers: Sequence[str]) -> None:
+    """Let the legend of ``axes`` name the marks of ``schedulers``."""
+    for name in schedulers:
+        look = LOOKS[look_of(name)]
+        axes.plot([], [], linestyle="none", marker=look.marker, color=look.colour, label=told(name))
+
+
 def scaled(entry: Mapping[str, Any], scale: float) -> dict[str, Any]:
     """An entry of a summary in another unit."""
     return entry | {name: scale * entry[name] for name in ("value", "low", "high") if name in entry}
@@ -60,11 +74,11 @@ def stalls(recorded: Result | None, now: Result) -> Figure:
     titles, shown = {LIVE: "live, this model", SIMULATED: f"simulated on {costs}"}, {}
     for ax, (run, title) in zip(axes, titles.items(), strict=True):
         for drawn in over(recorded, now):
-            rows = [row for row in drawn.result.rows if row["run"] == run and row["repeat"] == 1]
-            for scheduler in dict.fromkeys(row["scheduler"] for row in rows):
-                mine = [row for row in rows if row["scheduler"] == scheduler]
-                times = [row["at_s"] for row in mine if row["request"] == 0]
-                first_s = next(row["ttft_s"] for row in mine if row["request"] == "prompt")
+            rows = rows_where(drawn.result.rows, run=run, repeat=1)
+            for scheduler in distinct(rows, "scheduler"):
+                mine = rows_where(rows, scheduler=scheduler)
+                times = [row["at_s"] for row in rows_where(mine, request=0)]
+                (first_s,) = (row["ttft_s"] for row in rows_where(mine, request="prompt"))
                 name, label = NAMES[scheduler.partition(" ")[0]]
                 look, width = LOOKS[name], 2.2 if drawn.own else 1.4
                 ax.step(times, range(len(times)), where="post", color=look.colour, linewidth=width, **drawn.style)
@@ -119,34 +133,29 @@ def stall_rows(result: Result) -> Rows:
 def capacities(recorded: Result | None, now: Result) -> Figure:
     """Capacity over that of prefill first by scheduler and objective, means over draws with their intervals."""
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import LogLocator
 
     drawn, found = over(recorded, now), (recorded or now).summary
     entries = [entry for one in drawn for entry in one.result.summary.all("capacity_x", than=BASE)]
     objectives = list(dict.fromkeys(entry["where"]["objective"] for entry in entries))
-    rows = [row for one in drawn for row in one.result.rows if row["what"] == "capacity"]
-    schedulers = [name for name in dict.fromkeys(row["scheduler"] for row in rows) if name != BASE]
+    rows = [row for one in drawn for row in one.result.rows]
+    schedulers = [name for name in distinct(rows, "scheduler", what="capacity") if name != BASE]
     size = (9, 0.36 * len(schedulers) + 2)
     fig, axes = plt.subplots(1, len(objectives), figsize=size, sharey=True, squeeze=False)
     for ax, objective in zip(axes[0], objectives, strict=True):
-        for one in drawn:
-            for place, scheduler in enumerate(schedulers):
-                entry = one.result.summary.get("capacity_x", **place_of(scheduler), objective=objective, than=BASE)
-                one.point(ax, place + one.shift, entry, NAMES[scheduler.partition(" ")[0]][0], along="x")
+        for one, (place, scheduler) in product(drawn, enumerate(schedulers)):
+            entry = one.result.summary.get("capacity_x", **place_of(scheduler), objective=objective, than=BASE)
+            one.point(ax, place + one.shift, entry, look_of(scheduler), along="x")
         ax.axvline(1, color=COLOURS["floor"], linewidth=1, linestyle=":")
         if objective == STRICT:
             ax.axvline(PAPER_X, color=COLOURS["paper"], linewidth=7, alpha=0.5, zorder=1)
             ax.text(PAPER_X, -0.7, f" paper: {PAPER_X}", color=COLOURS["mark"], fontsize="small")
         ax.set(xscale="log", xlabel="capacity / that of prefill first")
         ax.set_title(f"{objective}: P99 of gaps ≤ {TIMES[objective]} decode steps", fontsize=10.5)
-        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.xaxis.set_major_formatter("{x:g}")
-        ax.xaxis.set_minor_formatter("")
+        log_ticks(ax.xaxis)
     axes[0][0].set_yticks(range(len(schedulers)), [told(name) for name in schedulers])
     axes[0][0].set_ylim(len(schedulers) - 0.5, -1)
-    if (
-        best := found.get("capacity_x", scheduler="sarathi", budget_tokens=512, objective=STRICT, than=BASE)
-    ) is not None:
+    best = found.get("capacity_x", scheduler="sarathi", budget_tokens=512, objective=STRICT, than=BASE)
+    if best is not None:
         fig.suptitle(f"Within the strict objective Sarathi serves {best['value']:.2f} times the load of prefill first")
     name_results(fig, drawn, "capacity_x")
     return fig
@@ -154,18 +163,14 @@ def capacities(recorded: Result | None, now: Result) -> Figure:
 
 def capacity_rows(result: Result) -> Rows:
     """Ratios to the prefill-first scheduler."""
-    rows = [row for row in result.rows if row["what"] == "capacity" and row["scheduler"] != BASE]
-    objectives = dict.fromkeys(row["objective"] for row in rows)
-    return [
-        {"scheduler": told(name)}
-        | {
-            f"{objective}, over prefill first": interval(
-                result.summary.get("capacity_x", **place_of(name), objective=objective, than=BASE), 2
-            )
-            for objective in objectives
-        }
-        for name in dict.fromkeys(row["scheduler"] for row in rows)
-    ]
+    rows: Rows = []
+    for name in distinct(result.rows, "scheduler", what="capacity"):
+        line = {"scheduler": told(name)}
+        for objective in distinct(result.rows, "objective", what="capacity"):
+            over_base = result.summary.get("capacity_x", **place_of(name), objective=objective, than=BASE)
+            line[f"{objective}, over prefill first"] = interval(over_base, 2)
+        rows += [line] if name != BASE else []
+    return rows
 
 
 def ablation_rows(result: Result) -> Rows:
@@ -179,7 +184,7 @@ def ablation_rows(result: Result) -> Rows:
             "P99 TBT, s": interval(result.summary.of("tbt_p99_s", **place_of(name), case="ablation"), 3),
             "paper, P99 TBT (Yi-34B)": paper[name.partition(" ")[0]][1],
         }
-        for name in dict.fromkeys(row["scheduler"] for row in result.rows if row["what"] == "ablation")
+        for name in distinct(result.rows, "scheduler", what="ablation")
     ]
 
 
@@ -191,10 +196,7 @@ def errors(result: Result) -> Figure:
     fig, axes = plt.subplots(1, 3, figsize=(12, 4.2))
     for ax, metric in zip(axes, METRICS, strict=True):
         name, unit, scale = titles[metric]
-        real, simulated = (
-            np.array([row[f"{metric}_s"] for row in result.rows if row["run"] == run]) * scale
-            for run in (VLLM, FORETOLD)
-        )
+        real, simulated = (scale * result.frame(run=run)[f"{metric}_s"] for run in (VLLM, FORETOLD))
         ax.plot(real, simulated, LOOKS["measured"].marker, color=COLOURS["measured"], markersize=3, alpha=0.6)
         ends = [0, 1.05 * max(real.max(), simulated.max())]
         ax.plot(ends, ends, color=COLOURS["floor"], linewidth=1, linestyle=":")

@@ -14,11 +14,11 @@ from firsttoken.sarathi.hardware import Hardware
 from firsttoken.sarathi.policy import Policy
 from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Rows
-from firsttoken.study.stats import Interval, bootstrap
+from firsttoken.study.record import Outcome, Rows, frame_of
+from firsttoken.study.stats import ratio_of_means
 from firsttoken.study.summary import Summary
 from firsttoken_studies.sarathi.bench import Bench, CapacityConfig
-from firsttoken_studies.sarathi.leaderboard import BASE
+from firsttoken_studies.sarathi.leaderboard import add_capacities
 
 
 def serving_capacity(profile: Profile) -> Outcome:
@@ -45,36 +45,18 @@ def serving_capacity(profile: Profile) -> Outcome:
 
 def capacity_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Capacities, their ratios by seed to the prefill-first scheduler's and to the best fixed budget's, and Table 4."""
-    summary = Summary()
-    found = [row for row in rows if row["what"] == "capacity"]
+    summary, found, ablated = Summary(), frame_of(rows, what="capacity"), frame_of(rows, what="ablation")
     for objective in parameters["capacity"]["objectives"]:
-        here = [row for row in found if row["objective"] == objective]
-        by = {name: [row["requests_per_s"] for row in here if row["scheduler"] == name] for name in _names(here)}
-        for name, rates in by.items():
-            where = place_of(name) | {"objective": objective}
-            summary.add("capacity_requests_per_s", bootstrap(rates).summary("requests/s"), **where)
-            if BASE in by and name != BASE and min(by[BASE]) > 0:
-                summary.add("capacity_x", _over(rates, by[BASE]).summary("x"), **where, than=BASE)
+        by = add_capacities(summary, found[found.objective == objective], objective=objective)
         fixed = [rates for name, rates in by.items() if name.startswith("sarathi ")]
         if "adaptive_budget" in by and fixed:
-            over = _over(by["adaptive_budget"], np.max(fixed, axis=0)).summary("x")
+            over = ratio_of_means(by["adaptive_budget"], np.max(fixed, axis=0)).summary("x")
             summary.add("capacity_x", over, scheduler="adaptive_budget", objective=objective, than="best fixed")
-    held = [row["step_max_s"] / row["budget_step_s"] for row in found if "budget_step_s" in row and "step_max_s" in row]
-    if held:
-        worst = {"value": max(held), "n": len(held), "unit": "x"}
+    held = (found.step_max_s / found.budget_step_s).dropna() if {"step_max_s", "budget_step_s"} <= {*found} else ()
+    if len(held):
+        worst = {"value": held.max(), "n": len(held), "unit": "x"}
         summary.add("step_x", worst, than="step of the budget", across="worst")
-    ablated = [row for row in rows if row["what"] == "ablation"]
-    for name in _names(ablated):
-        for column, unit in (("ttft_p50_s", "s"), ("tbt_p99_s", "s")):
-            values = [row[column] for row in ablated if row["scheduler"] == name]
-            summary.add(column, bootstrap(values).summary(unit), **place_of(name), case="ablation")
+    times = {name: (name, "mean", "s") for name in ("ttft_p50_s", "tbt_p99_s")}
+    for name, mine in ablated.groupby("scheduler", sort=False) if len(ablated) else ():
+        summary.by(mine, {}, times, **place_of(name), case="ablation")
     return summary
-
-
-def _names(rows: Rows) -> list[str]:
-    return list(dict.fromkeys(row["scheduler"] for row in rows))
-
-
-def _over(rates: list[float], others: np.ndarray | list[float]) -> Interval:
-    """The ratio of mean capacities; seeds are resampled, each with both its runs."""
-    return bootstrap(np.column_stack([rates, others]), lambda sample: float(np.divide(*sample.mean(0))))
