@@ -246,16 +246,3 @@ def policy_rows(result: Result) -> Table:
                 }
             )
     return rows
-
-
-def stages_served(result: Result) -> dict[str, str]:
-    """What began to serve first and last, by case; on a busy machine a stage between them may arrive with the next one
-    and never serve. The last stage of a start is the whole model, whatever its number."""
-    events = [row for row in result.rows if row["row"] == "event" and row["what"] in ("loading", "serving")]
-    served: dict[str, str] = {}
-    for case in CASES:
-        last = max(row["stage"] for row in events if row["case"] == case)
-        begun = {row["stage"] for row in events if row["case"] == case and row["what"] == "serving"}
-        ends = sorted({min(begun), max(begun)})
-        served[case] = " to ".join("whole model" if stage == last else f"stage {stage}" for stage in ends)
-    return served

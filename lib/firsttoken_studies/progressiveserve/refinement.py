@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -43,10 +43,8 @@ from firsttoken_studies.progressiveserve.coldstart.checkpoints import (
     prompt_of,
     whole_checkpoint,
 )
-from firsttoken_studies.progressiveserve.coldstart.harness import make_cold
 from firsttoken_studies.progressiveserve.frontier import PrecisionConfig
-from firsttoken_studies.progressiveserve.timeline import peak_growth, timeline_process
-from firsttoken_studies.progressiveserve.timeline_trial import TimelineSpec
+from firsttoken_studies.progressiveserve.timeline import one_timeline, peak_growth
 
 KEEP, REDO = TRANSITIONS["naive"], TRANSITIONS["prefill again"]
 
@@ -232,10 +230,8 @@ def refinement_under_load(profile: Profile) -> Outcome:
     files; and how far what follows the hand-over is from what the exact weights say."""
     config = profile.section("refinement", RefinementConfig)
     check([*profile.section("served", ServedConfig).needs(), *config.needs()], ModelFacts(profile.model))
-    served = load_served(profile)
-    stored = named(profile.section("precision", PrecisionConfig).stored)
-    cut = planes_checkpoint(served, stored, config.split)
-    whole = whole_checkpoint(replace(served, stored=stored))
+    served = replace(load_served(profile), stored=named(profile.section("precision", PrecisionConfig).stored))
+    cut, whole = planes_checkpoint(served, config.split), whole_checkpoint(served)
     device, dtype = profile.torch_device(), profile.torch_dtype()
     provenance, prompt, size = served.provenance, _prompt(profile, config, served), _bytes(served, dtype)
     longest = max(config.contexts) + config.continue_tokens
@@ -244,8 +240,12 @@ def refinement_under_load(profile: Profile) -> Outcome:
     rows: Rows = [{"row": "copy", "gb_per_s": _copy_rate(device)}, {"row": "model", "bytes": size}]
     jobs = [(run, name) for run in range(config.runs) for name in config.timelines[:: 1 if run % 2 == 0 else -1]]
     for run, name in tqdm(jobs, desc="timelines", unit="start", disable=None):
-        found = _timeline(whole if name == WHOLE else cut, name, prompt, profile, config)
-        rows += [{"case": name, "run": run} | row for row in found]
+        policy = "naive" if name == KEPT else "prefill again"
+        options = {"upgrade": name in (KEPT, AGAIN), "policy": policy, "recover": name != STILL}
+        options |= {"duration_s": ASKED_FOR_S, "sample_s": 0.05}
+        found = one_timeline(whole if name == WHOLE else cut, name, prompt, profile, config, **options)
+        kept = (row for row in found if row["row"] != "memory" or not row["at_s"])  # the first is what it grew from
+        rows += [{"case": name, "run": run} | row for row in kept]
     rows.append({"row": "logits", "same": same_logits(cut, whole, windows[0], device, dtype)})
     rows += handover_rows(cut, windows, config.contexts, config.continue_tokens, device, dtype)
     return Outcome(rows, provenance=provenance)
@@ -264,27 +264,6 @@ def _copy_rate(device: torch.device) -> float:
     """GB/s of a copy in the memory of ``device``, each byte counted once: the median of five."""
     source, target = (torch.ones(COPIED, dtype=torch.uint8, device=device) for _ in range(2))
     return COPIED / 1e9 / float(np.median(timed(lambda: target.copy_(source), repeats=5, device=device)))
-
-
-def _timeline(checkpoint: Checkpoint, case: str, prompt: list[int], profile: Profile, config: RefinementConfig) -> Rows:
-    make_cold(sorted(checkpoint.staged.rglob("*.safetensors")))
-    spec = TimelineSpec(
-        folder=str(checkpoint.staged),
-        prompt=prompt,
-        upgrade=case in (KEPT, AGAIN),
-        policy="naive" if case == KEPT else "prefill again",
-        gbit_per_s=config.gbit_per_s,
-        clients=config.clients,
-        new_tokens=config.new_tokens,
-        duration_s=ASKED_FOR_S,
-        sample_s=0.05,
-        threads=profile.threads,
-        device=str(profile.torch_device()),
-        dtype=profile.dtype_name,
-        recover=case != STILL,
-    )
-    rows = timeline_process(asdict(spec), case)
-    return [row for row in rows if row["row"] != "memory" or not row["at_s"]]  # the first is what it grew from
 
 
 def refinement_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:

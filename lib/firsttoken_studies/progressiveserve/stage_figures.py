@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from firsttoken.progressiveserve.quality_gates import CLOSED_BOOK, GATES, gate
 from firsttoken.progressiveserve.stages import REPORT_PLAN
-from firsttoken.study.overlay import legend, name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.overlay import Drawn, legend, name_results, over
+from firsttoken.study.plot import COLOURS, LOOKS, log_ticks
 from firsttoken.study.record import Result
 from firsttoken.study.show import interval
-from firsttoken.study.summary import Scalar
 
 if TYPE_CHECKING:
     import pandas
-    from matplotlib.axis import Axis
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -99,24 +98,15 @@ def stage_scores(recorded: Result | None, now: Result) -> Figure:
     drawn = over(recorded, now)
     fig, axes = plt.subplots(1, 2, figsize=(9, 4.6), sharey=True)
     for ax, score in zip(axes, ("em", "f1"), strict=True):
+        draw_stages(ax, drawn, f"{score}_drop")
         for stage, limit in GATES.items():
-            kinds = [{"recipe": kind} for kind in NAMES] if stage < max(GATES) else [{}]
-            for place, kind in zip(np.linspace(-0.27, 0.27, len(kinds)) if kinds[1:] else [0.0], kinds, strict=True):
-                name = kind.get("recipe", "S3")
-                for one in drawn:
-                    entry = one.result.summary.get(f"{score}_drop", stage=stage, **kind)
-                    one.point(ax, stage + place + one.shift / 3, entry, name)
             lost = KIISE[f"{score}_pct"][0] - KIISE[f"{score}_pct"][stage]
             authors = {"label": "authors: Llama-2-7B, TriviaQA", "color": COLOURS["paper"]} if stage == 1 else {}
             ax.plot(stage + 0.42, lost, "d", **({"color": COLOURS["paper"]} | authors), markeredgecolor="black")
             gate = {"label": "the report allows at most"} if stage == 1 else {}
             ax.plot([stage - 0.45, stage + 0.47], [limit] * 2, color=COLOURS["target"], linewidth=2.5, **gate, zorder=5)
-        ax.axhline(0, color=COLOURS["mark"], linewidth=1)
-        titles = {"em": "exact match (EM)", "f1": "F1"}
-        ax.set(title=titles[score], xticks=list(GATES), xticklabels=[f"stage {stage}" for stage in GATES])
-    for name, label in (NAMES | {"S3": "whole model"}).items():
-        look = LOOKS[name]
-        axes[0].plot([], [], look.marker, color=look.colour, label=label)
+        ax.set_title({"em": "exact match (EM)", "f1": "F1"}[score])
+    name_recipes(axes[0])
     axes[0].set_ylabel("points lost against the full model")
     ours, report = (drawn[0].result.summary.value("em_drop", stage=1, recipe=kind) for kind in ("ours", "report"))
     theirs = KIISE["em_pct"][0] - KIISE["em_pct"][1]
@@ -125,6 +115,24 @@ def stage_scores(recorded: Result | None, now: Result) -> Figure:
     fig.suptitle(f"{who} the gate of {GATES[1]:.0f} points: stage 1 loses {told}")
     legend(fig, axes[0], drawn, "em_drop")
     return fig
+
+
+def draw_stages(ax: Axes, drawn: Sequence[Drawn], measure: str, **where: str) -> None:
+    """Points of ``measure`` by stage, and by recipe but of the last one, with their intervals around 0."""
+    for stage in GATES:
+        kinds = [{"recipe": kind} for kind in NAMES] if stage < max(GATES) else [{}]
+        for place, kind in zip(np.linspace(-0.27, 0.27, len(kinds)) if kinds[1:] else [0.0], kinds, strict=True):
+            for one in drawn:
+                entry = one.result.summary.get(measure, stage=stage, **where, **kind)
+                one.point(ax, stage + place + one.shift / 3, entry, kind.get("recipe", "S3"))
+    ax.axhline(0, color=COLOURS["mark"], linewidth=1)
+    ax.set(xticks=list(GATES), xticklabels=[f"stage {stage}" for stage in GATES])
+
+
+def name_recipes(ax: Axes) -> None:
+    """Let the legend of ``ax`` name the marks of :func:`draw_stages`."""
+    for name, label in (NAMES | {"S3": "whole model"}).items():
+        ax.plot([], [], LOOKS[name].marker, color=COLOURS[name], label=label)
 
 
 def control_scores(recorded: Result | None, now: Result) -> Figure:
@@ -159,7 +167,8 @@ def control_scores(recorded: Result | None, now: Result) -> Figure:
     axes[0].set_xlim(0, None)
     axes[0].invert_yaxis()
     axes[1].set_xscale("log")
-    _log_ticks(axes[1].xaxis)
+    log_ticks(axes[1].xaxis)
+    axes[1].xaxis.set_ticks([], minor=True)
     axes[1].legend(*axes[0].get_legend_handles_labels(), loc="lower right", fontsize="small", frameon=True)
     chosen, drawn_at_random = (
         drawn[0].result.summary.get("perplexity", variant=name, recipe="none") for name in ("chosen", "random")
@@ -170,15 +179,6 @@ def control_scores(recorded: Result | None, now: Result) -> Figure:
         fig.suptitle(f"Losing a random block costs {than} than losing the chosen one: {told}")
     name_results(fig, drawn, "f1_pct")
     return fig
-
-
-def _log_ticks(axis: Axis) -> None:
-    """Labels at 1, 2 and 5 of each decade, as whole numbers."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter("{x:.0f}")
 
 
 def _last(result: Result) -> pandas.DataFrame:
@@ -262,24 +262,6 @@ def gate_rows(result: Result) -> list[Row]:
                 }
             )
     return rows
-
-
-def recovery_rows(result: Result, models: Mapping[str, dict[str, Scalar]]) -> list[Row]:
-    """Share of the loss that healing brings back, in %, for each of ``models`` (title -> place) and recipe."""
-    get = result.summary.get
-    return [
-        {
-            "model": title,
-            "recipe": NAMES[kind],
-            **{
-                heading: interval(get(f"{score}_recovered_pct", **place, recipe=kind), 0)
-                for score, heading in (("em", "EM"), ("f1", "F1"), ("log_perplexity", "log perplexity"))
-            },
-        }
-        for title, place in models.items()
-        for kind in NAMES
-        if get("f1_recovered_pct", **place, recipe=kind)
-    ]
 
 
 def _places(result: Result) -> list[dict[str, Any]]:

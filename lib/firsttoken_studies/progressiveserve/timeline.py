@@ -77,32 +77,34 @@ def recovery_timeline(profile: Profile) -> Outcome:
     cases = [(run, case) for run in range(config.runs) for case in (CASES if run % 2 == 0 else CASES[::-1])]
     for run, case in tqdm(cases, desc="timelines", unit="start", disable=None):
         checkpoint = whole if case == "whole" else progressive
-        rows += [{"case": case, "run": run} | row for row in packed(_one(checkpoint, case, prompt, profile, config))]
+        options = {"upgrade": case == "upgrade", "duration_s": config.duration_s, "sample_s": config.sample_s}
+        found = one_timeline(checkpoint, case, prompt, profile, config, **options)
+        rows += [{"case": case, "run": run} | row for row in packed(found)]
     return Outcome(rows, provenance=provenance)
 
 
-def _one(checkpoint: Checkpoint, case: str, prompt: list[int], profile: Profile, config: TimelineConfig) -> Rows:
+def one_timeline(
+    checkpoint: Checkpoint, case: str, prompt: list[int], profile: Profile, config: Any, **options: Any
+) -> Rows:
+    """The rows of one timeline from cold files, in a process of its own: with the rate, clients and new tokens of the
+    study's ``config``, and what else ``options`` say of a :class:`TimelineSpec`.
+
+    Raises FirstTokenError when it fails, with its last line.
+    """
     make_cold(sorted(checkpoint.staged.rglob("*.safetensors")))
     spec = TimelineSpec(
         folder=str(checkpoint.staged),
         prompt=prompt,
-        upgrade=case == "upgrade",
         gbit_per_s=config.gbit_per_s,
         clients=config.clients,
         new_tokens=config.new_tokens,
-        duration_s=config.duration_s,
-        sample_s=config.sample_s,
         threads=profile.threads,
         device=str(profile.torch_device()),
         dtype=profile.dtype_name,
+        **options,
     )
-    return timeline_process(asdict(spec), case)
-
-
-def timeline_process(spec: Mapping[str, Any], case: str) -> Rows:
-    """The rows of one timeline in a process of its own. Raises FirstTokenError when it fails, with its last line."""
     command = [sys.executable, "-m", "firsttoken_studies.progressiveserve.timeline_trial"]
-    done = subprocess.run(command, input=json.dumps(spec), capture_output=True, text=True)
+    done = subprocess.run(command, input=json.dumps(asdict(spec)), capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise FirstTokenError(f"the timeline of {case} failed: {reason}")

@@ -12,10 +12,7 @@ from tqdm import tqdm
 
 from firsttoken.assets.needs import ModelFacts, check
 from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, load_served
-from firsttoken.progressiveserve.checkpoint.plan import staged
-from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.evaluation import QualityConfig
-from firsttoken.study import paths
 from firsttoken.study.dtypes import named
 from firsttoken.study.plot import COLOURS, LOOKS
 from firsttoken.study.profile import Profile
@@ -24,12 +21,7 @@ from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Entry, Scalar, Summary
 from firsttoken_extras.bitplanes.layouts import planes_of
-from firsttoken_studies.progressiveserve.coldstart.checkpoints import (
-    Checkpoint,
-    planes_checkpoint,
-    stored_source,
-    write_stock,
-)
+from firsttoken_studies.progressiveserve.coldstart.checkpoints import bare_checkpoint, planes_checkpoint
 from firsttoken_studies.progressiveserve.coldstart.experiments import disk_speed, trial_specs
 from firsttoken_studies.progressiveserve.coldstart.harness import link_key, one_trial, wire_for
 from firsttoken_studies.progressiveserve.coldstart.summary import PROCESS, REQUEST, link_floor, ratio, values
@@ -82,18 +74,11 @@ def precision_start(profile: Profile) -> Outcome:
 
 
 def _starts(profile: Profile, config: PrecisionConfig, questions: str, served: ServedModel) -> list[Start]:
-    stored = named(config.stored)
-    source, parent = stored_source(served, stored), paths.CACHE / "checkpoints"
-    name, block = f"{served.sha256[:12]}-{config.stored}", served.plan.block
-    folder = parent / f"{name}-{block[0]}-{block[-1]}-bare"
-    manifest = write_staged(source, staged(source.names, served.plan), folder)
-    stock = write_stock(source, parent / f"{name}-stock")
-    bare = Checkpoint(folder, stock, manifest, served.plan, served.provenance)
-    by_layer = trial_specs(profile, bare, questions, config.readers)
+    served = replace(served, stored=named(config.stored))
+    by_layer = trial_specs(profile, bare_checkpoint(served), questions, config.readers)
     starts = [Start(name, replace(by_layer(name), lean=True, digest=True), 3) for name in (WHOLE, LAYERS)]
     for split in config.start_splits:
-        cut = planes_checkpoint(served, stored, split)
-        spec = trial_specs(profile, cut, questions, config.readers)("progressive")
+        spec = trial_specs(profile, planes_checkpoint(served, split), questions, config.readers)("progressive")
         spec = replace(spec, lean=True, recover=planes_of(split) > 1, digest=True)
         starts.append(Start(split, spec, planes_of(split)))
     return starts

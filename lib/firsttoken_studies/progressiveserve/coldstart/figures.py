@@ -14,7 +14,7 @@ from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Entry, Scalar
 from firsttoken.study.system import NOT_HERE
-from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, KERNEL, NONE, SERVER, files_were, link_key
+from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, KERNEL, files_were, link_key
 from firsttoken_studies.progressiveserve.coldstart.summary import PROCESS, values
 from firsttoken_studies.progressiveserve.coldstart.variants import VARIANTS
 
@@ -76,33 +76,6 @@ def target_rows(recorded: Result | None, now: Result) -> Table:
         }
         for what, measure, place, than, asked, floor in TARGETS
     ]
-
-
-def link_rows(result: Result) -> Table:
-    """Every link: what was asked, what reading alone reached, and the gain of the progressive start."""
-    links = {row["link"]: row for row in result.rows}
-    rows: Table = []
-    for name, row in links.items():
-        key = link_key(row)
-        over = result.summary.get("ttft_x", variant="progressive", than=_BASE, link=key)
-        rows.append(
-            {
-                "link": name,
-                "limited by": _limit(row, result),
-                "files": files_were(row),
-                "rate read alone, Gbit/s": interval(result.summary.get("bandwidth_gbit_per_s", link=key), 2),
-                "progressive / whole": interval(over, 3),
-            }
-        )
-    return rows
-
-
-def _limit(row: dict[str, Any], result: Result) -> str:
-    limit = {NONE: "the disk", KERNEL: "the kernel", BUCKET: "a token bucket", SERVER: "a data server"}[
-        row["shaped_by"]
-    ]
-    refused = result.provenance.get("no_kernel_limit")  # absent where it was recorded before that was kept
-    return f"{limit} ({refused})" if refused and row["shaped_by"] == BUCKET else limit
 
 
 def deferral_rows(result: Result) -> Table:
