@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -27,11 +26,12 @@ from firsttoken.petals.int8_transport import pack, packed_bytes, unpack
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, frame_of
+from firsttoken.study.record import Outcome, Result, Rows, frame_of, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken.study.timing import Stopwatch
+from firsttoken_studies.petals.chain_costs import decode_step
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -182,27 +182,13 @@ def _steps(model: nn.Module, windows: Tensor, config: EightBitsConfig) -> Rows:
     for batch in config.batches:
         wanted = batch * (config.context + 1)
         ids = text.repeat(-(-wanted // len(text)))[:wanted].view(batch, -1)
-        with ExitStack() as made:
-            steps = {name: made.enter_context(_stepping(one, ids)) for name, one in timed.items()}
-            for repeat in range(-1, config.repeats):  # the first of each only warms up
-                for name, step in steps.items():
-                    with Stopwatch(ids.device) as watch:
-                        step()
-                    row = {"what": "step", "of": name, "batch": batch, "repeat": repeat, "seconds": watch.seconds}
-                    rows += [row] if repeat >= 0 else []
+        steps = {name: decode_step(one, ids) for name, one in timed.items()}
+        for repeat, (name, step) in product(range(-1, config.repeats), steps.items()):  # the first only warms up
+            with Stopwatch(ids.device) as watch:
+                step()
+            row = {"what": "step", "of": name, "batch": batch, "repeat": repeat, "seconds": watch.seconds}
+            rows += [row] if repeat >= 0 else []
     return rows
-
-
-@contextmanager
-def _stepping(model: nn.Module, ids: Tensor) -> Iterator[Callable[[], None]]:
-    """Makes one decoding step of all layers after the prompts ``ids`` [batch, tokens] but their last token."""
-    cache = model.model(ids[:, :-1], use_cache=True).past_key_values
-
-    def step() -> None:
-        model.model(ids[:, -1:], past_key_values=cache, use_cache=True)
-        cache.crop(-1)
-
-    yield step
 
 
 def eight_bits_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
@@ -215,13 +201,11 @@ def eight_bits_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         lost = bootstrap(here.text_nll.to_numpy() - plain, lambda sample: float(100 * np.expm1(sample.mean())))
         summary.add("perplexity_lost_pct", lost.summary("%"), variant=variant, than=PLAIN)
         summary.by(here, {"variant": "variant"}, {"same_token_pct": ("agree", "mean", "%", 100)}, than=PLAIN)
-    for row in rows:
-        if row["what"] == "bytes":
-            over = {"value": row["bytes8"] / row["bytes16"], "unit": "x"}
-            summary.add("bytes_x", over, variant=row["of"], than=WHOLE)
-        if row["what"] == "outliers":
-            share = 100 * row["outliers"] / row["values"]
-            summary.add("outliers_pct", {"value": share, "n": row["values"], "unit": "%"})
+    (outliers,) = rows_where(rows, what="outliers")
+    share = 100 * outliers["outliers"] / outliers["values"]
+    summary.add("outliers_pct", {"value": share, "n": outliers["values"], "unit": "%"})
+    for row in rows_where(rows, what="bytes"):
+        summary.add("bytes_x", {"value": row["bytes8"] / row["bytes16"], "unit": "x"}, variant=row["of"], than=WHOLE)
     for batch, steps in frame_of(rows, what="step").groupby("batch", sort=False):
         by_name = {name: mine.seconds.to_numpy() for name, mine in steps.groupby("of", sort=False)}
         for name, seconds in by_name.items():
