@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 
 class Look(NamedTuple):
@@ -121,6 +122,20 @@ def save(fig: Figure, name: str) -> Path:
         display(fig)
         matplotlib.pyplot.close(fig)  # else a backend of notebooks shows it at the end of the cell once more
     return png
+
+
+def panels(rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, Any]:
+    """A figure and its axes, with the ``options`` of ``matplotlib.pyplot.subplots``."""
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot.subplots(rows, columns, **options)
+
+
+def handle(**style: Any) -> Line2D:
+    """A line or a mark by itself, for a legend."""
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], **style)
 
 
 def log_ticks(axis: Axis) -> None:

@@ -33,7 +33,7 @@ from firsttoken.study import paths
 from firsttoken.study.dtypes import AUTO, DTYPES, name_of, resolve
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.plot import COLOURS, panels
 from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.record import Outcome, Result, Rows, distinct, frame_of
 from firsttoken.study.show import interval
@@ -312,13 +312,11 @@ SYSTEMS: dict[str, str] = {
 
 def throughput_bars(recorded: Result | None, now: Result) -> Figure:
     """Tokens per second of every system, one panel a case, and what this project asks of its engine (``GOALS``)."""
-    import matplotlib.pyplot as plt
-
     results = over(recorded, now)
     rows = [row for drawn in results for row in drawn.result.rows]
     cases = list(dict.fromkeys((row["dtype"], row["requests"]) for row in rows))
     there = [name for name in SYSTEMS if name in distinct(rows, "system")]
-    fig, axes = plt.subplots(1, len(cases), figsize=(9, 0.45 * len(there) + 1.7), squeeze=False, sharey=True)
+    fig, axes = panels(1, len(cases), figsize=(9, 0.45 * len(there) + 1.7), squeeze=False, sharey=True)
     for ax, (dtype, count) in zip(axes[0], cases, strict=True):
         shown = 0.0
         for drawn in results:

@@ -24,7 +24,7 @@ from firsttoken.engine.linear8 import KEPT, THRESHOLD, Linear8, resting_bytes, t
 from firsttoken.engine.sampling import argmax_tokens
 from firsttoken.petals.int8_transport import pack, packed_bytes, unpack
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.plot import COLOURS, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows, frame_of, rows_where
 from firsttoken.study.show import interval
@@ -233,9 +233,7 @@ _PAPER = {"OPT-175B": (75.3, 74.9), "BLOOM-176B": (70.1, 70.3)}  # average accur
 
 def quality(recorded: Result | None, now: Result) -> Figure:
     """Perplexity lost by what is in 8 bits, with intervals over windows, and the goal."""
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots(figsize=(9, 4.2))
+    fig, ax = panels(figsize=(9, 4.2))
     results = over(recorded, now)
     for drawn in results:
         for place, variant in enumerate(VARIANTS):

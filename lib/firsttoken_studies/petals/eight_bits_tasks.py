@@ -23,7 +23,7 @@ from firsttoken.assets.models import load_model
 from firsttoken.engine.linear8 import THRESHOLD, Linear8, to_8_bits
 from firsttoken.study.errors import StageError
 from firsttoken.study.overlay import legend, over
-from firsttoken.study.plot import LOOKS
+from firsttoken.study.plot import LOOKS, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows
 from firsttoken.study.show import interval
@@ -104,10 +104,8 @@ def tasks_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
 
 def accuracy_change(recorded: Result | None, now: Result) -> Figure:
     """Points of accuracy that 8 bits gain (right) or lose, by task and averaged, beside the paper's two models."""
-    import matplotlib.pyplot as plt
-
     drawn, paper = over(recorded, now), LOOKS["paper"]
-    fig, ax = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    fig, ax = panels(figsize=(9, 4.2), layout="constrained")
     tasks = [task for task in TASKS if now.summary.get("accuracy_change", task=task, **PLACES[WEIGHTS])]
     names = [f"SmolLM2-135M, {TASKS[task].title}" for task in tasks]
     places: list[dict[str, Any]] = [{"task": task} for task in tasks]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from firsttoken.study.overlay import over
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.plot import COLOURS, panels
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
 from firsttoken_studies.petals.chain_costs import (
@@ -33,9 +33,7 @@ RULE_LOOKS = {"paper": "other", "fewest": "measured"}
 def crossover(recorded: Result | None, now: Result) -> Figure:
     """Seconds of a step by the bytes of the weights: over a link for each token, and through a chain of three; without
     computing, which both do."""
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots(figsize=(9, 5.4))
+    fig, ax = panels(figsize=(9, 5.4))
     sizes, results = np.geomspace(0.1, 400, 50), over(recorded, now)
     gbits = OFFLOADING_GBIT_PER_S.values()
     fastest, slowest = 8 * sizes / max(gbits), 8 * sizes / min(gbits)
@@ -140,9 +138,7 @@ def client_rows(result: Result) -> Rows:
 
 def churn(recorded: Result | None, now: Result) -> Figure:
     """How many events were over after how long, by rule, with the period; and the share that the swarm came to."""
-    import matplotlib.pyplot as plt
-
-    fig, (left, right) = plt.subplots(1, 2, figsize=(9, 4.4))
+    fig, (left, right) = panels(1, 2, figsize=(9, 4.4))
     results = over(recorded, now)
     for drawn in results:
         period = drawn.result.parameters["churn"]["period_s"]

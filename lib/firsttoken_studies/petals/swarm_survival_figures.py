@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.plot import COLOURS, LOOKS, handle, panels
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
@@ -18,11 +18,9 @@ if TYPE_CHECKING:
 
 def recovery_times(recorded: Result | None, now: Result) -> Figure:
     """Seconds of each recovery by the token that it came before, and the most that it may take."""
-    import matplotlib.pyplot as plt
-
     results = over(recorded, now)
     faults = results[0].result.parameters["survival"]["faults"]
-    fig, axes = plt.subplots(2, 2, figsize=(9, 5.6), sharex=True)
+    fig, axes = panels(2, 2, figsize=(9, 5.6), sharex=True)
     for ax, fault in zip(axes.flat, faults, strict=False):
         for drawn in results:
             for row, seconds in recoveries(drawn.result.rows):
@@ -41,8 +39,8 @@ def recovery_times(recorded: Result | None, now: Result) -> Figure:
         ax.set_xlabel("the token before whose step it came")
         ax.xaxis.get_major_locator().set_params(integer=True)
     handles = [
-        plt.Line2D([], [], color=COLOURS["measured"], marker=LOOKS["measured"].marker, linestyle="", label="recovery"),
-        plt.Line2D([], [], color=COLOURS["target"], linewidth=2, label="time-out + prefill + two round trips"),
+        handle(color=COLOURS["measured"], marker=LOOKS["measured"].marker, linestyle="", label="recovery"),
+        handle(color=COLOURS["target"], linewidth=2, label="time-out + prefill + two round trips"),
     ]
     fig.suptitle("A lost server costs its successor's prefill, or the client's time-out of 1 s")
     axes[0, 1].legend(handles=handles, loc="center right", bbox_to_anchor=(1, 0.3), fontsize=9)
@@ -52,10 +50,9 @@ def recovery_times(recorded: Result | None, now: Result) -> Figure:
 
 def token_times(recorded: Result | None, now: Result) -> Figure:
     """Seconds of each token of the generation with several faults, beside the median of undisturbed steps."""
-    import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator, NullLocator
 
-    fig, ax = plt.subplots(figsize=(9, 4))
+    fig, ax = panels(figsize=(9, 4))
     results = over(recorded, now)
     for drawn in results:
         struck = [pair for pair in recoveries(drawn.result.rows) if pair[0]["faults_in_it"] > 1]

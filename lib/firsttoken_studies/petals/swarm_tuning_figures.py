@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from firsttoken.petals.tuning.frozen import MOST_KEPT
 from firsttoken.study.overlay import PALE, Drawn, name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.plot import COLOURS, LOOKS, handle, panels
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Entry
@@ -29,10 +29,8 @@ _LOOKS = {STOCK: "other", ALONE: "measured", AT_ONCE: "single", KILLED: "mark"}
 
 def curves(recorded: Result | None, now: Result) -> Figure:
     """The loss of each task by step, in each run; where a server was killed."""
-    import matplotlib.pyplot as plt
-
     results = over(recorded, now)
-    fig, axes = plt.subplots(len(results), 2, figsize=(9, 1 + 2.6 * len(results)), squeeze=False)
+    fig, axes = panels(len(results), 2, figsize=(9, 1 + 2.6 * len(results)), squeeze=False)
     styles = {
         STOCK: {"linewidth": 7, "marker": ""},
         ALONE: {"linewidth": 2, "marker": ""},
@@ -63,9 +61,7 @@ def _losses(result: Result, run: str, kind: str) -> Rows:
 
 def step_times(recorded: Result | None, now: Result) -> Figure:
     """Seconds of a step of LoRA by chain beside what its arithmetic takes, each over the local step of its run."""
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots(figsize=(9, 3.8))
+    fig, ax = panels(figsize=(9, 3.8))
     results = over(recorded, now)
     chains = sorted({servers for drawn in results for servers in _chains(drawn.result)})
     for drawn in results:
@@ -77,8 +73,8 @@ def step_times(recorded: Result | None, now: Result) -> Figure:
                 ends = [place + drawn.shift - 0.13, place + drawn.shift + 0.13]
                 ax.plot(passes, ends, color=COLOURS["floor"], linewidth=3, alpha=1 if drawn.own else PALE)
     handles = [
-        plt.Line2D([], [], color=COLOURS["measured"], marker=LOOKS["measured"].marker, label="median, its interval"),
-        plt.Line2D([], [], color=COLOURS["floor"], linewidth=3, label="the local step, blocks forward twice or thrice"),
+        handle(color=COLOURS["measured"], marker=LOOKS["measured"].marker, label="median, its interval"),
+        handle(color=COLOURS["floor"], linewidth=3, label="the local step, blocks forward twice or thrice"),
     ]
     ax.set_yticks(range(len(chains)), [_name(servers) for servers in chains])
     ax.set(ylim=(len(chains) - 0.5, -0.5), xlim=(0, None), xlabel="a step of LoRA, over that of one process")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from firsttoken.study.overlay import over
-from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.plot import COLOURS, LOOKS, handle, panels
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
 from firsttoken.study.stats import share
@@ -18,12 +18,10 @@ if TYPE_CHECKING:
 
 def caught(recorded: Result | None, now: Result) -> Figure:
     """Liars that are convicted within an answer, by the share of answers audited, and what the draws foresee."""
-    import matplotlib.pyplot as plt
-
     results = over(recorded, now)
     asked = results[0].result.parameters["validation"]
     most = max(rate for drawn in results for rate in drawn.result.parameters["validation"]["rates"])
-    fig, axes = plt.subplots(1, len(asked["lies"]), figsize=(9, 4), sharey=True, squeeze=False)
+    fig, axes = panels(1, len(asked["lies"]), figsize=(9, 4), sharey=True, squeeze=False)
     percents = range(101)
     for ax, lie in zip(axes[0], asked["lies"], strict=True):
         for drawn in results:
@@ -39,10 +37,10 @@ def caught(recorded: Result | None, now: Result) -> Figure:
     for drawn in results:
         look, drawn_as = LOOKS["measured"], {"alpha": drawn.style["alpha"]}
         label = f"measured with 95 %, {drawn.who()}"
-        handles.append(plt.Line2D([], [], color=look.colour, marker=look.marker, label=label, **drawn_as))
+        handles.append(handle(color=look.colour, marker=look.marker, label=label, **drawn_as))
         label = f"foreseen for {drawn.result.parameters['validation']['tokens']} tokens, {drawn.who()}"
         style = "--" if drawn.own else "-"
-        handles.append(plt.Line2D([], [], color=COLOURS["other"], linestyle=style, label=label))
+        handles.append(handle(color=COLOURS["other"], linestyle=style, label=label))
     fig.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=9, handlelength=3.2)
     fig.suptitle("Auditing a tenth of the answers catches most liars, as often as chance foresees")
     return fig
@@ -56,9 +54,7 @@ def _caught(result: Result, lie: str, rate: float) -> dict[str, float] | None:
 
 def inverted(recorded: Result | None, now: Result) -> Figure:
     """Tokens read from what the first server is sent, by the layers that stay with the client."""
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots(figsize=(9, 4.2))
+    fig, ax = panels(figsize=(9, 4.2))
     results = over(recorded, now)
     attacks = ((LINEAR, "measured", "linear map, learnt"), (NEAREST, "other", "nearest embedding"))
     for drawn in results:

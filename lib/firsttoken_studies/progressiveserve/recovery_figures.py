@@ -9,7 +9,7 @@ import numpy as np
 
 from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.plot import COLOURS, LOOKS, panels
 from firsttoken.study.record import Result, Rows, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.system import NOT_HERE
@@ -45,10 +45,8 @@ LEAST_MS = 0.001  # a stall of less is drawn as one of so much
 
 def stage_bars(recorded: Result | None, now: Result) -> Figure:
     """Time until each stage serves, in plain starts of the same loader: the report's beside ours."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
-    fig, ax = plt.subplots(figsize=(9, 3.8))
+    fig, ax = panels(figsize=(9, 3.8))
     _stage_bar(ax, 0, np.cumsum(PAPER_S["stages"]) / PAPER_S["whole"], 0.5, {"edgecolor": COLOURS["paper"]})
     for place, case in enumerate(("pinned", "upgrade"), start=1):
         for one in drawn:
@@ -101,10 +99,8 @@ def answered_s(result: Result, case: str) -> list[float]:
 def growth_of_service(recorded: Result | None, now: Result, run: int = 0) -> Figure:
     """One run of each case over time: tokens handed out so far by stage, and resident memory; an arrow from the first
     token to the end of the clients' first answers. The time shown is twice a plain start's."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
-    fig, axes = plt.subplots(2, len(CASES), figsize=(9, 5.6), sharex=True, sharey="row", height_ratios=(1.8, 1))
+    fig, axes = panels(2, len(CASES), figsize=(9, 5.6), sharex=True, sharey="row", height_ratios=(1.8, 1))
     until = 2.2 * max(one.result.summary.value("full_time_s", case="whole") for one in drawn)
     most = max((len(_tokens(one.result, case, run, until)) for one in drawn for case in CASES), default=0) or 1
     for (top, bottom), case in zip(axes.T, CASES, strict=True):
@@ -162,10 +158,8 @@ def _stage_colour(stage: int, last: int) -> str:
 def continuation_losses(recorded: Result | None, now: Result) -> Figure:
     """What moving from stage 1 to the whole model stalls, against what the rest of the text costs more than after a
     fresh prefill: by policy, paired by window, with and without adapters."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
-    fig, axes = plt.subplots(1, 2, figsize=(9, 4.4), sharex=True, sharey=True)
+    fig, axes = panels(1, 2, figsize=(9, 4.4), sharex=True, sharey=True)
     for ax, (kind, label) in zip(axes, KINDS.items(), strict=True):
         for one in drawn:
             for policy, look in POLICIES.items():

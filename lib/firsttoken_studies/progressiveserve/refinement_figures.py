@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.plot import COLOURS, LOOKS, panels
 from firsttoken.study.record import Result, Rows, rows_where
 from firsttoken.study.show import interval
 from firsttoken_studies.progressiveserve.refinement import AGAIN, KEPT, STILL, WHOLE, refining, token_gaps
@@ -29,9 +29,7 @@ HANDOVERS = {
 def refinement(result: Result) -> Figure:
     """Left, the gaps between tokens over time in one run, with planes that come (shaded) and without; right, the
     divergence from exact weights on exact keys and values by position after the hand-over."""
-    import matplotlib.pyplot as plt
-
-    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
+    fig, (left, right) = panels(1, 2, figsize=(11, 4.2))
     for case, look in ((STILL, "other"), (KEPT, "measured")):
         rows = rows_where(result.rows, case=case, run=0)
         gaps = sorted((high, 1000 * (high - low)) for low, high in token_gaps(rows))

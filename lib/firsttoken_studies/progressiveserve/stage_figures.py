@@ -10,7 +10,7 @@ import numpy as np
 from firsttoken.progressiveserve.quality_gates import CLOSED_BOOK, GATES, gate
 from firsttoken.progressiveserve.stages import REPORT_PLAN
 from firsttoken.study.overlay import Drawn, legend, name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS, log_ticks
+from firsttoken.study.plot import COLOURS, LOOKS, log_ticks, panels
 from firsttoken.study.record import Result
 from firsttoken.study.show import interval
 
@@ -36,7 +36,7 @@ def distance_map(recorded: Result | None, now: Result) -> Figure:
 
     drawn = over(recorded, now)
     table = _last(now).pivot(index="size_layers", columns="start_layer", values="distance")
-    fig, ax = plt.subplots(figsize=(9, 4.9))
+    fig, ax = panels(figsize=(9, 4.9))
     seaborn.heatmap(table, ax=ax, cmap="Greys", cbar_kws={"label": "angular distance (0 to 1), last token"})
     rows = {size: row for row, size in enumerate(table.index)}
     for one in drawn:
@@ -66,10 +66,8 @@ def distance_map(recorded: Result | None, now: Result) -> Figure:
 
 def chosen_blocks(recorded: Result | None, now: Result) -> Figure:
     """The chosen block of every size as a bar from its first to its last layer; the report's block, scaled, beside."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
-    fig, ax = plt.subplots(figsize=(8, 4.6))
+    fig, ax = panels(figsize=(8, 4.6))
     for one in drawn:
         best = _best(one.result)
         places, height = best.size_layers - one.shift, 0.7 if one.alone else 0.34
@@ -93,10 +91,8 @@ def chosen_blocks(recorded: Result | None, now: Result) -> Figure:
 def stage_scores(recorded: Result | None, now: Result) -> Figure:
     """Points of EM and F1 that each stage loses against the full model, unhealed and by recipe, with 95 % intervals;
     what the authors lost, and what the report allows."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
-    fig, axes = plt.subplots(1, 2, figsize=(9, 4.6), sharey=True)
+    fig, axes = panels(1, 2, figsize=(9, 4.6), sharey=True)
     for ax, score in zip(axes, ("em", "f1"), strict=True):
         draw_stages(ax, drawn, f"{score}_drop")
         for stage, limit in GATES.items():
@@ -138,8 +134,6 @@ def name_recipes(ax: Axes) -> None:
 def control_scores(recorded: Result | None, now: Result) -> Figure:
     """F1 and perplexity of every control, healed and not, with 95 % intervals. ``now`` is a run of stage_quality: it
     has the full model and the chosen block without healing; the controls are trained for the record only."""
-    import matplotlib.pyplot as plt
-
     labels = {
         "s0": "full model",
         "full": "full model, trained on",
@@ -150,7 +144,7 @@ def control_scores(recorded: Result | None, now: Result) -> Figure:
         "drop4": "4 layers, chosen block",
     }
     drawn = over(recorded, now)
-    fig, axes = plt.subplots(1, 2, figsize=(9, 4.6), sharey=True)
+    fig, axes = panels(1, 2, figsize=(9, 4.6), sharey=True)
     for ax, score, label in zip(axes, ("f1_pct", "perplexity"), ("F1, %", "perplexity (log scale)"), strict=True):
         for one in drawn:
             found = one.result.summary

@@ -10,7 +10,7 @@ from firsttoken.assets.needs import ModelFacts, check
 from firsttoken.progressiveserve.base_model import ServedConfig, at_stage, load_served
 from firsttoken.progressiveserve.quality_gates import GATES
 from firsttoken.study.overlay import legend, over
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.plot import COLOURS, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows
 from firsttoken.study.summary import Scalar, Summary
@@ -50,11 +50,9 @@ def stage_tasks_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
 
 def accuracy_by_stage(recorded: Result | None, now: Result) -> Figure:
     """Points of accuracy by which each stage stays behind the full model, by recipe, and what the report allows."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
     tasks = [task for task in TASKS if now.summary.get("accuracy_pct", stage=0, task=task)]
-    fig, axes = plt.subplots(1, len(tasks), figsize=(9, 4.4), layout="constrained", squeeze=False)
+    fig, axes = panels(1, len(tasks), figsize=(9, 4.4), layout="constrained", squeeze=False)
     for ax, task in zip(axes[0], tasks, strict=True):
         draw_stages(ax, drawn, "accuracy_change", task=task)
         for stage, limit in GATES.items():

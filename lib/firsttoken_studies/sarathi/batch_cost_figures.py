@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from firsttoken.study.overlay import Drawn, counted, legend, over
-from firsttoken.study.plot import COLOURS, LOOKS, log_ticks
+from firsttoken.study.plot import COLOURS, LOOKS, log_ticks, panels
 from firsttoken.study.record import Result, Rows, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Entry
@@ -31,10 +31,8 @@ TABLE_LINE = f"{LOOKS['chunks alone'].marker}-"
 
 def table_costs(recorded: Result | None, now: Result) -> Figure:
     """Draw from the cost table what a token costs in a prompt by itself and in a batch that decodes."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
-    fig, ax = plt.subplots(figsize=(7.5, 3.8))
+    fig, ax = panels(figsize=(7.5, 3.8))
     contexts = sorted({row["context"] for one in drawn for row in _table_rows(one.result, "decode")})
     for one in drawn:
         prompts = {row["tokens"]: _each(row, "tokens") for row in _table_rows(one.result, "prefill")}
@@ -61,10 +59,8 @@ def table_costs(recorded: Result | None, now: Result) -> Figure:
 
 def live_costs(recorded: Result | None, now: Result) -> Figure:
     """Live: a step by the size of its chunk, alone and beside decodes; and what pieces cost over the whole prompt."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
-    fig, (steps, pieces) = plt.subplots(1, 2, figsize=(9, 4.6))
+    fig, (steps, pieces) = panels(1, 2, figsize=(9, 4.6))
     configs = [one.result.parameters["batch_cost"] for one in drawn]
     contexts = sorted({context for config in configs for context in config["contexts"]})
     cases = [(0, "measured", "-"), *((c, "sarathi", d) for c, d in zip(contexts, DASHES, strict=False))]

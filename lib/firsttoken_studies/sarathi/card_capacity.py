@@ -16,7 +16,7 @@ from firsttoken.sarathi.policy import Policy
 from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, log_ticks
+from firsttoken.study.plot import COLOURS, log_ticks, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows, distinct, frame_of
 from firsttoken.study.show import interval
@@ -118,12 +118,10 @@ def card_summary(found: Rows, parameters: Mapping[str, Any]) -> Summary:
 
 def capacities_by_card(recorded: Result | None, now: Result) -> Figure:
     """Requests a second by case and scheduler, with the interval over draws; the paper's factor where it has one."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
     rows = [row for one in drawn for row in one.result.rows]
     cases = distinct(rows, "case")
-    fig, ax = plt.subplots(figsize=(9, 0.5 * len(cases) + 2.2))
+    fig, ax = panels(figsize=(9, 0.5 * len(cases) + 2.2))
     for one in drawn:
         for (place, case), name in product(enumerate(cases), distinct(one.result.rows, "scheduler")):
             entry = one.result.summary.get("capacity_requests_per_s", **place_of(name), case=case)

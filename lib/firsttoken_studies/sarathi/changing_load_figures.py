@@ -8,7 +8,7 @@ import numpy as np
 
 from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, log_ticks
+from firsttoken.study.plot import COLOURS, log_ticks, panels
 from firsttoken.study.record import Result, Rows, distinct, frame_of
 from firsttoken.study.show import interval
 from firsttoken_studies.sarathi.changing_load import ABOVE_BEST, ADAPTIVE, strict
@@ -24,12 +24,11 @@ COURSE = ("prefill_first", "sarathi 512", "shortest_first 512", "adaptive_budget
 def within(recorded: Result | None, now: Result) -> Figure:
     """The share of requests within each objective by scheduler, coloured by its rank there; the best has a
     frame. A panel for the record, and one for the reader's run: two tables do not lie over each other."""
-    import matplotlib.pyplot as plt
     from matplotlib.patches import Rectangle
 
     drawn = over(recorded, now)
     schedulers = list(dict.fromkeys(name for one in drawn for name in _schedulers(one.result)))
-    fig, axes = plt.subplots(1, len(drawn), figsize=(9, 0.34 * len(schedulers) + 2), sharey=True, squeeze=False)
+    fig, axes = panels(1, len(drawn), figsize=(9, 0.34 * len(schedulers) + 2), sharey=True, squeeze=False)
     for ax, one in zip(axes[0], drawn, strict=True):
         result, iteration_s = one.result, one.result.floors["decode_iteration"]["value"]
         objectives = result.parameters["changing_load"]["objectives"]
@@ -58,12 +57,10 @@ def within(recorded: Result | None, now: Result) -> Figure:
 
 def course(recorded: Result | None, now: Result) -> Figure:
     """Phase by phase, the median first token of who arrived and the P99 of the gaps; bands are the busy phases."""
-    import matplotlib.pyplot as plt
-
     drawn, load = over(recorded, now), now.parameters["changing_load"]
-    fig, axes = plt.subplots(1, 2, figsize=(9, 4.2))
-    panels = (("ttft_p50_s", 1.0, "median first token, s"), ("tbt_p99_s", 1e3, "P99 between two tokens, ms"))
-    for ax, (column, scale, label) in zip(axes, panels, strict=True):
+    fig, axes = panels(1, 2, figsize=(9, 4.2))
+    shown = (("ttft_p50_s", 1.0, "median first token, s"), ("tbt_p99_s", 1e3, "P99 between two tokens, ms"))
+    for ax, (column, scale, label) in zip(axes, shown, strict=True):
         for phase in (phase for phase, factor in enumerate(load["factors"], start=1) if factor > 1):
             ax.axvspan(phase - 0.5, phase + 0.5, color=COLOURS["other"], alpha=0.35, linewidth=0)
         for one in drawn:

@@ -11,7 +11,7 @@ import numpy as np
 from firsttoken.sarathi.capacity import STRICT, TIMES
 from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS, log_ticks
+from firsttoken.study.plot import COLOURS, LOOKS, handle, log_ticks, panels
 from firsttoken.study.record import Result, Rows, distinct, rows_where
 from firsttoken.study.show import interval
 from firsttoken_studies.sarathi.generation_stalls import LIVE, SIMULATED
@@ -67,9 +67,7 @@ def scaled(entry: Mapping[str, Any], scale: float) -> dict[str, Any]:
 def stalls(recorded: Result | None, now: Result) -> Figure:
     """The tokens of a running request after a long prompt has come, by scheduler (Figure 1a); one run each. Where a
     line has its mark the prompt has its first token."""
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(1, 2, figsize=(9, 4.6), sharey=True)
+    fig, axes = panels(1, 2, figsize=(9, 4.6), sharey=True)
     costs = " and ".join({one.result.parameters["hardware"]["costs"]: 0 for one in over(recorded, now)})
     titles, shown = {LIVE: "live, this model", SIMULATED: f"simulated on {costs}"}, {}
     for ax, (run, title) in zip(axes, titles.items(), strict=True):
@@ -85,7 +83,7 @@ def stalls(recorded: Result | None, now: Result) -> Figure:
                 edge = {"markeredgecolor": "black"} if drawn.own else {}
                 at = (first_s, np.searchsorted(times, first_s, side="right") - 1)
                 ax.plot(*at, look.marker, ms=8, color=look.colour, **edge, **drawn.style)
-                shown[label] = plt.Line2D([], [], color=look.colour, marker=look.marker)
+                shown[label] = handle(color=look.colour, marker=look.marker)
         ax.set_title(title, fontsize="medium")
         ax.set(xlabel="time since the long prompt came, s", xlim=(0, None), ylim=(-0.7, None))
     fig.suptitle("Cut into chunks, a long prompt slows running requests; whole, it stops them")
@@ -98,9 +96,7 @@ def stalls(recorded: Result | None, now: Result) -> Figure:
 def one_arrival(scenes: Mapping[str, Mapping[str, Any]], title: str) -> Figure:
     """The same of two runs of notebook 40's scene, by scheduler: "tokens" are when a running request has its next ones,
     "first" when the prompt has its first, ms. Axes are the same for every run; few letters, which take longest."""
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots(figsize=(7.2, 2.8), layout="none")
+    fig, ax = panels(figsize=(7.2, 2.8), layout="none")
     fig.subplots_adjust(left=0.08, right=0.98, bottom=0.18, top=0.89)
     for (scheduler, seen), side in zip(scenes.items(), ("left", "right"), strict=True):
         name, label = NAMES[scheduler]
@@ -132,15 +128,13 @@ def stall_rows(result: Result) -> Rows:
 
 def capacities(recorded: Result | None, now: Result) -> Figure:
     """Capacity over that of prefill first by scheduler and objective, means over draws with their intervals."""
-    import matplotlib.pyplot as plt
-
     drawn, found = over(recorded, now), (recorded or now).summary
     entries = [entry for one in drawn for entry in one.result.summary.all("capacity_x", than=BASE)]
     objectives = list(dict.fromkeys(entry["where"]["objective"] for entry in entries))
     rows = [row for one in drawn for row in one.result.rows]
     schedulers = [name for name in distinct(rows, "scheduler", what="capacity") if name != BASE]
     size = (9, 0.36 * len(schedulers) + 2)
-    fig, axes = plt.subplots(1, len(objectives), figsize=size, sharey=True, squeeze=False)
+    fig, axes = panels(1, len(objectives), figsize=size, sharey=True, squeeze=False)
     for ax, objective in zip(axes[0], objectives, strict=True):
         for one, (place, scheduler) in product(drawn, enumerate(schedulers)):
             entry = one.result.summary.get("capacity_x", **place_of(scheduler), objective=objective, than=BASE)
@@ -190,10 +184,8 @@ def ablation_rows(result: Result) -> Rows:
 
 def errors(result: Result) -> Figure:
     """Each request of vLLM's run beside the simulated one: on the diagonal they agree."""
-    import matplotlib.pyplot as plt
-
     titles = {"ttft": ("TTFT", "s", 1.0), "tpot": ("TPOT", "ms", 1e3), "latency": ("latency", "s", 1.0)}
-    fig, axes = plt.subplots(1, 3, figsize=(12, 4.2))
+    fig, axes = panels(1, 3, figsize=(12, 4.2))
     for ax, metric in zip(axes, METRICS, strict=True):
         name, unit, scale = titles[metric]
         real, simulated = (scale * result.frame(run=run)[f"{metric}_s"] for run in (VLLM, FORETOLD))

@@ -25,7 +25,7 @@ from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.plot import COLOURS, LOOKS, handle, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows, distinct, frame_of
 from firsttoken.study.show import interval
@@ -278,12 +278,11 @@ def _off_pct(found: Rows) -> pandas.DataFrame:
 
 def against_servers(recorded: Result | None, now: Result) -> Figure:
     """Time per token and to the first token, simulated less measured, a point a run; the band is 10 % to each side."""
-    import matplotlib.pyplot as plt
     from matplotlib.ticker import PercentFormatter
 
     drawn, labels = over(recorded, now), {}
     cases = list(dict.fromkeys((row["model"], row["card"]) for one in drawn for row in one.result.rows))
-    fig, axes = plt.subplots(1, 2, figsize=(9, 4.4))
+    fig, axes = panels(1, 2, figsize=(9, 4.4))
     for ax, (metric, title) in zip(
         axes, {"tpot": "time per token", "ttft": "time to the first token"}.items(), strict=True
     ):
@@ -294,7 +293,7 @@ def against_servers(recorded: Result | None, now: Result) -> Figure:
                 edge = {"markeredgecolor": "black"} if one.own else {}
                 style = {"ms": 5, "color": marks.colour} | edge | one.style
                 ax.plot(mine[f"{metric}_ms"], mine[metric], marks.marker, **style)
-                labels[f"{model}, {card}"] = plt.Line2D([], [], linestyle="", color=marks.colour, marker=marks.marker)
+                labels[f"{model}, {card}"] = handle(linestyle="", color=marks.colour, marker=marks.marker)
         ax.axhspan(-10, 10, color=COLOURS["floor"], alpha=0.12, linewidth=0)
         ax.axhline(0, color=COLOURS["floor"], linewidth=1)
         ax.set_title(title, fontsize="medium")

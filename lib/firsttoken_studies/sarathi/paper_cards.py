@@ -18,7 +18,7 @@ from firsttoken.sarathi.policy import Policy
 from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS, log_ticks
+from firsttoken.study.plot import COLOURS, LOOKS, log_ticks, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows, distinct, frame_of, rows_where
 from firsttoken.study.show import interval
@@ -189,12 +189,10 @@ def load_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
 
 def capacity_by_bound(recorded: Result | None, now: Result) -> Figure:
     """Capacity over the bound on the P99 between tokens, a line a scheduler and batch; the paper's factor as a bar."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
     rows = [row for one in drawn for row in one.result.rows]
     cases, ticks = distinct(rows, "case"), sorted(distinct(rows, "bound_ms"))
-    fig, axes = plt.subplots(1, len(cases), figsize=(9, 4.9), squeeze=False)
+    fig, axes = panels(1, len(cases), figsize=(9, 4.9), squeeze=False)
     for ax, case in zip(axes[0], cases, strict=True):
         for one in drawn:
             here = rows_where(one.result.rows, case=case)
@@ -277,14 +275,12 @@ def sweep_rows(result: Result) -> Rows:
 
 def times_by_load(recorded: Result | None, now: Result) -> Figure:
     """The median TTFT and the P99 time between tokens by load and scheduler, with the paper's values."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
     rows = [row for one in drawn for row in one.result.rows]
     cases, names = distinct(rows, "case"), distinct(rows, "scheduler")
-    fig, axes = plt.subplots(1, 2, figsize=(9, 0.62 * len(cases) + 2.4), sharey=True)
-    panels = {"ttft_p50_s": "median time to first token, s", "tbt_p99_s": "P99 time between tokens, s"}
-    for column, (ax, (measure, label)) in enumerate(zip(axes, panels.items(), strict=True)):
+    fig, axes = panels(1, 2, figsize=(9, 0.62 * len(cases) + 2.4), sharey=True)
+    shown = {"ttft_p50_s": "median time to first token, s", "tbt_p99_s": "P99 time between tokens, s"}
+    for column, (ax, (measure, label)) in enumerate(zip(axes, shown.items(), strict=True)):
         for (place, case), (line, name) in product(enumerate(cases), enumerate(names)):
             at = place + 0.17 * (line - (len(names) - 1) / 2)
             for one in drawn:

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from firsttoken.assets.manual_downloads import downloaded
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.operator_tables import tables_from
 from firsttoken.sarathi.hardware import Hardware
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.plot import LOOKS, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows
 from firsttoken.study.summary import Summary
@@ -96,15 +99,10 @@ def off_rows(result: Result, runs: Sequence[str]) -> Rows:
 
 def tails(result: Result) -> Figure:
     """The share of requests whose time is at most so long, by time: vLLM's, and both simulations'."""
-    import matplotlib.pyplot as plt
-    import numpy as np
-
-    from firsttoken.study.plot import LOOKS
-
     looks = {VLLM: LOOKS["mark"], PROFILE: LOOKS["measured"], OPERATORS: LOOKS["report"]}
     names = {VLLM: "vLLM on the card", PROFILE: f"simulated, {PROFILE}", OPERATORS: f"simulated, {OPERATORS}"}
     axes_names = {"ttft": "time to first token, s", "tpot": "time per further token, s", "latency": "whole answer, s"}
-    fig, axes = plt.subplots(1, len(METRICS), figsize=(9, 3.6), sharey=True)
+    fig, axes = panels(1, len(METRICS), figsize=(9, 3.6), sharey=True)
     for ax, metric in zip(axes, METRICS, strict=True):
         for run, look in looks.items():
             values = np.sort(result.frame(run=run)[f"{metric}_s"])

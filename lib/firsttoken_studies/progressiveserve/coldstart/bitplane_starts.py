@@ -14,7 +14,7 @@ from firsttoken.assets.needs import ModelFacts, check
 from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, load_served
 from firsttoken.progressiveserve.evaluation import QualityConfig
 from firsttoken.study.dtypes import named
-from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.plot import COLOURS, LOOKS, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows
 from firsttoken.study.show import interval
@@ -167,9 +167,7 @@ def shares(result: Result, task: str = "") -> list[Entry]:
 def frontier(result: Result) -> Figure:
     """Bytes before the first token against what is lost with them: of the served model, and of the one whose weights
     were trained in full precision (hollow)."""
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(1, 3, figsize=(11, 4.6))
+    fig, axes = panels(1, 3, figsize=(11, 4.6))
     for ax, (measure, label) in zip(axes, PANELS.items(), strict=True):
         ax.axvline(GOAL_BYTES, color=COLOURS["target"], linestyle="--", linewidth=1)
         ax.axhline(GOALS[measure], color=COLOURS["target"], linestyle="--", linewidth=1, label="goals")
@@ -293,10 +291,8 @@ def plan_name(start: str) -> str:
 def starts(result: Result) -> Figure:
     """Seconds from the request's arrival to the first token and until every weight is exact, by plan and link, over
     what the bytes of each take at the rate read alone."""
-    import matplotlib.pyplot as plt
-
     links = list(dict.fromkeys(link_key(row) for row in result.rows))
-    fig, axes = plt.subplots(1, len(links), figsize=(min(11, 3.4 * len(links) + 3), 3.6), sharey=True, squeeze=False)
+    fig, axes = panels(1, len(links), figsize=(min(11, 3.4 * len(links) + 3), 3.6), sharey=True, squeeze=False)
     for ax, key in zip(axes[0], links, strict=True):
         found = [row for row in result.rows if link_key(row) == key]
         names = list(dict.fromkeys(row["variant"] for row in found if row["variant"] != "read"))

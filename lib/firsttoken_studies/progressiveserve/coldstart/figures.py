@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from firsttoken.study.overlay import Drawn, counted, legend, name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.plot import COLOURS, LOOKS, panels
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Entry, Scalar
@@ -129,13 +129,11 @@ def phase_stacks(recorded: Result | None, now: Result, links: Sequence[str]) -> 
     A tick is the floor, the variant's bytes at the link's measured rate, from when its reading may begin; a line the
     95 % interval of the median.
     """
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
     found = {link: [name for name in reversed(STACKED) if any(_starts(d, link, name) for d in drawn)] for link in links}
     heights = [1.2 + len(names) for names in found.values()]
     size = (9, 1.6 + 0.42 * sum(heights))
-    fig, axes = plt.subplots(len(links), 1, figsize=size, height_ratios=heights, squeeze=False, sharex=True)
+    fig, axes = panels(len(links), 1, figsize=size, height_ratios=heights, squeeze=False, sharex=True)
     for ax, (link, names) in zip(axes[:, 0], found.items(), strict=True):
         for place, name in enumerate(names):
             for one in drawn:
@@ -218,10 +216,8 @@ def first_token_by_link(
     Only links that gave the rate that was asked of them, one a rate: a rate beyond what this machine's memory gives is
     that of the memory once more.
     """
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
-    fig, ax = plt.subplots(figsize=(9, 4.8))
+    fig, ax = panels(figsize=(9, 4.8))
     for one in drawn:
         for variant in variants:
             name, points = LINES[variant], sorted(_by_rate(one.result, variant), key=lambda point: point[0])
@@ -265,10 +261,8 @@ def _by_rate(result: Result, variant: str) -> list[tuple[float, Entry, float]]:
 
 def trade_off(recorded: Result | None, now: Result) -> Figure:
     """Draw TTFT, F1 and perplexity over the number of deferred layers, by the way in which these were chosen."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
-    fig, axes = plt.subplots(1, 3, figsize=(9, 4.2))
+    fig, axes = panels(1, 3, figsize=(9, 4.2))
     for one in drawn:
         timed = {row["deferred_layers"]: row for row in one.result.rows if "ttft_request_s" in row}
         sizes, found = sorted(timed), one.result.summary
