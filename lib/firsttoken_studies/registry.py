@@ -232,7 +232,7 @@ _ALL = (
         "serving_capacity",
         "How many requests a second within an objective",
         "41",
-        "sarathi.serving_capacity:serving_capacity",
+        "sarathi.bench:serving_capacity",
         "capacity_summary",
     ),
     _study(
