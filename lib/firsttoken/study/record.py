@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,6 +39,7 @@ CHANGED = "-changed"  # behind the name of a profile of which a reader changed s
 _MEASURES = ("lib", "env", "data/adapters", "data/claims.yaml")  # what a result hangs on
 
 Rows = list[dict[str, Any]]
+Table = Iterator[dict[str, Any]]  # the lines of a table as a notebook shows it, by heading
 
 
 def rows_where(rows: Rows, **values: Any) -> Rows:

@@ -35,7 +35,7 @@ from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS, panels
 from firsttoken.study.profile import Profile, unknown
-from firsttoken.study.record import Outcome, Result, Rows, distinct, frame_of
+from firsttoken.study.record import Outcome, Result, Rows, Table, distinct, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap, median_ratio
 from firsttoken.study.summary import Summary
@@ -360,10 +360,9 @@ def _standing(result: Result) -> str:
     return "Tokens a second of every system"
 
 
-def throughput_rows(result: Result) -> Rows:
+def throughput_rows(result: Result) -> Table:
     """Tokens per second of every system, and both forms of this engine over it."""
     cases = {(row["dtype"], row["requests"]): None for row in result.rows}
-    rows = []
     for name, label in SYSTEMS.items():
         line: dict[str, Any] = {}
         for dtype, count in cases:
@@ -374,5 +373,4 @@ def throughput_rows(result: Result) -> Rows:
                 ratio = result.summary.get("tokens_per_s_x", engine=engine, than=name, **case)
                 line[f"{ours} / it ({dtype}, {count})"] = interval(ratio, 2)
         if any(line.values()):
-            rows.append({"system": label} | {key: value for key, value in line.items() if value or "tokens/s" in key})
-    return rows
+            yield {"system": label} | {key: value for key, value in line.items() if value or "tokens/s" in key}

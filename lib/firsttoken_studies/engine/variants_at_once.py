@@ -26,7 +26,7 @@ from firsttoken.study import paths
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.parsing.parse_errors import read_bytes
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, frame_of
+from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.stats import median_ratio
 from firsttoken.study.summary import Summary
@@ -160,13 +160,11 @@ def variants_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     return summary
 
 
-def variants_rows(result: Result) -> Rows:
+def variants_rows(result: Result) -> Table:
     """A line a case: tokens a second, and over one adapter."""
-    lines: Rows = []
     for entry in result.summary.all("tokens_per_s"):
         case = entry["where"]["case"]
         over = result.summary.get("tokens_per_s_x", case=case, than=ONE)
         same = result.summary.get("same_tokens_pct", case=case)
         line = {"whose requests": case, "tokens/s": interval(entry, 0), "over one adapter": interval(over, 2)}
-        lines.append(line | {"answers as alone, %": f"{same['value']:.0f}" if same else ""})
-    return lines
+        yield line | {"answers as alone, %": f"{same['value']:.0f}" if same else ""}

@@ -26,7 +26,7 @@ from firsttoken.petals.int8_transport import pack, packed_bytes, unpack
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, frame_of, rows_where
+from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
@@ -249,17 +249,15 @@ def quality(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def table_1_rows(recorded: Result | None, now: Result) -> Rows:
+def table_1_rows(recorded: Result | None, now: Result) -> Table:
     """Table 1's rows, and SmolLM2's below them: perplexity where the paper has accuracy."""
-    rows: Rows = [
-        {"model": f"{model}, paper", "bits": bits, "accuracy, average of 3 tasks, %": accuracy}
-        for model, pair in _PAPER.items()
-        for bits, accuracy in zip((16, 8), pair, strict=True)
-    ]
+    for model, pair in _PAPER.items():
+        for bits, accuracy in zip((16, 8), pair, strict=True):
+            yield {"model": f"{model}, paper", "bits": bits, "accuracy, average of 3 tasks, %": accuracy}
     for drawn in over(recorded, now):
         summary, named = drawn.result.summary, f"SmolLM2-135M, {drawn.who()}"
         plain = summary.of("perplexity", variant=PLAIN)
-        rows.append({"model": named, "bits": 16, "perplexity": interval(plain, 2)})
+        yield {"model": named, "bits": 16, "perplexity": interval(plain, 2)}
         for variant, name in VARIANTS.items():
             lost = summary.get("perplexity_lost_pct", variant=variant, than=PLAIN)
             same = summary.get("same_token_pct", variant=variant, than=PLAIN)
@@ -267,28 +265,23 @@ def table_1_rows(recorded: Result | None, now: Result) -> Rows:
                 perplexity = plain["value"] * (1 + lost["value"] / 100)
                 row = {"model": named, "bits": f"8: {name}", "perplexity": f"{perplexity:.2f}"}
                 row |= {"lost, %, paired": interval(lost, 2), "same likeliest token, %": interval(same, 1)}
-                rows.append(row)
-    return rows
+                yield row
 
 
-def speed_rows(recorded: Result | None, now: Result) -> Rows:
+def speed_rows(recorded: Result | None, now: Result) -> Table:
     """Tokens a second of all layers in 16 bits and by both products of 8, how much slower these are, by requests."""
     paper = {1: "5", 8: "negligible", 32: "negligible"}
-    rows = []
     for drawn in over(recorded, now):
         summary = drawn.result.summary
         for batch, name in product(drawn.result.parameters["eight_bits"]["batches"], STEP_NAMES):
-            rows.append(
-                {
-                    "requests": batch,
-                    "weights": STEP_NAMES[name],
-                    "tokens/s": interval(summary.of("tokens_per_s", variant=name, batch=batch), 1),
-                    "slower, %": interval(summary.get("slower_pct", variant=name, batch=batch, than=WHOLE), 1),
-                    "slower in the paper, %": paper.get(batch, "") if name == "8_bits" else "",
-                    "whose": drawn.who(),
-                }
-            )
-    return rows
+            yield {
+                "requests": batch,
+                "weights": STEP_NAMES[name],
+                "tokens/s": interval(summary.of("tokens_per_s", variant=name, batch=batch), 1),
+                "slower, %": interval(summary.get("slower_pct", variant=name, batch=batch, than=WHOLE), 1),
+                "slower in the paper, %": paper.get(batch, "") if name == "8_bits" else "",
+                "whose": drawn.who(),
+            }
 
 
 def byte_rows(recorded: Result | None, now: Result) -> Rows:

@@ -25,7 +25,7 @@ from firsttoken.study.errors import StageError
 from firsttoken.study.overlay import legend, over
 from firsttoken.study.plot import LOOKS, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, Table
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Summary
 from firsttoken_studies.multiple_choice import ChoiceTasksConfig, accuracy_summary
@@ -130,9 +130,8 @@ def accuracy_change(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def accuracy_rows(recorded: Result | None, now: Result) -> Rows:
+def accuracy_rows(recorded: Result | None, now: Result) -> Table:
     """Table 1 by task: accuracy in 16 and in 8 bits, the change, and how many answers stay the same."""
-    rows: Rows = []
     for one in over(recorded, now):
         summary = one.result.summary
         for entry in summary:
@@ -144,5 +143,4 @@ def accuracy_rows(recorded: Result | None, now: Result) -> Rows:
                     summary.of("accuracy_change", **PLACES[WEIGHTS], **at), 1
                 )
                 row["same answer, %"] = interval(summary.of("same_choice_pct", **PLACES[WEIGHTS], **at), 1)
-                rows.append(row | {"whose": one.who(entry["n"])})
-    return rows
+                yield row | {"whose": one.who(entry["n"])}

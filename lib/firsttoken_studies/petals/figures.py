@@ -8,7 +8,7 @@ import numpy as np
 
 from firsttoken.study.overlay import over
 from firsttoken.study.plot import COLOURS, panels
-from firsttoken.study.record import Result, Rows
+from firsttoken.study.record import Result, Rows, Table
 from firsttoken.study.show import interval
 from firsttoken_studies.petals.chain_costs import (
     BLOOM_BYTES,
@@ -70,41 +70,34 @@ def _gb_of(result: Result) -> float:
     return next(row["bytes"] for row in result.rows if row["what"] == "offload") / 1e9
 
 
-def table_3_rows(result: Result) -> Rows:
+def table_3_rows(result: Result) -> Table:
     """Table 3's steps a second of BLOOM, foreseen from its first row, and over the bounds of offloading."""
-    rows: Rows = []
     for network, published in PUBLISHED_STEPS_PER_S.items():
         rate = result.summary.value("steps_per_s", model=BLOOM, link=network, source="foreseen")
         entries = result.summary.all("steps_per_s_x", link=network, source="foreseen")
         over = {entry["where"]["gbit_per_s"]: entry["value"] for entry in entries}
-        rows.append(
-            {
-                "network": network,
-                "paper, steps/s": published,
-                "foreseen, steps/s": round(rate, 2),
-                "foreseen over offloading, 256 Gbit/s": f"{over[256]:.1f}",
-                "and 128 Gbit/s": f"{over[128]:.1f}",
-            }
-        )
-    return rows
+        yield {
+            "network": network,
+            "paper, steps/s": published,
+            "foreseen, steps/s": round(rate, 2),
+            "foreseen over offloading, 256 Gbit/s": f"{over[256]:.1f}",
+            "and 128 Gbit/s": f"{over[128]:.1f}",
+        }
 
 
-def block_rows(recorded: Result | None, now: Result) -> Rows:
+def block_rows(recorded: Result | None, now: Result) -> Table:
     """How often as fast as offloading a chain of three is when its servers take for a block what this machine takes."""
-    rows: Rows = []
     for network, steps_per_s in PUBLISHED_STEPS_PER_S.items():
         published = {gbit: offload_s(BLOOM_BYTES, gbit) * steps_per_s for gbit in BOUNDS_GBIT_PER_S}
         row = {"network": network} | {f"paper, over {gbit} Gbit/s": f"{times:.1f}" for gbit, times in published.items()}
         for drawn in over(recorded, now):
             for entry in drawn.result.summary.all("steps_per_s_x", link=network, source="measured", bits=8):
                 row[f"8 bits, over {entry['where']['gbit_per_s']}: {drawn.who()}"] = interval(entry, 2)
-        rows.append(row)
-    return rows
+        yield row
 
 
-def here_rows(recorded: Result | None, now: Result) -> Rows:
+def here_rows(recorded: Result | None, now: Result) -> Table:
     """This model: steps a second through three servers by network, from measured layers, beside measured offloading."""
-    rows: Rows = []
     for drawn in over(recorded, now):
         context, summary = min(drawn.result.parameters["chains"]["contexts"]), drawn.result.summary
         most = max(drawn.result.parameters["chains"]["forwards"])
@@ -112,12 +105,11 @@ def here_rows(recorded: Result | None, now: Result) -> Rows:
             forward = summary.of("forward_tokens_per_s", batch=most, link=network)
             steps = interval(summary.of("steps_per_s", context_tokens=context, link=network), 2)
             row = {"way": f"three servers, {network}", "steps/s": steps, "forward, tokens/s": interval(forward, 0)}
-            rows.append(row | {"rows of the forward pass": most, "whose": drawn.who()})
+            yield row | {"rows of the forward pass": most, "whose": drawn.who()}
         for place in (RAM, DISK):
             entry = summary.of("step_s", variant=OFFLOADING, machine=place)
             turned = {"value": 1 / entry["value"], "low": 1 / entry["high"], "high": 1 / entry["low"]}
-            rows.append({"way": f"offloading from {place}", "steps/s": interval(turned, 2), "whose": drawn.who()})
-    return rows
+            yield {"way": f"offloading from {place}", "steps/s": interval(turned, 2), "whose": drawn.who()}
 
 
 def client_rows(result: Result) -> Rows:

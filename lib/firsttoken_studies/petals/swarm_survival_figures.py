@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS, LOOKS, handle, panels
-from firsttoken.study.record import Result, Rows
+from firsttoken.study.record import Result, Table
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken_studies.petals.fleet import FAULTS
@@ -78,41 +78,36 @@ def token_times(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def survival_rows(recorded: Result | None, now: Result) -> Rows:
+def survival_rows(recorded: Result | None, now: Result) -> Table:
     """Return by fault how many answers are the local model's, and the recovery beside the most that it may take."""
-    rows: Rows = []
     for drawn in over(recorded, now):
         summary, struck = drawn.result.summary, recoveries(drawn.result.rows)
         for fault in drawn.result.parameters["survival"]["faults"]:
             here = [(row, s) for row, s in struck if row["fault"] == fault and row["faults_in_it"] == 1]
-            rows.append(
-                {
-                    "a server is": FAULTS[fault],
-                    "whose": drawn.who(len(here)),
-                    "same answers": f"{sum(row['equal'] for row, _ in here)} of {len(here)}",
-                    "recovery, s": interval(bootstrap([s for _, s in here], "median").summary(), 3),
-                    "may take, s": interval(summary.of("bound_s", case=fault), 3),
-                    "within it": f"{sum(s <= bound_s(row) for row, s in here)} of {len(here)}",
-                }
-            )
+            yield {
+                "a server is": FAULTS[fault],
+                "whose": drawn.who(len(here)),
+                "same answers": f"{sum(row['equal'] for row, _ in here)} of {len(here)}",
+                "recovery, s": interval(bootstrap([s for _, s in here], "median").summary(), 3),
+                "may take, s": interval(summary.of("bound_s", case=fault), 3),
+                "within it": f"{sum(s <= bound_s(row) for row, s in here)} of {len(here)}",
+            }
         several = {row["generation"]: row["equal"] for row, _ in struck if row["faults_in_it"] > 1}
         if several:
             name = f"{len(drawn.result.parameters['survival']['together'])} faults in one answer"
             same = f"{sum(several.values())} of {len(several)}"
-            rows.append({"a server is": name, "whose": drawn.who(len(several)), "same answers": same})
-    return rows
+            yield {"a server is": name, "whose": drawn.who(len(several)), "same answers": same}
 
 
-def transport_rows(recorded: Result | None, now: Result) -> Rows:
+def transport_rows(recorded: Result | None, now: Result) -> Table:
     """Tokens a second through chains of servers and of the same blocks in one process, and what the transport takes."""
-    rows: Rows = []
     for drawn in over(recorded, now):
         summary, whose = drawn.result.summary, {"whose": drawn.who()}
         alone = interval(summary.of("tokens_per_s", servers=LOCAL), 1)
-        rows.append({"blocks": "in one process"} | whose | {"tokens/s": alone})
+        yield {"blocks": "in one process"} | whose | {"tokens/s": alone}
         for servers in drawn.result.parameters["transport"]["chains"]:
             place = {"servers": servers, "than": "one process"}
-            rows.append(
+            yield (
                 {"blocks": f"on {servers} server{'s'[: servers > 1]}"}
                 | whose
                 | {
@@ -121,4 +116,3 @@ def transport_rows(recorded: Result | None, now: Result) -> Rows:
                     "transport, ms a step": interval(summary.of("transport_ms", **place), 2),
                 }
             )
-    return rows

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from firsttoken.petals.tuning.frozen import MOST_KEPT
 from firsttoken.study.overlay import PALE, Drawn, name_results, over
 from firsttoken.study.plot import COLOURS, LOOKS, handle, panels
-from firsttoken.study.record import Result, Rows
+from firsttoken.study.record import Result, Rows, Table
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Entry
 from firsttoken_studies.petals.spans import split_evenly
@@ -134,9 +134,8 @@ def chain_rows(recorded: Result | None, now: Result) -> Rows:
     ]
 
 
-def run_rows(recorded: Result | None, now: Result) -> Rows:
+def run_rows(recorded: Result | None, now: Result) -> Table:
     """Steps a second of each task in each run, and the largest difference of a loss from the run it is held to."""
-    rows: Rows = []
     for drawn in over(recorded, now):
         summary = drawn.result.summary
         for run, name in RUN_NAMES.items():
@@ -146,8 +145,7 @@ def run_rows(recorded: Result | None, now: Result) -> Rows:
             }
             apart = summary.get("loss_difference", case=run, than=HELD_TO.get(run, ""))
             told = f"{apart['value']:.1e}" if apart else ""
-            rows.append({"run": name, **rates, "largest difference of a loss": told, "whose": drawn.who()})
-    return rows
+            yield {"run": name, **rates, "largest difference of a loss": told, "whose": drawn.who()}
 
 
 def _chains(result: Result) -> list[int]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from firsttoken.study.overlay import over
 from firsttoken.study.plot import COLOURS, LOOKS, handle, panels
-from firsttoken.study.record import Result, Rows
+from firsttoken.study.record import Result, Rows, Table
 from firsttoken.study.show import interval
 from firsttoken.study.stats import share
 from firsttoken_studies.petals.swarm_privacy import GUESS, LINEAR, NEAREST
@@ -72,25 +72,21 @@ def inverted(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def caught_rows(recorded: Result | None, now: Result) -> Rows:
+def caught_rows(recorded: Result | None, now: Result) -> Table:
     """Return by lie and rate how many liars were convicted within an answer, and how many the draws foresee."""
-    rows = []
     for drawn in over(recorded, now):
         asked = drawn.result.parameters["validation"]
         for lie in asked["lies"]:
             for rate in asked["rates"]:
                 measured = _caught(drawn.result, lie, rate)
-                rows.append(
-                    {
-                        "a server's lie": LIES[lie],
-                        "answers audited, %": f"{100 * rate:g}",
-                        "convicted, %": interval(measured, 0),
-                        "foreseen, %": f"{100 * foreseen(lie, rate, asked['tokens']):.0f}",
-                        "within tokens": asked["tokens"],
-                        "whose": drawn.who(measured["n"]),
-                    }
-                )
-    return rows
+                yield {
+                    "a server's lie": LIES[lie],
+                    "answers audited, %": f"{100 * rate:g}",
+                    "convicted, %": interval(measured, 0),
+                    "foreseen, %": f"{100 * foreseen(lie, rate, asked['tokens']):.0f}",
+                    "within tokens": asked["tokens"],
+                    "whose": drawn.who(measured["n"]),
+                }
 
 
 def honest_rows(recorded: Result | None, now: Result) -> Rows:

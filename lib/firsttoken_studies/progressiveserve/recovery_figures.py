@@ -10,7 +10,7 @@ import numpy as np
 from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS, LOOKS, panels
-from firsttoken.study.record import Result, Rows, rows_where
+from firsttoken.study.record import Result, Rows, Table, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.system import NOT_HERE
 from firsttoken_studies.progressiveserve.timeline import CASES, unpacked
@@ -184,8 +184,6 @@ def continuation_losses(recorded: Result | None, now: Result) -> Figure:
 
 # The tables of notebooks 15 and 16.
 
-Table = list[dict[str, Any]]
-
 _TIMELINE = (
     ("first token, s", "ttft_p50_s", {}, 2, ""),
     ("whole first answer, s", "first_answer_s", {}, 2, ""),
@@ -197,7 +195,7 @@ _TIMELINE = (
 )
 
 
-def timeline_rows(result: Result) -> Table:
+def timeline_rows(result: Result) -> Rows:
     """What each case came to: medians over runs with 95 % intervals; of a run's first answers, that of the clients."""
     return [
         {"measure": what}
@@ -209,34 +207,28 @@ def timeline_rows(result: Result) -> Table:
 def quality_rows(quality: Result, timeline: Result) -> Table:
     """When each stage serves, in s, and what it answers: EM and F1 in %, perplexity."""
     events = [row for row in timeline.rows if row["case"] == "pinned" and row["row"] == "event"]
-    rows: Table = []
     for stage, place in SCORED.items():
         begins = [row["at_s"] for row in events if row["stage"] == stage and row["what"] == "serving"]
         scores = {
             label: interval(quality.summary.of(score, **place))
             for label, score in (("EM, %", "em_pct"), ("F1, %", "f1_pct"), ("perplexity", "perplexity"))
         }
-        rows.append({"stage": stage, "serves from, s": f"{np.median(begins):.2f}", **scores})
-    return rows
+        yield {"stage": stage, "serves from, s": f"{np.median(begins):.2f}", **scores}
 
 
 def policy_rows(result: Result) -> Table:
     """Every policy with and without adapters: stall, largest logit error, loss of what follows."""
     found = result.summary
-    rows: Table = []
     for kind in ("healed", "bare"):
         for name in TRANSITIONS:
             place = {"policy": name, "variant": kind}
             (cost,) = found.all("cost_ms", **place)
-            rows.append(
-                {
-                    "policy": name,
-                    "adapters": "yes" if kind == "healed" else "no",
-                    f"stall, {cost['unit']}": interval(cost, 2),
-                    "largest logit error": f"{found.value('logit_error', **place):.2g}",
-                    "next token right, %": interval(found.of("same_token_pct", **place), 0),
-                    "loss of what follows, nats a token": interval(found.get("nll", **place), 2),
-                    "more than after a prefill": interval(found.get("excess_nll", **place), 2),
-                }
-            )
-    return rows
+            yield {
+                "policy": name,
+                "adapters": "yes" if kind == "healed" else "no",
+                f"stall, {cost['unit']}": interval(cost, 2),
+                "largest logit error": f"{found.value('logit_error', **place):.2g}",
+                "next token right, %": interval(found.of("same_token_pct", **place), 0),
+                "loss of what follows, nats a token": interval(found.get("nll", **place), 2),
+                "more than after a prefill": interval(found.get("excess_nll", **place), 2),
+            }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from firsttoken.study.plot import COLOURS, LOOKS, panels
-from firsttoken.study.record import Result, Rows, rows_where
+from firsttoken.study.record import Result, Rows, Table, rows_where
 from firsttoken.study.show import interval
 from firsttoken_studies.progressiveserve.refinement import AGAIN, KEPT, STILL, WHOLE, refining, token_gaps
 
@@ -85,20 +85,17 @@ def merge_rows(result: Result) -> Rows:
     return [{"what": name, "measured": shown} for name, shown in measured.items()]
 
 
-def handover_table(result: Result) -> Rows:
+def handover_table(result: Result) -> Table:
     """Return by context KL and agreement with kept keys and values and with coarse weights; a new prefill's time."""
-    found, rows = result.summary, []
+    found = result.summary
     for context in result.parameters["refinement"]["contexts"]:
         kept, coarse = ({"case": case, "context_tokens": context} for case in ("kept", "coarse"))
-        rows.append(
-            {
-                "context, tokens": context,
-                "kept: KL at once": interval(found.of("kl_first_nats", **kept), 4),
-                "kept: KL": interval(found.of("kl_nats", **kept), 4),
-                "kept: same next, %": interval(found.of("same_token_pct", **kept)),
-                "coarse: KL": interval(found.of("kl_nats", **coarse), 4),
-                "coarse: same next, %": interval(found.of("same_token_pct", **coarse)),
-                "prefill again, ms": interval(found.of("redo_ms", context_tokens=context)),
-            }
-        )
-    return rows
+        yield {
+            "context, tokens": context,
+            "kept: KL at once": interval(found.of("kl_first_nats", **kept), 4),
+            "kept: KL": interval(found.of("kl_nats", **kept), 4),
+            "kept: same next, %": interval(found.of("same_token_pct", **kept)),
+            "coarse: KL": interval(found.of("kl_nats", **coarse), 4),
+            "coarse: same next, %": interval(found.of("same_token_pct", **coarse)),
+            "prefill again, ms": interval(found.of("redo_ms", context_tokens=context)),
+        }

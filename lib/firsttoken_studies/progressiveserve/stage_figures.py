@@ -11,7 +11,7 @@ from firsttoken.progressiveserve.quality_gates import CLOSED_BOOK, GATES, gate
 from firsttoken.progressiveserve.stages import REPORT_PLAN
 from firsttoken.study.overlay import Drawn, legend, name_results, over
 from firsttoken.study.plot import COLOURS, LOOKS, log_ticks, panels
-from firsttoken.study.record import Result
+from firsttoken.study.record import Result, Table
 from firsttoken.study.show import interval
 
 if TYPE_CHECKING:
@@ -193,12 +193,10 @@ def _depth(result: Result) -> int:
 
 # The tables of notebook 12: stages beside the authors' scores, gates, shares recovered.
 
-Row = dict[str, Any]
 
-
-def stage_rows(result: Result, live: Result | None = None) -> list[Row]:
+def stage_rows(result: Result, live: Result | None = None) -> Table:
     """One row a variant: EM, F1, choices, perplexity with 95 % intervals; EM of the live run and of the authors."""
-    rows, get = [], result.summary.get
+    get = result.summary.get
     for place in _places(result):
         stage, healed = place["stage"], place.get("recipe") != "none"
         row = {
@@ -213,49 +211,40 @@ def stage_rows(result: Result, live: Result | None = None) -> list[Row]:
         if live is not None:
             row["F1 here, now, %"] = interval(live.summary.get("f1_pct", **place))
         row["authors' EM / F1, %"] = f"{KIISE['em_pct'][stage]} / {KIISE['f1_pct'][stage]}" if healed else ""
-        rows.append(row)
-    return rows
+        yield row
 
 
-def healing_rows(recipes: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+def healing_rows(recipes: Mapping[str, Mapping[str, Any]]) -> Table:
     """What each committed adapter's training came to; ``recipes`` by adapter name ("A-ours")."""
-    rows = []
     for name, recipe in recipes.items():
         stage, _, kind = name.partition("-")
         made, last = recipe["recipe"], [row for row in recipe["curve"] if "validation_f1" in row][-1]
         reads = made["accumulate"] * (made["batch"] + made["text_batch"])
-        rows.append(
-            {
-                "adapter": f"{stage}, {NAMES[kind]}",
-                "steps": last["step"],
-                "sequences read": last["step"] * reads,
-                "validation F1, %": round(100 * last["validation_f1"], 1),
-                "validation perplexity": round(last["validation_perplexity"], 1),
-            }
-        )
-    return rows
+        yield {
+            "adapter": f"{stage}, {NAMES[kind]}",
+            "steps": last["step"],
+            "sequences read": last["step"] * reads,
+            "validation F1, %": round(100 * last["validation_f1"], 1),
+            "validation perplexity": round(last["validation_perplexity"], 1),
+        }
 
 
-def gate_rows(result: Result) -> list[Row]:
+def gate_rows(result: Result) -> Table:
     """The report's gates (3.1.2): points lost against the full model, the limit, what the authors lost, the verdict."""
-    rows = []
     for place in _places(result):
         stage = place["stage"]
         if stage not in GATES or place.get("recipe") == "none":
             continue
         for score in ("em", "f1"):
             drop, authors = result.summary.of(f"{score}_drop", **place), KIISE[f"{score}_pct"]
-            rows.append(
-                {
-                    "variant": _title(**place),
-                    "score": score.upper(),
-                    "points lost": interval(drop),
-                    "limit": GATES[stage],
-                    "authors lost": round(authors[0] - authors[stage], 2),
-                    "gate": gate(drop, GATES[stage]),
-                }
-            )
-    return rows
+            yield {
+                "variant": _title(**place),
+                "score": score.upper(),
+                "points lost": interval(drop),
+                "limit": GATES[stage],
+                "authors lost": round(authors[0] - authors[stage], 2),
+                "gate": gate(drop, GATES[stage]),
+            }
 
 
 def _places(result: Result) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from firsttoken.study.overlay import Drawn, counted, legend, over
 from firsttoken.study.plot import COLOURS, LOOKS, log_ticks, panels
-from firsttoken.study.record import Result, Rows, rows_where
+from firsttoken.study.record import Result, Rows, Table, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Entry
 from firsttoken_studies.sarathi.batch_cost import PAST_TILE, table_pieces
@@ -103,14 +103,12 @@ def live_costs(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def piece_rows(result: Result) -> Rows:
+def piece_rows(result: Result) -> Table:
     """Live, by the size of a piece: over the whole prompt, and together with decodes over one of each."""
-    rows: Rows = []
     for piece in result.parameters["batch_cost"]["pieces"]:
         mixed = result.summary.of("mixed_x", source="live", budget_tokens=piece, than="apart")
         row = {"tokens of a piece": piece, "time / whole prompt": interval(_live_pieces(result, piece), 2)}
-        rows.append(row | {"with decodes / apart": interval(mixed, 2)})
-    return rows
+        yield row | {"with decodes / apart": interval(mixed, 2)}
 
 
 def table_rows(result: Result) -> Rows:

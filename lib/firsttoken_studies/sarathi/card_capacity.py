@@ -18,7 +18,7 @@ from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS, log_ticks, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, distinct, frame_of
+from firsttoken.study.record import Outcome, Result, Rows, Table, distinct, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Summary
 from firsttoken_studies.sarathi.bench import Bench, CapacityConfig
@@ -153,9 +153,8 @@ def _message(summary: Summary) -> str:
     return f"By card and model chunks serve {min(ratios):.1f} to {max(ratios):.1f} times the load of prefill first"
 
 
-def capacity_rows(result: Result) -> Rows:
+def capacity_rows(result: Result) -> Table:
     """A line a case: the capacity of each scheduler, and Sarathi's over that of prefill first."""
-    lines: Rows = []
     for case in distinct(result.rows, "case"):
         line: dict[str, Any] = {"case": case}
         for name in distinct(result.rows, "scheduler"):
@@ -164,5 +163,4 @@ def capacity_rows(result: Result) -> Rows:
             if name != BASE:
                 ratio = result.summary.get("capacity_x", **place_of(name), case=case, than=BASE)
                 line[f"{told(name)} over prefill first"] = interval(ratio, 2)
-        lines.append(line)
-    return lines
+        yield line

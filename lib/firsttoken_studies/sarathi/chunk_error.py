@@ -18,7 +18,7 @@ from firsttoken.engine.costs.profiled import GRID
 from firsttoken.engine.costs.tables import number, rows
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, frame_of
+from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Summary
 from firsttoken_studies.sarathi.operator_error import add_errors
@@ -147,9 +147,8 @@ def _told(band: Sequence[float]) -> str:
     return f"up to {high:,}" if low == 1 else f"{low:,} to {high:,}" if high < math.inf else f"from {low:,}"
 
 
-def chunk_rows(result: Result) -> Rows:
+def chunk_rows(result: Result) -> Table:
     """A line a case: how many points it has, and how far each way is off."""
-    lines: Rows = []
     for case in dict.fromkeys(entry["where"]["case"] for entry in result.summary):
         line: dict[str, Any] = {"points": case}
         for way in WAYS:
@@ -161,5 +160,4 @@ def chunk_rows(result: Result) -> Rows:
             line[f"{way}, median %"] = interval(found["median"], 0)
             line[f"{way}, p90 %"] = f"{found['p90']['value']:.0f}"
             line[f"{way}, mean %"] = f"{found['mean']['value']:+.0f}"
-        lines.append(line)
-    return lines
+        yield line

@@ -12,7 +12,7 @@ from firsttoken.sarathi.capacity import STRICT, TIMES
 from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS, LOOKS, handle, log_ticks, panels
-from firsttoken.study.record import Result, Rows, distinct, rows_where
+from firsttoken.study.record import Result, Rows, Table, distinct, rows_where
 from firsttoken.study.show import interval
 from firsttoken_studies.sarathi.generation_stalls import LIVE, SIMULATED
 from firsttoken_studies.sarathi.leaderboard import BASE
@@ -155,16 +155,15 @@ def capacities(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def capacity_rows(result: Result) -> Rows:
+def capacity_rows(result: Result) -> Table:
     """Ratios to the prefill-first scheduler."""
-    rows: Rows = []
     for name in distinct(result.rows, "scheduler", what="capacity"):
         line = {"scheduler": told(name)}
         for objective in distinct(result.rows, "objective", what="capacity"):
             over_base = result.summary.get("capacity_x", **place_of(name), objective=objective, than=BASE)
             line[f"{objective}, over prefill first"] = interval(over_base, 2)
-        rows += [line] if name != BASE else []
-    return rows
+        if name != BASE:
+            yield line
 
 
 def ablation_rows(result: Result) -> Rows:

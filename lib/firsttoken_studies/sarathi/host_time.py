@@ -14,7 +14,7 @@ from firsttoken.engine.costs.nnls import non_negative
 from firsttoken.engine.costs.operator_tables import tables_from
 from firsttoken.engine.request import Request
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, frame_of
+from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Summary
 from firsttoken_studies.sarathi.operator_error import (
@@ -128,10 +128,9 @@ def host_summary(rows: Rows, parameters: dict[str, Any]) -> Summary:
     return summary
 
 
-def host_rows(result: Result) -> Rows:
+def host_rows(result: Result) -> Table:
     """A line for each model and card that the two numbers were fitted to: the numbers, and the errors without and with
     them, on the rows that they were fitted to and on all others."""
-    lines: Rows = []
     for entry in result.summary.all("host_step_ms"):
         name = entry["where"]["case"]
         row_us = result.summary.value("host_row_us", case=name)
@@ -140,13 +139,11 @@ def host_rows(result: Result) -> Rows:
             for variant, short in ((BEFORE, "before"), (AFTER, "after")):
                 found = result.summary.get("tpot_off_pct", case=case, variant=variant, than="vllm", across="median")
                 line[f"{told}, {short}: median %"] = interval(found, 1)
-        lines.append(line)
-    return lines
+        yield line
 
 
-def first_token_rows(result: Result, name: str) -> Rows:
+def first_token_rows(result: Result, name: str) -> Table:
     """A line a time and case of the fit on ``name``: median and 90th percentile of the error, before and after."""
-    lines: Rows = []
     for case in (f"fitted on {name}", f"held out from {name}", f"held out from {name}, Hopper"):
         for time, told in (("tpot", "time per token"), ("ttft", "TTFT")):
             line: dict[str, Any] = {"runs": f"{case}: {told}"}
@@ -157,5 +154,4 @@ def first_token_rows(result: Result, name: str) -> Rows:
                 line["n"] = median["n"] if median else 0
                 line[f"{short}, median %"] = interval(median, 1)
                 line[f"{short}, p90 %"] = f"{tail['value']:.0f}" if tail else ""
-            lines.append(line)
-    return lines
+            yield line

@@ -27,7 +27,7 @@ from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS, LOOKS, handle, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, distinct, frame_of
+from firsttoken.study.record import Outcome, Result, Rows, Table, distinct, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.stats import Statistic, bootstrap
 from firsttoken.study.summary import Summary
@@ -308,9 +308,8 @@ def against_servers(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def error_table(result: Result) -> Rows:
+def error_table(result: Result) -> Table:
     """The error by model and by card: median and 90th percentile of the time per token, of a whole answer, of TTFT."""
-    lines: Rows = []
     places = [{place: value} for place, column in _PLACES.items() for value in distinct(result.rows, column)]
     for where in ({}, *places):
         at = where | _PAIR
@@ -319,5 +318,4 @@ def error_table(result: Result) -> Rows:
         for metric, name in (("tpot", "time per token"), ("latency", "whole answer"), ("ttft", "TTFT")):
             line[f"{name}, median %"] = interval(result.summary.of(f"{metric}_off_pct", **at, across="median"), 1)
             line[f"{name}, p90 %"] = f"{result.summary.of(f'{metric}_off_pct', **at, across='p90')['value']:.0f}"
-        lines.append(line)
-    return lines
+        yield line

@@ -27,7 +27,7 @@ from firsttoken.engine.costs.operator_costs import OperatorCosts
 from firsttoken.engine.costs.operator_tables import CONTEXT, PRODUCTS, OperatorTables, tables_from
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, distinct, frame_of
+from firsttoken.study.record import Outcome, Result, Rows, Table, distinct, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Summary
 from firsttoken.study.timing import timed
@@ -203,13 +203,11 @@ def operators_here_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary
     return summary
 
 
-def operators_rows(result: Result) -> Rows:
+def operators_rows(result: Result) -> Table:
     """A line for each kind of operator: how many were timed, and how far the published times are off."""
-    lines: Rows = []
     for what in distinct(result.rows, "what"):
         where = {"case": what, "costs": OPERATORS, "than": GPU_HERE}
         of = {name: result.summary.of("off_pct", **where, across=name) for name in ("median", "p90", "mean", "worst")}
         line = {"computed": what, "n": of["median"]["n"], "median, %": interval(of["median"], 0)}
         line |= {"p90, %": f"{of['p90']['value']:.0f}", "worst, %": f"{of['worst']['value']:.0f}"}
-        lines.append(line | {"mean, %": f"{of['mean']['value']:+.0f}"})
-    return lines
+        yield line | {"mean, %": f"{of['mean']['value']:+.0f}"}

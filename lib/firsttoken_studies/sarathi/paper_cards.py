@@ -20,7 +20,7 @@ from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS, LOOKS, log_ticks, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, distinct, frame_of, rows_where
+from firsttoken.study.record import Outcome, Result, Rows, Table, distinct, frame_of, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap, ratio_of_means
 from firsttoken.study.summary import Summary
@@ -257,9 +257,8 @@ def _paper_factor(ax: Any, case: str, summary: Summary) -> None:
             ax.plot([bound / 1.08, bound * 1.08], [factor * best] * 2, **PAPER_BAR)
 
 
-def sweep_rows(result: Result) -> Rows:
+def sweep_rows(result: Result) -> Table:
     """A line a case and bound: the capacity of each scheduler and batch, and each Sarathi's over the best batch."""
-    lines: Rows = []
     for case, bound in product(distinct(result.rows, "case"), distinct(result.rows, "bound_ms")):
         where = {"case": case, "objective": f"{bound} ms"}
         line: dict[str, Any] = {"case": f"{case}, {bound} ms"}
@@ -269,8 +268,7 @@ def sweep_rows(result: Result) -> Rows:
             ratio = result.summary.get("capacity_x", **place_of(name), **where, than=BEST_BATCH)
             if name != BASE:
                 line[f"{told(name)} over the best batch"] = interval(ratio, 2)
-        lines.append(line)
-    return lines
+        yield line
 
 
 def times_by_load(recorded: Result | None, now: Result) -> Figure:
@@ -318,9 +316,8 @@ def _short(case: str) -> str:
     return f"{lengths.partition('-')[0]}\n{rate}"
 
 
-def load_rows(result: Result) -> Rows:
+def load_rows(result: Result) -> Table:
     """A line a load and scheduler: both times, and the paper's."""
-    lines: Rows = []
     columns = {"ttft_p50_s": "median TTFT, s", "tbt_p99_s": "P99 TBT, s"}
     for case, name in product(distinct(result.rows, "case"), distinct(result.rows, "scheduler")):
         paper: Sequence[float | None] = PAPER_LOADS.get(case, {}).get(name, (None, None))
@@ -328,5 +325,4 @@ def load_rows(result: Result) -> Rows:
         for (measure, label), theirs in zip(columns.items(), paper, strict=True):
             line[label] = interval(result.summary.get(measure, **place_of(name), case=case), 2)
             line[f"paper: {label}"] = "" if theirs is None else f"{theirs:g}"
-        lines.append(line)
-    return lines
+        yield line

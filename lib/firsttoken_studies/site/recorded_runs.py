@@ -8,7 +8,7 @@ bar is then what the system adds to the arithmetic.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -152,12 +152,11 @@ def _start(result: Result, rows: Rows, prompt_tokens: int) -> IdeaRun:
     return _run("ProgressiveServe", "13", result, at, whole, progressive, "ttft_request_s")
 
 
-def _borrowed(result: Result, stalls: Result) -> list[IdeaRun]:
+def _borrowed(result: Result, stalls: Result) -> Iterator[IdeaRun]:
     """PETALS's: a start that borrows all layers from one neighbour, over each link and round trip."""
     starts, config = rows_where(result.rows, what="start"), shape_config(result.parameters["model"])
     weights_gb = _weights_gb(result)
     places = dict.fromkeys((row["gbit_per_s"], row["rtt_ms"]) for row in rows_where(starts, variant="borrowed"))
-    found = []
     for gbit_per_s, rtt_ms in places:
         whole = rows_where(starts, variant="whole", gbit_per_s=gbit_per_s)
         mine = rows_where(starts, variant="borrowed", gbit_per_s=gbit_per_s, rtt_ms=rtt_ms)
@@ -170,11 +169,10 @@ def _borrowed(result: Result, stalls: Result) -> list[IdeaRun]:
             "servers": 1,
             "round_trip_ms": rtt_ms,
         }
-        found.append(_run("PETALS", "56", result, at, whole, mine, "ttft_request_s"))
-    return found
+        yield _run("PETALS", "56", result, at, whole, mine, "ttft_request_s")
 
 
-def _reuse(result: Result, weights_gb: float) -> list[IdeaRun]:
+def _reuse(result: Result, weights_gb: float) -> Iterator[IdeaRun]:
     """DroidSpeak's: another model's cache over each link, loaded while a group of layers is computed."""
     layers, tokens = shape_config(result.parameters["model"]).num_hidden_layers, result.rows[0]["tokens"]
     first, last = map(int, result.rows[0]["group"].split("-"))
@@ -183,7 +181,6 @@ def _reuse(result: Result, weights_gb: float) -> list[IdeaRun]:
         *(row["ttft_s"] for row in rows_where(result.rows, schedule="recompute")),
         *(row["compute_s"] / share for row in rows_where(result.rows, schedule="pipelined")),
     )
-    found = []
     for gbit_per_s in distinct(result.rows, "gbit_per_s"):
         here = rows_where(result.rows, gbit_per_s=gbit_per_s)
         whole, mine = (rows_where(here, schedule=name) for name in ("recompute", "pipelined"))
@@ -196,8 +193,7 @@ def _reuse(result: Result, weights_gb: float) -> list[IdeaRun]:
             "tflop_per_s": _tflop_per_s(weights_gb, tokens, computed_s),
             "group_share": share,
         }
-        found.append(_run("DroidSpeak", "32", result, at, whole, mine, "ttft_s"))
-    return found
+        yield _run("DroidSpeak", "32", result, at, whole, mine, "ttft_s")
 
 
 def _swaps(result: Result, weights_gb: float) -> list[IdeaRun]:

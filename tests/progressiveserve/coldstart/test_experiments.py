@@ -166,4 +166,4 @@ def test_open_sessions_are_right_but_for_the_naive_one(trained):
             assert value("logit_error", policy=policy, variant=kind) < 1e-3 < ROUNDING
         assert value("logit_error", policy="naive", variant=kind) > 1e-2
         assert value("excess_nll", policy="prefill again", variant=kind) == 0
-    assert len(recovery_tables.policy_rows(result)) == 10
+    assert len(list(recovery_tables.policy_rows(result))) == 10

@@ -16,7 +16,7 @@ from firsttoken.progressiveserve.evaluation import QualityConfig
 from firsttoken.study.dtypes import named
 from firsttoken.study.plot import COLOURS, LOOKS, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, Table
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Entry, Scalar, Summary
@@ -263,10 +263,9 @@ BOUNDS: tuple[tuple[str, str, str, float], ...] = (
 """Of the record: what is bounded, its measure, the task, and the most of it that is acceptable."""
 
 
-def record_rows(result: Result) -> Rows:
+def record_rows(result: Result) -> Table:
     """The fewest bytes before the first acceptable token, by model and bound: where the measured value keeps to it, and
     where its whole interval does."""
-    rows: Rows = []
     for what, measure, task, most in BOUNDS:
         model = "TinyStories 15 M" if task else result.parameters["model"]
         found: dict[str, list[tuple[float, str]]] = {"value": [], "high": []}
@@ -279,8 +278,7 @@ def record_rows(result: Result) -> Rows:
         if any(found.values()):
             fewest = {bound: "{1}: {0:.3f}".format(*min(kept)) if kept else "none" for bound, kept in found.items()}
             kept = {"as measured": fewest["value"], "for the whole interval": fewest["high"]}
-            rows.append({"model and bound": f"{model}: {what} <= {most:g}", **kept})
-    return rows
+            yield {"model and bound": f"{model}: {what} <= {most:g}", **kept}
 
 
 def plan_name(start: str) -> str:
@@ -320,21 +318,17 @@ def starts(result: Result) -> Figure:
 _LOOKS = {WHOLE: "S0", LOSSLESS: "S0", LAYERS: "none"}
 
 
-def start_rows(result: Result) -> Rows:
+def start_rows(result: Result) -> Table:
     """Every plan over every link: bytes, seconds, and what they are of the plain whole model's."""
-    rows: Rows = []
     for key in dict.fromkeys(link_key(row) for row in result.rows):
         found = [row for row in result.rows if link_key(row) == key and row["variant"] != "read"]
         for name in dict.fromkeys(row["variant"] for row in found):
             place, beside = {"variant": name, "link": key}, {"variant": name, "than": WHOLE, "link": key}
-            rows.append(
-                {
-                    "plan and link": f"{plan_name(name)}, {found[0]['link']}",
-                    "bytes first": _share(result.summary.of("byte_share", **place)),
-                    "TTFT, s": interval(result.summary.of("ttft_p50_s", **place), 2),
-                    "from process creation, s": interval(result.summary.of("process_ttft_p50_s", **place), 2),
-                    "TTFT / whole": interval(result.summary.get("ttft_x", **beside), 3),
-                    "all exact / whole": interval(result.summary.get("full_time_x", **beside), 3),
-                }
-            )
-    return rows
+            yield {
+                "plan and link": f"{plan_name(name)}, {found[0]['link']}",
+                "bytes first": _share(result.summary.of("byte_share", **place)),
+                "TTFT, s": interval(result.summary.of("ttft_p50_s", **place), 2),
+                "from process creation, s": interval(result.summary.of("process_ttft_p50_s", **place), 2),
+                "TTFT / whole": interval(result.summary.get("ttft_x", **beside), 3),
+                "all exact / whole": interval(result.summary.get("full_time_x", **beside), 3),
+            }

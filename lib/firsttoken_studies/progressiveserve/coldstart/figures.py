@@ -10,7 +10,7 @@ import numpy as np
 
 from firsttoken.study.overlay import Drawn, counted, legend, name_results, over
 from firsttoken.study.plot import COLOURS, LOOKS, panels
-from firsttoken.study.record import Result, Rows
+from firsttoken.study.record import Result, Rows, Table
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Entry, Scalar
 from firsttoken.study.system import NOT_HERE
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 
 # The tables of notebooks 13 and 14: paper, measured, floor.
-
-Table = list[dict[str, Any]]
-
 
 _FIRST, _STREAMED = ({"variant": variant, "link": "1gbit"} for variant in ("progressive", "whole_streamed"))
 _DISK, _LEAN = ({"variant": variant, "link": "unshaped"} for variant in ("whole", "lean"))
@@ -62,7 +59,7 @@ TARGETS: tuple[tuple[str, str, dict[str, Scalar], str, str, str], ...] = (
 """What is compared, the measure that answers, of what and to what, what is asked of it, and which is its floor."""
 
 
-def target_rows(recorded: Result | None, now: Result) -> Table:
+def target_rows(recorded: Result | None, now: Result) -> Rows:
     """The targets with their floor, what is recorded and what this run measured; an empty cell where a result lacks
     the measure."""
     known = recorded or now
@@ -82,7 +79,7 @@ def deferral_rows(result: Result) -> Table:
     """Return by number of deferred layers the TTFT [s], and F1 [%] and perplexity by the way they were chosen."""
     sizes = sorted({row["deferred_layers"] for row in result.rows if "ttft_request_s" in row})
     blocks = {(r["selection"], r["deferred_layers"]): r["block"] for r in result.rows if "selection" in r}
-    found, rows = result.summary, []
+    found = result.summary
     for size in sizes:
         entry: dict[str, Any] = {"layers deferred": size, "TTFT, s": interval(found.of("ttft_p50_s", layers=size), 2)}
         titles = ("distance", "perplexity", "healed")
@@ -92,8 +89,7 @@ def deferral_rows(result: Result) -> Table:
                 entry[f"{title}: block"] = f"{block[0]}-{block[-1]}" if block else "whole"
                 entry[f"{title}: F1, %"] = f"{found.value('f1_pct', **place):.1f}"
                 entry[f"{title}: perplexity"] = f"{found.value('perplexity', **place):.1f}"
-        rows.append(entry)
-    return rows
+        yield entry
 
 
 def most_deferred(result: Result) -> int:
