@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS, handle, panels
+from firsttoken.study.plot import COLOURS, LOOKS, handle, log_ticks, panels
 from firsttoken.study.record import Result, Table
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
@@ -50,8 +50,6 @@ def recovery_times(recorded: Result | None, now: Result) -> Figure:
 
 def token_times(recorded: Result | None, now: Result) -> Figure:
     """Seconds of each token of the generation with several faults, beside the median of undisturbed steps."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
     fig, ax = panels(figsize=(9, 4))
     results = over(recorded, now)
     for drawn in results:
@@ -69,9 +67,8 @@ def token_times(recorded: Result | None, now: Result) -> Figure:
                 at = (row["position"], row["step_s"])
                 ax.annotate(FAULTS[row["fault"]], at, (6, 4), textcoords="offset points", fontsize=9)
     ax.set(yscale="log", xlabel="token", ylabel="its step, s")
-    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    ax.yaxis.set_minor_locator(NullLocator())
-    ax.yaxis.set_major_formatter("{x:g}")
+    log_ticks(ax.yaxis)
+    ax.yaxis.set_ticks([], minor=True)
     ax.margins(x=0.03, y=0.18)
     fig.suptitle("Three servers fail in one answer: only the struck steps are longer")
     fig.legend(loc="outside lower center", ncols=2, fontsize=9, handlelength=3.2)

@@ -10,7 +10,7 @@ import numpy as np
 from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS, LOOKS, panels
-from firsttoken.study.record import Result, Rows, Table, rows_where
+from firsttoken.study.record import Result, Rows, Table, distinct, frame_of, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.system import NOT_HERE
 from firsttoken_studies.progressiveserve.timeline import CASES, unpacked
@@ -80,20 +80,13 @@ def _stage_bar(ax: Axes, place: float, ends: Sequence[float], height: float, loo
 
 def _served_at(result: Result, case: str) -> list[float]:
     """Median time in s at which each stage began to serve."""
-    events = [row for row in result.rows if row["case"] == case and row["row"] == "event" and row["what"] == "serving"]
-    stages = sorted({row["stage"] for row in events})
-    return [float(np.median([row["at_s"] for row in events if row["stage"] == stage])) for stage in stages]
+    return result.frame(case=case, row="event", what="serving").groupby("stage").at_s.median().tolist()
 
 
 def answered_s(result: Result, case: str) -> list[float]:
     """When the first answer of each client ended, in s from the start, in every run of ``case``."""
-    rows = unpacked(rows_where(result.rows, case=case))
-    tokens = [row for row in rows if row["row"] == "token" and row["request"] == 0]
-    ends: dict[tuple[int, int], float] = {}
-    for row in tokens:
-        whose = row["run"], row["client"]
-        ends[whose] = max(ends.get(whose, 0.0), row["at_s"])
-    return list(ends.values())
+    tokens = frame_of(unpacked(rows_where(result.rows, case=case)), row="token", request=0)
+    return tokens.groupby(["run", "client"]).at_s.max().tolist()
 
 
 def growth_of_service(recorded: Result | None, now: Result, run: int = 0) -> Figure:
@@ -105,8 +98,8 @@ def growth_of_service(recorded: Result | None, now: Result, run: int = 0) -> Fig
     most = max((len(_tokens(one.result, case, run, until)) for one in drawn for case in CASES), default=0) or 1
     for (top, bottom), case in zip(axes.T, CASES, strict=True):
         for one in drawn:
-            rows = [row for row in one.result.rows if row["case"] == case and row["run"] == run]
-            last = max(row["stage"] for row in rows if row["row"] == "event")
+            rows = rows_where(one.result.rows, case=case, run=run)
+            last = max(distinct(rows, "stage", row="event"))
             tokens = _tokens(one.result, case, run, until)
             colours = [_stage_colour(row["stage"], last) for row in tokens]
             points = [row["at_s"] for row in tokens], range(1, len(tokens) + 1)
@@ -115,9 +108,8 @@ def growth_of_service(recorded: Result | None, now: Result, run: int = 0) -> Fig
             place = most * (1.02 + (0.08 if one.own else 0.18))
             span = min((row["at_s"] for row in tokens), default=0.0), float(np.median(answered_s(one.result, case)))
             top.plot(span, [place] * 2, "|-", color=COLOURS["mark"], markersize=8, **one.style)
-            memory = [row for row in rows if row["row"] == "memory" and row["rss_bytes"]]
-            seconds, sizes = [row["at_s"] for row in memory], [row["rss_bytes"] / 1e6 for row in memory]
-            bottom.plot(seconds, sizes, color=COLOURS["measured"], **one.style)
+            memory = {row["at_s"]: row["rss_bytes"] / 1e6 for row in rows_where(rows, row="memory") if row["rss_bytes"]}
+            bottom.plot([*memory], [*memory.values()], color=COLOURS["measured"], **one.style)
             if not memory:
                 bottom.annotate(NOT_HERE, (0.5, 0.5 + one.shift), xycoords="axes fraction", ha="center", va="center")
         top.set_title(LABELS[case].replace(", ", ",\n"), fontsize=10)
@@ -206,9 +198,8 @@ def timeline_rows(result: Result) -> Rows:
 
 def quality_rows(quality: Result, timeline: Result) -> Table:
     """When each stage serves, in s, and what it answers: EM and F1 in %, perplexity."""
-    events = [row for row in timeline.rows if row["case"] == "pinned" and row["row"] == "event"]
     for stage, place in SCORED.items():
-        begins = [row["at_s"] for row in events if row["stage"] == stage and row["what"] == "serving"]
+        begins = timeline.frame(case="pinned", row="event", what="serving", stage=stage).at_s
         scores = {
             label: interval(quality.summary.of(score, **place))
             for label, score in (("EM, %", "em_pct"), ("F1, %", "f1_pct"), ("perplexity", "perplexity"))

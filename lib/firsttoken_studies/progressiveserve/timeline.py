@@ -188,11 +188,10 @@ def first_answers(rows: Rows, new_tokens: int, runs: Iterable[int]) -> list[floa
     Of each of ``runs`` it is the median over the clients, None where one of them was not whole by the end."""
     found: list[float | None] = []
     for run in runs:
-        answers: dict[int, list[float]] = {}
-        for row in rows_where(rows, run=run, row="token", request=0):
-            answers.setdefault(row["client"], []).append(row["at_s"])
-        whole = bool(answers) and all(len(times) >= new_tokens for times in answers.values())
-        found.append(float(np.median([max(times) for times in answers.values()])) if whole else None)
+        tokens = frame_of(rows, run=run, row="token", request=0)
+        answers = tokens.groupby("client").at_s.agg(["count", "max"]) if len(tokens) else None
+        whole = answers is not None and (answers["count"] >= new_tokens).all()
+        found.append(float(answers["max"].median()) if whole else None)
     return found
 
 

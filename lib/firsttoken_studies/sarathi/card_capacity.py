@@ -15,7 +15,7 @@ from firsttoken.sarathi.hardware import Hardware
 from firsttoken.sarathi.policy import Policy
 from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.overlay import name_results, over
+from firsttoken.study.overlay import legend, over
 from firsttoken.study.plot import COLOURS, log_ticks, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows, Table, distinct, frame_of
@@ -141,8 +141,7 @@ def capacities_by_card(recorded: Result | None, now: Result) -> Figure:
     )
     log_ticks(ax.xaxis)
     fig.suptitle(_message(base))
-    names = fig.legend(loc="outside lower center", ncols=3, fontsize="small")
-    name_results(fig, drawn, "capacity_requests_per_s", legend=names)
+    legend(fig, ax, drawn, "capacity_requests_per_s", size="small")
     return fig
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from firsttoken.sarathi.policy_text import place_of
-from firsttoken.study.overlay import name_results, over
+from firsttoken.study.overlay import legend, over
 from firsttoken.study.plot import COLOURS, log_ticks, panels
 from firsttoken.study.record import Result, Rows, distinct, frame_of
 from firsttoken.study.show import interval
@@ -73,8 +73,7 @@ def course(recorded: Result | None, now: Result) -> Figure:
         ax.set(yscale="log", xlabel="phase of the load (band: twice the mean rate)", ylabel=label)
         log_ticks(ax.yaxis)
     fig.suptitle("Twice the mean rate: whole prompts stall running requests, chunks let new ones wait")
-    names = fig.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
-    name_results(fig, drawn, legend=names)
+    legend(fig, axes[1], drawn, columns=5, size="small")
     return fig
 
 

@@ -116,15 +116,8 @@ def aiperf_command(url: str, folder: Path, load: PeerLoad, out: Path) -> list[st
         "artifact-dir": out,
         "ui": "none",
     }
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     flags = ["--streaming", "--use-server-token-count", "--no-gpu-telemetry", "--no-server-metrics"]
-    return [str(AIPERF), "profile", *words, *flags]
-
-
-def check_aiperf_there(what: str) -> None:
-    """Raises FirstTokenError where aiperf's environment is missing."""
-    if not AIPERF.exists():
-        raise FirstTokenError(f"{what}: aiperf's environment is missing; run env/clients/setup.sh")
+    return [str(AIPERF), "profile", *_words(options), *flags]
 
 
 def ask(command: list[str], load: PeerLoad, out: Path, environment: dict[str, str]) -> dict[str, float]:
@@ -227,12 +220,6 @@ def vllm_command(model: PeerModel, budget: int, port: int) -> list[str]:
 
 
 COMMANDS: dict[str, Callable[[PeerModel, int, int], list[str]]] = {OURS: our_command, VLLM: vllm_command}
-
-
-def check_vllm_there(what: str) -> None:
-    """Raises FirstTokenError where vLLM's environment is missing."""
-    if not VLLM_PYTHON.exists():
-        raise FirstTokenError(f"{what}: vLLM's environment is missing; run env/vllm/setup.sh")
 
 
 @contextmanager
@@ -345,8 +332,9 @@ def live_peer(profile: Profile) -> Outcome:
 
 def turn(system: str, model: PeerModel, budget: int, load: PeerLoad) -> dict[str, float]:
     """Start ``system``, have it asked, end it: the rest of a row of :func:`live_peer`, which see for what it raises."""
-    check_vllm_there("live_peer")
-    check_aiperf_there("live_peer")
+    for program, whose, mend in ((VLLM_PYTHON, "vLLM", "env/vllm"), (AIPERF, "aiperf", "env/clients")):
+        if not program.exists():
+            raise FirstTokenError(f"live_peer: {whose}'s environment is missing; run {mend}/setup.sh")
     with tempfile.TemporaryDirectory(dir=paths.CACHE, prefix="peer-") as folder:
         out, start = Path(folder), time.perf_counter()
         with served(system, model, budget, out / "server.log") as url:

@@ -17,7 +17,7 @@ from firsttoken.sarathi.hardware import Hardware
 from firsttoken.sarathi.policy import Policy
 from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.overlay import name_results, over
+from firsttoken.study.overlay import legend, over
 from firsttoken.study.plot import COLOURS, LOOKS, log_ticks, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows, Table, distinct, frame_of, rows_where
@@ -214,8 +214,7 @@ def capacity_by_bound(recorded: Result | None, now: Result) -> Figure:
         axes[0][0].plot([], [], color=look.colour, marker=look.marker or None, linestyle=dashes, label=label)
     axes[0][0].plot([], [], **PAPER_BAR, label="the paper's factor")
     fig.suptitle(_sweep_message((recorded or now).summary))
-    names = fig.legend(loc="outside lower center", ncols=3, fontsize="small")
-    name_results(fig, drawn, "capacity_requests_per_s", legend=names)
+    legend(fig, axes[0][0], drawn, "capacity_requests_per_s", size="small")
     return fig
 
 
@@ -294,8 +293,7 @@ def times_by_load(recorded: Result | None, now: Result) -> Figure:
     name_schedulers(axes[0], names)
     axes[0].plot([], [], "|", ms=12, mew=4, color=COLOURS["paper"], alpha=0.6, label="paper (Table 4)")
     fig.suptitle(_load_message((recorded or now).summary, cases))
-    below = fig.legend(loc="outside lower center", ncols=3, fontsize="small")
-    name_results(fig, drawn, "tbt_p99_s", legend=below)
+    legend(fig, axes[0], drawn, "tbt_p99_s", size="small")
     return fig
 
 

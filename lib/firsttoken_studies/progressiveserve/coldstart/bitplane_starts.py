@@ -16,15 +16,15 @@ from firsttoken.progressiveserve.evaluation import QualityConfig
 from firsttoken.study.dtypes import named
 from firsttoken.study.plot import COLOURS, LOOKS, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, Table
+from firsttoken.study.record import Outcome, Result, Rows, Table, distinct, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Entry, Scalar, Summary
 from firsttoken_extras.bitplanes.layouts import planes_of
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import bare_checkpoint, planes_checkpoint
 from firsttoken_studies.progressiveserve.coldstart.experiments import disk_speed, trial_specs
-from firsttoken_studies.progressiveserve.coldstart.harness import link_key, one_trial, wire_for
-from firsttoken_studies.progressiveserve.coldstart.summary import PROCESS, REQUEST, link_floor, ratio, values
+from firsttoken_studies.progressiveserve.coldstart.harness import one_trial, wire_for
+from firsttoken_studies.progressiveserve.coldstart.summary import PROCESS, REQUEST, by_link, link_floor, ratio, values
 from firsttoken_studies.progressiveserve.coldstart.trial import TrialSpec
 from firsttoken_studies.progressiveserve.frontier import STORIES, PrecisionConfig
 
@@ -88,12 +88,11 @@ def precision_start_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
     """By link and start: TTFT from arrival and from process creation, over the plain whole model's and the losslessly
     coded one's; bytes before the first token and in all; time until every weight is exact over the whole model's."""
     summary = Summary()
-    for key in dict.fromkeys(link_key(row) for row in rows):
-        found = [row for row in rows if link_key(row) == key]
+    for key, found in by_link(rows).items():
         plain = values(found, "read", "bytes")[0]
         complete = [row | {REQUEST: row[REQUEST] + _later(row)} for row in found if row["variant"] != "read"]
-        exact = {row["weights_sha256"] for row in found if row["variant"] == WHOLE}
-        for name in dict.fromkeys(row["variant"] for row in complete):
+        exact = {*distinct(found, "weights_sha256", variant=WHOLE)}
+        for name in distinct(complete, "variant"):
             place = {"variant": name, "link": key}
             summary.add("ttft_p50_s", bootstrap(values(found, name, REQUEST), "median").summary("s"), **place)
             summary.add("process_ttft_p50_s", bootstrap(values(found, name, PROCESS), "median").summary("s"), **place)
@@ -105,11 +104,11 @@ def precision_start_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
             summary.add("ttft_x", ratio(found, name, WHOLE).summary("x"), **beside)
             summary.add("process_ttft_x", ratio(found, name, WHOLE, PROCESS).summary("x"), **beside)
             summary.add("full_time_x", ratio(complete, name, WHOLE).summary("x"), **beside)
-            same = {row["weights_sha256"] for row in found if row["variant"] == name} == exact
+            same = {*distinct(found, "weights_sha256", variant=name)} == exact
             summary.add("same_weights", {"value": same, "unit": "bit by bit, in every start"}, **beside)
-            if LOSSLESS in {row["variant"] for row in found} - {name}:
+            if name != LOSSLESS and rows_where(found, variant=LOSSLESS):
                 summary.add("ttft_x", ratio(found, name, LOSSLESS).summary("x"), **place, than=LOSSLESS)
-            if any("full_bytes" in row for row in found if row["variant"] == name):
+            if any("full_bytes" in row for row in rows_where(found, variant=name)):
                 share = values(found, name, "full_bytes")[0] / plain
                 summary.add("full_byte_share", {"value": share, "unit": "of the bytes"}, **place)
     return summary
@@ -289,11 +288,10 @@ def plan_name(start: str) -> str:
 def starts(result: Result) -> Figure:
     """Seconds from the request's arrival to the first token and until every weight is exact, by plan and link, over
     what the bytes of each take at the rate read alone."""
-    links = list(dict.fromkeys(link_key(row) for row in result.rows))
+    links = by_link(result.rows)
     fig, axes = panels(1, len(links), figsize=(min(11, 3.4 * len(links) + 3), 3.6), sharey=True, squeeze=False)
-    for ax, key in zip(axes[0], links, strict=True):
-        found = [row for row in result.rows if link_key(row) == key]
-        names = list(dict.fromkeys(row["variant"] for row in found if row["variant"] != "read"))
+    for ax, (key, found) in zip(axes[0], links.items(), strict=True):
+        names = [name for name in distinct(found, "variant") if name != "read"]
         whole = float(np.median(values(found, "read", "load_s")))
         for place, name in enumerate(names):
             entry = result.summary.of("ttft_p50_s", variant=name, link=key)
@@ -320,9 +318,10 @@ _LOOKS = {WHOLE: "S0", LOSSLESS: "S0", LAYERS: "none"}
 
 def start_rows(result: Result) -> Table:
     """Every plan over every link: bytes, seconds, and what they are of the plain whole model's."""
-    for key in dict.fromkeys(link_key(row) for row in result.rows):
-        found = [row for row in result.rows if link_key(row) == key and row["variant"] != "read"]
-        for name in dict.fromkeys(row["variant"] for row in found):
+    for key, found in by_link(result.rows).items():
+        for name in distinct(found, "variant"):
+            if name == "read":
+                continue
             place, beside = {"variant": name, "link": key}, {"variant": name, "than": WHOLE, "link": key}
             yield {
                 "plan and link": f"{plan_name(name)}, {found[0]['link']}",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from firsttoken.study.record import Rows, rows_where
+from firsttoken.study.record import Rows, distinct, rows_where
 from firsttoken.study.stats import Along, Interval, bootstrap
 from firsttoken.study.summary import Entry, Summary
 from firsttoken_studies.progressiveserve.coldstart.harness import link_key
@@ -61,28 +61,26 @@ def full_rows(rows: Rows) -> Rows:
 
 def cold_start_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
     """The measures of every link."""
-    return Summary(chain.from_iterable(link_summary(found) for found in _parts(rows, link_key)))
+    return Summary(chain.from_iterable(map(link_summary, by_link(rows).values())))
 
 
 def shapes_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
     """Summarise each shape: its progressive start over the whole one by link, and the share of bytes it waits for."""
     summary = Summary()
-    for found in _parts(rows, lambda row: (row["shape"], link_key(row))):
-        place = {"model": found[0]["shape"], "variant": "progressive"}
-        over = ratio(found, "progressive", "whole_streamed").summary("x")
-        summary.add("ttft_x", over, **place, than="whole_streamed", link=link_key(found[0]))
-        if not summary.get("byte_share", **place):
-            share = values(found, "progressive", "bytes")[0] / values(found, "read", "bytes")[0]
-            summary.add("byte_share", {"value": share, "unit": "bytes of stage 1 / bytes of the model"}, **place)
+    for shape in distinct(rows, "shape"):
+        place = {"model": shape, "variant": "progressive"}
+        for link, found in by_link(rows_where(rows, shape=shape)).items():
+            over = ratio(found, "progressive", "whole_streamed").summary("x")
+            summary.add("ttft_x", over, **place, than="whole_streamed", link=link)
+            if not summary.get("byte_share", **place):
+                share = values(found, "progressive", "bytes")[0] / values(found, "read", "bytes")[0]
+                summary.add("byte_share", {"value": share, "unit": "bytes of stage 1 / bytes of the model"}, **place)
     return summary
 
 
-def _parts(rows: Rows, key: Callable[[dict[str, Any]], Hashable]) -> Iterable[Rows]:
-    """The rows of each key, in recorded order."""
-    parts: dict[Hashable, Rows] = {}
-    for row in rows:
-        parts.setdefault(key(row), []).append(row)
-    return parts.values()
+def by_link(rows: Rows) -> dict[str, Rows]:
+    """The rows of each link, by its key, in recorded order."""
+    return {key: [row for row in rows if link_key(row) == key] for key in dict.fromkeys(map(link_key, rows))}
 
 
 def link_floor(rows: Rows) -> dict[str, Any]:
