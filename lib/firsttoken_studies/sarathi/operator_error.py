@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from tqdm import tqdm
@@ -67,30 +67,22 @@ class OperatorErrorConfig:
     ``token_budget`` is vLLM's default for a server on these cards.
     """
 
+    section: ClassVar[str] = "operator_error"
     every: int
     rounds: int
     token_budget: int
 
     def __post_init__(self) -> None:
         if min(self.every, self.rounds, self.token_budget) < 1:
-            raise ProfileError("operator_error: every, rounds and token_budget must be at least 1")
+            raise ProfileError(f"{self.section}: every, rounds and token_budget must be at least 1")
 
 
 @dataclass(frozen=True)
-class MixtureErrorConfig:
-    """Every ``every``-th published run, ``rounds`` requests for each client and vLLM's default ``token_budget``.
+class MixtureErrorConfig(OperatorErrorConfig):
+    """The same for mixtures; ``routing`` says how unevenly tokens choose experts, by the tables' name for it."""
 
-    ``routing`` says how unevenly tokens choose experts, by the tables' name for it.
-    """
-
-    every: int
-    rounds: int
-    token_budget: int
+    section: ClassVar[str] = "mixture_error"
     routing: str
-
-    def __post_init__(self) -> None:
-        if min(self.every, self.rounds, self.token_budget) < 1:
-            raise ProfileError("mixture_error: every, rounds and token_budget must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -164,7 +156,6 @@ def mixture_error(profile: Profile) -> Outcome:
     config = profile.section("mixture_error", MixtureErrorConfig)
     found: Rows = []
     left_out: Counter[str] = Counter()
-    settings = OperatorErrorConfig(1, config.rounds, config.token_budget)
     for run in tqdm(mixture_runs()[:: config.every], desc="mixture_error", disable=None):
         server, split, spread = run.server, run.split, run.spread
         try:
@@ -173,7 +164,7 @@ def mixture_error(profile: Profile) -> Outcome:
         except ProfileError as error:
             left_out[str(error)] += 1
             continue
-        found += _both(server, simulated(server, costs, settings, profile.seed), split=split, spread=spread)
+        found += _both(server, simulated(server, costs, config, profile.seed), split=split, spread=spread)
     told = "; ".join(f"{times} runs: {reason}" for reason, times in left_out.items())
     return Outcome(rounded(found, 3), provenance={"kind": KIND, "costs": tables_from(), "left_out": told})
 
