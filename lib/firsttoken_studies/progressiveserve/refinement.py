@@ -19,16 +19,9 @@ from tqdm import tqdm
 
 from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check, text_of
-from firsttoken.engine.live_executor import LiveExecutor
-from firsttoken.engine.request_limits import BLOCK_TOKENS
-from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, load_served
-from firsttoken.progressiveserve.loading.loader import StageLoad
-from firsttoken.progressiveserve.loading.meta_model import MetaModel
-from firsttoken.progressiveserve.loading.views import StageView
 from firsttoken.progressiveserve.staged_serving.probe import Probe
-from firsttoken.progressiveserve.staged_serving.stage_versions import StagedModelVersion
-from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS, Transition
+from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS
 from firsttoken.study.dtypes import named
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
@@ -44,42 +37,10 @@ from firsttoken_studies.progressiveserve.coldstart.checkpoints import (
     whole_checkpoint,
 )
 from firsttoken_studies.progressiveserve.frontier import PrecisionConfig
+from firsttoken_studies.progressiveserve.open_session import LoadedStages
 from firsttoken_studies.progressiveserve.timeline import one_timeline, peak_growth
 
 KEEP, REDO = TRANSITIONS["naive"], TRANSITIONS["prefill again"]
-
-
-class _Handed:
-    """A checkpoint of which stages are brought one after another, in place, and requests that outlive it."""
-
-    def __init__(
-        self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, tokens: int, requests: int
-    ) -> None:
-        self._checkpoint, self.device = checkpoint, device
-        self.meta_model = MetaModel(checkpoint.staged, checkpoint.manifest, device, dtype)
-        self._each = -(-tokens // BLOCK_TOKENS)
-        self._executor = LiveExecutor(
-            self.meta_model.model, requests * self._each, block_tokens=BLOCK_TOKENS, device=device
-        )
-        self._view: StageView = self.meta_model.empty_view()
-        self._begun = 0
-
-    def bring(self, *stages: int) -> None:
-        load = StageLoad(
-            self._checkpoint.staged, self._checkpoint.manifest, stages, [Link()], self.meta_model, self._view
-        )
-        self._view = load.wait()
-
-    def view(self, policy: Transition) -> StagedModelVersion:
-        return StagedModelVersion(self.meta_model.model, self._view, policy)
-
-    def begun(self, ids: Sequence[int]) -> Probe:
-        """A request of ``ids`` under the last stage, with blocks of its own."""
-        blocks = range(self._begun * self._each, (self._begun + 1) * self._each)
-        self._begun += 1
-        probe = Probe(self._executor, self.view(KEEP), blocks)
-        probe.feed(ids)
-        return probe
 
 
 def handover_rows(
@@ -96,23 +57,25 @@ def handover_rows(
     The text of ``windows`` is what follows, whatever the model would have said. Rows of position 0 say what a prefill
     again takes, and a step.
     """
-    last = len(checkpoint.manifest.stages)
     cases = [(index, context) for index in range(len(windows)) for context in contexts]
-    model = _Handed(checkpoint, device, dtype, max(contexts) + following, 3 * len(cases))
+    longest, requests = max(contexts) + following, 3 * len(cases)
+    model = LoadedStages(checkpoint, device, dtype, tokens=longest, requests=requests)
     model.bring(1)
+    begun = partial(model.begun, 1, policy=KEEP)
     text = {case: (windows[case[0]][: case[1]], windows[case[0]][case[1] : case[1] + following]) for case in cases}
-    probes = {case: (model.begun(before[:-1]), model.begun(before[:-1])) for case, (before, _) in text.items()}
+    probes = {case: (begun(before[:-1]), begun(before[:-1])) for case, (before, _) in text.items()}
     coarse = {
-        case: _told(model.begun(before[:-1]), [before[-1], *after[:-1]])
+        case: _told(begun(before[:-1]), [before[-1], *after[:-1]])
         for case, (before, after) in tqdm(text.items(), desc="first bits", unit="text", disable=None)
     }
-    model.bring(*range(2, last + 1))
+    model.bring(*model.stages[1:])
+    better = partial(model.view, model.last)
     rows: Rows = []
     for case, (kept, again) in tqdm(probes.items(), desc="after the hand-over", unit="text", disable=None):
         before, after = text[case]
         label = {"row": "handover", "window": case[0], "context_tokens": case[1]}
-        rows.append(label | {"position": 0, "redo_ms": _ms(lambda p=again: p.carry(model.view(REDO), REDO), device)})
-        kept.carry(model.view(KEEP), KEEP)
+        rows.append(label | {"position": 0, "redo_ms": _ms(lambda p=again: p.carry(better(REDO), REDO), device)})
+        kept.carry(better(KEEP), KEEP)
         fed = [before[-1], *after[:-1]]
         exact = _told(again, fed)
         pairs = zip(exact, _told(kept, fed), coarse.pop(case), strict=True)
@@ -136,10 +99,10 @@ def same_logits(
     """Whether what came in planes says after ``ids``, bit by bit, what the plain whole model says."""
     said = []
     for checkpoint in (planes, whole):
-        model = _Handed(checkpoint, device, dtype, len(ids), 1)
-        for stage in range(1, len(checkpoint.manifest.stages) + 1):
+        model = LoadedStages(checkpoint, device, dtype, tokens=len(ids))
+        for stage in model.stages:
             model.bring(stage)
-        said.append(model.begun(ids[:-1]).feed(ids[-1:]))
+        said.append(model.begun(model.last, ids[:-1], KEEP).feed(ids[-1:]))
     return torch.equal(*said)
 
 
