@@ -38,11 +38,12 @@ def curves(recorded: Result | None, now: Result) -> Figure:
         KILLED: {"linestyle": "", "marker": "x", "markersize": 6, "markeredgewidth": 1.5},
     }
     for drawn, row_of_axes in zip(results, axes, strict=True):
+        losses = drawn.result.frame(what="loss")
         for ax, kind in zip(row_of_axes, (LORA, PROMPT), strict=True):
             for run, style in styles.items():
-                losses = {row["step"] + 1: row["loss"] for row in _losses(drawn.result, run, kind)}
+                mine = losses[(losses.run == run) & (losses.kind == kind)]
                 label = RUN_NAMES[run] if drawn.own and kind == LORA else None
-                ax.plot([*losses], [*losses.values()], color=COLOURS[_LOOKS[run]], label=label, **style)
+                ax.plot(mine.step + 1, mine.loss, color=COLOURS[_LOOKS[run]], label=label, **style)
             ax.set_title(f"{KIND_NAMES[kind]}\n{drawn.who()}", fontsize=10)
             ax.set(xlabel="step", ylabel="loss, nats a token")
             ax.xaxis.get_major_locator().set_params(integer=True)
@@ -53,10 +54,6 @@ def curves(recorded: Result | None, now: Result) -> Figure:
     fig.suptitle("Nobody is disturbed: losses through servers are those of one process")
     fig.legend(loc="outside lower center", ncols=4, fontsize=9)
     return fig
-
-
-def _losses(result: Result, run: str, kind: str) -> Rows:
-    return [row for row in result.rows if row["what"] == "loss" and (row["run"], row["kind"]) == (run, kind)]
 
 
 def step_times(recorded: Result | None, now: Result) -> Figure:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from firsttoken.study.overlay import Drawn, counted, legend, over
 from firsttoken.study.plot import COLOURS, LOOKS, log_ticks, panels
-from firsttoken.study.record import Result, Rows, Table, rows_where
+from firsttoken.study.record import Result, Rows, Table, distinct
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Entry
 from firsttoken_studies.sarathi.batch_cost import PAST_TILE, table_pieces
@@ -33,14 +33,15 @@ def table_costs(recorded: Result | None, now: Result) -> Figure:
     """Draw from the cost table what a token costs in a prompt by itself and in a batch that decodes."""
     drawn = over(recorded, now)
     fig, ax = panels(figsize=(7.5, 3.8))
-    contexts = sorted({row["context"] for one in drawn for row in _table_rows(one.result, "decode")})
+    rows = [row for one in drawn for row in one.result.rows]
+    contexts = sorted(distinct(rows, "context", what="table", of="decode"))
     for one in drawn:
-        prompts = {row["tokens"]: _each(row, "tokens") for row in _table_rows(one.result, "prefill")}
-        one.line(ax, list(prompts), list(prompts.values()), "chunks alone")
+        prompts, decodes = (one.result.frame(what="table", of=of) for of in ("prefill", "decode"))
+        one.line(ax, prompts.tokens, _entries(prompts.ms / prompts.tokens), "chunks alone")
         for context, dashes in zip(contexts, DASHES, strict=False):
-            rows = rows_where(_table_rows(one.result, "decode"), context=context)
-            places = [row["requests"] for row in rows]
-            one.line(ax, places, [_each(row, "requests") for row in rows], "measured", linestyle=dashes, marker="s")
+            mine = decodes[decodes.context == context]
+            places, each = mine.requests, _entries(mine.ms / mine.requests)
+            one.line(ax, places, each, "measured", linestyle=dashes, marker="s")
     ax.plot([], [], TABLE_LINE, color=COLOURS["chunks alone"], label="prompt alone, by its tokens")
     for context, dashes in zip(contexts, DASHES, strict=False):
         label = f"decodes over {context:,} tokens each, by requests"
@@ -48,10 +49,8 @@ def table_costs(recorded: Result | None, now: Result) -> Figure:
     ax.set(yscale="log", xlabel="tokens of the step", ylabel="ms a token")
     _ticks(ax)
     ax.set_title(_tables(drawn), fontsize=10.5)
-    alone, least = (
-        min(_each(row, of)["value"] for row in _table_rows(drawn[0].result, what) if row[of] == 1 or what == "prefill")
-        for what, of in (("decode", "requests"), ("prefill", "tokens"))
-    )
+    prompts, decodes = (drawn[0].result.frame(what="table", of=of) for of in ("prefill", "decode"))
+    alone, least = decodes.ms[decodes.requests == 1].min(), (prompts.ms / prompts.tokens).min()
     fig.suptitle(f"A decode alone costs {alone / least:.0f} times a token of a large prompt", fontsize=12)
     legend(fig, ax, drawn, columns=2)
     return fig
@@ -66,14 +65,15 @@ def live_costs(recorded: Result | None, now: Result) -> Figure:
     cases = [(0, "measured", "-"), *((c, "sarathi", d) for c, d in zip(contexts, DASHES, strict=False))]
     for one, config in zip(drawn, configs, strict=True):
         sizes = [*config["pieces"], config["prompt"]]
+        whole = one.result.frame(what="live").groupby(["context", "new"]).ms.median()  # of steps with a whole piece
         for context, name, dashes in cases:
-            each = [_step(_steps_ms(one.result, context, size)) for size in sizes]
+            each = [{"value": whole[context, size]} if (context, size) in whole else None for size in sizes]
             one.line(steps, sizes, each, name, linestyle=dashes, markersize=5)
         decode = np.median(one.result.frame(what="decode").ms)
         steps.axhline(decode, color=COLOURS["floor"], linestyle=":", **one.style)
         for prompt in config["table_prompts"]:
-            ratios = [{"value": table_pieces(one.result.rows, prompt, piece)} for piece in config["table_pieces"]]
-            one.line(pieces, config["table_pieces"], ratios, "chunks alone", markersize=4)
+            ratios = [table_pieces(one.result.rows, prompt, piece) for piece in config["table_pieces"]]
+            one.line(pieces, config["table_pieces"], _entries(ratios), "chunks alone", markersize=4)
         live = [_live_pieces(one.result, piece) for piece in config["pieces"]]
         one.line(pieces, config["pieces"], live, "measured")
     for at in PAPER.values():
@@ -137,23 +137,9 @@ def _live_pieces(result: Result, piece: int) -> Entry:
     return result.summary.of("prefill_x", source="live", budget_tokens=piece, than="whole")
 
 
-def _steps_ms(result: Result, context: int, size: int) -> list[float]:
-    """Return the times of the steps that took a whole piece; of a prompt's last piece less may be left."""
-    return [row["ms"] for row in rows_where(result.rows, what="live", context=context, new=size)]
-
-
-def _step(ms: Sequence[float]) -> Entry | None:
-    """The median of steps; None where there is none."""
-    return {"value": float(np.median(ms))} if ms else None
-
-
-def _table_rows(result: Result, of: str) -> Rows:
-    return rows_where(result.rows, what="table", of=of)
-
-
-def _each(row: dict[str, Any], of: str) -> Entry:
-    """Milliseconds for each of the row's tokens, or requests."""
-    return {"value": row["ms"] / row[of]}
+def _entries(values: Iterable[float]) -> list[Entry]:
+    """Values without intervals, as entries of a summary."""
+    return [{"value": value} for value in values]
 
 
 def _tables(drawn: Sequence[Drawn]) -> str:

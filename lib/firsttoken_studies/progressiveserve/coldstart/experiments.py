@@ -152,9 +152,8 @@ def cold_start_shapes(profile: Profile) -> Outcome:
 def reachable(variants: Sequence[str], wire: TrialLink) -> list[str]:
     """Return those of ``variants`` that can run: other people's loaders read past a token bucket, know no data server,
     and may not be installed."""
-    peers = {name: find_variant(name).peer for name in variants}
-    past_a_limit = wire.shaped_by in (BUCKET, SERVER)
-    return [name for name, peer in peers.items() if not peer or (not past_a_limit and installed(peer))]
+    held_back = wire.shaped_by not in (BUCKET, SERVER)
+    return [name for name in variants if not (peer := find_variant(name).peer) or (held_back and installed(peer))]
 
 
 def trial_specs(

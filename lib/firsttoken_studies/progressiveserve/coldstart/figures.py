@@ -10,7 +10,7 @@ import numpy as np
 
 from firsttoken.study.overlay import Drawn, counted, legend, name_results, over
 from firsttoken.study.plot import COLOURS, LOOKS, panels
-from firsttoken.study.record import Result, Rows, Table
+from firsttoken.study.record import Result, Rows, Table, distinct, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Entry, Scalar
 from firsttoken.study.system import NOT_HERE
@@ -126,23 +126,27 @@ def phase_stacks(recorded: Result | None, now: Result, links: Sequence[str]) -> 
     95 % interval of the median.
     """
     drawn = over(recorded, now)
-    found = {link: [name for name in reversed(STACKED) if any(_starts(d, link, name) for d in drawn)] for link in links}
+
+    def trials(one: Drawn, link: str, variant: str) -> Rows:
+        return rows_where(one.result.rows, link=link, variant=variant)
+
+    found = {link: [name for name in reversed(STACKED) if any(trials(d, link, name) for d in drawn)] for link in links}
     heights = [1.2 + len(names) for names in found.values()]
     size = (9, 1.6 + 0.42 * sum(heights))
     fig, axes = panels(len(links), 1, figsize=size, height_ratios=heights, squeeze=False, sharex=True)
     for ax, (link, names) in zip(axes[:, 0], found.items(), strict=True):
         for place, name in enumerate(names):
             for one in drawn:
-                if rows := _starts(one, link, name):
+                if rows := trials(one, link, name):
                     _stack(ax, place - one.shift, rows, one, _floor(one.result, link, rows))
                 elif name in one.result.provenance.get("left_out", {}).get(link, ()):
                     ax.annotate(NOT_HERE, (0, place - one.shift), fontsize=8, va="center")
-        shown = next(rows for one in reversed(drawn) for name in names if (rows := _starts(one, link, name)))
+        shown = next(rows for one in reversed(drawn) for name in names if (rows := trials(one, link, name)))
         ax.set(title=_link_title(shown), yticks=range(len(names)), yticklabels=[VARIANTS[n].label for n in names])
         ax.set(ylim=(-0.6, len(names) - 0.4))
         ax.grid(axis="y", visible=False)
     ax.set(xlabel="seconds from the creation of the process to the first token", xlim=(0, None))
-    found = (rows for one in drawn for link in links if (rows := _starts(one, link, "progressive")))
+    found = (rows for one in drawn for link in links if (rows := trials(one, link, "progressive")))
     for start in map(median_start, itertools.islice(found, 1)):
         share = 100 * _seconds(start, PHASES[0][1]) / start[PROCESS]
         fig.suptitle(
@@ -153,10 +157,6 @@ def phase_stacks(recorded: Result | None, now: Result, links: Sequence[str]) -> 
     ax.legend(kept.values(), kept.keys(), loc="lower right", fontsize="small", frameon=True)
     name_results(fig, drawn, "process_ttft_p50_s")
     return fig
-
-
-def _starts(drawn: Drawn, link: str, variant: str) -> Rows:
-    return [row for row in drawn.result.rows if row["link"] == link and row["variant"] == variant]
 
 
 def median_start(rows: Rows) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def first_token_by_link(
     fig, ax = panels(figsize=(9, 4.8))
     for one in drawn:
         for variant in variants:
-            name, points = LINES[variant], sorted(_by_rate(one.result, variant), key=lambda point: point[0])
+            name, points = LINES[variant], _by_rate(one.result, variant)
             label = f"{VARIANTS[variant].label}, {'your run' if one.own else 'recorded'}"
             rates, entries, floors = zip(*points, strict=True) if points else ((), (), ())
             one.line(ax, rates, entries, name, label=label)
@@ -226,9 +226,7 @@ def first_token_by_link(
     for axis, ticks in ((ax.xaxis, (1, 2, 5, 10, 20)), (ax.yaxis, (0.1, 0.2, 0.5, 1, 2))):
         axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.set_ticks([], minor=True)
-    pairs = zip(
-        *(sorted(_by_rate(drawn[0].result, variant), key=lambda point: point[0]) for variant in variants), strict=False
-    )
+    pairs = zip(*(_by_rate(drawn[0].result, variant) for variant in variants), strict=False)
     saved = [
         f"{100 * (1 - few['value'] / all_['value']):.0f} % at {rate:.0f}" for (rate, all_, _), (_, few, _) in pairs
     ]
@@ -240,10 +238,10 @@ def first_token_by_link(
 
 
 def _by_rate(result: Result, variant: str) -> list[tuple[float, Entry, float]]:
-    """Rate read alone, median TTFT and floor, of every link that gave its rate."""
+    """Rate read alone, median TTFT and floor, of every link that gave its rate, the slowest first."""
     points = []
-    for link in {row["link"] for row in result.rows if row["variant"] == variant}:
-        rows = [row for row in result.rows if row["link"] == link]
+    for link in distinct(result.rows, "link", variant=variant):
+        rows = rows_where(result.rows, link=link)
         read = float(np.median(values(rows, "read", "load_s")))
         size = next(row["bytes"] for row in rows if row["variant"] == "read")
         rate, asked = 8e-9 * size / read, rows[0]["gbit_per_s"]
@@ -252,7 +250,7 @@ def _by_rate(result: Result, variant: str) -> list[tuple[float, Entry, float]]:
         moved = next(row["bytes"] for row in rows if row["variant"] == variant)
         found = result.summary.of("ttft_p50_s", variant=variant, link=link_key(rows[0]))
         points.append((rate, found, moved * read / size))
-    return points
+    return sorted(points, key=lambda point: point[0])
 
 
 def trade_off(recorded: Result | None, now: Result) -> Figure:
