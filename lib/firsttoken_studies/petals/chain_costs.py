@@ -148,7 +148,7 @@ class Resting:
 
 
 @contextmanager
-def offloaded(model: nn.Module, file: Path | None = None) -> Iterator[Resting]:
+def offloaded(model: nn.Module, file: Path | None) -> Iterator[Resting]:
     """Within the block the layers of ``model`` lie in memory, or in ``file``, and come one by one when they run.
 
     Yields where they rest. Its layers are of one shape, as those of Llama-like models are.

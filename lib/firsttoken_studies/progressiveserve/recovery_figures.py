@@ -50,7 +50,8 @@ def stage_bars(recorded: Result | None, now: Result) -> Figure:
     _stage_bar(ax, 0, np.cumsum(PAPER_S["stages"]) / PAPER_S["whole"], 0.5, {"edgecolor": COLOURS["paper"]})
     for place, case in enumerate(("pinned", "upgrade"), start=1):
         for one in drawn:
-            ends = np.array(_served_at(one.result, case)) / one.result.summary.value("full_time_s", case="whole")
+            serving = one.result.frame(case=case, row="event", what="serving").groupby("stage").at_s.median()
+            ends = serving / one.result.summary.value("full_time_s", case="whole")
             look = one.style | ({"edgecolor": "black"} if one.own else {})
             _stage_bar(ax, place + 1.3 * one.shift, ends, 0.6 if one.alone else 0.34, look)
     ax.axvline(1, color=COLOURS["floor"], linestyle="--", label="a plain start of the same loader serves")
@@ -78,30 +79,26 @@ def _stage_bar(ax: Axes, place: float, ends: Sequence[float], height: float, loo
     ax.annotate(told, (begin, place), (5, 0), textcoords="offset points", va="center", fontsize=9)
 
 
-def _served_at(result: Result, case: str) -> list[float]:
-    """Median time in s at which each stage began to serve."""
-    return result.frame(case=case, row="event", what="serving").groupby("stage").at_s.median().tolist()
-
-
 def answered_s(result: Result, case: str) -> list[float]:
     """When the first answer of each client ended, in s from the start, in every run of ``case``."""
     tokens = frame_of(unpacked(rows_where(result.rows, case=case)), row="token", request=0)
     return tokens.groupby(["run", "client"]).at_s.max().tolist()
 
 
-def growth_of_service(recorded: Result | None, now: Result, run: int = 0) -> Figure:
-    """One run of each case over time: tokens handed out so far by stage, and resident memory; an arrow from the first
-    token to the end of the clients' first answers. The time shown is twice a plain start's."""
+def growth_of_service(recorded: Result | None, now: Result) -> Figure:
+    """The first run of each case over time: tokens handed out so far by stage, and resident memory; an arrow from the
+    first token to the end of the clients' first answers. The time shown is twice a plain start's."""
     drawn = over(recorded, now)
     fig, axes = panels(2, len(CASES), figsize=(9, 5.6), sharex=True, sharey="row", height_ratios=(1.8, 1))
     until = 2.2 * max(one.result.summary.value("full_time_s", case="whole") for one in drawn)
-    most = max((len(_tokens(one.result, case, run, until)) for one in drawn for case in CASES), default=0) or 1
+    most = max((len(_tokens(one.result, case, until)) for one in drawn for case in CASES), default=0) or 1
     for (top, bottom), case in zip(axes.T, CASES, strict=True):
         for one in drawn:
-            rows = rows_where(one.result.rows, case=case, run=run)
+            rows = rows_where(one.result.rows, case=case, run=0)
             last = max(distinct(rows, "stage", row="event"))
-            tokens = _tokens(one.result, case, run, until)
-            colours = [_stage_colour(row["stage"], last) for row in tokens]
+            tokens = _tokens(one.result, case, until)
+            # the last stage of a start is the whole model, whatever its number
+            colours = [COLOURS["S3" if row["stage"] == last else f"S{row['stage']}"] for row in tokens]
             points = [row["at_s"] for row in tokens], range(1, len(tokens) + 1)
             edge = {"edgecolors": "black", "linewidths": 0.15} if one.own else {}
             top.scatter(*points, c=colours, s=14 if one.own else 7, **edge, **one.style)
@@ -136,15 +133,10 @@ def growth_of_service(recorded: Result | None, now: Result, run: int = 0) -> Fig
     return fig
 
 
-def _tokens(result: Result, case: str, run: int, until: float) -> Rows:
-    """The tokens of one run up to ``until`` s, in the order in which they were handed out."""
-    mine = rows_where(unpacked(rows_where(result.rows, case=case, run=run)), row="token")
+def _tokens(result: Result, case: str, until: float) -> Rows:
+    """The tokens of the first run up to ``until`` s, in the order in which they were handed out."""
+    mine = rows_where(unpacked(rows_where(result.rows, case=case, run=0)), row="token")
     return sorted((row for row in mine if row["at_s"] <= until), key=lambda row: row["at_s"])
-
-
-def _stage_colour(stage: int, last: int) -> str:
-    """The last stage of a start is the whole model, whatever its number."""
-    return COLOURS["S3" if stage == last else f"S{stage}"]
 
 
 def continuation_losses(recorded: Result | None, now: Result) -> Figure:

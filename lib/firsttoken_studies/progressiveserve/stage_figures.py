@@ -194,7 +194,7 @@ def _depth(result: Result) -> int:
 # The tables of notebook 12: stages beside the authors' scores, gates, shares recovered.
 
 
-def stage_rows(result: Result, live: Result | None = None) -> Table:
+def stage_rows(result: Result, live: Result) -> Table:
     """One row a variant: EM, F1, choices, perplexity with 95 % intervals; EM of the live run and of the authors."""
     get = result.summary.get
     for place in _places(result):
@@ -208,8 +208,7 @@ def stage_rows(result: Result, live: Result | None = None) -> Table:
             "perplexity": interval(get("perplexity", **place)),
             "closed-book F1, %": interval(get("f1_pct", **place, task=CLOSED_BOOK)),
         }
-        if live is not None:
-            row["F1 here, now, %"] = interval(live.summary.get("f1_pct", **place))
+        row["F1 here, now, %"] = interval(live.summary.get("f1_pct", **place))
         row["authors' EM / F1, %"] = f"{KIISE['em_pct'][stage]} / {KIISE['f1_pct'][stage]}" if healed else ""
         yield row
 

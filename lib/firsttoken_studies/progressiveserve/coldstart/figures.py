@@ -204,9 +204,7 @@ def _link_title(rows: Rows) -> str:
     return f"{name}, {shaped[rows[0]['shaped_by']]}" if rows[0]["shaped_by"] in shaped else name
 
 
-def first_token_by_link(
-    recorded: Result | None, now: Result, variants: Sequence[str] = ("whole_streamed", "progressive")
-) -> Figure:
+def first_token_by_link(recorded: Result | None, now: Result) -> Figure:
     """Median TTFT from the request's arrival, with its 95 % interval, against the measured rate of the link.
 
     Only links that gave the rate that was asked of them, one a rate: a rate beyond what this machine's memory gives is
@@ -215,8 +213,8 @@ def first_token_by_link(
     drawn = over(recorded, now)
     fig, ax = panels(figsize=(9, 4.8))
     for one in drawn:
-        for variant in variants:
-            name, points = LINES[variant], _by_rate(one.result, variant)
+        for variant, name in LINES.items():
+            points = _by_rate(one.result, variant)
             label = f"{VARIANTS[variant].label}, {'your run' if one.own else 'recorded'}"
             rates, entries, floors = zip(*points, strict=True) if points else ((), (), ())
             one.line(ax, rates, entries, name, label=label)
@@ -226,7 +224,7 @@ def first_token_by_link(
     for axis, ticks in ((ax.xaxis, (1, 2, 5, 10, 20)), (ax.yaxis, (0.1, 0.2, 0.5, 1, 2))):
         axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.set_ticks([], minor=True)
-    pairs = zip(*(_by_rate(drawn[0].result, variant) for variant in variants), strict=False)
+    pairs = zip(*(_by_rate(drawn[0].result, variant) for variant in LINES), strict=False)
     saved = [
         f"{100 * (1 - few['value'] / all_['value']):.0f} % at {rate:.0f}" for (rate, all_, _), (_, few, _) in pairs
     ]
