@@ -8,7 +8,7 @@ import numpy as np
 
 from firsttoken.study.overlay import over
 from firsttoken.study.plot import COLOURS, panels
-from firsttoken.study.record import Result, Rows, Table
+from firsttoken.study.record import Result, Rows, Table, rows_where
 from firsttoken.study.show import interval
 from firsttoken_studies.petals.chain_costs import (
     BLOOM_BYTES,
@@ -48,7 +48,7 @@ def crossover(recorded: Result | None, now: Result) -> Figure:
             name = f"offloading from {place}, {drawn.who()}"
             drawn.point(ax, bytes_gb, seconds, "single", label=name)
             ax.lines[-1].set(linestyle=style, markersize=9)
-    shape, here_gb = next(row for row in now.rows if row["what"] == "shape"), _gb_of(now)
+    (shape,), here_gb = rows_where(now.rows, what="shape"), _gb_of(now)
     for network, style in zip(NETWORKS, ("-", "--", ":"), strict=True):
         hidden = np.interp(np.log(sizes), np.log([here_gb, BLOOM_BYTES / 1e9]), [shape["hidden"], BLOOM_HIDDEN])
         seconds = [PUBLISHED_SERVERS * NETWORKS[network].hop_s(round(width)) for width in hidden]
@@ -135,7 +135,7 @@ def churn(recorded: Result | None, now: Result) -> Figure:
     for drawn in results:
         period = drawn.result.parameters["churn"]["period_s"]
         for rule in rules_of(drawn.result):
-            here = [row for row in drawn.result.rows if row["rule"] == rule]
+            here = rows_where(drawn.result.rows, rule=rule)
             back = sorted(_NEVER if row["back_s"] is None else row["back_s"] / period for row in here)
             share, look = 100 * np.arange(1, len(back) + 1) / len(back), {"color": COLOURS[RULE_LOOKS[rule]]}
             look |= drawn.style | {"linewidth": 1.6 if drawn.own else 4}

@@ -57,9 +57,9 @@ def token_times(recorded: Result | None, now: Result) -> Figure:
         if not struck:
             continue
         first, (usual, *_) = struck[0][0]["generation"], (row["step_s"] - more for row, more in struck)
-        rows = [row for row in drawn.result.rows if row["what"] == "token" and row["generation"] == first]
-        places, seconds = [row["token"] for row in rows], [row["seconds"] for row in rows]
-        drawn.line(ax, places, [{"value": one} for one in seconds], "measured", label=f"three faults, {drawn.who(1)}")
+        tokens = drawn.result.frame(what="token", generation=first)
+        entries, label = [{"value": seconds} for seconds in tokens.seconds], f"three faults, {drawn.who(1)}"
+        drawn.line(ax, tokens.token, entries, "measured", label=label)
         label = f"median undisturbed step, {drawn.who()}"
         ax.axhline(usual, color=COLOURS["floor"], linestyle="--", linewidth=1.2, label=label, **drawn.style)
         for row, _ in struck if drawn is results[0] else ():

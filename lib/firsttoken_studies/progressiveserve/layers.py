@@ -23,7 +23,7 @@ from firsttoken.progressiveserve.recipe import RECIPES
 from firsttoken.progressiveserve.training import HealingConfig, heal, healed, training_data
 from firsttoken.study.errors import StageError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.record import Outcome, Rows, rows_where
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 
@@ -84,8 +84,7 @@ def distance_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """
     config = parameters["distance"]
     depth = max(row["start_layer"] + row["size_layers"] for row in rows)
-    deployed = [row for row in rows if row["size_layers"] == config["block"]]
-    by_last, by_all = ([row for row in deployed if row["tokens"] == tokens] for tokens in ("last", "all"))
+    by_last, by_all = (rows_where(rows, size_layers=config["block"], tokens=tokens) for tokens in ("last", "all"))
     start, start_all = (min(found, key=lambda row: row["distance"])["start_layer"] for found in (by_last, by_all))
     by_passage = list(zip(*(row["by_passage"] for row in by_last), strict=True))
     starts = resampled_starts(by_passage, config["resamples"], parameters["seed"])

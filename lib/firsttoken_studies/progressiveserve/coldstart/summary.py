@@ -32,8 +32,8 @@ def values(rows: Rows, variant: str, column: str) -> list[float]:
 
 
 def _by_round(rows: Rows, variant: str, column: str) -> dict[int, float]:
-    chosen = sorted((row for row in rows if row["variant"] == variant), key=lambda row: row["round"])
-    return {row["round"]: row[column] for row in chosen}
+    chosen = rows_where(rows, variant=variant)
+    return {row["round"]: row[column] for row in sorted(chosen, key=lambda row: row["round"])}
 
 
 def ratio(rows: Rows, variant: str, base: str, column: str = REQUEST, q: float = 50) -> Interval:
@@ -184,7 +184,7 @@ def _before_torch(add: Add, rows: Rows, bytes_s: float) -> None:
     bytes, which take ``bytes_s``. One that had to start with torch is none."""
     name, base = "torch_behind", "lean_folder"
     rows = [row for row in rows if row["variant"] != name or "same_answer" in row]
-    pair, mine = {"variant": name, "than": base}, [row for row in rows if row["variant"] == name]
+    pair, mine = {"variant": name, "than": base}, rows_where(rows, variant=name)
     tokens = {row.get("token_id") for row in rows if row["variant"] in (name, base)}
     same = len(tokens) == 1 and all(row["same_answer"] for row in mine)
     add("process_ttft_x", ratio(rows, name, base, PROCESS).summary("x"), **pair)
