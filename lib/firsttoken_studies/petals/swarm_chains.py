@@ -176,20 +176,17 @@ def chains_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
             rate = bootstrap(steps.seconds, lambda sample, of=network: 1 / _swarm_s(sample, hidden, of))
             summary.add("steps_per_s", rate.summary("steps/s"), context_tokens=context, link=network)
     for place, steps in frame_of(rows, what="offload").groupby("from", sort=False):
-        where, rate = (
-            {"variant": OFFLOADING, "machine": place},
-            bootstrap(steps.bytes / steps.bringing_s / 1e9, "median"),
-        )
+        where = {"variant": OFFLOADING, "machine": place}
+        rate = bootstrap(steps.bytes / steps.bringing_s / 1e9, "median")
         summary.by(steps, {}, {"step_s": ("seconds", "median", "s")}, **where)
         summary.add("bringing_gb_per_s", rate.summary("GB/s"), **where)
         for network, link in NETWORKS.items():
             size = crossover_bytes(8 * rate.estimate, PUBLISHED_SERVERS, hidden, link)
             summary.add("crossover_gb", {"value": size / 1e9, "unit": "GB"}, machine=place, link=network)
     for (count, length), passes in frame_of(rows, what="forward").groupby(["rows", "tokens"], sort=False):
+        tokens = int(count * length)
         for network in NETWORKS:
-            rate = bootstrap(
-                passes.seconds, lambda s, n=int(count * length), of=network: n / _swarm_s(s, hidden, of, n)
-            )
+            rate = bootstrap(passes.seconds, lambda s, n=tokens, of=network: n / _swarm_s(s, hidden, of, n))
             summary.add("forward_tokens_per_s", rate.summary("tokens/s"), batch=count, link=network)
     for bits, passes in frame_of(rows, what="block").groupby("bits", sort=False):
         place = {"model": BLOOM, "bits": bits}
