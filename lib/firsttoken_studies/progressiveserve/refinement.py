@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from firsttoken.study.dtypes import named
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
-from firsttoken.study.stats import bootstrap
+from firsttoken.study.stats import bootstrap, median_ratio
 from firsttoken.study.summary import Entry, Summary
 from firsttoken.study.timing import synchronise, timed
 from firsttoken_extras.bitplanes.layouts import SPLITS
@@ -38,7 +37,7 @@ from firsttoken_studies.progressiveserve.coldstart.checkpoints import (
 )
 from firsttoken_studies.progressiveserve.frontier import PrecisionConfig
 from firsttoken_studies.progressiveserve.open_session import LoadedStages
-from firsttoken_studies.progressiveserve.timeline import one_timeline, peak_growth
+from firsttoken_studies.progressiveserve.timeline import one_timeline, peak_growth, token_gaps
 
 KEEP, REDO = TRANSITIONS["naive"], TRANSITIONS["prefill again"]
 
@@ -262,15 +261,14 @@ def _peaks(summary: Summary, peaks: Mapping[str, list[float]]) -> None:
     for case, each in peaks.items():
         grown = bootstrap(each, "median").summary("x the weights as they compute")
         summary.add("peak_memory_x", grown, case=case, than="model")
-    for case in peaks if WHOLE in peaks else ():
-        if case != WHOLE:
-            shares = [own / whole for own, whole in zip(peaks[case], peaks[WHOLE], strict=True)]
-            summary.add("peak_memory_x", bootstrap(shares, "median").summary("x"), case=case, than=WHOLE)
+    for case in [case for case in peaks if case != WHOLE] if WHOLE in peaks else ():
+        over = median_ratio(peaks[case], peaks[WHOLE]).summary("x")
+        summary.add("peak_memory_x", over, case=case, than=WHOLE)
 
 
 def _case(add: Callable[..., Entry], runs: list[Rows], parameters: Mapping[str, Any]) -> None:
     """The measures of one timeline over its ``runs``."""
-    gaps = [high - low for rows in runs for low, high in token_gaps(rows)]
+    gaps = [high - low for rows in runs for low, high in token_gaps(rows, "client")]
     short = [
         row["tokens"] != parameters["refinement"]["new_tokens"] for rows in runs for row in rows if "tokens" in row
     ]
@@ -287,14 +285,6 @@ def _case(add: Callable[..., Entry], runs: list[Rows], parameters: Mapping[str, 
             add("refining_step_ms", bootstrap(each, "median").summary("ms"))
 
 
-def token_gaps(rows: Rows) -> list[tuple[float, float]]:
-    """When two tokens of one client came after one another, in s."""
-    clients: dict[int, list[float]] = {}
-    for row in rows_where(rows, row="token"):
-        clients.setdefault(row["client"], []).append(row["at_s"])
-    return [pair for times in clients.values() for pair in pairwise(times)]
-
-
 def refining(rows: Rows) -> tuple[float, float] | None:
     """Return the span in which planes came and were merged (from, to; in s); None where none did."""
     events = [row for row in rows_where(rows, row="event") if row["stage"] > 1]
@@ -304,4 +294,4 @@ def refining(rows: Rows) -> tuple[float, float] | None:
 
 
 def _within(rows: Rows, start: float, end: float) -> list[float]:
-    return [high - low for low, high in token_gaps(rows) if high > start and low < end]
+    return [high - low for low, high in token_gaps(rows, "client") if high > start and low < end]

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from firsttoken.study.plot import COLOURS, LOOKS, panels
 from firsttoken.study.record import Result, Rows, Table, rows_where
 from firsttoken.study.show import interval
-from firsttoken_studies.progressiveserve.refinement import AGAIN, KEPT, STILL, WHOLE, refining, token_gaps
+from firsttoken_studies.progressiveserve.refinement import AGAIN, KEPT, STILL, WHOLE, refining
+from firsttoken_studies.progressiveserve.timeline import token_gaps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +33,7 @@ def refinement(result: Result) -> Figure:
     fig, (left, right) = panels(1, 2, figsize=(11, 4.2))
     for case, look in ((STILL, "other"), (KEPT, "measured")):
         rows = rows_where(result.rows, case=case, run=0)
-        gaps = sorted((high, 1000 * (high - low)) for low, high in token_gaps(rows))
+        gaps = sorted((high, 1000 * (high - low)) for low, high in token_gaps(rows, "client"))
         if gaps:
             colour, marker = LOOKS[look]
             left.plot(*zip(*gaps, strict=True), marker, color=colour, markersize=4, label=CASES[case])

@@ -218,13 +218,17 @@ def stalls(rows: Rows, run: int) -> list[float]:
     less the median turn and less what moving sessions over took."""
     events = rows_where(rows, run=run, row="event")
     moments = [row for row in rows_where(events, what="serving") if row["stage"] > 1]
-    by_request: dict[tuple[int, int], list[float]] = {}
-    for row in rows_where(rows, run=run, row="token"):
-        by_request.setdefault((row["client"], row["request"]), []).append(row["at_s"])
-    gaps = [(low, high) for times in by_request.values() for low, high in pairwise(times)]
+    gaps = token_gaps(rows_where(rows, run=run), "client", "request")
     usual = float(np.median([high - low for low, high in gaps])) if gaps else 0.0
     found = []
     for moment in moments:
         moved = sum(row["took_s"] for row in rows_where(events, stage=moment["stage"]) if "took_s" in row)
         found += [1000 * (high - low - usual - moved) for low, high in gaps if low <= moment["at_s"] < high]
     return found
+
+
+def token_gaps(rows: Rows, *by: str) -> list[tuple[float, float]]:
+    """When two tokens that have the same values in the columns ``by`` came after one another, in s."""
+    tokens = frame_of(rows, row="token")
+    each = tokens.groupby(list(by), sort=False).at_s if len(tokens) else ()
+    return [pair for _, times in each for pair in pairwise(times)]
