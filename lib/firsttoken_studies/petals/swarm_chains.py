@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -111,8 +111,8 @@ def swarm_chains(profile: Profile) -> Outcome:
             seconds = timed(partial(model.model, batch, use_cache=False), repeats=repeats, device=ids.device)
             asked = {"rows": count, "tokens": config.forward_tokens}
             rows += [{"what": "forward", **asked, "repeat": n, "seconds": s} for n, s in enumerate(seconds)]
-    rows += _offloading(model, ids[:, : config.contexts[0] + 1], config) + _simulated(config)
-    rows += _blocks(config, profile)
+    rows += _offloading(model, ids[:, : config.contexts[0] + 1], config)
+    rows += [*_simulated(config), *_blocks(config, profile)]
     shape = {"hidden": model.config.hidden_size, "layers": len(layers_of(model))}
     return Outcome([{"what": "shape", **shape}, *rows], provenance=loaded.provenance.as_dict())
 
@@ -142,26 +142,22 @@ def _offloading(model: nn.Module, ids: Tensor, config: ChainsConfig) -> Rows:
     return rows
 
 
-def _blocks(config: ChainsConfig, profile: Profile) -> Rows:
+def _blocks(config: ChainsConfig, profile: Profile) -> Iterator[dict[str, Any]]:
     """Seconds of a token in one block of BLOOM after the first of the contexts, by the bits of its weights."""
-    rows: Rows = []
     for bits in config.block_bits:
         block = bloom_block(config.block_hidden, profile.torch_dtype(), profile.torch_device(), bits)
         seconds = block_seconds(block, config.contexts[0], config.block_repeats)
-        rows += [{"what": "block", "bits": bits, "repeat": n, "seconds": s} for n, s in enumerate(seconds)]
-    return rows
+        yield from ({"what": "block", "bits": bits, "repeat": n, "seconds": s} for n, s in enumerate(seconds))
 
 
-def _simulated(config: ChainsConfig) -> Rows:
+def _simulated(config: ChainsConfig) -> Iterator[dict[str, Any]]:
     """Seconds of a step of BLOOM with clients at once, on the 14 servers and on the 12 of the slow network."""
-    rows: Rows = []
     for swarm, servers in (("fourteen", fourteen()), ("twelve", twelve(NETWORKS[SLOW]))):
         chain = best_chain(servers, range(BLOOM_BLOCKS))
         for clients in dict.fromkeys((1, config.clients)):
             seconds = clients_step_s(chain, clients)
             row = {"what": "simulated", "swarm": swarm, "clients": clients, "hops": len(chain), "seconds": seconds}
-            rows.append(row | {"alone_s": chain_s(chain)})
-    return rows
+            yield row | {"alone_s": chain_s(chain)}
 
 
 def chains_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,23 +101,19 @@ def distance_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     return summary
 
 
-def _block_rows(distances: Distances, size: int, tokens: str, seed: int) -> Rows:
+def _block_rows(distances: Distances, size: int, tokens: str, seed: int) -> Iterator[dict[str, Any]]:
     """One row a start: the mean distance with its interval, and the distance of each passage."""
-    rows = []
     for start, by_passage in enumerate(distances.block(size, tokens).T.tolist()):
         interval = bootstrap(by_passage, seed=seed, resamples=500)
-        rows.append(
-            {
-                "size_layers": size,
-                "start_layer": start,
-                "tokens": tokens,
-                "distance": interval.estimate,
-                "low": interval.low,
-                "high": interval.high,
-                "by_passage": [round(d, 5) for d in by_passage],
-            }
-        )
-    return rows
+        yield {
+            "size_layers": size,
+            "start_layer": start,
+            "tokens": tokens,
+            "distance": interval.estimate,
+            "low": interval.low,
+            "high": interval.high,
+            "by_passage": [round(d, 5) for d in by_passage],
+        }
 
 
 @dataclass(frozen=True)

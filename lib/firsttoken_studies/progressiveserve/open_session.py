@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -134,13 +134,12 @@ def open_session(profile: Profile) -> Outcome:
 
 def _costs(
     stages: LoadedStages, ids: Sequence[int], right: Tensor, move: tuple[int, int], policy: Transition, repeats: int
-) -> Rows:
+) -> Iterator[dict[str, Any]]:
     """The stall of one transition, beside the decode step that follows it, and the error of that step's logits, where
     those of the new stage alone are ``right`` [vocabulary]."""
     old, new = move
     *before, following = ids
     device = stages.device
-    rows: Rows = []
     for repeat in range(repeats):
         probe, better = stages.begun(old, before, policy), stages.view(new, policy)
         kept = probe.kept_bytes
@@ -151,32 +150,27 @@ def _costs(
         carried = time.perf_counter()
         logits = probe.feed([following])
         synchronise(device)
-        rows.append(
-            {
-                "policy": policy.name,
-                "from_stage": old,
-                "to_stage": new,
-                "repeat": repeat,
-                "cost_ms": 1000 * (carried - start),
-                "decode_ms": 1000 * (time.perf_counter() - carried),
-                "logit_error": float((logits - right).abs().max()),
-                "same_token": bool(logits.argmax() == right.argmax()),
-                "kept_bytes": kept,
-            }
-        )
-    return rows
+        yield {
+            "policy": policy.name,
+            "from_stage": old,
+            "to_stage": new,
+            "repeat": repeat,
+            "cost_ms": 1000 * (carried - start),
+            "decode_ms": 1000 * (time.perf_counter() - carried),
+            "logit_error": float((logits - right).abs().max()),
+            "same_token": bool(logits.argmax() == right.argmax()),
+            "kept_bytes": kept,
+        }
 
 
-def _continuations(stages: LoadedStages, ids: Sequence[int], config: OpenSessionConfig) -> Rows:
+def _continuations(stages: LoadedStages, ids: Sequence[int], config: OpenSessionConfig) -> Iterator[dict[str, Any]]:
     """Mean loss in nats a token of the true continuation, decoded after a move from stage 1 to the whole model."""
     cut, end = config.context_tokens, config.context_tokens + config.continue_tokens
-    rows: Rows = []
     for policy in TRANSITIONS.values():
         probe = stages.begun(1, ids[: cut - 1], policy)
         probe.carry(stages.view(stages.last, policy), policy)
         losses = [float(_loss(probe.feed([ids[i - 1]]), ids[i])) for i in range(cut, end)]
-        rows.append({"policy": policy.name, "nll": sum(losses) / len(losses), "tokens": len(losses)})
-    return rows
+        yield {"policy": policy.name, "nll": sum(losses) / len(losses), "tokens": len(losses)}
 
 
 def _loss(logits: torch.Tensor, target: int) -> torch.Tensor:
