@@ -284,19 +284,17 @@ def speed_rows(recorded: Result | None, now: Result) -> Table:
             }
 
 
-def byte_rows(recorded: Result | None, now: Result) -> Rows:
+def byte_rows(recorded: Result | None, now: Result) -> Table:
     """Bytes in 8 bits over those in 16, and the share of outliers, beside the paper's."""
     said = {
         "weights, of their 16-bit bytes": ("about half", "bytes_x", {"variant": "weights", "than": WHOLE}),
         "hidden states on the wire, of their 16-bit bytes": ("half", "bytes_x", {"variant": "states", "than": WHOLE}),
         "outliers, %": ("0.1", "outliers_pct", {}),
     }
-    return [
-        {
+    for what, (paper, measure, where) in said.items():
+        yield {
             "what": what,
             "paper": paper,
             "recorded": None if recorded is None else recorded.summary.value(measure, **where),
             "measured": now.summary.value(measure, **where),
         }
-        for what, (paper, measure, where) in said.items()
-    ]

@@ -8,7 +8,7 @@ import numpy as np
 
 from firsttoken.study.overlay import over
 from firsttoken.study.plot import COLOURS, panels
-from firsttoken.study.record import Result, Rows, Table, rows_where
+from firsttoken.study.record import Result, Table, rows_where
 from firsttoken.study.show import interval
 from firsttoken_studies.petals.chain_costs import (
     BLOOM_BYTES,
@@ -112,20 +112,17 @@ def here_rows(recorded: Result | None, now: Result) -> Table:
             yield {"way": f"offloading from {place}", "steps/s": interval(turned, 2), "whose": drawn.who()}
 
 
-def client_rows(result: Result) -> Rows:
+def client_rows(result: Result) -> Table:
     """Simulated clients on the 14 servers of two continents and on 12 equal ones."""
     paper = {("fourteen", 1): 0.83}
-    return [
-        {
+    for row in rows_where(result.rows, what="simulated"):
+        yield {
             "simulated swarm": f"{row['swarm']} servers, {row['clients']} clients at once",
             "servers in the chain": row["hops"],
             "steps/s of each": round(1 / row["seconds"], 2),
             "paper": paper.get((row["swarm"], row["clients"]), ""),
             "slower than alone, %": round(100 * (1 - row["alone_s"] / row["seconds"]), 1),
         }
-        for row in result.rows
-        if row["what"] == "simulated"
-    ]
 
 
 def churn(recorded: Result | None, now: Result) -> Figure:
@@ -151,7 +148,7 @@ def churn(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def churn_rows(recorded: Result | None, now: Result) -> Rows:
+def churn_rows(recorded: Result | None, now: Result) -> Table:
     """The measures of the simulated churn, by rule."""
     measures = {
         "back within a period, % of events": ("back_within_a_period_pct", 1),
@@ -160,15 +157,13 @@ def churn_rows(recorded: Result | None, now: Result) -> Rows:
         "longest gap, periods": ("longest_unserved_periods", 3),
         "moves in vain": ("moves_in_vain", 0),
     }
-    return [
-        {"measure": name}
-        | {
-            f"{RULE_NAMES[rule]}: {drawn.who()}": interval(drawn.result.summary.of(key, variant=rule), digits)
-            for drawn in over(recorded, now)
-            for rule in rules_of(drawn.result)
-        }
-        for name, (key, digits) in measures.items()
-    ]
+    for name, (key, digits) in measures.items():
+        line = {"measure": name}
+        for drawn in over(recorded, now):
+            for rule in rules_of(drawn.result):
+                found = drawn.result.summary.of(key, variant=rule)
+                line[f"{RULE_NAMES[rule]}: {drawn.who()}"] = interval(found, digits)
+        yield line
 
 
 def rules_of(result: Result) -> list[str]:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from firsttoken.petals.tuning.frozen import MOST_KEPT
 from firsttoken.study.overlay import PALE, Drawn, name_results, over
 from firsttoken.study.plot import COLOURS, LOOKS, handle, panels
-from firsttoken.study.record import Result, Rows, Table
+from firsttoken.study.record import Result, Table
 from firsttoken.study.show import interval
-from firsttoken.study.summary import Entry
 from firsttoken_studies.petals.spans import split_evenly
 from firsttoken_studies.petals.swarm_tuning import ALONE, AT_ONCE, HEAD, HELD_TO, KILLED, LOCAL, LORA, PROMPT, STOCK
 
@@ -97,38 +96,27 @@ def _forwards_again(drawn: Drawn, servers: int) -> float:
     return 1 + share / 2 * (1 + again / depth)
 
 
-def gradient_rows(recorded: Result | None, now: Result) -> Rows:
+def gradient_rows(recorded: Result | None, now: Result) -> Table:
     """The largest difference from local gradients, by what is trained."""
-    return [
-        {
-            "what is trained": name,
-            "gradients": (found := _gradient(drawn.result, kind))["n"],
-            "largest difference": f"{found['value']:.1e}",
-            "whose": drawn.who(),
-        }
-        for drawn in over(recorded, now)
-        for kind, name in KIND_NAMES.items()
-    ]
+    for drawn in over(recorded, now):
+        for kind, name in KIND_NAMES.items():
+            found = drawn.result.summary.of("gradient_difference", variant=kind, than="one process")
+            line = {"what is trained": name, "gradients": found["n"], "largest difference": f"{found['value']:.1e}"}
+            yield line | {"whose": drawn.who()}
 
 
-def _gradient(result: Result, kind: str) -> Entry:
-    return result.summary.of("gradient_difference", variant=kind, than="one process")
-
-
-def chain_rows(recorded: Result | None, now: Result) -> Rows:
+def chain_rows(recorded: Result | None, now: Result) -> Table:
     """Seconds and megabytes of a step of LoRA, by chain."""
-    return [
-        {
-            "blocks": _name(servers),
-            "a step, s": interval(drawn.result.summary.of("step_s", servers=servers), 2),
-            "over one process": interval(drawn.result.summary.of("step_x", servers=servers, than="one process"), 2),
-            "by its forward passes": f"{_forwards_again(drawn, servers):.2f}" if servers else "",
-            "over the wire, MB a step": f"{drawn.result.summary.value('step_mb', servers=servers):.2f}",
-            "whose": drawn.who(),
-        }
-        for drawn in over(recorded, now)
-        for servers in _chains(drawn.result)
-    ]
+    for drawn in over(recorded, now):
+        for servers in _chains(drawn.result):
+            yield {
+                "blocks": _name(servers),
+                "a step, s": interval(drawn.result.summary.of("step_s", servers=servers), 2),
+                "over one process": interval(drawn.result.summary.of("step_x", servers=servers, than="one process"), 2),
+                "by its forward passes": f"{_forwards_again(drawn, servers):.2f}" if servers else "",
+                "over the wire, MB a step": f"{drawn.result.summary.value('step_mb', servers=servers):.2f}",
+                "whose": drawn.who(),
+            }
 
 
 def run_rows(recorded: Result | None, now: Result) -> Table:

@@ -112,19 +112,17 @@ def honest_rows(recorded: Result | None, now: Result) -> Rows:
     return [{"of honest servers": name} | one for name, one in found.items()]
 
 
-def privacy_rows(recorded: Result | None, now: Result) -> Rows:
+def privacy_rows(recorded: Result | None, now: Result) -> Table:
     """Return by number of local layers what they weigh, and the share of tokens that each attack recovers."""
-    return [
-        {
-            "local layers": depth,
-            "their weights, MB": f"{drawn.result.summary.value('weights_mb', layers=depth):.0f}",
-            "nearest embedding, %": interval(_read(drawn.result, NEAREST, depth), 1),
-            "linear map, %": interval(_read(drawn.result, LINEAR, depth), 1),
-            "whose": drawn.who(),
-        }
-        for drawn in over(recorded, now)
-        for depth in drawn.result.parameters["privacy"]["depths"]
-    ]
+    for drawn in over(recorded, now):
+        for depth in drawn.result.parameters["privacy"]["depths"]:
+            yield {
+                "local layers": depth,
+                "their weights, MB": f"{drawn.result.summary.value('weights_mb', layers=depth):.0f}",
+                "nearest embedding, %": interval(_read(drawn.result, NEAREST, depth), 1),
+                "linear map, %": interval(_read(drawn.result, LINEAR, depth), 1),
+                "whose": drawn.who(),
+            }
 
 
 def _read(result: Result, attack: str, depth: int) -> dict[str, float]:

@@ -111,18 +111,16 @@ def piece_rows(result: Result) -> Table:
         yield row | {"with decodes / apart": interval(mixed, 2)}
 
 
-def table_rows(result: Result) -> Rows:
+def table_rows(result: Result) -> Table:
     """The same by the cost table, the worst of its prompts."""
     value = result.summary.value
-    return [
-        {
+    for piece in result.parameters["batch_cost"]["table_pieces"]:
+        where = {"source": "table", "budget_tokens": piece}
+        yield {
             "tokens of a piece": piece,
             "time / whole prompt, at most": f"{value('prefill_x', **where, than='whole', across='worst'):.2f}",
             "with decodes / apart": f"{value('mixed_x', **where, than='apart'):.2f}",
         }
-        for piece in result.parameters["batch_cost"]["table_pieces"]
-        for where in ({"source": "table", "budget_tokens": piece},)
-    ]
 
 
 def tile_rows(result: Result) -> Rows:

@@ -9,7 +9,7 @@ import numpy as np
 from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.overlay import legend, over
 from firsttoken.study.plot import COLOURS, log_ticks, panels
-from firsttoken.study.record import Result, Rows, distinct, frame_of
+from firsttoken.study.record import Result, Table, distinct, frame_of
 from firsttoken.study.show import interval
 from firsttoken_studies.sarathi.changing_load import ABOVE_BEST, ADAPTIVE, strict
 from firsttoken_studies.sarathi.figures import look_of, scaled, told
@@ -77,11 +77,12 @@ def course(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def load_rows(result: Result) -> Rows:
+def load_rows(result: Result) -> Table:
     """What clients saw, by scheduler, under the strict objective."""
     found = result.summary
-    return [
-        {
+    for name in _schedulers(result):
+        where = place_of(name)
+        yield {
             "scheduler": told(name),
             "P99 between tokens, ms": interval(scaled(found.of("tbt_p99_s", **where), 1e3), 0),
             "light: P50 TTFT, s": interval(found.of("ttft_p50_s", **where, tenant="light"), 2),
@@ -91,22 +92,18 @@ def load_rows(result: Result) -> Rows:
             "late, % of requests": interval(found.of("late_pct", **where), 0),
             "longest wait, s": interval(found.of("longest_wait_s", **where), 1),
         }
-        for name, where in ((name, place_of(name)) for name in _schedulers(result))
-    ]
 
 
-def above_rows(result: Result) -> Rows:
+def above_rows(result: Result) -> Table:
     """The adaptive budget's share over the best of fixed budgets and rivals, by objective."""
     iteration_s, found = result.floors["decode_iteration"]["value"], result.summary
-    return [
-        {
-            "gaps of at most, ms": f"{1e3 * times * iteration_s:.0f}",
-            "adaptive, % within": interval(found.of("within_pct", scheduler=ADAPTIVE, objective=times), 0),
-            "above the best of the others, points": interval(above, 1),
-        }
-        for times in result.parameters["changing_load"]["objectives"]
-        if (above := found.get("within_points", **ABOVE_BEST, objective=times))
-    ]
+    for times in result.parameters["changing_load"]["objectives"]:
+        if above := found.get("within_points", **ABOVE_BEST, objective=times):
+            yield {
+                "gaps of at most, ms": f"{1e3 * times * iteration_s:.0f}",
+                "adaptive, % within": interval(found.of("within_pct", scheduler=ADAPTIVE, objective=times), 0),
+                "above the best of the others, points": interval(above, 1),
+            }
 
 
 def _schedulers(result: Result) -> list[str]:

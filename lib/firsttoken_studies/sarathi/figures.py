@@ -12,7 +12,7 @@ from firsttoken.sarathi.capacity import STRICT, TIMES
 from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS, LOOKS, handle, log_ticks, panels
-from firsttoken.study.record import Result, Rows, Table, distinct, rows_where
+from firsttoken.study.record import Result, Table, distinct, rows_where
 from firsttoken.study.show import interval
 from firsttoken_studies.sarathi.generation_stalls import LIVE, SIMULATED
 from firsttoken_studies.sarathi.leaderboard import BASE
@@ -111,19 +111,17 @@ def one_arrival(scenes: Mapping[str, Mapping[str, Any]], title: str) -> Figure:
     return fig
 
 
-def stall_rows(result: Result) -> Rows:
+def stall_rows(result: Result) -> Table:
     """The longest gap, over a plain one, and the prompt's TTFT, by run and scheduler."""
     found = dict.fromkeys((row["run"], row["scheduler"]) for row in result.rows)
-    return [
-        {
+    for run, scheduler in found:
+        where = {"source": run} | place_of(scheduler)
+        yield {
             "run": f"{run}: {told(scheduler)}",
             "longest gap, ms": interval(result.summary.of("worst_gap_ms", **where), 0),
             "over a plain gap": interval(result.summary.of("worst_gap_x", **where, than="plain gap"), 1),
             "prompt's TTFT, s": interval(result.summary.of("ttft_s", **where), 2),
         }
-        for run, scheduler in found
-        for where in ({"source": run} | place_of(scheduler),)
-    ]
 
 
 def capacities(recorded: Result | None, now: Result) -> Figure:
@@ -166,19 +164,17 @@ def capacity_rows(result: Result) -> Table:
             yield line
 
 
-def ablation_rows(result: Result) -> Rows:
+def ablation_rows(result: Result) -> Table:
     """Table 4 at one rate: the paper's beside what was simulated."""
     paper = {"hybrid_only": ("0.53", "0.68"), "chunked_only": ("1.04", "0.17"), "sarathi": ("0.76", "0.14")}
-    return [
-        {
+    for name in distinct(result.rows, "scheduler", what="ablation"):
+        yield {
             "scheduler": told(name),
             "P50 TTFT, s": interval(result.summary.of("ttft_p50_s", **place_of(name), case="ablation"), 2),
             "paper, P50 TTFT (Yi-34B)": paper[name.partition(" ")[0]][0],
             "P99 TBT, s": interval(result.summary.of("tbt_p99_s", **place_of(name), case="ablation"), 3),
             "paper, P99 TBT (Yi-34B)": paper[name.partition(" ")[0]][1],
         }
-        for name in distinct(result.rows, "scheduler", what="ablation")
-    ]
 
 
 def errors(result: Result) -> Figure:
@@ -195,29 +191,25 @@ def errors(result: Result) -> Figure:
     return fig
 
 
-def error_rows(result: Result) -> Rows:
+def error_rows(result: Result) -> Table:
     """Return by how much mean, median and P99 are off."""
     names = {"ttft": "TTFT", "tpot": "TPOT", "latency": "latency"}
-    return [
-        {"metric": told_as}
-        | {
-            f"{name} off, %": f"{result.summary.value(f'{metric}_{name}_off_pct', source=FORETOLD, than=VLLM):+.1f}"
-            for name in QUANTILES
-        }
-        for metric, told_as in names.items()
-    ]
+    for metric, told_as in names.items():
+        line = {"metric": told_as}
+        for name in QUANTILES:
+            off = result.summary.value(f"{metric}_{name}_off_pct", source=FORETOLD, than=VLLM)
+            line[f"{name} off, %"] = f"{off:+.1f}"
+        yield line
 
 
-def bubble_rows(result: Result) -> Rows:
+def bubble_rows(result: Result) -> Table:
     """What two stages leave idle (Figure 13), by what fills their steps."""
     kinds = {WHOLE: "whole prompts", SIZE: "chunks of equal size", TIME: "chunks of equal time"}
     found = result.summary
-    return [
-        {
+    for kind, told_as in kinds.items():
+        yield {
             "prompts": told_as,
             "idle, % of the devices' time": interval(found.of("bubbles_pct", variant=kind), 1),
             "variation of the steps": interval(found.of("step_cv", variant=kind), 2),
             "time in all / that of equal size": interval(found.get("makespan_x", variant=kind, than=SIZE), 2) or "1",
         }
-        for kind, told_as in kinds.items()
-    ]

@@ -16,7 +16,7 @@ from firsttoken.sarathi.hardware import Hardware
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.plot import LOOKS, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, Table
 from firsttoken.study.summary import Summary
 from firsttoken_studies.sarathi.simulator_error import METRICS, QUANTILES, VLLM, as_vllm, beside_vllm, off_pct, worst
 
@@ -82,19 +82,18 @@ def off_summary(rows: Rows, runs: Sequence[str]) -> Summary:
     return summary
 
 
-def second_card_rows(result: Result) -> Rows:
+def second_card_rows(result: Result) -> Table:
     """A line a time: vLLM's on the card, and how far each source of costs is off."""
     return off_rows(result, (PROFILE, OPERATORS))
 
 
-def off_rows(result: Result, runs: Sequence[str]) -> Rows:
+def off_rows(result: Result, runs: Sequence[str]) -> Table:
     """The same for each of ``runs``."""
     real, value = result.frame(run=VLLM), result.summary.value
-    return [
-        {"time": f"{metric}, {name}", "vLLM, s": f"{statistic(real[f'{metric}_s']):.3f}"}
-        | {f"{run}, % off": f"{value(f'{metric}_{name}_off_pct', costs=run, than=VLLM):+.1f}" for run in runs}
-        for metric, (name, statistic) in product(METRICS, QUANTILES.items())
-    ]
+    for metric, (name, statistic) in product(METRICS, QUANTILES.items()):
+        line = {"time": f"{metric}, {name}", "vLLM, s": f"{statistic(real[f'{metric}_s']):.3f}"}
+        off = {run: value(f"{metric}_{name}_off_pct", costs=run, than=VLLM) for run in runs}
+        yield line | {f"{run}, % off": f"{pct:+.1f}" for run, pct in off.items()}
 
 
 def tails(result: Result) -> Figure:

@@ -15,7 +15,7 @@ from firsttoken.engine.costs.profiled import ProfiledCosts
 from firsttoken.engine.costs.tensor_parallel import ExchangingCosts, ScaledProfile
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, Table
 from firsttoken.study.summary import Summary
 from firsttoken_studies.sarathi.operator_error import rounded
 from firsttoken_studies.sarathi.second_card import OPERATORS, off_rows, off_summary
@@ -93,6 +93,6 @@ def two_cards_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     return off_summary(rows, SOURCES)
 
 
-def two_cards_rows(result: Result) -> Rows:
+def two_cards_rows(result: Result) -> Table:
     """A line a time: vLLM's on the two cards, and how far each source of costs is off."""
     return off_rows(result, SOURCES)

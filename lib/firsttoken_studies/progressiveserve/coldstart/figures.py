@@ -59,20 +59,18 @@ TARGETS: tuple[tuple[str, str, dict[str, Scalar], str, str, str], ...] = (
 """What is compared, the measure that answers, of what and to what, what is asked of it, and which is its floor."""
 
 
-def target_rows(recorded: Result | None, now: Result) -> Rows:
+def target_rows(recorded: Result | None, now: Result) -> Table:
     """The targets with their floor, what is recorded and what this run measured; an empty cell where a result lacks
     the measure."""
     known = recorded or now
-    return [
-        {
+    for what, measure, place, than, asked, floor in TARGETS:
+        yield {
             "ratio": what,
             "asked": asked,
             "floor": f"{share['value']:.3f}" if (share := known.summary.get(floor, **place)) else "",
             "recorded": interval(recorded.summary.get(measure, **place, than=than), 3) if recorded else "",
             "your run": interval(now.summary.get(measure, **place, than=than), 3),
         }
-        for what, measure, place, than, asked, floor in TARGETS
-    ]
 
 
 def deferral_rows(result: Result) -> Table:
