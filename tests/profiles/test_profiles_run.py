@@ -74,7 +74,6 @@ from firsttoken_studies.sarathi import (
     chunk_error,
     host_time,
     live_peer,
-    mixture_error,
     operator_error,
     operators_here,
     paper_cards,
@@ -140,12 +139,12 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         for compiled in (kernels, merger):  # once a process: not where there seems to be no compiler, or an empty cache
             compiled()
         servers = operator_error.server_runs()[::100]
-        mixtures = mixture_error.mixture_runs()[:4:3]
+        mixtures = operator_error.mixture_runs()[:4:3]
         for card in mixture_costs.MIXTURE_CARDS:
             mixture_costs._experts(card)
         for card in CARDS:  # now, and kept: nothing is fetched into the cache below
             OperatorTables.read(card)
-        patch.setattr(mixture_error, "mixture_runs", lambda: mixtures)
+        patch.setattr(operator_error, "mixture_runs", lambda: mixtures)
         patch.setattr(operators_here, "_product_s", lambda *_: 1e-5)  # of the true shape, which is no test's
         for foretelling in (operator_error, host_time):
             patch.setattr(foretelling, "server_runs", lambda: servers)

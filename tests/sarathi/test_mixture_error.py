@@ -10,9 +10,14 @@ import pytest
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.profile import load_profile
-from firsttoken_studies.sarathi import mixture_error as study
-from firsttoken_studies.sarathi.mixture_error import MixtureErrorConfig, MixtureRun, mixture_error, mixture_runs
-from firsttoken_studies.sarathi.operator_error import ServerRun
+from firsttoken_studies.sarathi import operator_error as study
+from firsttoken_studies.sarathi.operator_error import (
+    MixtureErrorConfig,
+    MixtureRun,
+    ServerRun,
+    mixture_error,
+    mixture_runs,
+)
 
 HEAD = "backend,mode,system,model_path,gemm_quant_mode,isl,osl,batch_size,tp_size,moe_tp_size,moe_ep_size,"
 HEAD += "silicon_ttft_ms,silicon_tpot_ms\n"

@@ -157,6 +157,15 @@ def test_ticks_stand_where_they_are_asked_alone() -> None:
     assert not any(text.get_text() for text in axes.get_xticklabels(minor=True))
 
 
+def test_an_axis_has_plain_numbers_at_1_2_and_5() -> None:
+    fig, axes = plot.panels(figsize=(6, 2))
+    axes.set(xscale="log", xlim=(1, 100))
+    plot.log_ticks(axes.xaxis)
+    fig.canvas.draw()
+    assert [text.get_text() for text in axes.get_xticklabels()][1:-1] == ["1", "2", "5", "10", "20", "50", "100"]
+    assert not any(text.get_text() for text in axes.get_xticklabels(minor=True))
+
+
 def test_figures_take_their_colours_from_the_table() -> None:
     """No module but the table writes a colour of its own, by code or by name; black and white mean nothing."""
     own = re.compile(r'"#[0-9A-Fa-f]{3,8}"|(?:color|colors|edgecolor|facecolor)="(?!black"|white"|none")\w+"')

@@ -17,7 +17,7 @@ from firsttoken.study.errors import StorageError
 from firsttoken.study.notebooks import notebook_paths
 from firsttoken_studies.site import build as site
 from firsttoken_studies.site import scheduler_page
-from firsttoken_studies.site.notebook_page import body, described, plain, with_links
+from firsttoken_studies.site.build import body, described, plain, with_links
 from firsttoken_studies.site.scheduler_scene import SchedulerScene, _p99, told
 
 

@@ -36,7 +36,7 @@ from firsttoken_studies.droidspeak import profiling
 from firsttoken_studies.progressiveserve import timeline_trial
 from firsttoken_studies.progressiveserve.coldstart import trial
 from firsttoken_studies.sarathi import live_peer
-from firsttoken_studies.sarathi.live_peer import PeerLoad, PeerModel
+from firsttoken_studies.sarathi.live_peer import PeerConfig, PeerModel
 
 
 def bytes_tokenizer() -> PreTrainedTokenizerFast:
@@ -127,7 +127,7 @@ def in_this_process(command: list[str], **options: Any) -> subprocess.CompletedP
     return subprocess.CompletedProcess(command, 0, json.dumps(answer), "")
 
 
-def asked_peer(system: str, model: PeerModel, budget: int, load: PeerLoad) -> dict[str, float]:
+def asked_peer(system: str, model: PeerModel, budget: int, load: PeerConfig, seed: int) -> dict[str, float]:
     """What a client would have seen of a server of a model that is there; either has an environment of its own."""
     assert (model.folder / "tokenizer.json").is_file() and load.prompt_tokens < model.longest
     return {column: 1.0 + budget for column, _, _ in live_peer.METRICS.values()}

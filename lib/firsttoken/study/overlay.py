@@ -144,8 +144,16 @@ def name_results(
         figure.supxlabel("   ".join(said), fontsize="small", color=LOOKS["mark"].colour)
 
 
-def legend(figure: Figure, axes: Axes, drawn: Sequence[Drawn], measure: str | None = None, *, columns: int = 3) -> None:
+def legend(
+    figure: Figure,
+    axes: Axes,
+    drawn: Sequence[Drawn],
+    measure: str | None = None,
+    *,
+    columns: int = 3,
+    size: float | str = 9,
+) -> None:
     """The legend of ``axes`` below ``figure``, and under one heading with it what ``name_results`` says."""
     entries = axes.get_legend_handles_labels()
-    below = figure.legend(*entries, loc="outside lower center", ncols=columns, fontsize=9)
+    below = figure.legend(*entries, loc="outside lower center", ncols=columns, fontsize=size)
     name_results(figure, drawn, measure, below)

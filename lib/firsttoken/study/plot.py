@@ -175,6 +175,15 @@ def handle(**style: Any) -> Line2D:
     return Line2D([], [], **style)
 
 
+def log_ticks(axis: Axis) -> None:
+    """Plain numbers at 1, 2 and 5 times each power of ten, and nothing between them."""
+    from matplotlib.ticker import LogLocator
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter("")
+
+
 def comparison_table(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
     """Table of paper, measured and floor, indexed by what was measured.
 

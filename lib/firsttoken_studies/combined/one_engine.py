@@ -164,7 +164,7 @@ def over_a_link(model: PreTrainedModel, served: PreTrainedModel, folder: Path, c
     room = 2 * (sum(kv.nbytes for kv in sent.kv) + sum(edge.nbytes for edge in sent.e_cache.values()))
     store = KVStore(folder, memory_bytes=0, disk_bytes=room)
     store.store(context, identity, sent)
-    pieces = pieces_of(store.locate(context, identity, group.lo if group.needs_e_cache else None))
+    pieces = store.locate(context, identity, group.lo if group.needs_e_cache else None)[0].spans
     link = LinkConfig(config.gbit_per_s)
     buffers = Buffers(sent_pieces(pieces, group, model.config.num_hidden_layers, Schedule.PIPELINED))
     settings = EngineConfig(scheduler="sarathi", watermark=0.0, requests=running + 1, token_budget=config.stored_budget)

@@ -31,7 +31,7 @@ from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.workload.workload_items import Arrivals, Item, with_arrivals, with_ids
 from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, rows_where
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 
@@ -287,10 +287,9 @@ def reuse_throughput_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summa
     where full prefill itself has its knee. The mean is over the pairs whose profile chose to recompute something: where
     full reuse keeps to the bound there is nothing for the method to win.
     """
-    ran = [row for row in rows if row["what"] == "run"]
-    by = {(row["method"], row["layers"], row["seed"]): [] for row in ran}
-    for row in ran:
-        by[row["method"], row["layers"], row["seed"]].append(row)
+    by: dict[tuple[str, int, int], Rows] = {}
+    for row in rows_where(rows, what="run"):
+        by.setdefault((row["method"], row["layers"], row["seed"]), []).append(row)
     seeds, ways = sorted({seed for *_, seed in by}), {(method, layers): None for method, layers, _ in by}
     depth = max(layers for _, layers in ways)
 

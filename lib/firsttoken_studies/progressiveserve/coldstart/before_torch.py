@@ -9,7 +9,7 @@ from firsttoken.progressiveserve.base_model import ServedConfig
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import over
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Table
 from firsttoken.study.show import interval
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import served_checkpoint
 from firsttoken_studies.progressiveserve.coldstart.experiments import trial_specs
@@ -47,9 +47,8 @@ def starts(profile: Profile) -> Outcome:
     return Outcome(rows, {"disk": link_floor(rows)}, provenance=checkpoint.provenance)
 
 
-def start_rows(recorded: Result | None, now: Result) -> Rows:
+def start_rows(recorded: Result | None, now: Result) -> Table:
     """A line a start: seconds from the creation of the process to the first token, and what comes behind it."""
-    table: Rows = []
     for drawn in over(recorded, now):
         found = drawn.result.summary
         for name in STARTS:
@@ -57,5 +56,4 @@ def start_rows(recorded: Result | None, now: Result) -> Rows:
             seconds["the longest gap behind it, s"] = found.get("longest_gap_s", variant=name, **LINK)
             seconds["the step in which the engine takes over, s"] = found.get("takeover_s", variant=name, **LINK)
             row = {"start": find_variant(name).label} | {what: interval(entry, 2) for what, entry in seconds.items()}
-            table.append(row | {"whose": drawn.who()})
-    return table
+            yield row | {"whose": drawn.who()}

@@ -70,22 +70,17 @@ def main(spec: TrialSpec) -> dict[str, Any]:
         manifest = read_manifest(Path(spec.staged))
         reader = _open(spec, variant, manifest, links)
     builder = trial_variants.begin_building(spec, variant, manifest, reader) if manifest and reader else None
-    start = trial_variants.start_peer if variant.peer else trial_variants.start_ours
     with ExitStack() as failing, torch.inference_mode():
         if builder:
             failing.callback(builder.close)
         prompt = trial_variants.tokenize(spec, variant)
         marks.phase("config and tokenizer")
-        first, more = start(spec, variant, links, builder, prompt, marks)
+        if variant.peer:
+            first, more = trial_variants.start_peer(spec, variant, prompt, marks)
+        else:
+            first, more = trial_variants.start_ours(spec, variant, links, builder, prompt, marks)
         failing.pop_all()
-    token_s = marks.last
-    row: dict[str, Any] = {
-        "token_id": first,
-        "ttft_process_s": token_s - spec.spawned_s,
-        "ttft_request_s": token_s - arrived,
-        "cpu_s": cpu_seconds() - used,
-        **{f"phase_{name.replace(' ', '_')}_s": seconds for name, seconds in marks.phases.items()},
-    }
+    row = {"token_id": first} | _first_token(spec, marks, arrived, used)
     row |= more(reading) | _told(variant, torch_s)
     if "cpu_full_s" in row:
         row["cpu_full_s"] -= used
@@ -123,15 +118,8 @@ def _start_before_torch(spec: TrialSpec, marks: PhaseClock) -> dict[str, Any] | 
     answer = takeover.answer(ids, ANSWER)
     said = [next(answer)]
     marks.phase("prefill")
-    row = {
-        "token_id": said[0],
-        "torch_at_first_token": "torch" in sys.modules,
-        "ttft_process_s": marks.last - spec.spawned_s,
-        "ttft_request_s": marks.last - arrived,
-        "cpu_s": cpu_seconds() - used,
-        **{f"phase_{name.replace(' ', '_')}_s": seconds for name, seconds in marks.phases.items()},
-        "lean": "transformers" not in sys.modules,
-    }
+    row = {"token_id": said[0], "torch_at_first_token": "torch" in sys.modules}
+    row |= _first_token(spec, marks, arrived, used) | {"lean": "transformers" not in sys.modules}
     row["growth_bytes"] = growth.bytes()
     last, gaps = marks.last, []
     for token in answer:
@@ -148,6 +136,14 @@ def _start_before_torch(spec: TrialSpec, marks: PhaseClock) -> dict[str, Any] | 
         "answer_s": last - spec.spawned_s,
         "same_answer": said == _alone(engine, ids),
     }
+
+
+def _first_token(spec: TrialSpec, marks: PhaseClock, arrived: float, used: float) -> dict[str, Any]:
+    """The times of the first token, which has just come: by the request that ``arrived``, and by what the process had
+    ``used`` of the processor by then."""
+    phases = {f"phase_{name.replace(' ', '_')}_s": seconds for name, seconds in marks.phases.items()}
+    begun = {"ttft_process_s": marks.last - spec.spawned_s, "ttft_request_s": marks.last - arrived}
+    return begun | {"cpu_s": cpu_seconds() - used} | phases
 
 
 def _alone(engine: Any, ids: list[int]) -> list[int]:
