@@ -23,11 +23,9 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
-from services import TIMEOUT_S, free_port, tiny_model, tiny_tokenizer, until, write_endless
+from services import TIMEOUT_S, free_port, said, tiny_model, until, write_endless, write_staged_endless
 
 from firsttoken.__main__ import main
-from firsttoken.assets.checkpoint import combined_sha256, weight_files
 from firsttoken.service.launch import running
 from firsttoken.service.service_config import REFUSED, STAGES, WHOLE, ServiceConfig
 from firsttoken.study import paths
@@ -73,25 +71,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole model, the same in stages, an adapter on it, and a store with how all prompts begin."""
-    from peft import LoraConfig, get_peft_model
-
-    from firsttoken.progressiveserve.checkpoint.plan import staged
-    from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
-    from firsttoken.progressiveserve.checkpoint.writer import write_staged
-    from firsttoken.progressiveserve.stages import StagePlan
+    from fine_tunes import tuned, written
 
     place = tmp_path_factory.mktemp("pairs")
     write_endless(place / "model")
-    origin = Origin("model", combined_sha256(weight_files(place / "model")), "real")
-    source = ModelSource(tiny_model(), tiny_tokenizer(), origin)
-    write_staged(source, staged(source.names, StagePlan.from_block(6, range(1, 5))), place / "stages" / "model")
-    peft = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules=["q_proj", "up_proj"])).eval()
-    with torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(1)
-        for name, parameter in peft.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(0.3 * torch.randn(parameter.shape))
-    peft.save_pretrained(place / "qa")
+    write_staged_endless(place / "stages" / "model", place / "model")
+    written(tuned(tiny_model(), 1, ["q_proj", "up_proj"]), place / "qa")
     assert main(["prefix", "put", str(place / "store"), TEXT, "--model", str(place / "model")]) == 0
     return place
 
@@ -205,15 +190,8 @@ def _stage(url: str) -> httpx.Response:
 
 def answers(url: str, model: str | None = None) -> list[str]:
     """What all prompts are told, asked at once."""
-
-    def ask(prompt: str) -> str:
-        body = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
-        answer = httpx.post(f"{url}/v1/completions", json=body | ({"model": model} if model else {}), timeout=TIMEOUT_S)
-        assert answer.status_code == 200, answer.text
-        return answer.json()["choices"][0]["text"]
-
     with ThreadPoolExecutor(len(PROMPTS)) as clients:
-        return list(clients.map(ask, PROMPTS))
+        return list(clients.map(lambda prompt: said(url, prompt, model, 40), PROMPTS))
 
 
 @pytest.fixture(scope="module")

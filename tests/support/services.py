@@ -17,6 +17,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from firsttoken.assets.checkpoint import combined_sha256, weight_files
 from firsttoken.assets.shapes import shape_config
 from firsttoken.progressiveserve.checkpoint.plan import staged
 from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
@@ -136,6 +137,34 @@ def serving(folder: Path, **settings: Any) -> Iterator[str]:
     with running(ServiceConfig(folder, port=free_port(), **settings)) as url:
         until(lambda: httpx.get(f"{url}/stage").json()["state"] == "complete", "all stages serve")
         yield url
+
+
+@contextmanager
+def with_prefixes(folder: Path, store: Path, **settings: Any) -> Iterator[str]:
+    """The same, once its store of prefixes is open."""
+    with serving(folder, prefix_store=store, **settings) as url:
+        until(lambda: "stored prefixes are used" in httpx.get(f"{url}/stage").text, "the store is open")
+        yield url
+
+
+def said(url: str, prompt: str | list[int], model: str | None = None, max_tokens: int = 12) -> str:
+    """The greedy answer of ``model``, or of whichever the service has, which no token ends."""
+    asked = GREEDY | {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+    answer = httpx.post(f"{url}{COMPLETIONS}", json=asked | ({"model": model} if model else {}), timeout=TIMEOUT_S)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+def restored(url: str) -> int:
+    """How many requests of a service began with a stored prefix."""
+    return httpx.get(f"{url}/stage").json()["restored"]
+
+
+def write_staged_endless(folder: Path, whole: Path) -> None:
+    """The model of ``write_endless`` in stages, of the folder ``whole`` by its hash."""
+    origin = Origin(whole.name, combined_sha256(weight_files(whole)), "real")
+    source = ModelSource(tiny_model(), tiny_tokenizer(), origin)
+    write_staged(source, staged(source.names, StagePlan.from_block(6, range(1, 5))), folder)
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
