@@ -80,14 +80,14 @@ def held(port: int, pid: int, requests: int) -> Held:
     return Held(requests, *memory, int(numbers["Threads:"]), files, *counts)
 
 
-def soak(requests: int, seed: int) -> tuple[list[Held], Counter[str]]:
-    """What is held after every ``EACH`` requests, and how all ended."""
+def soak(requests: int, seed: int, each: int = EACH) -> tuple[list[Held], Counter[str]]:
+    """What is held after ``each`` of so many requests, and how all ended."""
     rows, ends, begun = [], Counter(), time.monotonic()
     with service() as (port, pid):
         print(*(f"{name:>11}" for name in (*Held._fields, "seconds")), flush=True)
-        for number in range(requests // EACH):
-            ends += asyncio.run(wave(port, EACH, 1000 * seed + number))
-            rows.append(held(port, pid, (number + 1) * EACH))
+        for number in range(requests // each):
+            ends += asyncio.run(wave(port, each, 1000 * seed + number))
+            rows.append(held(port, pid, (number + 1) * each))
             print(*(f"{value:>11}" for value in (*rows[-1], round(time.monotonic() - begun))), flush=True)
     return rows, ends
 

@@ -67,26 +67,32 @@ def test_a_part_that_is_told_otherwise(stage, change, words):
     refused(staged, words)
 
 
-def test_the_last_stage_is_left_out(stage):
-    staged = stage()
+def without_layer_5(stages):
+    return (*stages[:2], replace(stages[2], parts=stages[2].parts[:1]))
+
+
+@pytest.mark.parametrize(
+    ("block", "change", "words"),
+    [
+        ((2, 3, 4), lambda stages: stages[:2], "hole: layer 4 .* is in no stage"),
+        (
+            (2, 3, 4, 5),
+            without_layer_5,
+            r"hole: layer 5 \(model\.layers\.5\.[\w.]*\) is in no stage; name it in one; stage it again",
+        ),
+        (
+            (2, 3, 4),
+            lambda stages: (stages[0], *reversed(stages[1:])),
+            "'3-C/000-layer-04.safetensors' stands where staging puts '2-C/000-layer-04.safetensors'",
+        ),
+    ],
+    ids=["no last stage", "no layer 5", "changed places"],
+)
+def test_stages_that_are_told_otherwise(stage, block, change, words):
+    staged = stage(block=block)
     manifest = read_manifest(staged.folder)
-    write_manifest(staged.folder, replace(manifest, stages=manifest.stages[:2]))
-    refused(staged, "hole: layer 4 .* is in no stage")
-
-
-def test_a_layer_that_no_stage_brings(stage):
-    staged = stage(block=(2, 3, 4, 5))
-    manifest = read_manifest(staged.folder)
-    last = replace(manifest.stages[2], parts=manifest.stages[2].parts[:1])
-    write_manifest(staged.folder, replace(manifest, stages=(*manifest.stages[:2], last)))
-    refused(staged, r"hole: layer 5 \(model\.layers\.5\.[\w.]*\) is in no stage; name it in one; stage it again")
-
-
-def test_stages_that_have_changed_places(stage):
-    staged = stage()
-    manifest = read_manifest(staged.folder)
-    write_manifest(staged.folder, replace(manifest, stages=(manifest.stages[0], *reversed(manifest.stages[1:]))))
-    refused(staged, "'3-C/000-layer-04.safetensors' stands where staging puts '2-C/000-layer-04.safetensors'")
+    write_manifest(staged.folder, replace(manifest, stages=change(manifest.stages)))
+    refused(staged, words)
 
 
 def test_a_tensor_that_is_in_neither_manifest_nor_file(stage):
