@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from mortal import DEPTH, Known, MortalSwarm, Schedules, impatient, write_known
-from services import until
+from waiting import until
 
 from firsttoken.petals.routing import check_cover, gaps
 from firsttoken.study.errors import SwarmError

@@ -15,6 +15,7 @@ from certificates import certificate
 from plain_tokens import check_greedy
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from waiting import until
 
 from firsttoken.__main__ import main
 from firsttoken.assets.models import load_model
@@ -76,10 +77,7 @@ def test_a_server_that_has_lost_its_sequences_is_told_them_again(here, client, a
     request = model.engine.submit(one.prompt, Sampling(6))
     while not request.finished:
         if len(request.output) == 3:
-            until = time.monotonic() + 10
-            while up.sessions.open and time.monotonic() < until:
-                time.sleep(0.02)
-            assert not up.sessions.open
+            until(lambda: not up.sessions.open, "the session has ended")
         model.engine.step()
     assert check_greedy(request.output, one.plain) == 6
     assert [server for server, _ in model.chain.faults] == [up.record.server]
@@ -97,16 +95,14 @@ def test_nobody_serves_a_block(here, client):
 def test_a_ghost_is_gone_within_one_expiry(here):
     """A server that ends without a word, and one that says that it leaves."""
     up, ghost = here.serve((0, 6), (0, 3), limits={"expiry_s": 0.8})
-    until = time.time() + 10
-    while ghost.record.server not in {one.server for one in up.registry.serving(here.model, time.time())}:
-        time.sleep(0.01)
-        assert time.time() < until
+
+    def served() -> set[str]:
+        return {one.server for one in up.registry.serving(here.model, time.time())}
+
+    until(lambda: ghost.record.server in served(), "it is known")
     wait_for(cancel(ghost))
-    gone = time.time() + 0.8
-    while ghost.record.server in {one.server for one in up.registry.serving(here.model, time.time())}:
-        time.sleep(0.02)
-        assert time.time() < gone + 0.5
-    assert up.record.server in {one.server for one in up.registry.serving(here.model, time.time())}
+    until(lambda: ghost.record.server not in served(), "it is forgotten", 0.8 + 0.5)
+    assert up.record.server in served()
 
 
 def test_a_partition_heals(here):
@@ -114,10 +110,8 @@ def test_a_partition_heals(here):
     left, right = here.serve((0, 3))[0], here.serve((3, 6))[0]
     third = here.serve((0, 6), peers=[left.record.address, right.record.address], limits={"expiry_s": 1.0})[0]
     everyone = {one.record.server for one in (left, right, third)}
-    until = time.time() + 10
-    while any({r.server for r in one.registry.live(time.time())} != everyone for one in (left, right, third)):
-        time.sleep(0.02)
-        assert time.time() < until
+    for one in (left, right, third):
+        until(lambda one=one: {r.server for r in one.registry.live(time.time())} == everyone, "it knows all")
 
 
 def test_two_servers_with_one_key_are_not_two(here, tmp_path):
@@ -126,9 +120,7 @@ def test_two_servers_with_one_key_are_not_two(here, tmp_path):
     door = here.serve((0, 6), limits=limits)[0]
     first = here.serve((0, 3), peers=[door.record.address], key=key, limits=limits)[0]
     second = here.serve((3, 6), peers=[door.record.address], key=key, limits=limits)[0]
-    until = time.time() + 10
-    while not second.failed.done() and time.time() < until:
-        time.sleep(0.02)
+    until(second.failed.done, "the later one ends")
     with pytest.raises(TwinError, match=f"is in use at {re.escape(first.record.address)}: give each server a key"):
         second.failed.result()
     assert not first.failed.done()
@@ -176,10 +168,7 @@ def test_the_command_serves_and_says_what_is_wrong(here, folder, imported, capsy
         assert re.fullmatch(
             r"blocks \[3, 6\) of tiny are served at 127\.0\.0\.1:\d+ by process \d+; Ctrl-C ends it\n", line
         )
-        until = time.time() + 10
-        while len(up.registry.serving(here.model, time.time())) < 2:
-            time.sleep(0.01)
-            assert time.time() < until
+        until(lambda: len(up.registry.serving(here.model, time.time())) == 2, "both are known")
         assert main(["swarm", "list", "--model", str(folder), "--registry", up.record.address]) == 0
         listed = capsys.readouterr().out.splitlines()
         assert [row[:13] for row in listed] == ["blocks [0, 3)", "blocks [3, 6)"]

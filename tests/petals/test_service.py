@@ -11,6 +11,7 @@ import httpx
 import pytest
 from services import free_port, write_plain
 from swarms import Here
+from waiting import until
 
 from firsttoken.__main__ import main
 from firsttoken.petals.checkpoint_blocks import write_8_bits
@@ -93,10 +94,7 @@ def test_several_answers_share_the_steps(url):
     assert [one["text"] for one in alone["choices"]] == [one["text"] for one in both["choices"][:3]]
     page = httpx.get(url).text
     assert "servers of the swarm that answer" in page
-    until = time.monotonic() + 20
-    while httpx.get(f"{url}/stage").json()["sessions"] and time.monotonic() < until:
-        time.sleep(0.01)
-    assert httpx.get(f"{url}/stage").json()["sessions"] == 0
+    until(lambda: httpx.get(f"{url}/stage").json()["sessions"] == 0, "all sessions have ended")
 
 
 def test_a_swarm_that_cannot_serve_is_said_in_one_line(plain, here, capsys, tmp_path):
@@ -137,10 +135,7 @@ def test_the_service_audits_as_the_client_does(plain):
         halves = here.serve((0, 3), (3, 6))
         door = halves[0].record.address
         (liar,) = here.serve((0, 6), peers=[door], make_backend=partial(ByzantineBackend, lie="noise", seed=1))
-        until = time.monotonic() + 20
-        while len(halves[0].registry.live(time.time())) < 3:
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        until(lambda: len(halves[0].registry.live(time.time())) == 3, "all are known")
         honest = {up.record.server for up in halves}
         with running(ServiceConfig(plain, port=free_port(), swarm=(door,), swarm_audit_rate=1.0)) as url:
             asked = ASKED | {"max_tokens": 8}

@@ -4,7 +4,6 @@ meanwhile, and neither find nor spoil what is another client's."""
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 
 import grpc
@@ -13,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_tokens import TOLERANCE, check_greedy, judged
+from waiting import until
 
 from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
@@ -212,11 +212,7 @@ async def _end(session) -> None:
 
 
 def idle(ups) -> None:
-    """Wait until the servers have heard that all sequences are over."""
-    deadline = time.monotonic() + 20
-    while any(up.sessions.slots.held for up in ups):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not any(up.sessions.slots.held for up in ups), "the servers have heard that all sequences are over")
 
 
 def two(here, client, **options):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from plain_tokens import check_greedy, generated
 from swarms import DEPTH, asking, part
+from waiting import until
 
 from firsttoken.assets.models import load_model
 from firsttoken.engine.request import Sampling
@@ -42,13 +43,13 @@ def said_by(model, one, tokens: int = ANSWER) -> list[int]:
 
 
 def look(model, *ups) -> None:
-    """Until these servers are known to answer."""
-    until, wanted = time.monotonic() + 20, {up.record.server for up in ups}
-    while True:
+    wanted = {up.record.server for up in ups}
+
+    def known() -> bool:
         wait_for(model.swarm.look())
-        if wanted <= {record.server for record in model.swarm.servers()}:
-            return
-        assert time.monotonic() < until, "the swarm did not come together"
+        return wanted <= {record.server for record in model.swarm.servers()}
+
+    until(known, "these servers are known to answer")
 
 
 def lying(lie: str):

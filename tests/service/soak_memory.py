@@ -27,7 +27,8 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from mixed_requests import BLOCKS, LONGEST, MODELS, RUNNING, VARIANTS, WAITING, wave, write_place
-from services import free_port, until
+from services import free_port
+from waiting import until
 
 EACH, FROM = 500, 2000  # requests between two readings, and before the first that counts
 FLAT_KB = 10.0  # per 1,000 requests: at 10,000 a day 36 MB a year

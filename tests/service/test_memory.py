@@ -17,7 +17,8 @@ from typing import Any
 import httpx
 import pytest
 from mixed_requests import BLOCKS, LONGEST, MODELS, RUNNING, VARIANTS, WAITING, wave, write_place
-from services import serving, until
+from services import serving
+from waiting import until
 
 from firsttoken.droidspeak.disk_tier import DiskTier
 from firsttoken.droidspeak.prefix_index import PrefixIndex

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from services import free_port
+from waiting import until
 
 from firsttoken.__main__ import main
 from firsttoken.engine.request_limits import RequestLimits
@@ -122,9 +122,6 @@ def test_what_may_pass_is_tried_again_and_said(tiny: Path, capsys: pytest.Captur
     limits = RequestLimits(max_prompt_tokens=64, max_new_tokens=64)
     server = StagedServer(tiny, [Link(fail_after_bytes=120_000)], limits, retry_s=0.01)
     server.start()
-    until = time.monotonic() + 60
-    while "stage 2" not in (server.status()["error"] or ""):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: "stage 2" in (server.status()["error"] or ""), "the failure is told")
     server.close()  # what is read while a thread writes may lose a line
     assert "it is tried again in 0.01 s" in capsys.readouterr().err

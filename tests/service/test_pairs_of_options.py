@@ -23,7 +23,8 @@ from typing import Any
 
 import httpx
 import pytest
-from services import TIMEOUT_S, free_port, said, tiny_model, until, write_endless, write_staged_endless
+from services import TIMEOUT_S, free_port, said, tiny_model, write_endless, write_staged_endless
+from waiting import until
 
 from firsttoken.__main__ import main
 from firsttoken.service.launch import running

@@ -24,13 +24,13 @@ from services import (
     serving,
     tiny_model,
     tiny_tokenizer,
-    until,
     with_prefixes,
     workers,
     write_endless,
     write_staged_endless,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from waiting import until
 
 from firsttoken.__main__ import main
 from firsttoken.assets.checkpoint import combined_sha256, weight_files

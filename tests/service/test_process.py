@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from services import GREEDY, TIMEOUT_S, events, said, serving, until
+from services import GREEDY, TIMEOUT_S, events, said, serving
+from waiting import until
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,10 @@ import httpx
 import pytest
 import torch
 from fine_tunes import SHAPE, adapter_in, greedy, shared, tuned, written
-from services import TIMEOUT_S, free_port, said, serving, tiny_model, until, workers
+from services import TIMEOUT_S, free_port, said, serving, tiny_model, workers
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
+from waiting import until
 
 from firsttoken.assets.checkpoint import model_files
 from firsttoken.cps.policies import make_policy

@@ -4,12 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from entries import entry
+from waiting import until
 
 from firsttoken.__main__ import main
 from firsttoken.engine.schedulers import SCHEDULERS
@@ -71,14 +71,14 @@ def test_ctrl_c_leaves_nothing_half_written(root: Path, write_notebook) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
-        wait_for(lambda: started.exists() and started.read_text(), 300)
+        until(lambda: started.exists() and started.read_text(), "it has begun")
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=300)
     finally:
         process.kill()
     assert (process.returncode, b"interrupted" in err, b"Traceback" in err) == (130, True, False)
     assert list((root / "executed").rglob("*.ipynb")) == []
-    wait_for(lambda: not alive(int(started.read_text())), 120)
+    until(lambda: not alive(int(started.read_text())), "its kernel has gone")
 
 
 def test_a_reader_that_has_read_enough_ends_a_command_quietly() -> None:
@@ -95,13 +95,6 @@ def alive(process: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def wait_for(condition, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.1)
 
 
 def test_measure_changes_settings_and_prints_the_summary(capsys) -> None:

@@ -6,8 +6,7 @@ import json
 import os
 import random
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import httpx
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from waiting import TIMEOUT_S, until
 
 from firsttoken.assets.checkpoint import combined_sha256, weight_files
 from firsttoken.assets.shapes import shape_config
@@ -28,7 +28,6 @@ MERGES = [("t", "h"), ("th", "e"), ("i", "n")]
 MERGED = ["".join(pair) for pair in MERGES]
 TURN = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }}<end>{% endfor %}"
 CHAT = TURN + "{% if add_generation_prompt %}in {% endif %}"
-TIMEOUT_S = 300.0  # s; nothing here takes one of them, on a quiet machine
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 LIMITS = {"max_running": 12, "max_waiting": 0, "max_prompt_tokens": 64, "max_new_tokens": 9000, "max_choices": 8}
 GREEDY = {"temperature": 0}
@@ -107,14 +106,6 @@ def free_port() -> int:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    """Wait for it."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {TIMEOUT_S:g} s: {what}"
-        time.sleep(0.01)
 
 
 def workers() -> set[int]:
