@@ -123,7 +123,7 @@ def test_processes_that_compute_in_turns_wait_briefly(monkeypatch, experiment: s
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["measure", "machin"], "firsttoken: no experiment 'machin'"),
+        (["measure", "machin"], "firsttoken: no experiment 'machin'; known: "),
         (["measure", "machine", "--profile", "huge"], "firsttoken: no profile 'huge'"),
         (["run", "--profile", "huge"], "firsttoken: no profile 'huge'"),
         (["measure", "machine", "--set", "machine.repeat=1"], "unknown key 'repeat'"),
@@ -187,11 +187,16 @@ def test_the_empty_text_is_a_value() -> None:
     assert setting("a.limit=null") == ("a.limit", None) and setting("a.rate=1e-4") == ("a.rate", 1e-4)
 
 
-def test_the_pages_keep_their_verdicts(root: Path, make_result, capsys) -> None:
+@pytest.fixture
+def templates(root: Path) -> None:
+    """A template for each page."""
     paths.TEMPLATES.mkdir()
     paths.INDEX.write_text("[]\n", encoding="utf-8")
     for page in ("README.md", "CLAIMS.md", "CAPACITY.md", "INDEX.md"):
         (paths.TEMPLATES / page).write_text("Recorded: `{{ machine }}`\n{{ counts }}\n", encoding="utf-8")
+
+
+def test_the_pages_keep_their_verdicts(root: Path, templates, make_result, capsys) -> None:
     claim = load_claims(paths.CLAIMS, EXPERIMENTS)[0]
     summary = [entry(claim.measure, claim.where, value=25.0)]
     for slug, found in (("a-4c", summary), ("b-4c", [entry(value=1)])):
@@ -204,11 +209,7 @@ def test_the_pages_keep_their_verdicts(root: Path, make_result, capsys) -> None:
     assert (root / "README.md").read_text(encoding="utf-8") == before
 
 
-def test_the_pages_are_updated_and_checked(root: Path, make_result, capsys) -> None:
-    paths.TEMPLATES.mkdir()
-    paths.INDEX.write_text("[]\n", encoding="utf-8")
-    for page in ("README.md", "CLAIMS.md", "CAPACITY.md", "INDEX.md"):
-        (paths.TEMPLATES / page).write_text("Recorded: `{{ machine }}`\n{{ counts }}\n", encoding="utf-8")
+def test_the_pages_are_updated_and_checked(root: Path, templates, make_result, capsys) -> None:
     assert main(["claims", "--check"]) == 1
     write_result(recorded := make_result(profile="full", machine={"slug": "elsewhere-4c", "gpu": None}))
     assert main(["claims", "--update", "--machine", "elsewhere-4c"]) == 0
@@ -239,16 +240,6 @@ def test_missing_results_are_listed(capsys) -> None:
     assert main(["doctor", "--missing"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("quick: ")]
     assert {"machine", "layer_distance", "stage_quality"} <= set(line.removeprefix("quick: ").split(", "))
-
-
-@pytest.mark.parametrize(
-    "command", [[], ["run"], ["measure"], ["claims"], ["record"], ["capacity"], ["fetch"], ["doctor"]]
-)
-def test_every_command_explains_itself(command: list[str], capsys) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main([*command, "--help"])
-    assert stopped.value.code == 0
-    assert "usage: firsttoken" in capsys.readouterr().out
 
 
 def test_the_help_of_serve_names_every_scheduler(capsys) -> None:

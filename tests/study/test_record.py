@@ -53,6 +53,7 @@ def test_a_value_that_json_cannot_hold_is_refused(make_result) -> None:
         ({"rows": None}, "missing key 'rows'"),
         ({"machine": {}}, "machine: does not say on which machine"),
         ({"machine": {"slug": "x", "gpu": 3}}, "machine: does not say on which machine"),
+        ({"machine": {"slug": "", "gpu": None}}, "machine: does not say on which machine"),
         ({"summary": {"x": {"value": 1}}}, "summary: expected list"),
         ({"summary": [{"value": 1}]}, r"summary\[0\]: expected a measure, and where it holds"),
         ({"summary": [entry()]}, r"summary\[0\]: expected a value"),
