@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from chunked import Chunked
 from hypothesis import HealthCheck, settings
 from hypothesis import Phase as Stage
 from plain_tokens import TOLERANCE, generated
@@ -38,6 +39,7 @@ from firsttoken.engine.fused import fuse
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
 from firsttoken.engine.request import Phase, Request, Sampling
+from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.trace import Trace
 
@@ -329,6 +331,14 @@ def fused() -> Subject:
     known = subject(build(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=16, **SMALL)), seed=3)
     fuse(known.model)
     return known
+
+
+@pytest.fixture(scope="module")
+def in_pieces() -> Iterable[None]:
+    """A scheduler more, under which every prompt goes in pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SCHEDULERS, Chunked.name, Chunked)
+        yield
 
 
 FAMILIES = {

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from chunked import Chunked
 from plain_tokens import generated
 from rotary import CONTEXT, MOST, ROTARY
 from schedules import draw_schedule, perform
@@ -17,9 +15,9 @@ from transformers import LlamaConfig
 
 from firsttoken.assets.models import load_model
 from firsttoken.engine.request import Sampling
-from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.study.errors import RequestError
 
+pytestmark = pytest.mark.usefixtures("in_pieces")
 EVENTFUL = (5, 8, 9, 11, 13, 14)  # seeds of schedules in which all happens that may turn a key twice
 NEW_KEYS = [name for name in ROTARY if "," not in name]
 ANSWER = 24  # tokens of a known answer; the longest prompt has 40
@@ -33,14 +31,6 @@ SHAPE = {
     "num_key_value_heads": 2,
     "pad_token_id": 0,
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def in_pieces() -> Iterable[None]:
-    """A scheduler more."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SCHEDULERS, Chunked.name, Chunked)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import copy
 import io
 import json
 import shutil
-from datetime import UTC, datetime
 
 import numpy as np
 import pytest
@@ -23,8 +22,6 @@ from firsttoken.study.notebooks import executed_path, read_notebook
 from firsttoken.study.profile import load_profile
 from firsttoken.study.publishing import publish
 from firsttoken.study.record import all_results, write_result
-
-NOW = datetime.now(UTC)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from firsttoken.droidspeak.forward import layer_kv
 from firsttoken.droidspeak.prefill import Group, full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import LayerKV, Prefix
 from firsttoken.engine.decoder import LocalSegment
-from firsttoken.engine.fused import FusedLayer, fuse_layer
+from firsttoken.engine.fused import fuse_layer
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.native.library import kernels
@@ -123,19 +123,6 @@ def test_segments_say_the_plain_tokens(lab, deep, kind: str, scheduler: str, mon
         run = crowd(lab, deep, scheduler, segments=cut(deep.model, cuts, kind))
         assert run.finish() == [list(one.answer) for one in deep.known]
         assert {recovery.action for recovery in run.trace.recoveries} == set(Action)
-
-
-@FUSES.marks[0]
-@torch.inference_mode()
-def test_a_layer_is_fused_beside_the_stock_one(lab, deep) -> None:
-    lab.close()
-    ids = torch.tensor([deep.known[-1].prompt])
-    model = copy.deepcopy(deep.model)
-    before = model(ids).logits
-    fused = [fuse_layer(layer) for layer in model.model.layers]
-    assert all(isinstance(layer, FusedLayer) for layer in fused) and torch.equal(model(ids).logits, before)
-    model.model.layers = nn.ModuleList(fused)
-    torch.testing.assert_close(model(ids).logits, before, atol=TOLERANCE, rtol=0)
 
 
 def test_the_users_model_keeps_its_layers(lab, deep) -> None:
