@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from byte_tokenizers import byte_level
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
 
 from firsttoken.assets import corpora
@@ -72,12 +72,8 @@ def make_model() -> MakeModel:
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE with three merges; token 0 is the end of text."""
-    merges = [("t", "h"), ("th", "e"), ("i", "n")]
-    symbols = ["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
-    assert len(symbols) == VOCABULARY
-    bpe = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=merges))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
+    bpe = byte_level(merges=[("t", "h"), ("th", "e"), ("i", "n")])
+    assert bpe.get_vocab_size() == VOCABULARY
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>", clean_up_tokenization_spaces=False)
 
 

@@ -11,9 +11,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import byte_tokenizers
 import httpx
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from waiting import TIMEOUT_S, until
 
@@ -25,7 +26,6 @@ from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.stages import StagePlan
 
 MERGES = [("t", "h"), ("th", "e"), ("i", "n")]
-MERGED = ["".join(pair) for pair in MERGES]
 TURN = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }}<end>{% endfor %}"
 CHAT = TURN + "{% if add_generation_prompt %}in {% endif %}"
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -35,25 +35,15 @@ ENDLESS = "the inn"  # what is said to it does not end within a minute
 
 
 def byte_level() -> Tokenizer:
-    """As in Llama 3, Qwen and SmolLM: a token is some bytes, of which some tokens are no character."""
-    symbols = ["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet()), *MERGED]
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=MERGES))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    """Of bytes, and three merges."""
+    tokenizer = byte_tokenizers.byte_level(merges=MERGES)
     tokenizer.add_special_tokens(["<end>"])
     return tokenizer
 
 
 def byte_fallback() -> Tokenizer:
-    """As in Llama 2: a token is some characters, what has none is spelt in bytes, and the first space is dropped."""
-    letters = ["▁", *"abcdefghinot"]
-    symbols = ["<end>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters, *MERGED]
-    vocabulary = {symbol: i for i, symbol in enumerate(symbols)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=MERGES, byte_fallback=True, fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    """Of some letters, and the same merges."""
+    tokenizer = byte_tokenizers.byte_fallback("abcdefghinot", merges=MERGES)
     tokenizer.add_special_tokens(["<end>"])
     return tokenizer
 

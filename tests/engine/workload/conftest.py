@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from byte_tokenizers import byte_level
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from firsttoken.assets.lock import load_lock
@@ -26,10 +27,7 @@ def _pinned_or_private(request: pytest.FixtureRequest, tmp_path: Path, monkeypat
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token a byte, and a first token before every prompt, as Llama's tokenizer has it."""
-    symbols = ["<start>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    plain = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    plain.decoder = decoders.ByteLevel()
+    plain = byte_level(["<start>"])
     plain.post_processor = processors.TemplateProcessing(single="<start> $A", special_tokens=[("<start>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=plain, bos_token="<start>", pad_token="<start>")
 
