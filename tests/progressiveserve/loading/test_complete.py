@@ -7,15 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loads import ALL, Loads, refused, retold, stock_answer
-from safetensors.torch import load_file, save_file
+from loads import ALL, Loads, refused, retold, rewritten, stock_answer
 
 from firsttoken.assets.lock import file_sha256
 from firsttoken.progressiveserve.checkpoint.manifest import CONFIG, FileEntry, read_manifest, write_manifest
 from firsttoken.progressiveserve.loading.views import check_whole, make_view
 from firsttoken.progressiveserve.passlayer import PassLayer
 from firsttoken.study.errors import ModelError
-from firsttoken.study.parsing.safetensors_header import read_header
 
 Q, OUT, K = (f"model.layers.4.self_attn.{name}_proj.weight" for name in "qok")
 
@@ -106,17 +104,6 @@ def test_a_head_that_config_json_has_and_nobody_brings(stage):
     head = len(staged.manifest.stages[0].parts) - 1
     rewritten(staged, 1, head, lambda tensors: tensors.pop("lm_head.weight"))
     refused(staged, r"hole: lm_head\.weight is in no stage")
-
-
-def rewritten(staged, stage: int, part: int, change) -> None:
-    """A file with other tensors, and a manifest that fits it."""
-    file = read_manifest(staged.folder).stages[stage - 1].parts[part]
-    path = staged.folder / file.file
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
-    told = {"tensors": read_header(path).tensors, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
-    retold(staged, stage, part, lambda part: [replace(part, **told)])
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ import sys
 import firsttoken.link.shaped, firsttoken.progressiveserve.checkpoint.manifest
 import firsttoken.progressiveserve.loading.reader, firsttoken.progressiveserve.loading.read_plan
 import firsttoken_studies.progressiveserve.coldstart.trial
-print(sorted({"torch", "numpy", "transformers", "safetensors", "tqdm"} & set(sys.modules)))
+print(sorted({"torch", "numpy", "transformers", "peft", "safetensors", "tqdm", "yaml"} & set(sys.modules)))
 """
 
 
