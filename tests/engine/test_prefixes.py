@@ -22,7 +22,6 @@ from firsttoken.engine.request import Kind, Phase, Request, Sampling, ScheduledC
 from firsttoken.engine.scheduler_state import VICTIMS
 from firsttoken.engine.schedulers import SCHEDULERS
 
-pytestmark = pytest.mark.long(seconds=20)
 SHARED = {"share_prefixes": True}
 
 
@@ -230,43 +229,7 @@ def test_no_block_is_lost_or_written_to_by_two(
             assert set(tokens) == set(range(first, request.most_cached)) and first % block_tokens == 0
 
 
-# -- the tokens stay
-
-
-def shared_crowd(lab, subject, seed: int, **options) -> tuple:
-    """Known prompts, many of them twice, in a pool that is too small; their answers and what is expected."""
-    rng = random.Random(seed)
-    picked = [rng.choice(subject.known[-8:]) for _ in range(8)]
-    block_tokens = rng.randint(1, 5)
-    sizes = [(len(one.prompt), 16) for one in picked]
-    run = lab.live(
-        subject.model,
-        lab.smallest_pool(sizes, block_tokens) + rng.randint(0, 20),
-        block_tokens=block_tokens,
-        host_blocks=rng.choice((0, 500)),
-        policy=Mixed(seed),
-        scheduler=rng.choice([*SCHEDULERS, "prefill_first", "chunked"]),
-        victim=rng.choice(sorted(VICTIMS)),
-        **SHARED,
-        **options,
-    )
-    watch_writes(run)
-    start = run.engine.executor.now()
-    for one in picked:
-        run.submit(one.prompt, Sampling(16), start + rng.choice((0, rng.uniform(0, 0.02))))
-    return run, [list(one.answer[:16]) for one in picked]
-
-
-@pytest.mark.parametrize("kind", ["fused", "llama"])
-def test_every_schedule_gives_the_plain_tokens(lab, kind: str, request, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SCHEDULERS, "chunked", Chunked)
-    found = preempted = 0
-    for seed in range(12):
-        run, expected = shared_crowd(lab, request.getfixturevalue(kind), seed)
-        assert run.finish() == expected, seed
-        found += run.engine.prefixes.found_tokens
-        preempted += len(run.trace.recoveries)
-    assert found > 400 and preempted > 3
+# -- the tokens stay, as ``test_engine_equality.py`` shows of schedules that share
 
 
 def test_these_models_notice_blocks_of_another_prefix(lab, llama, monkeypatch: pytest.MonkeyPatch) -> None:

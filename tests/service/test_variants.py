@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,10 +23,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from waiting import until
 
 from firsttoken.assets.checkpoint import model_files
-from firsttoken.cps.policies import make_policy
 from firsttoken.engine import live_executor
 from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
 from firsttoken.engine.fused import FusedLayer
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.native.library import kernels
@@ -99,37 +96,6 @@ def test_a_step_takes_the_requests_of_all_variants(base, variants, monkeypatch: 
     engine.run()
     assert passes == [1] * 12
     executor.close()
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_random_schedules_of_variants(base, variants, seed: int) -> None:
-    """Preempted, swapped, cancelled and fused in the middle: every answer is the one that its variant gives alone."""
-    rng = random.Random(seed)
-    policy = rng.choice(("swap", "recompute", "cross_point"))
-    executor, versions = shared(base, variants, rng.randint(6, 14), block_tokens=4, host_blocks=rng.choice((0, 40)))
-    config = EngineConfig(
-        scheduler=rng.choice(("sarathi", "prefill_first", "hybrid_only")), token_budget=16, requests=8
-    )
-    engine = Engine(executor, config, policy=make_policy(policy))
-    fusing = executor.version.fuse()
-    asked = []
-    for _ in range(rng.randint(4, 9)):
-        name, prompt = rng.choice(sorted(versions)), [rng.randrange(1, 260) for _ in range(rng.randint(1, 14))]
-        count = rng.randint(1, 8)
-        asked.append((name, prompt, count, engine.submit(prompt, Sampling(count), version=versions[name])))
-    left = set()
-    while engine.busy:
-        engine.step()
-        if rng.random() < 0.5:
-            next(fusing, None)
-        if rng.random() < 0.05:
-            left.add(rng.randrange(len(asked)))
-            for number in left:
-                engine.cancel(asked[number][3])
-    executor.close()
-    for number, (name, prompt, count, request) in enumerate(asked):
-        expected = greedy(variants[name][0] if name else base, prompt, count)
-        assert request.output == (expected[: len(request.output)] if number in left else expected), (name, number)
 
 
 def test_tokens_of_another_variant_show(base, variants) -> None:

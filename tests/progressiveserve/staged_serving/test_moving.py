@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from courses import Course, Rules, Standing, logits_of
 from plain_tokens import Plain, check_greedy, judged
 
@@ -367,14 +366,3 @@ def test_who_cannot_move_is_told_and_the_others_go_on(grown: Model) -> None:
         assert "no hidden states of request 0 are kept at layer 2 (layers: none)" in str(error)
         engine.run()
         assert len(other.output) == 8 and engine.pool.free == engine.pool.count
-
-
-def test_a_prompt_that_sixteen_share_is_prefilled_once(grown: Model) -> None:
-    prompt = torch.arange(1, 65).tolist()
-    with closing(LiveExecutor(grown.model, 400, block_tokens=4)) as executor:
-        executor.version = StagedModelVersion(grown.model, grown.stages[2], PrefillAgain())
-        engine = Engine(executor, EngineConfig(watermark=0.0, share_prefixes=True))
-        requests = engine.serve([([*prompt, 100 + number], Sampling(4), 0.0) for number in range(16)])
-        assert engine.token_counts["prefill"] == 64 + 16 and engine.prefixes.found_tokens == 15 * 64
-        for request in requests:
-            grown.check(request.tokens[:65], [(token, 3, Course(3, frozenset())) for token in request.output])
