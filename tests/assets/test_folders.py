@@ -118,5 +118,5 @@ def test_a_dtype_that_is_left_to_the_weights(stored, tmp_path):
 
 def test_a_model_that_is_a_gguf_file_is_named_as_one(tmp_path):
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ModelError, match=r"x\.gguf is a file; give a folder with config\.json"):
+    with pytest.raises(ModelError, match=r"x\.gguf is a file; give a folder with config\.json and \*\.safetensors"):
         load_model(str(tmp_path / "x.gguf"))

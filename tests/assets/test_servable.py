@@ -158,9 +158,3 @@ def test_frequencies_of_positions_in_old_files_are_passed_over(copied):
     folder = copied("llama")
     retensor(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}))
     assert len(check_servable(folder).tensors) == 21
-
-
-def test_a_path_of_a_gguf_file(tmp_path):
-    (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ModelError, match=r"x\.gguf is a file; give a folder with config\.json and \*\.safetensors"):
-        read_config(tmp_path / "x.gguf")

@@ -111,13 +111,6 @@ def test_folders_that_are_refused(saved, damage, words):
     assert "\n" not in str(caught.value)
 
 
-def test_a_shard_that_is_missing(saved):
-    _, folder = saved(sharded=True)
-    (folder / "model-00002-of-00004.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"the shard model-00002-of-00004\.safetensors is missing"):
-        FolderSource(folder)
-
-
 def test_a_tied_head_that_is_stored_too_is_left_out(saved):
     _, folder = saved()
     tensors(folder, lambda t: t.update({HEAD: t[EMBEDDING].clone()}))
