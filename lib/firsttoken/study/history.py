@@ -110,16 +110,6 @@ def committed_runs() -> Iterable[tuple[str, str, str]]:
         yield commit, path, rows_digest(expanded(json.loads(text))["rows"])
 
 
-def file_at(commit: str, path: str) -> str:
-    """The text of a file at a commit."""
-    return _git("show", f"{commit}:{path}")
-
-
-def named(commit: str) -> str:
-    """A commit as a reader finds it: its first digits and its subject."""
-    return _git("show", "-s", "--format=%h (%s)", "--abbrev=9", commit).strip()
-
-
 def _changed_lines(log: Log) -> Iterator[str]:
     """Each earlier log must be the beginning of today's."""
     now = [line.text for line in log.lines]
