@@ -13,6 +13,7 @@ import pytest
 import torch
 from certificates import certificate
 from plain_tokens import check_greedy
+from swarms import says, spoil
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from waiting import until
@@ -30,28 +31,17 @@ from firsttoken.study import kernel_forkserver
 from firsttoken.study.errors import SwarmError
 
 
-def said_by(model, one, tokens=6) -> None:
-    said = model.generate(torch.tensor([one.prompt]), tokens)[0, len(one.prompt) :].tolist()
-    assert check_greedy(said, one.plain) == tokens
-
-
 async def cancel(up) -> None:
     """The server says nothing of itself any more."""
     up.failed.cancel()
 
 
-def spoil(up) -> None:
-    """The blocks of this server answer NaN from now on."""
-    for module in up.sessions.batcher.backend._segment.modules:
-        module.forward = lambda hidden, *_, **__: hidden * torch.nan
-
-
 def test_a_server_that_answers_nonsense_is_replaced(here, client, asked):
     first, second = here.serve((0, 6), (0, 6))
     model, one = client(first.record.address), asked(8, 6)
-    said_by(model, one)
+    says(model, one)
     spoil(first if model.chain.sessions[0][1].address == first.record.address else second)
-    said_by(model, one)
+    says(model, one)
     assert "hold NaN or infinity" in model.chain.faults[0][1] and len(model.chain.faults) == 1
     spoil(first)
     spoil(second)
@@ -67,7 +57,7 @@ def test_blocks_of_another_model_are_passed_by(here, client, asked):
     here.serve((0, 6), peers=[good.record.address], model="c" * 64)
     model, one = client(good.record.address), asked(8, 6)
     assert {record.server for record in model.swarm.servers()} == {good.record.server}
-    said_by(model, one)
+    says(model, one)
 
 
 def test_a_server_that_has_lost_its_sequences_is_told_them_again(here, client, asked):
@@ -136,7 +126,7 @@ def test_other_machines_need_tls_and_a_token(here, client, asked, tmp_path):
     whole = Access("secret", public, public, private)
     ups = here.serve((0, 3), (3, 6), access=whole)
     one, door = asked(8, 6), ups[0].record.address
-    said_by(client(door, access=Access("secret", public)), one)
+    says(client(door, access=Access("secret", public)), one)
     timeouts = {"find_s": 0.1}
     token, tls = "asks for a token: give --token-file", "one with TLS needs --tls-ca"
     for wrong, why in ((Access("other", public), token), (Access("", public), token), (Access("secret"), tls)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 
 import httpx
@@ -119,19 +120,17 @@ def test_a_swarm_that_cannot_serve_is_said_in_one_line(plain, here, capsys, tmp_
 def test_a_service_over_servers_of_8_bits(plain, imported, tmp_path):
     """Its folder has the blocks in 8 bits as well, and it loads none of them."""
     write_8_bits(plain, tmp_path / "small")
-    here = Here(tmp_path / "small")
-    (up,) = here.serve((0, 6))
-    with running(ServiceConfig(here.folder, port=free_port(), swarm=(up.record.address,))) as url:
-        said = httpx.post(f"{url}/v1/completions", json=ASKED | {"max_tokens": 8}, timeout=60).json()
-        assert said["usage"]["completion_tokens"] == 8 or said["choices"][0]["finish_reason"] == "stop"
-        assert httpx.get(f"{url}/stage").json()["servers"][0]["address"] == up.record.address
-    here.close()
+    with closing(Here(tmp_path / "small")) as here:
+        (up,) = here.serve((0, 6))
+        with running(ServiceConfig(here.folder, port=free_port(), swarm=(up.record.address,))) as url:
+            said = httpx.post(f"{url}/v1/completions", json=ASKED | {"max_tokens": 8}, timeout=60).json()
+            assert said["usage"]["completion_tokens"] == 8 or said["choices"][0]["finish_reason"] == "stop"
+            assert httpx.get(f"{url}/stage").json()["servers"][0]["address"] == up.record.address
 
 
 def test_the_service_audits_as_the_client_does(plain):
     """A liar alone has all blocks: it is convicted before anything that it said is answered, and the map says so."""
-    here = Here(plain)
-    try:
+    with closing(Here(plain)) as here:
         halves = here.serve((0, 3), (3, 6))
         door = halves[0].record.address
         (liar,) = here.serve((0, 6), peers=[door], make_backend=partial(ByzantineBackend, lie="noise", seed=1))
@@ -148,5 +147,3 @@ def test_the_service_audits_as_the_client_does(plain):
             assert "nobody" in told["audits"]["undecided"] or "no server that answers" in told["audits"]["undecided"]
             states = {one["key"]: one["state"] for one in told["servers"]}
             assert states == dict.fromkeys(honest, "serves") | {liar.record.server: "convicted"}
-    finally:
-        here.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -14,3 +15,10 @@ def until(holds: Callable[[], object], what: str, within_s: float = TIMEOUT_S) -
     while not holds():
         assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
         time.sleep(0.01)
+
+
+async def reached(holds: Callable[[], object], within_s: float = 60.0) -> None:
+    """Wait for it on an event loop, which goes on meanwhile; raises TimeoutError where it has not come in time."""
+    async with asyncio.timeout(within_s):
+        while not holds():
+            await asyncio.sleep(0.002)
