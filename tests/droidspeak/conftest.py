@@ -13,8 +13,6 @@ import torch
 from byte_tokenizers import a_token_a_byte
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
-torch.set_num_threads(1)
-
 ROPES = {
     "default": {},
     "linear": {"factor": 4.0},

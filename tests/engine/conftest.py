@@ -43,7 +43,6 @@ from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.trace import Trace
 
-torch.set_num_threads(1)
 # for runs of a model by random schedules: a failing one is told as it was drawn, as to shrink it would take minutes
 settings.register_profile(
     "live", deadline=None, phases=(Stage.explicit, Stage.generate), suppress_health_check=list(HealthCheck)
@@ -99,6 +98,12 @@ class Run:
     def submit(self, prompt: Sequence[int], sampling: Sampling, arrival_s: float | None = None) -> Request:
         self.requests.append(self.engine.submit(prompt, sampling, arrival_s))
         return self.requests[-1]
+
+    def offer(self, *asked: tuple[int, int, float]) -> Run:
+        """Submit prompts of (tokens, new tokens, arrival in s); the run itself."""
+        for prompt, new, at_s in asked:
+            self.submit([0] * prompt, Sampling(new), at_s)
+        return self
 
     def step(self) -> list[tuple[Request, int]]:
         produced = self.engine.step()

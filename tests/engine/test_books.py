@@ -172,8 +172,7 @@ def test_every_token_is_booked_once(
             overlap=overlap,
             victim=victim,
         )
-    for prompt, new, at_s in asked:
-        run.submit([0] * prompt, Sampling(new), at_s)
+    run.offer(*asked)
     gone = rng.randrange(len(asked)) if rng.random() < 0.2 else None
     while run.engine.busy:
         run.step()

@@ -42,8 +42,7 @@ def test_everybody_gets_all_tokens_and_every_block_comes_back(lab, data, asked, 
         prefill_tokens=data.draw(st.integers(1, 200)),
         overtake=data.draw(st.booleans()),
     )
-    for prompt, new, at_s in asked:
-        run.submit([0] * prompt, Sampling(new), at_s)
+    run.offer(*asked)
     clock = 0.0
     while run.engine.busy:
         before = sum(len(request.times_s) for request in run.requests)
@@ -144,8 +143,7 @@ def test_a_policy_learns_every_recovery_and_every_prompt_once(lab, asked, schedu
     run = lab.simulated(
         lab.smallest_pool([one[:2] for one in asked], 4), policy=policy, host_blocks=1000, scheduler=scheduler
     )
-    for prompt, new, at_s in asked:
-        run.submit([0] * prompt, Sampling(new), at_s)
+    run.offer(*asked)
     run.finish()
     for action in Action:
         seen = sorted((one.tokens, one.seconds) for one in policy.seen if one.action is action)

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from firsttoken.assets import corpora
 from firsttoken.assets.adapters import export_adapter
-from firsttoken.assets.lock import load_lock
 from firsttoken.assets.shapes import shape_config
 from firsttoken.progressiveserve import training
 from firsttoken.progressiveserve.base_model import ServedModel
@@ -29,8 +28,6 @@ from firsttoken.progressiveserve.stages import StagePlan
 from firsttoken.study import paths
 from firsttoken.study.profile import Profile, load_profile
 
-torch.set_num_threads(1)
-
 VOCABULARY = 260  # end of text, 256 bytes, three merges
 MakeModel = Callable[..., PreTrainedModel]
 
@@ -41,8 +38,6 @@ def _private(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(paths, "RESULTS", tmp_path / "results")
     if not request.node.get_closest_marker("assets"):
         monkeypatch.setattr(paths, "CACHE", tmp_path / "cache")
-    elif missing := [member.saved_as for asset in load_lock() for member in asset.missing()]:
-        pytest.skip(f"{missing[0]} is not fetched; run `firsttoken fetch`")
 
 
 @pytest.fixture

@@ -11,19 +11,10 @@ from byte_tokenizers import byte_fallback, byte_level
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
-from firsttoken.assets.lock import load_lock
 from firsttoken.assets.qa_files import QAItem
 from firsttoken_studies.droidspeak import constructed_tasks
 
 WORDS = ["abe", "bodu", "cin", "dezo", "eno", "fub", "gaz", "hino", "jeza", "kod", "luna", "medi", "nuz", "quno", "wob"]
-
-
-@pytest.fixture(autouse=True)
-def _pinned_if_wanted(request: pytest.FixtureRequest) -> None:
-    if request.node.get_closest_marker("assets"):
-        missing = [member.saved_as for asset in load_lock() for member in asset.missing()]
-        if missing:
-            pytest.skip(f"{missing[0]} is not fetched; run `firsttoken fetch`")
 
 
 def _merges(space: str) -> list[tuple[str, str]]:

@@ -12,16 +12,13 @@ from byte_tokenizers import byte_level
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from firsttoken.assets.lock import load_lock
 from firsttoken.study import paths
 
 
 @pytest.fixture(autouse=True)
-def _pinned_or_private(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _private(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not request.node.get_closest_marker("assets"):
         monkeypatch.setattr(paths, "CACHE", tmp_path / "cache")
-    elif missing := [member.saved_as for asset in load_lock() for member in asset.missing()]:
-        pytest.skip(f"{missing[0]} is not fetched; run `firsttoken fetch`")
 
 
 @pytest.fixture(scope="session")
