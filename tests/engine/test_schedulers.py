@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from listening import Listening
 
-from firsttoken.engine.preemption.preemption_policy import Action, PreemptionPolicy
+from firsttoken.engine.preemption.preemption_policy import Action
 from firsttoken.engine.request import Phase
 from firsttoken.engine.scheduler_state import VICTIMS
 from firsttoken.engine.schedulers import SCHEDULERS
@@ -146,27 +147,13 @@ def test_rules_of_prefill_first(
     assert seen == by_arrival
 
 
-class Listening(PreemptionPolicy):
-    """Always one action; remembers how long the victims were, in order."""
-
-    name = "listening"
-
-    def __init__(self, action: Action) -> None:
-        self.action = action
-        self.asked: list[int] = []
-
-    def choose(self, tokens: int, now_s: float) -> Action:
-        self.asked.append(tokens)
-        return self.action
-
-
 @pytest.mark.parametrize(
     ("victim", "tokens"), [("last_arrived", 7), ("first_arrived", 8), ("longest", 12), ("shortest", 4)]
 )
 @pytest.mark.parametrize("action", Action)
 def test_the_victim(lab, action: Action, victim: str, tokens: int) -> None:
     """Four prompts fill the pool, so the first decode has to take somebody's blocks."""
-    policy = Listening(action)
+    policy = Listening(lambda tokens: action)
     run = lab.simulated(8, host_blocks=50, policy=policy, victim=victim)
     run.offer(*((prompt, 6, 0.0) for prompt in (8, 4, 12, 7)))
     run.step()

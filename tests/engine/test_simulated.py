@@ -8,10 +8,11 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from listening import Listening
 
 from firsttoken.cps.policies import make_policy
 from firsttoken.engine.costs.published import PublishedCosts
-from firsttoken.engine.preemption.preemption_policy import Action, Observation, PreemptionPolicy
+from firsttoken.engine.preemption.preemption_policy import Action
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.scheduler_state import VICTIMS
 from firsttoken.engine.schedulers import SCHEDULERS
@@ -121,25 +122,10 @@ def test_costs_may_change_while_it_runs(lab) -> None:
     assert gaps == pytest.approx([1.0, 0.25, 0.25, 0.25, 0.25])
 
 
-class Listening(PreemptionPolicy):
-    """Swaps what is even, and remembers what it is told."""
-
-    name = "listening"
-
-    def __init__(self) -> None:
-        self.seen: list[Observation] = []
-
-    def choose(self, tokens: int, now_s: float) -> Action:
-        return Action.RECOMPUTE if tokens % 2 else Action.SWAP
-
-    def observe(self, seen: Observation) -> None:
-        self.seen.append(seen)
-
-
 @settings(max_examples=60, deadline=None)
 @given(asked=WORKLOADS, scheduler=st.sampled_from(sorted(SCHEDULERS)))
 def test_a_policy_learns_every_recovery_and_every_prompt_once(lab, asked, scheduler: str) -> None:
-    policy = Listening()
+    policy = Listening(lambda tokens: Action.RECOMPUTE if tokens % 2 else Action.SWAP)
     run = lab.simulated(
         lab.smallest_pool([one[:2] for one in asked], 4), policy=policy, host_blocks=1000, scheduler=scheduler
     )
