@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from edited import set_keys
 from plain_tokens import generated
 from rotary import CONTEXT, MOST, ROTARY
 from schedules import draw_schedule, perform
@@ -84,9 +84,7 @@ def test_a_folder_with_the_older_keys(lab, turned, name: str, tmp_path: Path) ->
     """The same model, whichever keys its config.json has."""
     kind = name.partition(",")[0]
     turned[kind].model.save_pretrained(tmp_path)
-    content = json.loads((tmp_path / "config.json").read_text())
-    del content["rope_parameters"]
-    (tmp_path / "config.json").write_text(json.dumps(content | ROTARY[name]))
+    set_keys(tmp_path / "config.json", **{"rope_parameters": ...} | ROTARY[name])
     run = lab.live(load_model(str(tmp_path), with_tokenizer=False).model, 60)
     assert run.engine.executor.limits.context == CONTEXT[name]
     mine = [run.submit(one.prompt, Sampling(ANSWER)) for one in turned[kind].known]

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from edited import set_keys, set_tensors
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from firsttoken.assets import adapters
@@ -167,8 +168,7 @@ def test_another_base_is_refused(exported, base):
 
 
 def test_a_truncated_set_of_layers_is_refused(exported, make_model):
-    kept = {name: t for name, t in load_file(exported / WEIGHTS).items() if ".layers.5." not in name}
-    save_file(kept, exported / WEIGHTS, {"format": "pt"})
+    set_tensors(exported / WEIGHTS, lambda held: [held.pop(name) for name in list(held) if ".layers.5." in name])
     model = make_model(layers=6)
     with pytest.raises(StageError, match=r"A-test holds weights for layers 0-1 only: copy it again") as caught:
         load_adapter(model, exported, LAYERS, BASE)
@@ -180,11 +180,6 @@ def half(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def another_rank(folder: Path) -> None:
-    config = json.loads((folder / "adapter_config.json").read_text()) | {"r": 2}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-
-
 DAMAGES = {
     "no recipe": lambda folder: (folder / "recipe.json").unlink(),
     "half a recipe": lambda folder: half(folder / "recipe.json"),
@@ -192,7 +187,7 @@ DAMAGES = {
     "no weights": lambda folder: (folder / WEIGHTS).unlink(),
     "half the weights": lambda folder: half(folder / WEIGHTS),
     "no configuration": lambda folder: (folder / "adapter_config.json").unlink(),
-    "another rank": another_rank,
+    "another rank": lambda folder: set_keys(folder / "adapter_config.json", r=2),
 }
 
 

@@ -3,7 +3,6 @@ the terminal and tried again."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from edited import config, tensors
 from services import free_port
 from waiting import until
 
@@ -21,27 +20,6 @@ from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 
 Change = Callable[[Path], None]
-
-
-def config(**values: object) -> Change:
-    """Set keys of config.json."""
-
-    def change(folder: Path) -> None:
-        file = folder / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | values))
-
-    return change
-
-
-def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
-    """Change what the weights are."""
-
-    def changed(folder: Path) -> None:
-        held = load_file(folder / "model.safetensors")
-        change(held)
-        save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
-
-    return changed
 
 
 def written(name: str, content: str) -> Change:

@@ -6,7 +6,6 @@ Tiny random models in fp32. A token of a variant is the same to the bit whoever 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from edited import set_keys
 from fine_tunes import SHAPE, adapter_in, greedy, shared, tuned, written
 from services import TIMEOUT_S, free_port, said, serving, tiny_model, workers
 from torch import nn
@@ -177,17 +177,12 @@ def cut_off(folder: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-100])
 
 
-def of_a_variant_of_lora(folder: Path) -> None:
-    config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (without_weights, "name a folder with adapter_config.json and adapter_model.safetensors for --variant qa"),
         (cut_off, "adapter of the variant qa"),
-        (of_a_variant_of_lora, "it is not plain LoRA"),
+        (lambda folder: set_keys(folder / "adapter_config.json", use_dora=True), "it is not plain LoRA"),
     ],
 )
 def test_an_adapter_that_cannot_be_read_is_told(plain, tmp_path, spoil, message: str) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
+from edited import set_keys
 from loads import ALL, Loads, refused, retold, rewritten, stock_answer
 
 from firsttoken.assets.lock import file_sha256
@@ -121,7 +121,7 @@ def test_a_config_json_that_was_not_staged(stage, change, words):
     if change is None:
         path.unlink()
     else:
-        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+        set_keys(path, **change)
     refused(staged, words)
 
 
@@ -139,7 +139,7 @@ def test_a_config_json_that_was_not_staged(stage, change, words):
 def test_a_config_json_that_was_summed_again_and_is_of_another_model(stage, change, words):
     staged = stage()
     path, manifest = staged.folder / CONFIG, read_manifest(staged.folder)
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    set_keys(path, **change)
     entry = FileEntry(path.stat().st_size, file_sha256(path))
     write_manifest(staged.folder, replace(manifest, side=manifest.side | {CONFIG: entry}))
     refused(staged, words)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from dataclasses import replace
 
 import pytest
 import torch
+from edited import set_keys
 from loads import ALL, Loads, spoil, stock_answer
 from torch import Tensor
 
@@ -98,8 +98,7 @@ def test_an_adapter_that_fails_ends_the_load_before_it_begins(stage, fault):
     elif fault == "altered":
         (folder / "adapter_config.json").write_text((folder / "adapter_config.json").read_text().replace("8", "9"))
     elif fault == "variant":
-        config = json.loads((folder / "adapter_config.json").read_text()) | {"use_dora": True}
-        (folder / "adapter_config.json").write_text(json.dumps(config))
+        set_keys(folder / "adapter_config.json", use_dora=True)
     else:
         weights = (folder / "adapter_model.safetensors").read_bytes()
         (folder / "adapter_model.safetensors").write_bytes(weights.replace(b"layers.5.", b"layers.3."))
