@@ -105,6 +105,11 @@ def alone(folder: Path, **settings: Any) -> str:
         return answered(url)
 
 
+@pytest.fixture(scope="module")
+def expected_alone(base) -> str:
+    return alone(base)
+
+
 @torch.inference_mode()
 def expected(sender: Path, receiver: Any, group: Group) -> str:
     """What ``receiver`` says to the prompt over what ``sender`` computed of its first tokens, ``group`` its own."""
@@ -119,8 +124,7 @@ def expected(sender: Path, receiver: Any, group: Group) -> str:
     return tiny_tokenizer().decode(out)
 
 
-def test_a_model_takes_its_own(base, store, capsys) -> None:
-    expected_alone = alone(base)
+def test_a_model_takes_its_own(base, expected_alone, store, capsys) -> None:
     key = put(store, base)
     told = capsys.readouterr().out
     assert f"{key}: {len(ids(TEXT))} tokens, " in told and "only this model will take it" in told
@@ -178,9 +182,8 @@ def test_a_variant_takes_what_its_base_has_computed(base, store, tmp_path) -> No
         assert restored(url) == before + 1 and len(own) == 32
 
 
-def test_the_last_stage_takes_what_the_whole_model_has_computed(tmp_path, base, store) -> None:
+def test_the_last_stage_takes_what_the_whole_model_has_computed(tmp_path, base, expected_alone, store) -> None:
     write_staged_endless(tmp_path / "staged", base)
-    expected_alone = alone(base)
     put(store, base)
     with with_prefixes(tmp_path / "staged", store) as url:
         assert answered(url) == expected_alone and restored(url) == 1
@@ -341,8 +344,7 @@ def gone(file: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [cut, altered, gone])
-def test_what_is_spoilt_while_it_is_served_is_computed(base, store, spoil: Callable[[Path], None]) -> None:
-    expected_alone = alone(base)
+def test_what_is_spoilt_while_it_is_served_is_computed(base, expected_alone, store, spoil) -> None:
     put(store, base)
     with with_prefixes(base, store) as url:
         (file,) = store.iterdir()
@@ -366,8 +368,7 @@ def served(store: Path, **readers: str) -> Iterator[PrefixServer]:
             thread.join()
 
 
-def test_a_replica_takes_what_another_has_computed(base, store, tmp_path, capsys) -> None:
-    expected_alone = alone(base)
+def test_a_replica_takes_what_another_has_computed(base, expected_alone, store, tmp_path, capsys) -> None:
     key, mine = put(store, base), tmp_path / "mine"
     mine.mkdir()
     with served(store) as server, with_prefixes(base, mine) as url:
