@@ -27,7 +27,7 @@ from firsttoken.study.errors import ModelError, ProfileError, RequestError, Work
 from firsttoken_extras.worker.remote_executor import RemoteExecutor
 from firsttoken_extras.worker.worker_config import WorkerConfig
 
-pytestmark = pytest.mark.long(seconds=60)
+pytestmark = pytest.mark.long(seconds=40)
 SHAPE = LlamaConfig(
     num_hidden_layers=2,
     hidden_size=32,
@@ -130,7 +130,7 @@ def perform(lab, executor, subject, seed: int, before_step=lambda run: None) -> 
 
 def test_every_schedule_gives_the_plain_tokens(lab, shared, subject) -> None:
     seen = Counter()
-    for seed in range(60):
+    for seed in range(30):
         seen += perform(lab, shared, subject, seed)
     assert all(seen[what] >= 3 for what in ("swap: policy", "recompute: policy", "mixed", "shared")), seen
     assert shared.lost == 0
