@@ -11,7 +11,7 @@ from plain_tokens import generated
 from services import COMPLETIONS, GREEDY, LIMITS, byte_level, free_port, serving, tiny_tokenizer
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
-from firsttoken.cli import main
+from firsttoken.__main__ import main
 
 PROMPT, TOKENS = "the inn in the hint of the thin ten", 24  # more than the window on both sides
 
