@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 from beside_steps import BesideSteps
+from chunked import Chunked
 from hypothesis import HealthCheck, settings
 from hypothesis import Phase as Stage
 from plain_tokens import TOLERANCE, generated
@@ -38,10 +39,10 @@ from firsttoken.engine.fused import fuse
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
 from firsttoken.engine.request import Phase, Request, Sampling
+from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.trace import Trace
 
-torch.set_num_threads(1)
 # for runs of a model by random schedules: a failing one is told as it was drawn, as to shrink it would take minutes
 settings.register_profile(
     "live", deadline=None, phases=(Stage.explicit, Stage.generate), suppress_health_check=list(HealthCheck)
@@ -97,6 +98,12 @@ class Run:
     def submit(self, prompt: Sequence[int], sampling: Sampling, arrival_s: float | None = None) -> Request:
         self.requests.append(self.engine.submit(prompt, sampling, arrival_s))
         return self.requests[-1]
+
+    def offer(self, *asked: tuple[int, int, float]) -> Run:
+        """Submit prompts of (tokens, new tokens, arrival in s); the run itself."""
+        for prompt, new, at_s in asked:
+            self.submit([0] * prompt, Sampling(new), at_s)
+        return self
 
     def step(self) -> list[tuple[Request, int]]:
         produced = self.engine.step()
@@ -330,6 +337,14 @@ def fused() -> Subject:
     known = subject(build(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=16, **SMALL)), seed=3)
     fuse(known.model)
     return known
+
+
+@pytest.fixture(scope="module")
+def in_pieces() -> Iterable[None]:
+    """A scheduler more, under which every prompt goes in pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SCHEDULERS, Chunked.name, Chunked)
+        yield
 
 
 FAMILIES = {

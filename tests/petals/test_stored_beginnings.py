@@ -12,11 +12,12 @@ import torch
 from plain_tokens import TOLERANCE, check_greedy, judged
 from safetensors.torch import save
 from slots import check_slots
+from swarms import opening
 
 from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.wire import HEADERS, SESSION, VERSION, Stretch, decode, encode
+from firsttoken.petals.wire import SESSION, Stretch, decode, encode
 from firsttoken.study.errors import CacheError, SwarmError
 
 
@@ -179,9 +180,8 @@ def test_values_of_another_shape_fail_the_server_that_is_sent_them_and_never_the
 
 async def sent(here, server, blocks: str, data: bytes, then: bytes | None = None):
     """What a client is answered to ``data``, and to what it sends ``then``."""
-    given = tuple(zip(HEADERS, (VERSION, here.model, blocks, "float32"), strict=True))
     async with grpc.aio.insecure_channel(server.record.address) as channel:
-        call = channel.stream_stream(SESSION)(metadata=given)
+        call = channel.stream_stream(SESSION)(metadata=opening(here.model, blocks))
         await call.write(data)
         said = [decode(await call.read(), "float32", 32, torch.float32, 0)]
         if then is not None:

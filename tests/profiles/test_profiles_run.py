@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from byte_tokenizers import a_token_a_byte
 from made_up import (
     Busy,
     NoLimit,
     asked_peer,
-    bytes_tokenizer,
     choice_questions,
     counted_lender,
     few_conversations,
@@ -100,7 +100,7 @@ class World:
             torch.manual_seed(len(spec))
             config = self._truth.config(spec)
             AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-            bytes_tokenizer().save_pretrained(folder)
+            a_token_a_byte().save_pretrained(folder)
         return folder
 
     def summary(self, name: str, profile: str) -> Summary:

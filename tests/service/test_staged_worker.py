@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from services import GREEDY, TIMEOUT_S, events, free_port, serving, until, workers
+from services import GREEDY, TIMEOUT_S, events, free_port, serving, workers
+from waiting import until
 
 pytest.importorskip("zmq")
 

@@ -18,7 +18,8 @@ from pathlib import Path
 import httpx
 import pytest
 from plain_tokens import generated
-from services import TIMEOUT_S, byte_level, free_port, tiny_model, until
+from services import TIMEOUT_S, byte_level, free_port, tiny_model
+from waiting import until
 
 from firsttoken.progressiveserve.passlayer import pass_layers
 

@@ -16,9 +16,6 @@ from typing import Any
 
 import numpy as np
 from swarms import Here
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers import models as kinds
-from transformers import PreTrainedTokenizerFast
 
 from firsttoken.assets.choice_tasks import ChoiceItem
 from firsttoken.assets.qa_files import QAItem
@@ -37,15 +34,6 @@ from firsttoken_studies.progressiveserve import timeline_trial
 from firsttoken_studies.progressiveserve.coldstart import trial
 from firsttoken_studies.sarathi import live_peer
 from firsttoken_studies.sarathi.live_peer import PeerConfig, PeerModel
-
-
-def bytes_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte; token 0 is the end of text."""
-    symbols = ["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    backend = Tokenizer(kinds.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", clean_up_tokenization_spaces=False)
 
 
 def questions(source: str, split: str) -> list[QAItem]:
