@@ -97,6 +97,7 @@ def serve(options: argparse.Namespace) -> int:
         "prefix_store",
         "cluster",
         "worker",
+        "torch_first",
     )
     names += ("max_model_len", "max_prompt_tokens", "max_new_tokens", "grace_s", "swarm_token_file", "swarm_tls_ca")
     names += ("swarm_step_s", "swarm_audit_rate", "swarm_audit_undecided", "swarm_audit_unwitnessed")

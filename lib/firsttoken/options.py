@@ -293,6 +293,11 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--device", default="cpu", help=device)
     worker = "compute in a process of its own, which is replaced when it crashes or hangs (needs firsttoken[worker])"
     serve.add_argument("--worker", action="store_true", help=worker)
+    first = (
+        "answer nothing before torch is imported. Without this option, greedy requests for a whole model on a CPU are"
+        " answered by numpy and the engine's compiled kernels until then, and the engine goes on with them"
+    )
+    serve.add_argument("--torch-first", action="store_true", help=first)
     keys = "a file with the key that clients must send (default: the variable FIRSTTOKEN_API_KEY, or no key)"
     serve.add_argument("--api-key-file", type=Path, metavar="FILE", help=keys)
 

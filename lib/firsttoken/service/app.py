@@ -9,6 +9,7 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -23,6 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from firsttoken.engine.model_server import ModelServer
+from firsttoken.engine.numpy_model import NumpyModel
 from firsttoken.service import response_bodies
 from firsttoken.service.answer import Answers
 from firsttoken.service.error_responses import refusal, refuse, refusing
@@ -334,10 +336,13 @@ def build_app(replica: Replica, server: ModelServer, config: ServiceConfig) -> S
 
 
 def build_replica(
-    config: ServiceConfig, name: str, broken: Callable[[FirstTokenError], None] = lambda error: None
+    config: ServiceConfig,
+    name: str,
+    broken: Callable[[FirstTokenError], None] = lambda error: None,
+    comes: Future[NumpyModel] | None = None,
 ) -> Starlette:
     """The replica ``name`` of the service, whose model begins to load when ``state.begin`` is called. ``broken`` is
-    told of what leaves it no hope."""
+    told of what leaves it no hope; what ``comes`` :func:`without_torch` answers until the model is there."""
     vocabulary = read_vocabulary(config.folder, config.max_prompt_tokens)
-    server = serve_model(config, broken, vocabulary.context)
+    server = serve_model(config, broken, vocabulary.context, comes)
     return build_app(Replica(server, vocabulary, config, name), server, config)

@@ -52,7 +52,8 @@ class ServiceConfig:
     servers' answers is audited (None: of no server), with the shares ``swarm_audit_undecided`` and
     ``swarm_audit_unwitnessed`` as those commands have them.
 
-    With a ``worker`` the model computes in a process of its own, which is replaced where it dies or hangs.
+    With a ``worker`` the model computes in a process of its own, which is replaced where it dies or hangs. With
+    ``torch_first`` no request is answered before torch is there, which is otherwise done where it can be.
     """
 
     folder: Path
@@ -90,6 +91,7 @@ class ServiceConfig:
     swarm_audit_undecided: float = 0.5
     swarm_audit_unwitnessed: float = 1.0
     worker: bool = False
+    torch_first: bool = False
 
     def __post_init__(self) -> None:
         lengths = ("max_model_len", "max_prompt_tokens", "max_new_tokens")
