@@ -17,6 +17,7 @@ from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.system.openmp import give_back_threads
 
 PATIENCE_S = 1.0  # for which the import of torch waits, at most, until weights are packed and a first token is said
+GREETING_S = 0.1  # for which it waits for somebody who asks: who has waited for the service to listen asks by then
 PIECE = 512  # tokens of a prompt that are computed at once: between two pieces a client may leave, and an engine come
 _STAGE = 1  # the whole model
 
@@ -43,8 +44,8 @@ class NumpyAnswers:
     def begin(self) -> None:
         """Answer from now on, and return when torch may be imported.
 
-        That is when the weights are packed and, if somebody has asked by then, behind the first token: until then all
-        cores have something else to do. It is after ``PATIENCE_S`` at the latest.
+        That is when the weights are packed and, if somebody has asked by then or asks within ``GREETING_S``, behind the
+        first token: until then all cores have something else to do. It is after ``PATIENCE_S`` at the latest.
         """
         until = time.monotonic() + PATIENCE_S
         self._thread.start()
@@ -54,6 +55,7 @@ class NumpyAnswers:
             return
         model.wait(until - time.monotonic())
         with self._change:
+            self._change.wait_for(lambda: self._waiting, GREETING_S)
             self._change.wait_for(lambda: self._begun or self._next() is None, until - time.monotonic())
         self._leaving.enter_context(beside_an_import(model))
 

@@ -9,7 +9,6 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -24,14 +23,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from firsttoken.engine.model_server import ModelServer
-from firsttoken.engine.numpy_model import NumpyModel
 from firsttoken.service import response_bodies
 from firsttoken.service.answer import Answers
 from firsttoken.service.error_responses import refusal, refuse, refusing
 from firsttoken.service.prometheus_metrics import Metrics
 from firsttoken.service.request_schema import ChatRequest, CompletionRequest, ServedRequest, parse_request
 from firsttoken.service.responses import Streamed, leaving, whole
-from firsttoken.service.served_model import serve_model
+from firsttoken.service.served_model import Coming, serve_model
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.service.text import Vocabulary, read_vocabulary
 from firsttoken.service.token_queue import ClientGone, Inbox, LoopBridge
@@ -339,7 +337,7 @@ def build_replica(
     config: ServiceConfig,
     name: str,
     broken: Callable[[FirstTokenError], None] = lambda error: None,
-    comes: Future[NumpyModel] | None = None,
+    comes: Coming | None = None,
 ) -> Starlette:
     """The replica ``name`` of the service, whose model begins to load when ``state.begin`` is called. ``broken`` is
     told of what leaves it no hope; what ``comes`` :func:`without_torch` answers until the model is there."""

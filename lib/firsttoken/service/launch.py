@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
@@ -15,7 +14,6 @@ from typing import Any
 
 from firsttoken.assets.chat_template import read_template
 from firsttoken.assets.positions import shortened
-from firsttoken.engine.numpy_model import NumpyModel
 from firsttoken.service.cluster import replicas
 from firsttoken.service.served_model import check_model, without_torch
 from firsttoken.service.service_config import ServiceConfig, listening
@@ -38,23 +36,21 @@ def running(config: ServiceConfig, broken: Callable[[FirstTokenError], None] = l
     """
     config = replace(config, folder=config.folder.resolve())  # replicas may have another working directory
     check_model(config)
-    alone = config.replicas == 1 and config.cluster is None
-    comes = without_torch(config) if alone else None  # beside the imports of what serves
     if fault := read_template(config.folder).trial():
         print(f"firsttoken: {config.model}: {fault}; /v1/completions is served", file=sys.stderr, flush=True)
-    with _one_process(config, broken, comes) if alone else replicas(config, broken):
+    alone = config.replicas == 1 and config.cluster is None
+    with _one_process(config, broken) if alone else replicas(config, broken):
         yield f"http://{config.host}:{config.port}"
 
 
 @contextmanager
-def _one_process(
-    config: ServiceConfig, broken: Callable[[FirstTokenError], None], comes: Future[NumpyModel] | None
-) -> Iterator[None]:
+def _one_process(config: ServiceConfig, broken: Callable[[FirstTokenError], None]) -> Iterator[None]:
     """One replica, under uvicorn, answers on its port for the time of the block, in which the model begins to load.
 
-    ``broken`` and ``comes`` as of the replica. At its end nothing new is taken, and those that run have the
-    configuration's ``grace_s`` seconds to end. Raises StageError when uvicorn is missing or does not start.
+    ``broken`` as of the replica. At its end nothing new is taken, and those that run have the configuration's
+    ``grace_s`` seconds to end. Raises StageError when uvicorn is missing or does not start.
     """
+    comes = without_torch(config)  # beside the imports of what serves
     try:
         import uvicorn
 
@@ -64,6 +60,7 @@ def _one_process(
         raise StageError('serve needs uvicorn and starlette: pip install "firsttoken[serve]"') from error
     with listening(config) as listener:
         app = build_replica(config, "replica-0", broken, comes)
+        del comes  # it holds the weights, of which the engine will have its own
         settings = uvicorn.Config(
             app,
             http=limited_protocol(app.state.unread, config.body_s),

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from firsttoken.engine.model_version import ModelVersion
     from firsttoken.service.variants import LateVariants
 
+Coming = Future[NumpyModel]
+
 # A Hugging Face folder that was not staged: it is read whole, lean or by transformers itself.
 
 
@@ -62,7 +64,7 @@ class PlainServer(LoadingServer):
         store: Path | None = None,
         owner: str = "",
         variants: Mapping[str, Path] = MappingProxyType({}),
-        comes: Future[NumpyModel] | None = None,
+        comes: Coming | None = None,
     ) -> None:
         super().__init__(limits, device, 1.0, broken)
         self._folder, self._store, self._owner, self._variants = folder, store, owner, variants
@@ -146,7 +148,7 @@ class PlainServer(LoadingServer):
         self._note(1, use_prefixes(self, self._store, lambda: receivers(self._folder, dtype, *who), self._device))
 
 
-def without_torch(config: ServiceConfig) -> Future[NumpyModel] | None:
+def without_torch(config: ServiceConfig) -> Coming | None:
     """The model of ``config`` for answers before torch is there, on its way in a thread that reads and packs it.
 
     None where the first answer is to wait for torch: that is here already, or asked for first, or the model is none
@@ -263,7 +265,7 @@ def serve_model(
     config: ServiceConfig,
     broken: Callable[[FirstTokenError], None],
     context: int = sys.maxsize,
-    comes: Future[NumpyModel] | None = None,
+    comes: Coming | None = None,
 ) -> ModelServer:
     """The model of ``config``, whose context has ``context`` tokens. It takes requests from now on, and begins to load
     when it is started; what ``comes`` :func:`without_torch` answers until then.
