@@ -71,11 +71,12 @@ def choices(answer: httpx.Response) -> list[dict[str, Any]]:
 
 def pieces(answer: httpx.Response) -> Iterator[dict[str, Any]]:
     """The choice of each event, as it comes; of an error, that."""
-    for line in answer.iter_lines():
-        if line.startswith("data: {"):
-            event = json.loads(line.removeprefix("data: "))
-            yield event["choices"][0] | {"stage": event["stage"]} if "choices" in event else event
-    assert line == "data: [DONE]" or "error" in event
+    for line in filter(None, answer.iter_lines()):
+        if line == "data: [DONE]":
+            return
+        event = json.loads(line.removeprefix("data: "))
+        yield event["choices"][0] | {"stage": event["stage"]} if "choices" in event else event
+    raise AssertionError("the stream has no end")
 
 
 def complete(client: httpx.Client) -> bool:
