@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from firsttoken.assets.checkpoint import EMBEDDING, HEAD, ModelFiles
+from firsttoken.assets.held import seen
 from firsttoken.engine.native.exports import PANELS, PRODUCTS, STORAGE, WIDTHS, Exports, load_exports, narrowed, widened
 from firsttoken.lean.lean_config import LeanConfig, OtherWay, lean_config, scaled_frequencies
 from firsttoken.study.errors import LengthError, OutputError, RequestError
@@ -51,7 +52,7 @@ class NumpyModel:
         self.dtype = "bfloat16" if bf16 else "float32"
         if not self._exports.multiplies(self.dtype):
             raise OtherWay(f"its {self.dtype} products are wrong on this processor")
-        self.files = files
+        self.files, self.seen = files, seen(files.files)
         self.threads = threads or cores()  # of the calls to come
         self._maps = {file: _mapped(file) for file in files.files}
         packing = ThreadPoolExecutor(self.threads, "packing")
@@ -67,6 +68,10 @@ class NumpyModel:
         self._tables = np.arange(blocks, dtype=np.int64)
         steps = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
         self._frequencies = scaled_frequencies(config, steps, np.where).astype(np.float32)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until all weights are packed, or until ``timeout_s`` is over."""
+        wait([self._head, *self._layers], timeout_s)
 
     def next_token(self, tokens: Sequence[int]) -> int:
         """The likeliest token after ``tokens``, which follow those that are cached, and are cached then.

@@ -40,6 +40,8 @@ HELP = {
     "port": "the port to listen on (default: 8000)",
     "device": "the device that computes: cpu, cuda or cuda:1 (default: cpu)",
     "worker": "compute in a process of its own, which is replaced when it crashes or hangs (needs firsttoken[worker])",
+    "torch_first": "answer nothing before torch is imported. Without this option, greedy requests for a whole model on a"
+    " CPU are answered by numpy and the engine's compiled kernels until then, and the engine goes on with them",
     "scheduler": "the policy that chooses the requests of each step: request_level, iteration_level, prefill_first,"
     " sarathi, chunked_only, hybrid_only, prefill_cap, deadline, adaptive_budget, shortest_first (default: sarathi)",
     "token_budget": "with a scheduler that cuts prompts, the most tokens of a step; at least --max-running (default:"
@@ -94,6 +96,7 @@ class ServiceConfig:
 
     With members of a ``swarm`` (HOST:PORT), blocks are on its servers and only the model's ends on the ``device`` here,
     which of a staged one are all that is read, over the link. Without a ``swarm_audit_rate`` no server is audited.
+    With ``torch_first`` no request is answered before torch is there, which is otherwise done where it can be.
     """
 
     folder: Path
@@ -104,6 +107,7 @@ class ServiceConfig:
     port: int = option(8000, values.whole(0, 65535))
     device: str = option("cpu")
     worker: bool = option(False)
+    torch_first: bool = option(False)
     scheduler: str = option("sarathi", metavar="NAME", group=ENGINE)
     token_budget: int | None = option(None, _COUNT, "N", group=ENGINE)
     preemption: str = option("recompute", metavar="NAME", group=ENGINE)

@@ -120,6 +120,8 @@ def link_summary(rows: Rows) -> Summary:
     _lean(add, rows, rate)
     if "lean_folder" in there and any("same_answer" in row for row in rows):
         _before_torch(add, rows, size / rate)
+    if {"served_behind", "served_first"} <= there:
+        _served(add, rows, size / rate)
     for name, variant in VARIANTS.items():
         # ParaServe's arithmetic: k links bring everything in a k-th of the time
         if name in there and variant.links > 1:
@@ -184,16 +186,36 @@ def _before_torch(add: Add, rows: Rows, bytes_s: float) -> None:
     bytes, which take ``bytes_s``. One that had to start with torch is none."""
     name, base = "torch_behind", "lean_folder"
     rows = [row for row in rows if row["variant"] != name or "same_answer" in row]
-    pair, mine = {"variant": name, "than": base}, rows_where(rows, variant=name)
+    mine = rows_where(rows, variant=name)
     tokens = {row.get("token_id") for row in rows if row["variant"] in (name, base)}
     same = len(tokens) == 1 and all(row["same_answer"] for row in mine)
-    add("process_ttft_x", ratio(rows, name, base, PROCESS).summary("x"), **pair)
-    above = bootstrap([s - bytes_s for s in values(rows, name, PROCESS)], "median")
-    add("process_ttft_above_bytes_s", above.summary("s"), variant=name, than="bytes")
+    pair = _against(add, rows, name, base, bytes_s)
     unit = f"first tokens of {name} and {base} are equal, and the engine alone gives the same answer"
     add("same_answer", {"value": same, "unit": unit}, **pair)
     for column in ("longest_gap_s", "takeover_s"):
         add(column, bootstrap(values(rows, name, column), "median").summary("s"), variant=name)
+
+
+def _served(add: Add, rows: Rows, bytes_s: float) -> None:
+    """The service that answers before torch, to the first byte of its answer, against the same with torch first, and
+    against the bytes, which take ``bytes_s``."""
+    name, base = "served_behind", "served_first"
+    pair = _against(add, rows, name, base, bytes_s)
+    texts = {row["text"] for row in rows if row["variant"] in (name, base)}
+    add("same_answer", {"value": len(texts) == 1, "unit": f"the answers of {name} and {base} are equal"}, **pair)
+    for one in (name, base):
+        for column in ("longest_gap_s", "listens_s"):
+            add(column, bootstrap(values(rows, one, column), "median").summary("s"), variant=one)
+
+
+def _against(add: Add, rows: Rows, name: str, base: str, bytes_s: float) -> dict[str, str]:
+    """What ``name`` takes from the creation of its process, over what ``base`` takes, and besides the bytes; the place
+    of the pair."""
+    pair = {"variant": name, "than": base}
+    add("process_ttft_x", ratio(rows, name, base, PROCESS).summary("x"), **pair)
+    above = bootstrap([s - bytes_s for s in values(rows, name, PROCESS)], "median")
+    add("process_ttft_above_bytes_s", above.summary("s"), variant=name, than="bytes")
+    return pair
 
 
 def _below(add: Add, rows: Rows, base: str) -> None:
