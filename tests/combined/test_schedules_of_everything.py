@@ -21,8 +21,7 @@ from firsttoken.cps.policies import make_policy
 from firsttoken.droidspeak.prefill import Group
 from firsttoken.droidspeak.source import StoredPrefix
 from firsttoken.engine import live_executor
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
@@ -47,9 +46,9 @@ from firsttoken_extras.layer_borrowing.lease import Lease
 from firsttoken_extras.layer_borrowing.lender import Lender
 from firsttoken_extras.layer_borrowing.replica import BorrowingReplica
 
-pytestmark = pytest.mark.long(seconds=40)
+pytestmark = pytest.mark.long(seconds=25)
 
-SCHEDULES = 500
+SCHEDULES = 300
 TOKENS, BLOCK_TOKENS = 10, 4
 OFTEN = {  # how often each is seen at least
     "finished": 4 * SCHEDULES,
@@ -65,7 +64,7 @@ OFTEN = {  # how often each is seen at least
     "shared tokens": SCHEDULES,
     **dict.fromkeys([*STAGES, *VARIANTS], SCHEDULES // 4),
     "first layers": SCHEDULES // 10,
-    "all at once": SCHEDULES // 125,
+    "all at once": SCHEDULES // 150,
 }
 
 

@@ -25,8 +25,8 @@ from firsttoken.study import dtypes
 from firsttoken.study.errors import FirstTokenError, ModelError, RequestError
 from firsttoken_extras.worker.forkserver import WorkerGone
 from firsttoken_extras.worker.remote_executor import RemoteExecutor, RemoteVariant
-from firsttoken_extras.worker.stage_host import best_stage, files_seen, stage_key
 from firsttoken_extras.worker.worker_config import WorkerConfig
+from firsttoken_extras.worker.worker_model import best_stage, files_seen, stage_key
 
 _POLL_S, _SELDOM_S = 0.05, 1.0  # between two looks at what the worker has, and once that is all
 

@@ -204,15 +204,6 @@ def test_a_link_that_dies_leaves_the_answer_of_a_full_prefill(receiver, pieces, 
     assert all(thread.name != "kv-transfer" for thread in threading.enumerate())
 
 
-def test_a_torn_file_falls_back_too(receiver, sent, tmp_path: Path) -> None:
-    path = tmp_path / "torn.safetensors"
-    pieces = on_disk(sent, path)
-    path.write_bytes(path.read_bytes()[: pieces["layer.5"].offset + 1])
-    result = first_token(receiver, ONE, pieces, Group(2, 4), Link(), SUFFIX)
-    assert "the file ended" in result.fell_back
-    assert torch.equal(result.logits, from_tokens(receiver, ONE, SUFFIX))
-
-
 class TestOutOfAStore:
     context = tuple(range(40, 90))
     shares = (*context[:32], 7, 8, 9)  # two blocks of 16, then something else

@@ -70,23 +70,6 @@ def test_reading_a_layer_reads_no_other(stored):
     assert len(store) == 0 and not located.path.exists() and store.used == (0, 0)
 
 
-@pytest.mark.parametrize("damage", ["flipped", "shortened", "removed"])
-def test_a_file_that_is_damaged_meanwhile_is_refused_and_forgotten(stored, damage):
-    store, model, _ = stored
-    located, _ = store.locate(CONTEXT, model)
-    span, raw = located.spans["edge.1"], bytearray(located.path.read_bytes())
-    raw[span.offset] ^= 1
-    if damage == "removed":
-        located.path.unlink()
-    else:
-        located.path.write_bytes(raw if damage == "flipped" else raw[: span.offset + 3])
-    with pytest.raises(CacheError, match="compute the prefix again"):
-        store.fetch_e_cache(CONTEXT, model, 1)
-    assert store.match(CONTEXT, model) == 0
-    with pytest.raises(CacheError, match="compute and store it"):
-        store.fetch(CONTEXT, model, 0)
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_whatever_byte_changes_no_wrong_number_comes_out(identity, drawn, data):

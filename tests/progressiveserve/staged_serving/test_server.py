@@ -19,10 +19,10 @@ from growing import (
     greedy,
     part_path,
     tokens_of,
-    until,
 )
 from plain_tokens import Plain, check_greedy, judged
 from torch import nn
+from waiting import until
 
 from firsttoken.engine.async_engine import TokenEvent
 from firsttoken.engine.fused import FusedLayer

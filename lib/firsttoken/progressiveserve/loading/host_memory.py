@@ -12,7 +12,7 @@ from torch import Tensor
 
 from firsttoken.progressiveserve.loading.reader import host_memory
 from firsttoken.study.errors import LinkError
-from firsttoken.study.system.prefault import back
+from firsttoken.study.system.direct_io import back
 
 LINE = 64  # bytes
 AHEAD = 24 << 20  # bytes

@@ -76,14 +76,7 @@ def begin_building(spec: TrialSpec, variant: StartVariant, manifest: Manifest, r
     return WeightBuilder(manifest, variant.stages, reader, torch.device(spec.device), dtype)
 
 
-def start_peer(
-    spec: TrialSpec,
-    variant: StartVariant,
-    links: list[Link],
-    builder: WeightBuilder | None,
-    prompt: Any,
-    marks: PhaseClock,
-) -> tuple[int, More]:
+def start_peer(spec: TrialSpec, variant: StartVariant, prompt: Any, marks: PhaseClock) -> tuple[int, More]:
     """Somebody else's loader, then the prefill: the first token, and what to measure after it."""
     from firsttoken.progressiveserve.loading.rival_loaders import load_with
 
