@@ -100,7 +100,7 @@ def stage_prefixes(profile: Profile) -> Outcome:
         executor, versions = stages(setting.checkpoint.staged, dtype, -(-longest // BLOCK_TOKENS) + 1, config.readers)
         with closing(executor):
             store = KVStore(Path(folder), memory_bytes=0, disk_bytes=1 << 40, block_tokens=BLOCK_TOKENS)
-            serving = Serving(executor, store, sender, replace(sender, adapters=adapters), config)
+            serving = ServedPrefixes(executor, store, sender, replace(sender, adapters=adapters), config)
             cases = [(stage, rule) for stage in range(1, len(versions) + 1) for rule in RULES]
             for stage, rule in cases:  # which warms up
                 serving.answer(asked[0], versions[stage - 1], rule)
@@ -147,7 +147,7 @@ def stages(folder: Path, dtype: str, blocks: int, readers: int) -> tuple[LiveExe
     return executor, versions
 
 
-class Serving:
+class ServedPrefixes:
     """Answers one request at a time on ``executor``; ``receiver`` takes what ``sender`` has in ``store``."""
 
     def __init__(
