@@ -162,7 +162,8 @@ def test_an_axis_has_plain_numbers_at_1_2_and_5() -> None:
     axes.set(xscale="log", xlim=(1, 100))
     plot.log_ticks(axes.xaxis)
     fig.canvas.draw()
-    assert [text.get_text() for text in axes.get_xticklabels()][1:-1] == ["1", "2", "5", "10", "20", "50", "100"]
+    shown = [text.get_text() for text in axes.get_xticklabels() if 1 <= text.get_position()[0] <= 100]
+    assert shown == ["1", "2", "5", "10", "20", "50", "100"]
     assert not any(text.get_text() for text in axes.get_xticklabels(minor=True))
 
 
