@@ -235,6 +235,6 @@ def setting_rows(result: Result) -> Table:
 
 
 def _by_setting(rows: Rows) -> dict[str, pandas.DataFrame]:
-    """By setting the seconds that each policy paid [seeds, policies]."""
+    """The seconds that each policy paid [seeds, policies], by setting."""
     totals = frame_of(rows, what="total").groupby("setting", sort=False)
     return {setting: of.pivot(index="seed", columns="policy", values="seconds") for setting, of in totals}
