@@ -48,8 +48,8 @@ class Gate:
 sys.meta_path.insert(0, Gate())
 from firsttoken.engine.numpy_model import NumpyModel
 
-def paced(self, tokens, right=NumpyModel.next_token):
-    time.sleep(float(sys.argv[2]))  # an engine is there before the answer ends
+def paced(self, tokens, right=NumpyModel.next_token, pace_s=float(sys.argv[2])):
+    time.sleep(pace_s)  # an engine is there before the answer ends
     return right(self, tokens)
 
 NumpyModel.next_token = paced
