@@ -145,7 +145,8 @@ def test_a_client_that_leaves_before_torch(folder, tmp_path) -> None:
     """The next one is answered, by numpy too."""
     with gated(folder, tmp_path / "held", pace_s=PACE_S) as service, asked(service) as client:
         with client.stream("POST", COMPLETIONS, json=STREAM) as answer:
-            next(pieces(answer))
+            came = pieces(answer)  # which closes the answer when it is let go of
+            next(came)
             assert client.get("/stage").json()["sessions"] == 1
         assert choices(client.post(COMPLETIONS, json=SHORT[1] | {"max_tokens": 3}))
         assert client.get("/stage").json()["sessions"] == 0
