@@ -46,9 +46,9 @@ from firsttoken_extras.layer_borrowing.lease import Lease
 from firsttoken_extras.layer_borrowing.lender import Lender
 from firsttoken_extras.layer_borrowing.replica import BorrowingReplica
 
-pytestmark = pytest.mark.long(seconds=25)
+pytestmark = pytest.mark.long(seconds=40)
 
-SCHEDULES = 300
+SCHEDULES = 500
 TOKENS, BLOCK_TOKENS = 10, 4
 OFTEN = {  # how often each is seen at least
     "finished": 4 * SCHEDULES,
@@ -64,7 +64,7 @@ OFTEN = {  # how often each is seen at least
     "shared tokens": SCHEDULES,
     **dict.fromkeys([*STAGES, *VARIANTS], SCHEDULES // 4),
     "first layers": SCHEDULES // 10,
-    "all at once": SCHEDULES // 150,
+    "all at once": SCHEDULES // 125,
 }
 
 

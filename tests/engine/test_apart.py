@@ -130,7 +130,7 @@ def perform(lab, executor, subject, seed: int, before_step=lambda run: None) -> 
 
 def test_every_schedule_gives_the_plain_tokens(lab, shared, subject) -> None:
     seen = Counter()
-    for seed in range(30):
+    for seed in range(60):
         seen += perform(lab, shared, subject, seed)
     assert all(seen[what] >= 3 for what in ("swap: policy", "recompute: policy", "mixed", "shared")), seen
     assert shared.lost == 0
