@@ -203,7 +203,7 @@ class Soak:
                     room = up.sessions.slots
                     while up.sessions.open > len(self.honest) or room.held or room._leased:
                         await asyncio.sleep(0.02)
-                    room.check()
+                    check_slots(room)
                     assert room.pool.free == room.pool.count
 
         wait_for(gone())
