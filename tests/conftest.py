@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from firsttoken.assets.lock import load_lock
+
 # how long an example takes says more about what else the machine does than about the code
 # The committed suite draws the same examples each time, so that it says the same of the same code: of ten runs beside
 # other work one had drawn an example that no run before it had. HYPOTHESIS_PROFILE=explore draws new ones.
@@ -20,14 +22,22 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "patient"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 
 
+torch.set_num_threads(1)
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """Every test begins on one thread, whatever the ones before it have set.
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Every test begins on one thread, whatever the ones before it have set; one that is marked `assets` is skipped
+    where they are not fetched.
 
     An experiment takes the cores that its profile names; two test processes with two threads each on two cores would
     wait for one another's time slices in every parallel loop after it.
     """
     torch.set_num_threads(1)
+    if item.get_closest_marker("assets"):
+        missing = [member.saved_as for asset in load_lock() for member in asset.missing()]
+        if missing:
+            pytest.skip(f"{missing[0]} is not fetched; run `firsttoken fetch`")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

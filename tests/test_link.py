@@ -191,9 +191,9 @@ def test_impossible_wires_are_refused(values: dict[str, float]) -> None:
 
 
 def test_names() -> None:
-    assert Link().name == "unshaped"
-    assert Link(LinkConfig(1.0)).name == "1 Gbit/s"
-    assert Link(LinkConfig(0.5, 20.0)).name == "0.5 Gbit/s, 20 ms latency"
+    assert LinkConfig().name == "unshaped"
+    assert LinkConfig(1.0).name == "1 Gbit/s"
+    assert LinkConfig(0.5, 20.0).name == "0.5 Gbit/s, 20 ms latency"
 
 
 def test_a_worker_reads_before_it_imports_torch() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from made_up import bytes_tokenizer
+from byte_tokenizers import a_token_a_byte
 from torch import nn
 
 from firsttoken.assets.choice_tasks import ChoiceItem
@@ -33,7 +33,7 @@ def alone(model, tokenizer, context, continuation):
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_options_packed_into_a_row_have_the_losses_of_options_alone(batch, missing):
     """Also where layers are passed; within 1e-4 nats of some 30, in float32."""
-    model, tokenizer = load_model("random:tiny-6", seed=3).model, bytes_tokenizer()
+    model, tokenizer = load_model("random:tiny-6", seed=3).model, a_token_a_byte()
     pass_layers(model, missing)
     packed = option_losses(model, tokenizer, ITEMS, batch)
     for item, losses in zip(ITEMS, packed, strict=True):

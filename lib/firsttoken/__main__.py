@@ -1,7 +1,5 @@
 """The command line: each command imports what it needs, so that ``serve`` listens before torch is there."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal
@@ -10,11 +8,11 @@ from collections.abc import Sequence
 from functools import partial
 
 from firsttoken.options import EXTENSIONS, parser
-from firsttoken.study import paths, storage
+from firsttoken.study import option_values, paths, storage
 from firsttoken.study.errors import AssetError, FirstTokenError
 from firsttoken.study.parsing.schema import unknown
 from firsttoken.study.profile import check_used, load_profile
-from firsttoken.study.system.openmp_spin import wait_briefly
+from firsttoken.study.system.openmp import wait_briefly
 from firsttoken.terminal import ended_as_interrupted, show_what_it_can, size_text
 
 OK, USAGE, INTERRUPTED, READER_GONE = 0, 2, 128 + signal.SIGINT, 128 + signal.SIGPIPE
@@ -87,26 +85,10 @@ def serve(options: argparse.Namespace) -> int:
         from firsttoken.assets.gguf import PINNED, converted
 
         options.folder = converted(PINNED, hashed=False)
-    names = ("folder", "gbit_per_s", "replicas", "host", "port", "device", "scheduler", "preemption", "share_prefixes")
-    names += (
-        "measure_again",
-        "token_budget",
-        "kv_blocks",
-        "max_running",
-        "max_waiting",
-        "prefix_store",
-        "cluster",
-        "worker",
-    )
-    names += ("max_model_len", "max_prompt_tokens", "max_new_tokens", "grace_s", "swarm_token_file", "swarm_tls_ca")
-    names += ("swarm_step_s", "swarm_audit_rate", "swarm_audit_undecided", "swarm_audit_unwitnessed")
-    settings = {name: getattr(options, name) for name in names} | {
-        "swarm": tuple(options.swarm),
-        "variants": tuple(options.variant),
-    }
     if options.swarm:
         wait_briefly()
-    serve_forever(ServiceConfig(**settings, api_key=read_key(options.api_key_file)))
+    given = {"folder": options.folder, "api_key": read_key(options.api_key_file)}
+    serve_forever(option_values.configured(ServiceConfig, options, **given))
     return OK
 
 

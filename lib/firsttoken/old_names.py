@@ -3,8 +3,6 @@
 The old names work for this version, and one line names the new one.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -23,14 +21,22 @@ RENAMED = {  # the longest that a name begins with counts
     "firsttoken.engine.apart": "firsttoken_extras.worker",
     "firsttoken.engine.apart.config": "firsttoken_extras.worker.worker_config",
     "firsttoken.engine.apart.executor": "firsttoken_extras.worker.remote_executor",
-    "firsttoken.engine.config": "firsttoken.engine.engine_config",
+    "firsttoken.engine.config": "firsttoken.engine.engine",
     "firsttoken.engine.edges": "firsttoken.engine.hidden_state_cache",
+    "firsttoken.engine.engine_config": "firsttoken.engine.engine",
     "firsttoken.engine.live": "firsttoken.engine.live_executor",
+    "firsttoken.engine.preemption.recompute": "firsttoken.engine.preemption",
+    "firsttoken.engine.preemption.swap": "firsttoken.engine.preemption",
     "firsttoken.engine.preemptor": "firsttoken.engine.preemption.preemption_policy",
+    "firsttoken.engine.scheduler_config": "firsttoken.engine.schedulers.scheduler",
+    "firsttoken.engine.schedulers.ablation": "firsttoken.engine.schedulers.sarathi",
     "firsttoken.engine.schedulers.adaptive_budget": "firsttoken.engine.schedulers.sarathi",
     "firsttoken.engine.schedulers.base": "firsttoken.engine.schedulers.scheduler",
     "firsttoken.engine.schedulers.deadline": "firsttoken.engine.schedulers.sarathi",
+    "firsttoken.engine.schedulers.iteration_level": "firsttoken.engine.schedulers.sarathi",
     "firsttoken.engine.schedulers.prefill_cap": "firsttoken.engine.schedulers.sarathi",
+    "firsttoken.engine.schedulers.prefill_first": "firsttoken.engine.schedulers.sarathi",
+    "firsttoken.engine.schedulers.request_level": "firsttoken.engine.schedulers.sarathi",
     "firsttoken.engine.schedulers.shortest_first": "firsttoken.engine.schedulers.sarathi",
     "firsttoken.engine.segments": "firsttoken.engine.decoder",
     "firsttoken.engine.views": "firsttoken.engine.model_version",
@@ -46,7 +52,11 @@ RENAMED = {  # the longest that a name begins with counts
     "firsttoken.petals.cover": "firsttoken.petals.routing",
     "firsttoken.petals.ending": "firsttoken.petals.fairness",
     "firsttoken.petals.int8_checkpoint": "firsttoken.petals.checkpoint_blocks",
+    "firsttoken.petals.limits": "firsttoken.petals.session",
+    "firsttoken.petals.messages": "firsttoken.petals.contacts",
     "firsttoken.petals.min_move_rebalancing": "firsttoken_extras.min_move_rebalancing.rule",
+    "firsttoken.petals.registry": "firsttoken.petals.records",
+    "firsttoken.petals.service": "firsttoken.petals.server",
     "firsttoken.petals.shares": "firsttoken.petals.fairness",
     "firsttoken.petals.trust.evidence": "firsttoken.petals.trust.commitments",
     "firsttoken.service.over_worker": "firsttoken_extras.worker.worker_server",

@@ -4,8 +4,6 @@ The reports ask for SQuAD's normalisation (ProgressiveServe, 3.1.2), F1, ROUGE-L
 Empty answers are scored as in v2.0 of SQuAD's script; v1.1 has none.
 """
 
-from __future__ import annotations
-
 import re
 import string
 from collections import Counter

@@ -1,7 +1,5 @@
 """What a command has around it: its terminal, the text that it shows there, and the signals that end it."""
 
-from __future__ import annotations
-
 import io
 import signal
 import sys

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from firsttoken import option_values
+from firsttoken.study import option_values
 from firsttoken.study.errors import StageError
 from firsttoken.study.profile import Profile
 from firsttoken_extras.bitplanes.layouts import SPLITS

@@ -10,15 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from firsttoken import option_values
-from firsttoken.study import history, paths
+from firsttoken.study import history, option_values, paths
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.machine import describe, machine_slug
 from firsttoken.study.notebooks import notebook_paths, notebook_title
 from firsttoken.study.profile import check_used, load_profile, profile_names
 from firsttoken.study.record import pick, result_path
 from firsttoken.study.summary import named
-from firsttoken.study.system.openmp_spin import wait_briefly
+from firsttoken.study.system.openmp import wait_briefly
 from firsttoken.study.verdicts import show
 from firsttoken.terminal import size_text
 from firsttoken_studies.registry import EXPERIMENTS, find_experiment

@@ -5,16 +5,13 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from firsttoken.study import plot
 from firsttoken.study.claims import Claim
-from firsttoken.study.plot import LOOKS
+from firsttoken.study.plot import LOOKS, Axes, Figure, handle
 from firsttoken.study.record import Result, recorded_entries
 from firsttoken.study.summary import Entry, Scalar
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 PAPER, MEASURED, BOUND, BESIDE = "paper", "measured", "floor", "other"
 _NAMES = {PAPER: "the report", MEASURED: "this project, as the label says", BESIDE: "for comparison"}
@@ -163,17 +160,14 @@ def _petals(of: Found, said: Said) -> Panel:
 
 def five_findings(claims: Sequence[Claim], results: Sequence[Result], machine: str) -> Figure:
     """A panel a report: its number, what was measured with 95 % intervals, and the bound. Raises as ``panels``."""
-    from matplotlib import pyplot as plt
-    from matplotlib.lines import Line2D
-
-    fig, axes = plt.subplots(3, 2, figsize=(11, 7.6), layout="constrained")
+    fig, axes = plot.panels(3, 2, figsize=(11, 7.6), layout="constrained")
     made = panels(claims, results, machine)
     for ax, panel in zip(axes.flat, made, strict=False):
         _draw(ax, panel)
     rest = axes.flat[len(made)]
     rest.axis("off")
-    handles = [Line2D([], [], **_look(kind), label=_NAMES[kind]) for kind in (PAPER, MEASURED, BESIDE)]
-    handles.append(Line2D([], [], color=LOOKS[BOUND].colour, linestyle="--", label="a bound, or no change"))
+    handles = [handle(**_look(kind), label=_NAMES[kind]) for kind in (PAPER, MEASURED, BESIDE)]
+    handles.append(handle(color=LOOKS[BOUND].colour, linestyle="--", label="a bound, or no change"))
     rest.legend(handles=handles, loc="center", fontsize=10, title="Further right is better.", title_fontsize=10)
     return fig
 

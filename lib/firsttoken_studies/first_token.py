@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,12 +14,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from firsttoken.assets.decoder_layers import layers_of
-from firsttoken.study.plot import LOOKS
+from firsttoken.study.plot import LOOKS, Figure, panels
 from firsttoken.study.record import Result
 from firsttoken.study.timing import Stopwatch
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 IDEAS = {
     "ProgressiveServe": ("load", "fewer layers are loaded before the first token", "S1"),
@@ -72,9 +68,7 @@ def by_length(model: PreTrainedModel, lengths: Sequence[int], repeats: int) -> L
 
 def timeline(phases: Mapping[str, float]) -> Figure:
     """One request as bars in the order of its ``phases`` (seconds by name), and the place where each idea acts."""
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    fig, ax = panels(figsize=(9, 4.2), layout="constrained")
     start, middle = 0.0, {}
     for name, seconds in phases.items():
         told = "resume, if\npreempted" if name == "resume" else name
@@ -83,32 +77,18 @@ def timeline(phases: Mapping[str, float]) -> Figure:
         ax.annotate(f"{told}\n{seconds:.2f} s", (middle[name], 0.3), ha="center", va="bottom", fontsize=9)
         start += seconds
     for row, (report, (phase, does, look)) in enumerate(IDEAS.items(), 1):
-        alike = [
-            other for other, (where, *_) in IDEAS.items() if where == phase
-        ]  # acting in the same phase: side by side
+        alike = [other for other, (where, *_) in IDEAS.items() if where == phase]  # they stand side by side
         at_s = middle[phase] + phases[phase] * ((alike.index(report) + 0.5) / len(alike) - 0.5)
         ax.plot([at_s] * 2, [-0.25, -0.45 * row - 0.2], color=LOOKS[look].colour, linewidth=1.2)
         ax.plot(at_s, -0.25, "^", color=LOOKS[look].colour, markersize=9)
-        side = at_s > 0.5 * start
-        at = (-6 if side else 6, 0)
-        ax.annotate(
-            f"{report}: {does}",
-            (at_s, -0.45 * row - 0.2),
-            at,
-            textcoords="offset points",
-            ha="right" if side else "left",
-            va="center",
-            fontsize=9.5,
-        )
+        side = {"xytext": (-6, 0), "ha": "right"} if at_s > 0.5 * start else {"xytext": (6, 0), "ha": "left"}
+        place = at_s, -0.45 * row - 0.2
+        ax.annotate(f"{report}: {does}", place, textcoords="offset points", va="center", fontsize=9.5, **side)
     first = sum(seconds for name, seconds in phases.items() if name in ("process", "imports", "load", "prefill"))
     ax.axvline(first, color=LOOKS["mark"].colour, linestyle="--", linewidth=1.2)
     ax.annotate("first token", (first, 0.95), (4, 0), textcoords="offset points", fontsize=9, va="center")
-    ax.set(
-        ylim=(-0.45 * len(IDEAS) - 0.5, 1.1),
-        xlim=(0, start),
-        xlabel="seconds since the request came, when no process ran",
-    )
-    ax.set_yticks([])
+    ax.set(xlabel="seconds since the request came, when no process ran")
+    ax.set(ylim=(-0.45 * len(IDEAS) - 0.5, 1.1), xlim=(0, start), yticks=[])
     ax.grid(visible=False)
     longest = max(("process", "imports", "load", "prefill"), key=lambda name: phases[name])
     fig.suptitle(
@@ -132,9 +112,7 @@ class Work:
     @classmethod
     def of(cls, model: PreTrainedModel, machine: Result) -> Work:
         """Return that of ``model`` on ``machine`` (a result of the experiment "machine"); a copy reads and writes."""
-        best = {row["what"]: 0.0 for row in machine.rows}
-        for row in machine.rows:
-            best[row["what"]] = max(best[row["what"]], row["value"])
+        best = machine.frame().groupby("what").value.max()
         weights, config = list(model.parameters()), model.config
         width = config.num_key_value_heads * (config.hidden_size // config.num_attention_heads)
         return cls(
@@ -156,10 +134,8 @@ class Work:
 
 def by_length_figure(measured: Lengths, work: Work) -> Figure:
     """Prefill and decode against the number of tokens, with the floors that this machine's rates give them."""
-    import matplotlib.pyplot as plt
-
     lengths, look = list(measured.prefill), LOOKS["measured"]
-    fig, axes = plt.subplots(1, 2, figsize=(9, 3.9), layout="constrained")
+    fig, axes = panels(1, 2, figsize=(9, 3.9), layout="constrained")
     floors = [[work.prefill_floor_s(n) for n in lengths], [work.decode_floor_s(n) for n in lengths]]
     titles = ("prefill grows with the prompt", "a decode step hardly does")
     for ax, times, floor, title in zip(axes, (measured.prefill, measured.decode), floors, titles, strict=True):
@@ -172,9 +148,7 @@ def by_length_figure(measured: Lengths, work: Work) -> Figure:
 
 def roofline(measured: Lengths, work: Work) -> Figure:
     """Operations a second that prefill and decode reach, over operations for each byte of weights that is read."""
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    fig, ax = panels(figsize=(8, 4.2), layout="constrained")
     x = np.geomspace(0.1, 4 * max(measured.prefill), 200)
     limit = np.minimum(work.operations_per_s, x * work.bytes_per_s)
     ax.plot(x, limit / 1e9, color=LOOKS["floor"].colour, linestyle="--", label="limit of this machine")

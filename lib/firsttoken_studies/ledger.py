@@ -11,7 +11,7 @@ from typing import Any
 
 from firsttoken.study import code, history, pages, paths, show
 from firsttoken.study.claims import Claim, is_number, load_claims
-from firsttoken.study.claims_table import Own, table_for
+from firsttoken.study.claims_table import Own, run_end, table_for
 from firsttoken.study.errors import ClaimsError, FirstTokenError
 from firsttoken.study.files import write_text
 from firsttoken.study.machine import machine_slug
@@ -37,7 +37,6 @@ from firsttoken.study.record_log import (
     run_line,
     write_log,
 )
-from firsttoken.study.run_end import run_end
 from firsttoken.study.storage import storing
 from firsttoken.study.summary import Summary
 from firsttoken.study.verdicts import Judgement, Verdict, effect, judge, judge_all, judge_record

@@ -11,9 +11,8 @@ from pathlib import Path
 from firsttoken.study import kernel_forkserver, notebook_cache, paths, storage
 from firsttoken.study.errors import NotebookError
 from firsttoken.study.machine import machine_slug
-from firsttoken.study.notebooks import notebook_paths, run_notebook
+from firsttoken.study.notebooks import notebook_paths, publish, run_notebook
 from firsttoken.study.profile import Profile
-from firsttoken.study.publishing import publish
 from firsttoken.study.system.alone import alone
 
 

@@ -1,8 +1,8 @@
 """Which idea pays where: what each report's idea changes in its own situation, by arithmetic on machine and request.
 
 Every formula is a lower bound that the library's own parts are held to: bytes over a link, operations over a rate, a
-price for each copy, a round trip for each server. ``firsttoken site`` exports them to its page (``site/formulas.py``),
-so they stand here alone.
+price for each copy, a round trip for each server. ``firsttoken site`` exports them to its page
+(``site/tricks_page.py``), so they stand here alone.
 """
 
 from __future__ import annotations

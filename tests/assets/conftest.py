@@ -9,22 +9,14 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
-from firsttoken.assets.lock import load_lock
 from firsttoken.study import paths
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def _pinned_or_private(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.node.get_closest_marker("assets"):
-        missing = [member.saved_as for asset in load_lock() for member in asset.missing()]
-        if missing:
-            pytest.skip(f"{missing[0]} is not fetched; run `firsttoken fetch`")
-    else:
+def _private(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not request.node.get_closest_marker("assets"):
         monkeypatch.setattr(paths, "CACHE", tmp_path / "cache")
 
 

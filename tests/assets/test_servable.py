@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from edited import config, tensors
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
 
 from firsttoken.assets.checkpoint import EMBEDDING, HEAD
@@ -60,18 +59,6 @@ def saved(tmp_path_factory):
 def copied(saved, tmp_path):
     """The same, to be changed."""
     return lambda name: Path(shutil.copytree(saved(name), tmp_path / "m"))
-
-
-def configure(folder: Path, **changes) -> None:
-    content = json.loads((folder / "config.json").read_text()) | changes
-    content = {key: value for key, value in content.items() if value is not ...}
-    (folder / "config.json").write_text(json.dumps(content))
-
-
-def retensor(folder: Path, change) -> None:
-    content = load_file(folder / "model.safetensors")
-    change(content)
-    save_file(content, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -130,7 +117,7 @@ def test_a_folder_is_looked_at_before_torch_is_there(saved):
 )
 def test_a_config_that_is_not_served(name, changes, words, copied):
     folder = copied(name)
-    configure(folder, **changes)
+    config(**changes)(folder)
     with pytest.raises(ModelError, match=words) as caught:
         check_servable(folder)
     assert "\n" not in str(caught.value)
@@ -148,7 +135,7 @@ def test_a_config_that_is_not_served(name, changes, words, copied):
 )
 def test_tensors_that_are_not_served(change, words, copied):
     folder = copied("llama")
-    retensor(folder, change)
+    tensors(change)(folder)
     with pytest.raises(ModelError, match=words) as caught:
         check_servable(folder)
     assert "\n" not in str(caught.value) and "staged" not in str(caught.value)
@@ -156,11 +143,5 @@ def test_tensors_that_are_not_served(change, words, copied):
 
 def test_frequencies_of_positions_in_old_files_are_passed_over(copied):
     folder = copied("llama")
-    retensor(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}))
+    tensors(lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}))(folder)
     assert len(check_servable(folder).tensors) == 21
-
-
-def test_a_path_of_a_gguf_file(tmp_path):
-    (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ModelError, match=r"x\.gguf is a file; give a folder with config\.json and \*\.safetensors"):
-        read_config(tmp_path / "x.gguf")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from browsers import Page, visiting
-from started import KEY, asked, served, swarm_of, until, written
+from started import KEY, asked, served, swarm_of, written
+from waiting import until
 
 pytestmark = pytest.mark.skipif(
     not shutil.which("chromedriver"), reason="no browser here: apt install chromium chromium-driver"

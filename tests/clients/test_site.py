@@ -16,7 +16,8 @@ from threading import Thread
 
 import pytest
 from browsers import Page, visiting
-from started import PYTHON, ROOT, until
+from started import PYTHON, ROOT
+from waiting import until
 
 pytestmark = pytest.mark.skipif(
     not shutil.which("chromedriver"), reason="no browser here: apt install chromium chromium-driver"

@@ -11,8 +11,10 @@ from borrowing import SHORT, SMALL, TIMEOUTS
 from swarms import DEPTH, Asked, Here, asking, servers_imported, varied
 from transformers import PreTrainedModel
 
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
+from firsttoken.petals.timeouts import Timeouts
 from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken_extras.layer_borrowing.arrivals import LayerArrivals
@@ -81,15 +83,22 @@ def replica(lent: PreTrainedModel, neighbour: Here) -> Iterator[Callable[..., Bo
     made = []
 
     def make(
-        address: str = "", config: EngineConfig = SMALL, model: str = "", lenders: Sequence[Lender] = ()
+        address: str = "",
+        config: EngineConfig = SMALL,
+        model: str = "",
+        lenders: Sequence[Lender] = (),
+        policy: PreemptionPolicy | None = None,
+        timeouts: Timeouts | None = None,
+        blocks: int = 64,
+        **pool: int,
     ) -> BorrowingReplica:
         """Its layers are those of the whole model, and used when they are said to have come; others are lent by
         ``lenders``, or all by who is at ``address``, which is the neighbour's unless given."""
-        arrivals, executor = LayerArrivals(DEPTH), LiveExecutor(lent, 64)
-        found, timeouts = (address, SHORT) if address else (neighbour.server.record.address, TIMEOUTS)
+        arrivals, executor = LayerArrivals(DEPTH), LiveExecutor(lent, blocks, **pool)
+        found, patience = (address, SHORT) if address else (neighbour.server.record.address, TIMEOUTS)
         whole = [Lender(found, range(DEPTH))]
-        lease = Lease(lenders or whole, model or neighbour.model, DEPTH, 32, timeouts=timeouts)
-        one = BorrowingReplica(executor, lent.model.layers, arrivals, lease, config)
+        lease = Lease(lenders or whole, model or neighbour.model, DEPTH, 32, timeouts=timeouts or patience)
+        one = BorrowingReplica(executor, lent.model.layers, arrivals, lease, config, policy=policy)
         one.arrivals = arrivals
         made.append(one)
         return one

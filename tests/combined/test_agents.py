@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from firsttoken.droidspeak.reuse_items import TaskItem
-from firsttoken.study.errors import CorpusError, ProfileError
+from firsttoken.study.errors import CorpusError
 from firsttoken.study.profile import load_profile
 from firsttoken.study.record import Result
 from firsttoken_studies.combined import agents
@@ -59,22 +59,6 @@ def test_a_figure_and_a_table_are_made_of_a_result_alone() -> None:
     result = Result("agents", "full", ASKED, {"slug": "x"}, {}, "", [0], "2026", 0.0, {}, ROWS, {}, summary)
     assert len(agents.by_turn(None, result).axes) == 1
     assert [row["what is kept"] for row in agents.way_rows(result)] == list(WAYS)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"turns": 2}, "turns must be at least 3, said_tokens at least 2, conversations at least 1"),
-        ({"said_tokens": 1}, "turns must be at least 3, said_tokens at least 2, conversations at least 1"),
-        ({"conversations": 0}, "turns must be at least 3, said_tokens at least 2, conversations at least 1"),
-        ({"at_once": 9}, "at_once must be from 1 to conversations"),
-        ({"at_once": 0}, "at_once must be from 1 to conversations"),
-    ],
-)
-def test_a_conversation_that_is_none_is_refused(change, says) -> None:
-    changes = {f"agents.{name}": value for name, value in change.items()}
-    with pytest.raises(ProfileError, match=says):
-        load_profile("full", **changes).section("agents", AgentsConfig)
 
 
 def items(count: int) -> list[TaskItem]:

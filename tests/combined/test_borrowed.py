@@ -17,8 +17,7 @@ from loads import Held
 from plain_tokens import check_greedy
 from swarms import DEPTH, Asked
 
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.link.shaped import Link

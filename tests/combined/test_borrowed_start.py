@@ -1,4 +1,4 @@
-"""The experiment's parts: a relay that keeps its settings, a summary of rows made by hand, settings that are none."""
+"""The experiment's parts: a relay that keeps its settings and a summary of rows made by hand."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import time
 
 import pytest
 
-from firsttoken.study.errors import ProfileError
-from firsttoken.study.profile import load_profile
 from firsttoken.study.record import Result
 from firsttoken_studies.combined.borrowed import experiment
-from firsttoken_studies.combined.borrowed.experiment import borrowed_start, borrowed_start_summary
+from firsttoken_studies.combined.borrowed.experiment import borrowed_start_summary
 from firsttoken_studies.combined.borrowed.neighbour import shaped
 
 
@@ -108,20 +106,6 @@ def test_figures_and_tables_are_drawn_from_a_result_alone():
         "borrowed_start", "quick", {"borrowed": ASKED}, {"slug": "x"}, {}, "", [0], "2026", 0.0, {}, ROWS, {}, summary
     )
     assert len(experiment.first_tokens(None, result).axes) == 1 and len(experiment.taking_over(None, result).axes) == 2
-    assert experiment.start_rows(None, result)[0]["over whole"].startswith("0.40")
+    assert next(experiment.start_rows(None, result))["over whole"].startswith("0.40")
     assert [row["starts"] for row in experiment.whose_rows(None, result)] == [2, 2]
-    assert experiment.neighbour_rows(None, result)[2]["lost, %"].startswith("40.0")
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "said"),
-    [
-        ("main_rtt_ms", 7, "must be among"),
-        ("rounds", 0, "at least 1 round"),
-        ("tokens", 1, "2 tokens"),
-        ("gbit_per_s", [0, 1], "gbit_per_s must be above 0"),
-    ],
-)
-def test_an_experiment_that_is_none_is_refused(key, value, said):
-    with pytest.raises(ProfileError, match=said):
-        borrowed_start(load_profile("quick", **{f"borrowed.{key}": value}))
+    assert list(experiment.neighbour_rows(None, result))[2]["lost, %"].startswith("40.0")

@@ -237,6 +237,6 @@ def test_figures_and_tables_are_drawn_from_a_result_alone():
         "parallel_start", "quick", ASKED, {"slug": "x"}, {}, "", [0], "2026", 0.0, {}, ROWS, floors, summary
     )
     assert len(experiment.first_tokens(None, result).axes) == 1
-    rows = experiment.fetch_rows(None, result)
+    rows = list(experiment.fetch_rows(None, result))
     assert [row["floor, s"] for row in rows] == ["1.60", "0.80"] and rows[0]["over whole"] == ""
     assert rows[1]["over T / k"].startswith("1.14")

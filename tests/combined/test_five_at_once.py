@@ -25,7 +25,6 @@ from firsttoken_studies.combined.five_at_once.experiment import (
     blocks_of,
     drawn,
     drawn_prefixes,
-    five_at_once,
     five_summary,
     goodput,
     processor_s,
@@ -180,19 +179,3 @@ def test_a_run_that_was_broken_off_goes_on(monkeypatch, tmp_path):
 
 def test_a_process_that_is_gone_has_used_nothing():
     assert processor_s(2**30) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "said"),
-    [
-        ("arms", ["al"], r"no arm 'al'; .*'all'"),
-        ("requests", 1, "must be at least 1"),
-        ("pool_share", 0, "the latter above 0"),
-        ("load", 0, "must be above 0"),
-        ("prefix_tokens", [8, 16], "16 or more"),
-        ("edges", [4], "edges must have group_start"),
-    ],
-)
-def test_a_window_that_is_none_is_refused(key, value, said):
-    with pytest.raises(ProfileError, match=said):
-        five_at_once(load_profile("quick", **{f"five_at_once.{key}": value}))

@@ -7,7 +7,7 @@ lender those of the others, which die with it.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
@@ -16,23 +16,19 @@ from plain_tokens import check_greedy
 from swarms import DEPTH, Asked
 
 from firsttoken.cps.policies import make_policy
-from firsttoken.engine.engine_config import EngineConfig
-from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.request import Request, Sampling
-from firsttoken.engine.trace import Trace
 from firsttoken.petals.timeouts import Timeouts
-from firsttoken_extras.layer_borrowing.arrivals import LayerArrivals
-from firsttoken_extras.layer_borrowing.lease import Lease
-from firsttoken_extras.layer_borrowing.lender import Lender
 from firsttoken_extras.layer_borrowing.replica import BorrowingReplica
 
-pytestmark = pytest.mark.long(seconds=50)
+pytestmark = pytest.mark.long(seconds=30)
 
 CONFIG = EngineConfig(scheduler="sarathi", requests=6, token_budget=9, watermark=0.0)
-TOKENS, BLOCKS = 14, 12  # of four tokens: one request fits with a part of another, which is preempted
+TOKENS = 14
+POOL = {"blocks": 12, "block_tokens": 4, "host_blocks": 100}  # one request fits with a part of another
 FAULTS = {  # how often each is tried, and how long a step is waited for
-    "kill": (2, TIMEOUTS),  # kill -9
-    "cut": (3, TIMEOUTS),  # a link that is reset
+    "kill": (1, TIMEOUTS),  # kill -9
+    "cut": (2, TIMEOUTS),  # a link that is reset
     "hold": (1, Timeouts(step_s=3.0, token_s=0.001)),  # one that falls silent: on a busy machine a healthy one may, too
 }
 
@@ -40,24 +36,6 @@ FAULTS = {  # how often each is tried, and how long a step is waited for
 @pytest.fixture(scope="module")
 def known(asked) -> list[Asked]:
     return [asked(length, TOKENS) for length in range(14, 20)]
-
-
-@pytest.fixture
-def borrowing(lent, neighbour) -> Callable[[str, str, Timeouts], BorrowingReplica]:
-    """A replica under a policy that borrows from the lender at an address."""
-
-    def make(policy: str, address: str, timeouts: Timeouts) -> BorrowingReplica:
-        arrivals = LayerArrivals(DEPTH)
-        executor = LiveExecutor(lent, BLOCKS, block_tokens=4, host_blocks=100)
-        lease = Lease([Lender(address, range(DEPTH))], neighbour.model, DEPTH, 32, timeouts=timeouts)
-        named = {"threshold": 20} if policy == "cross_point" else {}
-        made = BorrowingReplica(
-            executor, lent.model.layers, arrivals, lease, CONFIG, policy=make_policy(policy, **named), trace=Trace()
-        )
-        made.arrivals = arrivals
-        return made
-
-    return make
 
 
 def steps(made: BorrowingReplica) -> Iterator[None]:
@@ -79,12 +57,13 @@ def waits(request: Request, policy: str) -> bool:
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("policy", ["swap", "cross_point", "recompute"])
-def test_answers_are_the_plain_models(borrowing, member, known, policy, fault) -> None:
+def test_answers_are_the_plain_models(replica, member, known, policy, fault) -> None:
     """Some layers are here when it dies, which is before one of the steps in which a preempted request waits."""
     schedules, timeouts = FAULTS[fault]
     for seed in range(schedules):
         rng, lender = random.Random(seed), member()
-        with closing(borrowing(policy, lender.proxy.address, timeouts)) as made:
+        named = make_policy(policy, **({"threshold": 20} if policy == "cross_point" else {}))
+        with closing(replica(lender.proxy.address, CONFIG, policy=named, timeouts=timeouts, **POOL)) as made:
             made.arrivals.come(1 + rng.randint(1, DEPTH - 1))
             requests, left = [made.submit(one.prompt, Sampling(TOKENS)) for one in known], rng.randint(1, 5)
             for _ in steps(made):

@@ -1,4 +1,4 @@
-"""Many cold starts, simulated: what the link carries, that every request is answered, and what is refused."""
+"""Many cold starts, simulated: what the link carries, and that every request is answered."""
 
 from __future__ import annotations
 
@@ -195,30 +195,7 @@ def test_figures_and_tables_are_made_of_a_result_alone() -> None:
     assert len(figures.waits(None, result).axes) == 1
     assert len(figures.money(None, result).axes) == 1
     assert [row["arm"] for row in figures.arm_rows(result, "smollm2-135m", 2)] == [WHOLE, STAGED, WARM]
-    assert len(figures.crossing_rows(result)) == len(figures.error_rows(result)) == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"systems": ("gpt-2", "llama-2-7b")}, "systems: there is no 'gpt-2'"),
-        ({"arms": ("whole", "kept warm", "half")}, "arms: there is no 'half'"),
-        ({"arms": ("stages",)}, "add both"),
-        ({"transition": "naive"}, "transition: 'naive' is not one of"),
-        ({"usd_per_hour": (1.0,)}, "for each system"),
-        ({"replicas": (0,)}, "must be 1 or more"),
-        ({"replicas": ()}, "each value once"),
-        ({"gbit_per_s": (0.0, 1.0)}, "must be above 0"),
-        ({"rate": math.nan}, "must be above 0"),
-        ({"spread_s": -1.0}, "0 or more"),
-        ({"gaps_s": ()}, "each value once"),
-        ({"replicas": (4, 4)}, "each value once"),
-        ({"gbit_per_s": (math.inf, 1.0)}, "must be above 0"),
-    ],
-)
-def test_a_burst_that_is_none_is_refused(config: ManyStartsConfig, change: dict, message: str) -> None:
-    with pytest.raises(ProfileError, match=message):
-        dataclasses.replace(config, **change)
+    assert len(list(figures.crossing_rows(result))) == len(figures.error_rows(result)) == 1
 
 
 def test_without_the_recorded_costs_one_line_says_so(monkeypatch) -> None:

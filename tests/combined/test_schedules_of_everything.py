@@ -21,8 +21,7 @@ from firsttoken.cps.policies import make_policy
 from firsttoken.droidspeak.prefill import Group
 from firsttoken.droidspeak.source import StoredPrefix
 from firsttoken.engine import live_executor
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion

@@ -45,7 +45,7 @@ def test_a_rule_is_held_against_the_own_prefill_of_its_stage():
     assert not summary.get("f1_lost", than=OWN, stage=1, method=OWN)
     made = {"present": [[0], [0, 1]]}
     result = Result("stage_prefixes", "full", PARAMETERS, {}, made, "", [0], "2026", 0.0, {}, some, {}, summary)
-    table = stage_rows(result)
+    table = list(stage_rows(result))
     assert len(table) == 2 * len(RULES) and table[2]["of own prefill's"].startswith("0.25")
 
 

@@ -6,13 +6,10 @@ import pytest
 
 from firsttoken.engine.costs.published import PublishedCosts
 from firsttoken.engine.workload.workload_items import Item
-from firsttoken.study.errors import ProfileError
 from firsttoken_studies.cps.victims import (
     FREED,
     RULES,
     SCHEDULERS,
-    LiveVictimsConfig,
-    VictimsConfig,
     run_with,
     victim_of,
     victims_summary,
@@ -57,24 +54,3 @@ def test_the_summary_holds_each_rule_against_the_last_that_came() -> None:
     assert summary.value("tpot_p99_below_pct", **where, than="last_arrived cross_point") == pytest.approx(
         100 * (1 - 62 / 92)
     )
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"victims": ("oldest",)}, "no victim 'oldest'; known: first_arrived"),
-        ({"recoveries": ("swp",)}, "no recovery 'swp'; known: cross_point.*did you mean 'swap'"),
-        ({"schedulers": ("orca",)}, "no scheduler 'orca'"),
-        ({"pools": (0,)}, "must be at least 1"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(given: dict, message: str) -> None:
-    plain = {"seeds": 1, "short": 1, "long": 1, "pools": (512,)}
-    plain |= {"victims": ("longest",), "recoveries": ("swap",), "schedulers": ("prefill_first",)}
-    with pytest.raises(ProfileError, match=message):
-        VictimsConfig(**plain | given)
-
-
-def test_a_live_rule_is_one_of_the_engine() -> None:
-    with pytest.raises(ProfileError, match=r"live_victims: no victim 'random'; known: first_arrived"):
-        LiveVictimsConfig(1, 1, 1, 0.25, 96, ("random",), ("swap",), "coalesced")

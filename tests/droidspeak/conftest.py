@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
-
-torch.set_num_threads(1)
+from byte_tokenizers import a_token_a_byte
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
 ROPES = {
     "default": {},
@@ -68,15 +66,6 @@ def tiny() -> MakeModel:
     return make
 
 
-def _bytes_tokenizer(end: str) -> PreTrainedTokenizerFast:
-    """One token a byte; token 0 is the end of text."""
-    symbols = [end, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    backend = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end, clean_up_tokenization_spaces=False)
-
-
 @pytest.fixture(scope="session")
 def folders(tiny: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of models of 4 layers: "base" and "other" make a pair, "qwen2" and "stranger" (tokenizer) fit neither.
@@ -91,7 +80,7 @@ def folders(tiny: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("stranger", 1, "llama", "<stop>"),
     ):
         tiny(seed, 4, kind, vocabulary=257).save_pretrained(root / name)
-        _bytes_tokenizer(end).save_pretrained(root / name)
+        a_token_a_byte(end).save_pretrained(root / name)
     draw, lines = random.Random(0), []
     for number in range(60):
         context = " ".join("".join(draw.choices("abcdefgh", k=4)) for _ in range(40))

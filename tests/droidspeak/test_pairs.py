@@ -18,7 +18,7 @@ from firsttoken.droidspeak.reuse_items import Encoded, TaskItem
 from firsttoken.study import paths
 from firsttoken.study.errors import CacheError, ModelError, ProfileError, StageError
 from firsttoken.study.profile import Profile, load_profile
-from firsttoken_studies.droidspeak.pairs import Distance, Models, Pair, adapters_folder, half_the_layers
+from firsttoken_studies.droidspeak.pairs import Models, Pair, adapters_folder, half_the_layers, weight_distance
 from firsttoken_studies.droidspeak.training import TuningConfig, tuned
 
 IDS = torch.randint(1, 257, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -182,15 +182,14 @@ def test_half_the_layers_is_a_model_of_its_own(tiny, kind, depth):
 
 def test_distance(tiny):
     one = tiny(1, 3)
-    assert Distance.between(one, one) == Distance((0.0, 0.0, 0.0), 0.0)
+    assert weight_distance(one, one) == 0
     other = copy.deepcopy(one)
     for weight in other.model.layers[1].parameters():
         weight.mul_(1.5)
     for weight in other.model.layers[2].parameters():
         weight.neg_()
     other.lm_head.weight.zero_()  # only what makes keys and values counts
-    found = Distance.between(other, one)
-    assert found.by_layer == pytest.approx((0, 0.5, 2))
     norms = [sum(w.double().square().sum().item() for w in layer.parameters()) for layer in one.model.layers]
-    assert found.whole == pytest.approx(((0.25 * norms[1] + 4 * norms[2]) / sum(norms)) ** 0.5)
-    assert Distance.between(one, other).by_layer == pytest.approx((0, 1 / 3, 2))
+    apart, others = 0.25 * norms[1] + 4 * norms[2], norms[0] + 2.25 * norms[1] + norms[2]
+    assert weight_distance(other, one) == pytest.approx((apart / sum(norms)) ** 0.5)
+    assert weight_distance(one, other) == pytest.approx((apart / others) ** 0.5)

@@ -19,8 +19,7 @@ from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.droidspeak.served_prefix import served_prefix
 from firsttoken.droidspeak.source import StoredPrefix
 from firsttoken.droidspeak.store import KVStore
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.request import Sampling
 from firsttoken.study.errors import RequestError

@@ -15,8 +15,7 @@ from itertools import pairwise
 
 import torch
 
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling

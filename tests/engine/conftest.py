@@ -10,6 +10,8 @@ from typing import Any
 import peft
 import pytest
 import torch
+from beside_steps import BesideSteps
+from chunked import Chunked
 from hypothesis import HealthCheck, settings
 from hypothesis import Phase as Stage
 from plain_tokens import TOLERANCE, generated
@@ -31,17 +33,16 @@ from transformers import (
 
 from firsttoken.assets.shapes import shape_config
 from firsttoken.engine.costs.cost_model import Costs
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
 from firsttoken.engine.request import Phase, Request, Sampling
+from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.trace import Trace
 
-torch.set_num_threads(1)
 # for runs of a model by random schedules: a failing one is told as it was drawn, as to shrink it would take minutes
 settings.register_profile(
     "live", deadline=None, phases=(Stage.explicit, Stage.generate), suppress_health_check=list(HealthCheck)
@@ -97,6 +98,12 @@ class Run:
     def submit(self, prompt: Sequence[int], sampling: Sampling, arrival_s: float | None = None) -> Request:
         self.requests.append(self.engine.submit(prompt, sampling, arrival_s))
         return self.requests[-1]
+
+    def offer(self, *asked: tuple[int, int, float]) -> Run:
+        """Submit prompts of (tokens, new tokens, arrival in s); the run itself."""
+        for prompt, new, at_s in asked:
+            self.submit([0] * prompt, Sampling(new), at_s)
+        return self
 
     def step(self) -> list[tuple[Request, int]]:
         produced = self.engine.step()
@@ -217,10 +224,11 @@ class Lab:
     def simulated(
         self, blocks: int, *, costs: Any = None, policy: PreemptionPolicy | None = None, **options: Any
     ) -> Run:
-        """An engine on ``costs`` (Toy); ``options`` are those of SimulatedExecutor and fields of EngineConfig."""
-        names = ("block_tokens", "host_blocks", "overlap", "context")
-        own = {name: options.pop(name) for name in names if name in options}
-        return self._run(SimulatedExecutor(costs or Toy(), blocks, **({"block_tokens": 4} | own)), policy, options)
+        """An engine on ``costs`` (Toy); ``options`` are those of SimulatedExecutor and fields of EngineConfig, and
+        ``overlap`` lets swap-ins pass beside the steps."""
+        kind = BesideSteps if options.pop("overlap", False) else SimulatedExecutor
+        own = {name: options.pop(name) for name in ("block_tokens", "host_blocks", "context") if name in options}
+        return self._run(kind(costs or Toy(), blocks, **({"block_tokens": 4} | own)), policy, options)
 
     def on(self, executor: Executor, *, policy: PreemptionPolicy | None = None, **config: Any) -> Run:
         """An engine on an executor that somebody else closes."""
@@ -329,6 +337,14 @@ def fused() -> Subject:
     known = subject(build(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=16, **SMALL)), seed=3)
     fuse(known.model)
     return known
+
+
+@pytest.fixture(scope="module")
+def in_pieces() -> Iterable[None]:
+    """A scheduler more, under which every prompt goes in pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SCHEDULERS, Chunked.name, Chunked)
+        yield
 
 
 FAMILIES = {

@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
+from waiting import until
 
 from firsttoken.cps.policies import make_policy
 from firsttoken.engine.async_engine import AsyncEngine
@@ -27,7 +27,7 @@ from firsttoken.study.errors import ModelError, ProfileError, RequestError, Work
 from firsttoken_extras.worker.remote_executor import RemoteExecutor
 from firsttoken_extras.worker.worker_config import WorkerConfig
 
-pytestmark = pytest.mark.long(seconds=60)
+pytestmark = pytest.mark.long(seconds=40)
 SHAPE = LlamaConfig(
     num_hidden_layers=2,
     hidden_size=32,
@@ -96,14 +96,6 @@ def gone(pid: int) -> bool:
         os.kill(pid, 0)
         return False
     return True
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Wait for it, a minute at most."""
-    ends_s = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < ends_s, "it never came"
-        time.sleep(0.01)
 
 
 def perform(lab, executor, subject, seed: int, before_step=lambda run: None) -> Counter:
@@ -269,4 +261,4 @@ def test_an_engine_that_dies_takes_its_worker_along(config) -> None:
         worker = int(engine.stdout.readline())
         os.kill(worker, signal.SIGSTOP)
         engine.kill()
-    until(lambda: gone(worker))
+    until(lambda: gone(worker), "the worker has gone")

@@ -10,8 +10,9 @@ import pytest
 from chunked import Chunked
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from listening import Listening
 
-from firsttoken.engine.preemption.preemption_policy import Action, Observation, PreemptionPolicy
+from firsttoken.engine.preemption.preemption_policy import Action
 from firsttoken.engine.request import GREEDY, Kind, Request, Sampling
 from firsttoken.engine.scheduler_state import VICTIMS
 from firsttoken.engine.schedulers import SCHEDULERS
@@ -19,25 +20,9 @@ from firsttoken.engine.schedulers import SCHEDULERS
 PREFILL, DECODE, RECOMPUTE = Kind.PREFILL, Kind.DECODE, Kind.RECOMPUTE
 
 
-class Listening(PreemptionPolicy):
-    """Chooses by ``choice``, and remembers what it is told."""
-
-    name = "listening"
-
-    def __init__(self, choice: Callable[[], Action]) -> None:
-        self.choice = choice
-        self.seen: list[Observation] = []
-
-    def choose(self, tokens: int, now_s: float) -> Action:
-        return self.choice()
-
-    def observe(self, seen: Observation) -> None:
-        self.seen.append(seen)
-
-    @property
-    def recomputes(self) -> list[int]:
-        """Tokens of the prefills from nothing."""
-        return [seen.tokens for seen in self.seen if seen.action is Action.RECOMPUTE]
+def recomputes(policy: Listening) -> Counter[int]:
+    """Tokens of the prefills from nothing that it was told of."""
+    return Counter(seen.tokens for seen in policy.seen if seen.action is Action.RECOMPUTE)
 
 
 @pytest.fixture
@@ -87,7 +72,7 @@ def test_a_work_says_what_it_does(prompt, computed, cached, length, tokens, expe
 
 def test_the_last_token_of_a_prompt_is_no_decode(lab, in_pieces) -> None:
     """A prompt of 33 tokens in pieces of 8: the last piece is one token, and all of them teach one prefill of 33."""
-    policy = Listening(lambda: Action.RECOMPUTE)
+    policy = Listening(lambda tokens: Action.RECOMPUTE)
     run = lab.simulated(60, scheduler=in_pieces(8), policy=policy)
     run.submit([0] * 33, Sampling(4))
     run.finish()
@@ -103,14 +88,14 @@ def test_the_last_token_of_a_prompt_is_no_decode(lab, in_pieces) -> None:
 
 def test_prompts_in_pieces_are_taught_whole(lab, in_pieces) -> None:
     """What was taught before: prompts of 33 and 41 tokens as recomputes of 6 and 5, and recoveries never closed."""
-    policy = Listening(lambda: Action.RECOMPUTE)
+    policy = Listening(lambda tokens: Action.RECOMPUTE)
     run = lab.simulated(16, scheduler=in_pieces(8), policy=policy)
     for prompt in (9, 33, 20, 41):
         run.submit([0] * prompt, Sampling(20), 0.0)
     run.finish()
     taken = Counter(recovery.tokens for recovery in run.trace.recoveries)
     assert len(run.trace.recoveries) == sum(request.preemptions for request in run.requests) > 1
-    assert Counter(policy.recomputes) == Counter((9, 33, 20, 41)) + taken
+    assert recomputes(policy) == Counter((9, 33, 20, 41)) + taken
     for recovery in run.trace.recoveries:
         lost = [end for kind, _, end in lines(run, recovery.request) if kind is RECOMPUTE]
         assert 0 < recovery.tokens <= max(lost) + 8 and recovery.recompute_s > 0
@@ -161,7 +146,7 @@ def test_every_token_is_booked_once(
 ) -> None:
     """Swaps and recomputes mixed at random; what is cancelled ends its lines early."""
     rng = random.Random(seed)
-    policy = Listening(lambda: rng.choice(list(Action)))
+    policy = Listening(lambda tokens: rng.choice(list(Action)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SCHEDULERS, "chunked", type("Pieces", (Chunked,), {"pieces": budget}))
         run = lab.simulated(
@@ -172,8 +157,7 @@ def test_every_token_is_booked_once(
             overlap=overlap,
             victim=victim,
         )
-    for prompt, new, at_s in asked:
-        run.submit([0] * prompt, Sampling(new), at_s)
+    run.offer(*asked)
     gone = rng.randrange(len(asked)) if rng.random() < 0.2 else None
     while run.engine.busy:
         run.step()
@@ -202,7 +186,7 @@ def test_every_token_is_booked_once(
     undisturbed = Counter(
         request.prompt_tokens for request in run.requests if not request.preemptions and request.output
     )
-    assert not undisturbed - Counter(policy.recomputes), "a whole prompt was not taught"
+    assert not undisturbed - recomputes(policy), "a whole prompt was not taught"
     for step in run.trace.steps:
         assert sum(new for _, new in step.prefills) + len(step.contexts) == sum(
             e.end - e.start for e in step.token_spans

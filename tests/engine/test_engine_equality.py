@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 
 import pytest
-from chunked import Chunked
 from plain_tokens import generated
 from schedules import draw_schedule, perform
 
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Request, Sampling
-from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.swap.block_copier import Moved
 
-pytestmark = pytest.mark.long(seconds=100)
+pytestmark = [pytest.mark.long(seconds=100), pytest.mark.usefixtures("in_pieces")]
 ANSWER = 24
-
-
-@pytest.fixture(autouse=True, scope="module")
-def in_pieces() -> Iterable[None]:
-    """A scheduler more."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SCHEDULERS, Chunked.name, Chunked)
-        yield
 
 
 @pytest.mark.parametrize(

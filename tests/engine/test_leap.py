@@ -56,9 +56,7 @@ def test_the_outcome_is_the_same(lab, asked, scheduler: str, policy: str, spare,
             ttft_s=3.0,
             wait_s=9.0,
         )
-        for prompt, new, at_s in asked:
-            run.submit([0] * prompt, Sampling(new), at_s)
-        return run
+        return run.offer(*asked)
 
     stepped, whole = made(), made()
     stepped.finish()

@@ -19,10 +19,9 @@ from transformers import LlamaConfig
 
 from firsttoken.engine.async_engine import AsyncEngine
 from firsttoken.engine.live_executor import LiveExecutor
-from firsttoken.engine.native.attend import NativeAttend
 from firsttoken.engine.request import LEAST, Request, Sampling, ScheduledChunk
 from firsttoken.engine.sampling import argmax_tokens, next_tokens, token_logprob
-from firsttoken.engine.sdpa_attention import PaddedAttend
+from firsttoken.engine.sdpa_attention import NativeAttend, PaddedAttend
 from firsttoken.study.errors import OutputError, RequestError
 from firsttoken_extras.worker.remote_executor import RemoteExecutor
 from firsttoken_extras.worker.worker_config import WorkerConfig

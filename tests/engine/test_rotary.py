@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from chunked import Chunked
+from edited import set_keys
 from plain_tokens import generated
 from rotary import CONTEXT, MOST, ROTARY
 from schedules import draw_schedule, perform
@@ -17,9 +15,9 @@ from transformers import LlamaConfig
 
 from firsttoken.assets.models import load_model
 from firsttoken.engine.request import Sampling
-from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.study.errors import RequestError
 
+pytestmark = pytest.mark.usefixtures("in_pieces")
 EVENTFUL = (5, 8, 9, 11, 13, 14)  # seeds of schedules in which all happens that may turn a key twice
 NEW_KEYS = [name for name in ROTARY if "," not in name]
 ANSWER = 24  # tokens of a known answer; the longest prompt has 40
@@ -33,14 +31,6 @@ SHAPE = {
     "num_key_value_heads": 2,
     "pad_token_id": 0,
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def in_pieces() -> Iterable[None]:
-    """A scheduler more."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SCHEDULERS, Chunked.name, Chunked)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +84,7 @@ def test_a_folder_with_the_older_keys(lab, turned, name: str, tmp_path: Path) ->
     """The same model, whichever keys its config.json has."""
     kind = name.partition(",")[0]
     turned[kind].model.save_pretrained(tmp_path)
-    content = json.loads((tmp_path / "config.json").read_text())
-    del content["rope_parameters"]
-    (tmp_path / "config.json").write_text(json.dumps(content | ROTARY[name]))
+    set_keys(tmp_path / "config.json", **{"rope_parameters": ...} | ROTARY[name])
     run = lab.live(load_model(str(tmp_path), with_tokenizer=False).model, 60)
     assert run.engine.executor.limits.context == CONTEXT[name]
     mine = [run.submit(one.prompt, Sampling(ANSWER)) for one in turned[kind].known]

@@ -10,21 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.engine.engine_config import EngineConfig
-from firsttoken.engine.request import LayerRecompute, Phase, Request, Sampling
+from firsttoken.engine.engine import EngineConfig
+from firsttoken.engine.request import LayerRecompute, Phase, Request
 from firsttoken.engine.schedulers import REPORTED, SCHEDULERS, scheduler_named
 from firsttoken.engine.schedulers.sarathi import Sarathi, StepTimeModel
 from firsttoken.study.errors import ProfileError
 
 CUTTING = sorted(name for name, kind in SCHEDULERS.items() if issubclass(kind, Sarathi))
 WORKLOADS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12), st.floats(0, 30)), min_size=1, max_size=12)
-
-
-def offer(run, *asked):
-    """Submit (prompt tokens, new tokens, arrival in s); the run itself."""
-    for prompt, new, at_s in asked:
-        run.submit([0] * prompt, Sampling(new), at_s)
-    return run
 
 
 def batches(run) -> list[tuple]:
@@ -34,7 +27,7 @@ def batches(run) -> list[tuple]:
 
 def test_a_prompt_of_1000_is_five_chunks_of_200(lab) -> None:
     """The report's first toy case."""
-    run = offer(lab.simulated(300, scheduler="sarathi", token_budget=200, requests=8), (1000, 1, 0.0))
+    run = lab.simulated(300, scheduler="sarathi", token_budget=200, requests=8).offer((1000, 1, 0.0))
     run.finish()
     assert batches(run) == [(((start, 200),), 0) for start in range(0, 1000, 200)]
 
@@ -42,7 +35,7 @@ def test_a_prompt_of_1000_is_five_chunks_of_200(lab) -> None:
 def test_three_decodes_and_a_chunk_of_what_is_left(lab) -> None:
     """The report's second: three requests decode when a prompt arrives; each goes on in every step."""
     run = lab.simulated(300, scheduler="sarathi", token_budget=16, requests=8)
-    offer(run, (4, 9, 0.0), (4, 9, 0.0), (4, 9, 0.0), (30, 1, 1.1))
+    run.offer((4, 9, 0.0), (4, 9, 0.0), (4, 9, 0.0), (30, 1, 1.1))
     run.finish()
     assert batches(run)[:5] == [
         (((0, 4), (0, 4), (0, 4)), 0),
@@ -55,17 +48,17 @@ def test_three_decodes_and_a_chunk_of_what_is_left(lab) -> None:
 
 def test_the_halves_of_it_alone(lab) -> None:
     asked = (4, 4, 0.0), (30, 2, 1.02)
-    run = offer(lab.simulated(300, scheduler="hybrid_only"), *asked)
+    run = lab.simulated(300, scheduler="hybrid_only").offer(*asked)
     run.finish()
     assert batches(run) == [(((0, 4),), 0), (((0, 30),), 1), ((), 2), ((), 1)]
-    run = offer(lab.simulated(300, scheduler="chunked_only", token_budget=16), *asked)
+    run = lab.simulated(300, scheduler="chunked_only", token_budget=16).offer(*asked)
     run.finish()
     assert batches(run) == [(((0, 4),), 0), ((), 1), (((0, 16),), 0), ((), 1), (((16, 14),), 0), ((), 2)]
 
 
 def test_a_cap_while_prompts_compete_with_decodes(lab) -> None:
     run = lab.simulated(300, scheduler="prefill_cap", token_budget=8, prefill_tokens=32, requests=8)
-    offer(run, (4, 9, 0.0), (30, 1, 1.02), (30, 1, 1.02))
+    run.offer((4, 9, 0.0), (30, 1, 1.02), (30, 1, 1.02))
     run.finish()
     assert batches(run)[:3] == [(((0, 4),), 0), (((0, 7),), 1), (((7, 7),), 1)]
     last = [batch for batch in batches(run) if batch[0]][-1]
@@ -75,9 +68,9 @@ def test_a_cap_while_prompts_compete_with_decodes(lab) -> None:
 def test_short_prompts_first_and_nobody_waits_for_ever(lab) -> None:
     asked = (40, 1, 0.0), (60, 1, 0.1), *((8, 1, 0.2 + 0.8 * i) for i in range(30))
     options = {"scheduler": "shortest_first", "token_budget": 8, "requests": 2}
-    bounded = offer(lab.simulated(300, **options, wait_s=12.0), *asked)
+    bounded = lab.simulated(300, **options, wait_s=12.0).offer(*asked)
     bounded.finish()
-    patient = offer(lab.simulated(300, **options), *asked)
+    patient = lab.simulated(300, **options).offer(*asked)
     patient.finish()
     assert patient.requests[1].begun_s > max(request.begun_s for request in patient.requests[2:])
     late = [r for r in bounded.requests[2:] if r.arrival_s > 0.1 and r.begun_s > bounded.requests[1].begun_s]
@@ -87,7 +80,7 @@ def test_short_prompts_first_and_nobody_waits_for_ever(lab) -> None:
 def test_the_adaptive_budget_learns_what_a_step_takes(lab) -> None:
     """A step of n prompt tokens and one decode takes 1.1 + n / 100 s here: 1.5 s are 40 tokens."""
     run = lab.simulated(4000, scheduler="adaptive_budget", token_budget=16, prefill_tokens=4096, requests=4, tbt_s=1.5)
-    offer(run, (4, 400, 0.0), (3000, 2, 30.0), (3000, 2, 60.0))
+    run.offer((4, 400, 0.0), (3000, 2, 30.0), (3000, 2, 60.0))
     run.finish()
     taken = [step.seconds for step in run.trace.steps if step.contexts and step.prefills]
     late = [sum(new for _, new in step.prefills) for step in run.trace.steps if step.contexts and step.prefills][-5:-1]
@@ -109,7 +102,7 @@ def test_a_step_is_stretched_so_far_and_no_further(lab) -> None:
     run = lab.simulated(
         4000, scheduler="adaptive_budget", token_budget=16, prefill_tokens=4096, requests=8, stretch=1.3
     )
-    offer(run, *[(4, 400, 0.0)] * 4, (2000, 2, 60.0))
+    run.offer(*[(4, 400, 0.0)] * 4, (2000, 2, 60.0))
     run.finish()
     late = [sum(new for _, new in step.prefills) for step in run.trace.steps if step.contexts and step.prefills][-9:-1]
     assert all(40 <= tokens <= 42 for tokens in late), late
@@ -117,7 +110,7 @@ def test_a_step_is_stretched_so_far_and_no_further(lab) -> None:
 
 def test_deadlines_let_a_step_take_the_slack(lab) -> None:
     run = lab.simulated(4000, scheduler="deadline", token_budget=16, prefill_tokens=4096, requests=4, tbt_s=2, ttft_s=5)
-    offer(run, (4, 100, 0.0), (600, 2, 30.0))
+    run.offer((4, 100, 0.0), (600, 2, 30.0))
     run.finish()
     first = run.requests[0]
     chunks = [sum(new for _, new in step.prefills) for step in run.trace.steps if step.contexts and step.prefills]
@@ -128,7 +121,7 @@ def test_deadlines_let_a_step_take_the_slack(lab) -> None:
 def test_who_is_behind_does_not_hold_up_the_prompts(lab) -> None:
     """A prompt of 31 s makes the second half a minute late; two seconds beside it are still 90 tokens of the third."""
     run = lab.simulated(4000, scheduler="deadline", token_budget=16, prefill_tokens=4096, requests=4, tbt_s=2, ttft_s=1)
-    offer(run, (3000, 1, 0.0), (4, 60, 0.1), (400, 1, 33.0))
+    run.offer((3000, 1, 0.0), (4, 60, 0.1), (400, 1, 33.0))
     run.finish()
     late = run.requests[1]
     assert late.times_s[0] > 30
@@ -138,7 +131,7 @@ def test_who_is_behind_does_not_hold_up_the_prompts(lab) -> None:
 
 def test_who_gave_way_comes_back_before_shorter_prompts_begin(lab) -> None:
     run = lab.simulated(8, scheduler="shortest_first", token_budget=16, requests=8, preemption="recompute")
-    offer(run, (8, 16, 0.0), (8, 16, 0.1), *((4, 3, 0.5 * i) for i in range(10, 80)))
+    run.offer((8, 16, 0.0), (8, 16, 0.1), *((4, 3, 0.5 * i) for i in range(10, 80)))
     run.until(lambda: run.requests[1].preemptions == 1)
     away_s, had = run.engine.executor.now(), len(run.requests[1].times_s)
     run.finish()
@@ -169,7 +162,7 @@ def test_rules_of_stall_free_batches(lab, asked, scheduler: str, policy: str, bu
         ttft_s=3.0,
         wait_s=10.0,
     )
-    offer(run, *asked)
+    run.offer(*asked)
     engine = run.engine
     execute = engine.executor.execute
 
@@ -195,7 +188,7 @@ def test_rules_of_stall_free_batches(lab, asked, scheduler: str, policy: str, bu
 @given(asked=WORKLOADS, wait_s=st.floats(0.5, 20), budget=st.integers(2, 20))
 def test_from_the_bound_on_nobody_younger_begins_before(lab, asked, wait_s: float, budget: int) -> None:
     run = lab.simulated(400, scheduler="shortest_first", token_budget=budget, requests=2, wait_s=wait_s)
-    offer(run, *asked)
+    run.offer(*asked)
     run.finish()
     for old in run.requests:
         for young in run.requests:
@@ -248,7 +241,7 @@ def test_a_token_that_goes_through_some_layers_counts_as_their_share(lab, layers
     """Three requests of 16 tokens and more redo them within a budget of 20 tokens a step."""
     run = lab.simulated(300, scheduler="sarathi", token_budget=20, requests=3)
     run.engine.executor.version = Grown(1)
-    offer(run, *[(16, 9, 0.0)] * 3)
+    run.offer(*[(16, 9, 0.0)] * 3)
     for request in run.requests:
         request.moves = True
     run.until(lambda: all(request.output for request in run.requests))

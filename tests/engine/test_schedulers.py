@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from listening import Listening
 
-from firsttoken.engine.preemption.preemption_policy import Action, PreemptionPolicy
-from firsttoken.engine.request import Phase, Sampling
+from firsttoken.engine.preemption.preemption_policy import Action
+from firsttoken.engine.request import Phase
 from firsttoken.engine.scheduler_state import VICTIMS
 from firsttoken.engine.schedulers import SCHEDULERS
 
@@ -16,13 +17,6 @@ Asked = tuple[int, int, float]  # prompt tokens, new tokens, arrival in s
 WORKLOADS = st.lists(
     st.tuples(st.integers(1, 40), st.integers(1, 20), st.just(0.0) | st.floats(0, 30)), min_size=1, max_size=12
 )
-
-
-def offer(run, *asked: Asked):
-    """Submit prompts of some lengths; the run itself."""
-    for prompt, new, at_s in asked:
-        run.submit([0] * prompt, Sampling(new), at_s)
-    return run
 
 
 def steps(run) -> list[tuple]:
@@ -35,20 +29,20 @@ THREE = (4, 4, 0.0), (6, 2, 0.0), (5, 2, 0.5)
 
 
 def test_request_level_closes_its_batch(lab) -> None:
-    run = offer(lab.simulated(20, scheduler="request_level"), *THREE)
+    run = lab.simulated(20, scheduler="request_level").offer(*THREE)
     run.finish()
     batch = [((4, 6), ()), ((), (4, 6)), ((), (5,)), ((), (6,))]
     assert steps(run) == [*batch, ((5,), ()), ((), (5,))]
 
 
 def test_iteration_level_mixes(lab) -> None:
-    run = offer(lab.simulated(20, scheduler="iteration_level"), *THREE)
+    run = lab.simulated(20, scheduler="iteration_level").offer(*THREE)
     run.finish()
     assert steps(run) == [((4, 6), ()), ((5,), (4, 6)), ((), (5, 5)), ((), (6,))]
 
 
 def test_prefill_first_lets_decodes_wait_and_never_mixes(lab) -> None:
-    run = offer(lab.simulated(20, scheduler="prefill_first"), *THREE)
+    run = lab.simulated(20, scheduler="prefill_first").offer(*THREE)
     run.finish()
     assert steps(run) == [((4, 6), ()), ((5,), ()), ((), (4, 6, 5)), ((), (5,)), ((), (6,))]
 
@@ -64,20 +58,20 @@ def test_prefill_first_lets_decodes_wait_and_never_mixes(lab) -> None:
 )
 @pytest.mark.parametrize("scheduler", ["prefill_first", "iteration_level"])
 def test_the_prefill_budget(lab, scheduler: str, prompts: tuple[int, ...], expected: list) -> None:
-    run = offer(lab.simulated(50, scheduler=scheduler, prefill_tokens=10), *((n, 5, 0.0) for n in prompts))
+    run = lab.simulated(50, scheduler=scheduler, prefill_tokens=10).offer(*((n, 5, 0.0) for n in prompts))
     run.finish()
     assert [new for new, _ in steps(run) if new] == expected
 
 
 def test_the_budget_bounds_a_closed_batch_too(lab) -> None:
-    run = offer(lab.simulated(50, scheduler="request_level", prefill_tokens=10), *((n, 2, 0.0) for n in (6, 4, 3)))
+    run = lab.simulated(50, scheduler="request_level", prefill_tokens=10).offer(*((n, 2, 0.0) for n in (6, 4, 3)))
     run.finish()
     assert [new for new, _ in steps(run) if new] == [(6, 4), (3,)]
 
 
 @pytest.mark.parametrize("scheduler", sorted(SCHEDULERS))
 def test_so_many_requests_at_once(lab, scheduler: str) -> None:
-    run = offer(lab.simulated(50, scheduler=scheduler, requests=2), *[(4, 3, 0.0)] * 5)
+    run = lab.simulated(50, scheduler=scheduler, requests=2).offer(*[(4, 3, 0.0)] * 5)
     run.finish()
     assert steps(run)[0] == ((4, 4), ())
     assert max(len(new) + len(contexts) for new, contexts in steps(run)) == 2
@@ -86,14 +80,14 @@ def test_so_many_requests_at_once(lab, scheduler: str) -> None:
 @pytest.mark.parametrize("scheduler", ["request_level", "iteration_level"])
 def test_blocks_are_reserved_for_the_whole_answer(lab, scheduler: str) -> None:
     """Both prompts would fit into 6 blocks, but with their answers they need 4 + 3; the third needs 2 and must wait."""
-    run = offer(lab.simulated(6, scheduler=scheduler), (8, 9, 0.0), (4, 9, 0.0), (4, 5, 0.0))
+    run = lab.simulated(6, scheduler=scheduler).offer((8, 9, 0.0), (4, 9, 0.0), (4, 5, 0.0))
     run.finish()
     prefills = [step for step in steps(run) if step[0]]
     first, second, third = (request.times_s for request in run.requests)
     assert prefills[0] == ((8,), ())
     assert second[0] > first[-1] and third[0] >= second[0]
     assert not run.trace.recoveries
-    run = offer(lab.simulated(6, scheduler="prefill_first"), (8, 9, 0.0), (4, 9, 0.0), (4, 5, 0.0))
+    run = lab.simulated(6, scheduler="prefill_first").offer((8, 9, 0.0), (4, 9, 0.0), (4, 5, 0.0))
     run.step()
     assert steps(run) == [((8, 4, 4), ())]
 
@@ -102,7 +96,7 @@ def test_blocks_are_reserved_for_the_whole_answer(lab, scheduler: str) -> None:
 @given(asked=WORKLOADS, scheduler=st.sampled_from(["request_level", "iteration_level"]), spare=st.integers(0, 20))
 def test_who_has_reserved_is_never_preempted(lab, asked: list[Asked], scheduler: str, spare: int) -> None:
     blocks = lab.smallest_pool([one[:2] for one in asked], 4) + spare
-    run = offer(lab.simulated(blocks, scheduler=scheduler, host_blocks=100, preemption="swap"), *asked)
+    run = lab.simulated(blocks, scheduler=scheduler, host_blocks=100, preemption="swap").offer(*asked)
     run.finish()
     assert not run.trace.recoveries and not any(request.preemptions for request in run.requests)
     if scheduler == "request_level":
@@ -132,7 +126,7 @@ def test_rules_of_prefill_first(
         prefill_tokens=budget,
         overtake=overtake,
     )
-    offer(run, *asked)
+    run.offer(*asked)
     scheduler, pool = run.engine.scheduler, run.engine.pool
     seen: list[int] = []
     while run.engine.busy:
@@ -153,29 +147,15 @@ def test_rules_of_prefill_first(
     assert seen == by_arrival
 
 
-class Listening(PreemptionPolicy):
-    """Always one action; remembers how long the victims were, in order."""
-
-    name = "listening"
-
-    def __init__(self, action: Action) -> None:
-        self.action = action
-        self.asked: list[int] = []
-
-    def choose(self, tokens: int, now_s: float) -> Action:
-        self.asked.append(tokens)
-        return self.action
-
-
 @pytest.mark.parametrize(
     ("victim", "tokens"), [("last_arrived", 7), ("first_arrived", 8), ("longest", 12), ("shortest", 4)]
 )
 @pytest.mark.parametrize("action", Action)
 def test_the_victim(lab, action: Action, victim: str, tokens: int) -> None:
     """Four prompts fill the pool, so the first decode has to take somebody's blocks."""
-    policy = Listening(action)
+    policy = Listening(lambda tokens: action)
     run = lab.simulated(8, host_blocks=50, policy=policy, victim=victim)
-    offer(run, *((prompt, 6, 0.0) for prompt in (8, 4, 12, 7)))
+    run.offer(*((prompt, 6, 0.0) for prompt in (8, 4, 12, 7)))
     run.step()
     assert run.engine.pool.free == 0 and steps(run) == [((8, 4, 12, 7), ())]
     run.step()
@@ -201,12 +181,12 @@ def goings(run) -> tuple[list[int], list[int]]:
 def test_the_swapped_overtake_each_other_where_they_may(lab, overtake: bool, expected: list[int]) -> None:
     """The second left three blocks and needs four; the third needs two."""
     run = lab.simulated(5, host_blocks=50, preemption="swap", overtake=overtake)
-    gone, back = goings(offer(run, (4, 12, 0.0), (12, 5, 0.0), (4, 3, 0.0)))
+    gone, back = goings(run.offer((4, 12, 0.0), (12, 5, 0.0), (4, 3, 0.0)))
     assert gone[:2] == [2, 1] and back[:2] == expected
 
 
 def test_last_come_first_preempted_and_first_come_first_restored(lab) -> None:
-    run = offer(lab.simulated(6, host_blocks=50, preemption="swap"), *[(8, 12, 0.0)] * 3)
+    run = lab.simulated(6, host_blocks=50, preemption="swap").offer(*[(8, 12, 0.0)] * 3)
     gone, back = goings(run)
     assert gone[:2] == [2, 1] and back[:2] == [1, 2]
     ends = [request.times_s[-1] for request in run.requests]
@@ -215,7 +195,7 @@ def test_last_come_first_preempted_and_first_come_first_restored(lab) -> None:
 
 def test_the_swapped_come_back_before_the_new(lab) -> None:
     """The third would fit as soon as it arrives; it waits for the second, which was swapped out."""
-    run = offer(lab.simulated(5, host_blocks=50, preemption="swap"), (8, 10, 0.0), (8, 10, 0.0), (4, 2, 7.0))
+    run = lab.simulated(5, host_blocks=50, preemption="swap").offer((8, 10, 0.0), (8, 10, 0.0), (4, 2, 7.0))
     run.until(lambda: run.requests[1].phase is Phase.SWAPPED)
     run.until(lambda: run.engine.executor.now() > 8)
     _, second, third = run.requests
@@ -226,7 +206,7 @@ def test_the_swapped_come_back_before_the_new(lab) -> None:
 
 def test_the_recomputed_go_before_those_who_never_ran(lab) -> None:
     """One block is free while the second waits for three; the third, which needs one, does not overtake it."""
-    run = offer(lab.simulated(4, preemption="recompute"), (8, 9, 0.0), (8, 9, 0.0), (4, 5, 0.0))
+    run = lab.simulated(4, preemption="recompute").offer((8, 9, 0.0), (8, 9, 0.0), (4, 5, 0.0))
     run.finish()
     assert [new for new, _ in steps(run) if new][:2] == [(8, 8), (9, 4)]
     assert run.requests[1].preemptions == 1 and run.requests[2].times_s[0] > run.requests[0].times_s[-1]
@@ -237,7 +217,7 @@ THREE_LONG = (10, 16, 0.0), (6, 16, 0.0), (8, 16, 0.0)
 
 def test_a_step_that_had_to_preempt_restores_nobody(lab) -> None:
     """Else the blocks that one had to give up would go to another who waits; here there is such a step."""
-    run = offer(lab.simulated(8, host_blocks=50, preemption="swap", victim="longest"), *THREE_LONG)
+    run = lab.simulated(8, host_blocks=50, preemption="swap", victim="longest").offer(*THREE_LONG)
     while run.engine.busy:
         preempted = sum(request.preemptions for request in run.requests)
         away = set(run.engine.scheduler.swapped)
@@ -249,12 +229,12 @@ def test_a_step_that_had_to_preempt_restores_nobody(lab) -> None:
 
 def test_admission_leaves_the_watermark_and_decodes_take_it(lab) -> None:
     """8 blocks, of which 2 stay free for the answers of those who run."""
-    run = offer(lab.simulated(8, watermark=0.25), (16, 9, 0.0), (12, 2, 0.0))
+    run = lab.simulated(8, watermark=0.25).offer((16, 9, 0.0), (12, 2, 0.0))
     run.step()
     assert steps(run) == [((16,), ())] and run.engine.pool.free == 4
     run.finish()
     assert not run.trace.recoveries
-    run = offer(lab.simulated(8, watermark=0.25), (12, 9, 0.0), (12, 9, 0.0))
+    run = lab.simulated(8, watermark=0.25).offer((12, 9, 0.0), (12, 9, 0.0))
     run.step()
     assert steps(run) == [((12, 12), ())] and run.engine.pool.free == 2
     run.step()

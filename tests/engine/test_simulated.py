@@ -8,10 +8,11 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from listening import Listening
 
 from firsttoken.cps.policies import make_policy
 from firsttoken.engine.costs.published import PublishedCosts
-from firsttoken.engine.preemption.preemption_policy import Action, Observation, PreemptionPolicy
+from firsttoken.engine.preemption.preemption_policy import Action
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.scheduler_state import VICTIMS
 from firsttoken.engine.schedulers import SCHEDULERS
@@ -42,8 +43,7 @@ def test_everybody_gets_all_tokens_and_every_block_comes_back(lab, data, asked, 
         prefill_tokens=data.draw(st.integers(1, 200)),
         overtake=data.draw(st.booleans()),
     )
-    for prompt, new, at_s in asked:
-        run.submit([0] * prompt, Sampling(new), at_s)
+    run.offer(*asked)
     clock = 0.0
     while run.engine.busy:
         before = sum(len(request.times_s) for request in run.requests)
@@ -122,30 +122,14 @@ def test_costs_may_change_while_it_runs(lab) -> None:
     assert gaps == pytest.approx([1.0, 0.25, 0.25, 0.25, 0.25])
 
 
-class Listening(PreemptionPolicy):
-    """Swaps what is even, and remembers what it is told."""
-
-    name = "listening"
-
-    def __init__(self) -> None:
-        self.seen: list[Observation] = []
-
-    def choose(self, tokens: int, now_s: float) -> Action:
-        return Action.RECOMPUTE if tokens % 2 else Action.SWAP
-
-    def observe(self, seen: Observation) -> None:
-        self.seen.append(seen)
-
-
 @settings(max_examples=60, deadline=None)
 @given(asked=WORKLOADS, scheduler=st.sampled_from(sorted(SCHEDULERS)))
 def test_a_policy_learns_every_recovery_and_every_prompt_once(lab, asked, scheduler: str) -> None:
-    policy = Listening()
+    policy = Listening(lambda tokens: Action.RECOMPUTE if tokens % 2 else Action.SWAP)
     run = lab.simulated(
         lab.smallest_pool([one[:2] for one in asked], 4), policy=policy, host_blocks=1000, scheduler=scheduler
     )
-    for prompt, new, at_s in asked:
-        run.submit([0] * prompt, Sampling(new), at_s)
+    run.offer(*asked)
     run.finish()
     for action in Action:
         seen = sorted((one.tokens, one.seconds) for one in policy.seen if one.action is action)

@@ -60,8 +60,7 @@ def test_nothing_ran(lab) -> None:
 def test_nothing_overlaps_and_all_is_there(lab, asked, scheduler: str, spare: int) -> None:
     blocks = lab.smallest_pool([one[:2] for one in asked], 4) + spare
     run = lab.simulated(blocks, host_blocks=100, preemption="swap", scheduler=scheduler)
-    for prompt, new, at_s in asked:
-        run.submit([0] * prompt, Sampling(new), at_s)
+    run.offer(*asked)
     run.finish()
     events = json.loads(json.dumps(list(trace_events(run.trace, run.requests))))
     for spans in rows(events).values():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,16 +26,3 @@ def make(tmp_path: Path) -> Make:
         return stored, tmp_path
 
     return made
-
-
-@pytest.fixture
-def edit() -> Callable[..., Path]:
-    """Writes keys over those of a folder's config.json; None takes one away."""
-
-    def edited(folder: Path, **keys: Any) -> Path:
-        path = folder / "config.json"
-        content = json.loads(path.read_text()) | keys
-        path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
-        return folder
-
-    return edited

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from edited import config
 from transformers import LlamaForCausalLM
 
 from firsttoken.lean.build import build_lean
@@ -14,13 +15,14 @@ from firsttoken.lean.lean_config import OtherWay, lean_config
 from firsttoken.study.errors import ModelError
 
 
-def test_the_words_of_transformers_4(make, edit):
+def test_the_words_of_transformers_4(make):
     """Its rotary base at the top, and "type" for what became "rope_type"."""
     _, folder = make(rope_parameters={"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0})
     new = lean_config(folder)
-    edit(folder, rope_parameters=None, rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0}, head_dim=None)
+    older = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    config(rope_parameters=..., head_dim=..., **older)(folder)
     assert lean_config(folder) == new
-    edit(folder, rope_scaling=None, num_key_value_heads=None)
+    config(rope_scaling=..., num_key_value_heads=...)(folder)
     old = lean_config(folder)
     assert (old.rotary.rope_type, old.num_key_value_heads, old.head_dim) == ("default", 4, 16)
 
@@ -45,10 +47,11 @@ def test_the_words_of_transformers_4(make, edit):
         ("Qwen2", {"layer_types": ["sliding_attention"] * 3}, "its layer_types are not all full_attention"),
     ],
 )
-def test_what_starts_the_other_way(make, edit, family, keys, reason):
+def test_what_starts_the_other_way(make, family, keys, reason):
     _, folder = make(family)
+    config(**keys)(folder)
     with pytest.raises(OtherWay, match=reason):
-        lean_config(edit(folder, **keys))
+        lean_config(folder)
 
 
 def test_the_other_way_is_the_stock_model_and_one_line(make, capsys):
@@ -65,10 +68,10 @@ def test_the_other_way_is_the_stock_model_and_one_line(make, capsys):
         ({"hidden_size": "many"}, "hidden_size: expected int, not 'many'"),
         ({"hidden_size": -64}, "hidden_size: expected 1 to 1,048,576, not -64"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers: expected 1 to 1,000, not 1000000000"),
-        ({"num_hidden_layers": None}, "missing key 'num_hidden_layers'"),
+        ({"num_hidden_layers": ...}, "missing key 'num_hidden_layers'"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
         ({"head_dim": 15}, "head_dim 15 is odd"),
-        ({"num_attention_heads": 5, "head_dim": None}, "hidden_size 64 is no multiple of num_attention_heads 5"),
+        ({"num_attention_heads": 5, "head_dim": ...}, "hidden_size 64 is no multiple of num_attention_heads 5"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps: expected float, not 'small'"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings: expected bool, not 1"),
         ({"rope_parameters": {"rope_theta": -1.0}}, r"rotary\.rope_theta: expected 1e-12 to 1,000,000,000,000"),
@@ -76,10 +79,11 @@ def test_the_other_way_is_the_stock_model_and_one_line(make, capsys):
         ({"rope_parameters": ["default"]}, "rope_parameters: expected a mapping"),
     ],
 )
-def test_a_value_that_no_model_has(make, edit, keys, fault):
+def test_a_value_that_no_model_has(make, keys, fault):
     _, folder = make()
+    config(**keys)(folder)
     with pytest.raises(ModelError, match=rf"config\.json: .*{fault}.*; copy the model's own") as caught:
-        build_lean(edit(folder, **keys), torch.float32)
+        build_lean(folder, torch.float32)
     assert "\n" not in str(caught.value)
 
 

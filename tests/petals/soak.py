@@ -27,15 +27,15 @@ import grpc
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from swarms import DEPTH, varied
+from swarms import DEPTH, opening, varied
 
 from firsttoken.petals.access import Access
 from firsttoken.petals.checkpoint_blocks import model_sha256
-from firsttoken.petals.limits import ServerLimits
-from firsttoken.petals.messages import tell
+from firsttoken.petals.contacts import tell
 from firsttoken.petals.server import Running, ServerConfig, serving
+from firsttoken.petals.session import ServerLimits
 from firsttoken.petals.tuning.passes import Pass, encode_pass
-from firsttoken.petals.wire import EXCHANGE, HEADERS, MOST_TOKENS, PASS, SESSION, VERSION, Stretch, encode
+from firsttoken.petals.wire import EXCHANGE, MOST_TOKENS, PASS, SESSION, Stretch, encode
 
 AT_ONCE = 24  # clients, of which 14 have a session, 4 wait for one, and the others are refused
 LIMITS = ServerLimits(sessions=14, waiting=4, sequences=20, kv_tokens=1024, idle_s=0.5, expiry_s=5.0)
@@ -196,7 +196,7 @@ class Clients:
         return reads and await call.read() is not grpc.aio.EOF
 
     def _headers(self, model: str = "") -> tuple[tuple[str, str], ...]:
-        return tuple(zip(HEADERS, (VERSION, model or self.model, f"0:{DEPTH}", "float32"), strict=True))
+        return opening(model or self.model)
 
 
 @contextmanager

@@ -11,10 +11,12 @@ import grpc
 import pytest
 import torch
 from safetensors.torch import save
+from swarms import opening
+from waiting import reached
 
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.states import most_bytes
-from firsttoken.petals.wire import EXCHANGE, HEADERS, SESSION, Stretch, encode
+from firsttoken.petals.wire import EXCHANGE, SESSION, Stretch, encode
 
 WIDTH = 32
 
@@ -39,8 +41,7 @@ def talk(here, server):
     """Open a session, send ``said`` one after the other; the answers, or the error's code and line."""
 
     def talk(*said: bytes, **changed: str):
-        given = dict(zip(HEADERS, ("2", here.model, "2:4", "float32"), strict=True))
-        given |= {f"swarm-{name}": value for name, value in changed.items()}
+        given = dict(opening(here.model, "2:4")) | {f"swarm-{name}": value for name, value in changed.items()}
 
         async def go():
             async with grpc.aio.insecure_channel(server.record.address) as channel:
@@ -65,11 +66,7 @@ def talk(here, server):
 def left(here, server) -> None:
     """Nothing of any client is left."""
 
-    async def gone() -> None:
-        while server.sessions.open:
-            await asyncio.sleep(0.01)
-
-    wait_for(gone())
+    wait_for(reached(lambda: not server.sessions.open))
     room = server.sessions.slots
     assert room.held == 0 and room.pool.free == room.pool.count
     room.pool.check()
@@ -116,8 +113,7 @@ def test_sessions_and_sequences_are_so_many(here, server, talk):
 
     async def crowd():
         async with grpc.aio.insecure_channel(server.record.address) as channel:
-            given = tuple(zip(HEADERS, ("2", here.model, "2:4", "float32"), strict=True))
-            calls = [channel.stream_stream(SESSION)(metadata=given) for _ in range(4)]
+            calls = [channel.stream_stream(SESSION)(metadata=opening(here.model, "2:4")) for _ in range(4)]
             return sorted([await _code(call) for call in calls])
 
     async def _code(call) -> str:
@@ -134,7 +130,7 @@ def test_sessions_and_sequences_are_so_many(here, server, talk):
 
 def test_a_client_that_vanishes_or_sleeps_or_never_reads_leaves_nothing(here, server):
     async def misbehave() -> list[str]:
-        given = tuple(zip(HEADERS, ("2", here.model, "2:4", "float32"), strict=True))
+        given = opening(here.model, "2:4")
         channel = grpc.aio.insecure_channel(server.record.address)
         vanishing = channel.stream_stream(SESSION)(metadata=given)
         await vanishing.write(message(0, 0, 40))
@@ -151,8 +147,7 @@ def test_a_client_that_vanishes_or_sleeps_or_never_reads_leaves_nothing(here, se
                         await deaf.write(said)
             except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 pass
-            while server.sessions.ends["IdleError"] < 2:
-                await asyncio.sleep(0.02)
+            await reached(lambda: server.sessions.ends["IdleError"] >= 2)
             return [(await sleeping.code()).name, await sleeping.details()]
 
     code, said = wait_for(misbehave())
@@ -164,7 +159,7 @@ def test_memory_is_flat_over_many_sessions(here, server, talk):
     """Each with two sequences, of which one is told to be over; the rest goes with the session."""
 
     async def sessions(count: int) -> None:
-        given = tuple(zip(HEADERS, ("2", here.model, "2:4", "float32"), strict=True))
+        given = opening(here.model, "2:4")
         async with grpc.aio.insecure_channel(server.record.address) as channel:
             for _ in range(count):
                 call = channel.stream_stream(SESSION)(metadata=given)

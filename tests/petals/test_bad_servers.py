@@ -10,8 +10,7 @@ from types import MethodType
 import grpc
 import pytest
 import torch
-from plain_tokens import check_greedy
-from swarms import part
+from swarms import part, says
 
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.swarm import Conduct
@@ -22,11 +21,6 @@ from firsttoken.study.errors import RequestError, SwarmError
 
 CODES = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
 TOKENS = 6
-
-
-def said_by(model, one) -> None:
-    said = model.generate(torch.tensor([one.prompt]), TOKENS)[0, len(one.prompt) :].tolist()
-    assert check_greedy(said, one.plain) == TOKENS
 
 
 def refuse(up, code, after: int = 0) -> list[float]:
@@ -67,11 +61,11 @@ def test_whatever_a_server_answers_another_is_asked(pair, client, asked):
         model.swarm.conduct = Conduct(model.swarm.timeouts)
         ends = refuse(bad, code, after=number % 2)
         first_asked(model, bad)
-        said_by(model, one)
+        says(model, one)
         assert 1 <= len(ends) <= 5, code
         assert bad.record.server in {server for server, _ in model.chain.faults}, code
         assert model.chain.sessions[0][1].server == good.record.server
-        said_by(model, one)
+        says(model, one)
         assert len(ends) <= 5, code  # and is not asked again
 
 
@@ -119,7 +113,7 @@ def test_finite_nonsense_is_the_servers_fault(pair, client, asked, value):
     for module in bad.sessions.batcher.backend._segment.modules:
         module.forward = lambda hidden, *_, **__: torch.full_like(hidden, value)
     first_asked(model, bad)
-    said_by(model, one)
+    says(model, one)
     assert "at fault" in model.chain.faults[0][1]
     assert model.chain.sessions[0][1].server == good.record.server
 
@@ -133,14 +127,14 @@ def test_who_is_late_again_and_again_is_left(pair, client, asked):
         server, announced_s + (100.0 if server == late.record.server else 0.0), announced_s
     )
     first_asked(model, late)
-    said_by(model, one)
+    says(model, one)
     assert [server for server, _ in model.chain.faults] == [late.record.server]
     assert "100.00 s later than it announced" in model.chain.faults[0][1]
     assert model.swarm.served[late.record.server] == (len(one.prompt) + 1) * 6  # two steps, and it is left
     assert model.chain.sessions[0][1].server == good.record.server
     assert model.chain.heirs[0][0][0].server == good.record.server
     first_asked(model, late)
-    said_by(model, one)
+    says(model, one)
     assert len(model.chain.faults) == 1
 
 
@@ -155,7 +149,7 @@ def test_who_is_late_stays_where_nobody_is_faster(here, client, asked):
             server, announced_s + 100.0, announced_s
         )
         for _ in range(3):
-            said_by(model, one)
+            says(model, one)
         assert len(model.chain.faults) == expected
         ups += here.serve((0, 6), peers=[ups[0].record.address])
 
@@ -195,7 +189,7 @@ def test_a_step_that_was_broken_off_leaves_no_answer_to_the_next(pair, client, a
     """As at a KeyboardInterrupt in a notebook: the session ends, and the next request has one of its own."""
     (first, second), one = pair, asked(8, TOKENS)
     model = client(first.record.address)
-    said_by(model, one)
+    says(model, one)
     awake, runs = asyncio.Event(), [up.sessions.batcher.run for up in (first, second)]
 
     async def sleeping(*step, run):
@@ -215,6 +209,6 @@ def test_a_step_that_was_broken_off_leaves_no_answer_to_the_next(pair, client, a
         up.sessions.batcher.run = lambda *step, run=run: sleeping(*step, run=run)
     wait_for(broken_off())
     assert model.chain.sessions == [] and model.chain.faults == []
-    said_by(model, one)
+    says(model, one)
     wait_for(model.chain.forget([999]))
     assert model.chain.kept_bytes == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from mortal import DEPTH, Known, MortalSwarm, Schedules, impatient, write_known
-from services import until
+from waiting import until
 
 from firsttoken.petals.routing import check_cover, gaps
 from firsttoken.study.errors import SwarmError
@@ -55,10 +55,7 @@ def test_a_place_is_lost_for_longer_than_the_patience(three, known, place, same_
     assert {2 * place, 2 * place + 1} <= set(three.http.get("/swarm").json()["unserved"])
     until(lambda: three.model.chain.kept_bytes == 0, "nothing is kept for who was told that it failed")
     three.places[place].start(same_key=same_key)
-    deadline = time.monotonic() + 60
-    while three.http.get("/health").status_code != 200:  # by itself: nobody asks
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: three.http.get("/health").status_code == 200, "it has come back by itself: nobody asks")
     assert three.http.get("/stage").json()["state"] == "complete"
     until_right(three.by_http, one)
     until_right(three.by_python, one)

@@ -14,6 +14,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slots import check_slots
+from swarms import APART, opening
+from waiting import reached
 
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.event_loop import wait_for
@@ -21,7 +24,7 @@ from firsttoken.petals.fairness import HERE, Client, Turns, client_of, who_yield
 from firsttoken.petals.kv_slots import KVSlots
 from firsttoken.petals.tuning.frozen import MOST_WAITING
 from firsttoken.petals.tuning.passes import Pass, encode_pass
-from firsttoken.petals.wire import HEADERS, PASS, SESSION, Stretch, decode, encode
+from firsttoken.petals.wire import PASS, SESSION, Stretch, decode, encode
 from firsttoken.study.errors import BusyError, SwarmError
 
 WIDTH = 32
@@ -111,11 +114,11 @@ def test_room_is_made_by_who_has_most_and_by_who_was_idle_longest():
     assert sorted(many) == [1, 3]  # two blocks each
     with pytest.raises(BusyError, match=r"the pool of 32 tokens is full; ask again in \d+\.\d s"):
         slots.place(few, [Stretch(1, 0, 16)], client=C)  # more than its share
-    slots.check()
+    check_slots(slots)
     slots.spare_s = 0.0
     slots.place(few, [Stretch(1, 0, 16)], client=C)
     assert not many and sorted(few) == [0, 1]
-    slots.check()
+    check_slots(slots)
 
 
 @pytest.fixture
@@ -123,12 +126,11 @@ def small(here):
     """A server of little, and what opens sessions with it, over one connection for each ``client`` that is named."""
     up = here.serve((0, 6), limits={"sessions": 4, "kv_tokens": 128, "idle_s": 60.0, "spare_s": 60.0}, trains=True)[0]
     backend, channels = AsyncExitStack(), {}
-    given = tuple(zip(HEADERS, ("2", here.model, "0:6", "float32"), strict=True))
+    given = opening(here.model)
 
     async def channel(client: str) -> grpc.aio.Channel:
         if client not in channels:
-            apart = [("grpc.use_local_subchannel_pool", 1)]  # else all of a process are one connection
-            one = grpc.aio.insecure_channel(up.record.address, apart)
+            one = grpc.aio.insecure_channel(up.record.address, APART)
             channels[client] = await backend.enter_async_context(one)
         return channels[client]
 
@@ -151,8 +153,7 @@ def test_sessions_that_compute_nothing_shut_nobody_out(small):
 
     async def run() -> None:
         empty = [await opened(f"flood {number}") for number in range(4)]
-        while up.sessions.open < 4:
-            await asyncio.sleep(0.01)
+        await reached(lambda: up.sessions.open >= 4)
         await opened("victim", step(0, 0, 3))
         assert up.sessions.open == 4 and up.sessions.ends["LostError"] == 1
         assert (await empty[0].code()) is grpc.StatusCode.ABORTED
@@ -162,7 +163,7 @@ def test_sessions_that_compute_nothing_shut_nobody_out(small):
 
 def test_a_session_that_computes_nothing_is_idle_however_much_it_says(here):
     up = here.serve((0, 6), limits={"idle_s": 0.5})[0]
-    given = tuple(zip(HEADERS, ("2", here.model, "0:6", "float32"), strict=True))
+    given = opening(here.model)
 
     async def run() -> str:
         async with grpc.aio.insecure_channel(up.record.address) as channel:
@@ -210,7 +211,7 @@ def test_one_client_with_the_whole_pool_makes_room_for_another(small):
 
     code, said = wait_for(run())
     assert code == "RESOURCE_EXHAUSTED" and "the pool of 128 tokens is full; ask again in" in said
-    up.sessions.slots.check()
+    check_slots(up.sessions.slots)
 
 
 def test_a_flood_of_steps_is_computed_between_those_of_another(small):
@@ -231,11 +232,9 @@ def test_a_flood_of_steps_is_computed_between_those_of_another(small):
         blocked = asyncio.create_task(batcher.aside(lambda: go.wait(30)))
         for first, call in enumerate(flood, 1):
             await call.write(encode(torch.randn(9, WIDTH), "float32", [Stretch(0, 1, 10)], first=first))
-        while len(batcher._waiting) < 2:  # the first is on its way to the thread
-            await asyncio.sleep(0.002)
+        await reached(lambda: len(batcher._waiting) >= 2)  # the first is on its way to the thread
         await victim.write(step(0, 1, 2))
-        while len(batcher._waiting) < 3:
-            await asyncio.sleep(0.002)
+        await reached(lambda: len(batcher._waiting) >= 3)
         go.set()
         await blocked
         for call in (*flood, victim):
@@ -254,11 +253,9 @@ def test_passes_of_one_client_make_way_for_anothers(here, small):
     async def run() -> Counter[str]:
         ask = (await channel("one")).unary_unary(PASS)
         crowd = [ask(message, metadata=given) for _ in range(MOST_WAITING + 1)]
-        while up.frozen.waiting < MOST_WAITING:
-            await asyncio.sleep(0.005)
+        await reached(lambda: up.frozen.waiting >= MOST_WAITING)
         other = asyncio.ensure_future((await channel("two")).unary_unary(PASS)(message, metadata=given).code())
-        while not any(call.done() for call in crowd):
-            await asyncio.sleep(0.005)
+        await reached(lambda: any(call.done() for call in crowd))
         go.set()
         assert (await other) is grpc.StatusCode.OK
         return Counter([(await call.code()).name for call in crowd])
@@ -279,8 +276,7 @@ def test_who_is_refused_and_says_nothing_is_listened_to_in_a_bounded_number(smal
     async def run() -> list[str]:
         calls = [(await channel("one")).stream_stream(SESSION)(metadata=given) for _ in range(6)]
         codes = [asyncio.ensure_future(call.code()) for call in calls]
-        while sum(code.done() for code in codes) < 2:
-            await asyncio.sleep(0.005)
+        await reached(lambda: sum(code.done() for code in codes) >= 2)
         assert sum(code.done() for code in codes) == 2 and up.sessions._refused == 4
         for call in calls:
             if not call.done():

@@ -10,6 +10,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import reached
 
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.event_loop import wait_for
@@ -181,13 +182,11 @@ def test_who_has_served_is_served_first(here, client, asked):
         """The poor one comes first, and is outbid; the rich one gets the place that the first one leaves."""
         poor_line = poor.swarm.open_session(up.record, range(6), "float32")
         await poor_line._call.write(b"")  # as a client does, which then waits
-        while not up.sessions.queue._queue:
-            await asyncio.sleep(0.01)
+        await reached(lambda: up.sessions.queue._queue)
         rich_line = rich.swarm.open_session(up.record, range(6), "float32")
         said = await poor_line._call.details()
         first.chain.close()
-        while up.sessions.queue._queue:
-            await asyncio.sleep(0.01)
+        await reached(lambda: not up.sessions.queue._queue)
         rich_line.close()
         return said
 

@@ -13,25 +13,22 @@ import pytest
 import torch
 from certificates import certificate
 from plain_tokens import check_greedy
+from swarms import says, spoil
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from waiting import until
 
 from firsttoken.__main__ import main
 from firsttoken.assets.models import load_model
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.access import Access
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.limits import ServerLimits
 from firsttoken.petals.records import TwinError
 from firsttoken.petals.remote_model import RemoteModel
+from firsttoken.petals.session import ServerLimits
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.study import kernel_forkserver
 from firsttoken.study.errors import SwarmError
-
-
-def said_by(model, one, tokens=6) -> None:
-    said = model.generate(torch.tensor([one.prompt]), tokens)[0, len(one.prompt) :].tolist()
-    assert check_greedy(said, one.plain) == tokens
 
 
 async def cancel(up) -> None:
@@ -39,18 +36,12 @@ async def cancel(up) -> None:
     up.failed.cancel()
 
 
-def spoil(up) -> None:
-    """The blocks of this server answer NaN from now on."""
-    for module in up.sessions.batcher.backend._segment.modules:
-        module.forward = lambda hidden, *_, **__: hidden * torch.nan
-
-
 def test_a_server_that_answers_nonsense_is_replaced(here, client, asked):
     first, second = here.serve((0, 6), (0, 6))
     model, one = client(first.record.address), asked(8, 6)
-    said_by(model, one)
+    says(model, one)
     spoil(first if model.chain.sessions[0][1].address == first.record.address else second)
-    said_by(model, one)
+    says(model, one)
     assert "hold NaN or infinity" in model.chain.faults[0][1] and len(model.chain.faults) == 1
     spoil(first)
     spoil(second)
@@ -66,7 +57,7 @@ def test_blocks_of_another_model_are_passed_by(here, client, asked):
     here.serve((0, 6), peers=[good.record.address], model="c" * 64)
     model, one = client(good.record.address), asked(8, 6)
     assert {record.server for record in model.swarm.servers()} == {good.record.server}
-    said_by(model, one)
+    says(model, one)
 
 
 def test_a_server_that_has_lost_its_sequences_is_told_them_again(here, client, asked):
@@ -76,10 +67,7 @@ def test_a_server_that_has_lost_its_sequences_is_told_them_again(here, client, a
     request = model.engine.submit(one.prompt, Sampling(6))
     while not request.finished:
         if len(request.output) == 3:
-            until = time.monotonic() + 10
-            while up.sessions.open and time.monotonic() < until:
-                time.sleep(0.02)
-            assert not up.sessions.open
+            until(lambda: not up.sessions.open, "the session has ended")
         model.engine.step()
     assert check_greedy(request.output, one.plain) == 6
     assert [server for server, _ in model.chain.faults] == [up.record.server]
@@ -97,16 +85,14 @@ def test_nobody_serves_a_block(here, client):
 def test_a_ghost_is_gone_within_one_expiry(here):
     """A server that ends without a word, and one that says that it leaves."""
     up, ghost = here.serve((0, 6), (0, 3), limits={"expiry_s": 0.8})
-    until = time.time() + 10
-    while ghost.record.server not in {one.server for one in up.registry.serving(here.model, time.time())}:
-        time.sleep(0.01)
-        assert time.time() < until
+
+    def served() -> set[str]:
+        return {one.server for one in up.registry.serving(here.model, time.time())}
+
+    until(lambda: ghost.record.server in served(), "it is known")
     wait_for(cancel(ghost))
-    gone = time.time() + 0.8
-    while ghost.record.server in {one.server for one in up.registry.serving(here.model, time.time())}:
-        time.sleep(0.02)
-        assert time.time() < gone + 0.5
-    assert up.record.server in {one.server for one in up.registry.serving(here.model, time.time())}
+    until(lambda: ghost.record.server not in served(), "it is forgotten", 0.8 + 0.5)
+    assert up.record.server in served()
 
 
 def test_a_partition_heals(here):
@@ -114,10 +100,8 @@ def test_a_partition_heals(here):
     left, right = here.serve((0, 3))[0], here.serve((3, 6))[0]
     third = here.serve((0, 6), peers=[left.record.address, right.record.address], limits={"expiry_s": 1.0})[0]
     everyone = {one.record.server for one in (left, right, third)}
-    until = time.time() + 10
-    while any({r.server for r in one.registry.live(time.time())} != everyone for one in (left, right, third)):
-        time.sleep(0.02)
-        assert time.time() < until
+    for one in (left, right, third):
+        until(lambda one=one: {r.server for r in one.registry.live(time.time())} == everyone, "it knows all")
 
 
 def test_two_servers_with_one_key_are_not_two(here, tmp_path):
@@ -126,9 +110,7 @@ def test_two_servers_with_one_key_are_not_two(here, tmp_path):
     door = here.serve((0, 6), limits=limits)[0]
     first = here.serve((0, 3), peers=[door.record.address], key=key, limits=limits)[0]
     second = here.serve((3, 6), peers=[door.record.address], key=key, limits=limits)[0]
-    until = time.time() + 10
-    while not second.failed.done() and time.time() < until:
-        time.sleep(0.02)
+    until(second.failed.done, "the later one ends")
     with pytest.raises(TwinError, match=f"is in use at {re.escape(first.record.address)}: give each server a key"):
         second.failed.result()
     assert not first.failed.done()
@@ -144,7 +126,7 @@ def test_other_machines_need_tls_and_a_token(here, client, asked, tmp_path):
     whole = Access("secret", public, public, private)
     ups = here.serve((0, 3), (3, 6), access=whole)
     one, door = asked(8, 6), ups[0].record.address
-    said_by(client(door, access=Access("secret", public)), one)
+    says(client(door, access=Access("secret", public)), one)
     timeouts = {"find_s": 0.1}
     token, tls = "asks for a token: give --token-file", "one with TLS needs --tls-ca"
     for wrong, why in ((Access("other", public), token), (Access("", public), token), (Access("secret"), tls)):
@@ -176,10 +158,7 @@ def test_the_command_serves_and_says_what_is_wrong(here, folder, imported, capsy
         assert re.fullmatch(
             r"blocks \[3, 6\) of tiny are served at 127\.0\.0\.1:\d+ by process \d+; Ctrl-C ends it\n", line
         )
-        until = time.time() + 10
-        while len(up.registry.serving(here.model, time.time())) < 2:
-            time.sleep(0.01)
-            assert time.time() < until
+        until(lambda: len(up.registry.serving(here.model, time.time())) == 2, "both are known")
         assert main(["swarm", "list", "--model", str(folder), "--registry", up.record.address]) == 0
         listed = capsys.readouterr().out.splitlines()
         assert [row[:13] for row in listed] == ["blocks [0, 3)", "blocks [3, 6)"]

@@ -12,11 +12,14 @@ import grpc
 import pytest
 import torch
 from bystanders import Found, Soak, questions
+from slots import check_slots
+from swarms import APART, opening
+from waiting import reached
 
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.kv_slots import KVSlots
-from firsttoken.petals.wire import HEADERS, SESSION, Stretch, decode, encode
+from firsttoken.petals.wire import SESSION, Stretch, decode, encode
 
 WIDTH = 32
 
@@ -29,8 +32,7 @@ class Talking:
     """One session with a server, whose steps can be sent and read apart."""
 
     def __init__(self, channel: grpc.aio.Channel, model: str) -> None:
-        given = tuple(zip(HEADERS, ("2", model, "0:6", "float32"), strict=True))
-        self.call = channel.stream_stream(SESSION)(metadata=given)
+        self.call = channel.stream_stream(SESSION)(metadata=opening(model))
 
     async def send(self, start: int, end: int, *, first: int = 0, number: int = 0) -> None:
         said = encode(rows(end - start, start), "float32", [Stretch(number, start, end)], first=first)
@@ -62,12 +64,6 @@ def held(here):
     server, go = here.serve((0, 6), limits={"kv_tokens": 128, "idle_s": 30.0})[0], threading.Event()
     yield server, go
     go.set()
-
-
-async def until(reached: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not reached():
-            await asyncio.sleep(0.002)
 
 
 async def shut_while(server, go: threading.Event, talk: Callable[[], Awaitable[None]]) -> None:
@@ -102,17 +98,17 @@ def test_a_step_that_was_cancelled_writes_nothing_into_blocks_of_others(here, he
 
             async def talk() -> None:
                 await one.send(0, 1)  # goes to the thread alone
-                await until(lambda: slots.held == 1 and not waiting(server))
+                await reached(lambda: slots.held == 1 and not waiting(server))
                 await two.send(0, 1)
-                await until(lambda: waiting(server) == 1)
+                await reached(lambda: waiting(server) == 1)
                 await gone.send(0, 33, first=3)
-                await until(lambda: waiting(server) == 2)
+                await reached(lambda: waiting(server) == 2)
                 gone.call.cancel() if goes == "cancelled" else await other.close()
                 with suppress(asyncio.CancelledError):
                     await gone.call.code()
-                await until(lambda: server.sessions.open == 3)
+                await reached(lambda: server.sessions.open == 3)
                 await victim.send(0, 32)  # into the blocks that have come free, together with ``two``
-                await until(lambda: slots.held == 3)
+                await reached(lambda: slots.held == 3)
 
             await shut_while(server, go, talk)
             first.append(await victim.read(32))
@@ -130,10 +126,9 @@ def test_a_step_whose_sequence_makes_room_is_answered_and_keeps_its_blocks_until
     slots = server.sessions.slots
 
     async def run() -> torch.Tensor:
-        apart = [("grpc.use_local_subchannel_pool", 1)]
         async with (
-            grpc.aio.insecure_channel(server.record.address, apart) as channel,
-            grpc.aio.insecure_channel(server.record.address, apart) as other,
+            grpc.aio.insecure_channel(server.record.address, APART) as channel,
+            grpc.aio.insecure_channel(server.record.address, APART) as other,
         ):
             hoard = [Talking(channel, here.model) for _ in range(2)]
             victim = Talking(other, here.model)
@@ -141,12 +136,12 @@ def test_a_step_whose_sequence_makes_room_is_answered_and_keeps_its_blocks_until
             async def talk() -> None:
                 for one in hoard:
                     await one.send(0, 64, first=3)
-                await until(lambda: slots.held == 2 and not slots.pool.free)
+                await reached(lambda: slots.held == 2 and not slots.pool.free)
                 await victim.send(0, 32)
-                await until(lambda: slots.held == 1)  # one of them has made room, of which nothing is free yet
+                await reached(lambda: slots.held == 1)  # one of them has made room, of which nothing is free yet
                 await asyncio.sleep(0.05)
                 assert slots.held == 1 and not slots.pool.free
-                slots.check()
+                check_slots(slots)
 
             await shut_while(server, go, talk)
             first = await victim.read(32)
@@ -155,7 +150,7 @@ def test_a_step_whose_sequence_makes_room_is_answered_and_keeps_its_blocks_until
             return torch.cat([first, await victim.step(32, 33)])
 
     assert torch.allclose(wait_for(run()), alone, rtol=1e-4, atol=1e-4)
-    slots.check()
+    check_slots(slots)
 
 
 def test_a_step_that_cannot_be_computed_fails_no_other_of_its_batch(here, held):
@@ -175,10 +170,10 @@ def test_a_step_that_cannot_be_computed_fails_no_other_of_its_batch(here, held):
 
             async def talk() -> None:
                 await first.send(0, 1)
-                await until(lambda: server.sessions.slots.held == 1 and not waiting(server))
+                await reached(lambda: server.sessions.slots.held == 1 and not waiting(server))
                 await bad.send(0, 7)
                 await good.send(0, 5)
-                await until(lambda: waiting(server) == 2)
+                await reached(lambda: waiting(server) == 2)
 
             await shut_while(server, go, talk)
             assert (await good.read(5)).shape == (5, WIDTH)
@@ -187,7 +182,7 @@ def test_a_step_that_cannot_be_computed_fails_no_other_of_its_batch(here, held):
             return (await bad.call.code()).name, await bad.call.details()
 
     assert wait_for(run()) == ("INTERNAL", "the blocks failed: too much")
-    server.sessions.slots.check()
+    check_slots(server.sessions.slots)
 
 
 def test_who_waits_when_a_server_ends_is_answered_or_hears_it(here):
@@ -201,12 +196,12 @@ def test_who_waits_when_a_server_ends_is_answered_or_hears_it(here):
             await two.step(0, 3)
             blocked = asyncio.create_task(server.sessions.batcher.aside(lambda: go.wait(30)))
             await one.send(3, 4)
-            await until(lambda: len(server.sessions.slots._leased) == 1 and not waiting(server))
+            await reached(lambda: len(server.sessions.slots._leased) == 1 and not waiting(server))
             await two.send(3, 4, first=2)
-            await until(lambda: waiting(server) == 1)
+            await reached(lambda: waiting(server) == 1)
             ending = asyncio.create_task(here._stack.aclose())
             await asyncio.sleep(0.1)
-            server.sessions.slots.check()
+            check_slots(server.sessions.slots)
             go.set()
             await blocked
             said = [await one.read(1), await two.read(1)]
@@ -216,7 +211,7 @@ def test_who_waits_when_a_server_ends_is_answered_or_hears_it(here):
             return [len(one) for one in said]
 
     assert wait_for(run()) == [1, 1]
-    server.sessions.slots.check()
+    check_slots(server.sessions.slots)
     assert not server.sessions.slots.held and not server.sessions.slots._leased
 
 
@@ -231,19 +226,19 @@ def test_a_server_moves_when_no_step_has_a_block_any_more(here, held):
 
             async def talk() -> None:
                 await one.send(0, 20)
-                await until(lambda: slots.held == 1 and not waiting(server))
+                await reached(lambda: slots.held == 1 and not waiting(server))
                 await two.send(0, 20, first=1)
-                await until(lambda: waiting(server) == 1)
+                await reached(lambda: waiting(server) == 1)
                 one.call.cancel()
                 two.call.cancel()
                 await sessions.drain(0.0)
                 assert not waiting(server) and not slots.held and len(slots._leased) == 2
-                slots.check()
+                check_slots(slots)
 
             await shut_while(server, go, talk)
             await sessions.batcher.aside(lambda: server.sessions.batcher.backend.move(range(6)))
             sessions.moving = False
-            await until(lambda: not slots._leased)
+            await reached(lambda: not slots._leased)
             assert slots.pool.free == slots.pool.count
             assert (await Talking(channel, here.model).step(0, 4)).shape == (4, WIDTH)
 

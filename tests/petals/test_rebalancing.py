@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_tokens import check_greedy
 from swarms import Here
+from waiting import until
 
 from firsttoken.__main__ import main
 from firsttoken.engine.request import Sampling
@@ -218,8 +218,7 @@ def test_processes_cover_for_one_that_is_killed(folder, imported, client, asked,
             return len((await swarm.contacts.ask(swarm.channel(door), door, 10.0))[0].records)
 
         for door in doors[:2]:  # each has heard of the other by the third, without which it never will
-            while wait_for(known(door)) < 3:
-                time.sleep(0.05)
+            until(lambda door=door: wait_for(known(door)) == 3, "it has heard of the other")
         request = model.engine.submit(one.prompt, Sampling(9))
         while not request.finished:
             if len(request.output) == 4:
@@ -227,11 +226,12 @@ def test_processes_cover_for_one_that_is_killed(folder, imported, client, asked,
                 os.kill(pids[doors.index(last.address)], signal.SIGKILL)
             model.engine.step()
         assert check_greedy(request.output, one.plain) == 9
-        held, until = set(), time.time() + 20
-        while held != {(0, 3), (3, 6)} and time.time() < until:
+
+        def covered() -> bool:
             wait_for(model.swarm.look())
-            held = {record.blocks for record in model.swarm.servers()}
-        assert held == {(0, 3), (3, 6)}
+            return {record.blocks for record in model.swarm.servers()} == {(0, 3), (3, 6)}
+
+        until(covered, "somebody has taken the blocks")
 
 
 def test_what_is_trained_through_moves_too(folder):

@@ -8,10 +8,18 @@ from dataclasses import replace
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from firsttoken.petals.contacts import TALK, Exchanged, hear, tell
 from firsttoken.petals.keys import public_hex, server_key
-from firsttoken.petals.messages import TALK, Exchanged, hear, tell
-from firsttoken.petals.records import LONGEST_S, SKEW_S, Record, TwinError, read_record
-from firsttoken.petals.registry import MOST, Registry, StaleError
+from firsttoken.petals.records import (
+    LONGEST_S,
+    MOST,
+    SKEW_S,
+    Record,
+    Registry,
+    StaleError,
+    TwinError,
+    read_record,
+)
 from firsttoken.study.errors import SwarmError
 
 NOW = 1_000_000.0

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from edited import set_tensors
 from plain_tokens import check_greedy
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from swarms import DEPTH, Here, asking
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -60,9 +61,7 @@ def broken(resting: Path, tmp_path: Path) -> Callable[[Callable[[dict[str, Tenso
         target = shutil.copytree(resting, tmp_path / "broken")
         index = json.loads((target / "model.safetensors.index.json").read_text())
         shard = target / index["weight_map"][f"{NAME}.codes"]
-        tensors = load_file(shard)
-        change(tensors)
-        save_file(tensors, shard)
+        set_tensors(shard, change)
         return target
 
     return make

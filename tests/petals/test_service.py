@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 
 import httpx
 import pytest
 from services import free_port, write_plain
 from swarms import Here
+from waiting import until
 
 from firsttoken.__main__ import main
 from firsttoken.petals.checkpoint_blocks import write_8_bits
@@ -93,10 +95,7 @@ def test_several_answers_share_the_steps(url):
     assert [one["text"] for one in alone["choices"]] == [one["text"] for one in both["choices"][:3]]
     page = httpx.get(url).text
     assert "servers of the swarm that answer" in page
-    until = time.monotonic() + 20
-    while httpx.get(f"{url}/stage").json()["sessions"] and time.monotonic() < until:
-        time.sleep(0.01)
-    assert httpx.get(f"{url}/stage").json()["sessions"] == 0
+    until(lambda: httpx.get(f"{url}/stage").json()["sessions"] == 0, "all sessions have ended")
 
 
 def test_a_swarm_that_cannot_serve_is_said_in_one_line(plain, here, capsys, tmp_path):
@@ -121,26 +120,21 @@ def test_a_swarm_that_cannot_serve_is_said_in_one_line(plain, here, capsys, tmp_
 def test_a_service_over_servers_of_8_bits(plain, imported, tmp_path):
     """Its folder has the blocks in 8 bits as well, and it loads none of them."""
     write_8_bits(plain, tmp_path / "small")
-    here = Here(tmp_path / "small")
-    (up,) = here.serve((0, 6))
-    with running(ServiceConfig(here.folder, port=free_port(), swarm=(up.record.address,))) as url:
-        said = httpx.post(f"{url}/v1/completions", json=ASKED | {"max_tokens": 8}, timeout=60).json()
-        assert said["usage"]["completion_tokens"] == 8 or said["choices"][0]["finish_reason"] == "stop"
-        assert httpx.get(f"{url}/stage").json()["servers"][0]["address"] == up.record.address
-    here.close()
+    with closing(Here(tmp_path / "small")) as here:
+        (up,) = here.serve((0, 6))
+        with running(ServiceConfig(here.folder, port=free_port(), swarm=(up.record.address,))) as url:
+            said = httpx.post(f"{url}/v1/completions", json=ASKED | {"max_tokens": 8}, timeout=60).json()
+            assert said["usage"]["completion_tokens"] == 8 or said["choices"][0]["finish_reason"] == "stop"
+            assert httpx.get(f"{url}/stage").json()["servers"][0]["address"] == up.record.address
 
 
 def test_the_service_audits_as_the_client_does(plain):
     """A liar alone has all blocks: it is convicted before anything that it said is answered, and the map says so."""
-    here = Here(plain)
-    try:
+    with closing(Here(plain)) as here:
         halves = here.serve((0, 3), (3, 6))
         door = halves[0].record.address
         (liar,) = here.serve((0, 6), peers=[door], make_backend=partial(ByzantineBackend, lie="noise", seed=1))
-        until = time.monotonic() + 20
-        while len(halves[0].registry.live(time.time())) < 3:
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        until(lambda: len(halves[0].registry.live(time.time())) == 3, "all are known")
         honest = {up.record.server for up in halves}
         with running(ServiceConfig(plain, port=free_port(), swarm=(door,), swarm_audit_rate=1.0)) as url:
             asked = ASKED | {"max_tokens": 8}
@@ -153,5 +147,3 @@ def test_the_service_audits_as_the_client_does(plain):
             assert "nobody" in told["audits"]["undecided"] or "no server that answers" in told["audits"]["undecided"]
             states = {one["key"]: one["state"] for one in told["servers"]}
             assert states == dict.fromkeys(honest, "serves") | {liar.record.server: "convicted"}
-    finally:
-        here.close()

@@ -4,7 +4,6 @@ meanwhile, and neither find nor spoil what is another client's."""
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 
 import grpc
@@ -13,8 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_tokens import TOLERANCE, check_greedy, judged
+from slots import check_slots
+from swarms import answer, opening
+from waiting import until
 
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.event_loop import wait_for
@@ -23,7 +25,7 @@ from firsttoken.petals.kv_slots import KVSlots
 from firsttoken.petals.placement import Rebalancing
 from firsttoken.petals.server_session import ServerSession
 from firsttoken.petals.trust.auditor import Audits
-from firsttoken.petals.wire import HEADERS, SESSION, VERSION, Stretch, decode, encode
+from firsttoken.petals.wire import SESSION, Stretch, decode, encode
 from firsttoken.study.errors import BusyError, FirstTokenError, SwarmError
 
 SHARED = EngineConfig(share_prefixes=True)
@@ -89,7 +91,7 @@ class Books:
                 assert there == (who, self.texts[who, number][: place + 1])
 
     def check(self) -> None:
-        self.slots.check()
+        check_slots(self.slots)
         for who, mine in enumerate(self.sessions):
             for number in mine:
                 self.look(who, number)
@@ -155,7 +157,7 @@ def test_what_is_kept_goes_before_a_sequence_does_and_who_left_first_goes_first(
     assert slots.adopt(mine, 3, [b"a"]) == 0 and slots.adopt(mine, 3, [b"b"]) == 4
     with pytest.raises(BusyError, match="full"):  # of one client, both in use
         slots.place({}, [Stretch(0, 0, 4)])
-    slots.check()
+    check_slots(slots)
 
 
 @pytest.fixture
@@ -203,7 +205,7 @@ def test_random_sessions_deaths_and_evictions_leave_the_tokens_alone(tiny, here,
             assert request.finished and request.failure is None
             check_greedy(request.output, judged(tiny, prompt, request.output), TOLERANCE)
         for up in ups:
-            up.sessions.slots.check()
+            check_slots(up.sessions.slots)
     assert model.chain.shared_tokens > 300 and model.chain.faults
 
 
@@ -212,11 +214,7 @@ async def _end(session) -> None:
 
 
 def idle(ups) -> None:
-    """Wait until the servers have heard that all sequences are over."""
-    deadline = time.monotonic() + 20
-    while any(up.sessions.slots.held for up in ups):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not any(up.sessions.slots.held for up in ups), "the servers have heard that all sequences are over")
 
 
 def two(here, client, **options):
@@ -230,7 +228,7 @@ def test_what_all_servers_have_is_not_sent_again(tiny, here, client, asked):
     one = asked(100, 8)
     for turn in range(3):
         before = sum(up.sessions.slots.pool.free for up in ups), dict(model.swarm.served)
-        assert model.generate(torch.tensor([one.prompt]), 8)[0, 100:].tolist() == one.plain.tokens
+        assert answer(model, one.prompt, 8) == one.plain.tokens
         computed = [model.swarm.served[key] - before[1].get(key, 0) for key in model.swarm.served]
         assert computed == [3 * (107 if not turn else 107 - 96)] * 2  # all full blocks, and never the last token
     assert (model.chain.shared_tokens, model.chain.asked_tokens) == (192, 300)
@@ -242,26 +240,26 @@ def test_what_all_servers_have_is_not_sent_again(tiny, here, client, asked):
 def test_the_least_that_a_server_of_the_chain_has_is_what_all_begin_with(tiny, here, client, asked):
     ups, model = two(here, client)
     one = asked(100, 4)
-    model.generate(torch.tensor([one.prompt]), 4)
+    answer(model, one.prompt, 4)
     idle(ups)
     slots = ups[1].sessions.slots
     kept = list(slots.pool._kept)  # the end of a beginning is the first to go
     for block in kept[:4]:
         del slots.pool._kept[block], slots.pool._found[slots.pool._keys.pop(block)]
         slots.pool._blank.append(block)
-    assert model.generate(torch.tensor([one.prompt]), 4)[0, 100:].tolist() == one.plain.tokens
+    assert answer(model, one.prompt, 4) == one.plain.tokens
     assert model.chain.shared_tokens == 96 - 64 and not model.chain.faults
     for up in ups:
-        up.sessions.slots.check()
+        check_slots(up.sessions.slots)
 
 
 def test_wrong_keys_and_values_would_be_seen(here, client, asked):
     """The control of all tests here: what is shared is what the tokens come of."""
     ups, model = two(here, client)
     one = asked(100, 8)
-    model.generate(torch.tensor([one.prompt]), 8)
+    answer(model, one.prompt, 8)
     ups[1].sessions.batcher.backend.pool.rows.zero_()
-    assert model.generate(torch.tensor([one.prompt]), 8)[0, 100:].tolist() != one.plain.tokens
+    assert answer(model, one.prompt, 8) != one.plain.tokens
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -274,7 +272,7 @@ def test_a_server_that_is_replaced_in_the_middle_is_sent_all_from_the_first_toke
     spare = here.serve([(0, 3), (3, 6)][place], peers=[ups[0].record.address])[0]
     wait_for(model.swarm.look())
     one = asked(100, 8)
-    model.generate(torch.tensor([one.prompt]), 8)
+    answer(model, one.prompt, 8)
     served = {record.server for _, record in model.chain.sessions}
     dies = next(up for up in (*ups, spare) if up.record.server in served and up.record.blocks[0] == 3 * place)
     request = model.engine.submit(one.prompt, Sampling(8))
@@ -291,7 +289,7 @@ def test_a_chain_that_forgets_what_it_lacks_is_found_out(here, client, asked, mo
     """The control of the test above: a successor that is sent the last tokens alone says something else, or fails."""
     ups, model = two(here, client)
     one = asked(100, 8)
-    model.generate(torch.tensor([one.prompt]), 8)
+    answer(model, one.prompt, 8)
     request = model.engine.submit(one.prompt, Sampling(8))
     model.engine.step()
     model.engine.step()
@@ -331,9 +329,9 @@ def test_another_client_finds_nothing(here, client, asked):
     other = client(ups[0].record.address, config=SHARED)
     one = asked(100, 4)
     for each in (model, other):
-        assert each.generate(torch.tensor([one.prompt]), 4)[0, 100:].tolist() == one.plain.tokens
+        assert answer(each, one.prompt, 4) == one.plain.tokens
     assert (model.chain.shared_tokens, other.chain.shared_tokens) == (0, 0)
-    assert other.generate(torch.tensor([one.prompt]), 4)[0, 100:].tolist() == one.plain.tokens
+    assert answer(other, one.prompt, 4) == one.plain.tokens
     assert other.chain.shared_tokens == 96
 
 
@@ -352,9 +350,8 @@ def heard(monkeypatch) -> dict[str, list[str]]:
 
 async def ask(here, server, blocks: str, names: Sequence[str], coding: str = "float32", hidden=None):
     """What a stranger is answered who asks for ``names``, or says that ``hidden`` [16, hidden] has them."""
-    given = tuple(zip(HEADERS, (VERSION, here.model, blocks, coding), strict=True))
     async with grpc.aio.insecure_channel(server.record.address) as channel:
-        call = channel.stream_stream(SESSION)(metadata=given)
+        call = channel.stream_stream(SESSION)(metadata=opening(here.model, blocks, coding))
         if hidden is not None:
             await call.write(encode(hidden, coding, [Stretch(7, 0, len(hidden))], names={7: names}))
             return decode(await call.read(), coding, 32, torch.float32, len(hidden))
@@ -366,7 +363,7 @@ def test_names_say_nothing_to_another_server_and_are_of_blocks_and_coding(here, 
     said = heard(monkeypatch)
     ups, model = two(here, client)
     one = asked(40, 2)
-    model.generate(torch.tensor([one.prompt]), 2)
+    answer(model, one.prompt, 2)
     first, second = (said[name][:2] for name in said)
     assert not set(first) & set(second)
     assert wait_for(ask(here, ups[0], "0:3", first)) == 32  # so these are names, which a server alone has heard
@@ -382,11 +379,11 @@ def test_nobody_puts_something_in_the_place_of_what_is_there_or_is_to_come(here,
     said = heard(monkeypatch)
     ups, model = two(here, client)
     one = asked(40, 6)
-    model.generate(torch.tensor([one.prompt]), 6)
+    answer(model, one.prompt, 6)
     for blocks, server in (("0:3", ups[0]), ("3:6", ups[1])):
         for names in list(said.values()):
             wait_for(ask(here, server, blocks, names[:1], hidden=torch.randn(16, 32)))
-    assert model.generate(torch.tensor([one.prompt]), 6)[0, 40:].tolist() == one.plain.tokens
+    assert answer(model, one.prompt, 6) == one.plain.tokens
     assert model.chain.shared_tokens == 32
 
 
@@ -405,7 +402,7 @@ def test_names_that_are_none_are_refused_and_others_are_served(here, client, ask
     with pytest.raises((SwarmError, grpc.aio.AioRpcError)):
         wait_for(ask(here, ups[0], "0:3", names))
     one = asked(40, 2)
-    assert model.generate(torch.tensor([one.prompt]), 2)[0, 40:].tolist() == one.plain.tokens
+    assert answer(model, one.prompt, 2) == one.plain.tokens
     idle(ups)
 
 
@@ -415,7 +412,7 @@ def test_names_behind_the_context_or_of_no_sequence_of_the_step_change_nothing(h
     assert wait_for(ask(here, server, "0:6", many)) == 0
     wait_for(ask(here, server, "0:6", many, hidden=torch.randn(24, 32)))
     assert wait_for(ask(here, server, "0:6", many)) == 16  # one block was full
-    server.sessions.slots.check()
+    check_slots(server.sessions.slots)
 
 
 ANSWERS = {
@@ -426,8 +423,8 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-def test_a_server_that_says_nonsense_of_what_it_has_is_replaced(here, client, asked, monkeypatch, answer):
+@pytest.mark.parametrize("told", ANSWERS.values(), ids=ANSWERS)
+def test_a_server_that_says_nonsense_of_what_it_has_is_replaced(here, client, asked, monkeypatch, told):
     from firsttoken.petals import session
 
     ups, model = two(here, client)
@@ -436,11 +433,11 @@ def test_a_server_that_says_nonsense_of_what_it_has_is_replaced(here, client, as
     one, wrong = asked(40, 4), iter([True])
 
     def said(*args, shared=None, **more):
-        shared = answer(shared) if shared and next(wrong, False) else shared or {}
+        shared = told(shared) if shared and next(wrong, False) else shared or {}
         return encode(*args, shared=shared, **more)
 
     monkeypatch.setattr(session, "encode", said)
-    assert model.generate(torch.tensor([one.prompt]), 4)[0, 40:].tolist() == one.plain.tokens
+    assert answer(model, one.prompt, 4) == one.plain.tokens
     assert any("says that it has" in why for _, why in model.chain.faults)
 
 
@@ -452,11 +449,11 @@ def test_a_server_that_moves_keeps_nothing_of_its_other_blocks(here, client, ask
     server, _ = here.serve((0, 3), (3, 6), rebalancing=Stays())
     model = client(server.record.address, config=SHARED)
     one = asked(40, 2)
-    model.generate(torch.tensor([one.prompt]), 2)
+    answer(model, one.prompt, 2)
     assert server.sessions.slots.pool._keys
     wait_for(server.rebalancer._move(range(2, 5)))
     assert not server.sessions.slots.pool._keys
-    server.sessions.slots.check()
+    check_slots(server.sessions.slots)
 
 
 def test_a_client_that_audits_shares_nothing(here, client):

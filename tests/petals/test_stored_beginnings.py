@@ -11,11 +11,13 @@ import pytest
 import torch
 from plain_tokens import TOLERANCE, check_greedy, judged
 from safetensors.torch import save
+from slots import check_slots
+from swarms import opening
 
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.wire import HEADERS, SESSION, VERSION, Stretch, decode, encode
+from firsttoken.petals.wire import SESSION, Stretch, decode, encode
 from firsttoken.study.errors import CacheError, SwarmError
 
 
@@ -76,7 +78,7 @@ def test_only_what_follows_is_computed(tiny, here, client, asked, share, stored)
         assert computed_now == {3 * (93 - skipped)} or (turn and computed_now == {3 * (93 - again)})
         assert model.chain.restored == turn + 1
     for up in ups:
-        up.sessions.slots.check()
+        check_slots(up.sessions.slots)
 
 
 def test_other_keys_and_values_would_be_seen(tiny, here, client, asked):
@@ -118,7 +120,7 @@ def test_random_sessions_with_stored_beginnings_and_deaths(tiny, here, client, s
         for prompt, request in zip(prompts, requests, strict=True):
             check_greedy(request.output, judged(tiny, prompt, request.output), TOLERANCE)
         for up in ups:
-            up.sessions.slots.check()
+            check_slots(up.sessions.slots)
     assert model.chain.restored > 5 and model.chain.faults
 
 
@@ -178,9 +180,8 @@ def test_values_of_another_shape_fail_the_server_that_is_sent_them_and_never_the
 
 async def sent(here, server, blocks: str, data: bytes, then: bytes | None = None):
     """What a client is answered to ``data``, and to what it sends ``then``."""
-    given = tuple(zip(HEADERS, (VERSION, here.model, blocks, "float32"), strict=True))
     async with grpc.aio.insecure_channel(server.record.address) as channel:
-        call = channel.stream_stream(SESSION)(metadata=given)
+        call = channel.stream_stream(SESSION)(metadata=opening(here.model, blocks))
         await call.write(data)
         said = [decode(await call.read(), "float32", 32, torch.float32, 0)]
         if then is not None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 
 import grpc
 import pytest
 import torch
+from swarms import opening
 from torch.autograd.graph import saved_tensors_hooks
+from waiting import reached
 
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.timeouts import Timeouts
@@ -19,7 +19,7 @@ from firsttoken.petals.tuning.client_adapters import Lora, module_widths
 from firsttoken.petals.tuning.frozen import MOST_WAITING, FrozenBlocks
 from firsttoken.petals.tuning.passes import Pass, encode_pass
 from firsttoken.petals.tuning.remote_training import RemoteTraining
-from firsttoken.petals.wire import HEADERS, MOST_TOKENS, PASS
+from firsttoken.petals.wire import MOST_TOKENS, PASS
 from firsttoken.study.errors import RequestError
 
 TOKENS = 48
@@ -98,32 +98,26 @@ def held(here):
 
 def test_passes_wait_within_a_bound_and_nothing_is_left_of_who_goes(here, held, tiny):
     server, go = held
-    message = encode_pass(a_pass(tiny.config))
-    opened = tuple(zip(HEADERS, ("2", here.model, "0:6", "float32"), strict=True))
-
-    async def until(reached: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not reached():
-                await asyncio.sleep(0.005)
+    message, opened = encode_pass(a_pass(tiny.config)), opening(here.model)
 
     async def crowd() -> tuple[str, str, int]:
         async with grpc.aio.insecure_channel(server.record.address) as channel:
             ask, waiting = channel.unary_unary(PASS), lambda: server.frozen.waiting
             running = ask(message, metadata=opened)
-            await until(lambda: server.frozen.busy)
+            await reached(lambda: server.frozen.busy)
             crowd = [ask(message, metadata=opened) for _ in range(MOST_WAITING)]
-            await until(lambda: waiting() == MOST_WAITING)
+            await reached(lambda: waiting() == MOST_WAITING)
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await ask(b"x" * len(message), metadata=opened)
             running.cancel()  # its client dies in the middle of backward
             for one in crowd:
                 one.cancel()
-            await until(lambda: not waiting())
+            await reached(lambda: not waiting())
             for _ in range(3):
                 gone = ask(message, metadata=opened)
-                await until(lambda: waiting() == 1)
+                await reached(lambda: waiting() == 1)
                 gone.cancel()
-                await until(lambda: not waiting())
+                await reached(lambda: not waiting())
             queued = server.frozen._thread._work_queue.qsize()
             go.set()
             await ask(message, metadata=opened)
@@ -136,11 +130,10 @@ def test_passes_wait_within_a_bound_and_nothing_is_left_of_who_goes(here, held, 
 
 def test_a_client_that_says_nothing_is_not_waited_for(here):
     server = here.serve((0, 6), trains=True, limits={"idle_s": 0.2})[0]
-    opened = tuple(zip(HEADERS, ("2", here.model, "0:6", "float32"), strict=True))
 
     async def silent(*said: bytes) -> str:
         async with grpc.aio.insecure_channel(server.record.address) as channel:
-            call = channel.stream_unary(PASS)(metadata=opened)
+            call = channel.stream_unary(PASS)(metadata=opening(here.model))
             if said:
                 await call.done_writing()
             await call.code()

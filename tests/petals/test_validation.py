@@ -12,6 +12,7 @@ import pytest
 import torch
 from plain_tokens import check_greedy, generated
 from swarms import DEPTH, asking, part
+from waiting import until
 
 from firsttoken.assets.models import load_model
 from firsttoken.engine.request import Sampling
@@ -42,13 +43,13 @@ def said_by(model, one, tokens: int = ANSWER) -> list[int]:
 
 
 def look(model, *ups) -> None:
-    """Until these servers are known to answer."""
-    until, wanted = time.monotonic() + 20, {up.record.server for up in ups}
-    while True:
+    wanted = {up.record.server for up in ups}
+
+    def known() -> bool:
         wait_for(model.swarm.look())
-        if wanted <= {record.server for record in model.swarm.servers()}:
-            return
-        assert time.monotonic() < until, "the swarm did not come together"
+        return wanted <= {record.server for record in model.swarm.servers()}
+
+    until(known, "these servers are known to answer")
 
 
 def lying(lie: str):
@@ -223,19 +224,21 @@ def test_a_client_may_ask_that_there_are_witnesses(here, client, asked):
     assert model.chain.auditor.ends == {INCONCLUSIVE: 4}
 
 
+async def answered(model, up) -> Evidence:
+    """One answer of blocks [1, 4) of this server, as it signed it."""
+    session = model.swarm.open_session(up.record, range(1, 4), "float32")
+    inputs = torch.randn(5, 32, generator=torch.Generator().manual_seed(2))
+    outputs = await session.run([Stretch(0, 0, 5)], inputs)
+    session.close()
+    return Evidence(Charge(read_commitment(session.commitment), 0, public_hex(CLIENT)), inputs, outputs)
+
+
 def test_an_accusation_costs_the_accuser_first(here, client):
     """Of an honest server: a few are computed, however many are made; of one that nobody has met none is."""
     (keeper,) = here.serve((0, 6))
     model = client(keeper.record.address)
 
-    async def honest() -> Evidence:
-        session = model.swarm.open_session(keeper.record, range(1, 4), "float32")
-        inputs = torch.randn(5, 32, generator=torch.Generator().manual_seed(2))
-        outputs = await session.run([Stretch(0, 0, 5)], inputs)
-        session.close()
-        return Evidence(Charge(read_commitment(session.commitment), 0, public_hex(CLIENT)), inputs, outputs)
-
-    evidence = wait_for(honest())
+    evidence = wait_for(answered(model, keeper))
 
     async def accuse(what: Evidence, times: int) -> list[str]:
         async with model.swarm.access.channel(keeper.record.address, 32) as channel:
@@ -290,13 +293,6 @@ def case(here, client, asked):
     model = client(door)
     look(model, liar)
 
-    async def answer() -> Evidence:
-        session = model.swarm.open_session(liar.record, range(1, 4), "float32")
-        inputs = torch.randn(5, 32, generator=torch.Generator().manual_seed(2))
-        outputs = await session.run([Stretch(0, 0, 5)], inputs)
-        session.close()
-        return Evidence(Charge(read_commitment(session.commitment), 0, public_hex(CLIENT)), inputs, outputs)
-
     def accuse(messages) -> dict | str:
         async def call():
             try:
@@ -306,7 +302,7 @@ def case(here, client, asked):
 
         return wait_for(call())
 
-    return wait_for(answer()), accuse, keeper
+    return wait_for(answered(model, liar)), accuse, keeper
 
 
 FORGED = {

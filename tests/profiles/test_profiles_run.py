@@ -17,17 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from byte_tokenizers import a_token_a_byte
 from made_up import (
     Busy,
     NoLimit,
     asked_peer,
-    bytes_tokenizer,
     choice_questions,
     counted_lender,
     few_conversations,
     in_this_process,
     items,
-    lender,
     lending,
     passages,
     plausible,
@@ -75,7 +74,6 @@ from firsttoken_studies.sarathi import (
     chunk_error,
     host_time,
     live_peer,
-    mixture_error,
     operator_error,
     operators_here,
     paper_cards,
@@ -102,7 +100,7 @@ class World:
             torch.manual_seed(len(spec))
             config = self._truth.config(spec)
             AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-            bytes_tokenizer().save_pretrained(folder)
+            a_token_a_byte().save_pretrained(folder)
         return folder
 
     def summary(self, name: str, profile: str) -> Summary:
@@ -141,12 +139,12 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         for compiled in (kernels, merger):  # once a process: not where there seems to be no compiler, or an empty cache
             compiled()
         servers = operator_error.server_runs()[::100]
-        mixtures = mixture_error.mixture_runs()[:4:3]
+        mixtures = operator_error.mixture_runs()[:4:3]
         for card in mixture_costs.MIXTURE_CARDS:
             mixture_costs._experts(card)
         for card in CARDS:  # now, and kept: nothing is fetched into the cache below
             OperatorTables.read(card)
-        patch.setattr(mixture_error, "mixture_runs", lambda: mixtures)
+        patch.setattr(operator_error, "mixture_runs", lambda: mixtures)
         patch.setattr(operators_here, "_product_s", lambda *_: 1e-5)  # of the true shape, which is no test's
         for foretelling in (operator_error, host_time):
             patch.setattr(foretelling, "server_runs", lambda: servers)
@@ -156,7 +154,7 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         patch.setattr(stats, "_resampled", lambda sample, stat, _, rng: resampled(sample, stat, 20, rng))
         patch.setattr(harness, "available", lambda folder: None)
         patch.setattr(harness, "KernelLimit", NoLimit)
-        patch.setattr(borrowed, "warm_neighbour", lender)
+        patch.setattr(borrowed, "warm_server", counted_lender)
         patch.setattr(borrowed, "shaped", lambda address, *_: nullcontext(address))
         patch.setattr(borrowed, "own_request", lambda *_: nullcontext(Busy()))
         patch.setattr(fetch_trial, "fetchers", lending)

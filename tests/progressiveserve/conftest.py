@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from byte_tokenizers import byte_level
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
 
 from firsttoken.assets import corpora
 from firsttoken.assets.adapters import export_adapter
-from firsttoken.assets.lock import load_lock
 from firsttoken.assets.shapes import shape_config
 from firsttoken.progressiveserve import training
 from firsttoken.progressiveserve.base_model import ServedModel
@@ -29,8 +28,6 @@ from firsttoken.progressiveserve.stages import StagePlan
 from firsttoken.study import paths
 from firsttoken.study.profile import Profile, load_profile
 
-torch.set_num_threads(1)
-
 VOCABULARY = 260  # end of text, 256 bytes, three merges
 MakeModel = Callable[..., PreTrainedModel]
 
@@ -41,8 +38,6 @@ def _private(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(paths, "RESULTS", tmp_path / "results")
     if not request.node.get_closest_marker("assets"):
         monkeypatch.setattr(paths, "CACHE", tmp_path / "cache")
-    elif missing := [member.saved_as for asset in load_lock() for member in asset.missing()]:
-        pytest.skip(f"{missing[0]} is not fetched; run `firsttoken fetch`")
 
 
 @pytest.fixture
@@ -72,12 +67,8 @@ def make_model() -> MakeModel:
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE with three merges; token 0 is the end of text."""
-    merges = [("t", "h"), ("th", "e"), ("i", "n")]
-    symbols = ["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
-    assert len(symbols) == VOCABULARY
-    bpe = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=merges))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
+    bpe = byte_level(merges=[("t", "h"), ("th", "e"), ("i", "n")])
+    assert bpe.get_vocab_size() == VOCABULARY
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>", clean_up_tokenization_spaces=False)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
+from edited import set_keys
 from peft import PeftModel
 
 from firsttoken.assets.adapters import export_adapter
@@ -88,8 +87,7 @@ def test_the_adapter_of_another_stage_is_refused_and_the_model_stays_whole(serve
 def test_an_adapter_that_cannot_be_loaded_leaves_the_model_whole(served, adapter, ids):
     original = logits(served.model, ids)
     folder = adapter(1)
-    config = json.loads((folder / "adapter_config.json").read_text()) | {"r": 2}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    set_keys(folder / "adapter_config.json", r=2)
     with pytest.raises(Exception, match=r"."), at_stage(served, 1, folder):
         pytest.fail("it must not be served")
     assert torch.equal(logits(served.model, ids), original)
@@ -115,7 +113,7 @@ def test_the_plan_and_the_folder_come_from_the_profile(tmp_path):
 
 def profile_for(model: str, tmp_path, task: str = "", dtype: str = "float32") -> Profile:
     served = {"block_start": 2, "block_size": 3, "adapters": str(tmp_path / "adapters"), "task_adapter": task}
-    return Profile("test", "", model, "cpu", dtype, 0, 1, {"served": served})
+    return Profile("", model, "cpu", dtype, 0, 1, "test", {"served": served})
 
 
 @pytest.fixture
@@ -169,4 +167,4 @@ def test_what_cannot_be_served(tmp_path):
     with pytest.raises(StageError, match="model random:tiny-6 has no tokenizer"):
         load_base(profile_for("random:tiny-6", tmp_path))
     with pytest.raises(ProfileError, match="no section 'served'"):
-        load_base(Profile("test", "", "random:tiny", "cpu", "float32", 0, 1, {}))
+        load_base(Profile("", "random:tiny", "cpu", "float32", 0, 1, "test", {}))

@@ -23,12 +23,11 @@ from tqdm import tqdm
 
 from firsttoken.assets.manual_downloads import downloaded
 from firsttoken.engine.costs.published import PublishedCosts
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.simulated import SimulatedExecutor
-from firsttoken.engine.workload.traces import read_trace
+from firsttoken.engine.workload.traces import load_trace
 from firsttoken.study import paths
 
 CONVERSATIONS = 1000
@@ -68,9 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def replayed(library: Path) -> list[float]:
     """Seconds of three replays of the conversations by the simulator of ``library``, in a process of its own."""
-    trace = read_trace(downloaded("azure-conversations") / "AzureLLMInferenceTrace_conv.csv", CONVERSATIONS)
+    trace = load_trace(downloaded("azure-conversations") / "AzureLLMInferenceTrace_conv.csv", CONVERSATIONS)
     asked = {
-        "requests": [[item.arrival_s, item.prompt_tokens, item.output_tokens] for item in trace],
+        "requests": [[item.arrival_s, item.prompt_tokens, item.output_tokens] for item in trace.items],
         "scheduler": "prefill_first",
         "blocks": BLOCKS,
         "decode_s": DECODE_S,

@@ -8,7 +8,6 @@ import pytest
 
 from firsttoken.assets.models import load_model
 from firsttoken.engine.live_executor import LiveExecutor
-from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import load_profile
 from firsttoken_studies.sarathi.batch_cost import LiveBatches, batch_cost, batch_summary
 
@@ -46,9 +45,3 @@ def test_the_experiment() -> None:
     assert summary.of("prefill_x", source="live", case="a token past a tile", than="tile")["n"] == 2
     assert summary.value("prefill_x", source="table", budget_tokens=512, than="whole", across="worst") > 1
     assert outcome.provenance["table"]["costs"] == "yi-34b-a100"
-
-
-@pytest.mark.parametrize("wrong", [{"pieces": [512]}, {"table_pieces": [4096]}, {"running": 0}])
-def test_sizes_that_cannot_be(wrong: dict) -> None:
-    with pytest.raises(ProfileError, match=r"batch cost: (tokens|pieces)"):
-        batch_cost(load_profile("quick", **{f"batch_cost.{key}": value for key, value in wrong.items()}))

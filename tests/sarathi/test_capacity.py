@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.sarathi.capacity import ClientTimes, Objective, capacity
-from firsttoken.sarathi.policy import engine_config
+from firsttoken.sarathi.policy import Policy
 from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.errors import ProfileError
 
@@ -67,12 +67,12 @@ def test_where_a_summary_has_a_scheduler() -> None:
 
 
 def test_schedulers_by_their_names() -> None:
-    config = engine_config("sarathi 512", OBJECTIVE, 64)
+    config = Policy.named("sarathi 512").config(OBJECTIVE, 64)
     assert (config.scheduler, config.token_budget, config.requests, config.tbt_s) == ("sarathi", 512, 64, 0.1)
-    assert engine_config("orca", OBJECTIVE, 64).scheduler == "orca"
+    assert Policy.named("orca").config(OBJECTIVE, 64).scheduler == "orca"
     with pytest.raises(
         ProfileError, match="scheduler 'sarathi small': write the name and, where it has one, the token"
     ):
-        engine_config("sarathi small", OBJECTIVE, 64)
+        Policy.named("sarathi small").config(OBJECTIVE, 64)
     with pytest.raises(ProfileError, match="cannot hold a token of each of 64 requests"):
-        engine_config("sarathi 32", OBJECTIVE, 64)
+        Policy.named("sarathi 32").config(OBJECTIVE, 64)

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import load_profile
 from firsttoken_studies.sarathi import changing_load as module
 from firsttoken_studies.sarathi.changing_load import ChangingLoad, Phases, changing_load, changing_summary
@@ -74,17 +73,3 @@ def test_the_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
         assert above["value"] == pytest.approx(100 * np.mean(share["adaptive_budget"] - best)) and above["n"] == 2
     assert summary.value("overtaken", scheduler="shortest_first", budget_tokens=512) == 0
     assert outcome.provenance["costs"] == "yi-34b-a100"
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"factors": []}, "above 0"),
-        ({"heavy": 1.0}, "heavy between 0 and 1"),
-        ({"objectives": [10]}, "the strict one, 5, among them"),
-        ({"wait_s": 0}, "times and objectives above 0"),
-    ],
-)
-def test_loads_that_cannot_be(wrong: dict, message: str) -> None:
-    with pytest.raises(ProfileError, match=message):
-        changing_load(load_profile("quick", **{f"changing_load.{key}": value for key, value in wrong.items()}))

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 from firsttoken.study.errors import CorpusError, ProfileError
-from firsttoken.study.profile import load_profile
 from firsttoken_studies.sarathi import chunk_error as study
 from firsttoken_studies.sarathi.chunk_error import (
     DIFFERENCE,
     HELD_OUT,
     SEEN,
     WAVES,
-    ChunkErrorConfig,
     by_difference,
     by_waves,
     chunk_summary,
@@ -81,25 +77,3 @@ def test_errors_are_by_share_and_band():
     assert off(HELD_OUT, WAVES, "mean") == pytest.approx(0) and off("m on 2", DIFFERENCE, "mean") == pytest.approx(-90)
     assert off("chunks up to 256, prefixes from 1,025", DIFFERENCE) == pytest.approx(90)
     assert not summary.all("attention_off_pct", case="chunks from 1,025, prefixes up to 256")
-
-
-@pytest.mark.parametrize("text", ["folder llama-3.1-8b", "folder gpt 1", "folder llama-3.1-8b two", "f llama-3.1-8b 0"])
-def test_a_profile_is_three_words(text):
-    profile = load_profile("full", **{"chunk_error.profiles": [text]})
-    with pytest.raises(ProfileError, match=r"is no profile; write FOLDER MODEL GPUS, the model of mistral-7b"):
-        study.chunk_error(profile)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"tile": 0}, "tile and processors must be at least 1"),
-        ({"processors": 0}, "tile and processors must be at least 1"),
-        ({"profiles": ()}, "name at least one profile, and each once"),
-        ({"profiles": ("a", "a")}, "name at least one profile, and each once"),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(change, says):
-    config = load_profile("full").section("chunk_error", ChunkErrorConfig)
-    with pytest.raises(ProfileError, match=says):
-        dataclasses.replace(config, **change)

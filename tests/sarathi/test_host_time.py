@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from firsttoken.engine.costs.cost_model import Costs
+from firsttoken.study.record import frame_of
 from firsttoken_studies.sarathi.host_time import AFTER, BEFORE, CountedSteps, counted, fitted, host_summary
 from firsttoken_studies.sarathi.operator_error import OperatorErrorConfig, ServerRun
 
@@ -75,12 +76,12 @@ def rows_with(host_ms, names=("a", "b")):
 
 
 def test_the_fit_finds_the_two_numbers():
-    step, row = fitted(rows_with({"a": (2.0, 0.05)}, ("a",)))
+    step, row = fitted(frame_of(rows_with({"a": (2.0, 0.05)}, ("a",))))
     assert (step, row) == (pytest.approx(2.0), pytest.approx(0.05))
 
 
 def test_a_sum_that_is_too_slow_needs_no_host():
-    assert fitted(rows_with({"a": (-2.0, 0.0)}, ("a",))) == (0.0, 0.0)
+    assert fitted(frame_of(rows_with({"a": (-2.0, 0.0)}, ("a",)))) == (0.0, 0.0)
 
 
 def test_one_host_explains_all_servers_that_have_it():

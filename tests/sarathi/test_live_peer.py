@@ -21,9 +21,9 @@ from firsttoken_studies.sarathi import live_peer
 from firsttoken_studies.sarathi import live_peer_figures as figures
 from firsttoken_studies.sarathi.live_peer import METRICS, OURS, VLLM, PeerConfig, PeerModel, peer_summary
 
-LOAD = live_peer.PeerLoad(requests=4, per_s=2.0, prompt_tokens=64, prompt_spread=16, new_tokens=8, seed=3)
 CONFIG = {"budgets": (64, 256), "requests": 4, "rate": 2.0, "prompt_tokens": 64, "prompt_spread": 16}
 CONFIG |= {"new_tokens": 8, "rounds": 2}
+LOAD = PeerConfig(**CONFIG)
 TIMES = {"unit": "ms", "avg": 20.0, "p50": 15.0, "p99": 90.0, "min": 1.0}
 EXPORT = {
     "schema_version": "1.4",
@@ -93,7 +93,9 @@ def test_no_key_reaches_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_server_of_a_round_is_asked_the_same(model: PeerModel, tmp_path: Path) -> None:
-    one, other = (live_peer.aiperf_command(f"http://127.0.0.1:{port}", model.folder, LOAD, tmp_path) for port in (1, 2))
+    one, other = (
+        live_peer.aiperf_command(f"http://127.0.0.1:{port}", model.folder, LOAD, 3, tmp_path) for port in (1, 2)
+    )
     assert [words for words in zip(one, other, strict=True) if len(set(words)) > 1] == [
         ("http://127.0.0.1:1", "http://127.0.0.1:2")
     ]
@@ -139,13 +141,13 @@ def test_an_aiperf_that_fails_says_why(tmp_path: Path) -> None:
 def test_an_environment_that_is_missing(model: PeerModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_peer, "VLLM_PYTHON", tmp_path / "python")
     with pytest.raises(FirstTokenError, match=r"^live_peer: vLLM's environment is missing; run env/vllm/setup\.sh$"):
-        live_peer.turn(OURS, model, 64, LOAD)
+        live_peer.turn(OURS, model, 64, LOAD, 3)
     (tmp_path / "python").touch()
     monkeypatch.setattr(live_peer, "AIPERF", tmp_path / "aiperf")
     with pytest.raises(
         FirstTokenError, match=r"^live_peer: aiperf's environment is missing; run env/clients/setup\.sh$"
     ):
-        live_peer.turn(OURS, model, 64, LOAD)
+        live_peer.turn(OURS, model, 64, LOAD, 3)
 
 
 def gone(pid: int) -> bool:
@@ -172,7 +174,7 @@ def test_a_server_is_ended_when_aiperf_fails(model: PeerModel, tmp_path: Path, m
     fake = {OURS: lambda model, budget, port: [sys.executable, "-c", HEALTHY, str(port)]}
     monkeypatch.setattr(live_peer, "COMMANDS", fake)
     with pytest.raises(FirstTokenError, match="aiperf ended with 2"):  # there is no script `profile`
-        live_peer.turn(OURS, model, 64, LOAD)
+        live_peer.turn(OURS, model, 64, LOAD, 3)
     server, _aiperf = processes
     assert server.returncode == -15 and list(tmp_path.iterdir()) == []
 

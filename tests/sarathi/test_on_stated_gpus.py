@@ -13,11 +13,10 @@ from firsttoken.engine.costs.operator_tables import CARDS
 from firsttoken.sarathi.hardware import Hardware
 from firsttoken.sarathi.lengths import STATED, lengths
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.profile import load_profile
 from firsttoken_studies.commands import _card, add_options
-from firsttoken_studies.sarathi.card_capacity import CardCapacityConfig, CardCase, card_summary
+from firsttoken_studies.sarathi.card_capacity import CardCase, card_summary
 from firsttoken_studies.sarathi.operator_error import OperatorErrorConfig, ServerRun, operator_summary, simulated
-from firsttoken_studies.sarathi.paper_cards import FixedLoadConfig, objective_sweep, sweep_summary
+from firsttoken_studies.sarathi.paper_cards import sweep_summary
 
 
 @dataclass
@@ -93,11 +92,6 @@ def test_a_case_is_four_words(text):
         CardCase.named(text)
 
 
-def test_a_case_that_is_named_twice_is_refused():
-    with pytest.raises(ProfileError, match=r"the case 'm 1 c 1' is there twice; name each once"):
-        CardCapacityConfig(("m 1 c 1", "m 1 c 1"), ("sarathi 512",), "sharegpt", 1, 1, 1)
-
-
 @pytest.mark.parametrize("given", [{"costs": "a100-sxm"}, {"costs": "yi-34b-a100", "model": "yi-34b", "blocks": 1}])
 def test_a_model_is_given_with_a_card_and_only_there(given):
     with pytest.raises(ProfileError, match=r"hardware: a model is given with one of a100-sxm"):
@@ -166,17 +160,3 @@ def test_sarathi_stands_over_the_best_batch_of_each_bound():
 def test_a_baseline_that_serves_nothing_has_no_factor():
     rows = swept(32, "prefill_first", 75, [0.0] * 5) + swept(128, "sarathi 512", 75, [1.0] * 5)
     assert not sweep_summary(rows, {}).all("capacity_x")
-
-
-@pytest.mark.parametrize(
-    "load", ["sharegpt", "sharegpt fast", "sharegpt 0", "sharegpt -1", "sharegpt nan", "sharegpt inf"]
-)
-def test_a_load_is_lengths_and_a_rate(load):
-    with pytest.raises(ProfileError, match=r"is no load; write LENGTHS RATE"):
-        FixedLoadConfig((), (load,), (), 1, 1, 1)
-
-
-def test_a_set_up_is_three_words():
-    profile = load_profile("quick", **{"objective_sweep.cases": ["yi-34b a100-sxm"]})
-    with pytest.raises(ProfileError, match=r"'yi-34b a100-sxm' is no set-up; write MODEL GPUS CARD"):
-        objective_sweep(profile)

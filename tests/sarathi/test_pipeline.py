@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firsttoken.engine.costs.sarathi_artifact import BatchCosts
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.trace import Trace
 from firsttoken.engine.workload.workload_items import Item

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firsttoken.engine.costs.sarathi_artifact import BatchCosts
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.simulated import SimulatedExecutor
@@ -21,9 +20,9 @@ from firsttoken.sarathi.capacity import STRICT
 from firsttoken.sarathi.checked_scheduler import watched
 from firsttoken.sarathi.hardware import Hardware
 from firsttoken.sarathi.policy import Policy
-from firsttoken.study import decisions, paths
-from firsttoken.study.decisions import Decisions
+from firsttoken.study import paths, policy_file
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.policy_file import Decisions
 from firsttoken_studies.sarathi.bench import Bench, CapacityConfig
 
 HEAD = """from firsttoken.engine.schedulers.scheduler import Scheduler
@@ -177,7 +176,7 @@ def test_steps_that_may_not_be(write: Write, bench: Bench, schedule: str, messag
 def test_policies_that_never_finish_anything(
     write: Write, bench: Bench, monkeypatch: pytest.MonkeyPatch, schedule: str, message: str
 ) -> None:
-    monkeypatch.setattr(decisions, "LONGEST_S", 1.0)
+    monkeypatch.setattr(policy_file, "LONGEST_S", 1.0)
     with pytest.raises(ProfileError, match=message) as stopped:
         served(bench, write(f"{HEAD}        {schedule}\n") + " 64")
     assert "mine.py" in str(stopped.value)

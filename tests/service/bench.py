@@ -65,13 +65,12 @@ def _said(answer: bytes) -> int:
 def alone(folder: Path, tokens: int, scheduler: str) -> None:
     """Print tokens/s of the engine by itself, for each line that comes in: how many streams."""
     from firsttoken.assets.models import load_model
-    from firsttoken.engine.engine import Engine
-    from firsttoken.engine.engine_config import EngineConfig
+    from firsttoken.engine.engine import Engine, EngineConfig
     from firsttoken.engine.fused import fuse
     from firsttoken.engine.live_executor import LiveExecutor
     from firsttoken.engine.request import Sampling
     from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
-    from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
+    from firsttoken.progressiveserve.checkpoint.names import torch_dtype
     from firsttoken.study import dtypes
 
     stored = torch_dtype(read_manifest(folder).dtype)

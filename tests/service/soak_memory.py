@@ -27,7 +27,8 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from mixed_requests import BLOCKS, LONGEST, MODELS, RUNNING, VARIANTS, WAITING, wave, write_place
-from services import free_port, until
+from services import free_port
+from waiting import until
 
 EACH, FROM = 500, 2000  # requests between two readings, and before the first that counts
 FLAT_KB = 10.0  # per 1,000 requests: at 10,000 a day 36 MB a year
@@ -80,14 +81,14 @@ def held(port: int, pid: int, requests: int) -> Held:
     return Held(requests, *memory, int(numbers["Threads:"]), files, *counts)
 
 
-def soak(requests: int, seed: int) -> tuple[list[Held], Counter[str]]:
-    """What is held after every ``EACH`` requests, and how all ended."""
+def soak(requests: int, seed: int, each: int = EACH) -> tuple[list[Held], Counter[str]]:
+    """What is held after ``each`` of so many requests, and how all ended."""
     rows, ends, begun = [], Counter(), time.monotonic()
     with service() as (port, pid):
         print(*(f"{name:>11}" for name in (*Held._fields, "seconds")), flush=True)
-        for number in range(requests // EACH):
-            ends += asyncio.run(wave(port, EACH, 1000 * seed + number))
-            rows.append(held(port, pid, (number + 1) * EACH))
+        for number in range(requests // each):
+            ends += asyncio.run(wave(port, each, 1000 * seed + number))
+            rows.append(held(port, pid, (number + 1) * each))
             print(*(f"{value:>11}" for value in (*rows[-1], round(time.monotonic() - begun))), flush=True)
     return rows, ends
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from edited import set_keys
 from plain_tokens import generated
 from transformers import AutoModelForCausalLM
 
@@ -41,8 +42,7 @@ def small(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[htt
     prompt = byte_level().encode("the inn").ids
     said = generated(AutoModelForCausalLM.from_pretrained(plain).eval(), prompt, 3 * SAID).exact()
     end = next(token for token in said[SAID:] if token not in said[:SAID])
-    settings = json.loads((folder / "generation_config.json").read_text())
-    (folder / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": end}))
+    set_keys(folder / "generation_config.json", eos_token_id=end)
     with serving(folder, kv_blocks=ROOM // 16) as url, httpx.Client(base_url=url, timeout=120) as client:
         yield client
 

@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from services import ENDLESS, TIMEOUT_S, free_port, until, write_endless
+from services import ENDLESS, TIMEOUT_S, free_port, write_endless
+from waiting import until
 
 pytest.importorskip("uvicorn")
 

@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from services import ENDLESS, TIMEOUT_S, free_port, serving, until
+from services import ENDLESS, TIMEOUT_S, free_port, serving
+from waiting import until
 
 pytest.importorskip("starlette")
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from services import GREEDY, TIMEOUT_S, serving, until, workers
+from services import GREEDY, TIMEOUT_S, serving, workers
+from waiting import until
 
 from firsttoken.assets.checkpoint import weight_files
 from firsttoken.assets.held import unchanged

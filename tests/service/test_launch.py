@@ -17,7 +17,7 @@ import pytest
 from firsttoken.service import cluster, launch, served_model
 from firsttoken.service.launch import running, serve_forever
 from firsttoken.service.service_config import ServiceConfig
-from firsttoken.study.errors import FirstTokenError, ModelError, StageError
+from firsttoken.study.errors import FirstTokenError, StageError
 
 
 @pytest.fixture
@@ -80,22 +80,12 @@ def test_the_model_is_called_after_its_folder(tiny):
     assert ServiceConfig(tiny).model == ServiceConfig(tiny / "1-A" / "..").model == "tiny"
 
 
-def test_a_folder_that_is_no_staged_checkpoint(tmp_path, port):
-    error = refusal(ServiceConfig(tmp_path, port=port))
-    assert isinstance(error, ModelError) and f"{tmp_path} has no config.json" in str(error)
-
-
-def test_a_shard_of_stage_1_that_is_missing(tiny, tmp_path, port):
+@pytest.mark.parametrize("name", ["1-A/*.safetensors", "tokenizer.json"])
+def test_a_checkpoint_that_lacks_a_file(tiny, tmp_path, port, name):
     shutil.copytree(tiny, tmp_path / "tiny")
-    shard = next((tmp_path / "tiny" / "1-A").glob("*.safetensors"))
-    shard.unlink()
-    assert shard.name in str(refusal(ServiceConfig(tmp_path / "tiny", port=port)))
-
-
-def test_a_checkpoint_without_a_tokenizer(tiny, tmp_path, port):
-    shutil.copytree(tiny, tmp_path / "tiny")
-    (tmp_path / "tiny" / "tokenizer.json").unlink()
-    assert "tokenizer.json" in str(refusal(ServiceConfig(tmp_path / "tiny", port=port)))
+    file = next((tmp_path / "tiny").glob(name))
+    file.unlink()
+    assert file.name in str(refusal(ServiceConfig(tmp_path / "tiny", port=port)))
 
 
 def test_a_port_that_is_taken(tiny, taken):
@@ -109,19 +99,15 @@ def test_a_store_of_prefixes_that_is_none(plain, tmp_path, port):
         assert isinstance(error, StageError) and f"there is no folder {absent}" in str(error)
 
 
-def test_no_ray(tiny, port, monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "replicas", "needed"), [("ray", 2, "ray for replicas"), ("uvicorn", 1, "uvicorn and starlette")]
+)
+def test_a_package_that_is_not_here(tiny, port, monkeypatch, module, replicas, needed):
     for key in ("RAY_AUTH_TOKEN", *cluster._ENVIRONMENT):
         monkeypatch.setenv(key, "")  # so that what is set meanwhile is taken back
-    monkeypatch.setitem(sys.modules, "ray", None)
-    assert str(refusal(ServiceConfig(tiny, replicas=2, port=port))) == (
-        'serve needs ray for replicas: pip install "firsttoken[serve]"'
-    )
-
-
-def test_no_server(tiny, port, monkeypatch):
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert str(refusal(ServiceConfig(tiny, port=port))) == (
-        'serve needs uvicorn and starlette: pip install "firsttoken[serve]"'
+    monkeypatch.setitem(sys.modules, module, None)
+    assert str(refusal(ServiceConfig(tiny, replicas=replicas, port=port))) == (
+        f'serve needs {needed}: pip install "firsttoken[serve]"'
     )
 
 

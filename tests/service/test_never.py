@@ -3,17 +3,16 @@ the terminal and tried again."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from edited import config, tensors
 from services import free_port
+from waiting import until
 
 from firsttoken.__main__ import main
 from firsttoken.engine.request_limits import RequestLimits
@@ -21,27 +20,6 @@ from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 
 Change = Callable[[Path], None]
-
-
-def config(**values: object) -> Change:
-    """Set keys of config.json."""
-
-    def change(folder: Path) -> None:
-        file = folder / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | values))
-
-    return change
-
-
-def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
-    """Change what the weights are."""
-
-    def changed(folder: Path) -> None:
-        held = load_file(folder / "model.safetensors")
-        change(held)
-        save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
-
-    return changed
 
 
 def written(name: str, content: str) -> Change:
@@ -122,9 +100,6 @@ def test_what_may_pass_is_tried_again_and_said(tiny: Path, capsys: pytest.Captur
     limits = RequestLimits(max_prompt_tokens=64, max_new_tokens=64)
     server = StagedServer(tiny, [Link(fail_after_bytes=120_000)], limits, retry_s=0.01)
     server.start()
-    until = time.monotonic() + 60
-    while "stage 2" not in (server.status()["error"] or ""):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: "stage 2" in (server.status()["error"] or ""), "the failure is told")
     server.close()  # what is read while a thread writes may lose a line
     assert "it is tried again in 0.01 s" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from edited import set_keys
 from rotary import ROTARY, TRAINED
 from services import TIMEOUT_S, serving, tiny_model, tiny_tokenizer
 
@@ -80,7 +81,7 @@ def test_a_short_answer_beside_long_ones_that_longrope_refuses(tmp_path: Path) -
     longrope = dict(ROTARY["longrope"]["rope_parameters"])
     for name in ("short_factor", "long_factor"):
         longrope[name] = (longrope[name] * width)[: width // 2]
-    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_parameters": longrope}))
+    set_keys(tmp_path / "config.json", rope_parameters=longrope)
     body = {"max_tokens": 12, "temperature": 0}
     with serving(tmp_path) as url:
         assert httpx.get(f"{url}/v1/models").json()["data"][0]["max_model_len"] == TRAINED

@@ -6,10 +6,12 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
+from coarse_plans import coarse_first
 from services import tiny_model, tiny_tokenizer
 
 from firsttoken.assets.empty_model import build_on_meta
@@ -18,7 +20,7 @@ from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Request, Sampling, ScheduledChunk
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.link.shaped import Link, LinkConfig
-from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, coarse_first, staged
+from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, staged
 from firsttoken.progressiveserve.checkpoint.sources import FolderSource
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.stages import StagePlan
@@ -29,6 +31,8 @@ from firsttoken_extras.bitplanes.plan_spec import PlanSpec
 from firsttoken_extras.bitplanes.plane_plan import by_planes
 
 pytest.importorskip("grpc")
+
+from swarms import Here, servers_imported, varied
 
 from firsttoken.petals.checkpoint_blocks import load_ends, model_sha256
 from firsttoken.service.over_swarm import SwarmServer, staged_ends
@@ -65,8 +69,6 @@ def checkpoint(plain, tmp_path) -> tuple[Path, list[Path], int]:
 
 @pytest.fixture(scope="module")
 def imported() -> Iterator[None]:
-    from swarms import servers_imported
-
     with servers_imported():
         yield
 
@@ -96,12 +98,9 @@ def test_the_ends_are_those_of_the_whole_model(plain, tmp_path, kind) -> None:
 
 @pytest.mark.parametrize("of", ["stages", "source"])
 def test_it_answers_over_servers_of_either_folder(plain, checkpoint, tmp_path, imported, of) -> None:
-    from swarms import Here
-
     folder, source = checkpoint[0], FolderSource(plain)
     write_staged(source, planned(source, "layers"), whole := tmp_path / "whole" / "model")
-    here = Here(whole if of == "stages" else plain)
-    try:
+    with closing(Here(whole if of == "stages" else plain)) as here:
         address = here.serve((0, 6))[0].record.address
         config = ServiceConfig(folder, swarm=(address,), gbit_per_s=1.0)
         server = SwarmServer(config, RequestLimits(), True)
@@ -111,21 +110,14 @@ def test_it_answers_over_servers_of_either_folder(plain, checkpoint, tmp_path, i
         assert server.status()["state"] == "complete"
         server.close()
         plainly.close()
-    finally:
-        here.close()
 
 
 def test_servers_of_another_model_are_not_asked(checkpoint, tmp_path, imported) -> None:
-    from swarms import Here, varied
-
     varied().save_pretrained(tmp_path / "other")
-    here = Here(tmp_path / "other")
-    try:
+    with closing(Here(tmp_path / "other")) as here:
         address = here.serve((0, 6))[0].record.address
         with pytest.raises(SwarmError, match="1 of another model"):
             SwarmServer(ServiceConfig(checkpoint[0], swarm=(address,), swarm_step_s=1.0), RequestLimits(), True)
-    finally:
-        here.close()
 
 
 def test_what_is_wrong_with_the_ends(checkpoint, tmp_path) -> None:
@@ -157,17 +149,12 @@ def test_a_device_that_is_not_here(plain) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("staged", [False, True])
 def test_the_ends_compute_on_a_gpu(plain, checkpoint, imported, staged) -> None:
-    from swarms import Here
-
-    here = Here(plain)
-    try:
+    with closing(Here(plain)) as here:
         address = here.serve((0, 6))[0].record.address
         folder = checkpoint[0] if staged else plain
         server = SwarmServer(ServiceConfig(folder, swarm=(address,), device="cuda"), RequestLimits(), staged)
         assert len(list(server.submit([1, 2, 3], 8))) == 8
         server.close()
-    finally:
-        here.close()
 
 
 def test_what_surrounds_the_blocks_is_on_the_device_of_the_ends(plain) -> None:

@@ -1,7 +1,7 @@
 """Every pair of options of ``serve``, tried: it answers as either alone would, or is refused in one line that says why.
 
-``REFUSED`` of the service's configuration is the table. What is not in it is served here with a real model, real
-sockets, and for replicas and clusters a real Ray.
+``REFUSED`` of the service's configuration is the table. What is not in it is served here, in threes, with a real model,
+real sockets, and for replicas and clusters a real Ray.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
-from services import TIMEOUT_S, free_port, tiny_model, tiny_tokenizer, until, write_endless
+from services import TIMEOUT_S, free_port, said, tiny_model, write_endless, write_staged_endless
+from waiting import until
 
 from firsttoken.__main__ import main
-from firsttoken.assets.checkpoint import combined_sha256, weight_files
 from firsttoken.service.launch import running
 from firsttoken.service.service_config import REFUSED, STAGES, WHOLE, ServiceConfig
 from firsttoken.study import paths
@@ -73,25 +72,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole model, the same in stages, an adapter on it, and a store with how all prompts begin."""
-    from peft import LoraConfig, get_peft_model
-
-    from firsttoken.progressiveserve.checkpoint.plan import staged
-    from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
-    from firsttoken.progressiveserve.checkpoint.writer import write_staged
-    from firsttoken.progressiveserve.stages import StagePlan
+    from fine_tunes import tuned, written
 
     place = tmp_path_factory.mktemp("pairs")
     write_endless(place / "model")
-    origin = Origin("model", combined_sha256(weight_files(place / "model")), "real")
-    source = ModelSource(tiny_model(), tiny_tokenizer(), origin)
-    write_staged(source, staged(source.names, StagePlan.from_block(6, range(1, 5))), place / "stages" / "model")
-    peft = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules=["q_proj", "up_proj"])).eval()
-    with torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(1)
-        for name, parameter in peft.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(0.3 * torch.randn(parameter.shape))
-    peft.save_pretrained(place / "qa")
+    write_staged_endless(place / "stages" / "model", place / "model")
+    written(tuned(tiny_model(), 1, ["q_proj", "up_proj"]), place / "qa")
     assert main(["prefix", "put", str(place / "store"), TEXT, "--model", str(place / "model")]) == 0
     return place
 
@@ -205,15 +191,8 @@ def _stage(url: str) -> httpx.Response:
 
 def answers(url: str, model: str | None = None) -> list[str]:
     """What all prompts are told, asked at once."""
-
-    def ask(prompt: str) -> str:
-        body = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
-        answer = httpx.post(f"{url}/v1/completions", json=body | ({"model": model} if model else {}), timeout=TIMEOUT_S)
-        assert answer.status_code == 200, answer.text
-        return answer.json()["choices"][0]["text"]
-
     with ThreadPoolExecutor(len(PROMPTS)) as clients:
-        return list(clients.map(ask, PROMPTS))
+        return list(clients.map(lambda prompt: said(url, prompt, model, 40), PROMPTS))
 
 
 @pytest.fixture(scope="module")
@@ -227,29 +206,42 @@ def expected(arguments, cache) -> dict[str, list[str]]:
     return alone
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
-def test_a_pair_answers_as_either_alone_or_is_refused(pair, arguments, cache, request, capsys) -> None:
-    if (why := refused(pair)) is not None:
-        assert main(["serve", *arguments(pair), "--port", str(free_port())]) == 2
-        told = capsys.readouterr().err
-        assert told.startswith("firsttoken: serve: ") and f": {why}; leave one of them out" in told
-        assert told.count("\n") == 1
-        return
-    right = request.getfixturevalue("expected")
-    with served(arguments(pair), cache) as url:
-        if "--prefix-store" in pair:
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if refused(pair)], ids=" ".join)
+def test_a_pair_is_refused(pair, arguments, capsys) -> None:
+    assert main(["serve", *arguments(pair), "--port", str(free_port())]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("firsttoken: serve: ") and f": {refused(pair)}; leave one of them out" in told
+    assert told.count("\n") == 1
+
+
+def served_together() -> list[tuple[str, ...]]:
+    """Options in threes, of which none refuses another: every pair that is served stands in one of them, and a service
+    that starts for three of its pairs at once costs a third."""
+    left = {pair for pair in PAIRS if not refused(pair)}
+    threes = [three for three in combinations(OPTIONS, 3) if set(combinations(three, 2)) <= left]
+    found = []
+    while left:
+        found.append(max(threes, key=lambda three: len(left & set(combinations(three, 2)))))
+        left -= set(combinations(found[-1], 2))
+    return found
+
+
+@pytest.mark.parametrize("options", served_together(), ids=" ".join)
+def test_options_together_answer_as_each_alone(options, arguments, cache, expected) -> None:
+    with served(arguments(options), cache) as url:
+        if "--prefix-store" in options:
             until(lambda: "stored prefixes are used" in _stage(url).text, "the store is open")
-        assert answers(url) == right["--swarm" if "--swarm" in pair else ""]
-        if "--variant" in pair and "--swarm" in pair:  # what it says, ``test_over_swarm.py`` knows in float32
-            assert answers(url, "qa") not in (right["--swarm"], right[""])
-        elif "--variant" in pair:
-            assert answers(url, "qa") == right["qa"]
+        assert answers(url) == expected["--swarm" if "--swarm" in options else ""]
+        if "--variant" in options and "--swarm" in options:  # what it says, ``test_over_swarm.py`` knows in float32
+            assert answers(url, "qa") not in (expected["--swarm"], expected[""])
+        elif "--variant" in options:
+            assert answers(url, "qa") == expected["qa"]
         status = _stage(url).json()
-        if "--prefix-store" in pair and not {"--replicas"} & set(pair):
+        if "--prefix-store" in options and "--replicas" not in options:
             assert status["restored"] == len(PROMPTS)
-        if pair == ("--share-prefixes", "--swarm"):
-            assert answers(url) == right["--swarm"] and _stage(url).json()["shared_tokens"] > 0
-        if "--preemption" in pair:
+        if {"--share-prefixes", "--swarm"} <= set(options):
+            assert answers(url) == expected["--swarm"] and _stage(url).json()["shared_tokens"] > 0
+        if "--preemption" in options:
             assert any("cross_point: " in event["what"] for event in status["events"])
 
 

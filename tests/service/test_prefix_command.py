@@ -17,19 +17,30 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from services import TIMEOUT_S, serving, tiny_model, tiny_tokenizer, until, write_endless
+from services import (
+    TIMEOUT_S,
+    restored,
+    said,
+    serving,
+    tiny_model,
+    tiny_tokenizer,
+    with_prefixes,
+    workers,
+    write_endless,
+    write_staged_endless,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from waiting import until
 
 from firsttoken.__main__ import main
 from firsttoken.assets.checkpoint import combined_sha256, weight_files
 from firsttoken.droidspeak.identity import identify
 from firsttoken.droidspeak.pair_profile import PairProfile, keep_profile, read_profiles
 from firsttoken.droidspeak.prefill import Group, full_prefill, partial_prefill, suffix_logits
-from firsttoken.droidspeak.prefix import Prefix
+from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
 from firsttoken.droidspeak.prefix_link import LIST, Offer, PrefixPeer, PrefixServer, pull
 from firsttoken.droidspeak.store import KVStore
 from firsttoken.link.shaped import Link
-from firsttoken.service.launch import running
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study.errors import CacheError, LinkError, StageError
 
@@ -85,27 +96,18 @@ def put(store: Path, model: Path, *more: str, text: str = TEXT) -> str:
     return file.name.partition(".")[0]
 
 
-def said(url: str, model: str | None = None, text: str = TEXT + MORE) -> str:
-    body = {"prompt": text, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-    answer = httpx.post(f"{url}/v1/completions", json=body | ({"model": model} if model else {}), timeout=TIMEOUT_S)
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]["text"]
-
-
-def restored(url: str) -> int:
-    return httpx.get(f"{url}/stage").json()["restored"]
-
-
-@contextmanager
-def with_prefixes(folder: Path, store: Path, **settings: Any) -> Iterator[str]:
-    with serving(folder, prefix_store=store, **settings) as url:
-        until(lambda: "stored prefixes are used" in httpx.get(f"{url}/stage").text, "the store is open")
-        yield url
+def answered(url: str, model: str | None = None) -> str:
+    return said(url, TEXT + MORE, model)
 
 
 def alone(folder: Path, **settings: Any) -> str:
     with serving(folder, **settings) as url:
-        return said(url)
+        return answered(url)
+
+
+@pytest.fixture(scope="module")
+def expected_alone(base) -> str:
+    return alone(base)
 
 
 @torch.inference_mode()
@@ -122,14 +124,13 @@ def expected(sender: Path, receiver: Any, group: Group) -> str:
     return tiny_tokenizer().decode(out)
 
 
-def test_a_model_takes_its_own(base, store, capsys) -> None:
-    expected_alone = alone(base)
+def test_a_model_takes_its_own(base, expected_alone, store, capsys) -> None:
     key = put(store, base)
     told = capsys.readouterr().out
     assert f"{key}: {len(ids(TEXT))} tokens, " in told and "only this model will take it" in told
     with with_prefixes(base, store) as url:
-        assert said(url) == expected_alone and restored(url) == 1
-        assert said(url, text="quite another") and restored(url) == 1
+        assert answered(url) == expected_alone and restored(url) == 1
+        assert said(url, "quite another") and restored(url) == 1
 
 
 def test_another_model_takes_it_with_the_profiled_group(base, tuned, store, capsys) -> None:
@@ -138,34 +139,29 @@ def test_another_model_takes_it_with_the_profiled_group(base, tuned, store, caps
     assert mixed != own, "else the test says nothing"
     key = put(store, base)
     with with_prefixes(tuned, store) as url:
-        assert said(url) == own and restored(url) == 0, "a pair that nobody profiled"
+        assert answered(url) == own and restored(url) == 0, "a pair that nobody profiled"
     assert main(["prefix", "drop", str(store), key]) == 0
     keep_profile(store, stock(base)[1], reader, profile(GROUP))
     capsys.readouterr()
     put(store, base)
     assert "only this model" not in capsys.readouterr().out
     with with_prefixes(tuned, store) as url:
-        assert said(url) == mixed and restored(url) == 1
+        assert answered(url) == mixed and restored(url) == 1
         again = put(store, tuned)
-        assert said(url) == own and restored(url) == 2, "its own goes before another's, and is seen while it serves"
+        assert answered(url) == own and restored(url) == 2, "its own goes before another's, and is seen while it serves"
         assert main(["prefix", "drop", str(store), again]) == 0
-        assert said(url) == mixed and restored(url) == 3
+        assert answered(url) == mixed and restored(url) == 3
     keep_profile(store, stock(base)[1], reader, profile(Group(0, 6)))
     with with_prefixes(tuned, store) as url:
-        assert said(url) == own and restored(url) == 0, "all of it computed again is a prefill of its own"
+        assert answered(url) == own and restored(url) == 0, "all of it computed again is a prefill of its own"
 
 
 def test_a_variant_takes_what_its_base_has_computed(base, store, tmp_path) -> None:
     pytest.importorskip("peft")
-    from peft import LoraConfig, get_peft_model
+    from fine_tunes import tuned, written
 
-    peft = get_peft_model(tiny_model(), LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])).eval()
-    draw = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in peft.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=draw))
-    peft.save_pretrained(tmp_path / "qa")
+    peft = tuned(tiny_model(), 1, ["q_proj", "v_proj"])
+    written(peft, tmp_path / "qa")
     merged = peft.merge_and_unload().eval()
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("".join(f"{TEXT} number {n}, and {7 * n}. " for n in range(40)))
@@ -175,30 +171,43 @@ def test_a_variant_takes_what_its_base_has_computed(base, store, tmp_path) -> No
     ((_, found),) = read_profiles(store).items()
     put(store, base)
     with with_prefixes(base, store, variants=(("qa", tmp_path / "qa"),)) as url:
-        taken = said(url, "qa")
+        taken = answered(url, "qa")
         assert restored(url) == (len(found.group) < 6)
         if len(found.group) < 6:
             assert taken == expected(base, merged, found.group)
         own = put(store, base, "--adapter", str(tmp_path / "qa"))
         before = restored(url)
         with serving(base, variants=(("qa", tmp_path / "qa"),)) as other:
-            assert said(url, "qa") == said(other, "qa")
+            assert answered(url, "qa") == answered(other, "qa")
         assert restored(url) == before + 1 and len(own) == 32
 
 
-def test_the_last_stage_takes_what_the_whole_model_has_computed(tmp_path, base, store) -> None:
-    from firsttoken.progressiveserve.checkpoint.plan import staged
-    from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
-    from firsttoken.progressiveserve.checkpoint.writer import write_staged
-    from firsttoken.progressiveserve.stages import StagePlan
-
-    origin = Origin("base", combined_sha256(weight_files(base)), "real")
-    source = ModelSource(tiny_model(), tiny_tokenizer(), origin)
-    write_staged(source, staged(source.names, StagePlan.from_block(6, range(1, 5))), tmp_path / "staged")
-    expected_alone = alone(base)
+def test_the_last_stage_takes_what_the_whole_model_has_computed(tmp_path, base, expected_alone, store) -> None:
+    write_staged_endless(tmp_path / "staged", base)
     put(store, base)
     with with_prefixes(tmp_path / "staged", store) as url:
-        assert said(url) == expected_alone and restored(url) == 1
+        assert answered(url) == expected_alone and restored(url) == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="finds the worker by /proc")
+def test_a_worker_that_takes_anothers_place_is_given_it_again(base, expected_alone, store) -> None:
+    put(store, base)
+    with with_prefixes(base, store, worker=True) as url:
+        for asked in range(1, 4):
+            assert answered(url) == expected_alone
+            status = httpx.get(f"{url}/stage").json()
+            assert (status["restored"], status["workers_lost"]) == (asked, asked - 1)
+            os.kill(*workers(), signal.SIGKILL)
+    until(lambda: not workers(), "no worker is left")
+
+
+def test_a_worker_goes_on_from_what_is_stored(base, expected_alone, store) -> None:
+    """The control: keys and values of nothing, stored as the model's own, show in what it says."""
+    (model, whose), prompt = stock(base), ids(TEXT)
+    nothing = tuple(LayerKV(kv.keys * 0, kv.values * 0) for kv in full_prefill(model, Prefix.of([prompt])).kv)
+    KVStore(store, memory_bytes=0, disk_bytes=1 << 30).store(prompt, whose, PrefixCache(nothing, {}))
+    with with_prefixes(base, store, worker=True) as url:
+        assert answered(url) != expected_alone and restored(url) == 1
 
 
 def test_a_chat_takes_what_was_stored_of_its_system_message(base, store, capsys) -> None:
@@ -218,7 +227,7 @@ def test_only_the_owner_reads_it(base, store, capsys) -> None:
     assert main(["prefix", "list", str(store)]) == 0 and ", of alice" in capsys.readouterr().out
     for owner, reads in (("", 0), ("bob", 0), ("alice", 1)):
         with with_prefixes(base, store, prefix_owner=owner) as url:
-            assert said(url) and restored(url) == reads
+            assert answered(url) and restored(url) == reads
 
 
 def test_an_owner_needs_a_store() -> None:
@@ -340,13 +349,12 @@ def gone(file: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [cut, altered, gone])
-def test_what_is_spoilt_while_it_is_served_is_computed(base, store, spoil: Callable[[Path], None]) -> None:
-    expected_alone = alone(base)
+def test_what_is_spoilt_while_it_is_served_is_computed(base, expected_alone, store, spoil) -> None:
     put(store, base)
     with with_prefixes(base, store) as url:
         (file,) = store.iterdir()
         spoil(file)
-        assert said(url) == expected_alone and said(url) == expected_alone
+        assert answered(url) == expected_alone and answered(url) == expected_alone
 
 
 # Over a link.
@@ -365,15 +373,14 @@ def served(store: Path, **readers: str) -> Iterator[PrefixServer]:
             thread.join()
 
 
-def test_a_replica_takes_what_another_has_computed(base, store, tmp_path, capsys) -> None:
-    expected_alone = alone(base)
+def test_a_replica_takes_what_another_has_computed(base, expected_alone, store, tmp_path, capsys) -> None:
     key, mine = put(store, base), tmp_path / "mine"
     mine.mkdir()
     with served(store) as server, with_prefixes(base, mine) as url:
-        assert said(url) == expected_alone and restored(url) == 0
+        assert answered(url) == expected_alone and restored(url) == 0
         assert main(["prefix", "pull", str(mine), server.address]) == 0
         assert key in capsys.readouterr().out
-        assert said(url) == expected_alone and restored(url) == 1
+        assert answered(url) == expected_alone and restored(url) == 1
         assert main(["prefix", "pull", str(mine), server.address]) == 0
         assert key not in capsys.readouterr().out, "what is there is not copied again"
     assert (mine / f"{key}.kv.safetensors").read_bytes() == (store / f"{key}.kv.safetensors").read_bytes()
@@ -511,15 +518,6 @@ def test_what_is_no_profile_says_nothing(base, tuned, store) -> None:
     ):
         file.write_text(wrong)
         assert read_profiles(store) == {}
-
-
-def test_a_store_that_is_not_there_is_told(base, tmp_path) -> None:
-    config = ServiceConfig(base, prefix_store=tmp_path / "nowhere")
-    with (
-        pytest.raises(StageError, match=r"there is no folder .*nowhere; `firsttoken prefix put` makes one"),
-        running(config),
-    ):
-        pass
 
 
 def test_a_model_that_cannot_use_it_is_told(base, tuned) -> None:

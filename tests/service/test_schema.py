@@ -56,15 +56,6 @@ def test_all_that_is_served():
     assert parse(ChatRequest, messages=TURN, logprobs=True).top_count == 0
 
 
-def test_what_changes_nothing_may_be_said():
-    neutral = {"best_of": 1, "echo": False, "suffix": "", "logit_bias": {}, "presence_penalty": 0.0}
-    ignored = {"user": "me", "metadata": {"a": "b"}, "store": False}
-    empty = {"logprobs": None, "stop": None, "max_tokens": None, "temperature": None, "stream_options": None}
-    assert parse(prompt="hi", **(neutral | ignored)) == parse(prompt="hi", **empty) == parse(prompt="hi")
-    chat = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}}
-    assert parse(ChatRequest, messages=TURN, **chat) == parse(ChatRequest, messages=TURN)
-
-
 @pytest.mark.parametrize(
     "fields, message",
     [

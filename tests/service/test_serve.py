@@ -25,8 +25,9 @@ import httpx
 import pytest
 from plain_tokens import generated
 from replica_clients import LONG_ANSWER, TOKENS, Clients, Story, open_sessions, request, statuses
-from services import TIMEOUT_S, until
+from services import TIMEOUT_S
 from transformers import AutoModelForCausalLM
+from waiting import until
 
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.progressiveserve.loading.read_plan import part_blobs

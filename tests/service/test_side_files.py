@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from edited import set_keys
 from transformers import AutoConfig
 
 from firsttoken.assets.checkpoint import stored_dtype
@@ -24,12 +24,6 @@ def folder(plain: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(plain, tmp_path / "model"))
 
 
-def change(path: Path, **values: Any) -> None:
-    """Set keys of a JSON file; a key whose value is ``...`` goes."""
-    content = json.loads(path.read_text()) | values
-    path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
-
-
 @pytest.mark.parametrize(
     "end",
     [2.0, "2", True, -1, 260, 10**9, [[1]], [1, "2"], [1, None], [-1], [260], {"id": 1}, [True], 1.5, "<end>"],
@@ -40,7 +34,7 @@ def test_an_end_that_is_no_token_of_the_model_is_refused(name: str, end: Any, fo
     """Wherever it stands."""
     if name == CONFIG:
         (folder / GENERATION).unlink()
-    change(folder / name, eos_token_id=end)
+    set_keys(folder / name, eos_token_id=end)
     with pytest.raises(ModelError, match=rf"{name}: eos_token_id") as told:
         read_vocabulary(folder, 64)
     assert "\n" not in str(told.value)
@@ -50,7 +44,7 @@ def test_an_end_that_is_no_token_of_the_model_is_refused(name: str, end: Any, fo
 @pytest.mark.parametrize("name", [GENERATION, CONFIG, SETTINGS, "special_tokens_map.json"])
 def test_a_side_file_that_holds_something_else_is_refused(name: str, content: str, folder: Path) -> None:
     """No traceback, whatever it holds."""
-    change(folder / SETTINGS, added_tokens_decoder=...)
+    set_keys(folder / SETTINGS, added_tokens_decoder=...)
     (folder / name).write_text(content)
     with pytest.raises(ModelError, match=name) as told:
         read_vocabulary(folder, 64)
@@ -84,7 +78,7 @@ ODD = {"model_type": "odd", "architectures": ["OddForCausalLM"]}
 def test_a_key_that_holds_something_else_is_named(name: str, values: dict, message: str, folder: Path) -> None:
     """With its file."""
     (folder / "chat_template.jinja").unlink()  # which is read before tokenizer_config.json
-    change(folder / name, **values)
+    set_keys(folder / name, **values)
     with pytest.raises(ModelError, match=rf"{name}.*{message}"):
         read_vocabulary(folder, 64)
         stored_dtype(folder)
@@ -93,7 +87,7 @@ def test_a_key_that_holds_something_else_is_named(name: str, values: dict, messa
 @pytest.mark.parametrize(("end", "expected"), [([], ()), ([0, 1], (0, 1)), (259, (259,)), (0, (0,)), (None, ())])
 def test_ends_may_be_one_or_several_or_none(end: Any, expected: tuple[int, ...], folder: Path) -> None:
     """As generation_config.json has them."""
-    change(folder / GENERATION, eos_token_id=end)
+    set_keys(folder / GENERATION, eos_token_id=end)
     assert read_vocabulary(folder, 64).stop_ids == expected
 
 
@@ -101,7 +95,7 @@ def test_ends_may_be_one_or_several_or_none(end: Any, expected: tuple[int, ...],
 def test_a_length_that_is_not_said_is_that_of_the_class(kind: str, folder: Path) -> None:
     """As transformers has it."""
     for value in (..., None):
-        change(folder / CONFIG, model_type=kind, max_position_embeddings=value)
+        set_keys(folder / CONFIG, model_type=kind, max_position_embeddings=value)
         assert context_in(folder) == AutoConfig.for_model(kind).max_position_embeddings
 
 
@@ -109,6 +103,6 @@ def test_a_length_that_is_not_said_is_that_of_the_class(kind: str, folder: Path)
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_a_dtype_that_is_left_open_is_that_of_the_weights(key: str, said: Any, folder: Path) -> None:
     """Which are float32 here, whatever the other key says."""
-    change(folder / CONFIG, dtype=..., torch_dtype=...)
-    change(folder / CONFIG, **{key: said})
+    set_keys(folder / CONFIG, dtype=..., torch_dtype=...)
+    set_keys(folder / CONFIG, **{key: said})
     assert stored_dtype(folder) == "float32"

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from services import GREEDY, TIMEOUT_S, events, free_port, serving, until, workers
+from services import GREEDY, TIMEOUT_S, events, free_port, serving, workers
+from waiting import until
 
 pytest.importorskip("zmq")
 
@@ -22,7 +23,7 @@ from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.service.launch import running
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study.errors import FirstTokenError, ModelError
-from firsttoken_extras.worker.stage_host import best_stage
+from firsttoken_extras.worker.worker_model import best_stage
 
 pytestmark = [
     pytest.mark.long(seconds=60),

@@ -7,110 +7,20 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
+from gated import KEY, gated
 from plain_tokens import generated
-from services import TIMEOUT_S, byte_level, free_port, tiny_model, until
+from services import TIMEOUT_S, byte_level, tiny_model
+from waiting import until
 
 from firsttoken.progressiveserve.passlayer import pass_layers
 
 pytestmark = pytest.mark.long(seconds=25)
-KEY = "a-key"
 MISSING = {1: (1, 2, 3, 4), 2: (3, 4), 3: ()}  # layers of the staged one, by stage
-GATED = """
-import json, sys, threading, time
-from importlib.machinery import PathFinder
-from pathlib import Path
-
-place = Path(sys.argv[1])
-
-class Gate:
-    # asked about every module that is not there yet
-    reached = False
-
-    def find_spec(self, name, path=None, target=None):
-        if Gate.reached and threading.current_thread().name != "loading":
-            with open(place / "strays", "a") as file:
-                print(threading.current_thread().name, name, file=file)
-        if name != "torch":
-            return None
-        spec = PathFinder.find_spec(name, path)
-        run = spec.loader.exec_module
-
-        def held(module):  # and not here, where the one lock of all imports is held
-            Gate.reached = True
-            (place / "modules.json").write_text(json.dumps(sorted(set(sys.modules) - {'torch'})))
-            while not (place / "open").exists():
-                time.sleep(0.01)
-            if (place / "broken").exists():
-                raise ImportError("libtorch.so: cannot open shared object file")
-            run(module)
-
-        spec.loader.exec_module = held
-        return spec
-
-sys.meta_path.insert(0, Gate())
-sys.argv[1:] = sys.argv[2:]
-from firsttoken.__main__ import main
-sys.exit(main())
-"""
-
-
-@dataclass(frozen=True)
-class Gated:
-    """A service whose import of torch waits until ``open`` lies in ``place``."""
-
-    process: subprocess.Popen
-    place: Path
-    url: str
-
-    def open(self) -> None:
-        """Let torch be imported."""
-        (self.place / "open").touch()
-
-    @property
-    def strays(self) -> str:
-        """What another thread than the loading one has imported since the gate was reached."""
-        file = self.place / "strays"
-        return file.read_text() if file.exists() else ""
-
-
-@contextmanager
-def gated(folder: Path, place: Path, *options: str) -> Iterator[Gated]:
-    """One that answers already, and stands at the gate."""
-    place.mkdir()
-    port = free_port()
-    (place / "key").write_text(KEY)
-    command = [sys.executable, "-c", GATED, str(place), "serve", str(folder), "--port", str(port), *options]
-    command += ["--api-key-file", str(place / "key")]
-    out = (place / "out").open("w"), (place / "errors").open("w")
-    process = subprocess.Popen(command, stdout=out[0], stderr=out[1])
-    service = Gated(process, place, f"http://127.0.0.1:{port}")
-
-    def answers() -> bool:
-        assert process.poll() is None, (place / "errors").read_text()
-        try:
-            return httpx.get(f"{service.url}/health").status_code == 503 and (place / "modules.json").exists()
-        except httpx.TransportError:
-            return False
-
-    try:
-        until(answers, "the port answers and the gate is reached")
-        yield service
-    finally:
-        service.open()
-        process.kill()
-        process.wait()
-        for file in out:
-            file.close()
 
 
 @pytest.fixture(params=["tiny", "plain"])

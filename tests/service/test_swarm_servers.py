@@ -14,10 +14,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from plain_tokens import check_greedy
 from services import TIMEOUT_S
-from swarms import asking, varied
+from swarms import asking, says, varied
 
 from firsttoken.__main__ import main
 from firsttoken.petals.remote_model import RemoteModel
@@ -42,8 +40,7 @@ def test_two_servers_cover_a_model_and_go_with_the_command(folder) -> None:
             assert all(found), process.stderr.read()
             assert [match[1] for match in found] == ["0", "3"]
             with RemoteModel(folder, [found[0][2]]) as model:
-                said = model.generate(torch.tensor([one.prompt]), 6)[0, 12:].tolist()
-                assert check_greedy(said, one.plain) == 6
+                says(model, one)
             process.send_signal(signal.SIGTERM)
             assert process.wait(TIMEOUT_S) == 0
         finally:

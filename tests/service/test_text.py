@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -142,12 +141,6 @@ class TestVocabulary:
         tokenizer.enable_padding(length=6)
         tokenizer.save(str(tmp_path / "odd" / "tokenizer.json"))
         assert len(read_vocabulary(tmp_path / "odd", 8).prompt_ids("abcd")) == 4
-
-    @pytest.mark.parametrize("end, expected", [(None, ()), (7, (7,)), ([7, 9], (7, 9))])
-    def test_ends_are_those_of_the_generation_config(self, tiny, tmp_path, end, expected):
-        shutil.copytree(tiny, tmp_path / "model")
-        (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
-        assert read_vocabulary(tmp_path / "model", 8).stop_ids == expected
 
     def test_a_folder_without_a_whole_tokenizer_is_refused(self, tiny, tmp_path):
         folder = tmp_path / "model"

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +14,7 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
+from waiting import until
 
 from firsttoken.study import kernel_forkserver, paths
 from firsttoken.study.profile import load_profile
@@ -138,7 +138,7 @@ SETUPS = {"env/setup.sh": ".venv", "env/clients/setup.sh": ".venv-clients", "env
 @pytest.mark.parametrize("script", SETUPS)
 def test_two_set_ups_at_once_install_once(clone: Path, run, script: str) -> None:
     first = run("bash", clone / script)
-    until(lambda: (clone / "installed").exists())
+    until((clone / "installed").exists, "it has begun")
     second = run("bash", clone / script, SHELLOPTS="noclobber")
     said = f"firsttoken: process {first.pid} sets up {SETUPS[script]}; this one waits for it\n"
     assert second.stderr.readline() == said
@@ -154,7 +154,7 @@ def test_two_set_ups_at_once_install_once(clone: Path, run, script: str) -> None
 @pytest.mark.parametrize("script", SETUPS)
 def test_a_set_up_that_was_killed_holds_up_nobody(clone: Path, run, script: str) -> None:
     first = run("bash", clone / script)
-    until(lambda: (clone / "installed").exists())
+    until((clone / "installed").exists, "it has begun")
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
     (clone / "go").touch()
@@ -165,7 +165,7 @@ def test_a_set_up_that_was_killed_holds_up_nobody(clone: Path, run, script: str)
 
 def test_a_pip_that_has_outlived_its_shell_is_waited_for(clone: Path, run) -> None:
     first = run("bash", clone / "env/setup.sh")
-    until(lambda: (clone / "installed").exists())
+    until((clone / "installed").exists, "it has begun")
     first.kill()
     first.wait()
     second = run("bash", clone / "env/setup.sh")
@@ -173,13 +173,6 @@ def test_a_pip_that_has_outlived_its_shell_is_waited_for(clone: Path, run) -> No
     (clone / "go").touch()
     second.communicate(timeout=60)
     assert second.returncode == 0
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_two_runs_into_the_same_folder(root: Path, monkeypatch) -> None:

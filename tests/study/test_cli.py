@@ -4,20 +4,21 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from entries import entry
+from waiting import until
 
 from firsttoken.__main__ import main
 from firsttoken.engine.schedulers import SCHEDULERS
-from firsttoken.option_values import setting
+from firsttoken.service.service_config import KEY_VARIABLE, ServiceConfig
 from firsttoken.study import paths
 from firsttoken.study.claims import load_claims
 from firsttoken.study.errors import NotebookError
 from firsttoken.study.notebooks import notebook_paths
+from firsttoken.study.option_values import setting
 from firsttoken.study.record import write_result
 from firsttoken_studies import ledger
 from firsttoken_studies.registry import EXPERIMENTS
@@ -71,14 +72,14 @@ def test_ctrl_c_leaves_nothing_half_written(root: Path, write_notebook) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
-        wait_for(lambda: started.exists() and started.read_text(), 300)
+        until(lambda: started.exists() and started.read_text(), "it has begun")
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=300)
     finally:
         process.kill()
     assert (process.returncode, b"interrupted" in err, b"Traceback" in err) == (130, True, False)
     assert list((root / "executed").rglob("*.ipynb")) == []
-    wait_for(lambda: not alive(int(started.read_text())), 120)
+    until(lambda: not alive(int(started.read_text())), "its kernel has gone")
 
 
 def test_a_reader_that_has_read_enough_ends_a_command_quietly() -> None:
@@ -95,13 +96,6 @@ def alive(process: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def wait_for(condition, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.1)
 
 
 def test_measure_changes_settings_and_prints_the_summary(capsys) -> None:
@@ -130,7 +124,7 @@ def test_processes_that_compute_in_turns_wait_briefly(monkeypatch, experiment: s
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["measure", "machin"], "firsttoken: no experiment 'machin'"),
+        (["measure", "machin"], "firsttoken: no experiment 'machin'; known: "),
         (["measure", "machine", "--profile", "huge"], "firsttoken: no profile 'huge'"),
         (["run", "--profile", "huge"], "firsttoken: no profile 'huge'"),
         (["measure", "machine", "--set", "machine.repeat=1"], "unknown key 'repeat'"),
@@ -175,6 +169,21 @@ def test_an_option_is_checked_before_anything_starts(arguments: list[str], messa
     assert stopped.value.code == 2 and message in capsys.readouterr().err
 
 
+def test_what_serve_is_told_reaches_the_service(monkeypatch) -> None:
+    """All of it, under the names of the configuration."""
+    served: list[ServiceConfig] = []
+    monkeypatch.setattr("firsttoken.service.launch.serve_forever", served.append)
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    told = ["--prefix-store", "s", "--prefix-owner", "alice", "--variant", "a=b", "--variant", "c=d", "--max-running"]
+    assert main(["serve", "x", *told, "3", "--share-prefixes"]) == 0 and main(["serve", "x", "--swarm", "h:1"]) == 0
+    prefixes = {"prefix_store": Path("s"), "prefix_owner": "alice", "share_prefixes": True}
+    variants = (("a", Path("b")), ("c", Path("d")))
+    assert served == [
+        ServiceConfig(Path("x"), **prefixes, variants=variants, max_running=3, grace_s=30.0),
+        ServiceConfig(Path("x"), swarm=("h:1",), grace_s=30.0),
+    ]
+
+
 @pytest.mark.parametrize("folder", [".", "/"])
 def test_a_folder_that_is_no_name_for_a_checkpoint(folder: str, tmp_path, monkeypatch, capsys) -> None:
     (tmp_path / "mine.txt").write_text("keep me", encoding="utf-8")
@@ -194,11 +203,16 @@ def test_the_empty_text_is_a_value() -> None:
     assert setting("a.limit=null") == ("a.limit", None) and setting("a.rate=1e-4") == ("a.rate", 1e-4)
 
 
-def test_the_pages_keep_their_verdicts(root: Path, make_result, capsys) -> None:
+@pytest.fixture
+def templates(root: Path) -> None:
+    """A template for each page."""
     paths.TEMPLATES.mkdir()
     paths.INDEX.write_text("[]\n", encoding="utf-8")
     for page in ("README.md", "CLAIMS.md", "CAPACITY.md", "INDEX.md"):
         (paths.TEMPLATES / page).write_text("Recorded: `{{ machine }}`\n{{ counts }}\n", encoding="utf-8")
+
+
+def test_the_pages_keep_their_verdicts(root: Path, templates, make_result, capsys) -> None:
     claim = load_claims(paths.CLAIMS, EXPERIMENTS)[0]
     summary = [entry(claim.measure, claim.where, value=25.0)]
     for slug, found in (("a-4c", summary), ("b-4c", [entry(value=1)])):
@@ -211,11 +225,7 @@ def test_the_pages_keep_their_verdicts(root: Path, make_result, capsys) -> None:
     assert (root / "README.md").read_text(encoding="utf-8") == before
 
 
-def test_the_pages_are_updated_and_checked(root: Path, make_result, capsys) -> None:
-    paths.TEMPLATES.mkdir()
-    paths.INDEX.write_text("[]\n", encoding="utf-8")
-    for page in ("README.md", "CLAIMS.md", "CAPACITY.md", "INDEX.md"):
-        (paths.TEMPLATES / page).write_text("Recorded: `{{ machine }}`\n{{ counts }}\n", encoding="utf-8")
+def test_the_pages_are_updated_and_checked(root: Path, templates, make_result, capsys) -> None:
     assert main(["claims", "--check"]) == 1
     write_result(recorded := make_result(profile="full", machine={"slug": "elsewhere-4c", "gpu": None}))
     assert main(["claims", "--update", "--machine", "elsewhere-4c"]) == 0
@@ -246,16 +256,6 @@ def test_missing_results_are_listed(capsys) -> None:
     assert main(["doctor", "--missing"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("quick: ")]
     assert {"machine", "layer_distance", "stage_quality"} <= set(line.removeprefix("quick: ").split(", "))
-
-
-@pytest.mark.parametrize(
-    "command", [[], ["run"], ["measure"], ["claims"], ["record"], ["capacity"], ["fetch"], ["doctor"]]
-)
-def test_every_command_explains_itself(command: list[str], capsys) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main([*command, "--help"])
-    assert stopped.value.code == 0
-    assert "usage: firsttoken" in capsys.readouterr().out
 
 
 def test_the_help_of_serve_names_every_scheduler(capsys) -> None:

@@ -73,11 +73,15 @@ def test_times_that_were_made_shorter_break_what_rows_obey(record) -> None:
     assert "ttft_process_s is" in fault and "its parts" in fault
 
 
-def test_a_tolerance_that_was_widened_is_a_claim_without_a_line(record) -> None:
+@pytest.mark.parametrize(
+    ("claim", "bettered"),
+    [("cps.cross-point", {"tolerance": 102.4}), ("sarathi.capacity", {"conditions": "served live"})],
+)
+def test_what_was_bettered_is_a_claim_without_a_line(record, claim: str, bettered: dict) -> None:
     log, results = record
-    wider = [replace(one, tolerance=102.4) if one.id == "cps.cross-point" else one for one in ledger.claims()]
-    (fault,) = faults(log, results, wider)
-    assert fault.startswith("claim cps.cross-point was changed: say why")
+    claims = [replace(one, **bettered) if one.id == claim else one for one in ledger.claims()]
+    (fault,) = faults(log, results, claims)
+    assert fault.startswith(f"claim {claim} was changed: say why")
 
 
 @NEEDS_HISTORY
@@ -91,15 +95,6 @@ def test_a_tolerance_that_was_widened_is_looked_up_though_its_line_was_made_agai
     ]
     found = [fault for fault in history.faults(Log(lines), [wider]) if wider.id in fault]
     assert found and all("it was fixed 'after'" in fault for fault in found)
-
-
-def test_conditions_that_were_bettered_are_a_claim_without_a_line(record) -> None:
-    log, results = record
-    better = [
-        replace(one, conditions="served live") if one.id == "sarathi.capacity" else one for one in ledger.claims()
-    ]
-    (fault,) = faults(log, results, better)
-    assert fault.startswith("claim sarathi.capacity was changed")
 
 
 def test_a_result_that_was_deleted_is_missed(record) -> None:

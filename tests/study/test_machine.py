@@ -3,13 +3,14 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from firsttoken.study import machine, paths
-from firsttoken.study.errors import FirstTokenError, ProfileError
+from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.profile import load_profile
 from firsttoken.study.record import read_result
 from firsttoken.study.roofline import MachineConfig, measure_ceilings
-from firsttoken.study.timing import Stopwatch, timed
+from firsttoken.study.timing import Stopwatch, timed, torch_threads
 from firsttoken_studies.experiments import run_experiment
 
 SMALL = {"machine.copy_mib": 1, "machine.disk_mib": 1, "machine.matmul_n": 16, "machine.repeats": 2}
@@ -68,11 +69,6 @@ def test_an_experiment_writes_its_result(root) -> None:
     assert (result.seeds, result.summary.of("memcpy")["n"]) == ([5], 2)
 
 
-def test_an_experiment_that_does_not_exist(root) -> None:
-    with pytest.raises(ProfileError, match=r"no experiment 'machina'.*did you mean 'machine'"):
-        run_experiment("machina", load_profile("quick"))
-
-
 def test_clocks() -> None:
     calls: list[int] = []
     seconds = timed(lambda: calls.append(1), repeats=3, warmup=2)
@@ -84,3 +80,11 @@ def test_clocks() -> None:
     assert watch.seconds == watch.seconds, "a stopped watch stands still"
     with pytest.raises(ValueError, match="at least 1"):
         timed(lambda: None, repeats=0)
+
+
+def test_threads_are_as_they_were_after_an_error_too() -> None:
+    before = torch.get_num_threads()
+    with pytest.raises(KeyError), torch_threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+        raise KeyError
+    assert torch.get_num_threads() == before

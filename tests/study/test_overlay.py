@@ -35,6 +35,13 @@ def test_own_observations_stand_over_the_record(experiment: str) -> None:
     assert both.get_suptitle() == alone.get_suptitle()
 
 
+def test_own_markers_have_an_edge_where_they_lie_over_the_record(make_result) -> None:
+    recorded, now = make_result(profile="full"), make_result()
+    assert ["markeredgecolor" in one.outlined for one in over(recorded, now)] == [False, True]
+    (alone,) = over(None, now)
+    assert alone.outlined == alone.style
+
+
 def test_a_count_is_told_by_result() -> None:
     recorded = load_result("deferral_sweep", "full", machine="any")
     place = {"variant": "none", "layers": 0}

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from firsttoken.study import paths, plot
-from firsttoken.study.png import few_colours
+from firsttoken.study.plot import few_colours
 
 pytestmark = pytest.mark.usefixtures("root")
 
@@ -139,6 +139,34 @@ def test_a_legend_shows_three_dashes_of_a_dashed_line() -> None:
     assert shown >= (3 * dash + 2 * gap) * rcParams["lines.linewidth"]
 
 
+def test_categories_stand_from_the_top_down() -> None:
+    _, axes = plot.panels()
+    plot.categories(axes, ("whole", "staged", "warm"))
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["whole", "staged", "warm"]
+    assert (list(axes.get_yticks()), axes.get_ylim()) == ([0, 1, 2], (2.5, -0.5))
+    plot.categories(axes, ("whole", "staged"), 0.6)
+    assert axes.get_ylim() == (1.4, -0.4)
+
+
+def test_ticks_stand_where_they_are_asked_alone() -> None:
+    fig, axes = plot.panels()
+    axes.set_xscale("log")
+    plot.ticks(axes.xaxis, (1, 2.5, 16), "{:g} s")
+    fig.canvas.draw()
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["1 s", "2.5 s", "16 s"]
+    assert not any(text.get_text() for text in axes.get_xticklabels(minor=True))
+
+
+def test_an_axis_has_plain_numbers_at_1_2_and_5() -> None:
+    fig, axes = plot.panels(figsize=(6, 2))
+    axes.set(xscale="log", xlim=(1, 100))
+    plot.log_ticks(axes.xaxis)
+    fig.canvas.draw()
+    shown = [text.get_text() for text in axes.get_xticklabels() if 1 <= text.get_position()[0] <= 100]
+    assert shown == ["1", "2", "5", "10", "20", "50", "100"]
+    assert not any(text.get_text() for text in axes.get_xticklabels(minor=True))
+
+
 def test_figures_take_their_colours_from_the_table() -> None:
     """No module but the table writes a colour of its own, by code or by name; black and white mean nothing."""
     own = re.compile(r'"#[0-9A-Fa-f]{3,8}"|(?:color|colors|edgecolor|facecolor)="(?!black"|white"|none")\w+"')
@@ -151,3 +179,6 @@ def test_the_comparison_table_shows_what_there_is() -> None:
     table = plot.comparison_table([{"what": "cold start", "paper": 114, "measured": 3.14159, "unit": "s"}])
     assert list(table.columns) == ["paper", "measured", "floor", "unit"]
     assert table.loc["cold start"].tolist() == ["114", "3.14", "", "s"]
+    rows = plot.compared(("cold start", 114, 3.14159, "s"), ("one layer", None, 0.2, "s", 0.1))
+    assert plot.comparison_table(rows).loc["cold start"].tolist() == table.loc["cold start"].tolist()
+    assert plot.comparison_table(rows).loc["one layer"].tolist() == ["", "0.2", "0.1", "s"]

@@ -78,6 +78,7 @@ def test_device_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
         ("quick", {"machin.repeats": 1}, "no section 'machin'.*did you mean 'machine'"),
         ("quick", {"seed": "one"}, "seed: expected int, not 'one'"),
         ("quick", {"device": "gpu"}, "device: 'gpu' is not known"),
+        ("quick", {"dtype": "bf16"}, "dtype: 'bf16' is not known; known: auto, bfloat16, float16, float32"),
         ("quick", {"threads": -1}, "threads: expected 0 to 1,024, not -1"),
     ],
 )

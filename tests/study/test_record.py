@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from edited import set_keys
 from entries import entry
 
 from firsttoken.study import paths
@@ -53,6 +54,7 @@ def test_a_value_that_json_cannot_hold_is_refused(make_result) -> None:
         ({"rows": None}, "missing key 'rows'"),
         ({"machine": {}}, "machine: does not say on which machine"),
         ({"machine": {"slug": "x", "gpu": 3}}, "machine: does not say on which machine"),
+        ({"machine": {"slug": "", "gpu": None}}, "machine: does not say on which machine"),
         ({"summary": {"x": {"value": 1}}}, "summary: expected list"),
         ({"summary": [{"value": 1}]}, r"summary\[0\]: expected a measure, and where it holds"),
         ({"summary": [entry()]}, r"summary\[0\]: expected a value"),
@@ -125,7 +127,7 @@ def test_a_damaged_packed_result_is_refused_in_one_line(make_result, damage) -> 
 )
 def test_rows_that_do_not_fit_their_keys_are_refused(make_result, change: dict) -> None:
     path = write_result(make_result(rows=[{"at_s": 0.5}] * (MANY + 1)))
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    set_keys(path, **change)
     with pytest.raises(FirstTokenError, match=r"keys.*measure it again") as raised:
         read_result(path)
     assert "\n" not in str(raised.value)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from entries import entry
 
-from firsttoken.study.claims_table import Own
-from firsttoken.study.run_end import WIDTH, run_end
+from firsttoken.study.claims_table import WIDTH, Own, run_end
 from firsttoken_studies import ledger
 
 GAIN = {"kind": "ratio", "value": 2.0, "unit": "x", "tolerance": 0.1, "no_effect": 1.0}

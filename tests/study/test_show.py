@@ -11,6 +11,7 @@ from firsttoken.study import show
 from firsttoken.study.errors import MechanismError, ProfileError
 from firsttoken.study.overlay import over
 from firsttoken.study.record import pick
+from firsttoken.study.summary import Summary
 
 
 def test_changed_settings_make_a_profile_of_their_own(capsys) -> None:
@@ -52,6 +53,14 @@ def test_what_does_not_hold_is_named_after_all_is_said(capsys) -> None:
         "holds: both agree",
         "DOES NOT HOLD: two is less",
     ]
+
+
+def test_cells_of_a_line_are_the_measures_below_their_heads() -> None:
+    found = Summary()
+    found.add("ttft_s", {"value": 1.25, "low": 1.0, "high": 1.5}, model="gpt2", variant="staged")
+    found.add("usd", {"value": 2.0}, model="gpt2")
+    columns = {"TTFT, s": ("ttft_s", 2, {"variant": "staged"}), "USD": ("usd", 1), "lost": ("lost", 0)}
+    assert show.cells(found, columns, model="gpt2") == {"TTFT, s": "1.25 [1.00, 1.50]", "USD": "2.0", "lost": ""}
 
 
 def test_a_figure_draws_the_record_first_and_one_run_once(make_result) -> None:

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from firsttoken.study import decisions, paths
+from firsttoken.study import paths, policy_file
 from firsttoken.study.errors import StorageError
 from firsttoken.study.notebooks import notebook_paths
 from firsttoken_studies.site import build as site
 from firsttoken_studies.site import scheduler_page
-from firsttoken_studies.site.notebook_page import body, described, plain, with_links
+from firsttoken_studies.site.build import body, described, plain, with_links
 from firsttoken_studies.site.scheduler_scene import SchedulerScene, _p99, told
 
 
@@ -147,11 +147,11 @@ def test_the_p99_is_numpys():
 
 def test_a_browser_bounds_no_decision(monkeypatch):
     """It cannot start a thread; elsewhere one is started."""
-    monkeypatch.setattr(decisions.threading, "Thread", None)
-    with pytest.raises(TypeError), decisions.bounded(decisions.Decisions(), "mine.py"):
+    monkeypatch.setattr(policy_file.threading, "Thread", None)
+    with pytest.raises(TypeError), policy_file.bounded(policy_file.Decisions(), "mine.py"):
         pass
-    monkeypatch.setattr(decisions.sys, "platform", "emscripten")
-    with decisions.bounded(decisions.Decisions(), "mine.py"):
+    monkeypatch.setattr(policy_file.sys, "platform", "emscripten")
+    with policy_file.bounded(policy_file.Decisions(), "mine.py"):
         pass
 
 

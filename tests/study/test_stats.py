@@ -17,8 +17,10 @@ from firsttoken.study.stats import (
     median_ratio,
     paired_bootstrap,
     percentile,
+    ratio_of_means,
     ratio_of_medians,
     share,
+    share_below,
 )
 
 
@@ -134,6 +136,18 @@ def test_rounds_are_paired_as_they_ran() -> None:
     assert median_ratio([2.0, 9.0, 8.0], [1.0, 3.0, 2.0]) == Interval(3.0, 2.0, 4.0, 3)
     with pytest.raises(ValueError, match="paired as they ran, so 2 and 1"):
         median_ratio([1.0, 2.0], [1.0])
+
+
+def test_the_share_by_which_one_mean_is_below_another() -> None:
+    assert share_below([1.0, 2.0, 3.0], [4.0, 8.0, 12.0]) == Interval(0.75, 0.75, 0.75, 3)
+    assert share_below([1.0, 3.0], [2.0, 3.0]) == Interval(1 - 4 / 5, 0.0, 0.5, 2)
+
+
+def test_a_ratio_of_means_resamples_both_of_a_draw() -> None:
+    assert ratio_of_means([2.0, 4.0, 6.0], [1.0, 2.0, 3.0]) == Interval(2.0, 2.0, 2.0, 3)
+    assert ratio_of_means([2.0, 3.0], [1.0, 3.0]) == Interval(5 / 4, 1.0, 2.0, 2)
+    with pytest.raises(ValueError, match="dimensions"):
+        ratio_of_means([1.0, 2.0], [1.0])
 
 
 def test_of_fewer_than_five_the_range_is_told() -> None:

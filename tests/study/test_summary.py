@@ -10,7 +10,7 @@ import pytest
 from entries import entry
 
 from firsttoken.study.errors import FirstTokenError
-from firsttoken.study.record import frame_of
+from firsttoken.study.record import distinct, frame_of
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary, misplaced
 
@@ -69,6 +69,11 @@ def test_a_result_makes_a_summary_of_its_list(make_result) -> None:
     result = make_result()
     assert result.summary.value("copy_s") == 0.375
     assert isinstance(replace(result, summary=list(result.summary)).summary, Summary)
+
+
+def test_values_of_a_column_come_once_and_in_their_order() -> None:
+    rows = [{"what": "run", "policy": "swap"}, {"what": "run", "policy": "drop"}, {"what": "run", "policy": "swap"}]
+    assert distinct([*rows, {"what": "floor"}], "policy", what="run") == ["swap", "drop"]
 
 
 def test_a_frame_is_summarised_by_its_groups_in_their_order() -> None:

@@ -20,9 +20,8 @@ from firsttoken.engine.kv import KVShape
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.record import recorded_result
 from firsttoken_studies import ledger, tricks
-from firsttoken_studies.site.formulas import exported
 from firsttoken_studies.site.recorded_runs import asked_by, ranges, recorded_runs, script
-from firsttoken_studies.site.tricks_page import SLIDERS, formulas, told_ranges
+from firsttoken_studies.site.tricks_page import SLIDERS, exported, formulas, told_ranges
 from firsttoken_studies.tricks import Situation
 
 RESULTS = ledger.recorded()

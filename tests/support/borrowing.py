@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
+from waiting import reached
 
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.request import Request
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.server import Running
@@ -24,10 +24,5 @@ def until(request: Request, tokens: int, replica: BorrowingReplica) -> None:
 
 def nothing_is_left(server: Running) -> None:
     """Wait until no session is open, and find no sequence."""
-
-    async def gone() -> None:
-        while server.sessions.open:
-            await asyncio.sleep(0.01)
-
-    wait_for(gone())
+    wait_for(reached(lambda: not server.sessions.open))
     assert server.sessions.slots.held == 0

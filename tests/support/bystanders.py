@@ -14,20 +14,20 @@ from pathlib import Path
 
 import grpc
 import torch
-from swarms import DEPTH, Asked, Here, asking, varied
+from slots import check_slots
+from swarms import APART, DEPTH, Asked, Here, asking, opening, varied
 
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.event_loop import begin, wait_for
 from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import Running
 from firsttoken.petals.timeouts import Timeouts
-from firsttoken.petals.wire import HEADERS, SESSION, VERSION, Stretch, encode
+from firsttoken.petals.wire import SESSION, Stretch, encode
 
 WIDTH, HALF = 32, DEPTH // 2
 SPANS = ((0, HALF), (HALF, DEPTH))
 LIMITS = {"sessions": 8, "sequences": 24, "kv_tokens": 768, "batch_tokens": 256, "idle_s": 2.0, "spare_s": 0.5}
 TIMEOUTS = Timeouts(step_s=5.0, ban_s=0.1, refresh_s=30.0, find_s=20.0)
-APART = [("grpc.use_local_subchannel_pool", 1)]  # a connection for each client
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Disturber:
         self._up, self._draw, self._ends = up, draw, ends
         start, stop = up.record.blocks
         self._layers = range(start, stop)
-        self._opened = tuple(zip(HEADERS, (VERSION, model, f"{start}:{stop}", "float32"), strict=True))
+        self._opened = opening(model, f"{start}:{stop}")
         self.ways: dict[str, Callable[[grpc.aio.Channel], Awaitable[None]]] = {
             "cancels": self._cancels,
             "breaks off": self._breaks_off,
@@ -203,7 +203,7 @@ class Soak:
                     room = up.sessions.slots
                     while up.sessions.open > len(self.honest) or room.held or room._leased:
                         await asyncio.sleep(0.02)
-                    room.check()
+                    check_slots(room)
                     assert room.pool.free == room.pool.count
 
         wait_for(gone())
@@ -211,7 +211,7 @@ class Soak:
     async def _check(self) -> None:
         while True:
             for up in self.ups:
-                up.sessions.slots.check()
+                check_slots(up.sessions.slots)
             await asyncio.sleep(0.003)
 
     @staticmethod

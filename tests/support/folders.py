@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from edited import set_keys
 from plain_tokens import check_greedy, judged
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -354,14 +355,6 @@ def _twice(folder: Path, tensors: dict[str, Tensor]) -> None:
     _reindex(folder, lambda content: content["weight_map"].update({"extra": shard}), {})
 
 
-def _configure(**changes: Any) -> Callable[[Path, dict[str, Tensor]], None]:
-    def write(folder: Path, tensors: dict[str, Tensor]) -> None:
-        content = json.loads((folder / "config.json").read_text()) | changes
-        (folder / "config.json").write_text(json.dumps(content))
-
-    return write
-
-
 _BESIDE_WRITERS: dict[str, Callable[[Path, dict[str, Tensor]], None]] = {
     "other shards": _other_shards,
     "a .bin": lambda folder, tensors: torch.save({n: -t for n, t in tensors.items()}, folder / "pytorch_model.bin"),
@@ -392,8 +385,12 @@ _BESIDE_WRITERS: dict[str, Callable[[Path, dict[str, Tensor]], None]] = {
     "a file too few": lambda folder, tensors: next(iter(sorted(folder.glob("model-*.safetensors")))).unlink(),
     "a path out": _indexed(lambda content: content["weight_map"].update({EMBEDDING: "../" + SINGLE})),
     "one tensor more": _with(f"model.layers.{LAYERS}.mlp.up_proj.weight", torch.ones(48, 32)),
-    "quantised": _configure(quantization_config={"quant_method": "compressed-tensors", "format": "dense"}),
-    "another file named": _configure(transformers_weights="model-00002-of-00003.safetensors"),
+    "quantised": lambda folder, tensors: set_keys(
+        folder / "config.json", quantization_config={"quant_method": "compressed-tensors", "format": "dense"}
+    ),
+    "another file named": lambda folder, tensors: set_keys(
+        folder / "config.json", transformers_weights="model-00002-of-00003.safetensors"
+    ),
 }
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from browsers import Page, visiting
-from started import OURS, PYTHON, ROOT, asked, until
+from started import OURS, PYTHON, ROOT, asked
+from waiting import until
 
 SETTINGS = {
     "notebook-extension/tracker": {"windowingMode": "none"},  # all cells are there, not only those in sight

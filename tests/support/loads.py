@@ -8,15 +8,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from firsttoken.assets.lock import file_sha256
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, PartFile, read_manifest, write_manifest
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.loading.views import StageView
 from firsttoken.study.errors import ModelError
+from firsttoken.study.parsing.safetensors_header import read_header
 
 ALL = (1, 2, 3)
 
@@ -73,6 +76,20 @@ def retold(staged, stage: int, index: int, change: Callable[[PartFile], list[Par
     parts[index : index + 1] = change(parts[index])
     stages[stage - 1] = replace(stages[stage - 1], parts=tuple(parts))
     write_manifest(staged.folder, replace(manifest, stages=tuple(stages)))
+
+
+def rewritten(staged, stage: int, index: int, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """The file of a part with its tensors changed, and a manifest that knows its new sizes and its new hash."""
+
+    def told(part: PartFile) -> list[PartFile]:
+        path = staged.folder / part.file
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path, metadata={"format": "pt"})
+        sizes = {"tensors": read_header(path).tensors, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
+        return [replace(part, **sizes)]
+
+    retold(staged, stage, index, told)
 
 
 @torch.inference_mode()

@@ -16,9 +16,6 @@ from typing import Any
 
 import numpy as np
 from swarms import Here
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers import models as kinds
-from transformers import PreTrainedTokenizerFast
 
 from firsttoken.assets.choice_tasks import ChoiceItem
 from firsttoken.assets.qa_files import QAItem
@@ -36,16 +33,7 @@ from firsttoken_studies.droidspeak import profiling
 from firsttoken_studies.progressiveserve import timeline_trial
 from firsttoken_studies.progressiveserve.coldstart import trial
 from firsttoken_studies.sarathi import live_peer
-from firsttoken_studies.sarathi.live_peer import PeerLoad, PeerModel
-
-
-def bytes_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte; token 0 is the end of text."""
-    symbols = ["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    backend = Tokenizer(kinds.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", clean_up_tokenization_spaces=False)
+from firsttoken_studies.sarathi.live_peer import PeerConfig, PeerModel
 
 
 def questions(source: str, split: str) -> list[QAItem]:
@@ -127,24 +115,17 @@ def in_this_process(command: list[str], **options: Any) -> subprocess.CompletedP
     return subprocess.CompletedProcess(command, 0, json.dumps(answer), "")
 
 
-def asked_peer(system: str, model: PeerModel, budget: int, load: PeerLoad) -> dict[str, float]:
+def asked_peer(system: str, model: PeerModel, budget: int, load: PeerConfig, seed: int) -> dict[str, float]:
     """What a client would have seen of a server of a model that is there; either has an environment of its own."""
     assert (model.folder / "tokenizer.json").is_file() and load.prompt_tokens < model.longest
     return {column: 1.0 + budget for column, _, _ in live_peer.METRICS.values()}
 
 
 @contextmanager
-def lender(folder: Path, depth: int, *_: Any) -> Iterator[str]:
+def counted_lender(folder: Path, depth: int, *_: Any) -> Iterator[tuple[str, int]]:
     """A warm neighbour in this process."""
     with closing(Here(folder)) as here:
-        yield here.serve((0, depth))[0].record.address
-
-
-@contextmanager
-def counted_lender(folder: Path, depth: int, *_: Any) -> Iterator[tuple[str, int]]:
-    """The same, and this process."""
-    with lender(folder, depth) as address:
-        yield address, os.getpid()
+        yield here.serve((0, depth))[0].record.address, os.getpid()
 
 
 class Lending:

@@ -8,7 +8,6 @@ import random
 from collections import Counter
 from pathlib import Path
 
-import torch
 from services import tiny_model, write_endless
 
 from firsttoken.__main__ import main
@@ -38,18 +37,12 @@ ODD = (b"{", b'{"prompt": 5}', b'{"prompt": "hi", "max_tokens": -1}', b'{"prompt
 def write_place(place: Path) -> None:
     """Write a tiny model, an adapter for each of ``VARIANTS``, and a store in which the model and each variant has
     what it computed of each of ``STORED``."""
-    from peft import LoraConfig, get_peft_model
+    from fine_tunes import tuned, written
 
     model, store = place / MODELS[0], place / "store"
     write_endless(model)
     for seed, name in enumerate(VARIANTS):
-        peft = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules=["q_proj", "up_proj"])).eval()
-        draw = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for key, parameter in peft.named_parameters():
-                if "lora_" in key:
-                    parameter.copy_(0.3 * torch.randn(parameter.shape, generator=draw))
-        peft.save_pretrained(place / name)
+        written(tuned(tiny_model(), seed, ["q_proj", "up_proj"]), place / name)
     for text in STORED:
         put = ["prefix", "put", str(store), text, "--model", str(model)]
         for adapter in ([], *(["--adapter", str(place / name)] for name in VARIANTS)):

@@ -25,9 +25,9 @@ from firsttoken.engine.request import Sampling
 from firsttoken.petals import server as server_module
 from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.limits import ServerLimits
 from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import Running, ServerConfig, serving
+from firsttoken.petals.session import ServerLimits
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.service.app import build_replica
 from firsttoken.service.service_config import ServiceConfig

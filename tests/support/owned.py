@@ -28,8 +28,8 @@ from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.request import Phase, Request, Sampling, ScheduledChunk
 from firsttoken.engine.scheduler_state import VICTIMS
 from firsttoken.engine.swap.block_copier import Moved, start
-from firsttoken.engine.swap.host_allocator import Span
-from firsttoken.engine.swap.overlapped import OnThread, Overlapped
+from firsttoken.engine.swap.coalesced import OnThread, Overlapped
+from firsttoken.engine.swap.host_pool import Span
 from firsttoken.study.errors import CacheError, RequestError
 
 EDGE = 1  # the layer before which hidden states are kept; the models here have two

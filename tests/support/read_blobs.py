@@ -6,7 +6,9 @@ import hashlib
 import random
 import threading
 from pathlib import Path
+from typing import Any
 
+from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.loading.reader import Blob, BlobReader
 from firsttoken.study.errors import FirstTokenError
 
@@ -35,6 +37,15 @@ def outcomes(reader: BlobReader) -> list[bytes | Exception]:
     waiter.start()
     waiter.join(60)
     assert not waiter.is_alive(), f"blob {len(found)} is waited for without end"
+    return found
+
+
+def read(blobs: list[Blob], links: list[Link], **options: Any) -> list[bytes | Exception]:
+    """What a reader with ``options`` makes of every blob, once it is closed."""
+    reader = BlobReader(blobs, links, **options)
+    reader.start()
+    found = outcomes(reader)
+    reader.close()
     return found
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import httpx
-from services import until
+from waiting import until
 
 REPLICAS, TOKENS = 2, 60
 LONG_ANSWER = 20_000  # tokens: a minute and more

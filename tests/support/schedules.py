@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from firsttoken.cps.policies import make_policy
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.scheduler_state import VICTIMS
 from firsttoken.engine.schedulers import SCHEDULERS

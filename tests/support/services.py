@@ -6,17 +6,19 @@ import json
 import os
 import random
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import byte_tokenizers
 import httpx
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from waiting import TIMEOUT_S, until
 
+from firsttoken.assets.checkpoint import combined_sha256, weight_files
 from firsttoken.assets.shapes import shape_config
 from firsttoken.progressiveserve.checkpoint.plan import staged
 from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
@@ -24,10 +26,8 @@ from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.stages import StagePlan
 
 MERGES = [("t", "h"), ("th", "e"), ("i", "n")]
-MERGED = ["".join(pair) for pair in MERGES]
 TURN = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }}<end>{% endfor %}"
 CHAT = TURN + "{% if add_generation_prompt %}in {% endif %}"
-TIMEOUT_S = 300.0  # s; nothing here takes one of them, on a quiet machine
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 LIMITS = {"max_running": 12, "max_waiting": 0, "max_prompt_tokens": 64, "max_new_tokens": 9000, "max_choices": 8}
 GREEDY = {"temperature": 0}
@@ -35,25 +35,15 @@ ENDLESS = "the inn"  # what is said to it does not end within a minute
 
 
 def byte_level() -> Tokenizer:
-    """As in Llama 3, Qwen and SmolLM: a token is some bytes, of which some tokens are no character."""
-    symbols = ["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet()), *MERGED]
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=MERGES))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    """Of bytes, and three merges."""
+    tokenizer = byte_tokenizers.byte_level(merges=MERGES)
     tokenizer.add_special_tokens(["<end>"])
     return tokenizer
 
 
 def byte_fallback() -> Tokenizer:
-    """As in Llama 2: a token is some characters, what has none is spelt in bytes, and the first space is dropped."""
-    letters = ["▁", *"abcdefghinot"]
-    symbols = ["<end>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters, *MERGED]
-    vocabulary = {symbol: i for i, symbol in enumerate(symbols)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=MERGES, byte_fallback=True, fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    """Of some letters, and the same merges."""
+    tokenizer = byte_tokenizers.byte_fallback("abcdefghinot", merges=MERGES)
     tokenizer.add_special_tokens(["<end>"])
     return tokenizer
 
@@ -108,14 +98,6 @@ def free_port() -> int:
             return port
 
 
-def until(holds: Callable[[], bool], what: str) -> None:
-    """Wait for it."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {TIMEOUT_S:g} s: {what}"
-        time.sleep(0.01)
-
-
 def workers() -> set[int]:
     """Copies of processes that this one has started for it."""
     parents = {}
@@ -136,6 +118,34 @@ def serving(folder: Path, **settings: Any) -> Iterator[str]:
     with running(ServiceConfig(folder, port=free_port(), **settings)) as url:
         until(lambda: httpx.get(f"{url}/stage").json()["state"] == "complete", "all stages serve")
         yield url
+
+
+@contextmanager
+def with_prefixes(folder: Path, store: Path, **settings: Any) -> Iterator[str]:
+    """The same, once its store of prefixes is open."""
+    with serving(folder, prefix_store=store, **settings) as url:
+        until(lambda: "stored prefixes are used" in httpx.get(f"{url}/stage").text, "the store is open")
+        yield url
+
+
+def said(url: str, prompt: str | list[int], model: str | None = None, max_tokens: int = 12) -> str:
+    """The greedy answer of ``model``, or of whichever the service has, which no token ends."""
+    asked = GREEDY | {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+    answer = httpx.post(f"{url}{COMPLETIONS}", json=asked | ({"model": model} if model else {}), timeout=TIMEOUT_S)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+def restored(url: str) -> int:
+    """How many requests of a service began with a stored prefix."""
+    return httpx.get(f"{url}/stage").json()["restored"]
+
+
+def write_staged_endless(folder: Path, whole: Path) -> None:
+    """The model of ``write_endless`` in stages, of the folder ``whole`` by its hash."""
+    origin = Origin(whole.name, combined_sha256(weight_files(whole)), "real")
+    source = ModelSource(tiny_model(), tiny_tokenizer(), origin)
+    write_staged(source, staged(source.names, StagePlan.from_block(6, range(1, 5))), folder)
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:

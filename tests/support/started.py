@@ -6,27 +6,20 @@ import json
 import os
 import socket
 import subprocess
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from waiting import until
 
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("FIRSTTOKEN_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
 OURS = dict(os.environ, PYTHONPATH=os.pathsep.join(str(ROOT / part) for part in ("lib", "tests/support")))
 TIMEOUT_S = 180.0
 KEY = "sk-for-the-tests"
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    """Wait for it."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {TIMEOUT_S:g} s: {what}"
-        time.sleep(0.1)
 
 
 def written(writer: str, folder: Path) -> Path:

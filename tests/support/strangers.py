@@ -7,8 +7,8 @@ from dataclasses import replace
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from firsttoken.petals.access import Access
+from firsttoken.petals.contacts import Exchanged, exchange, tell
 from firsttoken.petals.keys import public_hex
-from firsttoken.petals.messages import Exchanged, exchange, tell
 from firsttoken.petals.records import Record
 
 NOW = 1_000_000.0

@@ -14,21 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plain_tokens import TOLERANCE, Plain, generated
+from plain_tokens import TOLERANCE, Plain, check_greedy, generated
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from firsttoken.assets.shapes import shape_config
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.limits import ServerLimits
 from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import Running, ServerConfig, serving
+from firsttoken.petals.session import ServerLimits
+from firsttoken.petals.wire import HEADERS, VERSION
 from firsttoken.study import kernel_forkserver
 from firsttoken_studies.petals import spans
 from firsttoken_studies.petals.fleet import ProxiedServer, ServerProcess
 
 DEPTH = 6
+APART = [("grpc.use_local_subchannel_pool", 1)]  # of a channel: a connection, and so a client, of its own
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,11 @@ def varied(**changes: Any) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+
+
+def opening(model: str, blocks: str = f"0:{DEPTH}", coding: str = "float32") -> tuple[tuple[str, str], ...]:
+    """The headers with which a client opens a session with a server of ``blocks`` of ``model``, or sends it a pass."""
+    return tuple(zip(HEADERS, (VERSION, model, blocks, coding), strict=True))
 
 
 def asking(model: PreTrainedModel) -> Callable[[int, int], Asked]:
@@ -104,6 +111,23 @@ def servers_imported() -> Iterator[None]:
         else:
             os.environ["JUPYTER_PATH"] = before
         yield
+
+
+def answer(model: RemoteModel, prompt: list[int], tokens: int) -> list[int]:
+    """The greedy tokens of the client's model."""
+    return model.generate(torch.tensor([prompt]), tokens)[0, len(prompt) :].tolist()
+
+
+def says(model: RemoteModel, one: Asked) -> None:
+    """Assert that the client's model says what the local one does."""
+    tokens = len(one.plain.tokens)
+    assert check_greedy(answer(model, one.prompt, tokens), one.plain) == tokens
+
+
+def spoil(up: Running) -> None:
+    """The blocks of this server answer NaN from now on."""
+    for module in up.sessions.batcher.backend._segment.modules:
+        module.forward = lambda hidden, *_, **__: hidden * torch.nan
 
 
 def part(model: RemoteModel) -> None:

@@ -15,7 +15,7 @@ from firsttoken.engine.preemption import PREEMPTION
 from firsttoken.engine.scheduler_state import VICTIM, VICTIMS
 from firsttoken.petals.routing import Reachable
 from firsttoken.sarathi.policy import SCHEDULER
-from firsttoken.study import decisions, paths
+from firsttoken.study import paths, policy_file
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.policy_file import PolicyFile, PolicyKind
 from firsttoken_studies.trying import KINDS, transition
@@ -118,7 +118,7 @@ def test_layers_in_several_runs_turn_the_stream_by_their_sum() -> None:
 
 @pytest.mark.parametrize("kind", [SCHEDULER, *(kind for kind, *_ in ASKED.values())], ids=lambda kind: kind.called)
 def test_files_that_hold_no_policy(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: PolicyKind) -> None:
-    monkeypatch.setattr(decisions, "LONGEST_S", 0.2)
+    monkeypatch.setattr(policy_file, "LONGEST_S", 0.2)
     name = kind.called
     if kind.base is None:
         one, two = "def mine(*asked): pass\n", "def mine(*asked): pass\ndef yours(*asked): pass\n"
@@ -147,7 +147,7 @@ def test_files_that_hold_no_policy(write, tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("kind", ASKED)
 def test_what_a_policy_may_not_do(write, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(decisions, "LONGEST_S", 0.2)
+    monkeypatch.setattr(policy_file, "LONGEST_S", 0.2)
     described, text, ask = ASKED[kind]
     line = text.count("\n") + 1
     for body, message in (

@@ -33,7 +33,7 @@ from transformers import (  # noqa: E402
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig  # noqa: E402
 
-from firsttoken.engine.swap.host_allocator import Span  # noqa: E402
+from firsttoken.engine.swap.host_pool import Span  # noqa: E402
 from firsttoken.study.errors import ProfileError  # noqa: E402
 from firsttoken_extras.vllm_cross_point.connector import KVBlocksOnHost  # noqa: E402
 from firsttoken_extras.vllm_cross_point.settings import supported_cache  # noqa: E402

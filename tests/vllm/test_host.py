@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from firsttoken.engine.swap.host_allocator import Span
+from firsttoken.engine.swap.host_pool import Span
 from firsttoken.study.errors import ProfileError
 from firsttoken_extras.vllm_cross_point.host import KVBlocksOnHost
 from firsttoken_extras.vllm_cross_point.settings import CrossPointSettings

@@ -1,7 +1,5 @@
 """The three files of an adapter, as far as they are used: which layers it heals, of which base, and how strongly."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar

@@ -3,8 +3,6 @@
 Plain ``PeftModel.from_pretrained`` loads them; ``recipe.json`` says what they were made from.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile

@@ -5,8 +5,6 @@ What nobody reads (.bin or GGUF beside safetensors, variants, shards that no ind
 library only: a service looks at its folder before it imports torch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -5,8 +5,6 @@ behind its context is its answer; nothing is generated. The order is a fixed shu
 sample.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable
@@ -16,8 +14,6 @@ from typing import Any
 from firsttoken.assets.qa_files import arrow_rows
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.parsing.schema import unknown
-
-__all__ = ["TASKS", "ChoiceItem", "ChoiceTask", "choice_items"]
 
 
 @dataclass(frozen=True)

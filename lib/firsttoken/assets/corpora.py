@@ -5,8 +5,6 @@ hash of the passage decides, so that no passage is shared between splits, the sp
 others, and the order is a fixed shuffle of which any beginning is a fair sample.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import re
@@ -18,32 +16,9 @@ from typing import Any
 import torch
 
 from firsttoken.assets.lock import asset_path, pinned
-from firsttoken.assets.qa_files import (
-    QAItem,
-    arrow_rows,
-    kept_rows,
-    read_boolq_train,
-    read_hub,
-    read_qa,
-    read_squad,
-    read_triviaqa,
-    triviaqa_item,
-)
+from firsttoken.assets.qa_files import QAItem, arrow_rows, kept_rows, read_boolq_train, read_hub, read_qa, triviaqa_item
 from firsttoken.study import paths
 from firsttoken.study.errors import CorpusError
-
-__all__ = [
-    "SPLITS",
-    "QAItem",
-    "boolq_prompts",
-    "load_qa",
-    "read_squad",
-    "read_triviaqa",
-    "running_text",
-    "sciq",
-    "token_windows",
-    "triviaqa",
-]
 
 SPLITS = ("train", "validation", "test")
 _SCIQ_EDGES = (0.60, 0.68)  # train | validation | test

@@ -1,7 +1,5 @@
 """Finds the layers of a model, be it a stock, an adapted or a lean one."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from firsttoken.study.errors import ModelError

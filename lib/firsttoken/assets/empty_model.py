@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from firsttoken.assets.model_config import CONFIG, read_config
-from firsttoken.assets.on_meta import on_meta
 from firsttoken.study.errors import ModelError
 
 if TYPE_CHECKING:  # a lean start needs none of it
@@ -75,6 +76,18 @@ def empty_model(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype) ->
     rotary = model.model.rotary_emb
     model.model.rotary_emb = type(rotary)(config=config)
     return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def on_meta(dtype: torch.dtype) -> Iterator[None]:
+    """Modules that are made inside the block have parameters of ``dtype`` on the meta device."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def put(model: nn.Module, name: str, tensor: Tensor) -> None:

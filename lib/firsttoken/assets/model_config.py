@@ -1,7 +1,5 @@
 """config.json of a model, as far as it is used before transformers reads it: sizes within what a machine can build."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,11 +4,8 @@ A configuration lists its needs (``config.needs()``); an experiment holds them a
 counts of its data, before it loads a weight. A test holds every profile against the true facts, pinned.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -30,12 +27,6 @@ class Need:
     wanted: int
     of: str
     mend: str = "lower it"
-
-
-class Facts(Protocol):
-    """How many there are of what a need names; None where that is not known yet. A dict will do."""
-
-    def get(self, of: str, /) -> int | None: ...
 
 
 def questions_of(source: str, split: str) -> str:
@@ -71,8 +62,8 @@ class ModelFacts:
         return model_name(self._model)
 
 
-def check(needs: Iterable[Need], facts: Facts, where: str = "") -> None:
-    """Raise ProfileError for the first need that asks for more than there is, naming its key and the mend.
+def check(needs: Iterable[Need], facts: ModelFacts | Mapping[str, int], where: str = "") -> None:
+    """Raise ProfileError for the first need that asks for more than ``facts`` have, naming its key and the mend.
 
     ``where`` is what lacks it, by default the model for what a model has. A need of what is not known is passed over.
     """

@@ -7,8 +7,6 @@ of its prompt, have it. Up to that length both are fixed, and equal to what tran
 so this is as far as such a model is run, by whatever runs it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Questions with their passages and answers, and the readers for the standard files that users bring."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -13,9 +11,8 @@ from firsttoken.assets.lock import asset_path, pinned
 from firsttoken.study import paths
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.files import replacing
-from firsttoken.study.parsing.gzip_text import read_gzip
 from firsttoken.study.parsing.json_text import json_lines, read_json
-from firsttoken.study.parsing.parse_errors import Damaged, blaming
+from firsttoken.study.parsing.parse_errors import Damaged, blaming, read_gzip
 from firsttoken.study.parsing.schema import shaped
 
 # The pinned train file of BoolQ, whose lines hold "title -- passage\nQuestion: ...?\nAnswer:", once an answer.

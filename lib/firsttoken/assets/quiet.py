@@ -1,7 +1,5 @@
 """Hold back transformers' progress bars and warnings where what matters of them is raised as an error."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 The default model comes from a 4-bit file, which flatters whatever is measured of the bits of its weights.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from pathlib import Path

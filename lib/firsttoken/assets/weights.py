@@ -1,7 +1,5 @@
 """The tensors of a model folder, read from the one list of its files and under the model's names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

@@ -4,8 +4,3 @@
 ``pipeline`` brings it over a link meanwhile; ``profile`` finds which layers to recompute,
 ``group_selection`` and ``gate`` decide at run time.
 """
-
-import warnings
-
-# PEFT asks transformers for a flag that has been renamed; the message is for its authors, not for our users.
-warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)

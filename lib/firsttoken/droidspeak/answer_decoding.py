@@ -41,7 +41,9 @@ def greedy(
     # padded on the left: the last column is each row's last token, and the mask lets nothing see the gap
     opening = Prefix.of(suffix, prefix.ids.device)
     text, new = prefix.followed_by(opening.ids, opening.mask), opening.tokens
-    ends, taken = _end_tokens(model, tokenizer), [[] for _ in suffix]
+    own = model.generation_config.eos_token_id  # of which a model may have several
+    ends = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
+    taken: list[list[int]] = [[] for _ in suffix]
     open_rows = list(range(len(suffix)))  # which row of the suffixes each row of the cache still answers
     for step in range(1, max_new_tokens + 1):
         forward = Forward(model, text, new)
@@ -69,9 +71,3 @@ def _texts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]], en
     """What each row of tokens says before the first of ``ends``, without white space ahead of it."""
     before = [list(takewhile(lambda token: token not in ends, row)) for row in rows]
     return [answer.lstrip() for answer in tokenizer.batch_decode(before, skip_special_tokens=True)]
-
-
-def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The ids that end an answer: the tokenizer's, and the model's, of which there may be several."""
-    own = model.generation_config.eos_token_id
-    return {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}

@@ -16,6 +16,7 @@ from transformers.masking_utils import create_causal_mask
 
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.positions import kinds_by_length
+from firsttoken.assets.servable import FULL, attention_kinds
 from firsttoken.droidspeak.prefix import LayerKV, Prefix
 from firsttoken.study.errors import ModelError
 
@@ -106,13 +107,9 @@ def layer_kv(cache: DynamicCache, index: int) -> LayerKV:
 
 def check_supported(model: PreTrainedModel) -> None:
     """Raise ModelError unless every layer of ``model`` attends to the whole prefix at fixed rotary angles."""
-    config = model.config
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if kinds or (getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)):
-        raise ModelError(
-            f"{type(model).__name__} has {', '.join(kinds) or 'sliding-window'} layers; full attention only"
-        )
-    if kinds := kinds_by_length(config):
+    if kinds := attention_kinds(model.config) - {FULL}:
+        raise ModelError(f"{type(model).__name__} has {', '.join(kinds)} layers; full attention only")
+    if kinds := kinds_by_length(model.config):
         raise ModelError(
             f"rope type {kinds[0]!r} turns keys by the length seen so far, so they cannot be reused; "
             "set a fixed scaling (linear, llama3, yarn)"

@@ -13,7 +13,6 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from firsttoken.droidspeak.forward import cache_of, layer_kv
@@ -141,13 +140,12 @@ def gated_cache(model: PreTrainedModel, prefix: Prefix, cache: DynamicCache, acc
     rows = [row for row, good in enumerate(accepted) if not good]
     if not rows:
         return cache
-    own = full_prefill(model, Prefix(prefix.ids[rows], None if prefix.mask is None else prefix.mask[rows])).kv
     index = torch.tensor(rows, device=prefix.ids.device)
-
-    def mended(mixed: Tensor, mine: Tensor) -> Tensor:
-        return mixed.index_copy(0, index, mine)
-
-    return cache_of(LayerKV(*map(mended, layer_kv(cache, layer), mine)) for layer, mine in enumerate(own))
+    own = full_prefill(model, prefix.rows(index)).kv
+    return cache_of(
+        LayerKV(*(mixed.index_copy(0, index, mine) for mixed, mine in zip(layer_kv(cache, layer), kv, strict=True)))
+        for layer, kv in enumerate(own)
+    )
 
 
 def _arrays(signals: Sequence[float], failed: Sequence[bool]) -> tuple[np.ndarray, np.ndarray]:

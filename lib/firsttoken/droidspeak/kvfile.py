@@ -11,14 +11,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from firsttoken.droidspeak.entry import Entry
 from firsttoken.droidspeak.identity import ModelIdentity
-from firsttoken.droidspeak.tensor_bytes import bytes_of
+from firsttoken.droidspeak.tensor_bytes import CachePiece, bytes_of
 from firsttoken.link.shaped import Link
 from firsttoken.study.errors import CacheError, LinkError
 from firsttoken.study.files import replacing
@@ -42,37 +42,18 @@ class _Metadata:
     sha256: dict[str, Annotated[str, digits(64)]]
 
 
-class StoredPiece(NamedTuple):
-    """A piece in its file: where it lies (bytes from the file's first), what it is, and the hex sha256 of its bytes."""
-
-    offset: int
-    nbytes: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    sha256: str
-
-
 @dataclass(frozen=True)
 class KVFile:
-    """A file of ``nbytes`` and the pieces of ``entry`` in it."""
+    """A file of ``nbytes`` and the pieces of ``entry`` in it.
 
-    path: Path
-    entry: Entry
-    spans: Mapping[str, StoredPiece]
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Located:
-    """The file with the longest stored prefix of a context: the first ``tokens`` tokens of its pieces are wanted.
-
-    ``spans`` are by name: "layer.3" [2, 1, kv_heads, all tokens, head_dim], "edge.3" [1, all tokens, hidden]. Whoever
-    reads them compares each with its sha256, as ``read_piece`` does.
+    ``spans`` are by name: "layer.3" [2, 1, kv_heads, tokens, head_dim], "edge.3" [1, tokens, hidden]. Whoever reads
+    them compares each with its sha256, as ``read_piece`` does.
     """
 
     path: Path
-    spans: Mapping[str, StoredPiece]
-    tokens: int
+    entry: Entry
+    spans: Mapping[str, CachePiece]
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -113,7 +94,7 @@ def draft(path: Path, entry: Entry, pieces: Mapping[str, Tensor]) -> Draft:
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
     header = len(text).to_bytes(8, "little") + text
     placed = {name: replace(at, start=at.start + len(header), end=at.end + len(header)) for name, at in stored.items()}
-    file = KVFile(path, entry, _spans(entry, placed, sums), len(header) + start)
+    file = KVFile(path, entry, _spans(path, entry, placed, sums), len(header) + start)
     return Draft(file, header, tuple(data.values()))
 
 
@@ -133,10 +114,10 @@ def read_header(path: Path) -> KVFile:
             entry = Entry(kept.model, opened.read(stored.end - stored.start), kept.edges)
         if path.name != file_name(entry.key):
             raise Damaged("it holds another KV cache than its name says")
-        return KVFile(path, entry, _spans(entry, header.tensors, kept.sha256), path.stat().st_size)
+        return KVFile(path, entry, _spans(path, entry, header.tensors, kept.sha256), path.stat().st_size)
 
 
-def read_piece(handle: int, span: StoredPiece) -> Tensor:
+def read_piece(handle: int, span: CachePiece) -> Tensor:
     """Read one piece and no byte beside it. Raises CacheError when its bytes are not those that were written."""
     with torch.inference_mode(False):  # it may be kept, and read outside that mode
         piece = torch.empty(span.shape, dtype=span.dtype)
@@ -155,7 +136,9 @@ def file_name(key: str) -> str:
     return f"{key}.kv.safetensors"
 
 
-def _spans(entry: Entry, stored: Mapping[str, TensorEntry], sums: Mapping[str, str]) -> dict[str, StoredPiece]:
+def _spans(
+    path: Path, entry: Entry, stored: Mapping[str, TensorEntry], sums: Mapping[str, str]
+) -> dict[str, CachePiece]:
     """The spans of the pieces that the entry must have. Raises Damaged for one of another dtype or shape."""
     dtype = _DTYPES.get(entry.model.dtype)
     wanted = {_TOKENS: ("I64", (entry.length,))} | {name: (dtype, shape) for name, shape in entry.shapes.items()}
@@ -163,7 +146,8 @@ def _spans(entry: Entry, stored: Mapping[str, TensorEntry], sums: Mapping[str, s
         if (stored[name].dtype, stored[name].shape) != what:
             raise Damaged(f"{name} is {stored[name].dtype} {list(stored[name].shape)}, its model makes {what}")
     torch_dtype = getattr(torch, entry.model.dtype)
-    return {
-        name: StoredPiece(stored[name].start, stored[name].end - stored[name].start, shape, torch_dtype, sums[name])
-        for name, shape in entry.shapes.items()
-    }
+    spans = {}
+    for name, shape in entry.shapes.items():
+        start, end = stored[name].start, stored[name].end
+        spans[name] = CachePiece(name, path, start, end - start, shape, torch_dtype, sums[name])
+    return spans

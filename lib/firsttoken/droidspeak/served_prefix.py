@@ -7,26 +7,14 @@ that hosts several fine-tunes both lie there after a prefill, and nothing is com
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
-
-from torch import Tensor
 
 from firsttoken.droidspeak.prefix import LayerKV, PrefixCache
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
-from firsttoken.engine.model_version import ModelVersion
+from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Request
 
 
-class Computing(Protocol):
-    """What has the keys and values of requests, as an engine's executor does."""
-
-    version: ModelVersion
-
-    def computed(self, request: Request, tokens: int) -> Tensor:
-        """Keys and values [layers, 2, 1, kv_heads, tokens, head_dim] of its first ``tokens`` tokens."""
-
-
-def served_prefix(executor: Computing, request: Request, edges: Iterable[int] = ()) -> PrefixCache:
+def served_prefix(executor: LiveExecutor, request: Request, edges: Iterable[int] = ()) -> PrefixCache:
     """What was computed of the prompt of ``request``, with the E-cache at ``edges``; the request goes on.
 
     Of a prefix that was itself taken from another model, the layers that were not computed again, and the E-cache at

@@ -18,7 +18,7 @@ from firsttoken.droidspeak.entry import e_cache_name, layer_name
 from firsttoken.droidspeak.identity import ModelIdentity, check_compatible, difference
 from firsttoken.droidspeak.pair_profile import read_profiles
 from firsttoken.droidspeak.pipeline.kv_transfer import Buffers, Transfer
-from firsttoken.droidspeak.pipeline.live_loading import pieces_of, sent_pieces
+from firsttoken.droidspeak.pipeline.live_loading import sent_pieces
 from firsttoken.droidspeak.pipeline.schedule import Schedule
 from firsttoken.droidspeak.prefill import NOTHING, Group
 from firsttoken.droidspeak.store import KVStore
@@ -61,9 +61,8 @@ class StoredPrefix:
             if not self.tokens:
                 store.fetch(self._context, sender, 0)  # which says why there is none
             return
-        located = store.locate(self._context, sender, self._edge)
-        self.tokens = located.tokens
-        sent = sent_pieces(pieces_of(located), group, self._depth, Schedule.PIPELINED)
+        file, self.tokens = store.locate(self._context, sender, self._edge)
+        sent = sent_pieces(file.spans, group, self._depth, Schedule.PIPELINED)
         self._transfer = Transfer(sent, link, Buffers(sent, device))
 
     @property

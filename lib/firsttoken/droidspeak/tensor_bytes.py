@@ -1,8 +1,15 @@
-"""A tensor as the bytes that lie behind it."""
+"""Tensors as bytes: those that lie behind one in memory, and those that are one in a file."""
 
 from __future__ import annotations
 
-from torch import Tensor, uint8
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from firsttoken.study.errors import CacheError
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -10,4 +17,29 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
     By way of uint8, because numpy has no bfloat16.
     """
-    return memoryview(tensor.detach().to("cpu").contiguous().view(-1).view(uint8).numpy())
+    return memoryview(tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy())
+
+
+@dataclass(frozen=True)
+class CachePiece:
+    """One tensor of ``shape`` and ``dtype``: ``nbytes`` of the file ``path``, from byte ``offset`` on.
+
+    What is read of it is held against ``sha256`` (hex; "" leaves that out). Raises CacheError when bytes and shape
+    disagree.
+    """
+
+    name: str
+    path: Path
+    offset: int
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sha256: str = ""
+
+    def __post_init__(self) -> None:
+        needed = prod(self.shape) * self.dtype.itemsize
+        if self.nbytes != needed or self.offset < 0:
+            raise CacheError(
+                f"{self.name}: {self.nbytes} bytes from byte {self.offset} are no {list(self.shape)} of {self.dtype} "
+                f"({needed} bytes); store that cache again"
+            )

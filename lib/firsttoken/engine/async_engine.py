@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from firsttoken.engine.request import KVSource, Request, TokenLogprob
 
 
+Asked = tuple[Sequence[int], Sampling, bool, str, "KVSource | None"]  # as AsyncEngine.add has them
+
 # The tokens of a request on their way from the engine's thread to whoever asked for them.
 
 
@@ -158,13 +160,22 @@ class AsyncEngine:
         self.between(lambda: self._accept(stream, prompt, sampling, False))
         return stream
 
-    def add(self, stream: Stream, prompt: Sequence[int], sampling: Sampling, moves: bool, variant: str = "") -> None:
+    def add(
+        self,
+        stream: Stream,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        moves: bool,
+        variant: str = "",
+        source: KVSource | None = None,
+    ) -> None:
         """Begin the request of ``stream`` before the next step without waiting for it; an error becomes the stream's
-        end. With ``moves`` it moves to better versions of the model; a ``variant`` is the name of one."""
+        end. With ``moves`` it moves to better versions of the model; a ``variant`` is the name of one. ``source``
+        brings how it begins, where that is known already."""
 
         def accept() -> None:
             try:
-                self._accept(stream, prompt, sampling, moves, variant)
+                self._accept(stream, prompt, sampling, moves, variant, source)
             except Exception as error:
                 stream.end(error)
 
@@ -249,15 +260,21 @@ class AsyncEngine:
                 self._streams.pop(request.number).end()
 
     def _accept(
-        self, stream: Stream, prompt: Sequence[int], sampling: Sampling, moves: bool, variant: str = ""
+        self,
+        stream: Stream,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        moves: bool,
+        variant: str = "",
+        source: KVSource | None = None,
     ) -> None:
         if len(self._streams) >= self._most:
             raise BusyError(f"{self._most} requests are open; ask again later")
         if variant and variant not in self.versions:
             raise BusyError(f"{variant} answers once the whole model is here; ask again later")
         # chances of a prompt are of tokens that are computed
-        asks = self.sources is not None and not sampling.prompt_logprobs
-        source = self.sources(prompt, variant) if asks else None
+        asks = source is None and self.sources is not None and not sampling.prompt_logprobs
+        source = self.sources(prompt, variant) if asks else source
         version = self.versions[variant] if variant else None
         stream.request = self._engine.submit(prompt, sampling, moves=moves, source=source, version=version)
         self._streams[stream.request.number] = stream

@@ -130,13 +130,8 @@ class PrefixSharing:
         self._pool = pool
         self._block_tokens = block_tokens
         self._salt = salt
-        self.asked_tokens = 0
-        self.found_tokens = 0
-
-    @property
-    def hit_rate(self) -> float:
-        """The share of the tokens of admitted requests that came from shared blocks and were not computed."""
-        return self.found_tokens / self.asked_tokens if self.asked_tokens else 0.0
+        self.asked_tokens = 0  # of admitted requests
+        self.found_tokens = 0  # of these, those that came from shared blocks and were not computed
 
     def find(self, request: Request) -> list[int]:
         """Return blocks that hold what ``request`` begins with. A prompt whose likelihoods are asked for gets none, as
@@ -146,7 +141,7 @@ class PrefixSharing:
             request.keys = [start]
         if request.sampling.prompt_logprobs:
             return []
-        return self._pool.find(self._keys(request, (len(request.tokens) - 1) // self._block_tokens))
+        return self._pool.find(block_keys(request, self._block_tokens, (len(request.tokens) - 1) // self._block_tokens))
 
     def admitted(self, request: Request, blocks: int) -> None:
         """Note that ``request`` was given so many of the found ``blocks``."""
@@ -170,7 +165,7 @@ class PrefixSharing:
         request, full = chunk.request, chunk.end // self._block_tokens
         if request.published >= full:
             return
-        keys = self._keys(request, full)[request.published :]
+        keys = block_keys(request, self._block_tokens, full)[request.published :]
         for block, key in zip(request.blocks[request.published : full], keys, strict=True):
             self._pool.publish(block, key)
         request.published = full
@@ -182,10 +177,6 @@ class PrefixSharing:
             request.published = min(request.published, full)
         self._pool.withdraw(request.blocks[full:])
         return request.blocks[full:]
-
-    def _keys(self, request: Request, full: int) -> list[bytes]:
-        """The keys of the first ``full`` blocks."""
-        return block_keys(request, self._block_tokens, full)
 
 
 def block_keys(request: Request, size: int, full: int) -> list[bytes]:

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from firsttoken.engine.fused import fuse_layer, packed, run_layers, run_together
-from firsttoken.engine.onednn_prepack import packs
+from firsttoken.engine.fused import fuse_layer, packed, packs, run_layers, run_together
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.study.errors import ModelError, RequestError
 
@@ -176,10 +175,7 @@ class Decoder:
 
     def take_head(self, other: Decoder) -> None:
         """Compute logits with the head of ``other``, which has the same weight and may be packed."""
-        head = self._model.get_output_embeddings()
-        for name, child in self._model.named_children():
-            if child is head:
-                self._model._modules[name] = other._model._modules[name]
+        self.set_head(other._model.get_output_embeddings())
 
     def drop(self, request: int) -> None:
         """Forget the request of this number."""

@@ -6,19 +6,49 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from firsttoken.engine.block_pool import BlockPool, PrefixSharing
-from firsttoken.engine.engine_config import DEFAULT_CONFIG, EngineConfig
 from firsttoken.engine.executor import DeviceLost, Executor, Transition, Version
 from firsttoken.engine.preemption import POLICIES, policy_of
 from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy, Preemptor, Recovery
 from firsttoken.engine.request import GREEDY, Kind, KVSource, Request, Sampling, ScheduledChunk, split_decodes
-from firsttoken.engine.scheduler_state import victim_named
-from firsttoken.engine.schedulers import scheduler_named
-from firsttoken.engine.schedulers.scheduler import Scheduler
+from firsttoken.engine.scheduler_state import Victim, victim_named
+from firsttoken.engine.schedulers.sarathi import scheduler_named
+from firsttoken.engine.schedulers.scheduler import Scheduler, SchedulerConfig
 from firsttoken.engine.simulated import TOKEN, SimulatedExecutor
 from firsttoken.engine.trace import Step, Trace
-from firsttoken.study.errors import RequestError
+from firsttoken.study.errors import ProfileError, RequestError
+
+# What an engine is told: who runs in a step, who gives way, and within which bounds.
+
+
+@dataclass(frozen=True)
+class EngineConfig(SchedulerConfig):
+    """How requests share the pool. ``scheduler`` is a name, or a class of one's own.
+
+    ``victim`` says who is preempted (LIFO in the paper, 2.2), by name or as a choice of one's own; ``watermark`` is the
+    share of blocks that admission leaves free (vLLM: 0.01; CPS: 0, 3.1). ``share_prefixes``: requests that begin alike
+    share blocks; off, as the preemption policies are taught and measured with prefills from nothing. Raises
+    ProfileError for an unknown name, and for bounds that the scheduler cannot keep.
+    """
+
+    scheduler: str | type[Scheduler] = "prefill_first"
+    preemption: str = "recompute"
+    victim: str | Victim = "last_arrived"
+    watermark: float = 0.01
+    share_prefixes: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        scheduler_named(self.scheduler).check(self)
+        victim_named(self.victim)
+        if not 0 <= self.watermark < 1:
+            raise ProfileError(f"engine: watermark must be a share from 0 to below 1, not {self.watermark}")
+
+
+DEFAULT_CONFIG = EngineConfig()
+
 
 # What can never run is refused before it is taken.
 
@@ -129,13 +159,9 @@ class Engine:
         self.prefixes: PrefixSharing | None = None
         if config.share_prefixes:
             self.prefixes = PrefixSharing(self.pool, executor.block_tokens, self._salt)
-        self.scheduler: Scheduler = scheduler_named(config.scheduler)(
-            self.pool,
-            executor.block_tokens,
-            config,
-            self.preemptor,
-            victim_named(config.victim),
-            self.prefixes,
+        kind, victim = scheduler_named(config.scheduler), victim_named(config.victim)
+        self.scheduler: Scheduler = kind(
+            self.pool, executor.block_tokens, config, self.preemptor, victim, self.prefixes
         )
         self._coming: list[tuple[tuple[float, int], Request]] = []
         self._open: dict[int, Request] = {}
@@ -195,10 +221,7 @@ class Engine:
             return
         self._coming = [entry for entry in self._coming if entry[1] is not request]
         heapq.heapify(self._coming)
-        try:
-            self.scheduler.end(request)
-        except DeviceLost as lost:
-            self._begin_again(lost)
+        self.asking(lambda: self.scheduler.end(request))
 
     def asking(self, what: Callable[[], None]) -> None:
         """Call ``what``, which asks the executor. A device that is found to be lost in this is lost as in a step."""

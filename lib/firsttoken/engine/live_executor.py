@@ -13,22 +13,20 @@ from torch import nn
 
 from firsttoken.assets.positions import context_of
 from firsttoken.assets.servable import FULL, SLIDING, attention_kinds, has_windows
-from firsttoken.engine.attention import NAME, Attend, VarlenAttend, page
+from firsttoken.engine.attention import NAME, Attend, page
 from firsttoken.engine.decoder import Decoder, LocalSegment, Segment
 from firsttoken.engine.executor import Limits
 from firsttoken.engine.fused import layer_table
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.kv import KVPool, KVShape
 from firsttoken.engine.model_version import ModelVersion
-from firsttoken.engine.native.attend import fastest, supports
 from firsttoken.engine.request import LayerRecompute, Phase, Request, ScheduledChunk
 from firsttoken.engine.sampling import next_tokens, read_prompts
-from firsttoken.engine.sdpa_attention import PaddedAttend
+from firsttoken.engine.sdpa_attention import PaddedAttend, fastest_attend
 from firsttoken.engine.step_plan import StepPlan, fuse_recompute
 from firsttoken.engine.swap import make_path
 from firsttoken.engine.swap.block_copier import Moved, Movement, SwapPath
-from firsttoken.engine.swap.host_allocator import Span
-from firsttoken.engine.swap.host_pool import HostPool
+from firsttoken.engine.swap.host_pool import HostPool, Span
 from firsttoken.study.dtypes import name_of
 from firsttoken.study.errors import CacheError, ModelError, RequestError
 
@@ -284,11 +282,3 @@ def _adapted(model: nn.Module) -> nn.Module | None:
     """A module that carries an adapter of PEFT, which nobody can have made without having imported it."""
     peft = sys.modules.get("peft.tuners.tuners_utils")
     return peft and next((module for module in model.modules() if isinstance(module, peft.BaseTunerLayer)), None)
-
-
-def fastest_attend(pool: KVPool) -> type[Attend]:
-    """The way to compute attention over ``pool`` that is fastest here."""
-    half = pool.shape.dtype in (torch.float16, torch.bfloat16)
-    if pool.device.type == "cuda" and half:
-        return VarlenAttend
-    return fastest(pool) if supports(pool.shape, pool.device) else PaddedAttend

@@ -17,11 +17,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from firsttoken.assets.lock import first_line
-from firsttoken.engine.async_engine import AsyncEngine, EngineStats, Stream, TokenSink, step_failure
+from firsttoken.engine.async_engine import Asked, AsyncEngine, EngineStats, Stream, TokenSink, step_failure
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.request_limits import BLOCK_TOKENS, RequestLimits
 from firsttoken.lean.importing import uncollected
-from firsttoken.study.devices import check_device
+from firsttoken.study.dtypes import check_device
 from firsttoken.study.errors import ClosedError, FirstTokenError, RequestError, StageError
 from firsttoken.study.system.openmp import loops_on_one_core
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from firsttoken.engine.preemption.preemption_policy import Recovery
     from firsttoken.engine.request import KVSource
 
-Asked = tuple[Sequence[int], Sampling, bool, str]  # as AsyncEngine.add has them
 Versions = Mapping[str, "Version"]  # variants of a model by name
 NONE: Versions = MappingProxyType({})
 T = TypeVar("T")
@@ -104,13 +103,14 @@ class EngineServer(ModelServer):
         variant: str = "",
     ) -> Stream:
         self.limits.check(len(prompt_ids), sampling.max_tokens if isinstance(sampling, Sampling) else sampling)
-        asked = prompt_ids, sampling if isinstance(sampling, Sampling) else Sampling(sampling), upgrade, variant
+        asked = prompt_ids, sampling if isinstance(sampling, Sampling) else Sampling(sampling), upgrade, variant, None
         with self._change:
             if self._closing.is_set():
                 raise self._permanent_fault or ClosedError("the server is shutting down")
             self.limits.check_room(len(self._open))
             session = Stream(self._leave, self._forget, events)
             self._open[session] = asked
+            self._change.notify_all()
             if self._server is not None:
                 self._server.add(session, *asked)
         return session

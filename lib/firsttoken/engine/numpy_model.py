@@ -8,13 +8,14 @@ whose layers are packed and run in the order of the model, and for neither torch
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from firsttoken.assets.checkpoint import EMBEDDING, HEAD, ModelFiles
+from firsttoken.assets.held import seen
 from firsttoken.engine.native.exports import PANELS, PRODUCTS, STORAGE, WIDTHS, Exports, load_exports, narrowed, widened
 from firsttoken.lean.lean_config import LeanConfig, OtherWay, lean_config, scaled_frequencies
 from firsttoken.study.errors import LengthError, OutputError, RequestError
@@ -51,7 +52,7 @@ class NumpyModel:
         self.dtype = "bfloat16" if bf16 else "float32"
         if not self._exports.multiplies(self.dtype):
             raise OtherWay(f"its {self.dtype} products are wrong on this processor")
-        self.files = files
+        self.files, self.seen = files, seen(files.files)
         self.threads = threads or cores()  # of the calls to come
         self._maps = {file: _mapped(file) for file in files.files}
         packing = ThreadPoolExecutor(self.threads, "packing")
@@ -67,6 +68,10 @@ class NumpyModel:
         self._tables = np.arange(blocks, dtype=np.int64)
         steps = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
         self._frequencies = scaled_frequencies(config, steps, np.where).astype(np.float32)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until all weights are packed, or until ``timeout_s`` is over."""
+        wait([self._head, *self._layers], timeout_s)
 
     def next_token(self, tokens: Sequence[int]) -> int:
         """The likeliest token after ``tokens``, which follow those that are cached, and are cached then.
@@ -154,7 +159,7 @@ class NumpyModel:
         panels = PANELS.take(count * self._exports.panel * inputs * rows.itemsize)
         told = [panels.ctypes.data, 0 if bias is None else bias.ctypes.data, outputs, inputs, gated, *[0] * 5]
         fields = np.array(told, dtype=np.int64)
-        self._call("pack")(rows.ctypes.data, fields.ctypes.data, 1)
+        self._call("pack", rows, fields, 1)
         return panels, fields
 
     def _run(
@@ -165,25 +170,12 @@ class NumpyModel:
         heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         room = config.hidden_size + (2 * heads + 2 * kv_heads) * width + config.intermediate_size
         rooms, works = np.empty(tokens * room, states.dtype), np.zeros(tokens, np.int64)
-        contexts = places + 1
-        self._call("run_layers")(
-            fields.ctypes.data,
-            1,
-            None,
-            fields.shape[1],
-            *(array.ctypes.data for array in (states, *turns, self.cache, self._tables)),
-            len(self._tables),
-            works.ctypes.data,
-            contexts.ctypes.data,
-            tokens,
-            kv_heads,
-            width,
-            BLOCK_TOKENS,
-            self.cache[0].size,
-            rooms.ctypes.data,
-            config.rms_norm_eps,
-            width**-0.5,
-            self.threads if self._layers[-1].done() else 1,  # the others pack
+        seen = (self.cache, self._tables, len(self._tables), works, places + 1)
+        sizes = (tokens, kv_heads, width, BLOCK_TOKENS, self.cache[0].size)
+        scales = (config.rms_norm_eps, width**-0.5)
+        threads = self.threads if self._layers[-1].done() else 1  # the others pack
+        self._call(
+            "run_layers", fields, 1, None, fields.shape[1], states, *turns, *seen, *sizes, rooms, *scales, threads
         )
 
     def _logits(self, states: np.ndarray) -> np.ndarray:
@@ -192,8 +184,8 @@ class NumpyModel:
         said = np.empty(self.config.vocab_size, states.dtype)
         sizes = (1, self.config.hidden_size, self.config.rms_norm_eps, self.threads)
         head = self._head.result()
-        self._call("rms_norm")(states.ctypes.data, head.kept[0].ctypes.data, normed.ctypes.data, *sizes)
-        self._call("product")(normed.ctypes.data, 1, head.fields.ctypes.data, None, said.ctypes.data, self.threads)
+        self._call("rms_norm", states, head.kept[0], normed, *sizes)
+        self._call("product", normed, 1, head.fields, None, said, self.threads)
         return widened(said)
 
     def _rows(self, ids: np.ndarray) -> np.ndarray:
@@ -210,8 +202,8 @@ class NumpyModel:
         both = np.concatenate((angles, angles), axis=1)
         return narrowed(np.cos(both), self.dtype), narrowed(np.sin(both), self.dtype)
 
-    def _call(self, name: str) -> Callable[..., int | None]:
-        return self._exports[name, self.dtype]
+    def _call(self, name: str, *arguments: Any) -> None:
+        self._exports.call(name, self.dtype, *arguments)
 
 
 def _known(files: ModelFiles, config: LeanConfig) -> str:

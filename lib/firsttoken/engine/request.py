@@ -231,7 +231,7 @@ class Request:
         self.times_s: list[float] = []
         self.phase = Phase.WAITING  # the scheduler's to change
         self.cached = 0  # tokens whose keys and values are in the pool, or in the host's
-        self.computed = 0  # tokens whose keys and values were ever there
+        self.computed = 0  # tokens whose keys and values were ever there: above ``cached``, the marker of CPS 3.2.2
         self.moves = moves
         self.version: Any = None  # what it computes with, an engine.model_version.ModelVersion, since its first step
         self.redo: LayerRecompute | None = None  # before it goes on
@@ -273,11 +273,6 @@ class Request:
     def decoding(self) -> bool:
         """Whether the prompt is cached, and all that was ever computed behind it."""
         return self.prompt_tokens <= self.cached == self.computed
-
-    @property
-    def recomputing(self) -> bool:
-        """The marker of CPS 3.2.2: what was cached once has to be computed again."""
-        return self.cached < self.computed
 
     def chunk(self, tokens: int | None = None) -> ScheduledChunk:
         """Its next ``tokens`` tokens (all that are to do) as the work of a step."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import EngineConfig
+from firsttoken.engine.preemption import Recompute
 from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
-from firsttoken.engine.preemption.recompute import Recompute
 from firsttoken.study.errors import BusyError, LengthError, RequestError
 
 BLOCK_TOKENS = 16

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from firsttoken.engine.costs.cost_model import Costs
-from firsttoken.engine.executor import Limits
+from firsttoken.engine.executor import Limits, SwapIn
 from firsttoken.engine.request import Request, ScheduledChunk, shapes
 
 NO_LIMIT = 1 << 62
@@ -15,17 +16,18 @@ TOKEN = 0  # what every request says
 
 @dataclass(frozen=True)
 class Charged:
-    """Seconds that one way of a swap was charged."""
+    """Seconds that one way of a swap was charged, which are over by then."""
 
     copy_s: float
     prep_s: float = 0.0
+    done: ClassVar[bool] = True
+
+    def wait(self) -> Charged:
+        return self
 
 
 class SimulatedExecutor:
-    """Time passes by ``costs``, one model or a function from the time in s to the model that holds then.
-
-    ``overlap``: a swap-in passes beside the steps instead of between them, over one link.
-    """
+    """Time passes by ``costs``, one model or a function from the time in s to the model that holds then."""
 
     def __init__(
         self,
@@ -34,7 +36,6 @@ class SimulatedExecutor:
         *,
         block_tokens: int = 16,
         host_blocks: int = 0,
-        overlap: bool = False,
         context: int = NO_LIMIT,
     ) -> None:
         self.costs_at = (lambda now_s: costs) if isinstance(costs, Costs) else costs
@@ -44,9 +45,7 @@ class SimulatedExecutor:
         self.salt = ""
         self.version = None
         self._host_free = host_blocks
-        self._overlap = overlap
         self._now = 0.0
-        self._link_free_s = 0.0
 
     def now(self) -> float:
         """Return the simulated time in seconds."""
@@ -74,16 +73,14 @@ class SimulatedExecutor:
         self._host_free -= blocks
         request.host = blocks
         charged = Charged(self.costs_at(self._now).swap_out_s(request.cached))
-        self._now = max(self._now, self._link_free_s) + charged.copy_s
+        self._now += charged.copy_s
         return charged
 
-    def swap_in(self, request: Request) -> Charging:
-        """Charge the way back, now or beside the coming steps."""
-        seconds = self.costs_at(self._now).swap_in_s(request.cached)
-        self._link_free_s = max(self._now, self._link_free_s) + seconds
-        if not self._overlap:
-            self._now = self._link_free_s
-        return Charging(self, self._link_free_s, Charged(seconds))
+    def swap_in(self, request: Request) -> SwapIn:
+        """Charge the way back."""
+        charged = Charged(self.costs_at(self._now).swap_in_s(request.cached))
+        self._now += charged.copy_s
+        return charged
 
     def drop(self, host: int) -> None:
         """Give blocks back to the host pool."""
@@ -101,20 +98,3 @@ class SimulatedExecutor:
 
     def close(self) -> None:
         """There is nothing to give back."""
-
-
-@dataclass(frozen=True)
-class Charging:
-    """A way back that ends at ``ends_s``."""
-
-    executor: SimulatedExecutor
-    ends_s: float
-    charged: Charged
-
-    @property
-    def done(self) -> bool:
-        return self.executor.now() >= self.ends_s
-
-    def wait(self) -> Charged:
-        self.executor.wait_until(self.ends_s)
-        return self.charged

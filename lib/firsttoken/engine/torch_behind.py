@@ -56,7 +56,7 @@ class Takeover:
         said = [self.model.next_token(prompt)]
         self._thread.start()
         yield said[0]
-        with self._beside():
+        with beside_an_import(self.model):
             while len(said) < count and self._thread.is_alive():
                 said.append(self.model.next_token(said[-1:]))
                 yield said[-1]
@@ -81,18 +81,6 @@ class Takeover:
         if request.failure is not None:
             raise request.failure
 
-    @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """Inside the block the model leaves a core to the import."""
-        before, self.model.threads = self.model.threads, max(1, self.model.threads - 1)
-        turn = sys.getswitchinterval()
-        sys.setswitchinterval(_TURN_S)
-        try:
-            yield
-        finally:
-            sys.setswitchinterval(turn)
-            self.model.threads = before
-
     def _import(self) -> None:
         try:
             with uncollected():
@@ -104,8 +92,22 @@ class Takeover:
         self.ready_s = time.monotonic()
 
 
-def take_over(model: NumpyModel, blocks: int) -> LiveExecutor:
-    """What runs the weights of ``model``, all of which it has read, over a pool of ``blocks`` KV blocks.
+@contextmanager
+def beside_an_import(model: NumpyModel) -> Iterator[None]:
+    """Inside the block ``model`` leaves a core to the thread that imports, and this lets others run more often."""
+    before, model.threads = model.threads, max(1, model.threads - 1)
+    turn = sys.getswitchinterval()
+    sys.setswitchinterval(_TURN_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(turn)
+        model.threads = before
+
+
+def take_over(model: NumpyModel, blocks: int, host_blocks: int = 0) -> LiveExecutor:
+    """What runs the weights of ``model``, all of which it has read, over a pool of ``blocks`` KV blocks, and as many
+    of ``host_blocks`` in host memory.
 
     The packed weights are the same memory; what is small is copied, and so is the embedding, as its file may change.
     Layers are in the executor's version, fused; its plain model has none.
@@ -117,7 +119,7 @@ def take_over(model: NumpyModel, blocks: int) -> LiveExecutor:
     from firsttoken.engine.decoder import LocalSegment
     from firsttoken.engine.fused import FusedLayer
     from firsttoken.engine.live_executor import LiveExecutor
-    from firsttoken.engine.native.linear import NativeLinear
+    from firsttoken.engine.native.library import NativeLinear
     from firsttoken.lean.build import lean_on_meta
 
     plain = lean_on_meta(model.files.folder, dtypes.named(model.dtype))
@@ -126,8 +128,8 @@ def take_over(model: NumpyModel, blocks: int) -> LiveExecutor:
     plain.tie_weights()
     layers = zip(plain.model.layers, model.panels, strict=True)
     segment = LocalSegment([FusedLayer(layer, panels) for layer, panels in layers])
-    options = {"block_tokens": BLOCK_TOKENS, "device": torch.device("cpu"), "touched": False}
-    executor = LiveExecutor(plain, blocks, segments=[segment], **options)
+    options = {"block_tokens": BLOCK_TOKENS, "host_blocks": host_blocks, "device": torch.device("cpu")}
+    executor = LiveExecutor(plain, blocks, segments=[segment], touched=False, **options)
     plain.model.layers = nn.ModuleList()
     executor.version.decoder.set_head(NativeLinear([plain.lm_head], panels=model.head))
     return executor

@@ -65,8 +65,7 @@ def run_rows(trace: Trace, requests: Sequence[Request]) -> Iterator[dict[str, An
     cancelled never came to is None."""
     for number, step in enumerate(trace.steps):
         row = {"what": ITERATION, "number": number, "at_s": step.at_s, "seconds": step.seconds}
-        tokens = {f"{kind}_tokens": count for kind, count in step.tokens.items()}
-        yield row | {"requests": len(step.chunks)} | tokens
+        yield row | {"requests": len(step.chunks)} | _sizes(step)
     for request in requests:
         said = bool(request.times_s)
         yield {

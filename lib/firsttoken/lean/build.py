@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from firsttoken.assets.checkpoint import ModelFiles
-from firsttoken.assets.empty_model import build_on_meta, put
-from firsttoken.assets.on_meta import on_meta
+from firsttoken.assets.empty_model import build_on_meta, on_meta, put
 from firsttoken.assets.weights import tensors_of
 from firsttoken.lean.layers import RotaryEmbedding
 from firsttoken.lean.lean_config import LeanConfig, OtherWay, lean_config

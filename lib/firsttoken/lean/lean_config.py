@@ -21,30 +21,13 @@ ROTARY = ("default", "linear", "llama3")
 
 # what says nothing of how tokens become logits: names, token ids, how weights were drawn, what training dropped out
 _SILENT = frozenset(
-    [
-        "_name_or_path",
-        "_model_name_or_path",
-        "transformers_version",
-        "dtype",
-        "torch_dtype",
-        "use_cache",
-        "initializer_range",
-        "attention_dropout",
-        "pretraining_tp",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "unk_token_id",
-        "id2label",
-        "label2id",
-        "problem_type",
-        "is_llama_config",
+    {
+        *("_name_or_path", "_model_name_or_path", "transformers_version", "is_llama_config", "id2label", "label2id"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"),
+        *("dtype", "torch_dtype", "initializer_range", "attention_dropout", "pretraining_tp", "problem_type"),
+        *("use_cache", "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward"),
         "max_window_layers",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "chunk_size_feed_forward",
-    ]
+    }
 )
 
 _Width = Annotated[int, between(1, 1 << 20)]

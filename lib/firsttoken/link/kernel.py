@@ -14,7 +14,6 @@ import os
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
 
 from firsttoken.study.errors import LinkError
 from firsttoken.study.system import kernel_files
@@ -96,9 +95,7 @@ class KernelLimit:
             raise LinkError(f"the kernel refuses to limit disk {disk}: {error.strerror}") from error
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._remove()
 
     def join(self) -> None:

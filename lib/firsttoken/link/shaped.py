@@ -92,11 +92,6 @@ class Link:
         self._moved = 0
 
     @property
-    def name(self) -> str:
-        """The name of its configuration."""
-        return self.config.name
-
-    @property
     def bytes_moved(self) -> int:
         """Bytes that have arrived so far."""
         return self._moved

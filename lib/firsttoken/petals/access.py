@@ -6,7 +6,7 @@ import hmac
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from firsttoken.petals.addresses import is_loopback
 from firsttoken.petals.states import most_bytes
@@ -14,6 +14,9 @@ from firsttoken.study.errors import SwarmError
 
 if TYPE_CHECKING:
     import grpc
+
+Channel: TypeAlias = "grpc.aio.Channel"
+"""A connection to a server. Its package is imported when the first one is made."""
 
 _LONGEST = 1 << 16  # bytes of a file that is read here
 _KEEPALIVE = (("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 5_000))
@@ -69,7 +72,7 @@ class Access:
         except RuntimeError as error:
             raise SwarmError(f"cannot listen on {where}: choose another --port") from error
 
-    def channel(self, address: str, width: int, trained: int = 0) -> grpc.aio.Channel:
+    def channel(self, address: str, width: int, trained: int = 0) -> Channel:
         """A connection to the server at ``address``, for messages of at most ``most_bytes`` of hidden states.
 
         Raises SwarmError for an address beyond this machine without a certificate to know it by.

@@ -13,17 +13,18 @@ from pathlib import Path
 
 import torch
 
-from firsttoken.assets.ends import chat_ends
+from firsttoken.assets.chat_template import chat_ends
+from firsttoken.assets.model_config import read_config
 from firsttoken.assets.tokenizer_files import read_tokenizer_files
 from firsttoken.lean.tokenizer import read_tokenizer
 from firsttoken.petals.access import Access, check_installed
 from firsttoken.petals.block_backend import BlockBackend
-from firsttoken.petals.checkpoint_blocks import depth_of, model_sha256, parse_blocks, write_8_bits
+from firsttoken.petals.checkpoint_blocks import model_sha256, parse_blocks, write_8_bits
 from firsttoken.petals.keys import public_hex, server_key
-from firsttoken.petals.limits import ServerLimits
 from firsttoken.petals.placement import Rebalancing, interval_to_join
 from firsttoken.petals.records import Record
 from firsttoken.petals.server import ServerConfig, serving
+from firsttoken.petals.session import ServerLimits
 from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.study import dtypes
@@ -73,7 +74,7 @@ def _rule(name: str) -> Rebalancing:
 
 def chosen_blocks(options: argparse.Namespace, access: Access, model: str) -> range:
     """The blocks that are named, or those that the swarm needs most."""
-    depth = depth_of(options.model)
+    depth = read_config(options.model).num_hidden_layers
     if options.blocks != "auto":
         return parse_blocks(options.blocks, depth)
     count = options.count or depth

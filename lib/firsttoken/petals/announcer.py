@@ -14,16 +14,13 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from firsttoken.petals.addresses import check_name
-from firsttoken.petals.contacts import PROVE_S, Contacts
-from firsttoken.petals.messages import ANSWER_S, Exchanged, page_of, proof_of, tell
+from firsttoken.petals.contacts import ANSWER_S, PROVE_S, Contacts, Exchanged, page_of, proof_of, tell
+from firsttoken.petals.keys import ServerKey
 from firsttoken.petals.records import Record, TwinError
 from firsttoken.study.errors import SwarmError
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 PEERS = 8  # that one round asks beside the addresses given
 _SELF_S = 5.0  # within which a server reaches itself at the address that it gives others
@@ -38,7 +35,7 @@ class Announcer:
     record's life. Where all whom it asks refuse the record, it says so on standard error."""
 
     def __init__(
-        self, record: Record, key: Ed25519PrivateKey, contacts: Contacts, peers: Sequence[str], expiry_s: float
+        self, record: Record, key: ServerKey, contacts: Contacts, peers: Sequence[str], expiry_s: float
     ) -> None:
         self._record, self._key, self._contacts, self._peers = record, key, contacts, list(peers)
         self._registry, self._expiry_s = contacts.registry, expiry_s

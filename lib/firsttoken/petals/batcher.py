@@ -47,8 +47,6 @@ class Batcher:
         self.backend = backend
         self.slots = slots
         self.tokens = tokens
-        self.batches = 0
-        self.steps = 0  # of sessions; more than ``batches`` where some were computed together
         self._waiting: list[Waiting] = []
         self._came = asyncio.Event()
         self._turns = Turns()
@@ -56,12 +54,7 @@ class Batcher:
         self._ended = False
 
     async def run(
-        self,
-        layers: range,
-        chunks: Sequence[ScheduledChunk],
-        hidden: Tensor,
-        client: Client = HERE,
-        adapter: str = "",
+        self, layers: range, chunks: Sequence[ScheduledChunk], hidden: Tensor, client: Client = HERE, adapter: str = ""
     ) -> Tensor:
         """Return ``hidden`` [tokens, hidden] after ``layers`` with ``adapter``. Raises what computing raises, and
         SwarmError where the server ends before."""
@@ -125,8 +118,6 @@ class Batcher:
         return batch
 
     def _ran(self, batch: Sequence[Waiting], job: asyncio.Future[list[Tensor | Exception]]) -> None:
-        self.batches += 1
-        self.steps += len(batch)
         error = job.exception()
         for one, said in zip(batch, [error] * len(batch) if error else job.result(), strict=True):
             self.slots.release(one.chunks)

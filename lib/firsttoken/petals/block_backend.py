@@ -17,8 +17,8 @@ from firsttoken.engine.attention import page
 from firsttoken.engine.decoder import LocalSegment
 from firsttoken.engine.fused import fuse_layer, layer_table
 from firsttoken.engine.kv import KVPool, KVShape
-from firsttoken.engine.live_executor import fastest_attend
 from firsttoken.engine.request import ScheduledChunk
+from firsttoken.engine.sdpa_attention import fastest_attend
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.petals.checkpoint_blocks import load_span
 from firsttoken.petals.kv_slots import KVSlots
@@ -52,14 +52,7 @@ class BlockBackend:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        blocks: range,
-        dtype: torch.dtype,
-        kv_tokens: int,
-        *,
-        block_tokens: int = 16,
-        adapters: BlockAdapters | None = None,
+        self, folder: Path, blocks: range, dtype: torch.dtype, kv_tokens: int, *, adapters: BlockAdapters | None = None
     ) -> None:
         self.depth: int = read_config(folder).num_hidden_layers
         if not 0 <= blocks.start < blocks.stop <= self.depth:
@@ -72,8 +65,8 @@ class BlockBackend:
         self.blocks = blocks
         self.width: int = model.config.hidden_size
         self.context: int = context_of(model.config)
-        shape = replace(KVShape.of(model.config, dtype, block_tokens), layers=len(blocks))
-        self.pool = KVPool(shape, -(-kv_tokens // block_tokens), touched=False)
+        shape = replace(KVShape.of(model.config, dtype), layers=len(blocks))
+        self.pool = KVPool(shape, shape.blocks(kv_tokens), touched=False)
         self._rotary = model.model.rotary_emb
         self._segment = LocalSegment(model.model.layers)
         self._attend = fastest_attend(self.pool)
@@ -85,11 +78,7 @@ class BlockBackend:
 
     @torch.inference_mode()
     def run(
-        self,
-        layers: range,
-        chunks: Sequence[ScheduledChunk],
-        hidden: Sequence[Tensor],
-        adapters: Sequence[str] = (),
+        self, layers: range, chunks: Sequence[ScheduledChunk], hidden: Sequence[Tensor], adapters: Sequence[str] = ()
     ) -> list[Tensor]:
         """``hidden`` [tokens, hidden] of each of ``chunks`` through ``layers`` of the model -> the same shapes; with
         the ``adapters`` that are named for each ("": none), in one pass where the kernels run them together."""

@@ -159,11 +159,9 @@ class Chain:
             said = await self._all(sessions, (session.adopt(asked) for session, _ in sessions))
         whole = not any(isinstance(answer, ServerFault) for answer in said)
         for number, one in new.items():
-            had = (
-                {session: answer.get(number, 0) for (session, _), answer in zip(sessions, said, strict=True)}
-                if whole
-                else {}
-            )
+            had: dict[ServerSession, int] = {}
+            if whole:
+                had = {session: answer.get(number, 0) for (session, _), answer in zip(sessions, said, strict=True)}
             self._shared[number] = min(had.values(), default=0)
             self.shared_tokens += self._shared[number]
             if one.stored is not None:
@@ -266,11 +264,7 @@ class Chain:
                 raise
 
     async def _through(
-        self,
-        session: ServerSession,
-        record: Record,
-        stretches: Sequence[Stretch],
-        keys: Mapping[int, Sequence[bytes]],
+        self, session: ServerSession, record: Record, stretches: Sequence[Stretch], keys: Mapping[int, Sequence[bytes]]
     ) -> Tensor:
         """The step through one server, behind all that it has not seen; what comes out, of the step's tokens."""
         if record.server in self.swarm.convicted:

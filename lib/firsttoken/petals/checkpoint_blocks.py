@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from firsttoken.assets.checkpoint import CODES, combined_sha256, model_files
 from firsttoken.assets.empty_model import build_on_meta, put
-from firsttoken.assets.model_config import CONFIG, read_config
+from firsttoken.assets.model_config import CONFIG
 from firsttoken.assets.servable import check_servable
 from firsttoken.assets.weights import check_tied, tensors_of
 from firsttoken.engine.linear8 import KEPT, Linear8, coded
@@ -59,11 +59,6 @@ def parse_blocks(text: str, depth: int) -> range:
     return range(int(found[1]), int(found[2]))
 
 
-def depth_of(folder: Path) -> int:
-    """Blocks of the model in ``folder``. Raises ModelError for a folder without a usable config.json."""
-    return read_config(folder).num_hidden_layers
-
-
 def load_span(folder: Path, blocks: range, dtype: torch.dtype) -> PreTrainedModel:
     """The model with ``blocks`` only, numbered from 0, in ``dtype``; its ends stay without memory.
 
@@ -93,8 +88,11 @@ def load_ends(folder: Path, dtype: torch.dtype, device: str = "cpu") -> PreTrain
 
 
 def _fill(model: PreTrainedModel, folder: Path, place: Callable[[str], str | None], device: str = "cpu") -> None:
+    """Put the tensors that ``place`` gives a name in ``model`` there."""
     in_8_bits: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in _tensors(folder, place):
+    files = check_servable(folder, in_8_bits=True)
+    for stored, mapped in tensors_of(files, lambda name: place(name) is not None):
+        name, tensor = place(stored), mapped.clone()  # a slice of the mapped file would keep all of it
         path, _, leaf = name.rpartition(".")
         if leaf in (CODES, SCALES):
             in_8_bits.setdefault(path, {})[leaf] = tensor
@@ -102,13 +100,6 @@ def _fill(model: PreTrainedModel, folder: Path, place: Callable[[str], str | Non
             put(model, name, tensor.to(device))
     for path, parts in in_8_bits.items():
         put_8_bits(model, path, parts)
-
-
-def _tensors(folder: Path, place: Callable[[str], str | None]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that ``place`` gives a name in the model, under this name."""
-    files = check_servable(folder, in_8_bits=True)
-    for stored, tensor in tensors_of(files, lambda name: place(name) is not None):
-        yield place(stored), tensor.clone()  # a slice of the mapped file would keep all of it
 
 
 def _checked(model: PreTrainedModel, folder: Path, wanted: Callable[[str], bool]) -> PreTrainedModel:

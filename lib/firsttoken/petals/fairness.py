@@ -14,13 +14,13 @@ import math
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from types import TracebackType
-from typing import NamedTuple, Self
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
 from urllib.parse import unquote
 
 from firsttoken.study.errors import BusyError
 
-_MOST = 4096  # sources that are known; who was heard of longest ago is forgotten first
+_MOST = 4096  # sources that are known
 
 
 class Client(NamedTuple):
@@ -124,6 +124,14 @@ class Turns:
         within.ends[client.connection] = within.tag(client.connection) + cost
 
 
+def remember(known: dict[str, Any], key: str, value: Any, most: int) -> None:
+    """Set ``known[key]``, as the latest; of more than ``most`` what was set longest ago is forgotten."""
+    known.pop(key, None)
+    known[key] = value
+    if len(known) > most:
+        del known[next(iter(known))]
+
+
 class Shares:
     """Each source has ``most`` shares at first, and one more every ``every_s`` seconds until it has as many again."""
 
@@ -143,32 +151,27 @@ class Shares:
                 f"too much was asked from {source.rpartition(':')[0] or source}: ask again in "
                 f"{(1 - left) * self.every_s:.0f} s"
             )
-        self._set(source, left - 1)
+        remember(self._left, source, (left - 1, time.monotonic()), _MOST)
 
     def give_back(self, source: str) -> None:
         """Give the share of ``source`` back, as it was well spent."""
-        self._set(source, min(self._now(source) + 1, self.most))
+        left = min(self._now(source) + 1, self.most)
+        remember(self._left, source, (left, time.monotonic()), _MOST)
 
     def _now(self, source: str) -> float:
         left, at = self._left.get(source, (float(self.most), 0.0))
         return min(left + (time.monotonic() - at) / self.every_s, self.most)
 
-    def _set(self, source: str, left: float) -> None:
-        self._left.pop(source, None)
-        self._left[source] = left, time.monotonic()
-        if len(self._left) > _MOST:
-            del self._left[next(iter(self._left))]
 
-
+@dataclass(eq=False)
 class Ending:
     """A task that others may end with an error of theirs: what it awaits is cancelled, and it raises what they say.
 
     It is the task that is in the block; ``end`` makes the block raise. To be used once, as a context manager.
     """
 
-    def __init__(self) -> None:
-        self.why: Exception | None = None
-        self._task: asyncio.Task | None = None
+    why: Exception | None = field(default=None, init=False)
+    _task: asyncio.Task | None = field(default=None, init=False)
 
     def end(self, why: Exception) -> None:
         """Raise ``why`` in the block, from another task; the first to say so is heard."""
@@ -180,9 +183,7 @@ class Ending:
         self._task = asyncio.current_task()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         task, self._task = self._task, None
         if self.why is not None and isinstance(error, asyncio.CancelledError):
             task.uncancel()

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from firsttoken.study.errors import SwarmError
 from firsttoken.study.parsing.json_text import parse_json
@@ -15,10 +15,13 @@ from firsttoken.study.parsing.schema import shaped
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+ServerKey: TypeAlias = "Ed25519PrivateKey"
+"""What servers and clients sign with. The package that has it is imported when a key is made or read."""
+
 Said = TypeVar("Said")
 
 
-def server_key(path: Path | None) -> Ed25519PrivateKey:
+def server_key(path: Path | None) -> ServerKey:
     """The key in ``path``, made and written where there is none; without a path one that is not kept.
 
     Raises SwarmError for a file that holds no key, or cannot be read or written.
@@ -40,12 +43,12 @@ def server_key(path: Path | None) -> Ed25519PrivateKey:
         raise SwarmError(f"{path} holds no Ed25519 key of 32 bytes: name a new file, to make one") from error
 
 
-def public_hex(key: Ed25519PrivateKey) -> str:
+def public_hex(key: ServerKey) -> str:
     """The server's subkey."""
     return key.public_key().public_bytes_raw().hex()
 
 
-def signature_of(key: Ed25519PrivateKey, domain: bytes, said: Mapping[str, Any]) -> str:
+def signature_of(key: ServerKey, domain: bytes, said: Mapping[str, Any]) -> str:
     """The signature (hex) of ``said`` but for its own "signature"; ``domain`` is the kind of what is said."""
     return key.sign(_spoken(domain, said)).hex()
 
@@ -62,11 +65,11 @@ def check_signature(who: str, domain: bytes, said: Mapping[str, Any], what: str)
         raise SwarmError(f"{what} is not signed by its key: it is forged") from error
 
 
-def read_said(kind: type[Said], data: bytes | str, what: str) -> Said:
-    """What a stranger has said as JSON, in the shape of the dataclass ``kind``. Raises SwarmError that begins with
-    ``what`` for anything else."""
+def read_said(kind: type[Said], data: bytes | str, what: str, *, others: bool = False) -> Said:
+    """What a stranger has said as JSON, in the shape of the dataclass ``kind``; ``others``: it may have more keys.
+    Raises SwarmError that begins with ``what`` for anything else."""
     try:
-        return shaped(kind, parse_json(data))
+        return shaped(kind, parse_json(data), others=others)
     except ValueError as error:
         raise SwarmError(f"{what}: {error}") from error
 

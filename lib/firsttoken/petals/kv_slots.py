@@ -184,21 +184,6 @@ class KVSlots:
                 del self._homes[id(sequence)]
                 self.pool.give(sequence.blocks)
 
-    def check(self) -> None:
-        """Assert that each block is of one sequence at most, or can be found and is of several, is written to only
-        where it cannot be found, and has no owners but sequences and steps under way."""
-        self.pool.check()
-        sequences = [sequence for _, _, sequence in self._homes.values()]
-        assert all(mine.get(number) is sequence for mine, number, sequence in self._homes.values()), (
-            "a sequence is lost"
-        )
-        had = Counter(block for sequence in sequences for block in sequence.blocks)
-        assert all(self.pool.published(block) for block in had if had[block] > 1), "two sequences have one block"
-        assert not any(map(self.pool.published, self._written)), "a block is written to that others may have"
-        assert self._written <= set(self._leased), "a block is written to that no step has"
-        owners = {block: self.pool.owners(block) for block in range(self.pool.count) if self.pool.owners(block)}
-        assert owners == dict(had + self._leased), "a block has another number of owners than sequences and steps"
-
     def _needs(self, mine: Sequences, stretches: Sequence[Stretch], first: int) -> list[int]:
         """The blocks that each of ``stretches`` lacks. Raises as ``place`` for a step that cannot be."""
         needs: list[int] = []

@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -45,9 +44,7 @@ class Nearby:
         self._ends: dict[str, AsyncExitStack] = {}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         for address in list(self._ends):
             self.end(address)
         self._made.close()

@@ -84,16 +84,12 @@ class Rebalancing:
 
     def _foreseen(self, mine: Reachable, placed: Sequence[Reachable], depth: int) -> Sequence[Reachable]:
         """The servers where they would be, if ``mine`` moved and those who want to after it."""
-        return settled([mine, *(server for server in placed if server is not mine)], depth)
-
-
-def settled(servers: Sequence[Reachable], depth: int) -> list[Reachable]:
-    """``servers`` after each that is not fixed, in turn, has gone where it is needed most, until none wants to."""
-    return list(_settled(tuple(servers), depth))
+        return settled((mine, *(server for server in placed if server is not mine)), depth)
 
 
 @lru_cache(maxsize=256)  # between two changes of the records every server asks the same
-def _settled(servers: tuple[Reachable, ...], depth: int) -> tuple[Reachable, ...]:
+def settled(servers: tuple[Reachable, ...], depth: int) -> tuple[Reachable, ...]:
+    """``servers`` after each that is not fixed, in turn, has gone where it is needed most, until none wants to."""
     placed = list(servers)
     rates = block_rates(placed, depth)
     for _ in range(_ROUNDS):

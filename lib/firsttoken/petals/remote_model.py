@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import NamedTuple, Self
 
 import torch
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from firsttoken.engine.block_pool import block_keys
 from firsttoken.engine.decoder import Decoder
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import DEFAULT_CONFIG, EngineConfig
+from firsttoken.engine.engine import DEFAULT_CONFIG, Engine, EngineConfig
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.request import KVSource, Request, Sampling
@@ -209,7 +208,5 @@ class RemoteModel:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -3,37 +3,173 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from firsttoken.petals.access import Access
+from firsttoken.petals.access import Access, server_options
+from firsttoken.petals.addresses import source_of
 from firsttoken.petals.announcer import Announcer
 from firsttoken.petals.batcher import Batcher
 from firsttoken.petals.block_backend import BlockBackend
-from firsttoken.petals.contacts import Contacts
+from firsttoken.petals.contacts import ASKED_BYTES, TALK, Contacts, hear
+from firsttoken.petals.fairness import client_of
 from firsttoken.petals.keys import public_hex, server_key
-from firsttoken.petals.kv_slots import KVSlots
-from firsttoken.petals.limits import ServerLimits
+from firsttoken.petals.kv_slots import KVSlots, LostError
 from firsttoken.petals.placement import Rebalancing
-from firsttoken.petals.records import Record
-from firsttoken.petals.registry import Registry
-from firsttoken.petals.service import BlockService
-from firsttoken.petals.session import Sessions
+from firsttoken.petals.records import Record, Registry, TwinError
+from firsttoken.petals.session import IdleError, ServerLimits, Sessions
 from firsttoken.petals.trust.arbitration import Arbitrator
-from firsttoken.petals.trust.commitments import Committer
+from firsttoken.petals.trust.commitments import Committer, read_evidence
 from firsttoken.petals.trust.ledger import Ledger
 from firsttoken.petals.trust.priority_queue import PriorityQueue
 from firsttoken.petals.tuning.frozen import FrozenBlocks
-from firsttoken.study.errors import SwarmError
+from firsttoken.petals.wire import SERVICE
+from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, SwarmError
 from firsttoken.study.system.openmp import loops_elsewhere
+
+if TYPE_CHECKING:
+    import grpc
+
+# The calls of a server over gRPC, bytes in and out: a session of steps, a pass of training, an exchange of records, a
+# charge against another server, and what is said to one's account.
+
+
+@dataclass(eq=False)
+class BlockService:
+    """``sessions``, passes through ``frozen`` (None: this server does not train) and what its ``contacts`` know, served
+    to whom their access admits; ``arbitrator`` judges other servers, and keeps the accounts under this one's subkey.
+    The ``announcer`` is given when the port is known: it speaks for this server."""
+
+    sessions: Sessions
+    contacts: Contacts
+    arbitrator: Arbitrator
+    frozen: FrozenBlocks | None
+    announcer: Announcer = field(init=False)
+
+    async def start(self, host: str, port: int) -> tuple[grpc.aio.Server, int]:
+        """Listen; the server and its port. Raises SwarmError as ``Access.listen``."""
+        import grpc
+
+        handlers = {
+            "Session": grpc.stream_stream_rpc_method_handler(self._session),
+            "Exchange": grpc.unary_unary_rpc_method_handler(self._exchange),
+            "Pass": grpc.stream_unary_rpc_method_handler(self._pass),
+            "Accuse": grpc.stream_unary_rpc_method_handler(self._accuse),
+            "Account": grpc.unary_unary_rpc_method_handler(self._account),
+        }
+        backend = self.sessions.batcher.backend
+        trained = len(backend.blocks) if self.frozen else 0
+        server = grpc.aio.server(options=server_options(backend.width, trained))
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        bound = self.contacts.access.listen(server, host, port)
+        await server.start()
+        return server, bound
+
+    async def _session(self, _: object, context: grpc.aio.ServicerContext) -> None:
+        headers = await self._admitted(context)
+        async with _told(context):
+            await self.sessions.serve(context, headers)
+
+    async def _pass(self, _: object, context: grpc.aio.ServicerContext) -> bytes:
+        """One message, taken from the client when there is a place for it: gRPC alone would take any number."""
+        import grpc
+
+        async def said() -> bytes:
+            if (data := await self.sessions.within(context.read(), "said nothing")) is grpc.aio.EOF:
+                raise RequestError("a pass came without a message")
+            return data
+
+        headers = await self._admitted(context)
+        async with _told(context):
+            layers, _ = self.sessions.opened(headers)
+            client = client_of(context.peer())
+            self.sessions.make_way(client)
+            self.sessions.queue.check_free(self.sessions.spare())
+            if self.frozen is None:
+                raise SwarmError("this server does not train: start one with --train")
+            return await self.frozen.answer(said, layers, self.sessions.batcher.backend.width, client)
+
+    async def _exchange(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        await self._admitted(context)
+        if len(data) > ASKED_BYTES:
+            said = f"a member says one record of itself, in {ASKED_BYTES} bytes at most: {len(data)} are not read"
+            await _abort(context, RequestError(said))
+        refused = ""
+        try:
+            told = hear(data)
+            if told.talk != TALK:
+                refused = f"this member speaks version {TALK} of records, not {told.talk}: have one version on all"
+            for own in [] if refused else [one for one in told.records if one.server == told.server][:1]:
+                refused = await self.contacts.hear_of(own, source_of(context.peer()))
+        except TwinError as error:
+            await _abort(context, error)
+        except SwarmError as error:
+            await _abort(context, RequestError(str(error)))
+        return self.announcer.answer(told, refused)
+
+    async def _accuse(self, messages: AsyncIterable[bytes], context: grpc.aio.ServicerContext) -> bytes:
+        await self._admitted(context)
+        backend = self.sessions.batcher.backend
+        async with _told(context), self.arbitrator.case():
+            reading = read_evidence(messages, backend.width, backend.context)
+            evidence = await self.sessions.within(reading, "did not bring its evidence")
+            return json.dumps(asdict(await self.arbitrator.judge(evidence, source_of(context.peer())))).encode()
+
+    async def _account(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        await self._admitted(context)
+        try:
+            if len(data) > ASKED_BYTES:
+                raise SwarmError(
+                    f"an account is told one thing, in {ASKED_BYTES} bytes at most: {len(data)} are not read"
+                )
+            return json.dumps(asdict(self.arbitrator.ledger.told(data))).encode()
+        except SwarmError as error:
+            await _abort(context, RequestError(str(error)))
+
+    async def _admitted(self, context: grpc.aio.ServicerContext) -> dict[str, str]:
+        import grpc
+
+        headers = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
+        if not self.contacts.access.admits(headers):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this swarm asks for a token: give --token-file")
+        return headers
+
+
+@asynccontextmanager
+async def _told(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+    """What goes wrong in the block ends the call; that the client has gone, a cancellation, passes through."""
+    try:
+        yield
+    except Exception as error:
+        await _abort(context, error)
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
+    """End a call with one line that says why; its code tells a client whether another server would say otherwise."""
+    import grpc
+
+    code = grpc.StatusCode
+    kinds = [
+        (TwinError, code.ALREADY_EXISTS),
+        (BusyError, code.RESOURCE_EXHAUSTED),
+        ((LostError, IdleError), code.ABORTED),
+        (RequestError, code.INVALID_ARGUMENT),
+        (SwarmError, code.FAILED_PRECONDITION),
+    ]
+    found = next((code for kind, code in kinds if isinstance(error, kind)), code.INTERNAL)
+    said = str(error) if isinstance(error, FirstTokenError) else f"the blocks failed: {error}"
+    await context.abort(found, " ".join(said.split())[:500])
+
 
 # A server that goes where the swarm gains by it, while it serves (PETALS, section 3.2).
 #
@@ -67,21 +203,12 @@ def wanted(
 
 
 class Rebalancer:
-    """Moves the server that ``announcer`` speaks for, whose blocks are those of ``sessions`` and ``frozen``, by
-    ``rule``. ``told`` is given its record after a move."""
+    """Moves the server whose calls ``service`` answers, by ``rule``. ``told`` is given its record after a move."""
 
-    def __init__(
-        self,
-        rule: Rebalancing,
-        announcer: Announcer,
-        registry: Registry,
-        sessions: Sessions,
-        frozen: FrozenBlocks | None,
-        limits: ServerLimits,
-        told: Callable[[Record], None],
-    ) -> None:
-        self._rule, self._announcer, self._registry = rule, announcer, registry
-        self._sessions, self._frozen, self._limits, self._told = sessions, frozen, limits, told
+    def __init__(self, rule: Rebalancing, service: BlockService, told: Callable[[Record], None]) -> None:
+        self._rule, self._told = rule, told
+        self._announcer, self._registry = service.announcer, service.contacts.registry
+        self._sessions, self._frozen, self._limits = service.sessions, service.frozen, service.sessions.limits
 
     async def run(self) -> None:
         """Look once a period, until cancelled. Raises ModelError for blocks that cannot be loaded."""
@@ -194,14 +321,14 @@ async def serving(
     slots = KVSlots(pool.blocks, pool.shape.block_tokens, limits.sequences, backend.context, limits.spare_s)
     batcher = Batcher(backend, slots, limits.batch_tokens, computing)
     ledger = Ledger(public_hex(key))
-    queue = PriorityQueue(config.limits.sessions, config.limits.waiting, ledger)
-    sessions = Sessions(batcher, model, config.limits, Committer(key, model), queue)
+    queue = PriorityQueue(limits.sessions, limits.waiting, ledger)
+    sessions = Sessions(batcher, model, limits, Committer(key, model), queue)
     arbitrator = Arbitrator(config.folder, model, ledger, registry)
     frozen = None
     if config.trains:
         frozen = await batcher.aside(partial(FrozenBlocks, config.folder, config.blocks, config.dtype))
     contacts = Contacts(registry, config.access, backend.width)
-    service = BlockService(sessions, contacts, arbitrator, config.access, frozen)
+    service = BlockService(sessions, contacts, arbitrator, frozen)
     throughput = await batcher.aside(backend.measured_throughput)
     server, port = await service.start(config.host, config.port)
     now = time.time()
@@ -213,27 +340,23 @@ async def serving(
         throughput,
         started=now,
         issued=now,
-        expires=now + config.limits.expiry_s,
+        expires=now + limits.expiry_s,
         moves=config.rebalancing is not None,
         adapters=backend.adapters,
     )
-    announcer = Announcer(record, key, contacts, config.peers, config.limits.expiry_s)
+    announcer = Announcer(record, key, contacts, config.peers, limits.expiry_s)
     service.announcer = announcer
     rebalancer = None
     if config.rebalancing is not None:
-        rule = config.rebalancing
-        rebalancer = Rebalancer(
-            rule, announcer, registry, sessions, frozen, config.limits, lambda record: told(record, port)
-        )
+        rebalancer = Rebalancer(config.rebalancing, service, lambda record: told(record, port))
     tasks = [asyncio.create_task(batcher.serve()), asyncio.create_task(announcer.run())]
     tasks += [asyncio.create_task(rebalancer.run())] if rebalancer is not None else []
     failed = asyncio.gather(*tasks)
     try:
         await announcer.soon_announced()
         told(record, port)
-        with (
-            loops_elsewhere()
-        ):  # on the batcher's thread, which has loaded, too: threads of this one would be in its way
+        # On the batcher's thread, which has loaded, too: threads of this one would be in its way.
+        with loops_elsewhere():
             yield Running(announcer, port, sessions, registry, ledger, failed, frozen, rebalancer)
         for task in tasks[1:]:
             task.cancel()

@@ -7,18 +7,14 @@ import time
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from firsttoken.petals.access import Channel
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.wire import HEADERS, MOST_NAMES, NAMED_TOKENS, SESSION, VERSION, Message, Stretch, decode, encode
 from firsttoken.study.errors import SwarmError
-
-if TYPE_CHECKING:
-    import grpc
-
 
 REFUSALS = frozenset({"INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED", "OUT_OF_RANGE"})
 """The names of gRPC's codes by which a server says that what it was asked is wrong, whoever is asked."""
@@ -51,7 +47,7 @@ class ServerSession:
     def __init__(
         self,
         name: str,
-        channel: grpc.aio.Channel,
+        channel: Channel,
         layers: range,
         model: str,
         coding: str,

@@ -1,8 +1,10 @@
-"""One client's stream to a server: steps come in, each is answered before the next is read."""
+"""One client's stream to a server: steps come in, each is answered before the next is read. And what a server gives to
+all of its clients together, and for how long; the share of each is fair (``fairness``)."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,7 +17,6 @@ from firsttoken.petals.batcher import Batcher
 from firsttoken.petals.checkpoint_blocks import parse_blocks
 from firsttoken.petals.fairness import Client, Ending, client_of, who_yields
 from firsttoken.petals.kv_slots import LostError, Sequences
-from firsttoken.petals.limits import ServerLimits
 from firsttoken.petals.states import check_states
 from firsttoken.petals.trust.commitments import Committer
 from firsttoken.petals.trust.priority_queue import OFFER, PriorityQueue
@@ -35,6 +36,37 @@ class IdleError(SwarmError):
     """Nothing was heard of a client, or it did not read its answer, for too long."""
 
 
+@dataclass(frozen=True)
+class ServerLimits:
+    """``sessions`` are open at most, and so many more ``waiting`` for a place; ``sequences`` in all of them, with keys
+    and values of ``kv_tokens`` tokens; a batch has ``batch_tokens``. A session of which nothing is computed, or
+    whose answer is not read, for ``idle_s`` seconds is ended. One, or a sequence, of which nothing was computed for
+    ``spare_s`` seconds is given up where another lacks room. A record is renewed three times in the ``expiry_s``
+    seconds that it lives. One that may move looks every ``rebalance_s`` whether it should; sessions have ``drain_s`` to
+    end then. Raises SwarmError for what is below 1 (0 for ``waiting``), or no time."""
+
+    sessions: int = 64
+    waiting: int = 0
+    sequences: int = 256
+    kv_tokens: int = 16384
+    batch_tokens: int = 1024
+    idle_s: float = 60.0
+    spare_s: float = 5.0
+    expiry_s: float = 30.0
+    rebalance_s: float = 120.0
+    drain_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name in ("sessions", "sequences", "kv_tokens", "batch_tokens"):
+            if getattr(self, name) < 1:
+                raise SwarmError(f"a server's {name} must be at least 1, not {getattr(self, name)}")
+        if self.waiting < 0:
+            raise SwarmError(f"a server's waiting must be 0 sessions or more, not {self.waiting}")
+        for name in ("idle_s", "spare_s", "expiry_s", "rebalance_s", "drain_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise SwarmError(f"a server's {name} must be seconds above 0, not {getattr(self, name)}")
+
+
 @dataclass(eq=False)
 class Session(Ending):
     """One stream of ``client``, for ``layers`` in ``coding`` with the ``adapter``, and its sequences. ``used`` is when
@@ -50,9 +82,6 @@ class Session(Ending):
     busy: bool = False
     silent: int = 0
     adapter: str = ""
-
-    def __post_init__(self) -> None:
-        super().__init__()
 
 
 class Sessions:

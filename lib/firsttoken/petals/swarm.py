@@ -8,13 +8,11 @@ from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from firsttoken.petals.access import Access
+from firsttoken.petals.access import Access, Channel
 from firsttoken.petals.addresses import check_name, is_loopback
 from firsttoken.petals.contacts import Contacts
-from firsttoken.petals.records import Record
-from firsttoken.petals.registry import Registry
+from firsttoken.petals.records import Record, Registry
 from firsttoken.petals.routing import Hop, best_chain, chain_s
 from firsttoken.petals.server_session import ServerSession
 from firsttoken.petals.states import MOST_TOKENS
@@ -22,10 +20,6 @@ from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.trust.priority_queue import Bid
 from firsttoken.petals.wire import ADAPTER
 from firsttoken.study.errors import SwarmError
-
-if TYPE_CHECKING:
-    import grpc
-
 
 # How servers have behaved towards a client: who failed is not asked for a while, and who is late is told from others.
 #
@@ -145,7 +139,7 @@ class Swarm:
         self.bid = bid
         self.served: Counter[str] = Counter()
         self._width, self._trained = width, trained
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[str, Channel] = {}
         self._pings: dict[str, float] = {}  # by address, of those that answered when they were asked last
         self.conduct = Conduct(timeouts)
         self.convicted: set[str] = set()  # subkeys of who was shown to have lied: they are not asked any more
@@ -211,12 +205,7 @@ class Swarm:
         self._best(layers, set(), adapter)
 
     async def route(
-        self,
-        layers: range,
-        why: str = "",
-        until: float | None = None,
-        without: Collection[str] = (),
-        adapter: str = "",
+        self, layers: range, why: str = "", until: float | None = None, without: Collection[str] = (), adapter: str = ""
     ) -> list[tuple[Hop, Record]]:
         """The fastest chain through ``layers``, of servers with the ``adapter``; at once where one is known.
 
@@ -263,7 +252,7 @@ class Swarm:
         server = record.reachable(self._pings.get(record.address, 0.0))
         return chain_s([Hop(server, layers)], tokens)
 
-    def channel(self, address: str) -> grpc.aio.Channel:
+    def channel(self, address: str) -> Channel:
         """The connection to ``address``, made when it is first asked for."""
         if address not in self._channels:
             self._channels[address] = self.access.channel(address, self._width, self._trained)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from firsttoken.petals.chain import AnswerCheck, Chain
+from firsttoken.petals.chain import Chain
+from firsttoken.petals.contacts import line_of
 from firsttoken.petals.records import Record
 from firsttoken.petals.server_session import ServerSession
 
@@ -21,7 +22,7 @@ def swarm_status(chain: Chain, now: float) -> dict[str, Any]:
     ``requests`` are this client's that are open there, ``served`` their tokens x blocks, ``throughput`` tokens/s
     through one block as it says itself.
     """
-    swarm, asked, sessions = chain.swarm, defaultdict(list), list(chain.sessions)
+    swarm, auditor, asked, sessions = chain.swarm, chain.auditor, defaultdict(list), list(chain.sessions)
     for session, record in sessions:
         asked[record.server].append(session)
     known = {record.server: record for _, record in sessions}  # also one whose record has expired meanwhile
@@ -40,17 +41,13 @@ def swarm_status(chain: Chain, now: float) -> dict[str, Any]:
             for one in sorted(known.values(), key=rank)[:MOST_SERVERS]
         ],
         "more": max(0, len(known) - MOST_SERVERS),
-        "audits": None if chain.auditor is None else _audits(chain.auditor),
+        "audits": None if auditor is None else {"ends": dict(auditor.ends), "undecided": _text(auditor.why)},
         "unserved": chain.unserved(),
         "replaced": [
             {"key": key, "why": _text(why), "by": [_named(record) | {"blocks": _ends(blocks)} for record, blocks in by]}
             for (key, why), by in list(zip(chain.faults, chain.heirs, strict=False))[-MOST_REPLACED:]
         ],
     }
-
-
-def _audits(auditor: AnswerCheck) -> dict[str, Any]:
-    return {"ends": dict(auditor.ends), "undecided": _text(auditor.why)}
 
 
 def _told(one: Record, sessions: list[ServerSession], state: str, ping_s: float | None, now: float) -> dict[str, Any]:
@@ -75,6 +72,4 @@ def _ends(blocks: range) -> list[int]:
 
 
 def _text(said: str) -> str:
-    """One line of at most ``MOST_TEXT`` characters that show as what they are."""
-    line = "".join(one if one.isprintable() else "?" for one in " ".join(said.split()))
-    return line if len(line) <= MOST_TEXT else line[: MOST_TEXT - 3] + "..."
+    return line_of(said, MOST_TEXT)

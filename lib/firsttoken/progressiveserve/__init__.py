@@ -1,6 +1,1 @@
 """ProgressiveServe: serve a layer-pruned model first, heal it, bring the missing layers in meanwhile."""
-
-import warnings
-
-# PEFT asks transformers for a flag that has been renamed; the message is for its authors, not for our users.
-warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)

@@ -6,8 +6,7 @@ Deeper Layers"; ProgressiveServe, 3.3.2). A block that hardly turns the residual
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,13 +45,6 @@ def compute_layer_inputs(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
     Taken by pre-hooks on the layers and on the final norm: ``output_hidden_states`` ends after that norm.
     """
-    with _recording(model) as stream:
-        model.get_decoder()(ids.to(model.device), use_cache=False)
-    return torch.stack(stream)
-
-
-@contextmanager
-def _recording(model: PreTrainedModel) -> Iterator[list[Tensor]]:
     stream: list[Tensor] = []
 
     def keep(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
@@ -60,10 +52,11 @@ def _recording(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 
     hooks = [m.register_forward_pre_hook(keep, with_kwargs=True) for m in (*layers_of(model), model.get_decoder().norm)]
     try:
-        yield stream
+        model.get_decoder()(ids.to(model.device), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
+    return torch.stack(stream)
 
 
 def angular_distances(model: PreTrainedModel, windows: Tensor, batch: int = 8) -> Distances:

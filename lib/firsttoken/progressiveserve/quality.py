@@ -93,8 +93,7 @@ def _score_batch(
     first = model(
         ids, attention_mask=mask, position_ids=_positions(mask), past_key_values=cache, use_cache=True, logits_to_keep=1
     ).logits[:, -1]
-    asked = [qa_prompt(item.passage, item.question) for item in items]
-    nll = _option_nll(model, tokenizer, asked, [_options(i) for i in items], first, cache, mask)
+    nll = _option_nll(model, tokenizer, items, first, cache, mask)
     texts = _decode(model, tokenizer, first, cache, mask, config.max_new_tokens)
     rows = []
     for item, text, losses in zip(items, texts, nll, strict=True):
@@ -111,20 +110,18 @@ def _score_batch(
     return rows
 
 
-def _options(item: QAItem) -> tuple[str, ...]:
-    return item.choices or item.answers[:1]
-
-
 def _option_nll(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
-    options: Sequence[tuple[str, ...]],
+    items: Sequence[QAItem],
     first: Tensor,
     cache: GapCache,
     mask: Tensor,
 ) -> list[list[float]]:
-    """Mean negative log-likelihood a token of each option after its prompt in ``texts``, the stop included."""
+    """Mean negative log-likelihood a token, the stop included, of each item's choices after its prompt; of its first
+    answer where it has none."""
+    texts = [qa_prompt(item.passage, item.question) for item in items]
+    options = [item.choices or item.answers[:1] for item in items]
     each = max(map(len, options))
     padded = [list(o) + [o[0]] * (each - len(o)) for o in options]
     encoded = [answer_tokens(tokenizer, text, o) for text, row in zip(texts, padded, strict=True) for o in row]

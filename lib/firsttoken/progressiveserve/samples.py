@@ -32,16 +32,9 @@ def qa_prompt(passage: str, question: str) -> str:
     return (f"{passage.strip()}\n" if passage else "") + f"Question: {question.strip()}\nAnswer:"
 
 
-def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, limit: int) -> list[int]:
-    """``prompt`` as the tokenizer's model expects it, beginning-of-text token included where it has one.
-
-    A prompt of more than ``limit`` tokens loses what follows that token, never its end.
-    """
-    return shortened(tokenizer.encode(prompt), tokenizer, limit)
-
-
 def shortened(ids: list[int], tokenizer: PreTrainedTokenizerBase, limit: int) -> list[int]:
-    """The tokens ``ids`` of a whole prompt as ``prompt_tokens`` keeps them."""
+    """The tokens ``ids`` of a whole prompt as its model takes them: of more than ``limit`` it loses what follows the
+    beginning-of-text token, where it has one, and never its end."""
     if len(ids) <= limit:
         return ids
     head = tokenizer.encode("")
@@ -71,7 +64,7 @@ def prompt_samples(
     prompts: Iterable[tuple[str, str]], tokenizer: PreTrainedTokenizerBase, max_tokens: int, prefix: str
 ) -> list[Sample]:
     """Samples without an answer from (passage, question) pairs, open after ``Answer:``."""
-    encoded = (prompt_tokens(tokenizer, qa_prompt(p, q), max_tokens) for p, q in prompts)
+    encoded = (shortened(tokenizer.encode(qa_prompt(p, q)), tokenizer, max_tokens) for p, q in prompts)
     return [Sample(f"{prefix}{i}", tuple(ids), len(ids)) for i, ids in enumerate(encoded)]
 
 

@@ -49,18 +49,14 @@ class StagePlan:
 
     def missing(self, stage: int) -> tuple[int, ...]:
         """The layers that are still passed in ``stage`` (1, 2 or 3)."""
-        return {1: self.block, 2: self.c, 3: ()}[_known(stage)]
+        if stage not in STAGES:
+            raise StageError(f"stage {stage} does not exist: choose one of {', '.join(map(str, STAGES))}")
+        return {1: self.block, 2: self.c, 3: ()}[stage]
 
     def present(self, stage: int) -> tuple[int, ...]:
         """The layers that compute in ``stage``, which are those that its adapter may touch."""
         gone = set(self.missing(stage))
         return tuple(i for i in range(self.depth) if i not in gone)
-
-
-def _known(stage: int) -> int:
-    if stage not in STAGES:
-        raise StageError(f"stage {stage} does not exist: choose one of {', '.join(map(str, STAGES))}")
-    return stage
 
 
 REPORT_PLAN = StagePlan.from_block(32, range(20, 28))

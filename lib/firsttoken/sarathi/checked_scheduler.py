@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from firsttoken.engine.request import Request, ScheduledChunk
 from firsttoken.engine.schedulers.scheduler import Scheduler
-from firsttoken.study.decisions import Decisions
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.policy_file import Decisions
 
 LAPS = 20  # times that all open requests could have been processed while none of them ended
 EMPTY = 1000  # steps without work in a row; a preemption that makes room takes one

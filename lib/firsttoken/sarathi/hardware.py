@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from firsttoken.assets.dense_shape import MixtureShape, model_shape
 from firsttoken.assets.manual_downloads import downloaded
-from firsttoken.assets.mixture_shape import MixtureShape, model_shape
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.mixture_costs import layout, mixture_costs
 from firsttoken.engine.costs.operator_costs import OperatorCosts

@@ -7,19 +7,18 @@ conversations) with Poisson arrivals, or replayed from a trace of a real service
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from firsttoken.assets.manual_downloads import downloaded
 from firsttoken.engine.costs.tables import number, rows
-from firsttoken.engine.workload.arrivals import Arrivals
 from firsttoken.engine.workload.conversations import conversations
 from firsttoken.engine.workload.traces import RequestTrace
-from firsttoken.engine.workload.workload_items import Item
+from firsttoken.engine.workload.workload_items import Arrivals, Item
 from firsttoken.study.errors import CorpusError
 
 PINNED = "sharegpt"
+_COLUMNS = ("num_prefill_tokens", "num_decode_tokens")  # of a table of lengths
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,8 @@ def lengths(source: str) -> np.ndarray:
         return STATED[source].drawn()
     path = downloaded(source)
     table = next(iter(sorted(path.glob("*.csv"))), path) if path.is_dir() else path
-    return np.array([_pair(table, line, row) for line, row in rows(table, ("num_prefill_tokens", "num_decode_tokens"))])
+    pairs = [[int(number(table, line, row, name, least=1)) for name in _COLUMNS] for line, row in rows(table, _COLUMNS)]
+    return np.array(pairs)
 
 
 def workload(pairs: np.ndarray, count: int, seed: int, rate_per_s: float) -> tuple[Item, ...]:
@@ -96,9 +96,3 @@ def replayed(trace: RequestTrace, count: int, seed: int, rate_per_s: float) -> t
         Item((one.arrival_s - first_s) / faster, one.prompt_tokens, one.output_tokens, (0,) * one.prompt_tokens)
         for one in taken
     )
-
-
-def _pair(path: Path, line: int, row: dict[str, str]) -> tuple[int, int]:
-    names = "num_prefill_tokens", "num_decode_tokens"
-    prompt, answer = (int(number(path, line, row, name, least=1)) for name in names)
-    return prompt, answer

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.schedulers.scheduler import Scheduler
 from firsttoken.sarathi.capacity import Objective
 from firsttoken.sarathi.checked_scheduler import watched
@@ -51,17 +50,7 @@ class Policy:
         chosen = {} if self.budget is None else {"token_budget": self.budget}
         return EngineConfig(scheduler=self.kind, requests=requests, tbt_s=objective.tbt_s, ttft_s=TTFT_S, **chosen)
 
-    @contextmanager
-    def judged(self) -> Iterator[None]:
+    def judged(self) -> AbstractContextManager[None]:
         """A context around a run of the policy. It raises ProfileError, one line that names the file, when a file of
         one's own breaks a rule or never ends."""
-        if self.file is None:
-            yield
-            return
-        with self.file.judged():
-            yield
-
-
-def engine_config(text: str, objective: Objective, requests: int) -> EngineConfig:
-    """The engine of the scheduler that ``text`` names. Raises as ``Policy.named`` and ``Policy.config``."""
-    return Policy.named(text).config(objective, requests)
+        return nullcontext() if self.file is None else self.file.judged()

@@ -29,7 +29,7 @@ from firsttoken.service.error_responses import refusal, refuse, refusing
 from firsttoken.service.prometheus_metrics import Metrics
 from firsttoken.service.request_schema import ChatRequest, CompletionRequest, ServedRequest, parse_request
 from firsttoken.service.responses import Streamed, leaving, whole
-from firsttoken.service.served_model import serve_model
+from firsttoken.service.served_model import Coming, serve_model
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.service.text import Vocabulary, read_vocabulary
 from firsttoken.service.token_queue import ClientGone, Inbox, LoopBridge
@@ -334,10 +334,13 @@ def build_app(replica: Replica, server: ModelServer, config: ServiceConfig) -> S
 
 
 def build_replica(
-    config: ServiceConfig, name: str, broken: Callable[[FirstTokenError], None] = lambda error: None
+    config: ServiceConfig,
+    name: str,
+    broken: Callable[[FirstTokenError], None] = lambda error: None,
+    comes: Coming | None = None,
 ) -> Starlette:
     """The replica ``name`` of the service, whose model begins to load when ``state.begin`` is called. ``broken`` is
-    told of what leaves it no hope."""
+    told of what leaves it no hope; what ``comes`` :func:`without_torch` answers until the model is there."""
     vocabulary = read_vocabulary(config.folder, config.max_prompt_tokens)
-    server = serve_model(config, broken, vocabulary.context)
+    server = serve_model(config, broken, vocabulary.context, comes)
     return build_app(Replica(server, vocabulary, config, name), server, config)

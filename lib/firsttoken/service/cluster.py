@@ -18,7 +18,7 @@ from typing import Any
 from firsttoken.assets.lock import first_line
 from firsttoken.service.service_config import ServiceConfig, listening
 from firsttoken.service.text import read_vocabulary
-from firsttoken.study.devices import check_device
+from firsttoken.study.dtypes import check_device
 from firsttoken.study.errors import FirstTokenError, StageError
 from firsttoken.study.system.cgroup_limits import cores
 

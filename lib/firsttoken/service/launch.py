@@ -15,7 +15,7 @@ from typing import Any
 from firsttoken.assets.chat_template import read_template
 from firsttoken.assets.positions import shortened
 from firsttoken.service.cluster import replicas
-from firsttoken.service.served_model import check_model
+from firsttoken.service.served_model import check_model, without_torch
 from firsttoken.service.service_config import ServiceConfig, listening
 from firsttoken.study.errors import FirstTokenError, StageError
 
@@ -50,6 +50,7 @@ def _one_process(config: ServiceConfig, broken: Callable[[FirstTokenError], None
     ``broken`` as of the replica. At its end nothing new is taken, and those that run have the configuration's
     ``grace_s`` seconds to end. Raises StageError when uvicorn is missing or does not start.
     """
+    comes = without_torch(config)  # beside the imports of what serves
     try:
         import uvicorn
 
@@ -58,7 +59,8 @@ def _one_process(config: ServiceConfig, broken: Callable[[FirstTokenError], None
     except ImportError as error:
         raise StageError('serve needs uvicorn and starlette: pip install "firsttoken[serve]"') from error
     with listening(config) as listener:
-        app = build_replica(config, "replica-0", broken)
+        app = build_replica(config, "replica-0", broken, comes)
+        del comes  # it holds the weights, of which the engine will have its own
         settings = uvicorn.Config(
             app,
             http=limited_protocol(app.state.unread, config.body_s),

@@ -36,7 +36,7 @@ from firsttoken.service.service_config import ServiceConfig
 from firsttoken.service.swarm_variants import adapter_names, other_adapter
 from firsttoken.service.variants import Base
 from firsttoken.study import dtypes
-from firsttoken.study.devices import check_device
+from firsttoken.study.dtypes import check_device
 from firsttoken.study.errors import FirstTokenError, SwarmError
 
 _TOLD = 50  # servers that were replaced lately

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,17 @@ from typing import TYPE_CHECKING
 
 from firsttoken.assets.checkpoint import ModelFiles, combined_sha256, stored_dtype, weight_files
 from firsttoken.assets.lock import first_line
+from firsttoken.assets.positions import context_in
 from firsttoken.assets.servable import check_servable
 from firsttoken.cps.policies import make_policy
 from firsttoken.cps.policies.measured import MeasuredCrossPoint
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.model_server import EngineServer, LoadingServer, ModelServer, files_alone
+from firsttoken.engine.numpy_answers import NumpyAnswers
+from firsttoken.engine.numpy_model import NumpyModel
 from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
 from firsttoken.engine.request_limits import STALL_FREE, RequestLimits
+from firsttoken.engine.torch_behind import take_over
 from firsttoken.lean.lean_config import OtherWay, lean_config
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.checkpoint.manifest import MANIFEST, check_files, read_manifest
@@ -39,12 +44,15 @@ if TYPE_CHECKING:
     from firsttoken.engine.model_version import ModelVersion
     from firsttoken.service.variants import LateVariants
 
+Coming = Future[NumpyModel]
+
 # A Hugging Face folder that was not staged: it is read whole, lean or by transformers itself.
 
 
 class PlainServer(LoadingServer):
     """Serves the whole model in the plain folder ``folder``, and uses what is in ``store`` of how a prompt begins; with
-    it, under their names, the ``variants`` that adapters in these folders make of it."""
+    it, under their names, the ``variants`` that adapters in these folders make of it. Where a model that ``comes``
+    without torch is given, that answers until the engine does."""
 
     def __init__(
         self,
@@ -56,16 +64,19 @@ class PlainServer(LoadingServer):
         store: Path | None = None,
         owner: str = "",
         variants: Mapping[str, Path] = MappingProxyType({}),
+        comes: Coming | None = None,
     ) -> None:
         super().__init__(limits, device, 1.0, broken)
         self._folder, self._store, self._owner, self._variants = folder, store, owner, variants
         self._live: LiveExecutor
+        self._numpy = None if comes is None else NumpyAnswers(comes, self._change, self._open)
 
     def _read_ahead(self) -> None:
-        """Let the system bring the files into memory, which are mapped afterwards."""
-        with suppress(FirstTokenError):
-            for file in weight_files(self._folder):
-                Thread(target=read_ahead, args=(file,), daemon=True).start()
+        """Let the system bring the files into memory, which are mapped afterwards; or answer without torch."""
+        if self._numpy is None:
+            bring(self._folder)
+        else:
+            self._numpy.begin()
 
     def _import(self) -> None:
         """Import all that loads, but not transformers, which only few folders ask for."""
@@ -77,16 +88,22 @@ class PlainServer(LoadingServer):
         import torch
 
         from firsttoken.assets.held import unchanged
+        from firsttoken.engine.native.library import kernels
 
         self._stages = 1
         with files_alone():
             files = check_servable(self._folder, windows=not (self._store or self._variants))
             self._bytes_total = files.bytes
             stored = getattr(torch, stored_dtype(self._folder))
-        with unchanged(files.files), files_alone():
-            model = load_plain(files, dtypes.serving(dtypes.AUTO, stored, self._device), self._device)
+        early = None if self._numpy is None else self._numpy.model
+        with unchanged(files.files, "" if early is None else early.seen), files_alone():
+            dtype = dtypes.serving(dtypes.AUTO, stored, self._device)
+            if early is not None and early.dtype == dtypes.name_of(dtype) and dtype in kernels().multiplied:
+                self._live = take_over(early, self.limits.blocks, self.limits.host_blocks)
+            else:
+                model = load_plain(files, dtype, self._device)
+                self._live = self._executor(model, torch.device(self._device))
             self._bytes_moved = self._bytes_total
-            self._live = self._executor(model, torch.device(self._device))
             self._live.version.stage = 1
             versions = self._host_variants(files) if self._variants else {}
         policy = self.limits.preemption
@@ -94,8 +111,19 @@ class PlainServer(LoadingServer):
             self._release_plain()  # it measures the layers that will serve
             for _ in self._live.version.fuse():
                 pass
+        self._end_numpy()
         self._run(self._live, versions=versions)
         return True
+
+    def _end_numpy(self) -> None:
+        """Nobody is answered without torch any more; the model is freed once the engine has what is cached."""
+        if self._numpy is not None:
+            self._numpy.end()
+            self._numpy = None
+
+    def _end_all(self, error: Exception) -> None:
+        self._end_numpy()
+        super()._end_all(error)
 
     def _host_variants(self, files: ModelFiles) -> dict[str, ModelVersion]:
         from firsttoken.service.variants import host_variants
@@ -118,6 +146,29 @@ class PlainServer(LoadingServer):
             return
         dtype, who = next(self._live.model.parameters()).dtype, (self._owner, self._variants)
         self._note(1, use_prefixes(self, self._store, lambda: receivers(self._folder, dtype, *who), self._device))
+
+
+def without_torch(config: ServiceConfig) -> Coming | None:
+    """The model of ``config`` for answers before torch is there, on its way in a thread that reads and packs it.
+
+    None where the first answer is to wait for torch: that is here already, or asked for first, or the model is none
+    that this process serves whole and alone on the CPU. Where the kernels do not run it, the future raises OtherWay.
+    """
+    elsewhere = config.swarm or config.worker or config.device != "cpu" or is_staged(config.folder)
+    if elsewhere or config.variants or config.torch_first or "torch" in sys.modules:
+        return None
+    bring(config.folder)
+    maker = ThreadPoolExecutor(1, "reading")
+    coming = maker.submit(lambda: NumpyModel(check_servable(config.folder), config.max_len(context_in(config.folder))))
+    maker.shutdown(wait=False)
+    return coming
+
+
+def bring(folder: Path) -> None:
+    """Let the system bring the weights in ``folder`` into memory, where it can."""
+    with suppress(FirstTokenError):
+        for file in weight_files(folder):
+            Thread(target=read_ahead, args=(file,), daemon=True).start()
 
 
 def load_plain(files: ModelFiles, dtype: torch.dtype, device: str) -> nn.Module:
@@ -211,10 +262,13 @@ def check_model(config: ServiceConfig) -> None:
 
 
 def serve_model(
-    config: ServiceConfig, broken: Callable[[FirstTokenError], None], context: int = sys.maxsize
+    config: ServiceConfig,
+    broken: Callable[[FirstTokenError], None],
+    context: int = sys.maxsize,
+    comes: Coming | None = None,
 ) -> ModelServer:
     """The model of ``config``, whose context has ``context`` tokens. It takes requests from now on, and begins to load
-    when it is started.
+    when it is started; what ``comes`` :func:`without_torch` answers until then.
 
     Raises ProfileError for a scheduler, policy, pool or budget that the engine does not have, and as a SwarmServer;
     what the folder lacks, a server that loads it reports itself, and to ``broken`` what leaves no hope.
@@ -261,7 +315,7 @@ def serve_model(
             )
         return staged
     options = {"device": config.device, "store": config.prefix_store, "owner": config.prefix_owner}
-    options |= {"variants": dict(config.variants)}
+    options |= {"variants": dict(config.variants), "comes": comes}
     return PlainServer(config.folder, limits, broken=broken, **options)
 
 

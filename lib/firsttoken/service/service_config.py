@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from firsttoken.engine.request_limits import BLOCK_TOKENS, POOL_TOKENS
+from firsttoken.study import option_values as values
 from firsttoken.study.errors import StageError
+from firsttoken.study.option_values import option
 from firsttoken.study.parsing.parse_errors import blaming, read_bytes
 
 KEY_VARIABLE = "FIRSTTOKEN_API_KEY"
@@ -26,70 +28,113 @@ REFUSED = {
 """Pairs of options that are not served together, and why; ``tests/service/test_pairs_of_options.py`` tries all."""
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
+ENGINE, LIMITS = "the engine", "limits"
+SWARM = "a model whose blocks a swarm computes (see `firsttoken swarm`)"
+_COUNT, _LENGTH, _SHARE = values.whole(1, 10**8), "as far as the KV cache has room", values.above_zero(1)
+HELP = {
+    "gbit_per_s": "read the weights over a link of this rate in Gbit/s, such as 0.1 (default: 0, as fast as the disk)",
+    "replicas": "how many copies of the model serve side by side; more than 1 run behind Ray Serve (default: 1)",
+    "cluster": "run them on the Ray cluster at this address, such as 10.0.0.1:6379 (default: on this machine)",
+    "host": "the address to listen on; 0.0.0.0 is every address of this machine (default: 127.0.0.1, this machine"
+    " only)",
+    "port": "the port to listen on (default: 8000)",
+    "device": "the device that computes: cpu, cuda or cuda:1 (default: cpu)",
+    "worker": "compute in a process of its own, which is replaced when it crashes or hangs (needs firsttoken[worker])",
+    "torch_first": "answer nothing before torch is imported. Without this option, greedy requests for a whole model on"
+    " a CPU are answered by numpy and the engine's compiled kernels until then, and the engine goes on with them",
+    "scheduler": "the policy that chooses the requests of each step: request_level, iteration_level, prefill_first,"
+    " sarathi, chunked_only, hybrid_only, prefill_cap, deadline, adaptive_budget, shortest_first (default: sarathi)",
+    "token_budget": "with a scheduler that cuts prompts, the most tokens of a step; at least --max-running (default:"
+    " 512)",
+    "preemption": "how a preempted request gets its cache back: recompute, swap, cross_point (whichever is cheaper for"
+    " its length: measured on this machine at the first start, kept, and followed while serving) or online (the same,"
+    " learnt while serving alone) (default: recompute)",
+    "measure_again": "with --preemption cross_point, measure at this start what both ways cost, whatever was kept",
+    "share_prefixes": "let prompts that begin alike share KV blocks (default: they do not)",
+    "prefix_store": "reuse keys and values of how prompts begin from this folder, which `firsttoken prefix put` has"
+    " written",
+    "prefix_owner": "with --prefix-store, read what is stored under this name, too (default: what is stored for"
+    " everybody)",
+    "variants": "serve a LoRA adapter on the model, too, from a folder as PEFT writes it; requests name it as their"
+    " model. May be repeated: the weights are there once, and requests of all share steps",
+    "kv_blocks": "the size of the KV cache in blocks of 16 tokens, such as 1024 (default: as many as the limits below"
+    " need)",
+    "max_model_len": f"the most tokens of a prompt with its answer (default: the model's context, {_LENGTH})",
+    "max_prompt_tokens": f"the most tokens of a prompt (default: the model's context, {_LENGTH})",
+    "max_new_tokens": f"the most tokens of an answer (default: the model's context, {_LENGTH})",
+    "max_running": "the most requests that are computed at once (default: 64)",
+    "max_waiting": "the most requests that wait for their turn; further ones are refused with status 429 (default: 64)",
+    "grace_s": "how long running answers may go on after Ctrl-C or SIGTERM (default: 30)",
+    "swarm": "a server of the swarm, such as 127.0.0.1:4000; may be repeated. Only embeddings and head are loaded here",
+    "swarm_token_file": "a file with the secret text that all members of the swarm share (default: none)",
+    "swarm_tls_ca": "a PEM file with the certificate by which servers on other machines are recognised (default: none)",
+    "swarm_step_s": "replace a server that has not answered a step for this many seconds (default: 5)",
+    "swarm_audit_rate": "the share of answers that another server computes again to find false ones, such as 0.05;"
+    " where two differ, the server that was named first judges which one is false (default: none)",
+    "swarm_audit_undecided": "leave a server when more than this share of its audits found a difference without a"
+    " culprit; the answer ends if no other server has its blocks (default: 0.5)",
+    "swarm_audit_unwitnessed": "leave a server when more than this share of its audits found no other server to"
+    " compare with; the answer ends if no other server has its blocks (default: 1, never)",
+}
+"""What the command line says of each option; the options of a swarm are those of ``firsttoken swarm`` as well."""
+
 
 @dataclass(frozen=True)
 class ServiceConfig:
     """A model, the wire it comes over, how the engine shares itself, and the limits of the service.
 
-    ``folder`` is a staged checkpoint or a plain Hugging Face folder. Each of the ``replicas`` loads it by itself, a
-    staged one over a link of its own of ``gbit_per_s`` (0: unshaped) that ``threads`` readers share. Per replica
-    ``max_running`` requests are in the engine's steps and ``max_waiting`` wait for that; one more is refused, and so
-    are prompts and answers of more than ``max_model_len`` tokens together, prompts of more than ``max_prompt_tokens``,
-    answers of more than ``max_new_tokens`` (None, of each: as many as the model's context and the KV pool have room
-    for), more than ``max_choices`` answers to one request, and bodies that take longer than ``body_s`` seconds. A
-    client that takes nothing of what is sent to it for ``stalled_s`` seconds has gone. When the service ends it takes
-    nothing new, and what runs has ``grace_s`` seconds to end by itself.
-    ``scheduler``, ``share_prefixes``, ``token_budget`` (None: its default) as of the engine's configuration, and
-    ``preemption`` but for "cross_point", whose costs are this machine's: measured at the first start of a whole model,
-    and at this one with ``measure_again``. ``kv_blocks`` None: as many as the limits ask for. ``prefix_store`` is a
-    folder of KV files, of which those of everybody and of ``prefix_owner`` are read. ``variants`` (a name and a folder
-    each) are LoRA adapters on the whole model, so on the last stage of a staged one; requests choose one by name. The
-    replicas run on the Ray ``cluster`` at that address, or on this machine. With an ``api_key`` nobody else is served.
+    ``HELP`` says what each option is. ``folder`` is a staged checkpoint or a plain Hugging Face folder. Each of the
+    ``replicas`` loads it by itself, a staged one over a link of its own that ``threads`` readers share. ``max_running``
+    and ``max_waiting`` are of each replica. Where a length is None, it is as many tokens as the model's context and the
+    KV pool have room for. Refused are prompts and answers that are longer, more than ``max_choices`` answers to one
+    request, and bodies that take longer than ``body_s`` seconds. A client that takes nothing of what is sent to it for
+    ``stalled_s`` seconds has gone. When the service ends it takes nothing new, and what runs has ``grace_s`` seconds to
+    end by itself. ``scheduler``, ``share_prefixes``, ``token_budget`` (None: its default) as of the engine's
+    configuration, and ``preemption`` but for "cross_point", whose costs are this machine's: measured at the first start
+    of a whole model, and at this one with ``measure_again``. ``variants`` (a name and a folder each) are LoRA adapters
+    on the whole model, so on the last stage of a staged one. With an ``api_key`` nobody else is served.
 
     With members of a ``swarm`` (HOST:PORT), blocks are on its servers and only the model's ends on the ``device`` here,
-    which of a staged one are all that is read, over the link; who is silent for ``swarm_step_s`` seconds is replaced.
-    ``swarm_token_file`` and ``swarm_tls_ca`` as the swarm's own commands have them. A share ``swarm_audit_rate`` of its
-    servers' answers is audited (None: of no server), with the shares ``swarm_audit_undecided`` and
-    ``swarm_audit_unwitnessed`` as those commands have them.
-
-    With a ``worker`` the model computes in a process of its own, which is replaced where it dies or hangs.
+    which of a staged one are all that is read, over the link. Without a ``swarm_audit_rate`` no server is audited.
+    With ``torch_first`` no request is answered before torch is there, which is otherwise done where it can be.
     """
 
     folder: Path
-    gbit_per_s: float = 0.0
-    replicas: int = 1
-    cluster: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
-    device: str = "cpu"
-    scheduler: str = "sarathi"
-    preemption: str = "recompute"
-    measure_again: bool = False
-    share_prefixes: bool = False
-    token_budget: int | None = None
-    prefix_store: Path | None = None
-    prefix_owner: str = ""
-    variants: tuple[tuple[str, Path], ...] = ()
-    kv_blocks: int | None = None
-    max_running: int = 64
-    max_waiting: int = 64
-    max_model_len: int | None = None
-    max_prompt_tokens: int | None = None
-    max_new_tokens: int | None = None
+    gbit_per_s: float = option(0.0, values.rate, "RATE")
+    replicas: int = option(1, values.whole(1, 64), "N")
+    cluster: str | None = option(None, metavar="HOST:PORT")
+    host: str = option("127.0.0.1", values.host)
+    port: int = option(8000, values.whole(0, 65535))
+    device: str = option("cpu")
+    worker: bool = option(False)
+    torch_first: bool = option(False)
+    scheduler: str = option("sarathi", metavar="NAME", group=ENGINE)
+    token_budget: int | None = option(None, _COUNT, "N", group=ENGINE)
+    preemption: str = option("recompute", metavar="NAME", group=ENGINE)
+    measure_again: bool = option(False, group=ENGINE)
+    share_prefixes: bool = option(False, group=ENGINE)
+    prefix_store: Path | None = option(None, values.folder, "DIR", group=ENGINE)
+    prefix_owner: str = option("", values.owner, "NAME", group=ENGINE)
+    variants: tuple[tuple[str, Path], ...] = option((), values.named_folder, "NAME=DIR", group=ENGINE, flag="--variant")
+    kv_blocks: int | None = option(None, _COUNT, "N", group=ENGINE)
+    max_model_len: int | None = option(None, _COUNT, "N", group=LIMITS)
+    max_prompt_tokens: int | None = option(None, _COUNT, "N", group=LIMITS)
+    max_new_tokens: int | None = option(None, _COUNT, "N", group=LIMITS)
+    max_running: int = option(64, values.whole(1, 4096), "N", group=LIMITS)
+    max_waiting: int = option(64, values.whole(0, 10**6), "N", group=LIMITS)
+    grace_s: float = option(0.0, values.seconds, "SECONDS", group=LIMITS)
+    swarm: tuple[str, ...] = option((), metavar="HOST:PORT", group=SWARM)
+    swarm_token_file: Path | None = option(None, Path, "FILE", group=SWARM)
+    swarm_tls_ca: Path | None = option(None, Path, "FILE", group=SWARM)
+    swarm_step_s: float = option(5.0, values.whole(1, 3600), "SECONDS", group=SWARM)
+    swarm_audit_rate: float | None = option(None, _SHARE, "SHARE", group=SWARM)
+    swarm_audit_undecided: float = option(0.5, _SHARE, "SHARE", group=SWARM)
+    swarm_audit_unwitnessed: float = option(1.0, _SHARE, "SHARE", group=SWARM)
     max_choices: int = 16
     body_s: float = 30.0
     stalled_s: float = 60.0
-    grace_s: float = 0.0
     threads: int = 8
     api_key: str | None = field(default=None, repr=False)
-    swarm: tuple[str, ...] = ()
-    swarm_token_file: Path | None = None
-    swarm_tls_ca: Path | None = None
-    swarm_step_s: float = 5.0
-    swarm_audit_rate: float | None = None
-    swarm_audit_undecided: float = 0.5
-    swarm_audit_unwitnessed: float = 1.0
-    worker: bool = False
 
     def __post_init__(self) -> None:
         lengths = ("max_model_len", "max_prompt_tokens", "max_new_tokens")

@@ -12,8 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from firsttoken.assets.chat_template import ChatTemplate, read_template
-from firsttoken.assets.ends import chat_ends, model_ends
+from firsttoken.assets.chat_template import ChatTemplate, chat_ends, model_ends, read_template
 from firsttoken.assets.model_config import read_config
 from firsttoken.assets.positions import context_in
 from firsttoken.assets.tokenizer_files import TOKENIZER, read_tokenizer_files

@@ -1,7 +1,5 @@
 """The content of a result as text: canonical for its hash, a line for each row in its file, numbers that are finite."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -5,16 +5,14 @@ verdict is computed (``verdicts.py``), never written down. A result keeps the di
 it stood when the run began.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from firsttoken.study.errors import ClaimsError
 from firsttoken.study.parsing.parse_errors import Damaged, blaming, shown
@@ -22,6 +20,7 @@ from firsttoken.study.parsing.schema import at_least, shaped, unknown
 from firsttoken.study.parsing.yaml_text import read_entries
 from firsttoken.study.summary import misnamed
 
+Kind = TypeVar("Kind")
 NATURES = ("measured", "arithmetic", "configuration")
 GROUNDS = ("live", "simulated", "arithmetic")  # what a value stands on
 DECIDES = (  # what a verdict hangs on: a change to any of it makes a result *post hoc*
@@ -140,23 +139,33 @@ def load_claims(path: Path, experiments: Iterable[str]) -> list[Claim]:
     Raises ClaimsError with line and id for a duplicate id, an unknown experiment or kind, an unknown or missing key,
     a value of the wrong type, or keys that do not fit the kind.
     """
-    known = set(experiments)
-    with blaming(path, ClaimsError, "mend it, or restore it from git"):
-        entries = read_entries(Path(path))
-    claims: dict[str, Claim] = {}
-    for line, entry in entries:
-        name = entry.get("id", "without an id") if isinstance(entry, dict) else "that is no mapping"
-        where = f"{Path(path).name}:{line}: claim {shown(name).strip(chr(39))}"
-        try:
-            claim = shaped(Claim, entry)
-        except (Damaged, ClaimsError) as error:
-            raise ClaimsError(f"{where}: {error}") from error
-        if claim.id in claims:
-            raise ClaimsError(f"{where}: this id is used twice")
+    known, claims = set(experiments), list[Claim]()
+    for where, claim in entries_by_id(Path(path), Claim, "claim"):
         if claim.experiment not in known:
             raise ClaimsError(f"{where}: no experiment {claim.experiment!r}; {unknown(claim.experiment, known)}")
-        claims[claim.id] = claim
-    return list(claims.values())
+        claims.append(claim)
+    return claims
+
+
+def entries_by_id(path: Path, kind: type[Kind], called: str) -> Iterator[tuple[str, Kind]]:
+    """Each entry of a list in a file as ``kind``, which has an ``id``, and its place, as an error names it.
+
+    Raises ClaimsError with line and id for one that is wrong or there twice.
+    """
+    with blaming(path, ClaimsError, "mend it, or restore it from git"):
+        entries = read_entries(path)
+    ids = set[str]()
+    for line, entry in entries:
+        name = entry.get("id", "without an id") if isinstance(entry, dict) else "that is no mapping"
+        where = f"{path.name}:{line}: {called} {shown(name).strip(chr(39))}"
+        try:
+            made = shaped(kind, entry)
+        except (Damaged, ClaimsError) as error:
+            raise ClaimsError(f"{where}: {error}") from error
+        if made.id in ids:
+            raise ClaimsError(f"{where}: this id is used twice")
+        ids.add(made.id)
+        yield where, made
 
 
 def is_number(value: Any) -> bool:

@@ -1,7 +1,11 @@
-"""Claims as tables of markdown: what the reports say, what was recorded, what this machine measured, and verdicts."""
+"""Claims as tables of markdown: what the reports say, what was recorded, what this machine measured, and verdicts.
 
-from __future__ import annotations
+A run of the notebooks ends with how many claims the reader's run bears out, and where it contradicts most.
+"""
 
+import math
+import textwrap
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +14,15 @@ from firsttoken.study.markdown import table
 from firsttoken.study.record import Result, pick
 from firsttoken.study.record_log import EMPTY, Log
 from firsttoken.study.verdicts import TOLERANCE, Judgement, Verdict, judge, judge_all, judge_record, show
+
+WIDTH, MOST = 100, 10  # characters of a line; contradictions that are named
+_SHORT = {
+    Verdict.REPRODUCED: "reproduced",
+    Verdict.TREND: "trend",
+    Verdict.FAILED: "contradicted",
+    Verdict.TOO_FEW: "n too small",
+    Verdict.NOT_RUN: "not run",
+}
 
 
 @dataclass(frozen=True)
@@ -184,3 +197,45 @@ def _tolerance(claim: Claim) -> str:
     if claim.kind == "exact":
         return f"± {show(claim.tolerance)} {claim.unit}".strip() if claim.tolerance else "exact"
     return claim.kind
+
+
+def run_end(claims: Sequence[Claim], recorded: Iterable[Result], machine: str, own: Own, log: Log = EMPTY) -> list[str]:
+    """Lines of at most ``WIDTH`` characters: by report how often each verdict falls in the reader's ``own`` run, and
+    the claims of which it contradicts the record (of ``machine``) or the report most, each in two lines."""
+    mine = [judge(claim, pick(own.results, claim.experiment, claim.profiles, "any")) for claim in claims]
+    theirs = judge_record(claims, recorded, machine, log)
+    lines = [f"Your run ({own.machine}, profile {own.profile}) beside the reports:", ""]
+    lines.append(f"{'':<18}" + "".join(f"{head:>14}" for head in _SHORT.values()))
+    reports = dict.fromkeys(claim.report for claim in claims)
+    for report, counts in [(one, _counts(mine, one)) for one in reports] + [("all", _counts(mine))]:
+        lines.append(f"{report:<18}" + "".join(f"{counts[verdict]:>14}" for verdict in _SHORT))
+    against = sorted(filter(None, map(_against, mine, theirs)), key=lambda one: one[0], reverse=True)
+    if not against:
+        return [*lines, "", "No claim that your run could judge contradicts the record or a report."]
+    lines += ["", f"The {min(MOST, len(against))} claims of which it contradicts the record or the report most:"]
+    for _, one, other in against[:MOST]:
+        said = f"{one.claim.notebook}  {one.claim.report}: {one.claim.says}"
+        lines.append(textwrap.shorten(said, WIDTH, placeholder=" ..."))
+        values = f"yours {one.measured}; recorded {other.measured or 'nothing'}; report {told(one.claim)}"
+        lines.append("    " + textwrap.shorten(values, WIDTH - 4, placeholder=" ..."))
+    return lines
+
+
+def _counts(judged: Iterable[Judgement], report: str | None = None) -> Counter[Verdict]:
+    return Counter(one.verdict for one in judged if report in (None, one.claim.report))
+
+
+def _against(mine: Judgement, theirs: Judgement) -> tuple[tuple[bool, float], Judgement, Judgement] | None:
+    """Whether it is the record that a run contradicts, and how far from the report's effect it is; None for neither."""
+    if not mine.verdict.judged:
+        return None
+    record = theirs.verdict.judged and theirs.verdict not in (mine.verdict, Verdict.DIFFERS)
+    if not record and mine.verdict != Verdict.FAILED:
+        return None
+    return (record, _distance(mine)), mine, theirs
+
+
+def _distance(judged: Judgement) -> float:
+    if judged.share is None:
+        return 0.0
+    return abs(math.log(judged.share)) if judged.share > 0 else math.inf

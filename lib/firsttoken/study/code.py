@@ -5,14 +5,12 @@ A function that is moved to another file is the same function, and so is one who
 anew. C++ that lies beside an imported file is compiled by it, and counts as well, each file as one function.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -113,20 +111,28 @@ def _library_at(revision: str) -> frozenset[str] | None:
     kept = paths.CACHE / "code" / f"{revision}.json"
     if kept.is_file():
         return frozenset(json.loads(kept.read_text(encoding="utf-8")))
-    git = ["git", "-C", str(paths.ROOT)]
     try:
-        told = subprocess.run([*git, "ls-tree", "-r", revision, "lib"], check=True, capture_output=True, text=True)
-        rows = [line.split("\t", 1) for line in told.stdout.splitlines()]
-        wanted = [(about.split()[2], name) for about, name in rows if name.endswith((".py", ".cpp"))]
-        asked = "\n".join(blob for blob, _ in wanted).encode()
-        blobs = subprocess.run([*git, "cat-file", "--batch"], input=asked, check=True, capture_output=True).stdout
+        rows = [line.split("\t", 1) for line in git("ls-tree", "-r", revision, "lib").decode().splitlines()]
+        wanted = {name: about.split()[2] for about, name in rows if name.endswith((".py", ".cpp"))}
+        texts = dict(zip(wanted, blobs(wanted.values()), strict=True))
     except (OSError, subprocess.CalledProcessError):
         return None
-    found, at = set[str](), 0
-    for _, name in wanted:
-        line = blobs.index(b"\n", at)
-        size = int(blobs[at:line].split()[2])
-        found |= set(_pieces(name, blobs[line + 1 : line + 1 + size].decode()))
-        at = line + size + 2
+    found = {piece for name, text in texts.items() for piece in _pieces(name, text.decode())}
     write_text(kept, json.dumps(sorted(found)))
     return frozenset(found)
+
+
+def git(*arguments: str, given: str = "") -> bytes:
+    """What git says of this repository. Raises OSError where there is no git, and CalledProcessError where it fails."""
+    command = ["git", "-C", str(paths.ROOT), *arguments]
+    return subprocess.run(command, input=given.encode(), check=True, capture_output=True).stdout
+
+
+def blobs(names: Collection[str]) -> Iterator[bytes]:
+    """The contents of the objects that git knows by ``names``, in their order. Raises as :func:`git`."""
+    told, at = git("cat-file", "--batch", given="\n".join(names)), 0
+    for _ in names:
+        line = told.index(b"\n", at)
+        size = int(told[at:line].split()[2])
+        yield told[line + 1 : line + 1 + size]
+        at = line + size + 2

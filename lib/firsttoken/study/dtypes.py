@@ -1,4 +1,4 @@
-"""Which dtype a device computes in: bf16 where its products are as fast as fp32's, float32 elsewhere.
+"""Which dtype a device computes in, where it is here: bf16 where its products are as fast as fp32's, else float32.
 
 A CPU without bf16 instructions multiplies bf16 at a hundredth of fp32's rate (1.1 against 112 GFLOP/s on two AVX2
 cores), and some that have them gain nothing. So torch is asked first, and one short product decides, once a machine.
@@ -15,8 +15,10 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from firsttoken.study import paths
+from firsttoken.study.errors import StageError
 from firsttoken.study.files import write_text
 from firsttoken.study.machine import identity
+from firsttoken.study.parsing.schema import shaped
 from firsttoken.study.timing import timed
 
 if TYPE_CHECKING:  # a profile is read, and a service listens, before anybody needs it
@@ -58,10 +60,8 @@ def computing(device: torch.device | str) -> torch.dtype:
 
 def why(device: torch.device | str) -> str:
     """One line that says which dtype ``device`` computes in, and on what ground."""
-    import torch
-
     name = name_of(computing(device))
-    if torch.device(device).type == "cuda":
+    if _kind(device) == "cuda":
         return f"{name}: this GPU has {'' if name == 'bfloat16' else 'no '}bf16 instructions"
     rates = cpu_rates()
     told = f"torch has {'' if rates.native_bf16 else 'no '}bf16 instructions for this processor"
@@ -70,13 +70,16 @@ def why(device: torch.device | str) -> str:
 
 def resolve(name: str, device: torch.device | str) -> torch.dtype:
     """The dtype called ``name``; "auto" is that of :func:`computing`. A line warns of bf16 on a CPU slow at it."""
-    import torch
-
     if name == AUTO:
         return computing(device)
-    if name == "bfloat16" and torch.device(device).type == "cpu":
+    if name == "bfloat16" and _kind(device) == "cpu":
         _warn_if_slow()
     return named(name)
+
+
+def _kind(device: torch.device | str) -> str:
+    """ "cuda" of the device "cuda:1"."""
+    return str(device).partition(":")[0]
 
 
 def named(name: str) -> torch.dtype:
@@ -89,11 +92,9 @@ def named(name: str) -> torch.dtype:
 def serving(name: str, stored: torch.dtype, device: torch.device | str) -> torch.dtype:
     """The dtype that a checkpoint of ``stored`` weights computes in: "stored" as it is, "auto" as it is unless these
     are halves that a CPU is slow at, which are widened to float32, else the one called ``name``."""
-    import torch
-
-    if name == AS_STORED or (name == AUTO and (torch.device(device).type != "cpu" or stored == computing(device))):
+    if name == AS_STORED or (name == AUTO and (_kind(device) != "cpu" or stored == computing(device))):
         return stored
-    return torch.float32 if name == AUTO else resolve(name, device)
+    return named("float32") if name == AUTO else resolve(name, device)
 
 
 def autocast(model: torch.nn.Module) -> AbstractContextManager:
@@ -104,6 +105,17 @@ def autocast(model: torch.nn.Module) -> AbstractContextManager:
     if weight.dtype == torch.float32 and computing(weight.device) == torch.float32:
         return nullcontext()
     return torch.autocast(weight.device.type, torch.bfloat16)
+
+
+def check_device(name: str) -> None:
+    """Raises StageError for a ``name`` that torch does not know, or that this machine does not have; imports torch."""
+    import torch
+
+    try:
+        torch.empty(1, device=torch.device(name)).add_(1)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # as torch was built
+        told = " ".join(str(error).split())[:120]
+        raise StageError(f"no device {name!r} can be used here ({told}); say cpu, or cuda where a GPU is") from error
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -118,9 +130,7 @@ def cpu_rates() -> ProductRates:
     with suppress(OSError, ValueError, TypeError, KeyError):
         kept = json.loads(file.read_text(encoding="utf-8"))
         if kept.pop("machine") == here:
-            return ProductRates(
-                **{key: type(default)(kept[key]) for key, default in (vars(ProductRates(True, 1.0, 1.0))).items()}
-            )
+            return shaped(ProductRates, kept)
     rates = _measure()
     with suppress(OSError):  # a cache that cannot be written costs 0.3 s at the next start
         write_text(file, json.dumps({"machine": here} | asdict(rates), indent=1) + "\n")

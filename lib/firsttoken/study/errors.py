@@ -1,7 +1,5 @@
 """The exceptions that a user can mend. Each message names the thing and the mend in one line."""
 
-from __future__ import annotations
-
 
 class FirstTokenError(Exception):
     """Base of every error that the command line, and a notebook, show as one line instead of a traceback."""

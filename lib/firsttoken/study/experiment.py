@@ -1,7 +1,5 @@
 """What an experiment is to those who run one: where its functions are, by name, and who reads its result."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ class Experiment:
     parameters, and of nothing else: so anybody can make it again (``tests/study/test_recorded.py`` does). ``reads`` are
     experiments of other systems whose results this one is handed: no system imports another. In those ``in_turns``
     several processes of this machine compute one after the other, as they do where users start them: their idle threads
-    sleep soon (``study/system/openmp_spin.py``).
+    sleep soon (``study/system/openmp.py``).
     """
 
     name: str

@@ -4,8 +4,6 @@ A package that is not there adds nothing, and the library serves without it. A n
 process that does not ask for it pays for neither the module nor what it imports.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Mapping

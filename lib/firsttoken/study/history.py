@@ -1,12 +1,11 @@
 """What git's history says of the record: whether a result names a commit of it, how a claim stood at that commit, and
 whether every result that was ever committed has its line in the log."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cache
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from firsttoken.study import paths
 from firsttoken.study.canonical_json import expanded
 from firsttoken.study.claims import DECIDES, WORDING, Claim
+from firsttoken.study.code import blobs, git
 from firsttoken.study.record import PACKED
 from firsttoken.study.record_log import Fixed, Log, LogLine, parse_log, rows_digest
 
@@ -104,7 +104,7 @@ def committed_runs() -> Iterable[tuple[str, str, str]]:
             blob = about.split()[3]
             if set(blob) != {"0"} and path.endswith((".json", PACKED)):
                 found.setdefault(blob, (commit, path))
-    for blob, content in zip(found, _blobs(list(found)), strict=True):
+    for blob, content in zip(found, blobs(found), strict=True):
         commit, path = found[blob]
         text = gzip.decompress(content) if path.endswith(PACKED) else content
         yield commit, path, rows_digest(expanded(json.loads(text))["rows"])
@@ -115,16 +115,11 @@ def file_at(commit: str, path: str) -> str:
     return _git("show", f"{commit}:{path}")
 
 
-def named(commit: str) -> str:
-    """A commit as a reader finds it: its first digits and its subject."""
-    return _git("show", "-s", "--format=%h (%s)", "--abbrev=9", commit).strip()
-
-
 def _changed_lines(log: Log) -> Iterator[str]:
     """Each earlier log must be the beginning of today's."""
     now = [line.text for line in log.lines]
     for commit in _git("log", "--format=%H", "--", _log_path()).split():
-        then = [line.text for line in parse_log(_git("show", f"{commit}:{_log_path()}"), paths.RECORD_LOG).lines]
+        then = [line.text for line in parse_log(file_at(commit, _log_path()), paths.RECORD_LOG).lines]
         if now[: len(then)] != then:
             yield f"{paths.RECORD_LOG.name} does not begin with what commit {commit[:9]} has: lines were changed"
 
@@ -138,8 +133,8 @@ def claims_at(commit: str) -> Mapping[str, dict[str, Any]]:
     """The claims of a commit by id, as the file has them."""
     import yaml
 
-    text = _git("show", f"{commit}:data/claims.yaml")
-    return {entry["id"]: entry for entry in yaml.load(text, yaml.CSafeLoader) or []}
+    entries = yaml.load(file_at(commit, "data/claims.yaml"), yaml.CSafeLoader) or []
+    return {entry["id"]: entry for entry in entries}
 
 
 def _decides(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,28 +147,15 @@ def _plain(claim: Claim) -> dict[str, Any]:
     return json.loads(json.dumps({name: getattr(claim, name) for name in (*DECIDES, *WORDING)}))
 
 
-def _blobs(names: Sequence[str]) -> Iterator[bytes]:
-    asked = "\n".join(names).encode()
-    told = subprocess.run(_command("cat-file", "--batch"), input=asked, check=True, capture_output=True).stdout
-    at = 0
-    for _ in names:
-        line = told.index(b"\n", at)
-        size = int(told[at:line].split()[2])
-        yield told[line + 1 : line + 1 + size]
-        at = line + size + 2
-
-
-def _command(*arguments: str) -> list[str]:
-    return ["git", "-C", str(paths.ROOT), *arguments]
-
-
 def _ran(*arguments: str) -> bool:
-    return subprocess.run(_command(*arguments), capture_output=True, check=False).returncode == 0
+    with suppress(OSError, subprocess.CalledProcessError):
+        git(*arguments)
+        return True
+    return False
 
 
 def _git(*arguments: str) -> str:
     """What git says, "" where there is no git or no clone."""
-    try:
-        return subprocess.run(_command(*arguments), check=True, capture_output=True, text=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return ""
+    with suppress(OSError, subprocess.CalledProcessError):
+        return git(*arguments).decode()
+    return ""

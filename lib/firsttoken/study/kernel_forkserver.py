@@ -8,8 +8,6 @@ starts fresh processes as before.
 ``python -m firsttoken.study.kernel_forkserver pytest --nbval notebooks`` runs a command whose kernels start so.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -28,9 +26,8 @@ from pathlib import Path
 from firsttoken.study import paths
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.progress import UNSEEN
-from firsttoken.study.system.cores import stay_on
+from firsttoken.study.system.cgroup_limits import stay_on
 from firsttoken.study.system.sockets import remove_folder, socket_folder
-from firsttoken.study.system.writable_home import kept_elsewhere
 
 SOCKET = "FIRSTTOKEN_WARM"  # the environment variable that names the socket of the warm process
 CLIENT = Path(__file__).with_name("warm_client.py")
@@ -46,6 +43,12 @@ MODULES = (
     "firsttoken_studies.experiments",
     "firsttoken_studies.ledger:verdicts",  # reads ledger and record, which takes 0.8 s, for every notebook
 )
+_USUAL = {  # the folder that each program takes without the variable
+    "JUPYTER_RUNTIME_DIR": ("~/.local/share/jupyter/runtime", "~/Library/Jupyter/runtime"),
+    "IPYTHONDIR": ("~/.ipython", "~/.ipython"),
+    "MPLCONFIGDIR": ("~/.config/matplotlib", "~/.matplotlib"),
+    "HF_HOME": ("~/.cache/huggingface", "~/.cache/huggingface"),
+}
 _POLL_S = 0.05
 _ENVIRONMENT = {
     "MPLBACKEND": "module://matplotlib_inline.backend_inline",
@@ -99,6 +102,26 @@ def surroundings() -> dict[str, str]:
     without need of a home."""
     ours = {"FIRSTTOKEN_OUT": str(paths.OUT), "FIRSTTOKEN_CACHE": str(paths.CACHE), UNSEEN: "1"}
     return os.environ | ours | kept_elsewhere(paths.CACHE / "home")
+
+
+def kept_elsewhere(folder: Path) -> dict[str, str]:
+    """Environment variables that put below ``folder`` what Jupyter, IPython, matplotlib and the Hub can't keep at home.
+
+    Without its runtime folder no kernel starts; without the others each process makes its caches anew. A variable that
+    is set already stays.
+    """
+    return {
+        name: str(folder / name.lower().split("_")[0].removesuffix("configdir"))
+        for name, usual in _USUAL.items()
+        if name not in os.environ and not _writable(Path(os.path.expanduser(usual[sys.platform == "darwin"])))
+    }
+
+
+def _writable(folder: Path) -> bool:
+    """Whether ``folder`` takes files, or can be made."""
+    # not Path.exists: it raises where a folder on the way may not be entered
+    nearest = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
+    return nearest.is_dir() and os.access(nearest, os.W_OK)
 
 
 def command(module: str, arguments: Sequence[str]) -> list[str]:

@@ -3,8 +3,6 @@
 Its name carries what changes results, the vector extensions and the cores, or the GPU; the description keeps the rest.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

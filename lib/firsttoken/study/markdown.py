@@ -1,7 +1,5 @@
 """Tables of markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 

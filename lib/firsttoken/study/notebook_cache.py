@@ -4,8 +4,6 @@ A notebook that ran with the same code, profile, data, packages and processor is
 the last run here, else those of a recorded run, stretched by how much slower this processor multiplies.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -74,7 +72,8 @@ def is_kept(path: Path, profile: Profile) -> dict[str, Any] | None:
 
 def keep(path: Path, profile: Profile, seconds: float) -> None:
     """Remember that a notebook ran just now."""
-    stamp = {"fingerprint": fingerprint(path, profile), "seconds": round(seconds, 1), "at": _now()}
+    at = datetime.now(UTC).isoformat(timespec="minutes")
+    stamp = {"fingerprint": fingerprint(path, profile), "seconds": round(seconds, 1), "at": at}
     text = json.dumps(_stamps(profile.name) | {path.stem: stamp}, indent=1)
     with storing(paths.EXECUTED):
         write_text(_stamp_file(profile.name), text + "\n")
@@ -109,7 +108,9 @@ def fingerprint(path: Path, profile: Profile) -> str:
 
 def record(profile: Profile, seconds: Mapping[str, float], started: datetime) -> None:
     """Write the minutes of a whole run as a result of the experiment "run"."""
-    total = sum(seconds.values())
+    total, summary = sum(seconds.values()), Summary()
+    summary.add("total", {"value": round(total / 60, 2), "n": 1, "unit": "min"})
+    summary.add("products", {"value": round(products_gflop_per_s(profile), 1), "n": 1, "unit": "GFLOP/s"})
     write_result(
         Result(
             experiment=RUN,
@@ -127,16 +128,9 @@ def record(profile: Profile, seconds: Mapping[str, float], started: datetime) ->
             duration_s=round(total, 3),
             rows=[{"notebook": stem, "seconds": round(value, 1)} for stem, value in seconds.items()],
             floors={},
-            summary=_of_run(total, products_gflop_per_s(profile)),
+            summary=summary,
         )
     )
-
-
-def _of_run(seconds: float, gflop_per_s: float) -> Summary:
-    summary = Summary()
-    summary.add("total", {"value": round(seconds / 60, 2), "n": 1, "unit": "min"})
-    summary.add("products", {"value": round(gflop_per_s, 1), "n": 1, "unit": "GFLOP/s"})
-    return summary
 
 
 @dataclass(frozen=True)
@@ -155,7 +149,3 @@ def _stamps(profile: str) -> dict[str, dict[str, Any]]:
         kept = shaped(dict[str, _Stamp], read_json(_stamp_file(profile)))
         return {stem: vars(stamp) for stem, stamp in kept.items()}
     return {}
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="minutes")

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from firsttoken.study.machine import machine_slug
-from firsttoken.study.plot import LOOKS
+from firsttoken.study.plot import LOOKS, Axes, Figure
 from firsttoken.study.record import Result
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
     from matplotlib.legend import Legend
 
 PALE, SHIFT = 0.4, 0.16  # opacity of the record; how far its points stand from own ones, where categories are 1 apart
@@ -30,6 +28,11 @@ class Drawn:
     def style(self) -> dict[str, Any]:
         """What matplotlib draws this result's lines, bars and points with."""
         return {"alpha": 1.0, "zorder": 4} if self.own else {"alpha": 1.0 if self.alone else PALE, "zorder": 2}
+
+    @property
+    def outlined(self) -> dict[str, Any]:
+        """``style``, and a black edge round the markers of an own run that lies over the record."""
+        return self.style | ({"markeredgecolor": "black"} if self.own and not self.alone else {})
 
     @property
     def shift(self) -> float:
@@ -141,8 +144,16 @@ def name_results(
         figure.supxlabel("   ".join(said), fontsize="small", color=LOOKS["mark"].colour)
 
 
-def legend(figure: Figure, axes: Axes, drawn: Sequence[Drawn], measure: str | None = None, *, columns: int = 3) -> None:
+def legend(
+    figure: Figure,
+    axes: Axes,
+    drawn: Sequence[Drawn],
+    measure: str | None = None,
+    *,
+    columns: int = 3,
+    size: float | str = 9,
+) -> None:
     """The legend of ``axes`` below ``figure``, and under one heading with it what ``name_results`` says."""
     entries = axes.get_legend_handles_labels()
-    below = figure.legend(*entries, loc="outside lower center", ncols=columns, fontsize=9)
+    below = figure.legend(*entries, loc="outside lower center", ncols=columns, fontsize=size)
     name_results(figure, drawn, measure, below)

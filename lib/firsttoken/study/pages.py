@@ -9,8 +9,6 @@ the report's own number of a claim, ``{{ counts }}``, ``{{ goals }}``, ``{{ scor
 its result.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

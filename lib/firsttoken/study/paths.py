@@ -7,8 +7,6 @@ the cache is the clone's own, whatever ``FIRSTTOKEN_OUT`` says, and lies under t
 written.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

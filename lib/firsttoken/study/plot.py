@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import io
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from firsttoken.study import paths
 from firsttoken.study.files import replacing
-from firsttoken.study.png import few_colours
 from firsttoken.study.progress import kernel
 from firsttoken.study.storage import storing
 
 if TYPE_CHECKING:
+    import matplotlib.axes
+    import matplotlib.axis
+    import matplotlib.figure
     import pandas
-    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+Axes: TypeAlias = "matplotlib.axes.Axes"
+Axis: TypeAlias = "matplotlib.axis.Axis"
+Figure: TypeAlias = "matplotlib.figure.Figure"
 
 
 class Look(NamedTuple):
@@ -99,6 +106,18 @@ def style() -> None:
     matplotlib.rc_file(paths.ENV / "matplotlibrc")
 
 
+def categories(ax: Axes, names: Collection[str], margin: float = 0.5, **text: Any) -> None:
+    """Name the places 0, 1, ... of the vertical axis, the first on top, with ``margin`` above it and below the last."""
+    ax.set_yticks(range(len(names)), list(names), **text)
+    ax.set_ylim(len(names) - margin, margin - 1)
+
+
+def ticks(axis: Axis, places: Collection[float], told: str = "{:g}", **text: Any) -> None:
+    """Let ``axis`` have ticks at ``places`` alone, each as the format ``told`` writes it."""
+    axis.set_ticks(list(places), [told.format(place) for place in places], **text)
+    axis.set_minor_formatter("")
+
+
 def save(fig: Figure, name: str) -> Path:
     """Write ``fig`` as ``name``.png and .svg without a date into the folder of this run's figures, atomically; returns
     the path of the PNG. In a notebook the figure is shown, and closed.
@@ -122,6 +141,49 @@ def save(fig: Figure, name: str) -> Path:
     return png
 
 
+_FEW = 64  # colours of a file: a third of the bytes, for a slightly other hue of pale bands
+
+
+def few_colours(png: bytes) -> bytes:
+    """The same picture on white with a palette of ``_FEW`` colours; pure, so that a figure drawn twice is one file.
+
+    The palette covers all colours of the picture. Pillow's usual one is made for the colours that most pixels have and
+    leaves out that of a small marker: it drew a green triangle black.
+    """
+    from PIL import Image
+
+    drawn = Image.open(io.BytesIO(png)).convert("RGBA")
+    flat = Image.new("RGB", drawn.size, "white")
+    flat.paste(drawn, mask=drawn.getchannel("A"))
+    small = io.BytesIO()
+    few = flat.quantize(_FEW, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(small, "PNG", optimize=True)
+    return small.getvalue()
+
+
+def panels(rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, Any]:
+    """A figure and its axes, with the ``options`` of ``matplotlib.pyplot.subplots``."""
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot.subplots(rows, columns, **options)
+
+
+def handle(**style: Any) -> Line2D:
+    """A line or a mark by itself, for a legend."""
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], **style)
+
+
+def log_ticks(axis: Axis) -> None:
+    """Plain numbers at 1, 2 and 5 times each power of ten, and nothing between them."""
+    from matplotlib.ticker import LogLocator
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter("")
+
+
 def comparison_table(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
     """Table of paper, measured and floor, indexed by what was measured.
 
@@ -135,6 +197,12 @@ def comparison_table(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
         [{key: _cell(row.get(key)) for key in ["what", *columns]} for row in rows], columns=["what", *columns]
     ).set_index("what")
     return table[[name for name in columns if name not in ("recorded", "unit") or table[name].any()]]
+
+
+def compared(*lines: Sequence[Any]) -> list[dict[str, Any]]:
+    """Rows of a comparison table, each of what is compared, the paper's number, the one measured, the unit, and the
+    floor where there is one."""
+    return [dict(zip(("what", "paper", "measured", "unit", "floor"), line, strict=False)) for line in lines]
 
 
 def _cell(value: Any) -> str:

@@ -41,20 +41,11 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Profile:
-    """One size of the study, with the fields of :class:`Settings`.
-
-    ``sections`` holds the raw mapping of each experiment
-    configuration; ``used`` collects the configurations that were built from it, as a result must record them.
-    """
+class Profile(Settings):
+    """One size of the study. ``sections`` holds the raw mapping of each experiment configuration; ``used`` collects the
+    configurations that were built from it, as a result must record them."""
 
     name: str
-    about: str
-    model: str
-    device: str
-    dtype: str
-    seed: int
-    threads: int
     sections: Mapping[str, Mapping[str, Any]]
     used: dict[str, dict[str, Any]] = field(default_factory=dict, init=False, compare=False, repr=False)
 

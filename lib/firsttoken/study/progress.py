@@ -1,7 +1,5 @@
 """Shows in a notebook a line that says how long something has run: progress bars are drawn in terminals only."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -10,19 +10,19 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from firsttoken.study import paths
 from firsttoken.study.canonical_json import dump, expanded, not_finite, sha256_of
+from firsttoken.study.code import git
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.files import replacing
 from firsttoken.study.machine import machine_slug
-from firsttoken.study.parsing.gzip_text import read_gzip
 from firsttoken.study.parsing.json_text import parse_json, read_json
-from firsttoken.study.parsing.parse_errors import Damaged, blaming, shown
+from firsttoken.study.parsing.parse_errors import Damaged, blaming, read_gzip, shown
 from firsttoken.study.parsing.schema import at_least, shaped, unknown
 from firsttoken.study.storage import storing
 from firsttoken.study.summary import Entry, Scalar, Summary, misplaced
@@ -39,11 +39,17 @@ CHANGED = "-changed"  # behind the name of a profile of which a reader changed s
 _MEASURES = ("lib", "env", "data/adapters", "data/claims.yaml")  # what a result hangs on
 
 Rows = list[dict[str, Any]]
+Table = Iterator[dict[str, Any]]  # the lines of a table as a notebook shows it, by heading
 
 
 def rows_where(rows: Rows, **values: Any) -> Rows:
     """Return those of ``rows`` that have all of ``values`` in the columns of these names, in their order."""
     return [row for row in rows if values.items() <= row.items()]
+
+
+def distinct(rows: Rows, column: str, **values: Any) -> list[Any]:
+    """The values that :func:`rows_where` have in ``column``, each once, in the order in which they first appear."""
+    return list(dict.fromkeys(row[column] for row in rows_where(rows, **values)))
 
 
 def frame_of(rows: Rows, **values: Any) -> pandas.DataFrame:
@@ -266,8 +272,8 @@ def git_revision() -> str:
     """The commit of the code, "-dirty" appended when what results hang on differs from it; "unknown" outside a git
     clone."""
     try:
-        head = _git("rev-parse", "HEAD")
-        changed = _git("status", "--porcelain", "--", *_MEASURES)
+        head = git("rev-parse", "HEAD").decode().strip()
+        changed = git("status", "--porcelain", "--", *_MEASURES).strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head + ("-dirty" if changed else "")
@@ -276,11 +282,6 @@ def git_revision() -> str:
 def is_clean(revision: str) -> bool:
     """Whether ``revision`` (of :func:`git_revision`) names the code that ran."""
     return len(revision) == 40 and set(revision) <= set("0123456789abcdef")
-
-
-def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(paths.ROOT), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def _rank(profile: str) -> int:

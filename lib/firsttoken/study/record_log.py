@@ -168,15 +168,13 @@ class Log:
 EMPTY = Log()
 
 
-def read_log(path: Path | None = None) -> Log:
+def read_log() -> Log:
     """Read the log; one that does not exist has no lines.
 
     Raises FirstTokenError for a line that cannot be read, and for one that does not follow from the line before it.
     """
-    path = path or paths.RECORD_LOG
-    if not path.exists():
-        return Log()
-    return parse_log(path.read_text(encoding="utf-8"), path)
+    path = paths.RECORD_LOG
+    return parse_log(path.read_text(encoding="utf-8"), path) if path.exists() else Log()
 
 
 def parse_log(text: str, path: Path) -> Log:

@@ -1,18 +1,14 @@
 """Where each figure, table and algorithm of the reports is, from ``data/index.yaml``: a notebook, code, or why not."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from firsttoken.study import paths
+from firsttoken.study.claims import entries_by_id
 from firsttoken.study.errors import ClaimsError
 from firsttoken.study.markdown import table
 from firsttoken.study.notebooks import notebook_paths
-from firsttoken.study.parsing.parse_errors import Damaged, blaming
-from firsttoken.study.parsing.schema import shaped
-from firsttoken.study.parsing.yaml_text import read_entries
 
 
 @dataclass(frozen=True)
@@ -40,19 +36,7 @@ class IndexEntry:
 
 def load_index(path: Path) -> list[IndexEntry]:
     """The entries of the file. Raises ClaimsError with line and id for one that is wrong or there twice."""
-    with blaming(path, ClaimsError, "mend it, or restore it from git"):
-        entries = read_entries(path)
-    found: dict[str, IndexEntry] = {}
-    for line, entry in entries:
-        try:
-            made = shaped(IndexEntry, entry)
-            if made.id in found:
-                raise ClaimsError("this id is used twice")
-        except (Damaged, ClaimsError) as error:
-            name = entry.get("id", "without an id") if isinstance(entry, dict) else "that is no mapping"
-            raise ClaimsError(f"{path.name}:{line}: entry {name}: {error}") from error
-        found[made.id] = made
-    return list(found.values())
+    return [entry for _, entry in entries_by_id(path, IndexEntry, "entry")]
 
 
 def index_tables(entries: Sequence[IndexEntry]) -> dict[str, str]:

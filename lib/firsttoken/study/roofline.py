@@ -4,13 +4,12 @@ Each rate is measured a few times in the way its users work: large contiguous co
 matrix product. Rates count each byte once (a copy of 1 GB in 1 s is 1 GB/s) and are decimal (1 GB = 1e9 bytes).
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +90,7 @@ def _copies(config: MachineConfig, device: torch.device) -> list[Row]:
         pairs["device_memcpy"] = (there, torch.empty_like(there), how)
     rows = []
     for what, (origin, destination, how) in pairs.items():
-        seconds = timed(_copier(origin, destination), repeats=config.repeats, device=device)
+        seconds = timed(partial(destination.copy_, origin, non_blocking=True), repeats=config.repeats, device=device)
         rows += _rates(what, seconds, size / 1e9, "GB_per_s", how)
     return rows
 
@@ -107,7 +106,7 @@ def _products(config: MachineConfig, device: torch.device) -> list[Row]:
         shape = (n, n)
         left, right = (torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(2))
         out = torch.empty_like(left)
-        seconds = timed(_multiplier(left, right, out), repeats=config.repeats, warmup=2, device=device)
+        seconds = timed(partial(torch.mm, left, right, out=out), repeats=config.repeats, warmup=2, device=device)
         how = f"torch.mm, {n} x {n} on {device.type}"
         how += f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
         rows += _rates(what, seconds, 2 * n**3 / 1e9, "GFLOP_per_s", how)
@@ -166,11 +165,3 @@ def _rates(what: str, seconds: list[float], amount: float, unit: str, how: str, 
         {"what": what, "repeat": first + index, "value": amount / second, "unit": unit, "how": how}
         for index, second in enumerate(seconds)
     ]
-
-
-def _copier(source: torch.Tensor, target: torch.Tensor) -> Callable[[], Any]:
-    return lambda: target.copy_(source, non_blocking=True)
-
-
-def _multiplier(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
-    return lambda: torch.mm(left, right, out=out)

@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from firsttoken.study.parsing.yaml_text import read_yaml
 from firsttoken.study.profile import Profile, load_profile
 from firsttoken.study.progress import kernel
 from firsttoken.study.record import CHANGED, Result
+from firsttoken.study.summary import Scalar, Summary
 from firsttoken.study.system import NOT_HERE
 
 if TYPE_CHECKING:
@@ -25,33 +26,23 @@ if TYPE_CHECKING:
     from IPython.display import Code
 
 
-# In a notebook, a cell that lacks a name says why: the cell that failed before it, or one that has not run yet.
-
-
-class _Causes:
-    """Remembers the first error of a kernel's cells."""
-
-    def __init__(self) -> None:
-        self.said = ""
-
-    def after(self, result: Any) -> None:
-        """Called by IPython after each cell: behind the error of a missing name it prints what failed before, or how to
-        run what has not run yet."""
-        error = result.error_before_exec or result.error_in_exec
-        if isinstance(error, NameError) and self.said:
-            print(f"An earlier cell failed, and this one lacks what it defines. {self.said}")
-        elif isinstance(error, NameError):
-            print("If a cell above this one defines it, run that first: Run > Run All Above Selected Cell.")
-        elif error is not None and not self.said:
-            self.said = f"{type(error).__name__}: {error}"
-
-
 def tell_causes() -> None:
     """Let a later cell that lacks a name end with the error of the cell that failed before it, or with advice."""
-    shell = kernel()
+    shell, said = kernel(), ""  # of the first cell that failed
+
+    def after(result: Any) -> None:
+        nonlocal said
+        error = result.error_before_exec or result.error_in_exec
+        if isinstance(error, NameError) and said:
+            print(f"An earlier cell failed, and this one lacks what it defines. {said}")
+        elif isinstance(error, NameError):
+            print("If a cell above this one defines it, run that first: Run > Run All Above Selected Cell.")
+        elif error is not None and not said:
+            said = f"{type(error).__name__}: {error}"
+
     if shell is not None and not hasattr(shell, "firsttoken_causes"):
-        shell.firsttoken_causes = causes = _Causes()
-        shell.events.register("post_run_cell", causes.after)
+        shell.firsttoken_causes = after
+        shell.events.register("post_run_cell", after)
 
 
 def header(name: str, changes: Mapping[str, Any] | None = None) -> Profile:
@@ -154,6 +145,17 @@ def interval(entry: Mapping[str, Any] | None, digits: int = 1) -> str:
     if isinstance(value, bool | str) or "low" not in entry:
         return str(value)
     return f"{value:.{digits}f} [{entry['low']:.{digits}f}, {entry['high']:.{digits}f}]"
+
+
+def cells(summary: Summary, columns: Mapping[str, Sequence[Any]], **where: Scalar) -> dict[str, str]:
+    """The cells of one line of a table, by their heads: the interval of a measure where ``where`` says, "" for none.
+
+    A column is (measure, digits), with the rest of the place behind them where ``where`` is not all of it.
+    """
+    return {
+        head: interval(summary.get(measure, **where, **dict(*rest)), digits)
+        for head, (measure, digits, *rest) in columns.items()
+    }
 
 
 def table(rows: Iterable[Mapping[str, Any]], index: str) -> pandas.DataFrame:

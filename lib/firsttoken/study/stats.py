@@ -6,8 +6,6 @@ share of which all or none count has no width, however few they are. All is writ
 where the experiment runs, and a GPU machine may have no scipy; the tests hold it against scipy.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -174,6 +172,12 @@ def median_ratio(over: Sequence[float], under: Sequence[float]) -> Interval:
     return bootstrap(np.divide(over, under), "median")
 
 
+def ratio_of_means(over: Sequence[float], under: Sequence[float]) -> Interval:
+    """The mean of ``over`` over the mean of ``under``, where over[i] and under[i] are of one draw: draws are resampled,
+    each with both its values. Raises ValueError when the lengths differ."""
+    return bootstrap(np.column_stack([over, under]), lambda sample: float(np.divide(*sample.mean(0))))
+
+
 def ratio_of_medians(over: Sequence[float], under: Sequence[float]) -> Interval:
     """The ratio of the medians of two independent samples of positive values.
 
@@ -183,3 +187,8 @@ def ratio_of_medians(over: Sequence[float], under: Sequence[float]) -> Interval:
     above, below = bootstrap(over, "median"), bootstrap(under, "median")
     n = min(above.n, below.n)
     return Interval(above.estimate / below.estimate, above.low / below.high, above.high / below.low, n)
+
+
+def share_below(mine: Sequence[float], other: Sequence[float]) -> Interval:
+    """The share by which the mean of ``mine`` lies below that of ``other``, drawn as by :func:`ratio_of_means`."""
+    return bootstrap(np.column_stack([mine, other]), lambda pairs: float(1 - np.divide(*pairs.mean(0))))

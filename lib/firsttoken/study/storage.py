@@ -1,7 +1,5 @@
 """A disk that is full or cannot be written, in one line with the mend."""
 
-from __future__ import annotations
-
 import errno
 import os
 import tempfile

@@ -88,3 +88,16 @@ def timed(
             fn()
         seconds.append(watch.seconds)
     return seconds
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Within the block torch computes with ``count`` threads."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

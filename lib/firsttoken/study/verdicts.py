@@ -9,8 +9,6 @@ else is *not reproduced*. Fewer than five observations are too few to judge what
 of published numbers needs none.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from firsttoken.progressiveserve.checkpoint.manifest import PartFile, read_manifest, verify
 from firsttoken.progressiveserve.loading.read_plan import parts_of
 from firsttoken.study.errors import ModelError, StageError
-from firsttoken_extras.bitplanes.decode import STORED, FirstPlanes, LaterPlanes, Merge
-
-CPU = torch.device("cpu")
+from firsttoken_extras.bitplanes.decode import FirstPlanes, LaterPlanes, Merge
+from firsttoken_extras.bitplanes.encode import STORED
 
 
 def assemble(folder: Path, target: Path) -> Path:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Literal
 
-from firsttoken.progressiveserve.loading.reader import host_memory
 from firsttoken.study.errors import ModelError
 
 Codec = Literal["raw", "zstd"]
@@ -74,8 +72,3 @@ class Decoding:
         if filled != count or more:
             raise ModelError(f"{self._what} cannot be decoded (it holds another size than it says); copy it again")
         return piece
-
-
-def decode(codec: Codec, data: memoryview, size: int, what: str) -> memoryview:
-    """The ``size`` bytes of a stream. Raises ModelError where ``data`` says or holds another size, or is no code."""
-    return Decoding(codec, data, size, what, partial(host_memory, size)).take(size)

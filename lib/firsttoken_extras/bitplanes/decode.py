@@ -13,10 +13,9 @@ from firsttoken.progressiveserve.checkpoint.part_formats import CodedPart
 from firsttoken.progressiveserve.loading.reader import host_memory
 from firsttoken.study.errors import ModelError
 from firsttoken_extras.bitplanes.codec import Decoding
-from firsttoken_extras.bitplanes.encode import plane_encoder
+from firsttoken_extras.bitplanes.encode import STORED, plane_encoder
 from firsttoken_extras.bitplanes.layouts import BLOCK, SPLITS
 
-STORED = {"F16": torch.float16, "BF16": torch.bfloat16}
 AT_ONCE = 4 * BLOCK
 """Words that are merged between two steps: 8 MB, a few milliseconds on one core, less than a step takes."""
 

@@ -78,7 +78,8 @@ def unpack_into(found: Halves, packed: Tensor, field: Field) -> None:
 
 MAGNITUDE = 0x7FFF  # all bits but the sign
 _INFINITE = {"F16": 0x7C00, "BF16": 0x7F80}
-_TORCH = {"F16": torch.float16, "BF16": torch.bfloat16}
+STORED = {"F16": torch.float16, "BF16": torch.bfloat16}  # what is cut, by safetensors' words
+STORED_AS = {dtype: word for word, dtype in STORED.items()} | {torch.float32: "F32"}
 
 
 class PlaneEncoder(ABC):
@@ -88,7 +89,7 @@ class PlaneEncoder(ABC):
     """
 
     def __init__(self, layout: Layout, dtype: str) -> None:
-        self._planes, self._dtype, self._infinite = layout.planes, _TORCH[dtype], _INFINITE[dtype]
+        self._planes, self._dtype, self._infinite = layout.planes, STORED[dtype], _INFINITE[dtype]
         self._bits, self._apart = layout.code_bits, layout.exponent_apart
 
     def cut(self, words: Tensor, plane: int) -> list[Tensor]:

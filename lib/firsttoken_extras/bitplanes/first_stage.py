@@ -12,11 +12,9 @@ from transformers import PreTrainedModel
 from firsttoken.progressiveserve.checkpoint.names import layer_of
 from firsttoken.progressiveserve.passlayer import pass_layers, restore_layers
 from firsttoken_extras.bitplanes.codec import encode
-from firsttoken_extras.bitplanes.encode import plane_encoder
+from firsttoken_extras.bitplanes.encode import STORED, plane_encoder
 from firsttoken_extras.bitplanes.layouts import planes_of
 from firsttoken_extras.bitplanes.plan_spec import UNCUT, PlanSpec
-
-STORED = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)

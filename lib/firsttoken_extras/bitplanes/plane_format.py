@@ -6,6 +6,7 @@ planes needs torch, and is imported when the first weights are made.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from firsttoken.progressiveserve.checkpoint.plan import Part
 from firsttoken.study.parsing.parse_errors import Damaged, shown
 from firsttoken.study.parsing.safetensors_header import TensorEntry
 from firsttoken.study.parsing.schema import at_least, digits, shaped
-from firsttoken_extras.bitplanes.codec import Codec
+from firsttoken_extras.bitplanes.codec import Codec, encode
 from firsttoken_extras.bitplanes.layouts import SPLITS, planes_of, stream_name
 
 if TYPE_CHECKING:
@@ -106,16 +107,44 @@ class PlannedPlane:
     def most_bytes(self, source: TensorSource, part: Part) -> int:
         """Bytes of the plane that ``part`` brings, no stream of it coded. Raises StageError for a dtype that the split
         does not know."""
-        from firsttoken_extras.bitplanes.plane_files import most_bytes
+        from firsttoken_extras.bitplanes.encode import STORED_AS, layout_of
 
-        return most_bytes(source, part.tensors, self.split, self.plane, self.whole)
+        total = 0
+        for name in part.tensors:
+            count, dtype = math.prod(source.shapes[name]), source.dtype(name)
+            if name in self.whole:
+                total += count * dtype.itemsize
+            else:
+                layout = layout_of(self.split, STORED_AS.get(dtype, str(dtype)))
+                total += sum(stream.bytes(count) for stream in layout.planes[self.plane])
+        return total
 
     def encoded(self, source: TensorSource, part: Part) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The streams of the plane of each tensor of ``part``, and what the manifest says of them. Raises StageError
-        for a tensor of a dtype that the split does not know."""
-        from firsttoken_extras.bitplanes.plane_files import encoded
+        """The streams of the plane of each tensor of ``part``, and those that travel whole, by their name in the file;
+        and what the manifest says of those that are cut. Raises StageError for a tensor of a dtype that the split does
+        not know."""
+        import torch
 
-        streams, cut = encoded(source, part.tensors, self.split, self.plane, self.whole)
+        from firsttoken_extras.bitplanes.encode import STORED_AS, plane_encoder
+        from firsttoken_extras.bitplanes.native_words import merger
+
+        merger()  # is built here, so that no start on this machine waits for a compiler
+        streams: dict[str, Tensor] = {}
+        cut: dict[str, Any] = {}
+        for name in part.tensors:
+            tensor = source.get(name).to("cpu").contiguous()
+            if name in self.whole:
+                streams[name] = tensor
+                continue
+            dtype = STORED_AS[tensor.dtype]
+            made = plane_encoder(self.split, dtype)
+            words = tensor.view(torch.int16).flatten()
+            sha256 = hashlib.sha256(words.numpy()).hexdigest()
+            coded = [encode(stream.numpy().tobytes()) for stream in made.cut(words, self.plane)]
+            for index, (_, data) in enumerate(coded):
+                streams[stream_name(name, self.plane, index)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            codecs = [codec for codec, _ in coded]
+            cut[name] = {"dtype": dtype, "shape": list(tensor.shape), "sha256": sha256, "codecs": codecs}
         return streams, {"split": self.split, "plane": self.plane, "cut": cut}
 
 

@@ -17,10 +17,10 @@ from firsttoken.progressiveserve.staging import RANDOM
 from firsttoken.study.errors import StageError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import load_result
+from firsttoken_extras.bitplanes.encode import STORED_AS
 from firsttoken_extras.bitplanes.first_stage import coarse, layer_bytes
 from firsttoken_extras.bitplanes.layouts import SPLITS, planes_of
 from firsttoken_extras.bitplanes.plan_spec import LaterLayers, PlanSpec
-from firsttoken_extras.bitplanes.plane_files import STORED
 
 CONSIDERED = tuple(split for split in SPLITS if planes_of(split) == 2)
 EXACT = "lossless"
@@ -89,7 +89,7 @@ def measured(profile: Profile) -> tuple[TextLoss, Sensitivities]:
         raise StageError("random weights say nothing of text, so nothing can be lost: name a plan for --planes")
     served = load_served(profile)
     windows = token_windows(running_text("validation"), served.tokenizer, WINDOW_TOKENS, WINDOWS)
-    text = TextLoss(served.model, windows, STORED[served.stored or served.model.dtype])
+    text = TextLoss(served.model, windows, STORED_AS[served.stored or served.model.dtype])
     return sensitivities(text, recorded_blocks(served))
 
 

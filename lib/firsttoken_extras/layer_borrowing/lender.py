@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from firsttoken.petals.server_session import ServerFault, ServerSession
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.wire import Stretch
 from firsttoken.study.errors import SwarmError
-
-if TYPE_CHECKING:
-    import grpc
 
 
 class Lender(NamedTuple):
@@ -46,7 +43,7 @@ class LentSpan:
         self.address, self.layers = lender
         self.sessions: list[ServerSession] = []  # the last one is open
         self._model, self._access, self._timeouts = model, access, timeouts
-        self._channel: grpc.aio.Channel = access.channel(self.address, width)
+        self._channel = access.channel(self.address, width)
         self._open()
 
     def known(self, request: int) -> int:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from firsttoken.engine.decoder import Decoder, LocalSegment
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.fused import fuse_layer
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor

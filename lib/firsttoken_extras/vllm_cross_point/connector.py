@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from firsttoken.engine.swap.host_allocator import HostAllocator, Span
+from firsttoken.engine.swap.host_pool import HostAllocator, Span
 from firsttoken.study.errors import ProfileError
 from firsttoken_extras.vllm_cross_point.host import KVBlocksOnHost
 from firsttoken_extras.vllm_cross_point.settings import CrossPointSettings, supported_cache

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from firsttoken.engine.swap.host_allocator import Span
+from firsttoken.engine.swap.host_pool import Span
 
 
 class KVBlocksOnHost:

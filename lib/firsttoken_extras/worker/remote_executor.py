@@ -19,7 +19,7 @@ from firsttoken.engine.executor import DeviceLost, Limits
 from firsttoken.engine.request import Request, ScheduledChunk
 from firsttoken.engine.sampling import no_number
 from firsttoken.engine.swap.block_copier import Moved, Movement
-from firsttoken.engine.swap.host_allocator import Span
+from firsttoken.engine.swap.host_pool import Span
 from firsttoken.study import errors
 from firsttoken.study.dtypes import name_of
 from firsttoken.study.errors import CacheError, FirstTokenError, WorkerError

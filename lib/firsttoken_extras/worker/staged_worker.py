@@ -18,15 +18,15 @@ from firsttoken.engine.model_server import LoadingServer, files_alone
 from firsttoken.engine.request import LayerRecompute, Request
 from firsttoken.engine.request_limits import BLOCK_TOKENS, RequestLimits
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest
-from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
+from firsttoken.progressiveserve.checkpoint.names import torch_dtype
 from firsttoken.service.served_model import receivers, use_prefixes
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study import dtypes
 from firsttoken.study.errors import FirstTokenError, ModelError, RequestError
 from firsttoken_extras.worker.forkserver import WorkerGone
 from firsttoken_extras.worker.remote_executor import RemoteExecutor, RemoteVariant
-from firsttoken_extras.worker.stage_host import best_stage, files_seen, stage_key
 from firsttoken_extras.worker.worker_config import WorkerConfig
+from firsttoken_extras.worker.worker_model import best_stage, files_seen, stage_key
 
 _POLL_S, _SELDOM_S = 0.05, 1.0  # between two looks at what the worker has, and once that is all
 

@@ -20,11 +20,10 @@ from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.request import Request, Sampling, ScheduledChunk
 from firsttoken.engine.sampling import pass_over
 from firsttoken.engine.swap.block_copier import Movement
-from firsttoken.engine.swap.host_allocator import Span
+from firsttoken.engine.swap.host_pool import Span
 from firsttoken.study.dtypes import named
 from firsttoken.study.parsing.schema import shaped
 from firsttoken_extras.worker.forkserver import FORKS
-from firsttoken_extras.worker.stage_host import StageHost
 from firsttoken_extras.worker.worker_config import WorkerConfig
 from firsttoken_extras.worker.worker_messages import (
     MOST_BYTES,
@@ -37,7 +36,7 @@ from firsttoken_extras.worker.worker_messages import (
     sampling_of,
     works_of,
 )
-from firsttoken_extras.worker.worker_model import load_worker_model, load_worker_variants
+from firsttoken_extras.worker.worker_model import StageHost, load_worker_model, load_worker_variants
 
 
 class WorkerExecutor:

@@ -18,14 +18,13 @@ _Count = Annotated[int, between(1, 1 << 40)]
 class WorkerConfig:
     """A ``model`` as ``load_model`` names it, in ``dtype`` on ``device``, and the pools of a LiveExecutor for it.
 
-    ``fused`` as of ``fuse``; ``threads`` compute on a CPU. ``weights`` is what ``seen`` says of the model's files: a
-    worker that takes the place of another hosts the same, or none. ``variants`` are names and folders of LoRA adapters,
-    whose files ``weights`` has too. With a ``first_stage`` the model is a staged checkpoint, of which the worker serves
-    that stage first, with those below it, and then one after another; they come over a link of ``gbit_per_s`` (0: as
-    fast as they come) by so many ``readers``, and ``weights`` is of its manifest. A worker that says nothing for
-    ``start_s`` seconds while it starts, or ``step_s`` in a step or a swap, is taken for lost, as is one that dies. Its
-    requests are begun again on a new one, each ``retries`` times at most without a token between. Raises ProfileError
-    for what cannot be.
+    ``threads`` compute on a CPU. ``weights`` is what ``seen`` says of the model's files: a worker that takes the place
+    of another hosts the same, or none. ``variants`` are names and folders of LoRA adapters, whose files ``weights`` has
+    too. With a ``first_stage`` the model is a staged checkpoint, of which the worker serves that stage first, with
+    those below it, and then one after another; they come over a link of ``gbit_per_s`` (0: as fast as they come) by so
+    many ``readers``, and ``weights`` is of its manifest. A worker that says nothing for ``start_s`` seconds while it
+    starts, or ``step_s`` in a step or a swap, is taken for lost, as is one that dies. Its requests are begun again on a
+    new one, each ``retries`` times at most without a token between. Raises ProfileError for what cannot be.
     """
 
     model: str
@@ -35,7 +34,6 @@ class WorkerConfig:
     swap: str = "coalesced"
     dtype: str = "float32"
     device: str = "cpu"
-    fused: bool = True
     weights: str = ""
     variants: tuple[tuple[str, str], ...] = ()
     threads: _Count = 1

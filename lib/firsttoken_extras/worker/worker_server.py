@@ -18,7 +18,7 @@ from firsttoken.service.served_model import receivers, use_prefixes
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.service.variants import adapter_files
 from firsttoken.study import dtypes
-from firsttoken.study.devices import check_device
+from firsttoken.study.dtypes import check_device
 from firsttoken_extras.worker.remote_executor import RemoteExecutor, RemoteVariant
 from firsttoken_extras.worker.worker_config import WorkerConfig
 

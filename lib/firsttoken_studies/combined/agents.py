@@ -8,7 +8,7 @@ layers computed again.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,8 +26,7 @@ from firsttoken.droidspeak.reuse_items import Encoded, encode
 from firsttoken.droidspeak.served_prefix import served_prefix
 from firsttoken.droidspeak.source import StoredPrefix
 from firsttoken.droidspeak.store import KVStore
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
@@ -37,10 +36,11 @@ from firsttoken.service.variants import SharedBase
 from firsttoken.study import paths
 from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.overlay import name_results, over
+from firsttoken.study.plot import Figure, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
-from firsttoken.study.show import interval
-from firsttoken.study.stats import bootstrap
+from firsttoken.study.record import Outcome, Result, Rows, frame_of, rows_where
+from firsttoken.study.show import cells
+from firsttoken.study.stats import Interval, bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_studies.droidspeak.decoding import DROIDSPEAK, REUSE, Method, decoded_scores, own, partial
 from firsttoken_studies.droidspeak.decoding import OWN as FULL
@@ -49,7 +49,7 @@ from firsttoken_studies.droidspeak.setting import Run, held_out_items
 from firsttoken_studies.engine.variants_at_once import read_adapter
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    import pandas
 
 OWN_CACHE = "own cache"
 WAYS = (FULL, OWN_CACHE, REUSE, DROIDSPEAK)
@@ -207,53 +207,47 @@ class Serving:
         self, way: str, context: Sequence[int], turns: int, texts: Sequence[Sequence[int]] | None = None
     ) -> list[Turn]:
         """Return so many ``turns`` behind ``context``. Each adds its own words for the next, or those in ``texts``."""
-        engine, store = self._engine()
-        prompt, done = list(context), list[Turn]()
-        for place in range(turns):
-            begun = self._executor.now()
-            request, source = self._asked(engine, store, way, place, prompt)
-            while not request.output:
-                engine.step()
-            answered = self._executor.now()
-            self._keep(store, way, place, prompt, request)
-            kept = self._executor.now()
-            engine.run()
-            taken = source.tokens if source is not None and not request.fell_back else 0
-            done.append(Turn(answered - begun, kept - answered, request.times_s[-1] - begun, taken, request.output))
-            prompt += done[-1].said if texts is None else texts[place]
+        engine, done = self._engine(), list[Turn]()
+        for _ in self._speaking(engine, way, context, texts or [None] * turns, done):
+            engine.step()
+        engine.run()  # raises what kept a request from its answer
         return done
 
     def at_once(self, way: str, conversations: Sequence[Spoken]) -> float:
         """Seconds that all ``conversations`` take in one engine, of whose agents each speaks once the other has."""
-        engine, _ = self._engine()
-        stores = [self._engine()[1] for _ in conversations]
-        prompts, places = [list(context) for context, _ in conversations], [0] * len(conversations)
-        begun = self._executor.now()
-        speaking = {
-            number: self._asked(engine, stores[number], way, 0, prompt)[0] for number, prompt in enumerate(prompts)
-        }
-        kept = set[int]()
-        while speaking:
+        engine, begun = self._engine(), self._executor.now()
+        speaking = [self._speaking(engine, way, context, texts, []) for context, texts in conversations]
+        while speaking := [one for one in speaking if next(one, None)]:
             engine.step()
-            for number, request in list(speaking.items()):
-                place = places[number]
-                if request.output and number not in kept:
-                    self._keep(stores[number], way, place, prompts[number], request)
-                    kept.add(number)
-                if not request.finished:
-                    continue
-                kept.discard(number)
-                prompts[number] += conversations[number][1][place]
-                places[number] += 1
-                del speaking[number]
-                if places[number] < len(conversations[number][1]):
-                    asked = self._asked(engine, stores[number], way, places[number], prompts[number])
-                    speaking[number] = asked[0]
         return self._executor.now() - begun
 
-    def _engine(self) -> tuple[Engine, KVStore]:
-        store = KVStore(None, memory_bytes=_STORE_BYTES, block_tokens=BLOCK_TOKENS)
-        return Engine(self._executor, EngineConfig(watermark=0.0)), store
+    def _speaking(
+        self,
+        engine: Engine,
+        way: str,
+        context: Sequence[int],
+        texts: Sequence[Sequence[int] | None],
+        done: list[Turn],
+    ) -> Iterator[Request]:
+        """Take a turn for each of ``texts``, which comes behind what was said; for None the turn's own words do. The
+        turns are added to ``done``. Yields the request that is awaited: whoever asks for more has taken a step."""
+        prompt, store = list(context), KVStore(None, memory_bytes=_STORE_BYTES, block_tokens=BLOCK_TOKENS)
+        for place, text in enumerate(texts):
+            begun = self._executor.now()
+            request, source = self._asked(engine, store, way, place, prompt)
+            while not request.output:
+                yield request
+            answered = self._executor.now()
+            self._keep(store, way, place, prompt, request)
+            kept = self._executor.now()
+            while not request.finished:
+                yield request
+            taken = source.tokens if source is not None and not request.fell_back else 0
+            done.append(Turn(answered - begun, kept - answered, request.times_s[-1] - begun, taken, request.output))
+            prompt += request.output if text is None else text
+
+    def _engine(self) -> Engine:
+        return Engine(self._executor, EngineConfig(watermark=0.0))
 
     def _asked(
         self, engine: Engine, store: KVStore, way: str, place: int, prompt: Sequence[int]
@@ -278,7 +272,8 @@ def scores(profile: Profile, config: AgentsConfig, items: Sequence[Encoded], gro
     """Rows of the reviewer's scores behind the writer's cache, in each way that has another quality."""
     if not items:
         return []
-    models, run = Models(profile, config.adapters), _run(config)
+    models = Models(profile, config.adapters)
+    run = Run(Pair(config.reviewer, config.writer), config.task, config.context_tokens)
     reviewer, writer = models.load(config.reviewer), models.load(config.writer)
     methods: list[Method] = [own(reviewer), partial(REUSE, reviewer, NOTHING), partial(DROIDSPEAK, reviewer, group)]
     found = decoded_scores(run, reviewer, writer, methods, items, config.batch)
@@ -289,10 +284,6 @@ def scores(profile: Profile, config: AgentsConfig, items: Sequence[Encoded], gro
     ]
 
 
-def _run(config: AgentsConfig) -> Run:
-    return Run(Pair(config.reviewer, config.writer), config.task, config.context_tokens)
-
-
 # What the rows say.
 
 
@@ -301,55 +292,45 @@ def agents_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     the second on and from the third on, when an agent has a cache of its own; the first prefix that is taken alone;
     how many times as many turns a second several conversations at once have; scores, and the share of the own score
     that is kept."""
-    summary, turns = Summary(), [row for row in rows if row["what"] == "turn"]
-    table = {
-        (way, turn): [row for row in turns if (row["way"], row["turn"]) == (way, turn)]
-        for way in WAYS
-        for turn in range(parameters["agents"]["turns"])
-    }
-    for (way, turn), mine in table.items():
-        summary.add(
-            "ttft_s", bootstrap([row["ttft_s"] for row in mine]).summary("s"), method=way, case=f"turn {turn + 1}"
-        )
+    summary, turns = Summary(), frame_of(rows, what="turn")
+    turns["case"] = [f"turn {turn + 1}" for turn in turns.turn]
+    for way in WAYS:
+        summary.by(turns[turns.way == way], {"case": "case"}, {"ttft_s": ("ttft_s", "mean", "s")}, method=way)
     for way in WAYS[1:]:
-        for first, place in ((1, {}), (2, {"case": LATER})):
+        place = {"method": way, "than": FULL}
+        for first, case in ((1, {}), (2, {"case": LATER})):
             sooner = [_means(turns, one, "ttft_s", first) for one in (FULL, way)]
-            summary.add("ttft_x", _times(*sooner).summary("x"), method=way, than=FULL, **place)
+            summary.add("ttft_x", _times(*sooner).summary("x"), **place, **case)
         ended = [_means(turns, one, "ended_s") for one in (FULL, way)]
-        summary.add("ended_x", _times(*ended).summary("x"), method=way, than=FULL)
+        summary.add("ended_x", _times(*ended).summary("x"), **place)
         if way != OWN_CACHE:  # whose second turn is the reviewer's first, and takes nothing
-            second = [[row["ttft_s"] for row in table[one, 1]] for one in (FULL, way)]
-            summary.add("ttft_share", _times(*reversed(second)).summary(""), method=way, than=FULL, case="turn 2")
-        summary.add("words_f1", bootstrap(_means(turns, way, "f1")).summary(""), method=way, than=FULL)
-    took = {way: [row["took_s"] for row in rows if row["what"] == "at once" and row["way"] == way] for way in WAYS}
+            second = [turns[(turns.way == one) & (turns.turn == 1)].ttft_s for one in (way, FULL)]
+            summary.add("ttft_share", _times(*second).summary(""), **place, case="turn 2")
+        summary.add("words_f1", bootstrap(_means(turns, way, "f1")).summary(""), **place)
+    took, scores = (
+        {way: [row[column] for row in rows_where(rows, what=what, way=way)] for way in WAYS}
+        for what, column in (("at once", "took_s"), ("score", "score"))
+    )
     for way in WAYS[1:]:
         if took[way]:
             summary.add("throughput_x", _times(took[FULL], took[way]).summary("x"), method=way, than=FULL)
     summary.add("kept_s", bootstrap(_means(turns, DROIDSPEAK, "kept_s")).summary("s"), method=DROIDSPEAK)
-    _scored(summary, [row for row in rows if row["what"] == "score"])
+    for way, values in scores.items():
+        if values:
+            summary.add("score", bootstrap(values).summary(""), method=way)
+        if values and way != FULL and any(scores[FULL]):
+            kept = _times(values, scores[FULL])
+            summary.add("score_kept_pct", kept.summary("%", 100), method=way, than=FULL)
     return summary
 
 
-def _scored(summary: Summary, rows: Rows) -> None:
-    found = {way: [row["score"] for row in rows if row["way"] == way] for way in (FULL, REUSE, DROIDSPEAK)}
-    for way, values in found.items():
-        if values:
-            summary.add("score", bootstrap(values).summary(""), method=way)
-            if way != FULL and any(found[FULL]):
-                kept = _times(values, found[FULL])
-                summary.add("score_kept_pct", kept.summary("%", 100), method=way, than=FULL)
-
-
-def _means(turns: Rows, way: str, column: str, first: int = 1) -> list[float]:
+def _means(turns: pandas.DataFrame, way: str, column: str, first: int = 1) -> list[float]:
     """The mean of ``column`` over the turns from number ``first`` on, by conversation; the second turn has number 1."""
-    by_conversation: dict[int, list[float]] = {}
-    for row in turns:
-        if row["way"] == way and row["turn"] >= first:
-            by_conversation.setdefault(row["conversation"], []).append(row[column])
-    return [float(np.mean(by_conversation[number])) for number in sorted(by_conversation)]
+    mine = turns[(turns.way == way) & (turns.turn >= first)]
+    return [float(np.mean(of)) for _, of in mine.groupby("conversation")[column]]
 
 
-def _times(above: Sequence[float], below: Sequence[float]) -> Any:
+def _times(above: Sequence[float], below: Sequence[float]) -> Interval:
     """The mean of ``above`` over that of ``below``, which belong to each other, with its interval."""
     pairs = np.array([above, below]).T
     return bootstrap(pairs, lambda sample: float(np.divide(*sample.mean(0))))
@@ -357,36 +338,28 @@ def _times(above: Sequence[float], below: Sequence[float]) -> Any:
 
 def way_rows(result: Result) -> Rows:
     """A line a way: times sooner than behind full prefills, and how good the answers are."""
-    found = result.summary
-    return [
-        {
-            "what is kept": way,
-            "first token, times sooner": interval(found.get("ttft_x", method=way, than=FULL), 2),
-            "from turn 3 on": interval(found.get("ttft_x", method=way, than=FULL, case=LATER), 2),
-            "last token, times sooner": interval(found.get("ended_x", method=way, than=FULL), 2),
-            "turns a second, several at once": interval(found.get("throughput_x", method=way, than=FULL), 2),
-            "the reviewer's F1": interval(found.get("score", method=way), 3),
-            "of its own, %": interval(found.get("score_kept_pct", method=way, than=FULL), 1),
-        }
-        for way in WAYS
-    ]
+    columns = {
+        "first token, times sooner": ("ttft_x", 2, {"than": FULL}),
+        "from turn 3 on": ("ttft_x", 2, {"than": FULL, "case": LATER}),
+        "last token, times sooner": ("ended_x", 2, {"than": FULL}),
+        "turns a second, several at once": ("throughput_x", 2, {"than": FULL}),
+        "the reviewer's F1": ("score", 3),
+        "of its own, %": ("score_kept_pct", 1, {"than": FULL}),
+    }
+    return [{"what is kept": way} | cells(result.summary, columns, method=way) for way in WAYS]
 
 
 def by_turn(recorded: Result | None, now: Result) -> Figure:
     """Seconds to the first token of each turn, a line a way."""
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots(figsize=(8, 4.2))
+    fig, ax = panels(figsize=(8, 4.2))
     drawn = over(recorded, now)
     for one in drawn:
-        turns = range(one.result.parameters["agents"]["turns"])
+        turns = range(1, one.result.parameters["agents"]["turns"] + 1)
         for way in WAYS:
-            entries = [one.result.summary.get("ttft_s", method=way, case=f"turn {turn + 1}") for turn in turns]
-            label = way if one.own or one.alone else None
-            one.line(ax, [turn + 1 for turn in turns], entries, LOOK[way], label=label)
+            entries = [one.result.summary.get("ttft_s", method=way, case=f"turn {turn}") for turn in turns]
+            one.line(ax, turns, entries, LOOK[way], label=way if one.own or one.alone else None)
+    ax.set(xlabel="turn: odd ones are the writer's, even ones the reviewer's", ylabel="time to first token, s")
     ax.set_ylim(bottom=0)
-    ax.set_xlabel("turn: odd ones are the writer's, even ones the reviewer's")
-    ax.set_ylabel("time to first token, s")
     ax.set_title("The other's cache halves the time; a cache of one's own saves more, when there is one", fontsize=11)
     ax.legend(fontsize="small")
     name_results(fig, drawn, "ttft_x")

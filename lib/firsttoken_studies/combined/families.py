@@ -29,7 +29,7 @@ from firsttoken.study.errors import StageError
 from firsttoken.study.overlay import over
 from firsttoken.study.parsing.schema import between, some
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, frame_of, rows_where
+from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
@@ -155,10 +155,9 @@ def families_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     return summary
 
 
-def family_rows(recorded: Result | None, now: Result) -> Rows:
+def family_rows(recorded: Result | None, now: Result) -> Table:
     """A row for each model and variant: the layers that wait, perplexity or what is lost of it, and the points of
     accuracy lost or gained by task."""
-    table: Rows = []
     for drawn in over(recorded, now):
         summary, config = drawn.result.summary, drawn.result.parameters["families"]
         sizes = {row["model"]: row["size"] for row in drawn.result.rows if row.get("what") == "block"}
@@ -168,7 +167,7 @@ def family_rows(recorded: Result | None, now: Result) -> Rows:
             for task in (task.split()[0] for task in config["tasks"]):
                 whole = summary.of("accuracy_pct", model=model, variant=WHOLE, task=task)
                 row[f"{TASKS[task].title}, %"] = interval(whole, 0)
-            table.append(row | {"whose": drawn.who()})
+            yield row | {"whose": drawn.who()}
             for variant, said in NAMES.items():
                 place = {"model": model, "variant": variant}
                 start = summary.get("chosen_start", **place)
@@ -180,5 +179,4 @@ def family_rows(recorded: Result | None, now: Result) -> Rows:
                 for task in (task.split()[0] for task in config["tasks"]):
                     change = summary.get("accuracy_change", **place, than=WHOLE, task=task)
                     row[f"{TASKS[task].title}, %"] = "" if change is None else f"{interval(change, 1)} points"
-                table.append(row | {"whose": drawn.who()})
-    return table
+                yield row | {"whose": drawn.who()}

@@ -15,16 +15,14 @@ from transformers import PreTrainedModel
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
 from firsttoken.engine.async_engine import AsyncEngine, Stream, TokenEvent
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
 from firsttoken.study.show import interval
-from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 
 FIXED, STRETCHED = "fixed", "stretched"
@@ -75,39 +73,26 @@ def under_chunks(profile: Profile) -> Outcome:
     }
     model, rows = fuse(loaded.model), []
     for way, engine in tqdm(ways.items(), desc="under chunks", disable=None):
-        found = prompt_under_streams(
-            model,
-            engine,
-            streams=config.streams,
-            prompt_tokens=config.prompt_tokens,
-            plain_tokens=config.plain_tokens,
-            rounds=config.rounds,
-        )
-        rows += [{"steps": way} | row for row in found]
+        rows += [{"steps": way} | row for row in prompt_under_streams(model, engine, config)]
     return Outcome(rows, provenance=loaded.provenance.as_dict())
 
 
 def under_chunks_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """By kind of steps: P99 of the time between tokens without the prompt and beside it, one over the other in the
     same round, the prompt's first token, and tokens that came wrong."""
-    summary = Summary()
-    for way in dict.fromkeys(row["steps"] for row in rows):
-        here = [row for row in rows if row["steps"] == way]
+    summary, frame = Summary(), frame_of(rows)
+    frame["over"] = frame.beside_tbt_s / frame.plain_tbt_s
+    for way, here in frame.groupby("steps", sort=False):
         for case in ("plain", "beside"):
-            seconds = bootstrap([row[f"{case}_tbt_s"] for row in here], "median")
-            summary.add("tbt_p99_ms", seconds.summary("ms", 1000), variant=way, case=case)
-        over = bootstrap([row["beside_tbt_s"] / row["plain_tbt_s"] for row in here], "median")
-        summary.add("tbt_p99_x", over.summary("x"), variant=way, case="beside", than="plain")
-        first = bootstrap([row["ttft_s"] for row in here], "median")
-        summary.add("ttft_p50_s", first.summary("s"), variant=way)
-        summary.add("tokens_wrong", {"value": sum(row["wrong"] for row in here), "n": len(here)}, variant=way)
+            summary.by(here, {}, {"tbt_p99_ms": (f"{case}_tbt_s", "median", "ms", 1000)}, variant=way, case=case)
+        summary.by(here, {}, {"tbt_p99_x": ("over", "median", "x")}, variant=way, case="beside", than="plain")
+        summary.by(here, {}, {"ttft_p50_s": ("ttft_s", "median", "s")}, variant=way)
+        summary.add("tokens_wrong", {"value": here.wrong.sum(), "n": len(here)}, variant=way)
     return summary
 
 
-def prompt_under_streams(
-    model: PreTrainedModel, config: EngineConfig, *, streams: int, prompt_tokens: int, plain_tokens: int, rounds: int
-) -> Rows:
-    """Rows {round, plain_tbt_s, beside_tbt_s, ttft_s, wrong} of ``streams`` that a prompt of ``prompt_tokens`` joins.
+def prompt_under_streams(model: PreTrainedModel, engine: EngineConfig, config: UnderChunksConfig) -> Rows:
+    """Rows {round, plain_tbt_s, beside_tbt_s, ttft_s, wrong} of the streams of ``config``, which its prompt joins.
 
     The times between two tokens are P99s of all streams' gaps that lie, in part at least, between the prompt's arrival
     and its first token, which takes ``ttft_s``: beside it, and plain, of the same tokens of the same streams where no
@@ -115,19 +100,19 @@ def prompt_under_streams(
     ``plain_tokens`` of each stream pass before. ``wrong`` counts tokens that came to a client other than the engine has
     made them: lost, doubled, or out of turn.
     """
-    most = model.config.max_position_embeddings - STREAM_PROMPT
-    longest = min(
-        most, 2 * plain_tokens + prompt_tokens // BLOCK_TOKENS
-    )  # the prompt goes on by a block a step at least
+    streams, prompt_tokens, vocabulary = config.streams, config.prompt_tokens, model.config.vocab_size
+    # the prompt goes on by a block a step at least
+    longest = 2 * config.plain_tokens + prompt_tokens // BLOCK_TOKENS
+    longest = min(model.config.max_position_embeddings - STREAM_PROMPT, longest)
     blocks = streams * -(-(STREAM_PROMPT + longest) // BLOCK_TOKENS) + -(-prompt_tokens // BLOCK_TOKENS) + 1
-    asked = [_prompt(STREAM_PROMPT, stream, model.config.vocab_size) for stream in range(streams)]
+    asked = [_prompt(STREAM_PROMPT, stream, vocabulary) for stream in range(streams)]
     rows: Rows = []
     with closing(LiveExecutor(model, blocks, block_tokens=BLOCK_TOKENS)) as executor:
-        for number in range(rounds):
-            with AsyncEngine(Engine(executor, config)) as server:
+        for number in range(config.rounds):
+            with AsyncEngine(Engine(executor, engine)) as server:
                 running = [server.submit(ids, Sampling(longest)) for ids in asked]
-                seen = [list(islice(stream.events(), plain_tokens)) for stream in running]
-                long = server.submit(_prompt(prompt_tokens, streams, model.config.vocab_size), Sampling(1))
+                seen = [list(islice(stream.events(), config.plain_tokens)) for stream in running]
+                long = server.submit(_prompt(prompt_tokens, streams, vocabulary), Sampling(1))
                 (first,) = long.events()
                 for events, stream in zip(seen, running, strict=True):
                     events += _past(stream, first.at_s)  # a gap that the prompt made may end after its first token
@@ -136,10 +121,9 @@ def prompt_under_streams(
                     events += stream.events()
             arrived_s = first.at_s - long.request.ttft_s
             places = [_between(events, arrived_s, first.at_s) for events in seen]
-            with AsyncEngine(Engine(executor, config)) as server:
-                alone = [
-                    server.submit(ids, Sampling(max(place.stop, 1))) for ids, place in zip(asked, places, strict=True)
-                ]
+            with AsyncEngine(Engine(executor, engine)) as server:
+                tokens = [Sampling(max(place.stop, 1)) for place in places]
+                alone = [server.submit(ids, said) for ids, said in zip(asked, tokens, strict=True)]
                 plain = [list(stream.events()) for stream in alone]
             rows.append(
                 {
@@ -192,12 +176,12 @@ def _wrong(events: Sequence[TokenEvent], stream: Stream) -> int:
 # What notebook 40 shows of a server under chunks, from a result alone.
 
 
-def under_chunks_rows(result: Result) -> Rows:
+def under_chunks_rows(result: Result) -> Table:
     """What streams notice of a long prompt, with a fixed budget and with steps that may be stretched so far."""
     found, config = result.summary, result.parameters["under_chunks"]
     named = {FIXED: f"{config['budget']} tokens", STRETCHED: f"stretched {config['stretch']:g} times"}
-    return [
-        {
+    for way, name in named.items():
+        yield {
             "steps": name,
             "P99 without the prompt, ms": interval(found.of("tbt_p99_ms", variant=way, case="plain"), 0),
             "P99 beside it, ms": interval(found.of("tbt_p99_ms", variant=way, case="beside"), 0),
@@ -206,5 +190,3 @@ def under_chunks_rows(result: Result) -> Rows:
             "the prompt's first token, s": interval(found.of("ttft_p50_s", variant=way), 1),
             "tokens lost or doubled": found.value("tokens_wrong", variant=way),
         }
-        for way, name in named.items()
-    ]

@@ -8,7 +8,7 @@ from typing import Any
 from firsttoken.study.claims import Claim
 from firsttoken.study.claims_table import told
 from firsttoken.study.errors import FirstTokenError
-from firsttoken.study.record import Result, Rows, load_result
+from firsttoken.study.record import Result, Table, load_result
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Entry
 
@@ -65,10 +65,9 @@ def on_a_gpu(experiment: str) -> tuple[Result, Result]:
     return recorded, load_result(experiment, PROFILE) or recorded
 
 
-def beside_rows(claims: Iterable[Claim], machine: str = "amd-epyc-avx512bf16-2c") -> Rows:
+def beside_rows(claims: Iterable[Claim], machine: str = "amd-epyc-avx512bf16-2c") -> Table:
     """A line for each number: the report's, as one of ``claims`` has it, that of the processor ``machine``, and the
     GPU's."""
-    lines: Rows = []
     reports = {claim.id: told(claim) for claim in claims}
     for what, claim, experiment, measure, where, digits in _LINES:
         recorded, now = on_a_gpu(experiment)
@@ -81,8 +80,7 @@ def beside_rows(claims: Iterable[Claim], machine: str = "amd-epyc-avx512bf16-2c"
         line[recorded.slug] = _told(recorded, measure, where, digits)
         if now is not recorded:
             line["yours"] = _told(now, measure, where, digits)
-        lines.append(line)
-    return lines
+        yield line
 
 
 def _told(result: Result | None, measure: str, where: Mapping[str, Any], digits: int) -> str:

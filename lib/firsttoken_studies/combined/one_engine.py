@@ -23,13 +23,12 @@ from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check
 from firsttoken.droidspeak.identity import identify
 from firsttoken.droidspeak.pipeline.kv_transfer import Buffers
-from firsttoken.droidspeak.pipeline.live_loading import first_token, pieces_of, sent_pieces
+from firsttoken.droidspeak.pipeline.live_loading import first_token, sent_pieces
 from firsttoken.droidspeak.pipeline.schedule import Schedule
 from firsttoken.droidspeak.prefill import Group, full_prefill
 from firsttoken.droidspeak.source import StoredPrefix
 from firsttoken.droidspeak.store import KVStore
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Request, Sampling
@@ -40,197 +39,15 @@ from firsttoken.progressiveserve.staged_serving.stage_versions import StagedMode
 from firsttoken.progressiveserve.staged_serving.transitions import PrefillAgain
 from firsttoken.study.errors import LinkError
 from firsttoken.study.overlay import Drawn, name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.plot import COLOURS, LOOKS, Axes, Figure, categories, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, frame_of
+from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Summary
 from firsttoken_studies.droidspeak.wire import random_request
 
 if TYPE_CHECKING:
     import pandas
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-
-STEPS_BEFORE_ARRIVAL = 12
-
-
-def stage_arrives(
-    model: PreTrainedModel,
-    *,
-    sessions: int,
-    prompt_tokens: int,
-    new_tokens: int,
-    budget: int,
-    rounds: int,
-    block: range,
-) -> Rows:
-    """Rows {round, gap_s, moving_s, with_prompt_s, decode_s}, seconds between two tokens of those that stay.
-
-    ``sessions`` of ``prompt_tokens`` run, half of them move when the layers of ``block`` arrive; ``new_tokens`` are
-    enough for nobody to end meanwhile. ``gap_s`` is the longest from the last
-    token before to the end of the moving, ``moving_s`` their median, ``with_prompt_s`` the median while a new prompt is
-    prefilled beside the same sessions under the same ``budget``, ``decode_s`` the median where nobody prefills.
-    """
-    stages = _stages(model, block)
-    blocks = (sessions + 1) * -(-(prompt_tokens + new_tokens) // 16)
-    rows: Rows = []
-    with closing(LiveExecutor(model, blocks)) as executor:
-        for number in range(rounds):
-            views = [StagedModelVersion(model, stage, PrefillAgain()) for stage in stages]
-            executor.version = views[0]
-            engine = Engine(
-                executor, EngineConfig(scheduler="sarathi", watermark=0.0, requests=sessions + 1, token_budget=budget)
-            )
-            vocabulary = model.config.vocab_size
-            prompts = [[(7 * n + i) % vocabulary for n in range(prompt_tokens)] for i in range(sessions + 1)]
-            open_ = [
-                engine.submit(prompts[session], Sampling(new_tokens), moves=session < sessions // 2)
-                for session in range(sessions)
-            ]
-            staying = open_[sessions // 2 :]
-            while not all(request.times_s for request in open_):
-                engine.step()
-            for _ in range(STEPS_BEFORE_ARRIVAL):
-                engine.step()
-            plain = np.diff(staying[0].times_s[-STEPS_BEFORE_ARRIVAL:])
-            engine.publish(views[1], moving(PrefillAgain()))
-            moved = _steps(engine, staying, lambda moves=open_: not any(request.redo for request in moves))
-            new = engine.submit(prompts[-1], Sampling(1))
-            beside = _steps(engine, staying, lambda late=new: late.finished)
-            rows.append(
-                {
-                    "round": number,
-                    "gap_s": max(moved),
-                    "moving_s": float(np.median(moved)),
-                    "with_prompt_s": float(np.median(beside)),
-                    "decode_s": float(np.median(plain)),
-                }
-            )
-            for request in open_:
-                engine.cancel(request)
-    return rows
-
-
-def _steps(engine: Engine, watched: Sequence[Request], over: Callable[[], bool]) -> list[float]:
-    """Step until ``over``; the seconds between tokens of ``watched``, from their last ones before on."""
-    before = [len(request.times_s) for request in watched]
-    while not over():
-        engine.step()
-    return [float(gap) for request, n in zip(watched, before, strict=True) for gap in np.diff(request.times_s[n - 1 :])]
-
-
-def _stages(model: PreTrainedModel, block: range) -> list[StageView]:
-    layers = list(model.model.layers)
-    ends = {"embed_tokens": model.model.embed_tokens, "norm": model.model.norm, "lm_head": model.lm_head}
-    first = [PassLayer() if i in block else layer for i, layer in enumerate(layers)]
-    return [make_view(1, first, ends), make_view(2, layers, ends)]
-
-
-STEPS_BEFORE_RESTORE = 40
-
-
-def over_a_link(
-    model: PreTrainedModel,
-    served: PreTrainedModel,
-    folder: Path,
-    *,
-    tokens: int,
-    group: Group,
-    gbit_per_s: float,
-    running: int,
-    new_tokens: int,
-    budget: int,
-    rounds: int,
-) -> Rows:
-    """Rows {round, alone_s, beside_s, tbt_s, plain_tbt_s} of a prefix of ``tokens`` tokens kept in ``folder``.
-
-    ``alone_s`` is the pipelined first token with nobody else there, ``beside_s`` the same in the engine beside
-    ``running`` requests; ``tbt_s`` the 99th percentile of these requests' times between tokens meanwhile, and
-    ``plain_tbt_s`` that of steps before in which they only decode. ``served`` is ``model`` as the engine runs it. It is
-    its own sender: bytes and operations are those of any other of its shape. Raises LinkError when the link fails.
-    """
-    prefix, suffix = random_request(model, tokens, torch.Generator().manual_seed(0))
-    identity = identify(model, None, "one model")
-    context = prefix.ids[0].tolist()
-    sent = full_prefill(model, prefix, {group.lo} if group.needs_e_cache else set())
-    room = 2 * (sum(kv.nbytes for kv in sent.kv) + sum(edge.nbytes for edge in sent.e_cache.values()))
-    store = KVStore(folder, memory_bytes=0, disk_bytes=room)
-    store.store(context, identity, sent)
-    pieces = pieces_of(store.locate(context, identity, group.lo if group.needs_e_cache else None))
-    link = LinkConfig(gbit_per_s)
-    buffers = Buffers(sent_pieces(pieces, group, model.config.num_hidden_layers, Schedule.PIPELINED))
-    config = EngineConfig(scheduler="sarathi", watermark=0.0, requests=running + 1, token_budget=budget)
-    blocks = running * -(-(16 + new_tokens) // 16) + -(-(tokens + 16) // 16)
-    asked = [*context, *suffix[0].tolist()]
-    rows: Rows = []
-    with closing(LiveExecutor(served, blocks)) as executor:
-        for number in range(-1, rounds):  # the first to warm up
-            told = first_token(model, prefix, pieces, group, Link(link), suffix, Schedule.PIPELINED, buffers=buffers)
-            engine = Engine(executor, config)
-            others = [engine.submit([other + 1] * 16, Sampling(new_tokens)) for other in range(running)]
-            while not all(len(request.times_s) > STEPS_BEFORE_RESTORE for request in others):
-                engine.step()
-            plain = _gaps(others, [STEPS_BEFORE_RESTORE // 2] * running)
-            begun = [len(request.times_s) - 1 for request in others]
-            source = StoredPrefix(store, asked, sender=identity, receiver=identity, group=group, link=Link(link))
-            request = engine.submit(asked, Sampling(1), source=source)
-            while not request.finished:
-                engine.step()
-            if request.fell_back:
-                raise LinkError(f"the prefix was computed after all: {request.fell_back}")
-            row = {"round": number, "alone_s": told.marks.first_token_s, "beside_s": request.ttft_s}
-            meanwhile = _gaps(others, begun)
-            row |= {"tbt_s": float(np.percentile(meanwhile, 99)), "plain_tbt_s": float(np.percentile(plain, 99))}
-            for other in others:
-                engine.cancel(other)
-            if number >= 0:
-                rows.append(row)
-    return rows
-
-
-def _gaps(requests: Sequence[Request], first: Sequence[int]) -> np.ndarray:
-    """Seconds between tokens of each of ``requests`` from its token number ``first`` on."""
-    return np.concatenate([np.diff(request.times_s[n:]) for request, n in zip(requests, first, strict=True)])
-
-
-def shared_prompt(model: PreTrainedModel, *, requests: int, tokens: int, rounds: int) -> Rows:
-    """Rows {round, shared, prefilled_tokens, seconds} of ``requests`` whose first ``tokens`` tokens are the same."""
-    beginning = [7 * place % model.config.vocab_size for place in range(tokens)]
-    prompts = [[*beginning, number] for number in range(requests)]
-    rows: Rows = []
-    with closing(LiveExecutor(model, requests * (tokens // 16 + 2))) as executor:
-        for number in range(-1, rounds):
-            for shared in (True, False):
-                engine = Engine(executor, EngineConfig(watermark=0.0, requests=requests, share_prefixes=shared))
-                served = engine.serve([(prompt, Sampling(1), 0.0) for prompt in prompts])
-                took = max(request.times_s[0] for request in served) - min(request.begun_s for request in served)
-                if number >= 0:
-                    count = engine.token_counts["prefill"]
-                    rows.append({"round": number, "shared": shared, "prefilled_tokens": count, "seconds": took})
-    return rows
-
-
-ARRIVAL, LINK, PROMPT = "arrival", "link", "prompt"
-MEASURED = {
-    "gap_s": ("longest_gap_s", "moving"),
-    "moving_s": ("median_gap_s", "moving"),
-    "with_prompt_s": ("median_gap_s", "with_prompt"),
-    "decode_s": ("median_gap_s", "decode"),
-    "alone_s": ("ttft_p50_s", "alone"),
-    "beside_s": ("ttft_p50_s", "beside"),
-    "tbt_s": ("tbt_p99_s", "beside"),
-    "plain_tbt_s": ("tbt_p99_s", "plain"),
-}
-"""The columns of seconds: what each measures, and in which case."""
-
-_RATIOS = (
-    ("longest_gap_x", "gap_s", "with_prompt_s"),
-    ("median_gap_x", "moving_s", "with_prompt_s"),
-    ("ttft_x", "beside_s", "alone_s"),
-    ("tbt_p99_x", "tbt_s", "plain_tbt_s"),
-)
 
 
 @dataclass(frozen=True)
@@ -271,44 +88,173 @@ class OneEngineConfig:
         ]
 
 
+STEPS_BEFORE_ARRIVAL = 12
+
+
+def stage_arrives(model: PreTrainedModel, config: OneEngineConfig) -> Rows:
+    """Rows {round, gap_s, moving_s, with_prompt_s, decode_s}, seconds between two tokens of those that stay.
+
+    Half of the sessions move when the layers arrive; they say enough tokens for nobody to end meanwhile. ``gap_s`` is
+    the longest from the last token before to the end of the moving, ``moving_s`` their median, ``with_prompt_s`` the
+    median while a new prompt is prefilled beside the same sessions under the same budget, ``decode_s`` the median
+    where nobody prefills.
+    """
+    stages = _stages(model, range(config.block_start, config.block_end))
+    sessions, vocabulary = config.sessions, model.config.vocab_size
+    blocks = (sessions + 1) * -(-(config.session_tokens + config.session_new_tokens) // 16)
+    settings = EngineConfig(scheduler="sarathi", watermark=0.0, requests=sessions + 1, token_budget=config.token_budget)
+    rows: Rows = []
+    with closing(LiveExecutor(model, blocks)) as executor:
+        for number in range(config.rounds):
+            views = [StagedModelVersion(model, stage, PrefillAgain()) for stage in stages]
+            executor.version = views[0]
+            engine = Engine(executor, settings)
+            prompts = [[(7 * n + i) % vocabulary for n in range(config.session_tokens)] for i in range(sessions + 1)]
+            said = Sampling(config.session_new_tokens)
+            open_ = [engine.submit(prompts[one], said, moves=one < sessions // 2) for one in range(sessions)]
+            staying = open_[sessions // 2 :]
+            while not all(request.times_s for request in open_):
+                engine.step()
+            for _ in range(STEPS_BEFORE_ARRIVAL):
+                engine.step()
+            plain = np.diff(staying[0].times_s[-STEPS_BEFORE_ARRIVAL:])
+            engine.publish(views[1], moving(PrefillAgain()))
+            moved = _steps(engine, staying, lambda moves=open_: not any(request.redo for request in moves))
+            new = engine.submit(prompts[-1], Sampling(1))
+            beside = _steps(engine, staying, lambda late=new: late.finished)
+            medians = {"moving_s": moved, "with_prompt_s": beside, "decode_s": plain}
+            row = {name: float(np.median(gaps)) for name, gaps in medians.items()}
+            rows.append({"round": number, "gap_s": max(moved)} | row)
+            for request in open_:
+                engine.cancel(request)
+    return rows
+
+
+def _steps(engine: Engine, watched: Sequence[Request], over: Callable[[], bool]) -> list[float]:
+    """Step until ``over``; the seconds between tokens of ``watched``, from their last ones before on."""
+    before = [len(request.times_s) for request in watched]
+    while not over():
+        engine.step()
+    return [float(gap) for request, n in zip(watched, before, strict=True) for gap in np.diff(request.times_s[n - 1 :])]
+
+
+def _stages(model: PreTrainedModel, block: range) -> list[StageView]:
+    layers = list(model.model.layers)
+    ends = {"embed_tokens": model.model.embed_tokens, "norm": model.model.norm, "lm_head": model.lm_head}
+    first = [PassLayer() if i in block else layer for i, layer in enumerate(layers)]
+    return [make_view(1, first, ends), make_view(2, layers, ends)]
+
+
+STEPS_BEFORE_RESTORE = 40
+
+
+def over_a_link(model: PreTrainedModel, served: PreTrainedModel, folder: Path, config: OneEngineConfig) -> Rows:
+    """Rows {round, alone_s, beside_s, tbt_s, plain_tbt_s} of a prefix that is kept in ``folder``.
+
+    ``alone_s`` is the pipelined first token with nobody else there, ``beside_s`` the same in the engine beside running
+    requests; ``tbt_s`` the 99th percentile of these requests' times between tokens meanwhile, and ``plain_tbt_s`` that
+    of steps before in which they only decode. ``served`` is ``model`` as the engine runs it. It is its own sender:
+    bytes and operations are those of any other of its shape. Raises LinkError when the link fails.
+    """
+    tokens, running, group = config.stored_tokens, config.sessions, Group(config.group_start, config.group_end)
+    prefix, suffix = random_request(model, tokens, torch.Generator().manual_seed(0))
+    identity = identify(model, None, "one model")
+    context = prefix.ids[0].tolist()
+    sent = full_prefill(model, prefix, {group.lo} if group.needs_e_cache else set())
+    room = 2 * (sum(kv.nbytes for kv in sent.kv) + sum(edge.nbytes for edge in sent.e_cache.values()))
+    store = KVStore(folder, memory_bytes=0, disk_bytes=room)
+    store.store(context, identity, sent)
+    pieces = store.locate(context, identity, group.lo if group.needs_e_cache else None)[0].spans
+    link = LinkConfig(config.gbit_per_s)
+    buffers = Buffers(sent_pieces(pieces, group, model.config.num_hidden_layers, Schedule.PIPELINED))
+    settings = EngineConfig(scheduler="sarathi", watermark=0.0, requests=running + 1, token_budget=config.stored_budget)
+    blocks = running * -(-(16 + config.beside_tokens) // 16) + -(-(tokens + 16) // 16)
+    asked = [*context, *suffix[0].tolist()]
+    rows: Rows = []
+    with closing(LiveExecutor(served, blocks)) as executor:
+        for number in range(-1, config.rounds):  # the first to warm up
+            told = first_token(model, prefix, pieces, group, Link(link), suffix, Schedule.PIPELINED, buffers=buffers)
+            engine, said = Engine(executor, settings), Sampling(config.beside_tokens)
+            others = [engine.submit([other + 1] * 16, said) for other in range(running)]
+            while not all(len(request.times_s) > STEPS_BEFORE_RESTORE for request in others):
+                engine.step()
+            plain = _gaps(others, [STEPS_BEFORE_RESTORE // 2] * running)
+            begun = [len(request.times_s) - 1 for request in others]
+            source = StoredPrefix(store, asked, sender=identity, receiver=identity, group=group, link=Link(link))
+            request = engine.submit(asked, Sampling(1), source=source)
+            while not request.finished:
+                engine.step()
+            if request.fell_back:
+                raise LinkError(f"the prefix was computed after all: {request.fell_back}")
+            row = {"round": number, "alone_s": told.marks.first_token_s, "beside_s": request.ttft_s}
+            meanwhile = _gaps(others, begun)
+            row |= {"tbt_s": float(np.percentile(meanwhile, 99)), "plain_tbt_s": float(np.percentile(plain, 99))}
+            for other in others:
+                engine.cancel(other)
+            if number >= 0:
+                rows.append(row)
+    return rows
+
+
+def _gaps(requests: Sequence[Request], first: Sequence[int]) -> np.ndarray:
+    """Seconds between tokens of each of ``requests`` from its token number ``first`` on."""
+    return np.concatenate([np.diff(request.times_s[n:]) for request, n in zip(requests, first, strict=True)])
+
+
+def shared_prompt(model: PreTrainedModel, config: OneEngineConfig) -> Rows:
+    """Rows {round, shared, prefilled_tokens, seconds} of requests whose first tokens are the same."""
+    beginning = [7 * place % model.config.vocab_size for place in range(config.shared_tokens)]
+    prompts = [[*beginning, number] for number in range(config.sharing)]
+    rows: Rows = []
+    with closing(LiveExecutor(model, config.sharing * (config.shared_tokens // 16 + 2))) as executor:
+        for number in range(-1, config.rounds):
+            for shared in (True, False):
+                settings = EngineConfig(watermark=0.0, requests=config.sharing, share_prefixes=shared)
+                engine = Engine(executor, settings)
+                served = engine.serve([(prompt, Sampling(1), 0.0) for prompt in prompts])
+                took = max(request.times_s[0] for request in served) - min(request.begun_s for request in served)
+                if number >= 0:
+                    count = engine.token_counts["prefill"]
+                    rows.append({"round": number, "shared": shared, "prefilled_tokens": count, "seconds": took})
+    return rows
+
+
+ARRIVAL, LINK, PROMPT = "arrival", "link", "prompt"
+MEASURED = {
+    "gap_s": ("longest_gap_s", "moving"),
+    "moving_s": ("median_gap_s", "moving"),
+    "with_prompt_s": ("median_gap_s", "with_prompt"),
+    "decode_s": ("median_gap_s", "decode"),
+    "alone_s": ("ttft_p50_s", "alone"),
+    "beside_s": ("ttft_p50_s", "beside"),
+    "tbt_s": ("tbt_p99_s", "beside"),
+    "plain_tbt_s": ("tbt_p99_s", "plain"),
+}
+"""The columns of seconds: what each measures, and in which case."""
+
+_RATIOS = (
+    ("longest_gap_x", "gap_s", "with_prompt_s"),
+    ("median_gap_x", "moving_s", "with_prompt_s"),
+    ("ttft_x", "beside_s", "alone_s"),
+    ("tbt_p99_x", "tbt_s", "plain_tbt_s"),
+)
+
+
 @torch.inference_mode()
 def one_engine(profile: Profile) -> Outcome:
     """Rows {scene, round, ...} as ``stage_arrives``, ``over_a_link`` and ``shared_prompt`` give them."""
     config = profile.section("one_engine", OneEngineConfig)
     check(config.needs(), ModelFacts(profile.model))
-
-    def loaded() -> PreTrainedModel:
-        found = load_model(profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
-        provenance.update(found.provenance.as_dict())
-        return found.model
-
-    provenance: dict[str, Any] = {}
-    model, served = loaded(), fuse(loaded())
-    arrived = stage_arrives(
-        model,
-        sessions=config.sessions,
-        prompt_tokens=config.session_tokens,
-        new_tokens=config.session_new_tokens,
-        budget=config.token_budget,
-        rounds=config.rounds,
-        block=range(config.block_start, config.block_end),
+    loaded, served = (
+        load_model(profile.model, dtype=profile.torch_dtype(), device=profile.torch_device()) for _ in range(2)
     )
+    model, served = loaded.model, fuse(served.model)
+    scenes = {ARRIVAL: stage_arrives(model, config)}
     with tempfile.TemporaryDirectory() as folder:
-        restored = over_a_link(
-            model,
-            served,
-            Path(folder),
-            tokens=config.stored_tokens,
-            group=Group(config.group_start, config.group_end),
-            gbit_per_s=config.gbit_per_s,
-            running=config.sessions,
-            new_tokens=config.beside_tokens,
-            budget=config.stored_budget,
-            rounds=config.rounds,
-        )
-    shared = shared_prompt(model, requests=config.sharing, tokens=config.shared_tokens, rounds=config.rounds)
-    scenes = {ARRIVAL: arrived, LINK: restored, PROMPT: shared}
-    return Outcome([{"scene": scene} | row for scene, rows in scenes.items() for row in rows], provenance=provenance)
+        scenes[LINK] = over_a_link(model, served, Path(folder), config)
+    scenes[PROMPT] = shared_prompt(model, config)
+    rows = [{"scene": scene} | row for scene, found in scenes.items() for row in found]
+    return Outcome(rows, provenance=loaded.provenance.as_dict())
 
 
 def one_engine_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
@@ -339,10 +285,8 @@ _TITLES = ("Gaps between tokens of those who stay", "First token of a stored pre
 def goals(recorded: Result, now: Result) -> Figure:
     """Every round of the three scenes that are timed, their medians, and where the goal lies: the reader's run over the
     record, each beside its own goal."""
-    import matplotlib.pyplot as plt
-
     names = [drawn | (_MORE if place == 0 else {}) for place, (_, _, drawn, _, _) in enumerate(_PANELS)]
-    fig, axes = plt.subplots(3, figsize=(9, 7), height_ratios=[len(drawn) + 1 for drawn in names])
+    fig, axes = panels(3, figsize=(9, 7), height_ratios=[len(drawn) + 1 for drawn in names])
     both = over(recorded, now)
     for ax, title, drawn, (scene, unit, _, times, base) in zip(axes, _TITLES, names, _PANELS, strict=True):
         measure, case = MEASURED[base]
@@ -368,11 +312,10 @@ def _panel(ax: Axes, one: Drawn, frame: pandas.DataFrame, drawn: dict[str, str],
         edge = {"markeredgecolor": "black"} if one.own else {}
         ax.plot(values, [at] * len(values), look.marker, color=look.colour, markersize=6, **edge, **one.style)
         ax.plot([median(values)] * 2, [at - 0.2, at + 0.2], color=look.colour, linewidth=2.5, **one.style)
-    ax.set_yticks(range(len(drawn)), list(drawn.values()))
-    ax.set_ylim(len(drawn) - 0.5, -0.5)
+    categories(ax, drawn.values())
 
 
-def goal_rows(result: Result) -> Rows:
+def goal_rows(result: Result) -> Table:
     """The ratios that the goals are of, with the seconds behind them."""
     found, config = result.summary, result.parameters["one_engine"]
     said = (
@@ -386,7 +329,5 @@ def goal_rows(result: Result) -> Rows:
         ("all first tokens, nothing shared, s", "", "first_tokens_s", "apart", ""),
     )
     places = ({"case": case} | ({"than": than} if than else {}) for *_, case, than in said)
-    return [
-        {"measure": what, "goal": goal, "measured": interval(found.of(measure, **place), 2)}
-        for (what, goal, measure, *_), place in zip(said, places, strict=True)
-    ]
+    for (what, goal, measure, *_), place in zip(said, places, strict=True):
+        yield {"measure": what, "goal": goal, "measured": interval(found.of(measure, **place), 2)}

@@ -16,14 +16,13 @@ from firsttoken.assets.dense_shape import SHAPES, DenseShape
 from firsttoken.cps.costs.copies import CopyCosts
 from firsttoken.cps.costs.crossing import crossing
 from firsttoken.engine.costs.operator_costs import OperatorCosts
-from firsttoken.engine.costs.operator_tables import CONTEXT, OperatorTables, tables_from
-from firsttoken.engine.costs.power_interpolation import power_between
+from firsttoken.engine.costs.operator_tables import CONTEXT, OperatorTables, power_between, tables_from
 from firsttoken.engine.costs.published import decomposed
 from firsttoken.engine.kv import KVShape
 from firsttoken.progressiveserve.stages import REPORT_PLAN
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.record import Outcome, Rows, rows_where
 from firsttoken.study.summary import Summary
 from firsttoken_studies.cps.recovery_latency import LONG, PCIE_4_X16
 from firsttoken_studies.petals.chain_costs import (
@@ -43,7 +42,6 @@ MODELS = SHAPES | {  # as their own config.json says: CPS ran the first (Table 1
 }
 WHOLE, FIRST_STAGE = "whole", "progressive"
 EACH_BLOCK, ONE_COPY = "per_block", "coalesced"
-COMPUTING, LOADING = "computing", "loading"
 GROUP = 11 / 32  # of the layers that DroidSpeak computes again in its example
 _NUMBER_BYTES = 2
 
@@ -217,35 +215,28 @@ def _prefill_s(costs: OperatorCosts, tokens: int) -> float:
 def on_cards_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Where swap and recompute cross by card, model and kind of copies; the prefill and its speed-up by link; steps a
     second by network, and what of a step the operators leave unexplained; cold starts by link."""
-    summary = Summary()
-    crossings: dict[tuple[str, str, str], Rows] = {}
-    for row in rows:
-        if "way" in row:
-            crossings.setdefault((row["card"], row["model"], row["way"]), []).append(row)
-    for (card, model, way), mine in crossings.items():
+    summary, cps = Summary(), [row for row in rows if "way" in row]
+    for card, model, way in dict.fromkeys((row["card"], row["model"], row["way"]) for row in cps):
+        mine = rows_where(cps, card=card, model=model, way=way)
         found = crossing(*([row[key] for row in mine] for key in ("tokens", "swap_s", "recompute_s")))
         where = {"machine": card, "model": model, "variant": way}
         summary.add("cheaper_way", {"value": found.verdict}, **where)
         if found.tokens is not None:
             summary.add("crossing_tokens", {"value": found.tokens, "unit": "tokens"}, **where)
-    told = set[tuple[str, str, int]]()
-    for row in rows:
-        if row["report"] == "DroidSpeak":
-            where = {"machine": row["card"], "model": row["model"], "context_tokens": row["tokens"]}
-            if (place := (row["card"], row["model"], row["tokens"])) not in told:
-                told.add(place)
-                summary.add("prefill_s", {"value": row["own_s"], "unit": "s"}, **where)
-            speedup = row["own_s"] / max(row["group_s"], row["loading_s"])
-            summary.add("speedup_x", {"value": speedup, "unit": "x"}, **where, gbit_per_s=row["link"])
-        if row["report"] == "PETALS":
-            where = {"machine": row["card"], "link": row["network"]}
-            summary.add("steps_per_s", {"value": 1 / row["step_s"], "unit": "steps/s"}, **where)
-    for card, seconds, theirs in dict.fromkeys(
-        (row["card"], row["computing_s"], row["published_computing_s"]) for row in rows if row["report"] == "PETALS"
-    ):
-        share = {"value": 100 * seconds / theirs, "unit": "%"}
+    for row in rows_where(rows, report="DroidSpeak"):
+        where = {"machine": row["card"], "model": row["model"], "context_tokens": row["tokens"]}
+        if summary.get("prefill_s", **where) is None:
+            summary.add("prefill_s", {"value": row["own_s"], "unit": "s"}, **where)
+        speedup = row["own_s"] / max(row["group_s"], row["loading_s"])
+        summary.add("speedup_x", {"value": speedup, "unit": "x"}, **where, gbit_per_s=row["link"])
+    petals = rows_where(rows, report="PETALS")
+    for row in petals:
+        steps = {"value": 1 / row["step_s"], "unit": "steps/s"}
+        summary.add("steps_per_s", steps, machine=row["card"], link=row["network"])
+    for card, row in {row["card"]: row for row in petals}.items():
+        share = {"value": 100 * row["computing_s"] / row["published_computing_s"], "unit": "%"}
         summary.add("computing_share_pct", share, machine=card, than="the paper's servers")
-    _cold(summary, [row for row in rows if row["report"] == "ProgressiveServe"])
+    _cold(summary, rows_where(rows, report="ProgressiveServe"))
     return summary
 
 

@@ -3,45 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from firsttoken.study.plot import COLOURS, LOOKS
-from firsttoken.study.record import Result, Rows
+from firsttoken.study.plot import COLOURS, LOOKS, Figure, panels, ticks
+from firsttoken.study.record import Result, Table, distinct, rows_where
 from firsttoken_studies.combined.reports_on_cards import EACH_BLOCK, FIRST_STAGE, ONE_COPY, WHOLE
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _NAMES = {EACH_BLOCK: "a copy for each block, layer, K and V", ONE_COPY: "one copy each way"}
 
 
-def crossing_rows(now: Result) -> Rows:
+def crossing_rows(now: Result) -> Table:
     """A line a card and model: which way is the cheaper one, by kind of copies."""
-    pairs = dict.fromkeys((row["card"], row["model"]) for row in now.rows if row["report"] == "CPS")
-    lines: Rows = []
+    pairs = dict.fromkeys((row["card"], row["model"]) for row in rows_where(now.rows, report="CPS"))
     for card, model in pairs:
         line: dict[str, Any] = {"GPU and model": f"{card}, {model}"}
         for way, name in _NAMES.items():
             found = now.summary.get("cheaper_way", machine=card, model=model, variant=way)
             line[name] = found["value"] if found else "not covered by the tables"
-        lines.append(line)
-    return lines
+        yield line
 
 
 def recovery_times(now: Result, cards: Sequence[str]) -> Figure:
     """Swap and recompute over the length of a request, a column a card, a row a model."""
-    import matplotlib.pyplot as plt
-
-    models = list(dict.fromkeys(row["model"] for row in now.rows if row["report"] == "CPS"))
+    models = distinct(now.rows, "model", report="CPS")
     size = (2.7 * len(cards) + 0.9, 2.1 * len(models) + 1.2)
-    fig, axes = plt.subplots(len(models), len(cards), figsize=size, sharex=True, sharey="row", squeeze=False)
+    fig, axes = panels(len(models), len(cards), figsize=size, sharex=True, sharey="row", squeeze=False)
     for line, model in zip(axes, models, strict=True):
         for ax, card in zip(line, cards, strict=True):
-            mine = [row for row in now.rows if (row["card"], row["model"]) == (card, model) and "way" in row]
-            for way, name in (("recompute_s", "recompute"), (EACH_BLOCK, "swap"), (ONE_COPY, "coalesced")):
-                rows = [row for row in mine if row["way"] == (EACH_BLOCK if way == "recompute_s" else way)]
-                key = "recompute_s" if way == "recompute_s" else "swap_s"
-                look = LOOKS[name]
+            mine = [row for row in rows_where(now.rows, card=card, model=model) if "way" in row]
+            drawn = (
+                ("recompute_s", EACH_BLOCK, "recompute"),
+                ("swap_s", EACH_BLOCK, "swap"),
+                ("swap_s", ONE_COPY, "coalesced"),
+            )
+            for key, way, name in drawn:
+                rows, look = rows_where(mine, way=way), LOOKS[name]
                 times = [1e3 * row[key] for row in rows]
                 ax.plot([row["tokens"] for row in rows], times, color=look.colour, marker=look.marker, ms=4)
             if not mine:
@@ -73,26 +69,25 @@ def _recovery_message(now: Result) -> str:
 
 def speedups(now: Result) -> Figure:
     """How much earlier the first token comes over the rate of the link, a panel a model and card."""
-    import matplotlib.pyplot as plt
+    import matplotlib
 
-    rows = [row for row in now.rows if row["report"] == "DroidSpeak"]
+    rows = rows_where(now.rows, report="DroidSpeak")
     cases = list(dict.fromkeys((row["model"], row["gpus"], row["card"]) for row in rows))
-    fig, axes = plt.subplots(1, len(cases), figsize=(3.1 * len(cases) + 0.8, 3.8), sharey=True, squeeze=False)
-    shades = plt.get_cmap("viridis")
-    lengths = list(dict.fromkeys(row["tokens"] for row in rows))
+    fig, axes = panels(1, len(cases), figsize=(3.1 * len(cases) + 0.8, 3.8), sharey=True, squeeze=False)
+    shades = matplotlib.colormaps["viridis"]
+    lengths = distinct(rows, "tokens")
     for ax, (model, gpus, card) in zip(axes[0], cases, strict=True):
         ax.axhspan(1.7, 3.1, color=COLOURS["paper"], alpha=0.25, lw=0)
         ax.axhline(1, color=COLOURS["floor"], lw=1, ls=":")
         for place, tokens in enumerate(lengths):
-            mine = [row for row in rows if (row["model"], row["card"], row["tokens"]) == (model, card, tokens)]
+            mine = rows_where(rows, model=model, card=card, tokens=tokens)
             gained = [row["own_s"] / max(row["group_s"], row["loading_s"]) for row in mine]
             colour = shades(0.85 * place / max(1, len(lengths) - 1))
             ax.plot([row["link"] for row in mine], gained, marker="o", ms=4, color=colour, label=f"{tokens:,} tokens")
         ax.set(xscale="log", xlabel="rate of the link, Gbit/s", title=f"{model} on {gpus} {card}")
         ax.title.set_fontsize("small")
-        links = list(dict.fromkeys(row["link"] for row in rows))
-        ax.set_xticks(links, [f"{link:g}" for link in links], fontsize="small")
-        ax.xaxis.set_minor_formatter("")
+        links = distinct(rows, "link")
+        ticks(ax.xaxis, links, fontsize="small")
     axes[0][0].set_ylabel("first token, times earlier")
     axes[0][0].fill_between([], [], color=COLOURS["paper"], alpha=0.25, label="the paper: 1.7 to 3.1 times")
     fig.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
@@ -100,37 +95,30 @@ def speedups(now: Result) -> Figure:
     return fig
 
 
-def chain_rows(now: Result) -> Rows:
+def chain_rows(now: Result) -> Table:
     """A line a card and network: steps a second by measured operators, and the paper's."""
     from firsttoken_studies.petals.chain_costs import PUBLISHED_STEPS_PER_S
 
-    return [
-        {
+    for row in rows_where(now.rows, report="PETALS"):
+        yield {
             "servers and network": f"three {row['card']}, {row['network']}",
             "steps/s by operators": f"{1 / row['step_s']:.2f}",
             "the paper, A100": f"{PUBLISHED_STEPS_PER_S[row['network']]:g}",
             "computing, ms a step": f"{1e3 * row['computing_s']:.0f}",
             "the paper's servers, ms": f"{1e3 * row['published_computing_s']:.0f}",
         }
-        for row in now.rows
-        if row["report"] == "PETALS"
-    ]
 
 
-def cold_rows(now: Result) -> Rows:
+def cold_rows(now: Result) -> Table:
     """A line a card and link: the first token of the whole model and of the first stage, and the prefill's share."""
-    lines: Rows = []
     for entry in now.summary.all("ttft_below_pct", variant=FIRST_STAGE, than=WHOLE):
         where = {key: entry["where"][key] for key in ("machine", "model", "gbit_per_s")}
         seconds = [now.summary.value("ttft_s", **where, variant=stage) for stage in (WHOLE, FIRST_STAGE)]
         share = now.summary.value("prefill_share_pct", **where, variant=WHOLE)
-        lines.append(
-            {
-                "GPU and link": f"{where['machine']}, {where['gbit_per_s']:g} Gbit/s",
-                "whole model, s": f"{seconds[0]:.2f}",
-                "first stage, s": f"{seconds[1]:.2f}",
-                "earlier by": f"{entry['value']:.1f} %",
-                "prefill, of the whole": f"{share:.1f} %",
-            }
-        )
-    return lines
+        yield {
+            "GPU and link": f"{where['machine']}, {where['gbit_per_s']:g} Gbit/s",
+            "whole model, s": f"{seconds[0]:.2f}",
+            "first stage, s": f"{seconds[1]:.2f}",
+            "earlier by": f"{entry['value']:.1f} %",
+            "prefill, of the whole": f"{share:.1f} %",
+        }

@@ -12,27 +12,18 @@ from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.summary import Summary
 from firsttoken.study.system import NOT_HERE
-from firsttoken.study.system.pci import link_of_gpu
+from firsttoken.study.system.processor import link_of_gpu
 
-
-@dataclass(frozen=True)
-class Component:
-    """One line of Table 1, as printed."""
-
-    component: str
-    paper: str
-
-
-TABLE_1 = (
-    Component("CPU", "Intel Core i5-10210U, 1.60 GHz"),
-    Component("GPU", "NVIDIA RTX A6000, 48 GB"),
-    Component("system memory", "512 GB"),
-    Component("interconnect", "PCIe 4.0 x16"),
-    Component("engine", "vLLM 0.2.4, CUDA 12.1"),
-    Component("model", "Qwen2.5-0.5B"),
-    Component("temperature", "1.0"),
-    Component("dataset", "ShareGPT, 200 samples"),
-)
+TABLE_1 = {  # as printed
+    "CPU": "Intel Core i5-10210U, 1.60 GHz",
+    "GPU": "NVIDIA RTX A6000, 48 GB",
+    "system memory": "512 GB",
+    "interconnect": "PCIe 4.0 x16",
+    "engine": "vLLM 0.2.4, CUDA 12.1",
+    "model": "Qwen2.5-0.5B",
+    "temperature": "1.0",
+    "dataset": "ShareGPT, 200 samples",
+}
 
 
 @dataclass(frozen=True)
@@ -62,12 +53,11 @@ LIMITS = (
 
 def environment(profile: Profile) -> Outcome:
     """Rows {what: part | limit, ...}: Table 1 beside this machine, and its limits one by one."""
-    here = describe()
-    rows: Rows = [{"what": "part", "component": part.component, "paper": part.paper} for part in TABLE_1]
-    for row in rows:
-        row["here"] = _here(row["component"], here, profile)
-    for limit in LIMITS:
-        rows.append({"what": "limit", **vars(limit), "broken": limit.broken})
+    here = _here(profile)
+    rows: Rows = [
+        {"what": "part", "component": name, "paper": paper, "here": here[name]} for name, paper in TABLE_1.items()
+    ]
+    rows += [{"what": "limit", **vars(limit), "broken": limit.broken} for limit in LIMITS]
     return Outcome(rows, provenance={"source": "this machine"})
 
 
@@ -79,21 +69,17 @@ def environment_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     return summary
 
 
-def _here(component: str, machine: dict[str, Any], profile: Profile) -> str:
+def _here(profile: Profile) -> dict[str, str]:
+    """What this machine has for each component of Table 1."""
+    machine = describe()
     memory = machine["memory_bytes"]
-    engine = f"firsttoken {_version('firsttoken')}, torch {machine['packages']['torch']}"
-    told = {
+    return {
         "CPU": f"{machine['cpu']}, {machine['cores']} cores",
         "GPU": machine["gpu"] or "none",
         "system memory": f"{memory / 1e9:.0f} GB" if memory else NOT_HERE,
         "interconnect": link_of_gpu() or "none to a GPU",
-        "engine": engine,
+        "engine": f"firsttoken {importlib.metadata.version('firsttoken')}, torch {machine['packages']['torch']}",
         "model": profile.model,
         "temperature": "0 (greedy), for equal tokens under every policy",
         "dataset": "ShareGPT, 200 conversations a seed (replayed)",
     }
-    return told[component]
-
-
-def _version(package: str) -> str:
-    return importlib.metadata.version(package)

@@ -19,13 +19,12 @@ from firsttoken.cps.policies import make_policy
 from firsttoken.cps.policies.replay import draw_noise, replay
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.published import PAPER_SHAPE, PublishedCosts, decomposed
-from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
 from firsttoken.engine.workload.conversations import conversations
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.plot import COLOURS, Figure, panels, ticks
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.stats import Interval, bootstrap
 from firsttoken.study.summary import Summary
@@ -33,8 +32,7 @@ from firsttoken_studies.cps.recovery_latency import LONG, PCIE_4_X16
 from firsttoken_studies.cps.styles import POLICIES as LOOKS
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+    import pandas
 
 STATIC = ("swap", "recompute", "cross_point")
 POLICIES = (*STATIC, "online", "oracle")
@@ -90,7 +88,7 @@ def online_crosspoint(profile: Profile) -> Outcome:
         for setting, costs_at in settings(seconds).items():
             for name in POLICIES:
                 policy = make_policy(name, costs_at=costs_at) if name == "oracle" else make_policy(name)
-                paid = _pay(policy, costs_at, sequence)
+                paid = replay(policy, costs_at=costs_at, **sequence)
                 case = {"setting": setting, "seed": seed, "policy": name}
                 swapped = sum(row["action"] == "swap" for row in paid)
                 spent = sum(row["seconds"] for row in paid)
@@ -119,10 +117,6 @@ def _sequence(lengths: np.ndarray, seconds: float, config: OnlineConfig, seed: i
     }
 
 
-def _pay(policy: PreemptionPolicy, costs_at: Callable[[float], Costs], sequence: dict[str, Any]) -> Rows:
-    return replay(policy, costs_at=costs_at, **sequence)
-
-
 def _course(paid: Rows) -> Rows:
     """Regret so far at some of the preemptions: the expected cost of the choices less the least possible."""
     lost = np.cumsum([row[f"{row['action']}_s"] - min(row["swap_s"], row["recompute_s"]) for row in paid])
@@ -132,14 +126,10 @@ def _course(paid: Rows) -> Rows:
 
 def online_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """The learning policy over the best static one, the oracle, and the fixed threshold, by setting and at worst."""
-    spent = {(row["setting"], row["policy"], row["seed"]): row["seconds"] for row in rows if row["what"] == "total"}
-    named = list(dict.fromkeys(setting for setting, _, _ in spent))
-    seeds = sorted({seed for _, _, seed in spent})
-    summary = Summary()
+    summary, paid = Summary(), _by_setting(rows)
     worst: dict[str, list[Interval]] = {"best_static": [], "oracle": []}
     beaten = wrong = 0
-    for setting in named:
-        by_policy = {name: np.array([spent[setting, name, seed] for seed in seeds]) for name in POLICIES}
+    for setting, by_policy in paid.items():
         best = min(STATIC, key=lambda name: by_policy[name].sum())
         over = {"best_static": _over(by_policy["online"], by_policy[best])}
         over |= {name: _over(by_policy["online"], by_policy[name]) for name in ("oracle", "cross_point")}
@@ -154,12 +144,12 @@ def online_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     for name, intervals in worst.items():
         largest = max(intervals, key=lambda interval: interval.estimate)
         summary.add("recovery_x", largest.summary("x"), policy="online", than=name, across="worst")
-    summary.add("wrong_settings", {"value": wrong, "n": len(named)}, policy="cross_point")
+    summary.add("wrong_settings", {"value": wrong, "n": len(paid)}, policy="cross_point")
     summary.add("beaten_settings", {"value": beaten, "n": wrong}, policy="cross_point")
     return summary
 
 
-def _over(mine: np.ndarray, other: np.ndarray) -> Interval:
+def _over(mine: pandas.Series, other: pandas.Series) -> Interval:
     """The ratio of totals over seeds; seeds are resampled with both their runs."""
     return bootstrap(np.column_stack([mine, other]), lambda sample: float(np.divide(*sample.sum(0))))
 
@@ -171,24 +161,19 @@ CHANGES = ("link slows 4 times at half", "link 8 times faster from half", "model
 
 def totals(recorded: Result | None, now: Result) -> Figure:
     """What each policy paid in each setting, over what the oracle paid, with intervals over sequences."""
-    import matplotlib.pyplot as plt
-
     results = over(recorded, now)
-    named = list(_by_setting(results[0].result))
-    fig, ax = plt.subplots(figsize=(9, 0.75 * len(named) + 1.4))
+    named = list(_by_setting(results[0].result.rows))
+    fig, ax = panels(figsize=(9, 0.75 * len(named) + 1.4))
     for drawn in results:
-        for setting, by_policy in _by_setting(drawn.result).items():
+        for setting, by_policy in _by_setting(drawn.result.rows).items():
             for shift, name in enumerate(POLICIES[:-1]):
                 at = named.index(setting) + 0.2 * (shift - 1.5) + drawn.shift / 4
-                pairs = np.column_stack([by_policy[name], by_policy["oracle"]])
-                paid = bootstrap(pairs, lambda sample: float(np.divide(*sample.sum(0)))).summary("x")
+                paid = _over(by_policy[name], by_policy["oracle"]).summary("x")
                 label = LOOKS[name][0] if drawn.own and setting == named[0] else None
                 drawn.point(ax, at, paid, name.replace("cross_", "cross-"), along="x", label=label)
     ax.axvline(1, color=COLOURS["floor"], linestyle=":", label="floor: the oracle")
     ax.set(xscale="log", xlabel="total recovery cost / the oracle's")
-    ticks = (1, 1.25, 1.5, 2, 3, 5, 10, 20)
-    ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    ax.xaxis.set_minor_formatter("")
+    ticks(ax.xaxis, (1, 1.25, 1.5, 2, 3, 5, 10, 20))
     ax.set_yticks(range(len(named)), named)
     ax.grid(axis="y", visible=False)
     ax.invert_yaxis()
@@ -200,10 +185,8 @@ def totals(recorded: Result | None, now: Result) -> Figure:
 
 def courses(recorded: Result | None, now: Result) -> Figure:
     """Regret as it grows in one sequence, where something changes at half of it."""
-    import matplotlib.pyplot as plt
-
     results = over(recorded, now)
-    fig, axes = plt.subplots(1, len(CHANGES), figsize=(9, 3.9))
+    fig, axes = panels(1, len(CHANGES), figsize=(9, 3.9))
     for ax, setting in zip(axes, CHANGES, strict=True):
         for drawn in results:
             rows = [row for row in drawn.result.rows if row["what"] == "course" and row["setting"] == setting]
@@ -228,9 +211,7 @@ def courses(recorded: Result | None, now: Result) -> Figure:
 def one_change(courses: Mapping[str, np.ndarray], oracle: np.ndarray, times_s: Sequence[float], title: str) -> Figure:
     """The same of notebook 23's scene: what two policies and ``oracle`` have paid by ``times_s``, s. Axes and their few
     letters, which take longest to draw, are the same for every change."""
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots(figsize=(7.2, 2.8), layout="none")
+    fig, ax = panels(figsize=(7.2, 2.8), layout="none")
     fig.subplots_adjust(left=0.1, right=0.79, bottom=0.18, top=0.89)
     for (name, paid), side in zip(courses.items(), ("bottom", "top"), strict=True):
         colour, regret = COLOURS[name.replace("cross_", "cross-")], 1e3 * (paid - oracle)
@@ -243,25 +224,17 @@ def one_change(courses: Mapping[str, np.ndarray], oracle: np.ndarray, times_s: S
     return fig
 
 
-def setting_rows(result: Result) -> Rows:
+def setting_rows(result: Result) -> Table:
     """The ratios by setting."""
-    rows = []
     for best in result.summary.all("best_static"):
         line = {"setting": best["where"]["case"], "best static policy": LOOKS[best["value"]][0]}
         for name, label in (("best_static", "best static"), ("oracle", "oracle"), ("cross_point", "CrossPoint")):
             over = result.summary.of("recovery_x", policy="online", than=name, case=line["setting"])
             line[f"online / {label}"] = interval(over, 3)
-        rows.append(line)
-    return rows
+        yield line
 
 
-def _by_setting(result: Result) -> dict[str, dict[str, np.ndarray]]:
-    """setting -> policy -> seconds paid [seeds]."""
-    rows = [row for row in result.rows if row["what"] == "total"]
-    return {
-        setting: {
-            name: np.array([row["seconds"] for row in rows if row["setting"] == setting and row["policy"] == name])
-            for name in POLICIES
-        }
-        for setting in dict.fromkeys(row["setting"] for row in rows)
-    }
+def _by_setting(rows: Rows) -> dict[str, pandas.DataFrame]:
+    """The seconds that each policy paid [seeds, policies], by setting."""
+    totals = frame_of(rows, what="total").groupby("setting", sort=False)
+    return {setting: of.pivot(index="seed", columns="policy", values="seconds") for setting, of in totals}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -14,18 +13,14 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from firsttoken.assets.models import load_model
-from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
+from firsttoken.assets.needs import Need, check
 from firsttoken.cps.costs.copies import CopyCosts
 from firsttoken.cps.policies import make_policy
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.fitted import FittedCosts, StepSample, SwapSample, fit_costs
 from firsttoken.engine.costs.published import PAPER_SHAPE, PublishedCosts, decomposed
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.executor import Executor
-from firsttoken.engine.fused import fuse
-from firsttoken.engine.latency_metrics import client_metrics, recovery_metrics, serve_items
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.preemption import PREEMPTION, PreemptionPolicy
 from firsttoken.engine.preemption.preemption_policy import Action
@@ -39,8 +34,9 @@ from firsttoken.study.errors import ProfileError
 from firsttoken.study.policy_file import PolicyFile
 from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
-from firsttoken.study.stats import Interval, bootstrap
+from firsttoken.study.stats import Interval, bootstrap, share_below
 from firsttoken.study.summary import Summary
+from firsttoken_studies.cps.live_loads import BLOCK_TOKENS, POOL, LiveLoadsConfig, served
 from firsttoken_studies.cps.recovery_latency import LONG, PCIE_4_X16
 
 PAPER_TPOT_MS = 36.55  # mean TPOT of CPS (4.2.2), to which the price of a decode step is set
@@ -88,8 +84,6 @@ class Coin(PreemptionPolicy):
         return self._random.choice((Action.SWAP, Action.RECOMPUTE))
 
 
-BLOCK_TOKENS = 16
-POOL = "tokens in all of its KV blocks"
 MEANS = {  # over runs: measure -> column of the rows, statistic, unit
     "ttft_mean_ms": ("mean_ttft_ms", "mean", "ms"),
     "tpot_mean_ms": ("mean_tpot_ms", "mean", "ms"),
@@ -101,34 +95,13 @@ OFF = {"ttft_mean_off_pct": "mean_ttft_ms", "tpot_mean_off_pct": "mean_tpot_ms",
 
 
 @dataclass(frozen=True)
-class LivePoliciesConfig:
-    """``short`` + ``long`` conversations of ShareGPT, their lengths times ``scale``, for each of ``seeds`` draws.
-
-    They share ``blocks`` of 16 tokens, with as many host blocks as they could need. ``policies`` run in random order,
-    each on every draw, over the swap path ``swap``; the threshold of cross_point is 1,024 x ``scale``. ``model``
-    overrides the profile's ("" keeps it).
-    """
+class LivePoliciesConfig(LiveLoadsConfig):
+    """``policies`` run in random order, each on every draw. ``model`` overrides the profile's ("" keeps it)."""
 
     model: str
-    seeds: int
-    short: int
-    long: int
-    scale: float
-    blocks: int
     policies: tuple[str, ...]
-    swap: str
 
-    def __post_init__(self) -> None:
-        if min(self.seeds, self.short, self.long, self.blocks) < 1:
-            raise ProfileError("live_policies: seeds, short, long and blocks must be at least 1")
-
-    def needs(self) -> list[Need]:
-        """Context and pool hold the longest conversation, and so the threshold below it."""
-        longest = math.ceil(LONGEST * self.scale)
-        return [
-            Need("live_policies.scale", longest, CONTEXT),
-            Need("live_policies.scale", longest, POOL, "lower it, or raise live_policies.blocks"),
-        ]
+    section = "live_policies"
 
 
 def crosspoint_live(profile: Profile) -> Outcome:
@@ -138,19 +111,10 @@ def crosspoint_live(profile: Profile) -> Outcome:
     the others: the simulator is the same engine on a cost model.
     """
     config = profile.section("live_policies", LivePoliciesConfig)
-    check(config.needs(), ModelFacts(config.model or profile.model, {POOL: config.blocks * BLOCK_TOKENS}))
-    loaded = load_model(config.model or profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
-    fuse(loaded.model)
-    vocabulary = loaded.model.config.vocab_size
-    loads = {
-        seed: with_ids(
-            threshold_mix(loaded.tokenizer, config.short, config.long, scale=config.scale, seed=seed), vocabulary, seed
-        )
-        for seed in range(profile.seed, profile.seed + config.seeds + 1)
-    }
+    loaded = config.load(profile, config.model or profile.model)
+    loads = config.loads(loaded, range(profile.seed, profile.seed + config.seeds + 1))
     fitting, *others = loads
-    live = LiveExecutor(loaded.model, config.blocks, host_blocks=4 * config.blocks, swap=config.swap)
-    with closing(live) as executor:
+    with closing(config.executor(loaded)) as executor:
         traces = [_run(executor, loads[fitting], name, config)[1] for name in ("recompute", "swap")]
         costs = fit_costs(*samples(traces))
         rows = _compare(executor, costs, {seed: loads[seed] for seed in others}, config, profile.seed)
@@ -178,13 +142,9 @@ def _compare(
     return rows
 
 
-def _run(
-    executor: Executor, items: Sequence[Item], name: str, config: LivePoliciesConfig
-) -> tuple[dict[str, Any], Trace]:
-    trace = Trace()
-    policy = make_policy(name, threshold=1024 * config.scale) if name == "cross_point" else make_policy(name)
-    requests = serve_items(Engine(executor, EngineConfig(watermark=0.0), policy=policy, trace=trace), items)
-    return client_metrics(requests) | recovery_metrics(trace), trace
+def _run(executor: Executor, items: Sequence[Item], name: str, config: LiveLoadsConfig) -> tuple[dict[str, Any], Trace]:
+    metrics, _, trace = served(executor, EngineConfig(watermark=0.0), config.policy(name), items)
+    return metrics, trace
 
 
 def live_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
@@ -294,12 +254,9 @@ def run_replayed(
     scheduler: str | type[Scheduler] = "prefill_first",
 ) -> dict[str, Any]:
     """One run of the paper's set-up (3.1, 4.1): prefill-first, LIFO, watermark off; or of another ``victim``."""
-    trace = Trace()
     executor = SimulatedExecutor(costs, blocks, host_blocks=HOST_BLOCKS)
     bounds = {"watermark": 0.0, "prefill_tokens": 2560, "token_budget": 1 << 20, "overtake": overtake}
-    config = EngineConfig(scheduler=scheduler, victim=victim, **bounds)
-    requests = serve_items(Engine(executor, config, policy=policy, trace=trace), items)
-    return client_metrics(requests) | recovery_metrics(trace)
+    return served(executor, EngineConfig(scheduler=scheduler, victim=victim, **bounds), policy, items)[0]
 
 
 def calibrated(loads: Sequence[Sequence[Item]], blocks: int) -> float:
@@ -396,5 +353,4 @@ def column(rows: Rows, policy: str, name: str) -> list[float]:
 
 def below(rows: Rows, policy: str, other: str, name: str) -> Interval:
     """1 - the mean of ``policy`` over the mean of ``other``; workloads are resampled, each with both its runs."""
-    pairs = np.column_stack([column(rows, policy, name), column(rows, other, name)])
-    return bootstrap(pairs, lambda sample: float(1 - np.divide(*sample.mean(0))))
+    return share_below(column(rows, policy, name), column(rows, other, name))

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from firsttoken.engine.request import Phase
 from firsttoken.study.overlay import Drawn, legend, name_results, over
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.plot import COLOURS, Axes, Figure, panels
 from firsttoken.study.record import Result, Rows, rows_where
 from firsttoken_studies.cps.policy_comparison import BOUND, COMPARED, MEANS, PAPER_TPOT_MS, below, column
 from firsttoken_studies.cps.styles import POLICIES
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 
 PAPER_P99_MS = 70.57
 # Figure 2 and 4.2.2: CPS in ms; the P99 TPOT of the others from its percentages, and from these theirs below Swap
@@ -102,10 +97,8 @@ def _look(name: str) -> str:
 
 def threshold_gains(recorded: Result | None, now: Result) -> Figure:
     """What another threshold than the paper's is worth, paired by workload: tail, and cost of the recoveries."""
-    import matplotlib.pyplot as plt
-
     results = over(recorded, now)
-    fig, axes = plt.subplots(1, 2, figsize=(9, 3.9))
+    fig, axes = panels(1, 2, figsize=(9, 3.9))
     said = {"p99_tpot_ms": "P99 TPOT below CrossPoint's, %", "recovery_s": "recovery cost below CrossPoint's, %"}
     for ax, (name, label) in zip(axes, said.items(), strict=True):
         for drawn in results:

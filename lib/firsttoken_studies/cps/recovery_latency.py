@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -17,8 +16,7 @@ from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
 from firsttoken.cps.costs.crossing import Crossing, crossing, crossing_interval
 from firsttoken.engine.costs.published import PAPER_SHAPE, TABLE_2, decomposed
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.kv import KVPool, KVShape
 from firsttoken.engine.live_executor import LiveExecutor
@@ -32,6 +30,7 @@ from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows, frame_of
 from firsttoken.study.stats import Interval, ratio_of_medians
 from firsttoken.study.summary import Summary
+from firsttoken.study.timing import torch_threads
 
 if TYPE_CHECKING:
     import pandas
@@ -84,7 +83,7 @@ def memcpy_rows(shape: KVShape, tokens: Sequence[int], repeats: int, device: tor
     host = host_pool.all_rows
     there = torch.zeros_like(host, device=device)
     rows = []
-    with _one_thread():
+    with torch_threads(1):
         for count, repeat in product(tokens, range(-1, repeats)):
             blocks = shape.blocks(count)
             for direction, target, source in (("out", host, there), ("in", there, host)):
@@ -93,16 +92,6 @@ def memcpy_rows(shape: KVShape, tokens: Sequence[int], repeats: int, device: tor
                     case = {"tokens": count, "repeat": repeat, "direction": direction}
                     rows.append(case | {"ms": seconds * 1e3, "bytes": blocks * shape.block_bytes})
     return rows
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _draw(rng: random.Random, path: SwapPath, tokens: int) -> list[int]:

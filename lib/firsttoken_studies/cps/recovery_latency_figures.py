@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,22 +13,16 @@ from firsttoken.cps.costs.crossing import Crossing, crossing
 from firsttoken.engine.costs.published import PAPER_SHAPE, TABLE_2, PublishedCosts, decomposed
 from firsttoken.engine.kv import KVShape
 from firsttoken.study.overlay import Drawn, name_results, over
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.plot import COLOURS, Axes, Figure, panels, ticks
 from firsttoken.study.record import Result
 from firsttoken_studies.cps.recovery_latency import LONG, PCIE_4_X16, swap_ms
 from firsttoken_studies.cps.styles import LINES, PATH_LOOKS, POLICIES
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 
 def latency_by_length(recorded: Result | None, now: Result) -> Figure:
     """Figure 1 of the paper beside this machine's: milliseconds to recover a request of so many tokens."""
-    import matplotlib.pyplot as plt
-
     results = over(recorded, now)
-    fig, (paper, here) = plt.subplots(1, 2, figsize=(9, 4.9))
+    fig, (paper, here) = panels(1, 2, figsize=(9, 4.9))
     lengths = [row.tokens for row in TABLE_2]
     swap, again = [row.swap_ms for row in TABLE_2], [row.recompute_ms for row in TABLE_2]
     _, colour, marker = POLICIES["recompute"]
@@ -56,11 +49,10 @@ def latency_by_length(recorded: Result | None, now: Result) -> Figure:
     )
     for ax in (paper, here):
         ax.set(xscale="log", yscale="log", xlabel="tokens of the preempted request", ylabel="recovery, ms")
-        ax.xaxis.set_minor_formatter("")
         ax.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.16))
-    paper.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    ticks(paper.xaxis, lengths, "{:,}")
     there = sorted({row["tokens"] for drawn in results for row in drawn.result.rows if row["what"] == "recompute"})
-    here.set_xticks(there, [f"{length:,}" for length in there], fontsize=9)
+    ticks(here.xaxis, there, "{:,}", fontsize=9)
     fig.suptitle("Swap loses its lead by 3,072 copies for 1,024 tokens; in one copy it wins at every length")
     name_results(fig, results)
     return fig
@@ -68,10 +60,8 @@ def latency_by_length(recorded: Result | None, now: Result) -> Figure:
 
 def block_sizes(recorded: Result | None, now: Result) -> Figure:
     """What larger blocks do: to the paper's cross-point (computed from its data), and to a swap on this machine."""
-    import matplotlib.pyplot as plt
-
     results = over(recorded, now)
-    fig, (paper, here) = plt.subplots(1, 2, figsize=(9, 4.2))
+    fig, (paper, here) = panels(1, 2, figsize=(9, 4.2))
     sizes = (8, 16, 32, 64, 128)
     lengths = [row.tokens for row in TABLE_2]
     again = [row.recompute_ms for row in TABLE_2]
@@ -83,10 +73,8 @@ def block_sizes(recorded: Result | None, now: Result) -> Figure:
         paper.plot(lengths, ratio, marker="o", color=PATH_LOOKS["per_block"][1], alpha=1 if size == 16 else 0.5)
         paper.annotate(f"{size}", (lengths[-1], ratio[-1]), (7, -3), textcoords="offset points", fontsize=9)
     paper.set(xscale="log", yscale="log", xlabel="tokens of the preempted request", ylabel="swap / recompute")
-    paper.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    paper.xaxis.set_minor_formatter("")
-    paper.set_yticks([0.2, 0.5, 1, 2], ["0.2", "0.5", "1", "2"])
-    paper.yaxis.set_minor_formatter("")
+    ticks(paper.xaxis, lengths, "{:,}")
+    ticks(paper.yaxis, (0.2, 0.5, 1, 2))
     paper.set_title("Table 2 with blocks of 8 to 128 tokens (computed)", fontsize=11)
     for drawn in results:
         swept = drawn.result.frame(what="swept")
@@ -97,8 +85,7 @@ def block_sizes(recorded: Result | None, now: Result) -> Figure:
             drawn.line(here, there, times, LINES[name], label=label if drawn.own else None)
     here.set(xscale="log", xlabel="tokens in a block", ylabel="time of a swap / that with the largest blocks")
     here.set_ylim(0, None)
-    here.set_xticks(there, [str(size) for size in there])
-    here.xaxis.set_minor_formatter("")
+    ticks(here.xaxis, there)
     here.set_title("this machine, measured", fontsize=11)
     here.legend(fontsize=9)
     fig.suptitle("Larger blocks mean fewer copies: from 32 tokens a block, swap wins at every length")
@@ -145,11 +132,10 @@ def map_of(coalesced: bool) -> list[list[Crossing]]:
 
 def link_map() -> Figure:
     """Up to which length to swap, by link and model: a copy per block, layer, K and V, and one copy."""
-    import matplotlib.pyplot as plt
     from matplotlib.colors import LinearSegmentedColormap
 
     colours = LinearSegmentedColormap.from_list("ways", [POLICIES["recompute"][1], "white", POLICIES["swap"][1]])
-    fig, axes = plt.subplots(1, 2, figsize=(9, 3.9), sharey=True)
+    fig, axes = panels(1, 2, figsize=(9, 3.9), sharey=True)
     for ax, (coalesced, path) in zip(axes, ((False, "per_block"), (True, "coalesced")), strict=True):
         found = map_of(coalesced)
         shares = np.array([[_swapped(each) for each in line] for line in found])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from itertools import product
 
 import numpy as np
 
 from firsttoken.cps.costs.crossing import Crossing, crossing, fit_crossing
 from firsttoken.engine.costs.published import TABLE_2, Table2Row, decomposed
 from firsttoken.engine.workload.workload_items import Item
-from firsttoken.study.record import Result, Rows
+from firsttoken.study.record import Result, Rows, Table
 from firsttoken.study.show import interval
 from firsttoken_studies.cps.policy_comparison import AS_PUBLISHED, BOUND, CONTROLS, MEANS, OFF
 from firsttoken_studies.cps.recovery_latency import swap_ms
@@ -24,40 +24,34 @@ def environment_rows(result: Result) -> Rows:
     return [{key: row[key] for key in ("component", "paper", "here")} for row in parts]
 
 
-def limit_rows(result: Result) -> Rows:
+def limit_rows(result: Result) -> Table:
     """What each part of Table 1 allows, what stands beside it, and whether both can be."""
-    return [
-        {
-            "pair": f"{row['part']} and {row['other']}",
-            "allows": f"{row['allows']:g} {row['unit']}",
-            "Table 1 has": f"{row['asked']:g}",
-            "together": "impossible" if row["broken"] else "possible",
-            "source": row["source"],
-        }
-        for row in result.rows
-        if row["what"] == "limit"
-    ]
+    for row in result.rows:
+        if row["what"] == "limit":
+            yield {
+                "pair": f"{row['part']} and {row['other']}",
+                "allows": f"{row['allows']:g} {row['unit']}",
+                "Table 1 has": f"{row['asked']:g}",
+                "together": "impossible" if row["broken"] else "possible",
+                "source": row["source"],
+            }
 
 
-def published_rows() -> Rows:
+def published_rows() -> Table:
     """Table 2 as printed, and what a copy of 4 KiB costs in it if the bytes cross at 25 GB/s."""
-    rows = []
     for line in TABLE_2:
         parts = decomposed(line.tokens)
-        rows.append(
-            {
-                "tokens": line.tokens,
-                "out, ms": line.out_ms,
-                "prep, ms": line.prep_ms,
-                "in, ms": line.in_ms,
-                "swap, ms": line.swap_ms,
-                "recompute, ms": line.recompute_ms,
-                "copies each way": parts.copies,
-                "bytes at 25 GB/s, ms each way": round(parts.wire_s * 1e3, 2),
-                "rest, us a copy (out, in)": f"{parts.out_us_per_copy:.2f}, {parts.in_us_per_copy:.2f}",
-            }
-        )
-    return rows
+        yield {
+            "tokens": line.tokens,
+            "out, ms": line.out_ms,
+            "prep, ms": line.prep_ms,
+            "in, ms": line.in_ms,
+            "swap, ms": line.swap_ms,
+            "recompute, ms": line.recompute_ms,
+            "copies each way": parts.copies,
+            "bytes at 25 GB/s, ms each way": round(parts.wire_s * 1e3, 2),
+            "rest, us a copy (out, in)": f"{parts.out_us_per_copy:.2f}, {parts.in_us_per_copy:.2f}",
+        }
 
 
 def published_crossing_rows() -> Rows:
@@ -73,24 +67,19 @@ def published_crossing_rows() -> Rows:
     return rows
 
 
-def recovery_rows(result: Result) -> Rows:
+def recovery_rows(result: Result) -> Table:
     """Table 2 of this machine: medians by length."""
-    rows = []
-    for tokens in sorted({row["tokens"] for row in result.rows if row["what"] == "recompute"}):
-        line: dict[str, Any] = {"tokens": tokens}
-        for name in PATH_LOOKS:
-            mine = [row for row in result.rows if row["what"] == "swap" and row["path"] == name]
-            line[f"swap {name}, ms"] = _median([swap_ms(row) for row in mine if row["tokens"] == tokens])
+    swaps = result.frame(what="swap")
+    taken = swap_ms(swaps).groupby([swaps.path, swaps.tokens]).median()
+    for tokens, again_ms in result.frame(what="recompute").groupby("tokens").ms.median().items():
+        line = {f"swap {name}, ms": taken[name, tokens] for name in PATH_LOOKS}
         line["plain copies out and in, ms"] = result.floors[f"swap_{tokens}_tokens"]["value"]
-        again = [row["ms"] for row in result.rows if row["what"] == "recompute" and row["tokens"] == tokens]
-        line["recompute, ms"] = _median(again)
-        rows.append({key: value if key == "tokens" else _digits(value) for key, value in line.items()})
-    return rows
+        line["recompute, ms"] = again_ms
+        yield {"tokens": tokens} | {key: _digits(value) for key, value in line.items()}
 
 
-def part_rows(result: Result, lengths: Sequence[int]) -> Rows:
+def part_rows(result: Result, lengths: Sequence[int]) -> Table:
     """A restoration taken apart as in Table 2, theirs and ours; medians in ms. A plain copy needs no preparing."""
-    rows = []
     for line in (line for line in TABLE_2 if line.tokens in lengths):
         of = [row for row in result.rows if row["tokens"] == line.tokens]
         if not any(row["what"] == "swap" for row in of):
@@ -101,36 +90,30 @@ def part_rows(result: Result, lengths: Sequence[int]) -> Rows:
                 mine = [row[f"{part}_ms"] for row in of if row["what"] == "swap" and row["path"] == name]
                 found[f"{label}, ms"] = _digits(_median(mine))
             plain = [row["ms"] for row in of if row["what"] == "memcpy" and row["direction"] == part]
-            rows.append(found | ({"plain copy, ms": _digits(_median(plain))} if plain else {}))
+            yield found | ({"plain copy, ms": _digits(_median(plain))} if plain else {})
         again = _digits(_median([row["ms"] for row in of if row["what"] == "recompute"]))
         paper = {"restoring": f"{line.tokens:,} tokens: prefilled again", "paper, ms": f"{line.recompute_ms:.3g}"}
-        rows.append(paper | {"recomputed here, ms": again})
-    return rows
+        yield paper | {"recomputed here, ms": again}
 
 
-def length_rows(loads: Sequence[Sequence[Item]], threshold: int = 1024) -> Rows:
+def length_rows(loads: Sequence[Sequence[Item]]) -> Table:
     """How long the conversations of workloads are: prompt, answer and both, in tokens."""
     items = [item for load in loads for item in load]
     parts = {
-        f"short: up to {threshold:,}": [item for item in items if item.total_tokens <= threshold],
-        "long": [item for item in items if item.total_tokens > threshold],
+        "short: up to 1,024": [item for item in items if item.total_tokens <= 1024],
+        "long": [item for item in items if item.total_tokens > 1024],
         "all": items,
     }
-    rows = []
     for name, of in parts.items():
         totals = [item.total_tokens for item in of]
         middle, high = np.percentile(totals, [50, 90])
-        rows.append(
-            {"conversations": name, "a workload": len(of) // len(loads), "prompt, mean": _mean(of, "prompt_tokens")}
-            | {"answer, mean": _mean(of, "output_tokens"), "both, mean": _mean(of, "total_tokens")}
-            | {"median": f"{middle:.0f}", "90 % up to": f"{high:.0f}", "range": f"{min(totals)}-{max(totals)}"}
-        )
-    return rows
+        line = {"conversations": name, "a workload": len(of) // len(loads), "prompt, mean": _mean(of, "prompt_tokens")}
+        line |= {"answer, mean": _mean(of, "output_tokens"), "both, mean": _mean(of, "total_tokens")}
+        yield line | {"median": f"{middle:.0f}", "90 % up to": f"{high:.0f}", "range": f"{min(totals)}-{max(totals)}"}
 
 
-def policy_rows(result: Result) -> Rows:
+def policy_rows(result: Result) -> Table:
     """Figure 2 in numbers: means over workloads with intervals."""
-    rows = []
     for name, (label, _, _) in POLICIES.items():
         line = {"policy": label}
         for measure, (column, *_) in MEANS.items():
@@ -138,8 +121,7 @@ def policy_rows(result: Result) -> Rows:
             for entry in result.summary.all(measure, policy=name):
                 line[column] = interval(entry, digits)
         if len(line) > 1:
-            rows.append(line)
-    return rows
+            yield line
 
 
 def gain_rows(result: Result) -> Rows:
@@ -152,46 +134,35 @@ def gain_rows(result: Result) -> Rows:
         "tpot_p99_below_pct": "P99 TPOT",
         "recovery_below_pct": "recovery cost",
     }
-    rows = [
-        {
-            "what": f"{label} of CrossPoint below {POLICIES[other][0]}, %",
-            "measured": interval(summary.of(measure, policy="cross_point", than=other, costs="published")),
-            "paper": paper.get((measure, other), ""),
-        }
-        for measure, label in said.items()
-        for other in ("swap", "recompute")
-    ]
-    for name in CONTROLS:
-        for other in ("swap", "cross_point"):
-            what = f"P99 TPOT of {POLICIES[name][0].removeprefix('control: ')} below {POLICIES[other][0]}, %"
-            if gain := summary.get("tpot_p99_below_pct", policy=name, than=other, costs="published"):
-                rows.append({"what": what, "measured": interval(gain)})
+    lines = []
+    for (measure, label), other in product(said.items(), ("swap", "recompute")):
+        gain = interval(summary.of(measure, policy="cross_point", than=other, costs="published"))
+        what = f"{label} of CrossPoint below {POLICIES[other][0]}, %"
+        lines.append((what, gain, paper.get((measure, other), "")))
+    for name, other in product(CONTROLS, ("swap", "cross_point")):
+        what = f"P99 TPOT of {POLICIES[name][0].removeprefix('control: ')} below {POLICIES[other][0]}, %"
+        if gain := summary.get("tpot_p99_below_pct", policy=name, than=other, costs="published"):
+            lines.append((what, interval(gain)))
     cheaper = summary.of("recovery_below_pct", policy="swap", than=AS_PUBLISHED, costs="coalesced")
     gain = summary.of("tpot_p99_below_pct", policy="cross_point", than="swap", costs="coalesced")
     share = summary.of("recovery_share_pct", policy="cross_point", costs="published")
-    rows += [
-        {"what": "recovery cost of Swap with coalesced copies below CrossPoint, %", "measured": interval(cheaper, 2)},
-        {"what": "P99 TPOT of CrossPoint below Swap, both with coalesced copies, %", "measured": interval(gain, 2)},
-        {"what": "share of all recoveries in a run of CrossPoint, %", "measured": interval(share, 2)},
+    least = f"{summary.value('ttft_mean_ms', policy=BOUND) / 1e3:.1f}"
+    lines += [
+        ("recovery cost of Swap with coalesced copies below CrossPoint, %", interval(cheaper, 2)),
+        ("P99 TPOT of CrossPoint below Swap, both with coalesced copies, %", interval(gain, 2)),
+        ("share of all recoveries in a run of CrossPoint, %", interval(share, 2)),
+        ("least mean TTFT with 512 blocks of 16 tokens and steps of the paper's TPOT, s", least, "1.65"),
     ]
-    rows.append(
-        {
-            "what": "least mean TTFT with 512 blocks of 16 tokens and steps of the paper's TPOT, s",
-            "measured": f"{summary.value('ttft_mean_ms', policy=BOUND) / 1e3:.1f}",
-            "paper": "1.65",
-        }
-    )
-    return rows
+    return [dict(zip(("what", "measured", "paper"), line, strict=False)) for line in lines]
 
 
-def simulator_rows(result: Result) -> Rows:
+def simulator_rows(result: Result) -> Table:
     """How far the simulated runs are from the live ones."""
-    rows, place = [], {"source": "simulated", "than": "live"}
+    place = {"source": "simulated", "than": "live"}
     for measure, name in OFF.items():
         mean = interval(result.summary.of(measure, **place, across="mean"))
         worst = result.summary.value(measure, **place, across="worst")
-        rows.append({"metric": name, "off, % (mean over runs)": mean, "worst run, %": f"{worst:.1f}"})
-    return rows
+        yield {"metric": name, "off, % (mean over runs)": mean, "worst run, %": f"{worst:.1f}"}
 
 
 def _crossing(estimate: Callable[..., Crossing], lines: Sequence[Table2Row]) -> str:

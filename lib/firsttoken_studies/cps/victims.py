@@ -6,47 +6,36 @@ choice of its own, which no report compares.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from firsttoken.assets.models import load_model
-from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
 from firsttoken.cps.policies import make_policy
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.published import PublishedCosts
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.executor import Executor
-from firsttoken.engine.fused import fuse
-from firsttoken.engine.latency_metrics import client_metrics, recovery_metrics, serve_items
-from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.preemption import PreemptionPolicy
 from firsttoken.engine.request import Request
 from firsttoken.engine.scheduler_state import VICTIMS, Victim
 from firsttoken.engine.simulated import SimulatedExecutor
-from firsttoken.engine.trace import Trace
-from firsttoken.engine.workload.sharegpt import LONGEST, threshold_mix
-from firsttoken.engine.workload.workload_items import Item, with_ids
+from firsttoken.engine.workload.workload_items import Item
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import LOOKS
+from firsttoken.study.plot import LOOKS, Figure, categories, panels
 from firsttoken.study.profile import Profile, unknown
-from firsttoken.study.record import Outcome, Result, Rows
-from firsttoken.study.show import interval
-from firsttoken.study.stats import bootstrap
+from firsttoken.study.record import Outcome, Result, Rows, Table
+from firsttoken.study.show import cells
+from firsttoken.study.stats import bootstrap, share_below
 from firsttoken.study.summary import Summary
-from firsttoken_studies.cps.policy_comparison import BLOCK_TOKENS, HOST_BLOCKS, POOL, ReplayedConfig, calibrated, drawn
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from firsttoken_studies.cps.live_loads import LiveLoadsConfig, served
+from firsttoken_studies.cps.policy_comparison import HOST_BLOCKS, ReplayedConfig, calibrated, drawn
 
 LIFO, FREED, RANDOM = "last_arrived", "most_freed_for_its_cost", "random"
 RULES = (*VICTIMS, FREED, RANDOM)
@@ -108,6 +97,11 @@ def victim_of(name: str, costs: Costs, seed: int) -> str | Victim:
 
 
 METRICS = ("p99_tpot_ms", "mean_ttft_ms", "longest_gap_s", "preemptions")
+MEASURES = {  # of the summary: its column of the rows, and the unit
+    "tpot_p99_ms": ("p99_tpot_ms", "ms"),
+    "longest_gap_s": ("longest_gap_s", "s"),
+    "preemptions": ("preemptions", ""),
+}
 
 
 def victims(profile: Profile) -> Outcome:
@@ -118,13 +112,9 @@ def victims(profile: Profile) -> Outcome:
     seeds = list(range(profile.seed, profile.seed + config.seeds))
     loads = {seed: drawn(set_up, seed) for seed in seeds}
     costs = PublishedCosts(decode_s=calibrated([loads[seed] for seed in seeds[:3]], max(config.pools)))
-    cases = [
-        {"blocks": blocks, "scheduler": scheduler, "recovery": recovery, "victim": victim}
-        for blocks in config.pools
-        for scheduler in config.schedulers
-        for recovery in config.recoveries
-        for victim in config.victims
-    ]
+    named = ("blocks", "scheduler", "recovery", "victim")
+    every = product(config.pools, config.schedulers, config.recoveries, config.victims)
+    cases = [dict(zip(named, case, strict=True)) for case in every]
     rows: Rows = []
     for case in tqdm(cases, desc="victims", disable=None):
         found = [run_with(loads[seed], costs, case | {"seed": seed}) for seed in seeds]
@@ -143,65 +133,38 @@ def run_with(items: Sequence[Item], costs: Costs, case: Mapping[str, Any]) -> di
 
 def seen(executor: Executor, settings: EngineConfig, policy: PreemptionPolicy, items: Sequence[Item]) -> dict[str, Any]:
     """The metrics of one run, and the longest time between two tokens of any request."""
-    trace = Trace()
-    requests = serve_items(Engine(executor, settings, policy=policy, trace=trace), items)
+    metrics, requests, _ = served(executor, settings, policy, items)
     gaps = [float(np.diff(request.times_s).max()) for request in requests if len(request.times_s) > 1]
-    return client_metrics(requests) | recovery_metrics(trace) | {"longest_gap_s": max(gaps)}
+    return metrics | {"longest_gap_s": max(gaps)}
 
 
 @dataclass(frozen=True)
-class LiveVictimsConfig:
-    """``short`` + ``long`` conversations of ShareGPT, their lengths times ``scale``, for each of ``seeds`` draws, on
-    this machine: each of ``victims`` with each of ``recoveries`` in random order, over the swap path ``swap``. They
-    share ``blocks`` of 16 tokens. CrossPoint swaps up to 1,024 x ``scale`` tokens."""
+class LiveVictimsConfig(LiveLoadsConfig):
+    """Each of ``victims`` with each of ``recoveries``, in random order."""
 
-    seeds: int
-    short: int
-    long: int
-    scale: float
-    blocks: int
     victims: tuple[str, ...]
     recoveries: tuple[str, ...]
-    swap: str
+
+    section = "live_victims"
 
     def __post_init__(self) -> None:
-        if min(self.seeds, self.short, self.long, self.blocks) < 1:
-            raise ProfileError("live_victims: seeds, short, long and blocks must be at least 1")
+        super().__post_init__()
         if odd := next((name for name in self.victims if name not in VICTIMS), ""):
             raise ProfileError(f"live_victims: no victim {odd!r}; {unknown(odd, VICTIMS)}")
-
-    def needs(self) -> list[Need]:
-        """Context and pool hold the longest conversation."""
-        longest = math.ceil(LONGEST * self.scale)
-        return [
-            Need("live_victims.scale", longest, CONTEXT),
-            Need("live_victims.scale", longest, POOL, "lower it, or raise live_victims.blocks"),
-        ]
 
 
 def victims_live(profile: Profile) -> Outcome:
     """The same rows of the profile's model on this machine, prefill first."""
     config = profile.section("live_victims", LiveVictimsConfig)
-    check(config.needs(), ModelFacts(profile.model, {POOL: config.blocks * BLOCK_TOKENS}))
-    loaded = load_model(profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
-    fuse(loaded.model)
-    vocabulary = loaded.model.config.vocab_size
-    seeds = range(profile.seed, profile.seed + config.seeds)
-    loads = {
-        seed: with_ids(
-            threshold_mix(loaded.tokenizer, config.short, config.long, scale=config.scale, seed=seed), vocabulary, seed
-        )
-        for seed in seeds
-    }
+    loaded, seeds = config.load(profile, profile.model), range(profile.seed, profile.seed + config.seeds)
+    loads = config.loads(loaded, seeds)
     cases = list(product(seeds, config.victims, config.recoveries))
     random.Random(profile.seed).shuffle(cases)
     found: dict[tuple[int, str, str], dict[str, Any]] = {}
-    live = LiveExecutor(loaded.model, config.blocks, host_blocks=4 * config.blocks, swap=config.swap)
-    with closing(live) as executor:
+    with closing(config.executor(loaded)) as executor:
         for seed, victim, recovery in tqdm(cases, desc="live victims", disable=None):
-            policy = make_policy(recovery, **({"threshold": 1024 * config.scale} if recovery == "cross_point" else {}))
             settings = EngineConfig(victim=victim, watermark=0.0)
-            found[seed, victim, recovery] = seen(executor, settings, policy, loads[seed])
+            found[seed, victim, recovery] = seen(executor, settings, config.policy(recovery), loads[seed])
     rows: Rows = [
         {"blocks": config.blocks, "scheduler": "prefill_first", "recovery": recovery, "victim": victim}
         | {"seeds": list(seeds)}
@@ -218,50 +181,37 @@ def victims_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     cases = {(row["blocks"], row["scheduler"], row["recovery"], row["victim"]): row for row in rows}
     for (blocks, scheduler, recovery, victim), mine in cases.items():
         where = {"case": f"{blocks} blocks", "scheduler": scheduler, "policy": recovery, "variant": victim}
-        for measure, column, unit in (
-            ("tpot_p99_ms", "p99_tpot_ms", "ms"),
-            ("longest_gap_s", "longest_gap_s", "s"),
-            ("preemptions", "preemptions", ""),
-        ):
+        for measure, (column, unit) in MEASURES.items():
             summary.add(measure, bootstrap(mine[column]).summary(unit), **where)
         for than, other in ((f"{LIFO} {recovery}", recovery), (f"{LIFO} cross_point", "cross_point")):
             base = cases.get((blocks, scheduler, other, LIFO))
             if base is None or base is mine or summary.get("tpot_p99_below_pct", **where, than=than):
                 continue
-            pairs = np.column_stack([mine["p99_tpot_ms"], base["p99_tpot_ms"]])
-            below = bootstrap(pairs, lambda sample: float(1 - np.divide(*sample.mean(0))))
+            below = share_below(mine["p99_tpot_ms"], base["p99_tpot_ms"])
             summary.add("tpot_p99_below_pct", below.summary("%", 100), **where, than=than)
     return summary
 
 
-def victim_rows(result: Result) -> Rows:
+def victim_rows(result: Result) -> Table:
     """A line a load, scheduler and rule: P99 TPOT by recovery, and the longest wait with swap."""
-    lines: Rows = []
-    for case, scheduler, victim in dict.fromkeys(_places(result.rows)):
-        line: dict[str, Any] = {"load": f"{case}, {scheduler}: {TOLD[victim]}"}
-        where = {"case": case, "scheduler": scheduler, "variant": victim}
-        for recovery in dict.fromkeys(row["recovery"] for row in result.rows):
-            line[f"P99 TPOT, {recovery}, ms"] = interval(result.summary.get("tpot_p99_ms", **where, policy=recovery), 0)
-        line["longest wait, swap, s"] = interval(result.summary.get("longest_gap_s", **where, policy="swap"), 1)
-        lines.append(line)
-    return lines
-
-
-def _places(rows: Rows) -> list[tuple[str, str, str]]:
-    return [(f"{row['blocks']} blocks", row["scheduler"], row["victim"]) for row in rows]
+    recoveries = dict.fromkeys(row["recovery"] for row in result.rows)
+    columns = {f"P99 TPOT, {name}, ms": ("tpot_p99_ms", 0, {"policy": name}) for name in recoveries}
+    columns |= {"longest wait, swap, s": ("longest_gap_s", 1, {"policy": "swap"})}
+    for blocks, scheduler, victim in dict.fromkeys((r["blocks"], r["scheduler"], r["victim"]) for r in result.rows):
+        where = {"case": f"{blocks} blocks", "scheduler": scheduler, "variant": victim}
+        load = f"{blocks} blocks, {scheduler}: {TOLD[victim]}"
+        yield {"load": load} | cells(result.summary, columns, **where)
 
 
 def by_victim(recorded: Result | None, now: Result) -> Figure:
     """P99 TPOT by rule, a panel a scheduler and load, a mark a recovery."""
-    import matplotlib.pyplot as plt
-
     drawn_over = over(recorded, now)
     every = [row for one in drawn_over for row in one.result.rows]
     schedulers = list(dict.fromkeys(row["scheduler"] for row in every))
     pools = sorted({row["blocks"] for row in every}, reverse=True)
     rules = list(dict.fromkeys(row["victim"] for row in every))
     size = (9, 0.3 * len(rules) * len(pools) + 2.4)
-    fig, axes = plt.subplots(len(pools), len(schedulers), figsize=size, sharex="col", sharey=True, squeeze=False)
+    fig, axes = panels(len(pools), len(schedulers), figsize=size, sharex="col", sharey=True, squeeze=False)
     for line, blocks in zip(axes, pools, strict=True):
         for ax, scheduler in zip(line, schedulers, strict=True):
             for one in drawn_over:
@@ -271,8 +221,7 @@ def by_victim(recorded: Result | None, now: Result) -> Figure:
                         entry = one.result.summary.get("tpot_p99_ms", **where, variant=victim)
                         one.point(ax, place + offset + one.shift / 3, entry, recovery.replace("_", "-"), along="x")
             ax.set_title(f"{scheduler}, {blocks} blocks", fontsize="small")
-            ax.set_yticks(range(len(rules)), [TOLD[victim] for victim in rules], fontsize="small")
-            ax.set_ylim(len(rules) - 0.4, -0.6)
+            categories(ax, [TOLD[victim] for victim in rules], 0.4, fontsize="small")
     for ax in axes[-1]:
         ax.set_xlabel("P99 of the time per further token, ms")
     for recovery in RECOVERIES:

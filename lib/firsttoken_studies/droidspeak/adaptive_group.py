@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from tqdm import tqdm
 
 from firsttoken.droidspeak.group_selection import Choice, Conditions, GroupCosts, LinkEstimate, Scored, choose_group
@@ -17,9 +16,9 @@ from firsttoken.droidspeak.pipeline.schedule import Schedule
 from firsttoken.droidspeak.prefill import Group
 from firsttoken.link.shaped import LinkConfig
 from firsttoken.study.overlay import Drawn, legend, over
-from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.plot import COLOURS, LOOKS, Axes, Figure, panels, ticks
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Entry, Summary
@@ -29,8 +28,7 @@ from firsttoken_studies.droidspeak.tables import by_run
 from firsttoken_studies.droidspeak.wire import LoadingConfig, WiredPair
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    import pandas
 
 
 def adaptive_group(profile: Profile) -> Outcome:
@@ -100,16 +98,10 @@ def measured_costs(wire: WiredPair, group: Group) -> GroupCosts:
 def adaptive_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Summarize by link the chosen group: its median TTFT over that of the best fixed group."""
     summary, over = Summary(), {"variant": "chosen", "than": "best fixed"}
-    for rate in sorted({row["gbit_per_s"] for row in rows}):
-        times: dict[tuple[str, int, int], list[float]] = {}
-        for row in rows:
-            if row["gbit_per_s"] == rate:
-                key = ("chosen", 0, 0) if row["how"] == "chosen" else ("fixed", row["lo"], row["hi"])
-                times.setdefault(key, []).append(row["ttft_s"])
-        medians = {key: bootstrap(values, "median").estimate for key, values in times.items()}
-        best = min(value for key, value in medians.items() if key[0] == "fixed")
-        of = [value / best for value in times["chosen", 0, 0]]
-        summary.add("ttft_x", bootstrap(of, "median").summary("x of the best fixed"), **over, gbit_per_s=rate)
+    for rate, of in frame_of(rows).groupby("gbit_per_s"):
+        best = of[of.how == "fixed"].groupby(["lo", "hi"]).ttft_s.median().min()
+        chosen = bootstrap(of[of.how == "chosen"].ttft_s / best, "median")
+        summary.add("ttft_x", chosen.summary("x of the best fixed"), **over, gbit_per_s=rate)
     summary.add("ttft_x", max(summary, key=lambda entry: entry["value"]), **over, across="worst")
     return summary
 
@@ -162,10 +154,9 @@ class Plan:
         return gbit_per_s * kv_bytes_per_s / _PAPER_KV_BYTES_PER_S
 
 
-def scaled_rows(plan: Plan) -> Rows:
+def scaled_rows(plan: Plan) -> Table:
     """The paper's and the report's links, scaled to this machine: the choice, alone, far away, on a busy processor."""
     far_s = _PAPER_RTT_S / _PAPER_PREFILL_S * plan.prefill_s
-    rows = []
     for gbit in _PAPER_GBIT:
         here = plan.here(gbit)
         line: dict[str, Any] = {"Gbit/s in the paper": gbit, "as much here": round(here, 3)}
@@ -174,8 +165,7 @@ def scaled_rows(plan: Plan) -> Rows:
             line[f"group{name}"] = f"{group} ({len(group)} of {plan.costs.depth})"
             line[f"TTFT / full prefill's{name}"] = round(over, 3)
         line[f"the same {1e3 * _PAPER_RTT_S:g} ms away"] = round(plan.choice(here * 1e9 / 8, far_s)[1], 3)
-        rows.append(line)
-    return rows
+        yield line
 
 
 # The figure and the table of notebook 35 about a group for this link, from results of adaptive_group.
@@ -185,29 +175,28 @@ TARGET = 1.05  # of the best fixed group
 
 def choices(recorded: Result | None, now: Result) -> Figure:
     """Left: TTFT of every group by bandwidth, and of the choice. Right: the choice over the best fixed group."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
-    fig, (times, ratios) = plt.subplots(1, 2, figsize=(9, 4.6), width_ratios=(1.5, 1))
+    fig, (times, ratios) = panels(1, 2, figsize=(9, 4.6), width_ratios=(1.5, 1))
     for one in drawn:
-        rates = _rates(one.result)
-        for lo, hi in sorted({(row["lo"], row["hi"]) for row in one.result.rows if row["how"] == "fixed"}):
-            name = "recompute" if hi - lo == _depth(one.result) else "other"
-            fixed = [{"value": _median(one.result, rate, "fixed", lo, hi)} for rate in rates]
-            one.line(times, rates, fixed, name, markersize=4, linewidth=1.3)
+        frame = one.result.frame()
+        for (lo, hi), fixed in frame[frame.how == "fixed"].groupby(["lo", "hi"]):
+            medians = fixed.groupby("gbit_per_s").ttft_s.median()
+            name = "recompute" if hi - lo == frame.layers.max() else "other"
+            entries = [{"value": seconds} for seconds in medians]
+            one.line(times, medians.index, entries, name, markersize=4, linewidth=1.3)
             if name == "other":
-                _say(times, str(Group(lo, hi)), (rates[0], fixed[0]["value"]), (-5, 0), one, ha="right", va="center")
-        chosen = [bootstrap(_seconds(one.result, rate, "chosen"), "median").summary() for rate in rates]
-        one.line(times, rates, chosen, "droidspeak", linewidth=2.4)
-        for rate, entry in zip(rates, chosen, strict=True):
-            _say(times, _usual(one.result, rate), (rate, entry["value"]), (3, -14), one, ha="left")
+                at = (medians.index[0], medians.iloc[0])
+                _say(times, str(Group(lo, hi)), at, (-5, 0), one, ha="right", va="center")
+        chosen = dict(list(frame[frame.how == "chosen"].groupby("gbit_per_s")))
+        entries = [bootstrap(of.ttft_s, "median").summary() for of in chosen.values()]
+        one.line(times, list(chosen), entries, "droidspeak", linewidth=2.4)
+        for (rate, of), entry in zip(chosen.items(), entries, strict=True):
+            _say(times, _usual(of), (rate, entry["value"]), (3, -14), one, ha="left")
             one.point(ratios, rate * 2**one.shift, _over_best(one.result, rate), "droidspeak")
     times.set(ylabel="time to first token, s", yscale="log")
     bottom, top = times.get_ylim()
     times.set_ylim(bottom / 1.15, top)
-    times.set_yticks([tick for tick in (0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1, 1.2, 1.5, 2, 3, 5) if bottom < tick < top])
-    times.yaxis.set_major_formatter("{x:g}")
-    times.yaxis.set_minor_formatter("")
+    ticks(times.yaxis, [tick for tick in (0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1, 1.2, 1.5, 2, 3, 5) if bottom < tick < top])
     for name, width, label in (
         ("droidspeak", 2.4, "chosen for this link"),
         ("other", 1.3, "always the group named"),
@@ -218,11 +207,10 @@ def choices(recorded: Result | None, now: Result) -> Figure:
         ratios.axhline(at, color=COLOURS[name], linestyle=dashes, linewidth=1.4)
         times.plot([], [], dashes, color=COLOURS[name], label=label)
     ratios.set_ylabel("TTFT / that of the best fixed group")
-    shown = sorted({rate for one in drawn for rate in _rates(one.result)})
+    shown = sorted({row["gbit_per_s"] for one in drawn for row in one.result.rows})
     for ax in (times, ratios):
         ax.set(xscale="log", xlabel="link, Gbit/s (shaped)")
-        ax.set_xticks(shown, [f"{rate:g}" for rate in shown])
-        ax.xaxis.set_minor_formatter("")
+        ticks(ax.xaxis, shown)
         ax.set_xlim(shown[0] / 1.5, shown[-1] * 1.3)
     worst = drawn[0].result.summary.value("ttft_x", variant="chosen", than="best fixed", across="worst")
     fig.suptitle(f"The chosen group takes at most {worst:.2f} of the best fixed one's time, on any link", fontsize=12)
@@ -237,51 +225,25 @@ def _say(ax: Axes, text: str, at: tuple[float, float], apart: tuple[int, int], o
     ax.annotate(text, at, apart, textcoords="offset points", fontsize=8.5, alpha=strength, bbox=behind, **where)
 
 
-def choice_rows(result: Result) -> Rows:
+def choice_rows(result: Result) -> Table:
     """The choice at each link in numbers."""
-    rows = []
-    for rate in _rates(result):
-        groups = {(r["lo"], r["hi"]) for r in result.rows if (r["gbit_per_s"], r["how"]) == (rate, "fixed")}
-        fixed = {group: _median(result, rate, "fixed", *group) for group in groups}
-        best, chosen = min(fixed, key=fixed.__getitem__), _median(result, rate, "chosen")
-        expected = [r["expected_s"] for r in result.rows if (r["gbit_per_s"], r["how"]) == (rate, "chosen")]
-        rows.append(
-            {
-                "link, Gbit/s": f"{rate:g}",
-                "chosen": _usual(result, rate),
-                "TTFT, s": round(chosen, 3),
-                "expected, s": round(float(np.median(expected)), 3),
-                "best fixed": str(Group(*best)),
-                "its TTFT, s": round(fixed[best], 3),
-                "worst fixed, s": round(max(fixed.values()), 3),
-                f"choice / best (target {TARGET})": interval(_over_best(result, rate), 3),
-            }
-        )
-    return rows
+    for rate, of in result.frame().groupby("gbit_per_s"):
+        fixed, chosen = of[of.how == "fixed"].groupby(["lo", "hi"]).ttft_s.median(), of[of.how == "chosen"]
+        yield {
+            "link, Gbit/s": f"{rate:g}",
+            "chosen": _usual(chosen),
+            "TTFT, s": round(float(chosen.ttft_s.median()), 3),
+            "expected, s": round(float(chosen.expected_s.median()), 3),
+            "best fixed": str(Group(*fixed.idxmin())),
+            "its TTFT, s": round(float(fixed.min()), 3),
+            "worst fixed, s": round(float(fixed.max()), 3),
+            f"choice / best (target {TARGET})": interval(_over_best(result, rate), 3),
+        }
 
 
-def _rates(result: Result) -> list[float]:
-    return sorted({row["gbit_per_s"] for row in result.rows})
-
-
-def _depth(result: Result) -> int:
-    return max(row["layers"] for row in result.rows)
-
-
-def _seconds(result: Result, rate: float, how: str, *ends: int) -> list[float]:
-    """Seconds to the first token over one link, of a fixed group [lo, hi) or of the choice, by round."""
-    of = [row for row in result.rows if (row["gbit_per_s"], row["how"]) == (rate, how)]
-    return [row["ttft_s"] for row in of if not ends or (row["lo"], row["hi"]) == ends]
-
-
-def _median(result: Result, rate: float, how: str, *ends: int) -> float:
-    return float(np.median(_seconds(result, rate, how, *ends)))
-
-
-def _usual(result: Result, rate: float) -> str:
+def _usual(chosen: pandas.DataFrame) -> str:
     """The group that is chosen most often over one link."""
-    rows = [row for row in result.rows if (row["gbit_per_s"], row["how"]) == (rate, "chosen")]
-    groups = [str(Group(row["lo"], row["hi"])) for row in rows]
+    groups = [str(Group(lo, hi)) for lo, hi in zip(chosen.lo, chosen.hi, strict=True)]
     return max(sorted(set(groups)), key=groups.count)
 
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -17,21 +17,17 @@ from firsttoken.droidspeak.profile.layer_profiler import LayerProfiler, Question
 from firsttoken.droidspeak.profile.pareto import Profiled, frontier, smallest_within
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import Drawn, legend, over
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.plot import COLOURS, Axes, Figure, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, frame_of
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_studies.droidspeak import tables
 from firsttoken_studies.droidspeak.profiling import BOUND, profiled_groups
 from firsttoken_studies.droidspeak.published import FIGURE_10_CRITICAL, FIGURE_10_GROUP, FIGURE_11_LAYERS, PAPER_DEPTH
 from firsttoken_studies.droidspeak.sensitivity import RECOMPUTED, REUSED
-from firsttoken_studies.droidspeak.setting import ITEMS, Setting, batches, rows_by_run
+from firsttoken_studies.droidspeak.setting import ITEMS, Setting, batches
 from firsttoken_studies.droidspeak.styles import METHODS, in_words
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -93,13 +89,10 @@ def transitions(profile: Profile) -> Outcome:
 
 def transitions_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Summarize by number of transitions the distance over the sets of layers, for each run and for all together."""
-    summary = Summary()
-    runs = [({key: of[0][key] for key in ("receiver", "sender", "task")}, of) for of in rows_by_run(rows).values()]
-    for place, of in [*runs, ({"across": "mean"}, rows)]:
-        for count in dict.fromkeys(row["transitions"] for row in of):
-            deviations = [row["deviation"] for row in of if row["transitions"] == count]
-            entry = bootstrap(deviations).summary("of the output's length")
-            summary.add("deviation", entry, **place, transitions=count)
+    summary, frame = Summary(), frame_of(rows)
+    made = {"deviation": ("deviation", "mean", "of the output's length")}
+    summary.by(frame, {key: key for key in ("receiver", "sender", "task", "transitions")}, made)
+    summary.by(frame, {"transitions": "transitions"}, made, across="mean")
     return summary
 
 
@@ -152,19 +145,17 @@ def _parts(total: int, count: int, rng: random.Random) -> list[int]:
 
 def transition_errors(recorded: Result | None, now: Result) -> Figure:
     """Figure 10: the error by the number of contiguous runs that equally many recomputed layers lie in."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
     runs = tables.by_run(drawn[0].result)
-    fig, axes = plt.subplots(len(runs), 3, figsize=(9, 3 * len(runs) + 0.9), squeeze=False)
-    panels = {
+    fig, axes = panels(len(runs), 3, figsize=(9, 3 * len(runs) + 0.9), squeeze=False)
+    columns = {
         "deviation": ("output moved, % of its length", 100),
         "nll_lost": ("likelihood lost, nats a token", 1),
         "accuracy_lost": ("token accuracy lost, points", 100),
     }
     for line, (run, first) in zip(axes, runs.items(), strict=True):
         counts = sorted({row["transitions"] for row in first})
-        for ax, (column, (label, scale)) in zip(line, panels.items(), strict=True):
+        for ax, (column, (label, scale)) in zip(line, columns.items(), strict=True):
             for one in drawn:
                 rows = tables.by_run(one.result).get(run, [])
                 for place, count in enumerate(counts):
@@ -187,11 +178,9 @@ def transition_errors(recorded: Result | None, now: Result) -> Figure:
 def contiguous_groups(recorded: Result | None, now: Result) -> Figure:
     """Figure 11: every contiguous group's loss by the layers it recomputes, and the Pareto frontier, in the runs that
     full reuse takes out of the bound."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
     runs, look = tables.losing_runs(drawn[0].result), METHODS["DroidSpeak"]
-    fig, axes = plt.subplots(1, len(runs), figsize=(9, 4.9), sharey=True, squeeze=False)
+    fig, axes = panels(1, len(runs), figsize=(9, 4.9), sharey=True, squeeze=False)
     for ax, (run, rows) in zip(axes[0], runs.items(), strict=True):
         for one in drawn:
             if of := tables.by_run(one.result).get(run):
@@ -200,7 +189,7 @@ def contiguous_groups(recorded: Result | None, now: Result) -> Figure:
         paper = 100 * FIGURE_11_LAYERS / PAPER_DEPTH
         ax.plot(paper, 100 * BOUND, "D", color=COLOURS["paper"], markersize=9, markeredgecolor="black", zorder=3)
         ax.plot(100, 0, METHODS["full prefill"].marker, color=METHODS["full prefill"].colour, markersize=7)
-        chosen, depth = smallest_within(profiled_groups(rows), BOUND), sum(row["what"] == "layer" for row in rows)
+        chosen, depth = smallest_within(profiled_groups(rows), BOUND), tables.depth_of(rows)
         told = f"{chosen.group}: {len(chosen.group)} of {depth} layers, n = {rows[0]['n']}"
         ax.set_title(f"{in_words(run)}\n{told}", fontsize=9)
         ax.set_xlim(-4, 104)
@@ -222,36 +211,29 @@ def contiguous_groups(recorded: Result | None, now: Result) -> Figure:
 
 def _groups_of(ax: Axes, rows: Rows, one: Drawn) -> None:
     """Every group of a run, the frontier over them, and the one that is chosen."""
-    groups, look = profiled_groups(rows), METHODS["DroidSpeak"]
-    depth, edge = sum(row["what"] == "layer" for row in rows), {"markeredgecolor": "black"} if one.own else {}
+    groups, look, depth = profiled_groups(rows), METHODS["DroidSpeak"], tables.depth_of(rows)
+    edge = {"markeredgecolor": "black"} if one.own else {}
 
     def draw(of: Sequence[Profiled], style: str, colour: str, **more: Any) -> None:
         share = [100 * len(g.group) / depth for g in of]
         ax.plot(share, [100 * g.relative_loss for g in of], style, color=colour, **(one.style | more))
 
-    draw(
-        groups, "o" if one.own else ".", COLOURS["single"], markersize=4 if one.own else 7, markeredgewidth=0.5, **edge
-    )
+    style, size = ("o", 4) if one.own else (".", 7)
+    draw(groups, style, COLOURS["single"], markersize=size, markeredgewidth=0.5, **edge)
     draw(frontier(groups), "-", look.colour)
     draw([smallest_within(groups, BOUND)], look.marker, look.colour, markersize=9, **edge)
-    reuse = [g for g in groups if not len(g.group)]
-    draw(reuse, METHODS["full reuse"].marker, REUSED, markersize=8, **edge)
+    draw([g for g in groups if not len(g.group)], METHODS["full reuse"].marker, REUSED, markersize=8, **edge)
 
 
 def chosen_groups(recorded: Result | None, now: Result) -> Figure:
     """The group that token accuracy chooses in every run over the depth of the model, beside the paper's."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
     runs = tables.by_run(drawn[0].result)
-    fig, ax = plt.subplots(figsize=(9, 0.5 * (len(runs) + 1) + 1.9))
+    fig, ax = panels(figsize=(9, 0.5 * (len(runs) + 1) + 1.9))
     for place, run in enumerate(runs):
         for one in drawn:
             if rows := tables.by_run(one.result).get(run):
-                depth, group = (
-                    sum(row["what"] == "layer" for row in rows),
-                    smallest_within(profiled_groups(rows), BOUND),
-                )
+                depth, group = tables.depth_of(rows), smallest_within(profiled_groups(rows), BOUND)
                 _depth_bar(ax, place + one.shift, group.group, tables.critical_of(rows), depth, RECOMPUTED, one)
                 said = f"{group.group}: {len(group.group)} of {depth}" if len(group.group) else "none is needed"
                 said += "" if one.alone or not one.own else " (yours)"
@@ -259,9 +241,8 @@ def chosen_groups(recorded: Result | None, now: Result) -> Figure:
     low, high = FIGURE_10_GROUP
     paper, last = Group(low, high + 1), len(runs)
     _depth_bar(ax, last, paper, FIGURE_10_CRITICAL, PAPER_DEPTH, COLOURS["paper"], Drawn(now, own=True, alone=True))
-    ax.annotate(
-        f"{paper}: {len(paper)} of {PAPER_DEPTH}", (101, last), va="center", annotation_clip=False, fontsize=8.5
-    )
+    told = f"{paper}: {len(paper)} of {PAPER_DEPTH}"
+    ax.annotate(told, (101, last), va="center", annotation_clip=False, fontsize=8.5)
     ax.set_yticks(range(last + 1), [*map(in_words, runs), "paper, Figure 10"], fontsize=9)
     ax.set(xlim=(0, 100), ylim=(last + 0.6, -0.6), xlabel="depth, % of the layers")
     ax.grid(axis="y", visible=False)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import DynamicCache
 
@@ -22,9 +23,9 @@ from firsttoken.droidspeak.probes import TOKENS, answer_doubt, answer_entropy, h
 from firsttoken.droidspeak.profile.pareto import frontier, smallest_within
 from firsttoken.droidspeak.reuse_items import Encoded
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.plot import COLOURS, Figure, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, Table, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
@@ -32,10 +33,6 @@ from firsttoken_studies.droidspeak.decoding import OWN, decoded_scores, own, par
 from firsttoken_studies.droidspeak.pairs import PairedModel
 from firsttoken_studies.droidspeak.profiling import BOUND, profiled_groups, run_profile
 from firsttoken_studies.droidspeak.setting import Run, Setting, batches
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 PREFIX = "tokens of prefix"
 SIGNALS = ("entropy", "doubt", "head", "tail")
@@ -93,8 +90,9 @@ def _batch(
     model = receiver.model
     prefix = Prefix.of([item.prefix for item in part], model.device)
     sent = full_prefill(sender.model, prefix, {g.lo for g in groups if g.needs_e_cache})
-    suffix, mask = _padded([item.suffix for item in part], model.device)
-    last, rows = mask.sum(1) - 1, []
+    suffix = pad_sequence([torch.tensor(item.suffix) for item in part], batch_first=True).to(model.device)
+    last, rows = torch.tensor([len(item.suffix) - 1 for item in part], device=model.device), []
+    mask = (torch.arange(suffix.shape[1], device=model.device) <= last[:, None]).long()
     for group in groups:
         cache = partial_prefill(model, prefix, sent, group)
         deviation = head_deviation(model, prefix, cache, TOKENS)
@@ -120,15 +118,13 @@ def gate_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     groups, miss_budget = list(dict.fromkeys(row["group"] for row in rows)), parameters["gate"]["miss_budget"]
     caches = {"reuse": groups[0], "half": groups[-2:][0], "chosen": groups[-1]}  # half may be none, too
     for case, group in caches.items():
-        sets = {name: [r for r in rows if (r["set"], r["group"]) == (name, group)] for name in ("calibrate", "judge")}
-        judged = sets["judge"]
-        failed = spoiled(judged)
-        n = len(judged)
+        judged = rows_where(rows, set="judge", group=group)
+        failed, n = spoiled(judged), len(judged)
         summary.add("group", {"value": group, "unit": "layers"}, case=case)
         summary.add("spoiled_pct", {"value": 100 * sum(failed) / n, "n": n, "unit": "%"}, case=case)
         if len(set(failed)) < 2:
             continue  # a gate is judged by answers of both kinds
-        for signal, chosen in calibrated(sets["calibrate"], miss_budget).items():
+        for signal, chosen in calibrated(rows_where(rows, set="calibrate", group=group), miss_budget).items():
             seen = [row[signal] for row in judged]
             rates = gate.rates(chosen, seen, failed)
             kept = behind(chosen, judged)
@@ -167,14 +163,6 @@ def behind(chosen: gate.Gate, rows: Rows) -> list[float]:
     return [row["score"] if chosen.accepts(row[chosen.signal]) else row["own"] for row in rows]
 
 
-def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and mask [batch, width], padded on the right."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
-    lengths = torch.tensor([[len(row)] for row in rows], device=device)
-    return ids, (torch.arange(width, device=device) < lengths).long()
-
-
 def _copy(cache: DynamicCache) -> DynamicCache:
     """The same tensors in a cache of its own, which may grow."""
     return cache_of(layer_kv(cache, layer) for layer in range(len(cache.layers)))
@@ -187,16 +175,14 @@ TAGS = {"reuse": "all layers reused", "half": "half of the chosen group's size",
 
 def areas(recorded: Result | None, now: Result) -> Figure:
     """How well every signal parts spoiled from good answers: the area under its ROC with its interval, by cache."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
     gated = [_gated(one.result) for one in drawn]
     tags = [tag for tag in TAGS if any(tag in groups for groups in gated)]
-    fig, axes = plt.subplots(1, len(tags), figsize=(9, 3.2), squeeze=False, sharey=True)
+    fig, axes = panels(1, len(tags), figsize=(9, 3.2), squeeze=False, sharey=True)
     for ax, tag in zip(axes[0], tags, strict=True):
         said = []
         for one, groups in zip(drawn, gated, strict=True):
-            of = _of(one.result, groups[tag]) if tag in groups else []
+            of = rows_where(one.result.rows, set="judge", group=groups.get(tag))
             failed = spoiled(of)
             for place, signal in enumerate(SIGNALS) if len(set(failed)) == 2 else ():
                 area = gate.auc_interval([row[signal] for row in of], failed).summary()
@@ -221,26 +207,26 @@ def areas(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def gate_rows(result: Result, depth: int) -> Rows:
+def gate_rows(result: Result, depth: int) -> Table:
     """The gates in numbers, on items that set no threshold, "no gate" first; computed is of a full prefill.
 
     A probe of tokens computes them in all layers; a request that is sent back has its group recomputed for nothing.
     """
     probe = TOKENS / Run.parse(result.parameters["reuse"]["runs"][0]).tokens
-    rows = []
     for tag, group in _gated(result).items():
-        judged, own = _of(result, group), [row["own"] for row in _of(result, group)]
+        judged = rows_where(result.rows, set="judge", group=group)
+        own = [row["own"] for row in judged]
         layers = (int(group.split("-")[1]) - int(group.split("-")[0]) + 1) / depth if "-" in group else 0.0
         cache = {"cache": f"{TAGS[tag]} ({group})"}
-        rows.append(cache | {"gate": "no gate"} | _cost([row["score"] for row in judged], own, layers))
-        gates = calibrated(_of(result, group, "calibrate"), result.parameters["gate"]["miss_budget"])
+        yield cache | {"gate": "no gate"} | _cost([row["score"] for row in judged], own, layers)
+        known = rows_where(result.rows, set="calibrate", group=group)
+        gates = calibrated(known, result.parameters["gate"]["miss_budget"])
         for signal, made in gates.items():
             rates = {name: result.summary.get(name, case=tag, signal=signal) for name in _RATES}
             sent_back = 1 - sum(made.accepts(row[signal]) for row in judged) / len(judged)
             cost = layers + sent_back + (probe if signal in ("head", "tail") else 0.0)
             told = {_RATES[name]: "" if rate is None else f"{rate['value']:.0f}" for name, rate in rates.items()}
-            rows.append(cache | {"gate": signal} | told | _cost(behind(made, judged), own, cost))
-    return rows
+            yield cache | {"gate": signal} | told | _cost(behind(made, judged), own, cost)
 
 
 _RATES = {
@@ -253,10 +239,6 @@ _RATES = {
 def _cost(scores: list[float], own: list[float], compute: float) -> dict[str, Any]:
     score = interval(bootstrap(scores).summary("%", 100))
     return {"score, %": score, "own, %": round(100 * sum(own) / len(own), 1), "computed, %": round(100 * compute)}
-
-
-def _of(result: Result, group: str, name: str = "judge") -> Rows:
-    return [row for row in result.rows if (row["set"], row["group"]) == (name, group)]
 
 
 def _gated(result: Result) -> dict[str, str]:

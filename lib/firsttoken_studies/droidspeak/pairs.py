@@ -154,26 +154,14 @@ def half_the_layers(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-@dataclass(frozen=True)
-class Distance:
-    """How far two models are apart: |receiver - sender| / |sender| over each layer's weights, and over all of them."""
-
-    by_layer: tuple[float, ...]
-    whole: float
-
-    @classmethod
-    def between(cls, receiver: nn.Module, sender: nn.Module) -> Distance:
-        """The distance of two models of one shape."""
-        pairs = [
-            _squares(a, b) for a, b in zip(layers_of(receiver), layers_of(sender), strict=True)
-        ]  # squared norms of difference and sender
-        return cls(
-            tuple((away / size) ** 0.5 for away, size in pairs),
-            (sum(away for away, _ in pairs) / sum(size for _, size in pairs)) ** 0.5,
-        )
+def weight_distance(receiver: nn.Module, sender: nn.Module) -> float:
+    """How far two models of one shape are apart: |receiver - sender| / |sender| over the weights of all layers."""
+    pairs = [_squares(a, b) for a, b in zip(layers_of(receiver), layers_of(sender), strict=True)]
+    return (sum(away for away, _ in pairs) / sum(size for _, size in pairs)) ** 0.5
 
 
 def _squares(receiver: nn.Module, sender: nn.Module) -> tuple[float, float]:
+    """The squared norms of the difference and of the sender."""
     away = size = 0.0
     for a, b in zip(receiver.parameters(), sender.parameters(), strict=True):
         away += (a.double() - b.double()).square().sum().item()

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -16,9 +16,9 @@ from firsttoken.droidspeak.pipeline.schedule import LINK, PROCESSOR, BusySpan, R
 from firsttoken.droidspeak.profile.pareto import smallest_within
 from firsttoken.link.shaped import LinkConfig
 from firsttoken.study.overlay import legend, over
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.plot import COLOURS, Axes, Figure, compared, panels, ticks
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
@@ -27,10 +27,6 @@ from firsttoken_studies.droidspeak.published import FIGURE_13, PUBLISHED_UNITS, 
 from firsttoken_studies.droidspeak.setting import Setting
 from firsttoken_studies.droidspeak.styles import LOOK_OF, METHODS, SCHEDULES
 from firsttoken_studies.droidspeak.wire import LoadingConfig, WiredPair
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 def pipelined_loading(profile: Profile) -> Outcome:
@@ -79,8 +75,8 @@ def _add_arithmetic(summary: Summary) -> None:
 def _add_floors(rows: Rows) -> None:
     """To each row of a request that computes on what was sent: ``floor_s``."""
     for row in rows:
-        same = (r for r in rows if (r["gbit_per_s"], r["round"]) == (row["gbit_per_s"], row["round"]))
-        plain = next(r for r in same if r["schedule"] == Schedule.SEND_REUSED)
+        same = {"gbit_per_s": row["gbit_per_s"], "round": row["round"]}
+        plain = rows_where(rows, **same, schedule=Schedule.SEND_REUSED)[0]
         last_byte_s = plain.get("last_byte_s", 0.0)  # nothing is sent where the group is all layers
         compute = plain["ttft_s"] - last_byte_s
         if row["schedule"] == Schedule.RECOMPUTE:
@@ -96,20 +92,15 @@ def loading_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     The size of this model's E-cache is left out where the rows do not have it.
     """
     summary, pipelined = Summary(), Schedule.PIPELINED
-    for rate in sorted({row["gbit_per_s"] for row in rows}):
-        of = {
-            schedule: sorted(
-                (r for r in rows if r["gbit_per_s"] == rate and r["schedule"] == schedule), key=lambda r: r["round"]
-            )
-            for schedule in Schedule
-        }
-        over = [row["ttft_s"] / row["floor_s"] for row in of[pipelined]]
-        entry = bootstrap(over, "median").summary("x of max(transfer, compute)")
+    frame = frame_of(rows).sort_values("round", kind="stable").set_index("round")
+    for rate, of in frame.groupby("gbit_per_s"):
+        times = {schedule: of[of.schedule == schedule.value] for schedule in Schedule}
+        over = bootstrap(times[pipelined].ttft_s / times[pipelined].floor_s, "median")
+        entry = over.summary("x of max(transfer, compute)")
         summary.add("ttft_x", entry, method=pipelined, than="floor", gbit_per_s=rate)
         for other in (Schedule.RECOMPUTE, Schedule.SEND_ALL, Schedule.SEND_REUSED):
-            gains = [a["ttft_s"] / b["ttft_s"] for a, b in zip(of[other], of[pipelined], strict=True)]
-            entry = bootstrap(gains, "median").summary("x")
-            summary.add("ttft_x", entry, method=other, than=pipelined, gbit_per_s=rate)
+            gain = bootstrap(times[other].ttft_s / times[pipelined].ttft_s, "median")
+            summary.add("ttft_x", gain.summary("x"), method=other, than=pipelined, gbit_per_s=rate)
     reused = {"method": Schedule.SEND_REUSED, "than": pipelined}
     summary.add("ttft_x", max(summary.all("ttft_x", **reused), key=lambda e: e["value"]), **reused, across="most")
     if fastest := max(row["gbit_per_s"] for row in rows):  # at 0 a link is not shaped
@@ -134,11 +125,11 @@ def _rounded(**seconds: float | None) -> dict[str, float]:
 # The tables of notebook 32: sizes, the schedules of Figure 13, and the live run, from arithmetic and results alone.
 
 
-def edge_rows(result: Result) -> Rows:
+def edge_rows(result: Result) -> Table:
     """E-cache over KV of one layer, by shape; of the model that was run, as it was measured, too."""
     measured = result.summary.get("edge_bytes_x", than="kv of a layer")
-    return [
-        {
+    for name, (hidden, kv_heads, head_dim, paper) in SHAPES.items():
+        yield {
             "model": name,
             "hidden": hidden,
             "KV heads x head dimension": f"{kv_heads} x {head_dim}",
@@ -146,120 +137,84 @@ def edge_rows(result: Result) -> Rows:
             "paper": paper,
             "measured": measured["value"] if measured and "(here)" in name else "",
         }
-        for name, (hidden, kv_heads, head_dim, paper) in SHAPES.items()
-    ]
 
 
-def toy_rows() -> Rows:
+def toy_rows() -> Table:
     """The report's toy example: 1 head of 2, 4 tokens, 2 bytes (errata I36)."""
-    return [
-        {"layers": layers, "KV, bytes": size, "KV, GB": f"{size / 1e9:.2e}", "report, GB": "1.28e-07"}
-        for layers, size in ((layers, kv_bytes(layers, 1, 2, 4)) for layers in (6, 4))
-    ]
+    for layers, size in ((layers, kv_bytes(layers, 1, 2, 4)) for layers in (6, 4)):
+        yield {"layers": layers, "KV, bytes": size, "KV, GB": f"{size / 1e9:.2e}", "report, GB": "1.28e-07"}
 
 
-def schedule_rows() -> Rows:
+def schedule_rows() -> Table:
     """Figure 13: the sums of both requests, as published and under other assumptions, and each request alone."""
     free = tuple(replace(job, edge_units=0) for job in FIGURE_13)
-    rows = []
     for schedule, paper in PUBLISHED_UNITS.items():
         timeline = simulate(FIGURE_13, schedule)
-        rows.append(
-            {"schedule": str(schedule), "paper": paper, "sum": timeline.total}
-            | {f"request {job.name}": timeline.ttft[job.name] for job in FIGURE_13}
-            | {
-                "requests overlap": simulate(FIGURE_13, schedule, overlap=True).total,
-                "E-cache free": simulate(free, schedule).total,
-                "both": simulate(free, schedule, overlap=True).total,
-            }
-        )
-    return rows
+        line = {"schedule": str(schedule), "paper": paper, "sum": timeline.total}
+        line |= {f"request {job.name}": timeline.ttft[job.name] for job in FIGURE_13}
+        yield line | {
+            "requests overlap": simulate(FIGURE_13, schedule, overlap=True).total,
+            "E-cache free": simulate(free, schedule).total,
+            "both": simulate(free, schedule, overlap=True).total,
+        }
 
 
-def loading_rows(result: Result) -> Rows:
+def loading_rows(result: Result) -> Table:
     """Figure 20 in numbers: median TTFT of every schedule by link, the floor, and what pipelining gains."""
-    rows = []
     for rate, of in by_rate(result.rows):
         line: dict[str, Any] = {"link, Gbit/s": f"{rate:g}" if rate else "not shaped"}
         for schedule in Schedule:
             line[f"{schedule}, s"] = f"{median_ttft(of, schedule):.3f}"
-        piped = [row for row in of if row["schedule"] == Schedule.PIPELINED]
+        piped = rows_where(of, schedule=Schedule.PIPELINED)
         line["floor, s"] = f"{np.median([row['floor_s'] for row in piped]):.3f}"
         ratios = [(Schedule.PIPELINED, "floor")]
         ratios += [(other, Schedule.PIPELINED) for other in (Schedule.SEND_REUSED, Schedule.RECOMPUTE)]
         for schedule, than in ratios:
             over = result.summary.of("ttft_x", method=schedule, than=than, gbit_per_s=rate)
             line[f"{schedule} / {than}"] = interval(over, 2)
-        rows.append(line)
-    return rows
+        yield line
 
 
 def by_rate(rows: Rows) -> Iterator[tuple[float, Rows]]:
     """The rows of each link, from slow to fast; 0 Gbit/s, a link that is not shaped, comes last."""
     for rate in sorted({row["gbit_per_s"] for row in rows}, key=lambda rate: rate or float("inf")):
-        yield rate, [row for row in rows if row["gbit_per_s"] == rate]
+        yield rate, rows_where(rows, gbit_per_s=rate)
 
 
 def median_ttft(rows: Rows, schedule: Schedule) -> float:
     """Seconds, over the rounds of one link."""
-    return float(np.median([row["ttft_s"] for row in rows if row["schedule"] == schedule]))
+    return float(np.median([row["ttft_s"] for row in rows_where(rows, schedule=schedule)]))
 
 
 def loading_comparison(result: Result) -> Rows:
     """Paper, measured and floor: the arithmetic of Figure 13 and 4.1, and the live run at its worst link."""
-    value = result.summary.value
-    rows: Rows = [
-        {
-            "what": f"Figure 13, {schedule}, two requests",
-            "paper": paper,
-            "measured": value("ttft_units", method=schedule, case="figure 13"),
-            "floor": sum(job.floor for job in FIGURE_13),
-            "unit": "units",
-        }
-        for schedule, paper in PUBLISHED_UNITS.items()
-    ]
-    rows += [
-        {
-            "what": f"E-cache over KV, {name}",
-            "paper": paper,
-            "measured": value("edge_bytes_x", model=name.lower(), than="kv of a layer"),
-            "unit": "x",
-        }
-        for name, paper in (("Llama-3-8B", 2), ("Llama-3.1-70B", 4))
-    ]
-    rows += [
-        {
-            "what": f"KV of the toy example, {layers} layers",
-            "paper": 128,
-            "measured": value("kv_bytes", model="toy", layers=layers),
-            "unit": "B",
-        }
-        for layers in (4, 6)
-    ]
+    value, least, kv = result.summary.value, sum(job.floor for job in FIGURE_13), {"than": "kv of a layer"}
+    lines: list[tuple[Any, ...]] = []
+    for schedule, paper in PUBLISHED_UNITS.items():
+        units = value("ttft_units", method=schedule, case="figure 13")
+        lines.append((f"Figure 13, {schedule}, two requests", paper, units, "units", least))
+    for name, paper in (("Llama-3-8B", 2), ("Llama-3.1-70B", 4)):
+        lines.append((f"E-cache over KV, {name}", paper, value("edge_bytes_x", model=name.lower(), **kv), "x"))
+    for layers in (4, 6):
+        size = value("kv_bytes", model="toy", layers=layers)
+        lines.append((f"KV of the toy example, {layers} layers", 128, size, "B"))
     if worst := result.summary.get("ttft_x", method=Schedule.PIPELINED, than="floor", across="worst"):
-        what = "pipelined TTFT over max(transfer, compute), worst link"
-        rows.append({"what": what, "measured": worst["value"], "floor": 1.0, "unit": "x"})
-    return rows
+        lines.append(("pipelined TTFT over max(transfer, compute), worst link", "", worst["value"], "x", 1.0))
+    return compared(*lines)
 
 
 # The figures of notebook 32: the schedules of Figure 13 as timelines, and the live run over shaped links.
 
-KV, EDGE, COMPUTED, IN_VAIN = (
-    METHODS["full reuse"].colour,
-    COLOURS["E-cache"],
-    METHODS["full prefill"].colour,
-    COLOURS["in vain"],
-)
+KV, COMPUTED = METHODS["full reuse"].colour, METHODS["full prefill"].colour
+EDGE, IN_VAIN = COLOURS["E-cache"], COLOURS["in vain"]
 
 
-def timelines(overlap: bool = False) -> Figure:
+def timelines() -> Figure:
     """Figure 13, unit by unit: what link and processor do for both requests under each schedule."""
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(3, 1, figsize=(9, 5.4), sharex=True)
+    fig, axes = panels(3, 1, figsize=(9, 5.4), sharex=True)
     jobs = {job.name: job for job in FIGURE_13}
     for ax, (schedule, paper) in zip(axes, PUBLISHED_UNITS.items(), strict=True):
-        timeline = simulate(FIGURE_13, schedule, overlap=overlap)
+        timeline = simulate(FIGURE_13, schedule)
         for span in timeline.spans:
             _draw(ax, span, jobs[span.job])
         for job in FIGURE_13:
@@ -293,32 +248,27 @@ def ttft_by_link(recorded: Result | None, now: Result) -> Figure:
 
     Left, medians over rounds; right, the median of the ratios within a round, as the summary has it.
     """
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
-    fig, (times, ratios) = plt.subplots(1, 2, figsize=(9, 4.6))
+    fig, (times, ratios) = panels(1, 2, figsize=(9, 4.6))
     for one in drawn:
         links = [(rate, rows) for rate, rows in by_rate(one.result.rows) if rate]
         rates = [rate for rate, _ in links]
         for schedule, look in LOOK_OF.items():
-            each = [[r["ttft_s"] for r in rows if r["schedule"] == schedule] for _, rows in links]
+            each = [[row["ttft_s"] for row in rows_where(rows, schedule=schedule)] for _, rows in links]
             one.line(times, rates, [bootstrap(seconds, "median").summary() for seconds in each], look)
             than = {"method": schedule, "than": Schedule.PIPELINED}
             one.line(ratios, rates, [one.result.summary.get("ttft_x", **than, gbit_per_s=rate) for rate in rates], look)
         times.plot(rates, [_floor(rows) for _, rows in links], ":", color=COLOURS["mark"], **one.style)
     ratios.axhline(1, color=SCHEDULES[Schedule.PIPELINED].colour)
     links = [(rate, rows) for rate, rows in by_rate(drawn[0].result.rows) if rate]
-    ticks, balance = [rate for rate, _ in links], _balance(links[0][1])
+    rates, balance = [rate for rate, _ in links], _balance(links[0][1])
     for ax in (times, ratios):
         ax.set(xscale="log", yscale="log", xlabel="link, Gbit/s (shaped)")
-        ax.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
-        ax.xaxis.set_minor_formatter("")
+        ticks(ax.xaxis, rates)
         low, high = ax.get_ylim()
         places = [digit * 10.0**power for power in range(-4, 4) for digit in (1, 2, 5)]
-        ax.set_yticks([place for place in places if low <= place <= high])
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.yaxis.set_minor_formatter("")
-        if balance and ticks[0] / 2 <= balance <= ticks[-1] * 2:
+        ticks(ax.yaxis, [place for place in places if low <= place <= high])
+        if balance and rates[0] / 2 <= balance <= rates[-1] * 2:
             ax.axvline(balance, color=COLOURS["mark"], linestyle="--", linewidth=1.2)
     for style in SCHEDULES.values():
         times.plot([], [], marker=style.marker, color=style.colour, label=style.label)
@@ -340,17 +290,8 @@ def _draw(ax: Axes, span: BusySpan, job: ReuseRequest) -> None:
     colour = COMPUTED if span.resource == PROCESSOR else EDGE
     if span.what.startswith("KV"):
         colour = IN_VAIN if int(name) in job.group else KV
-    second = job is FIGURE_13[1]
-    width = span.end - span.start
-    ax.barh(
-        lane,
-        width - 0.08,
-        left=span.start + 0.04,
-        color=colour,
-        edgecolor="black" if second else colour,
-        linewidth=1.2,
-        height=0.82,
-    )
+    look = {"color": colour, "edgecolor": "black" if job is FIGURE_13[1] else colour, "linewidth": 1.2}
+    ax.barh(lane, span.end - span.start - 0.08, left=span.start + 0.04, height=0.82, **look)
     text = f"{job.name}\n{name if name == 'E' else int(name) + 1}"
     light = colour in (IN_VAIN, KV)
     middle = (span.start + span.end) / 2
@@ -359,11 +300,11 @@ def _draw(ax: Axes, span: BusySpan, job: ReuseRequest) -> None:
 
 def _floor(rows: Rows) -> float:
     """Median floor of the pipelined requests of one link, s."""
-    return float(np.median([row["floor_s"] for row in rows if row["schedule"] == Schedule.PIPELINED]))
+    return float(np.median([row["floor_s"] for row in rows_where(rows, schedule=Schedule.PIPELINED)]))
 
 
 def _balance(rows: Rows) -> float | None:
     """The rate at which the pipelined request's transfer takes as long as its computation, Gbit/s."""
-    piped = [row for row in rows if row["schedule"] == Schedule.PIPELINED]
+    piped = rows_where(rows, schedule=Schedule.PIPELINED)
     compute = float(np.median([row["compute_s"] for row in piped]))
     return piped[0]["bytes"] * 8 / 1e9 / compute if compute and piped[0]["bytes"] else None

@@ -25,7 +25,7 @@ from firsttoken.droidspeak.prefill import Group, full_prefill, partial_prefill, 
 from firsttoken.droidspeak.prefix import Prefix, PrefixCache
 from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
 from firsttoken.study.overlay import Drawn, legend, over
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.plot import COLOURS, Axes, Figure, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows, all_results, frame_of, recorded_result, rows_where
 from firsttoken.study.stats import Interval, bootstrap
@@ -33,15 +33,13 @@ from firsttoken.study.summary import Summary
 from firsttoken.study.timing import Stopwatch
 from firsttoken_studies.droidspeak.pairs import half_the_layers
 from firsttoken_studies.droidspeak.profiling import BOUND, profiled_groups, setting_profile
-from firsttoken_studies.droidspeak.reuse_methods import DROIDSPEAK, OWN
+from firsttoken_studies.droidspeak.reuse_methods import BLEND, DROIDSPEAK, OWN, SMALLER
 from firsttoken_studies.droidspeak.setting import ReuseConfig, Run, Setting, rows_by_run, run_of
 from firsttoken_studies.droidspeak.styles import METHODS, style_of
 from firsttoken_studies.droidspeak.wire import SUFFIX, random_request
 
 if TYPE_CHECKING:
     import pandas
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 _BOUNDS = {  # of token accuracy: 5 % of it as the paper has it, 5 points (errata I41)
@@ -183,16 +181,26 @@ def _timed(
     return {"prefill_s": round(prefilled, 6), "first_token_s": round(watch.seconds, 6)}
 
 
+def beside_full(rows: Rows) -> pandas.DataFrame:
+    """Each of ``rows``, which are of one length, beside the full prefill of its round, whose columns end in ``_full``;
+    ``gain`` is how many times earlier than with that the first token comes."""
+    frame = frame_of(rows).merge(frame_of(rows, method=OWN), on="round", suffixes=("", "_full"))
+    return frame.assign(gain=frame.first_token_s_full / frame.first_token_s)
+
+
 def over_share(rows: Rows) -> dict[float, Interval]:
     """Return by share of layers partial prefill's time over (k + first token) / L of the same round's full prefill.
 
     ``rows`` are of one length.
     """
-    frame = frame_of(rows).merge(frame_of(rows, method="full prefill"), on="round", suffixes=("", "_full"))
-    partial = frame[(frame.method == "DroidSpeak") & (frame.compute < 1)]
+    frame = beside_full(rows)
+    partial = frame[(frame.method == DROIDSPEAK) & (frame.compute < 1)]
     share = partial.compute * partial.prefill_s_full + partial.first_token_s_full - partial.prefill_s_full
     ratios = (partial.first_token_s / share).groupby(partial.compute)
     return {compute: bootstrap(values, "median") for compute, values in ratios}
+
+
+_GAIN = {"speedup_x": ("gain", "median", "x")}
 
 
 def latency_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
@@ -206,57 +214,49 @@ def latency_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         of = rows_where(rows, tokens=tokens)
         if each := over_share(of):
             worst = max(each.values(), key=lambda interval: interval.estimate).summary("x of (k + first token) / L")
-            over = {"method": "DroidSpeak", "than": "its share of a full prefill"}
+            over = {"method": DROIDSPEAK, "than": "its share of a full prefill"}
             summary.add("ttft_x", worst, **over, context_tokens=tokens, across="worst")
         if "depth" in rows[0]:
-            _add_ways(summary, of, tokens, shares)
-    longest = rows_where(rows, tokens=lengths[-1])
-    if blends := rows_where(longest, method="CacheBlend"):
-        usual = min(row["compute"] for row in blends)  # with the paper's share of tokens, its least
-        gain = _gain(longest, rows_where(blends, compute=usual))
-        summary.add("speedup_x", gain.summary("x"), method="CacheBlend", share=min(shares))
+            _add_ways(summary, beside_full(of), tokens, shares)
+    longest = beside_full(rows_where(rows, tokens=lengths[-1]))
+    blends = longest[longest.method == BLEND]
+    usual = blends[blends.compute == blends.compute.min()]  # with the paper's share of tokens, its least
+    summary.by(usual, {}, _GAIN, method=BLEND, share=min(shares, default=0.0))
     _add_speedups(summary, longest, [Run.parse(text) for text in parameters["reuse"]["runs"]])
     return summary
 
 
-def _add_ways(summary: Summary, rows: Rows, tokens: int, shares: Sequence[float]) -> None:
-    """How much earlier the first token comes by every way; ``rows`` are of one length."""
-    depth = rows[0]["depth"]
+def _add_ways(summary: Summary, frame: pandas.DataFrame, tokens: int, shares: Sequence[float]) -> None:
+    """How much earlier the first token comes by every way; ``frame`` is of one length."""
+    depth = frame.depth.iloc[0]
     blended = {round(_blended(tokens, depth, share), 4): share for share in shares}
-    for name in ("DroidSpeak", "CacheBlend", "smaller model"):
-        for compute in sorted({row["compute"] for row in rows_where(rows, method=name)}):
-            mine = rows_where(rows, method=name, compute=compute)
-            size = {"share": blended[compute]} if name == "CacheBlend" else {"layers": round(compute * depth)}
-            summary.add("speedup_x", _gain(rows, mine).summary("x"), method=name, **size, context_tokens=tokens)
+    for name in (DROIDSPEAK, BLEND, SMALLER):
+        for compute, mine in frame[frame.method == name].groupby("compute"):
+            size = {"share": blended[compute]} if name == BLEND else {"layers": round(compute * depth)}
+            summary.by(mine, {}, _GAIN, method=name, **size, context_tokens=tokens)
 
 
-def _add_speedups(summary: Summary, rows: Rows, runs: Sequence[Run]) -> None:
+def _add_speedups(summary: Summary, frame: pandas.DataFrame, runs: Sequence[Run]) -> None:
     """How much earlier the first token comes with each run's chosen share of layers; computation only.
 
-    The share is in the whole layers of the timed model that come nearest. ``rows`` are of one length.
+    The share is in the whole layers of the timed model that come nearest. ``frame`` is of one length.
     Mean and least are over the runs in which something must be recomputed: where full reuse keeps to the bound, there
     is nothing for the method to win.
     """
     for bound, where in _BOUNDS.items():
-        chosen, gains = {"method": "DroidSpeak"} | where, []
+        if (column := f"chosen_{bound}") not in frame:
+            continue
+        chosen, gains = {"method": DROIDSPEAK} | where, []
+        partial = frame.dropna(subset=column)
         for run in runs:
-            mine = [row for row in rows if run.key in row.get(f"chosen_{bound}", ())]
-            if not mine:
-                continue
-            gain = _gain(rows, mine)
-            summary.add("speedup_x", gain.summary("x"), **chosen, **run_of(run.row()))
-            if mine[0]["compute"]:
-                gains.append(gain)
+            mine = partial[[run.key in keys for keys in partial[column]]]
+            summary.by(mine, {}, _GAIN, **chosen, **run_of(run.row()))
+            if len(mine) and mine.compute.iloc[0]:
+                gains.append(bootstrap(mine.gain, "median"))
         if gains:
             mean, least = bootstrap([gain.estimate for gain in gains]), min(gains, key=lambda gain: gain.estimate)
             summary.add("speedup_x", mean.summary("x"), **chosen, across="mean")
             summary.add("speedup_x", least.summary("x"), **chosen, across="least")
-
-
-def _gain(rows: Rows, mine: Rows) -> Interval:
-    """How many times earlier the first token comes in ``mine`` than in the full prefill of the same round."""
-    full = {row["round"]: row["first_token_s"] for row in rows_where(rows, method="full prefill")}
-    return bootstrap([full[row["round"]] / row["first_token_s"] for row in mine], "median")
 
 
 TARGET = 1.10  # of (k + first token) / L
@@ -268,13 +268,10 @@ def partial_times(recorded: Result | None, now: Result) -> Figure:
 
     The share is a measure, not a floor: a round's full prefill may be slower than its partial ones.
     """
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
-    fig, (left, right) = plt.subplots(1, 2, figsize=(9, 4.8))
+    fig, (left, right) = panels(1, 2, figsize=(9, 4.8))
     lengths = sorted({row["tokens"] for one in drawn for row in one.result.rows})
     for one in drawn:
-        edge = {"markeredgecolor": "black"} if one.own and not one.alone else {}
         there = sorted({row["tokens"] for row in one.result.rows})
         _times(left, one.result.frame(tokens=there[-1]), one, f"{there[-1]:,}")
         for tokens in there:
@@ -282,7 +279,7 @@ def partial_times(recorded: Result | None, now: Result) -> Figure:
             shares = [100 * share for share in over_it]
             low, middle, high = np.array([[found.low, found.estimate, found.high] for found in over_it.values()]).T
             right.errorbar(shares, middle, [middle - low, high - middle], marker="os^Dv"[lengths.index(tokens)],
-                           color=METHODS[DROIDSPEAK].colour, capsize=2, **edge, **one.style)  # fmt: skip
+                           color=METHODS[DROIDSPEAK].colour, capsize=2, **one.outlined)  # fmt: skip
     for tokens, marker in zip(lengths, "os^Dv", strict=False):
         right.plot([], [], marker, color=METHODS[DROIDSPEAK].colour, label=f"{tokens:,} tokens")
     right.axhline(TARGET, color=COLOURS["target"], linestyle="--", label=f"target: at most {TARGET:.2f}")
@@ -298,10 +295,9 @@ def partial_times(recorded: Result | None, now: Result) -> Figure:
 
 
 def _times(ax: Axes, frame: pandas.DataFrame, one: Drawn, tokens: str) -> None:
-    edge = {"markeredgecolor": "black"} if one.own and not one.alone else {}
     for name, mine in frame.groupby("method", sort=False):
         line, look = mine.groupby("compute").first_token_s.median(), style_of(name)
-        ax.plot(100 * line.index, line, f"{look.marker}-", color=look.colour, **edge, **one.style)
+        ax.plot(100 * line.index, line, f"{look.marker}-", color=look.colour, **one.outlined)
         known = ax.get_legend_handles_labels()[1]
         if look.label not in known:
             ax.plot([], [], f"{look.marker}-", color=look.colour, label=look.label)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
 from firsttoken.droidspeak.profile.profile_transfer import Chooser, best_of_size, resampled, transfer
 from firsttoken.study.overlay import Drawn, name_results, over
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.plot import COLOURS, Axes, Figure, categories, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, frame_of, rows_where
+from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Scalar, Summary
@@ -20,11 +20,6 @@ from firsttoken_studies.droidspeak.pairs import Pair
 from firsttoken_studies.droidspeak.profiling import BOUND, profiled_groups, run_profile
 from firsttoken_studies.droidspeak.setting import Run, Setting
 from firsttoken_studies.droidspeak.styles import METHODS
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 
 SEEN = "the same items"  # in place of a task's name: the choice was made on the very items that judge it
 OWN = "own choice"  # of the task that judges, made on other items of it
@@ -185,14 +180,12 @@ PAPER_WORST, PAPER_MEAN = 4, 2  # points, 5.4
 
 def differences(recorded: Result, now: Result) -> Figure:
     """What a choice made on another task loses more than the task's own: at the bound, and with equally many layers."""
-    import matplotlib.pyplot as plt
-
     rules = {AT_BOUND: ("smallest group within the bound, as chosen there", "o"), OF_SIZE: ("equally many layers", "s")}
     of_bound, both = {"variant": AT_BOUND, "than": OWN}, over(recorded, now)
     found = [entry for one in both for entry in one.result.summary.all("loss_points", **of_bound)]
     places = [entry["where"] for entry in found if "across" not in entry["where"]] + [of_bound | {"across": "mean"}]
     shown = [where for index, where in enumerate(places) if where not in places[:index]]
-    fig, ax = plt.subplots(figsize=(9, 0.5 * len(shown) + 2.4))
+    fig, ax = panels(figsize=(9, 0.5 * len(shown) + 2.4))
     colour = METHODS["DroidSpeak"].colour
     for shift, (rule, (label, marker)) in zip((-0.14, 0.14), rules.items(), strict=True):
         fill = "none" if rule == OF_SIZE else "full"
@@ -207,8 +200,7 @@ def differences(recorded: Result, now: Result) -> Figure:
     for value, style, label in ((PAPER_MEAN, "-", "paper: mean"), (PAPER_WORST, "--", "paper: at most")):
         ax.axvline(value, color=COLOURS["paper"], linestyle=style, linewidth=2, label=label)
     ax.axvline(0, color=COLOURS["mark"], linestyle=":", linewidth=1.2)
-    ax.set_yticks(range(len(shown)), [_told(where) for where in shown])
-    ax.set_ylim(len(shown) - 0.5, -0.5)
+    categories(ax, [_told(where) for where in shown])
     ax.set_xlabel("token accuracy lost beyond the task's own choice, points (95 %)")
     ax.grid(axis="y", visible=False)
     ax.legend(loc="center right", fontsize=9)
@@ -219,7 +211,6 @@ def differences(recorded: Result, now: Result) -> Figure:
 
 def stability(recorded: Result, now: Result) -> Figure:
     """Left: how many layers a sample of so many items chooses. Right: what its choices lose elsewhere, on average."""
-    import matplotlib.pyplot as plt
     from matplotlib.ticker import MaxNLocator
 
     both = over(recorded, now)
@@ -227,7 +218,7 @@ def stability(recorded: Result, now: Result) -> Figure:
     rows = [row for _, of_run in choices for row in of_run]
     runs = list(dict.fromkeys((_pair(row), row["chosen_on"]) for row in rows))
     sizes = sorted({row["items"] for row in rows})
-    fig, (left, right) = plt.subplots(1, 2, figsize=(9, 0.62 * len(runs) + 2.6), sharey=True)
+    fig, (left, right) = panels(1, 2, figsize=(9, 0.62 * len(runs) + 2.6), sharey=True)
     for place, (pair, task) in enumerate(runs):
         for step, items in enumerate(sizes):
             at = place + 0.8 / len(sizes) * (step - (len(sizes) - 1) / 2)
@@ -242,8 +233,7 @@ def stability(recorded: Result, now: Result) -> Figure:
     right.set_xlabel("loss on the items not drawn, % of the own score\n(mean of samples)")
     left.set_xlim(left=-0.5)
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
-    left.set_yticks(range(len(runs)), [f"{pair}: {task}" for pair, task in runs])
-    left.set_ylim(len(runs) - 0.5, -0.5)
+    categories(left, [f"{pair}: {task}" for pair, task in runs])
     for ax in (left, right):
         ax.grid(axis="y", visible=False)
     told = ", ".join(map(str, sizes))
@@ -274,31 +264,26 @@ def matrix_rows(result: Result) -> Rows:
     return list(lines.values())
 
 
-def difference_rows(result: Result) -> Rows:
+def difference_rows(result: Result) -> Table:
     """What a foreign choice loses more than the task's own: at the bound, and at equal size averaged over the sizes."""
-    rows, papers = [], {"worst": f"at most {PAPER_WORST}", "mean": str(PAPER_MEAN)}
+    papers = {"worst": f"at most {PAPER_WORST}", "mean": str(PAPER_MEAN)}
     for entry in result.summary.all("loss_points", variant=AT_BOUND, than=OWN):
         where = entry["where"]
         across = where.get("across")
         same_size = result.summary.get("loss_points", **where | {"variant": OF_SIZE})
-        rows.append(
-            {
-                "transfer": across or f"{_choice(where)} to {where['task']}",
-                "at the bound, points": interval(entry),
-                "equally many layers, points": interval(same_size),
-                "paper, points": papers.get(across, ""),
-                "n": entry["n"],
-            }
-        )
-    return rows
+        yield {
+            "transfer": across or f"{_choice(where)} to {where['task']}",
+            "at the bound, points": interval(entry),
+            "equally many layers, points": interval(same_size),
+            "paper, points": papers.get(across, ""),
+            "n": entry["n"],
+        }
 
 
-def unseen_rows(result: Result) -> Rows:
+def unseen_rows(result: Result) -> Table:
     """What a choice loses more on other items of its own task than on those that made it."""
-    return [
-        {"choice": _choice(entry["where"]), "points": interval(entry), "n": entry["n"]}
-        for entry in result.summary.all("loss_points", than=SEEN)
-    ]
+    for entry in result.summary.all("loss_points", than=SEEN):
+        yield {"choice": _choice(entry["where"]), "points": interval(entry), "n": entry["n"]}
 
 
 def _pair(row: Mapping[str, Scalar]) -> str:

@@ -29,7 +29,7 @@ from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Entry, Summary
-from firsttoken_studies.droidspeak.pairs import Distance, PairedModel
+from firsttoken_studies.droidspeak.pairs import PairedModel, weight_distance
 from firsttoken_studies.droidspeak.setting import Run, Setting, batches, rows_by_run, run_of
 
 BOUND = 0.05  # of the receiver's own score (DroidSpeak, 5.1: "within 5 %"; the report: points, errata I41)
@@ -48,7 +48,7 @@ def layer_profile(profile: Profile) -> Outcome:
         receiver, sender = setting.pair(run)
         chosen, _ = setting.items(run, receiver.tokenizer)
         profiled = run_profile(setting, run, receiver, sender, chosen)
-        apart = {"what": "weights", "distance_pct": 100 * Distance.between(receiver.model, sender.model).whole}
+        apart = {"what": "weights", "distance_pct": 100 * weight_distance(receiver.model, sender.model)}
         rows += [run.row() | row for row in [*profiled, apart]]
     return Outcome(rows, provenance={"models": setting.models.provenance})
 

@@ -141,7 +141,15 @@ def reuse_methods(profile: Profile) -> Outcome:
     """
     config, times = profile.section("methods", MethodsConfig), times_here()
     setting = Setting(profile, config.needs())
-    rows = []
+    rows: Rows = []
+
+    def answers(run: Run, methods: Sequence[Method], purpose: str, items: Sequence[Encoded]) -> Rows:
+        receiver, sender = setting.pair(run)
+        scores = decoded_scores(run, receiver, sender, methods, items, setting.config.batch)
+        alike = {"items": purpose, "metric": task_of(items[0].item).metric}
+        alike |= {"depth": receiver.model.config.num_hidden_layers}
+        return [run.row() | alike | _row(method, scores[method.name], times) for method in methods]
+
     for run in setting.runs[: config.runs]:
         receiver, sender = setting.pair(run)
         to_choose, to_judge = setting.items(run, receiver.tokenizer)
@@ -150,11 +158,11 @@ def reuse_methods(profile: Profile) -> Outcome:
         lost = {one.group: 100 * one.relative_loss for one in profiled} | {candidates[0].group: 0.0}
         answered = [
             row | {"accuracy_lost_pct": lost[Group(row["lo"], row["hi"])]}
-            for row in _rows(setting, run, receiver, sender, candidates, times, CHOOSE, to_choose)
+            for row in answers(run, candidates, CHOOSE, to_choose)
         ]
         chosen = smallest_within(decoded_groups(answered), BOUND).group
         methods = list(_methods(setting, config, run, receiver, sender, chosen, times))
-        rows += [*answered, *_rows(setting, run, receiver, sender, methods, times, JUDGE, to_judge)]
+        rows += [*answered, *answers(run, methods, JUDGE, to_judge)]
     return Outcome(rows, provenance={"models": setting.models.provenance, "times": times.provenance})
 
 
@@ -217,36 +225,18 @@ def _blend(text: str, equal: Mapping[str, float], depth: int) -> tuple[float, bo
     return round(min(1.0, max(0.0, share)), 4), bool(found[2]), whole
 
 
-def _rows(
-    setting: Setting,
-    run: Run,
-    receiver: PairedModel,
-    sender: PairedModel,
-    methods: Sequence[Method],
-    times: TimeShares,
-    items: str,
-    encoded: Sequence[Encoded],
-) -> Rows:
-    """What each of ``methods`` answers to the items that are there to choose or to judge."""
-    scores = decoded_scores(run, receiver, sender, methods, encoded, setting.config.batch)
-    metric = task_of(encoded[0].item).metric
-    return [
-        run.row()
-        | {
-            "items": items,
-            "method": method.name,
-            "metric": metric,
-            "compute": round(method.compute, 4),
-            "lo": method.group.lo,
-            "hi": method.group.hi,
-            "depth": receiver.model.config.num_hidden_layers,
-            "time_share": [round(float(share), 4) for share in times.of(timed(method.name), method.compute)],
-            "n": len(scores[method.name]),
-            "score": sum(scores[method.name]) / len(encoded),
-            "item_score": scores[method.name],
-        }
-        for method in methods
-    ]
+def _row(method: Method, scores: Sequence[float], times: TimeShares) -> dict[str, Any]:
+    """What a method computes, how long that takes, and how its answers score."""
+    return {
+        "method": method.name,
+        "compute": round(method.compute, 4),
+        "lo": method.group.lo,
+        "hi": method.group.hi,
+        "time_share": [round(float(share), 4) for share in times.of(timed(method.name), method.compute)],
+        "n": len(scores),
+        "score": sum(scores) / len(scores),
+        "item_score": scores,
+    }
 
 
 def timed(method: str) -> str:

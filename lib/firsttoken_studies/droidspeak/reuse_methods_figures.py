@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
 from firsttoken.droidspeak.profile.profile_transfer import taken
 from firsttoken.study.overlay import Drawn, legend, over
-from firsttoken.study.plot import COLOURS
-from firsttoken.study.record import Result, Rows, rows_where
+from firsttoken.study.plot import COLOURS, Axes, Figure, categories, panels
+from firsttoken.study.record import Result, Rows, Table, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Entry
 from firsttoken_studies.droidspeak.decoding import DROIDSPEAK, OWN
@@ -33,11 +33,6 @@ from firsttoken_studies.droidspeak.setting import run_of
 from firsttoken_studies.droidspeak.styles import METHODS, in_words, style_of
 from firsttoken_studies.droidspeak.tables import by_run, relative_loss
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-
 PAPER_GAIN, PAPER_MEAN_GAIN = (1.7, 3.1), 2.1  # 5.2, 8 pairs with 3 data sets each
 PAPER_LEAD, PAPER_MEAN_LEAD = (5, 33), 16  # over CacheBlend at equal latency, 5.2
 _BLENDS = {  # by how CacheBlend's share was found: what a legend says, and how much of the mark is filled
@@ -53,11 +48,9 @@ def quality_by_latency(recorded: Result | None, now: Result) -> Figure:
     The line is the frontier, answered by the items that choose; marks are answered by the items that judge. Bars are
     95 % over items. Of CacheBlend's ways to choose tokens the better one is shown.
     """
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
     runs = by_run(drawn[0].result)
-    fig, axes = plt.subplots(1, len(runs), figsize=(9, 5.2), squeeze=False, sharey=True)
+    fig, axes = panels(1, len(runs), figsize=(9, 5.2), squeeze=False, sharey=True)
     for ax, run in zip(axes[0], runs, strict=True):
         ax.axhline(100 * (1 - BOUND), color=COLOURS["paper"], linestyle="--", linewidth=1.4)
         for one in drawn:
@@ -80,7 +73,7 @@ def quality_by_latency(recorded: Result | None, now: Result) -> Figure:
 
 
 def _panel(ax: Axes, rows: Rows, one: Drawn) -> None:
-    look, edge = METHODS[DROIDSPEAK], {"markeredgecolor": "black"} if one.own and not one.alone else {}
+    look = METHODS[DROIDSPEAK]
     line = sorted(rows_where(rows, items=CHOOSE), key=lambda row: row["hi"] - row["lo"])
     points = [(_time(row), 100 - relative_loss(line[-1]["item_score"], row["item_score"]).estimate) for row in line]
     shade = one.style | {"alpha": 0.6 * one.style["alpha"]}
@@ -92,7 +85,7 @@ def _panel(ax: Axes, rows: Rows, one: Drawn) -> None:
         bars = [[lost.high - lost.estimate], [lost.estimate - lost.low]]
         size = 9.5 if row["method"] == DROIDSPEAK else 7.5
         ax.errorbar(_time(row), 100 - lost.estimate, bars, marker=style.marker, color=style.colour, fillstyle=fill,
-                    markersize=size, linestyle="none", linewidth=1.2, **edge, **one.style)  # fmt: skip
+                    markersize=size, linestyle="none", linewidth=1.2, **one.outlined)  # fmt: skip
     ax.set_xlim(-0.04, 1.06)
 
 
@@ -121,11 +114,9 @@ def gains(recorded: Result | None, now: Result, profiled: Result | None, profile
     Both rules that choose, decoded answers and token accuracy (from the profile of the same items), are scored alike:
     by the decoded answers of the items that were left out of the draw that chose.
     """
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
     runs = by_run(drawn[0].result)
-    fig, (gain, loss, lead) = plt.subplots(1, 3, figsize=(9, 0.75 * len(runs) + 2.9), sharey=True)
+    fig, (gain, loss, lead) = panels(1, 3, figsize=(9, 0.75 * len(runs) + 2.9), sharey=True)
     for ax, span, mean in ((gain, PAPER_GAIN, PAPER_MEAN_GAIN), (lead, PAPER_LEAD, PAPER_MEAN_LEAD)):
         ax.axvspan(*span, color=COLOURS["paper"], alpha=0.25, linewidth=0)
         ax.axvline(mean, color=COLOURS["paper"], linewidth=2)
@@ -153,8 +144,7 @@ def gains(recorded: Result | None, now: Result, profiled: Result | None, profile
     gain.set(xlabel="first token, times earlier", xlim=(0.9, None))
     loss.set_xlabel("score lost, % of the own")
     lead.set_xlabel("points above CacheBlend")
-    gain.set_yticks(range(len(runs)), [in_words(run).replace(", ", ",\n") for run in runs], fontsize=9)
-    gain.set_ylim(len(runs) - 0.5, -0.5)
+    categories(gain, [in_words(run).replace(", ", ",\n") for run in runs], fontsize=9)
     for marker, _, label in MARKS.values():
         gain.plot([], [], marker, color=METHODS[DROIDSPEAK].colour, markersize=7, label=label)
     gain.plot([], [], color=COLOURS["paper"], linewidth=4, label="paper: range and mean")
@@ -168,17 +158,17 @@ def gains(recorded: Result | None, now: Result, profiled: Result | None, profile
     return fig
 
 
-def held_out(rows: Rows, profiles: Sequence[Profiled], draws: int = 200, seed: int = 0) -> dict[str, Entry]:
+def held_out(rows: Rows, profiles: Sequence[Profiled]) -> dict[str, Entry]:
     """Return by rule what decoded answers of items lose over the group that other items choose, % of the own score.
 
     ``rows`` are a run's answers, ``profiles`` its groups by token accuracy, of the same items in the same order. The
-    items are drawn with replacement, as many as there are; those not drawn judge. Mean and 95 % of ``draws``.
+    items are drawn with replacement, as many as there are; those not drawn judge. Mean and 95 % of 200 draws.
     """
-    decoded, rng = decoded_groups(rows), random.Random(seed)
+    decoded, rng = decoded_groups(rows), random.Random(0)
     by_group = {one.group: one for one in decoded}
     rules = {"decoded": decoded, "accuracy": [one for one in profiles if one.group in by_group]}
     items, lost = len(decoded[0].own), {rule: [] for rule in rules}
-    for _ in range(draws):
+    for _ in range(200):
         drawn = rng.choices(range(items), k=items)
         if left := sorted(set(range(items)) - set(drawn)):
             for rule, groups in rules.items():
@@ -204,37 +194,32 @@ def _dot(ax: Axes, entry: Entry | None, at: float, mark: str, one: Drawn) -> Non
     if entry is None:
         return
     marker, shift, _ = MARKS[mark]
-    edge = {"markeredgecolor": "black"} if one.own and not one.alone else {}
     error = [[max(0, entry["value"] - entry["low"])], [max(0, entry["high"] - entry["value"])]]
     at += shift + 0.5 * one.shift
     ax.errorbar(entry["value"], at, xerr=error, marker=marker, color=METHODS[DROIDSPEAK].colour, linestyle="none",
-                markersize=7, linewidth=1.4, **edge, **one.style)  # fmt: skip
+                markersize=7, linewidth=1.4, **one.outlined)  # fmt: skip
 
 
-def answer_rows(methods: Result, items: str = JUDGE) -> Rows:
-    """Figure 14 in numbers, from the items that ``choose`` among groups or from those that ``judge``."""
-    rows = []
+def answer_rows(methods: Result) -> Table:
+    """Figure 14 in numbers, from the items that judge."""
     for run, of in by_run(methods).items():
-        asked = rows_where(of, items=items)
+        asked = rows_where(of, items=JUDGE)
         (own,) = rows_where(asked, method=OWN)
-        for row in sorted(asked, key=lambda row: row["compute"]) if items == CHOOSE else asked:
-            rows.append(
-                {
-                    "run": run,
-                    "method": row["method"],
-                    "layers": f"{row['lo']}-{row['hi'] - 1}" if row["hi"] else "",
-                    "computed, %": round(100 * row["compute"], 1),
-                    "time / full prefill's": round(float(np.median(row["time_share"])), 2),
-                    f"{row['metric']}, % (n = {row['n']})": round(100 * row["score"], 1),
-                    "lost, % of the own": ""
-                    if row is own
-                    else interval(relative_loss(own["item_score"], row["item_score"]).summary()),
-                }
-            )
-    return rows
+        for row in asked:
+            yield {
+                "run": run,
+                "method": row["method"],
+                "layers": f"{row['lo']}-{row['hi'] - 1}" if row["hi"] else "",
+                "computed, %": round(100 * row["compute"], 1),
+                "time / full prefill's": round(float(np.median(row["time_share"])), 2),
+                f"{row['metric']}, % (n = {row['n']})": round(100 * row["score"], 1),
+                "lost, % of the own": ""
+                if row is own
+                else interval(relative_loss(own["item_score"], row["item_score"]).summary()),
+            }
 
 
-def choice_rows(methods: Result) -> Rows:
+def choice_rows(methods: Result) -> Table:
     """The group of each run that decoded answers choose, and the one that token accuracy would choose.
 
     The former's loss is on the items that judge, the latter's on those that choose.
@@ -248,11 +233,9 @@ def choice_rows(methods: Result) -> Rows:
         "its: earlier, times": ("speedup_x", ACCURACY),
         "its: lost, %": ("relative_loss_pct", ACCURACY),
     }
-    rows = []
     for run, of in by_run(methods).items():
         found = {title: methods.summary.of(name, **where, **run_of(of[0])) for title, (name, where) in shown.items()}
-        rows.append({"run": run} | {title: interval(entry, 2) for title, entry in found.items()})
-    return rows
+        yield {"run": run} | {title: interval(entry, 2) for title, entry in found.items()}
 
 
 def paper_rows(latency: Result, methods: Result) -> Rows:

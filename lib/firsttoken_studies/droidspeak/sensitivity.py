@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,7 +11,7 @@ from firsttoken.droidspeak.forward import cache_of
 from firsttoken.droidspeak.prefill import full_prefill
 from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.study.overlay import Drawn, legend, over
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.plot import COLOURS, Figure, categories, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Result, Rows
 from firsttoken.study.stats import bootstrap
@@ -21,10 +20,6 @@ from firsttoken_studies.droidspeak.constructed_tasks import task_of
 from firsttoken_studies.droidspeak.published import FIGURE_8_LAYER, PAPER_DEPTH
 from firsttoken_studies.droidspeak.setting import Run, Setting
 from firsttoken_studies.droidspeak.styles import METHODS, in_words
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 # One item of each task, as a reader meets it, with what a receiver says over its own cache and over another's.
 
@@ -62,15 +57,13 @@ def full_reuse(decoded: Result | None, decoded_now: Result | None, recorded: Res
     Above, F1 of decoded answers, the paper's metric (reuse_methods, where it was run); below, token accuracy
     (layer_profile).
     """
-    import matplotlib.pyplot as plt
-
     shown = {"own": "full prefill", "reuse": "full reuse", "sender": "sender"}
     drawn = over(recorded, now)
     answers = over(decoded, decoded_now) if decoded_now else [Drawn(decoded, own=False)] if decoded else []
     parts = [(one, "F1 of decoded answers", _decoded(one.result, shown)) for one in answers]
     parts += [(one, "token accuracy", _accuracy(one.result, shown)) for one in drawn]
     lines = list(dict.fromkeys((metric, run) for _, metric, of in parts for run in of))
-    fig, (scores, lost) = plt.subplots(1, 2, figsize=(9, 0.5 * len(lines) + 2.3), sharey=True, width_ratios=(1.5, 1))
+    fig, (scores, lost) = panels(1, 2, figsize=(9, 0.5 * len(lines) + 2.3), sharey=True, width_ratios=(1.5, 1))
     for one, metric, of in parts:
         for run, items in of.items():
             place = lines.index((metric, run)) + one.shift
@@ -86,8 +79,7 @@ def full_reuse(decoded: Result | None, decoded_now: Result | None, recorded: Res
         ax.axhline(first - 0.5, color=COLOURS["mark"], linewidth=1.6)
         ax.grid(axis="y", visible=False)
     scores.set_xlim(-2, 104)  # a marker at 100 is seen whole
-    scores.set_yticks(range(len(lines)), [f"{in_words(run)}" for _, run in lines], fontsize=9)
-    scores.set_ylim(len(lines) - 0.5, -0.5)
+    categories(scores, [in_words(run) for _, run in lines], fontsize=9)
     for at, metric in ((-0.35, "F1 of decoded answers"), (first - 0.3, "token accuracy, the answer given")):
         scores.annotate(metric, (101, at), ha="right", fontsize=8.5, style="italic")
     for method in shown.values():
@@ -119,11 +111,9 @@ def _accuracy(result: Result, shown: Mapping[str, str]) -> dict[str, dict[str, l
 def sensitivity(recorded: Result | None, now: Result) -> Figure:
     """Figure 7: what the reuse of one layer alone costs, and which layers the 10 % rule calls critical, in the runs
     that full reuse hurts."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
     runs = tables.losing_runs(drawn[0].result)
-    fig, axes = plt.subplots(1, len(runs), figsize=(9, 4), squeeze=False, sharey=True)
+    fig, axes = panels(1, len(runs), figsize=(9, 4), squeeze=False, sharey=True)
     for ax, (run, first) in zip(axes[0], runs.items(), strict=True):
         for one in drawn:
             rows = tables.by_run(one.result).get(run, [])
@@ -133,7 +123,7 @@ def sensitivity(recorded: Result | None, now: Result) -> Figure:
                 name = "droidspeak" if layer in tables.critical_of(rows) else "full reuse"
                 one.point(ax, layer + one.shift, lost, name)
         ax.axhline(10, color=COLOURS["target"], linestyle="--")
-        of = sum(row["what"] == "layer" for row in first)
+        of = tables.depth_of(first)
         ax.set_title(f"{in_words(run)}\n{len(tables.critical_of(first))} of {of} layers critical", fontsize=9)
     ax = axes[0][0]
     ax.plot([], [], METHODS["full reuse"].marker, color=REUSED, label="one layer reused")
@@ -149,18 +139,15 @@ def sensitivity(recorded: Result | None, now: Result) -> Figure:
 
 def item_spread(recorded: Result | None, now: Result) -> Figure:
     """Figure 8: how differently items suffer, by the layer that is reused, in the runs that full reuse hurts."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
-    fig, ax = plt.subplots(figsize=(9, 4.2))
+    fig, ax = panels(figsize=(9, 4.2))
     runs = tables.losing_runs(drawn[0].result)
     lines = list(zip(runs, ("o-", "s--", "^:", "D-."), strict=False))
     for one in drawn:
-        edge = {"markeredgecolor": "black"} if one.own and not one.alone else {}
         for run, line in lines:
             if rows := tables.by_run(one.result).get(run):
                 spread = 100 * tables.layer_losses(rows).std(1)
-                ax.plot(range(len(spread)), spread, line, color=COLOURS["measured"], **edge, **one.style)
+                ax.plot(range(len(spread)), spread, line, color=COLOURS["measured"], **one.outlined)
     depth = len(tables.layer_losses(next(iter(runs.values()))))
     for run, line in lines:
         ax.plot([], [], line, color=COLOURS["measured"], label=in_words(run))

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from firsttoken.droidspeak.profile.pareto import critical_layers, smallest_within
-from firsttoken.study.record import Result, Rows
+from firsttoken.study.plot import compared
+from firsttoken.study.record import Result, Rows, Table, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.stats import Interval, bootstrap, paired_bootstrap
 from firsttoken_studies.droidspeak.profiling import BOUND, CRITICAL, naive_passes, profiled_groups
@@ -31,6 +32,11 @@ def distance_of(result: Result, of: Rows) -> float | None:
     """How far the weights of a run's pair are apart, % of the sender's; None where that was not recorded."""
     entry = result.summary.get("weight_distance_pct", **run_of(of[0]))
     return entry and entry["value"]
+
+
+def depth_of(rows: Rows) -> int:
+    """How many layers the receiver of a run's profile has."""
+    return sum(row["what"] == "layer" for row in rows)
 
 
 def only(rows: Iterable[dict[str, Any]], what: str) -> dict[str, Any]:
@@ -56,53 +62,42 @@ def critical_of(rows: Sequence[dict[str, Any]]) -> list[int]:
     return critical_layers(layers, only(rows, "own")["accuracy"], CRITICAL)
 
 
-def reuse_rows(result: Result) -> Rows:
+def reuse_rows(result: Result) -> Table:
     """Figure 6 in numbers, with the distance of each pair."""
-    rows = []
     for run, of in by_run(result).items():
         own, reuse, sender = (only(of, what)["item_accuracy"] for what in ("own", "reuse", "sender"))
         far = distance_of(result, of)
-        rows.append(
-            {"run": run, "weights apart, %": "" if far is None else f"{far:.2f}"}
-            | {
-                f"{name}, %": interval(bootstrap(values).summary(scale=100))
-                for name, values in {"own prefill": own, "full reuse": reuse, "sender": sender}.items()
-            }
-            | {
-                "full reuse loses, points": interval(paired_bootstrap(own, reuse).summary(scale=100)),
-                "relative, %": interval(relative_loss(own, reuse).summary()),
-                "n": len(own),
-            }
-        )
-    return rows
+        line = {"run": run, "weights apart, %": "" if far is None else f"{far:.2f}"}
+        for name, values in {"own prefill": own, "full reuse": reuse, "sender": sender}.items():
+            line[f"{name}, %"] = interval(bootstrap(values).summary(scale=100))
+        yield line | {
+            "full reuse loses, points": interval(paired_bootstrap(own, reuse).summary(scale=100)),
+            "relative, %": interval(relative_loss(own, reuse).summary()),
+            "n": len(own),
+        }
 
 
-def sensitivity_rows(result: Result) -> Rows:
+def sensitivity_rows(result: Result) -> Table:
     """Figures 7 and 8 in numbers: critical layers, the worst one, and the one where items differ most."""
-    rows = []
     for run, of in by_run(result).items():
         accuracy = layer_losses(of)
         critical, own = critical_of(of), only(of, "own")["accuracy"]
         worst, spread = int(accuracy.mean(1).argmax()), accuracy.std(1)
-        rows.append(
-            {
-                "run": run,
-                "critical layers": ", ".join(map(str, critical)) or "none",
-                "share, % (paper: 11)": round(100 * len(critical) / len(accuracy), 1),
-                "most sensitive": worst,
-                "it alone loses, %": round(100 * float(accuracy.mean(1).max()) / own, 1),
-                "most variable": int(spread.argmax()),
-                "its standard deviation, points": round(100 * float(spread.max()), 1),
-            }
-        )
-    return rows
+        yield {
+            "run": run,
+            "critical layers": ", ".join(map(str, critical)) or "none",
+            "share, % (paper: 11)": round(100 * len(critical) / len(accuracy), 1),
+            "most sensitive": worst,
+            "it alone loses, %": round(100 * float(accuracy.mean(1).max()) / own, 1),
+            "most variable": int(spread.argmax()),
+            "its standard deviation, points": round(100 * float(spread.max()), 1),
+        }
 
 
-def group_rows(result: Result) -> Rows:
+def group_rows(result: Result) -> Table:
     """Figure 11 in numbers: the fewest layers within 5 % of the receiver's own score, and within 5 points of it."""
-    rows = []
     for run, of in by_run(result).items():
-        groups, depth = profiled_groups(of), sum(row["what"] == "layer" for row in of)
+        groups, depth = profiled_groups(of), depth_of(of)
         line: dict[str, Any] = {"run": run}
         for name, chosen in (
             ("5 %", smallest_within(groups, BOUND)),
@@ -111,78 +106,59 @@ def group_rows(result: Result) -> Rows:
             line[f"within {name}"] = f"{chosen.group} ({len(chosen.group)} of {depth})"
             line[f"{name}: loss, points"] = interval(chosen.loss.summary(scale=100))
             line[f"{name}: relative, %"] = f"{100 * chosen.relative_loss:.1f}"
-        rows.append(line | {"critical, of layers": f"{len(critical_of(of))} of {depth}"})
-    return rows
+        yield line | {"critical, of layers": f"{len(critical_of(of))} of {depth}"}
 
 
-def transition_rows(result: Result) -> Rows:
+def transition_rows(result: Result) -> Table:
     """Figure 10 in numbers: means over sets of equally many layers, with intervals over the sets."""
-    rows = []
     for run, of in by_run(result).items():
-        for count in sorted({row["transitions"] for row in of}):
-            sets = [row for row in of if row["transitions"] == count]
-            rows.append(
-                {
-                    "contiguous runs": count,
-                    "of": run,
-                    "layers recomputed": len(sets[0]["layers"].split(",")),
-                    "sets": len(sets),
-                    "output moved, %": interval(bootstrap([r["deviation"] for r in sets]).summary(scale=100)),
-                    "likelihood lost, nats": interval(bootstrap([r["nll_lost"] for r in sets]).summary(), 2),
-                    "accuracy lost, points": interval(bootstrap([r["accuracy_lost"] for r in sets]).summary(scale=100)),
-                }
-            )
-    return rows
+        for count, sets in frame_of(of).groupby("transitions"):
+            moved, nats, lost = (bootstrap(sets[name]) for name in ("deviation", "nll_lost", "accuracy_lost"))
+            yield {
+                "contiguous runs": count,
+                "of": run,
+                "layers recomputed": len(sets.layers.iloc[0].split(",")),
+                "sets": len(sets),
+                "output moved, %": interval(moved.summary(scale=100)),
+                "likelihood lost, nats": interval(nats.summary(), 2),
+                "accuracy lost, points": interval(lost.summary(scale=100)),
+            }
 
 
-def cost_rows(result: Result) -> Rows:
+def cost_rows(result: Result) -> Table:
     """What a profile costs in prefills of an item: naive, every group anew; shared, once for every lower edge.
 
     Computed for 32 layers (the paper's example) and for the model that was profiled; counted in its first run.
     """
     of = next(iter(by_run(result).values()))
-    cost, depth = only(of, "cost"), sum(row["what"] == "layer" for row in of)
+    cost, depth = only(of, "cost"), depth_of(of)
     step = min((row["layers"] for row in of if row["what"] == "group" and row["hi"] < depth), default=depth)
-    rows = []
     for layers, size in sorted({(32, 1), (32, 2), (depth, 1), (depth, 2), (depth, step)}):
         edges = [*range(0, layers, size), layers]
         shared = 1 + sum(layers - lo for lo in edges[:-1]) / layers  # the sender's prefill leaves the E-caches
         counted = cost["prefix_layers"] / depth if (layers, size) == (depth, step) else None
-        rows.append(
-            {
-                "layers, group size": f"{layers}, {size}",
-                "groups": len(edges) * (len(edges) - 1) // 2,
-                "naive, prefills": round(naive_passes(layers, size), 1),
-                "one a lower edge, prefills": round(shared, 1),
-                "counted, prefills": "" if counted is None else round(counted, 1),
-                "measured, s an item": "" if counted is None else round(cost["seconds"] / cost["n"], 2),
-            }
-        )
-    return rows
+        yield {
+            "layers, group size": f"{layers}, {size}",
+            "groups": len(edges) * (len(edges) - 1) // 2,
+            "naive, prefills": round(naive_passes(layers, size), 1),
+            "one a lower edge, prefills": round(shared, 1),
+            "counted, prefills": "" if counted is None else round(counted, 1),
+            "measured, s an item": "" if counted is None else round(cost["seconds"] / cost["n"], 2),
+        }
 
 
 def reuse_comparison(result: Result, methods: Result) -> Rows:
     """Paper and measured for full reuse, decoded (``methods``), and single layers; what is counted has no floor."""
-    return [
-        {
-            "what": "full reuse, the worse pair: loss of its own F1",
-            "paper": "> 50 (HotpotQA)",
-            "measured": methods.summary.value("relative_loss_pct", method="full reuse", across="worst"),
-            "unit": "%",
-        },
-        {
-            "what": "critical layers, mean over runs",
-            "paper": "11 (text: 10)",
-            "measured": result.summary.value("critical_layers_pct", across="mean"),
-            "unit": "% of layers",
-        },
-        {
-            "what": "layers recomputed within 5 %, mean over runs that full reuse takes out of it",
-            "paper": "38 (12 of 32), 34 (11 of 32)",
-            "measured": result.summary.value("group_layers_pct", across="mean"),
-            "unit": "% of layers",
-        },
-    ]
+    lost = methods.summary.value("relative_loss_pct", method="full reuse", across="worst")
+    critical, group = (
+        result.summary.value(name, across="mean") for name in ("critical_layers_pct", "group_layers_pct")
+    )
+    within = "layers recomputed within 5 %, mean over runs that full reuse takes out of it"
+    return compared(
+        ("full reuse, the worse pair: loss of its own F1", "> 50 (HotpotQA)", lost, "%"),
+        ("critical layers, mean over runs", "11 (text: 10)", critical, "% of layers"),
+        (within, "38 (12 of 32), 34 (11 of 32)", group, "% of layers"),
+    )
 
 
 def cost_comparison(result: Result) -> Rows:
@@ -191,25 +167,13 @@ def cost_comparison(result: Result) -> Rows:
     cost = only(of, "cost")
     (fewer,) = result.summary.all("prefix_passes_fewer_x")
     naive, shared = (result.summary.value("prefix_passes", variant=v, **run_of(of[0])) for v in ("naive", "shared"))
-    return [
-        {
-            "what": "a profile of one run, 50 items",
-            "paper": "3 h (A100, Llama-3-8B)",
-            "measured": 50 * cost["seconds"] / cost["n"] / 60,
-            "unit": "min",
-        },
-        {
-            "what": "groups of two layers against single ones, layers over a prefix",
-            "paper": "about 3",
-            "measured": fewer["value"],
-            "unit": "x fewer",
-        },
-        {
-            "what": "naive prefills over those that were run",
-            "measured": naive / shared,
-            "unit": "x fewer",
-        },
-    ]
+    minutes = 50 * cost["seconds"] / cost["n"] / 60
+    coarse = "groups of two layers against single ones, layers over a prefix"
+    return compared(
+        ("a profile of one run, 50 items", "3 h (A100, Llama-3-8B)", minutes, "min"),
+        (coarse, "about 3", fewer["value"], "x fewer"),
+        ("naive prefills over those that were run", "", naive / shared, "x fewer"),
+    )
 
 
 def _lost_pct(pairs: np.ndarray) -> float:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from firsttoken.study.overlay import Drawn, legend, over
-from firsttoken.study.plot import COLOURS
-from firsttoken.study.record import Result, Rows
+from firsttoken.study.plot import COLOURS, Axes, Figure, panels, ticks
+from firsttoken.study.record import Result, Rows, Table, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken_studies.droidspeak.styles import METHODS
 from firsttoken_studies.engine.reuse_throughput import FULL, KNEE, OTHER_KNEES, PARTIAL
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 PAPER = "2 to 4"  # times the throughput (5.3, Figure 15)
 SEEN = {"ttft": "TTFT, s", "tbt": "time between tokens, s", "e2e": "E2E, s"}
@@ -25,27 +19,23 @@ OBJECTIVES = {"ttft": "mean TTFT", "e2e": "mean E2E"}
 
 def under_load(recorded: Result | None, now: Result) -> Figure:
     """Figure 15: means over requests by rate, a line a way; bands are 95 % over seeds; dotted, the objective."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
-    ways = {(row["method"], row["layers"]): row for one in reversed(drawn) for row in _ran(one.result)}
+    ran = [row for one in reversed(drawn) for row in rows_where(one.result.rows, what="run")]
+    ways = {(row["method"], row["layers"]): row for row in ran}
     depth = max(layers for _, layers in ways)
     groups = sorted(layers for _, layers in ways if 0 < layers < depth)
-    fig, axes = plt.subplots(1, 3, figsize=(9, 4.6))
+    fig, axes = panels(1, 3, figsize=(9, 4.6))
     for ax, (what, label) in zip(axes, SEEN.items(), strict=True):
         for one in drawn:
             for method, layers in ways:
-                rows = [row for row in _ran(one.result) if (row["method"], row["layers"]) == (method, layers)]
-                if rows:
+                if rows := rows_where(one.result.rows, what="run", method=method, layers=layers):
                     _line(ax, rows, what, DASHES[groups.index(layers)] if layers in groups else "-", one)
         if what in OBJECTIVES:
             objective = drawn[0].result.summary.value("objective_ms", metric=what, objective=KNEE) / 1e3
             ax.axhline(objective, color=COLOURS["target"], linestyle=":", linewidth=2)
         ax.set(xscale="log", yscale="log", xlabel="requests a second", ylabel=label)
         for axis, (low, high) in ((ax.xaxis, ax.get_xlim()), (ax.yaxis, ax.get_ylim())):
-            axis.set_ticks([tick for tick in TICKS if low <= tick <= high], minor=False)
-            axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter("")
+            ticks(axis, [tick for tick in TICKS if low <= tick <= high])
     for (_, layers), row in sorted(ways.items(), key=lambda way: -way[0][1]):
         look, style = METHODS[row["method"]], DASHES[groups.index(layers)] if layers in groups else "-"
         named = f"{look.label}, {layers} of {depth} layers" if layers in groups else look.label
@@ -53,33 +43,27 @@ def under_load(recorded: Result | None, now: Result) -> Figure:
     told = "objective: twice full prefill alone (record)"
     axes[0].plot([], [], ":", color=COLOURS["target"], linewidth=2, label=told)
     legend(fig, axes[0], drawn, "capacity_x", columns=2)
-    gain = drawn[0].result.summary.get(
-        "capacity_x", method=PARTIAL, across="mean", metric="ttft", objective=KNEE, than=FULL
-    )
+    within = {"metric": "ttft", "objective": KNEE, "than": FULL}
+    gain = drawn[0].result.summary.get("capacity_x", method=PARTIAL, across="mean", **within)
     here = f"; the record has {gain['value']:.1f}" if gain else ""
     fig.suptitle(f"At one TTFT the paper serves {PAPER} times as many requests{here}", fontsize=12)
     return fig
-
-
-def _ran(result: Result) -> Rows:
-    return [row for row in result.rows if row["what"] == "run"]
 
 
 def _line(ax: Axes, rows: Rows, what: str, dashes: str, one: Drawn) -> None:
     look = METHODS[rows[0]["method"]]
     points = []
     for qps in sorted({row["qps"] for row in rows}):
-        means = bootstrap([row[f"{what}_mean_ms"] / 1e3 for row in rows if row["qps"] == qps])
+        means = bootstrap([row[f"{what}_mean_ms"] / 1e3 for row in rows_where(rows, qps=qps)])
         points.append((qps, means.low, means.estimate, means.high))
     rates, low, middle, high = zip(*points, strict=True)
-    edge = {"markeredgecolor": "black"} if one.own and not one.alone else {}
-    ax.plot(rates, middle, look.marker, linestyle=dashes, color=look.colour, markersize=5, **edge, **one.style)
+    ax.plot(rates, middle, look.marker, linestyle=dashes, color=look.colour, markersize=5, **one.outlined)
     ax.fill_between(rates, low, high, color=look.colour, alpha=0.2 * one.style["alpha"], linewidth=0)
 
 
-def throughput_rows(result: Result) -> Rows:
+def throughput_rows(result: Result) -> Table:
     """Return by way the most requests a second within each objective, over full prefill's."""
-    rows, depth = [], max(row["layers"] for row in result.rows if row["what"] == "run")
+    depth = max(row["layers"] for row in result.rows if row["what"] == "run")
     for entry in result.summary.all("capacity_x", metric="ttft", objective=KNEE):
         where = entry["where"]
         told = f"{where['layers']} of {depth} layers" if where.get("layers") else "mean of the pairs"
@@ -89,5 +73,4 @@ def throughput_rows(result: Result) -> Rows:
                 column = f"{label} within {knee:g} x alone" if knee == KNEE else f"{label}, {knee:g} x"
                 gain = result.summary.get("capacity_x", **where | {"metric": what, "objective": knee})
                 line[column] = interval(gain, 2)
-        rows.append(line | {"paper": PAPER if where["method"] == PARTIAL else ""})
-    return rows
+        yield line | {"paper": PAPER if where["method"] == PARTIAL else ""}

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from firsttoken.assets.needs import CONTEXT, Need
-from firsttoken.droidspeak.pipeline.kv_transfer import Buffers, CachePiece
-from firsttoken.droidspeak.pipeline.live_loading import FirstToken, first_token, pieces_of, sent_pieces
+from firsttoken.droidspeak.pipeline.kv_transfer import Buffers
+from firsttoken.droidspeak.pipeline.live_loading import FirstToken, first_token, sent_pieces
 from firsttoken.droidspeak.pipeline.schedule import Schedule
 from firsttoken.droidspeak.prefill import Group, full_prefill
 from firsttoken.droidspeak.prefix import Prefix
@@ -59,7 +59,7 @@ class WiredPair:
         room = 2 * sum(kv.nbytes for kv in sent.kv) + 2 * sum(edge.nbytes for edge in sent.e_cache.values())
         store, context = KVStore(folder, memory_bytes=0, disk_bytes=room), self.prefix.ids[0].tolist()
         store.store(context, sender.identity, sent)
-        self.pieces: dict[str, CachePiece] = pieces_of(store.locate(context, sender.identity))
+        self.pieces = store.locate(context, sender.identity)[0].spans
         self._buffers: dict[tuple[Group, Schedule], Buffers] = {}
 
     @property

@@ -21,19 +21,17 @@ from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.fitted import StepSample, relative_fit
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.kv import KVShape
 from firsttoken.engine.latency_metrics import serve_items
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import GREEDY, Request, ScheduledChunk
 from firsttoken.engine.simulated import SimulatedExecutor
-from firsttoken.engine.workload.arrivals import Arrivals, with_arrivals
-from firsttoken.engine.workload.workload_items import Item, with_ids
+from firsttoken.engine.workload.workload_items import Arrivals, Item, with_arrivals, with_ids
 from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, rows_where
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 
@@ -289,10 +287,9 @@ def reuse_throughput_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summa
     where full prefill itself has its knee. The mean is over the pairs whose profile chose to recompute something: where
     full reuse keeps to the bound there is nothing for the method to win.
     """
-    ran = [row for row in rows if row["what"] == "run"]
-    by = {(row["method"], row["layers"], row["seed"]): [] for row in ran}
-    for row in ran:
-        by[row["method"], row["layers"], row["seed"]].append(row)
+    by: dict[tuple[str, int, int], Rows] = {}
+    for row in rows_where(rows, what="run"):
+        by.setdefault((row["method"], row["layers"], row["seed"]), []).append(row)
     seeds, ways = sorted({seed for *_, seed in by}), {(method, layers): None for method, layers, _ in by}
     depth = max(layers for _, layers in ways)
 

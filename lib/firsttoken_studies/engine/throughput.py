@@ -33,9 +33,9 @@ from firsttoken.study import paths
 from firsttoken.study.dtypes import AUTO, DTYPES, name_of, resolve
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.plot import COLOURS, panels
 from firsttoken.study.profile import Profile, unknown
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, Table, distinct, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap, median_ratio
 from firsttoken.study.summary import Summary
@@ -237,15 +237,8 @@ class _Vllm:
         (folder / "prompts.json").write_text(json.dumps(case.prompts), encoding="utf-8")
         self._log = folder / "log.txt"
         command = [str(VLLM_PYTHON), "-m", "firsttoken_studies.engine.vllm_throughput"]
-        command += [
-            "--model",
-            case.stock.name_or_path,
-            "--prompts",
-            str(folder / "prompts.json"),
-            "--dtype",
-            case.dtype,
-        ]
-        command += ["--new-tokens", str(case.new_tokens)]
+        command += ["--model", case.stock.name_or_path, "--prompts", str(folder / "prompts.json")]
+        command += ["--dtype", case.dtype, "--new-tokens", str(case.new_tokens)]
         environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
         with self._log.open("w", encoding="utf-8") as log:
             self._process = subprocess.Popen(
@@ -286,22 +279,19 @@ _SYSTEMS: dict[str, Callable[[_Case], System]] = {
 def throughput_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Medians, and both forms of this engine over each of the others."""
     summary = Summary()
-    for dtype, count in {(row["dtype"], row["requests"]): None for row in rows}:
+    for (dtype, count), mine in frame_of(rows).groupby(["dtype", "requests"], sort=False):
         case = {"dtype": dtype, "requests": count}
-        mine = [row for row in rows if (row["dtype"], row["requests"]) == (dtype, count)]
-        names = dict.fromkeys(row["system"] for row in mine)
-        rates = {name: [row["tokens_per_s"] for row in mine if row["system"] == name] for name in names}
+        rates = {name: of.to_numpy() for name, of in mine.groupby("system", sort=False).tokens_per_s}
         for name, values in rates.items():
             summary.add("tokens_per_s", bootstrap(values, "median").summary("tokens/s"), engine=name, **case)
             for engine in [own for own in ("engine_stock", "engine") if own in rates and own != name]:
                 over = median_ratio(rates[engine], values).summary("x")
                 summary.add("tokens_per_s_x", over, engine=engine, than=name, **case)
-        steps = {name: [row["step_ms"] for row in mine if "step_ms" in row and row["system"] == name] for name in names}
-        for name, values in steps.items():
-            if values:
-                summary.add("step_ms", bootstrap(values, "median").summary("ms"), engine=name, **case)
-        if steps.get(FLOOR) and steps.get("engine"):
-            share = median_ratio(steps[FLOOR], steps["engine"]).summary("x")
+        timed = mine.dropna(subset="step_ms") if "step_ms" in mine else mine[:0]
+        summary.by(timed, {"engine": "system"}, {"step_ms": ("step_ms", "median", "ms")}, **case)
+        floor, steps = (timed[timed.system == name].get("step_ms", ()) for name in (FLOOR, "engine"))
+        if len(floor) and len(steps):
+            share = median_ratio(floor.to_numpy(), steps.to_numpy()).summary("x")
             summary.add("step_of_floor", share, engine="engine", **case)
     return summary
 
@@ -322,12 +312,11 @@ SYSTEMS: dict[str, str] = {
 
 def throughput_bars(recorded: Result | None, now: Result) -> Figure:
     """Tokens per second of every system, one panel a case, and what this project asks of its engine (``GOALS``)."""
-    import matplotlib.pyplot as plt
-
     results = over(recorded, now)
-    cases = list({(row["dtype"], row["requests"]): None for drawn in results for row in drawn.result.rows})
-    there = [name for name in SYSTEMS if any(row["system"] == name for drawn in results for row in drawn.result.rows)]
-    fig, axes = plt.subplots(1, len(cases), figsize=(9, 0.45 * len(there) + 1.7), squeeze=False, sharey=True)
+    rows = [row for drawn in results for row in drawn.result.rows]
+    cases = list(dict.fromkeys((row["dtype"], row["requests"]) for row in rows))
+    there = [name for name in SYSTEMS if name in distinct(rows, "system")]
+    fig, axes = panels(1, len(cases), figsize=(9, 0.45 * len(there) + 1.7), squeeze=False, sharey=True)
     for ax, (dtype, count) in zip(axes[0], cases, strict=True):
         shown = 0.0
         for drawn in results:
@@ -366,25 +355,14 @@ def throughput_bars(recorded: Result | None, now: Result) -> Figure:
 def _standing(result: Result) -> str:
     """What the figure says in one sentence: where the engine stands beside vLLM, or else beside ``generate``."""
     for name, label in (("vllm", "vLLM's tokens a second"), ("generate", "the tokens a second of generate")):
-        ratios = [
-            entry["value"]
-            for requests in sorted({row["requests"] for row in result.rows})
-            for dtype in sorted({row["dtype"] for row in result.rows})
-            if (
-                entry := result.summary.get(
-                    "tokens_per_s_x", engine="engine", than=name, dtype=dtype, requests=requests
-                )
-            )
-        ]
-        if ratios:
+        if ratios := [entry["value"] for entry in result.summary.all("tokens_per_s_x", engine="engine", than=name)]:
             return f"The engine makes {min(ratios):.2f} to {max(ratios):.2f} times {label}"
     return "Tokens a second of every system"
 
 
-def throughput_rows(result: Result) -> Rows:
+def throughput_rows(result: Result) -> Table:
     """Tokens per second of every system, and both forms of this engine over it."""
     cases = {(row["dtype"], row["requests"]): None for row in result.rows}
-    rows = []
     for name, label in SYSTEMS.items():
         line: dict[str, Any] = {}
         for dtype, count in cases:
@@ -395,5 +373,4 @@ def throughput_rows(result: Result) -> Rows:
                 ratio = result.summary.get("tokens_per_s_x", engine=engine, than=name, **case)
                 line[f"{ours} / it ({dtype}, {count})"] = interval(ratio, 2)
         if any(line.values()):
-            rows.append({"system": label} | {key: value for key, value in line.items() if value or "tokens/s" in key})
-    return rows
+            yield {"system": label} | {key: value for key, value in line.items() if value or "tokens/s" in key}

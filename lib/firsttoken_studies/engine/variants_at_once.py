@@ -26,9 +26,9 @@ from firsttoken.study import paths
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.parsing.parse_errors import read_bytes
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
 from firsttoken.study.show import interval
-from firsttoken.study.stats import bootstrap, median_ratio
+from firsttoken.study.stats import median_ratio
 from firsttoken.study.summary import Summary
 
 BASE, ONE, IN_TURNS = "the base alone", "one adapter", "one after the other"
@@ -148,26 +148,23 @@ def in_turns(serve: Callable[..., Answers], versions: Sequence[ModelVersion], re
 def variants_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Tokens a second by case; those of several adapters over one adapter's and over the same one after the other; and
     how many answers were the variant's own."""
-    summary, by_case = Summary(), dict.fromkeys(row["case"] for row in rows)
-    rates = {case: [row["tokens_per_s"] for row in rows if row["case"] == case] for case in by_case}
-    for case, values in rates.items():
-        summary.add("tokens_per_s", bootstrap(values, "median").summary("tokens/s"), case=case)
+    summary, frame = Summary(), frame_of(rows)
+    summary.by(frame, {"case": "case"}, {"tokens_per_s": ("tokens_per_s", "median", "tokens/s")})
+    frame["same_pct"] = 100 * frame.same_tokens
     for count in parameters["variants"]["counts"]:
         case = f"{count} adapters"
         for than in (ONE, f"{case}, {IN_TURNS}"):
-            summary.add("tokens_per_s_x", median_ratio(rates[case], rates[than]).summary("x"), case=case, than=than)
-        same = [100 * row["same_tokens"] for row in rows if row["case"] == case]
-        summary.add("same_tokens_pct", bootstrap(same).summary("% of requests"), case=case)
+            over = median_ratio(*(frame.tokens_per_s[frame.case == name].to_numpy() for name in (case, than)))
+            summary.add("tokens_per_s_x", over.summary("x"), case=case, than=than)
+        summary.by(frame[frame.case == case], {}, {"same_tokens_pct": ("same_pct", "mean", "% of requests")}, case=case)
     return summary
 
 
-def variants_rows(result: Result) -> Rows:
+def variants_rows(result: Result) -> Table:
     """A line a case: tokens a second, and over one adapter."""
-    lines: Rows = []
     for entry in result.summary.all("tokens_per_s"):
         case = entry["where"]["case"]
         over = result.summary.get("tokens_per_s_x", case=case, than=ONE)
         same = result.summary.get("same_tokens_pct", case=case)
         line = {"whose requests": case, "tokens/s": interval(entry, 0), "over one adapter": interval(over, 2)}
-        lines.append(line | {"answers as alone, %": f"{same['value']:.0f}" if same else ""})
-    return lines
+        yield line | {"answers as alone, %": f"{same['value']:.0f}" if same else ""}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +78,18 @@ def block_seconds(block: nn.Module, context: int, repeats: int) -> list[float]:
     return timed(step, repeats=repeats, warmup=1, device=norm.device)
 
 
+def decode_step(model: nn.Module, ids: Tensor) -> Callable[[], None]:
+    """What makes one decoding step of all layers of ``model`` after the prompts ``ids`` [batch, tokens] but their last
+    token, and forgets it."""
+    cache = model.model(ids[:, :-1], use_cache=True).past_key_values
+
+    def step() -> None:
+        model.model(ids[:, -1:], past_key_values=cache, use_cache=True)
+        cache.crop(-1)
+
+    return step
+
+
 # Offloading as it is measured beside a swarm: each layer's weights are brought for each token, from memory or disk.
 
 
@@ -136,7 +148,7 @@ class Resting:
 
 
 @contextmanager
-def offloaded(model: nn.Module, file: Path | None = None) -> Iterator[Resting]:
+def offloaded(model: nn.Module, file: Path | None) -> Iterator[Resting]:
     """Within the block the layers of ``model`` lie in memory, or in ``file``, and come one by one when they run.
 
     Yields where they rest. Its layers are of one shape, as those of Llama-like models are.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -25,13 +24,14 @@ from firsttoken.engine.linear8 import KEPT, THRESHOLD, Linear8, resting_bytes, t
 from firsttoken.engine.sampling import argmax_tokens
 from firsttoken.petals.int8_transport import pack, packed_bytes, unpack
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS
+from firsttoken.study.plot import COLOURS, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, frame_of
+from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken.study.timing import Stopwatch
+from firsttoken_studies.petals.chain_costs import decode_step
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -182,27 +182,13 @@ def _steps(model: nn.Module, windows: Tensor, config: EightBitsConfig) -> Rows:
     for batch in config.batches:
         wanted = batch * (config.context + 1)
         ids = text.repeat(-(-wanted // len(text)))[:wanted].view(batch, -1)
-        with ExitStack() as made:
-            steps = {name: made.enter_context(_stepping(one, ids)) for name, one in timed.items()}
-            for repeat in range(-1, config.repeats):  # the first of each only warms up
-                for name, step in steps.items():
-                    with Stopwatch(ids.device) as watch:
-                        step()
-                    row = {"what": "step", "of": name, "batch": batch, "repeat": repeat, "seconds": watch.seconds}
-                    rows += [row] if repeat >= 0 else []
+        steps = {name: decode_step(one, ids) for name, one in timed.items()}
+        for repeat, (name, step) in product(range(-1, config.repeats), steps.items()):  # the first only warms up
+            with Stopwatch(ids.device) as watch:
+                step()
+            row = {"what": "step", "of": name, "batch": batch, "repeat": repeat, "seconds": watch.seconds}
+            rows += [row] if repeat >= 0 else []
     return rows
-
-
-@contextmanager
-def _stepping(model: nn.Module, ids: Tensor) -> Iterator[Callable[[], None]]:
-    """Makes one decoding step of all layers after the prompts ``ids`` [batch, tokens] but their last token."""
-    cache = model.model(ids[:, :-1], use_cache=True).past_key_values
-
-    def step() -> None:
-        model.model(ids[:, -1:], past_key_values=cache, use_cache=True)
-        cache.crop(-1)
-
-    yield step
 
 
 def eight_bits_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
@@ -215,13 +201,11 @@ def eight_bits_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         lost = bootstrap(here.text_nll.to_numpy() - plain, lambda sample: float(100 * np.expm1(sample.mean())))
         summary.add("perplexity_lost_pct", lost.summary("%"), variant=variant, than=PLAIN)
         summary.by(here, {"variant": "variant"}, {"same_token_pct": ("agree", "mean", "%", 100)}, than=PLAIN)
-    for row in rows:
-        if row["what"] == "bytes":
-            over = {"value": row["bytes8"] / row["bytes16"], "unit": "x"}
-            summary.add("bytes_x", over, variant=row["of"], than=WHOLE)
-        if row["what"] == "outliers":
-            share = 100 * row["outliers"] / row["values"]
-            summary.add("outliers_pct", {"value": share, "n": row["values"], "unit": "%"})
+    (outliers,) = rows_where(rows, what="outliers")
+    share = 100 * outliers["outliers"] / outliers["values"]
+    summary.add("outliers_pct", {"value": share, "n": outliers["values"], "unit": "%"})
+    for row in rows_where(rows, what="bytes"):
+        summary.add("bytes_x", {"value": row["bytes8"] / row["bytes16"], "unit": "x"}, variant=row["of"], than=WHOLE)
     for batch, steps in frame_of(rows, what="step").groupby("batch", sort=False):
         by_name = {name: mine.seconds.to_numpy() for name, mine in steps.groupby("of", sort=False)}
         for name, seconds in by_name.items():
@@ -249,9 +233,7 @@ _PAPER = {"OPT-175B": (75.3, 74.9), "BLOOM-176B": (70.1, 70.3)}  # average accur
 
 def quality(recorded: Result | None, now: Result) -> Figure:
     """Perplexity lost by what is in 8 bits, with intervals over windows, and the goal."""
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots(figsize=(9, 4.2))
+    fig, ax = panels(figsize=(9, 4.2))
     results = over(recorded, now)
     for drawn in results:
         for place, variant in enumerate(VARIANTS):
@@ -267,17 +249,15 @@ def quality(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def table_1_rows(recorded: Result | None, now: Result) -> Rows:
+def table_1_rows(recorded: Result | None, now: Result) -> Table:
     """Table 1's rows, and SmolLM2's below them: perplexity where the paper has accuracy."""
-    rows: Rows = [
-        {"model": f"{model}, paper", "bits": bits, "accuracy, average of 3 tasks, %": accuracy}
-        for model, pair in _PAPER.items()
-        for bits, accuracy in zip((16, 8), pair, strict=True)
-    ]
+    for model, pair in _PAPER.items():
+        for bits, accuracy in zip((16, 8), pair, strict=True):
+            yield {"model": f"{model}, paper", "bits": bits, "accuracy, average of 3 tasks, %": accuracy}
     for drawn in over(recorded, now):
         summary, named = drawn.result.summary, f"SmolLM2-135M, {drawn.who()}"
         plain = summary.of("perplexity", variant=PLAIN)
-        rows.append({"model": named, "bits": 16, "perplexity": interval(plain, 2)})
+        yield {"model": named, "bits": 16, "perplexity": interval(plain, 2)}
         for variant, name in VARIANTS.items():
             lost = summary.get("perplexity_lost_pct", variant=variant, than=PLAIN)
             same = summary.get("same_token_pct", variant=variant, than=PLAIN)
@@ -285,43 +265,36 @@ def table_1_rows(recorded: Result | None, now: Result) -> Rows:
                 perplexity = plain["value"] * (1 + lost["value"] / 100)
                 row = {"model": named, "bits": f"8: {name}", "perplexity": f"{perplexity:.2f}"}
                 row |= {"lost, %, paired": interval(lost, 2), "same likeliest token, %": interval(same, 1)}
-                rows.append(row)
-    return rows
+                yield row
 
 
-def speed_rows(recorded: Result | None, now: Result) -> Rows:
+def speed_rows(recorded: Result | None, now: Result) -> Table:
     """Tokens a second of all layers in 16 bits and by both products of 8, how much slower these are, by requests."""
     paper = {1: "5", 8: "negligible", 32: "negligible"}
-    rows = []
     for drawn in over(recorded, now):
         summary = drawn.result.summary
         for batch, name in product(drawn.result.parameters["eight_bits"]["batches"], STEP_NAMES):
-            rows.append(
-                {
-                    "requests": batch,
-                    "weights": STEP_NAMES[name],
-                    "tokens/s": interval(summary.of("tokens_per_s", variant=name, batch=batch), 1),
-                    "slower, %": interval(summary.get("slower_pct", variant=name, batch=batch, than=WHOLE), 1),
-                    "slower in the paper, %": paper.get(batch, "") if name == "8_bits" else "",
-                    "whose": drawn.who(),
-                }
-            )
-    return rows
+            yield {
+                "requests": batch,
+                "weights": STEP_NAMES[name],
+                "tokens/s": interval(summary.of("tokens_per_s", variant=name, batch=batch), 1),
+                "slower, %": interval(summary.get("slower_pct", variant=name, batch=batch, than=WHOLE), 1),
+                "slower in the paper, %": paper.get(batch, "") if name == "8_bits" else "",
+                "whose": drawn.who(),
+            }
 
 
-def byte_rows(recorded: Result | None, now: Result) -> Rows:
+def byte_rows(recorded: Result | None, now: Result) -> Table:
     """Bytes in 8 bits over those in 16, and the share of outliers, beside the paper's."""
     said = {
         "weights, of their 16-bit bytes": ("about half", "bytes_x", {"variant": "weights", "than": WHOLE}),
         "hidden states on the wire, of their 16-bit bytes": ("half", "bytes_x", {"variant": "states", "than": WHOLE}),
         "outliers, %": ("0.1", "outliers_pct", {}),
     }
-    return [
-        {
+    for what, (paper, measure, where) in said.items():
+        yield {
             "what": what,
             "paper": paper,
             "recorded": None if recorded is None else recorded.summary.value(measure, **where),
             "measured": now.summary.value(measure, **where),
         }
-        for what, (paper, measure, where) in said.items()
-    ]

@@ -23,9 +23,9 @@ from firsttoken.assets.models import load_model
 from firsttoken.engine.linear8 import THRESHOLD, Linear8, to_8_bits
 from firsttoken.study.errors import StageError
 from firsttoken.study.overlay import legend, over
-from firsttoken.study.plot import LOOKS
+from firsttoken.study.plot import LOOKS, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, Table
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Summary
 from firsttoken_studies.multiple_choice import ChoiceTasksConfig, accuracy_summary
@@ -104,10 +104,8 @@ def tasks_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
 
 def accuracy_change(recorded: Result | None, now: Result) -> Figure:
     """Points of accuracy that 8 bits gain (right) or lose, by task and averaged, beside the paper's two models."""
-    import matplotlib.pyplot as plt
-
     drawn, paper = over(recorded, now), LOOKS["paper"]
-    fig, ax = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    fig, ax = panels(figsize=(9, 4.2), layout="constrained")
     tasks = [task for task in TASKS if now.summary.get("accuracy_change", task=task, **PLACES[WEIGHTS])]
     names = [f"SmolLM2-135M, {TASKS[task].title}" for task in tasks]
     places: list[dict[str, Any]] = [{"task": task} for task in tasks]
@@ -132,9 +130,8 @@ def accuracy_change(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def accuracy_rows(recorded: Result | None, now: Result) -> Rows:
+def accuracy_rows(recorded: Result | None, now: Result) -> Table:
     """Table 1 by task: accuracy in 16 and in 8 bits, the change, and how many answers stay the same."""
-    rows: Rows = []
     for one in over(recorded, now):
         summary = one.result.summary
         for entry in summary:
@@ -146,5 +143,4 @@ def accuracy_rows(recorded: Result | None, now: Result) -> Rows:
                     summary.of("accuracy_change", **PLACES[WEIGHTS], **at), 1
                 )
                 row["same answer, %"] = interval(summary.of("same_choice_pct", **PLACES[WEIGHTS], **at), 1)
-                rows.append(row | {"whose": one.who(entry["n"])})
-    return rows
+                yield row | {"whose": one.who(entry["n"])}

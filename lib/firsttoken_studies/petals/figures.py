@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from firsttoken.study.overlay import over
-from firsttoken.study.plot import COLOURS
-from firsttoken.study.record import Result, Rows
+from firsttoken.study.plot import COLOURS, panels
+from firsttoken.study.record import Result, Table, rows_where
 from firsttoken.study.show import interval
 from firsttoken_studies.petals.chain_costs import (
     BLOOM_BYTES,
@@ -33,9 +33,7 @@ RULE_LOOKS = {"paper": "other", "fewest": "measured"}
 def crossover(recorded: Result | None, now: Result) -> Figure:
     """Seconds of a step by the bytes of the weights: over a link for each token, and through a chain of three; without
     computing, which both do."""
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots(figsize=(9, 5.4))
+    fig, ax = panels(figsize=(9, 5.4))
     sizes, results = np.geomspace(0.1, 400, 50), over(recorded, now)
     gbits = OFFLOADING_GBIT_PER_S.values()
     fastest, slowest = 8 * sizes / max(gbits), 8 * sizes / min(gbits)
@@ -50,7 +48,7 @@ def crossover(recorded: Result | None, now: Result) -> Figure:
             name = f"offloading from {place}, {drawn.who()}"
             drawn.point(ax, bytes_gb, seconds, "single", label=name)
             ax.lines[-1].set(linestyle=style, markersize=9)
-    shape, here_gb = next(row for row in now.rows if row["what"] == "shape"), _gb_of(now)
+    (shape,), here_gb = rows_where(now.rows, what="shape"), _gb_of(now)
     for network, style in zip(NETWORKS, ("-", "--", ":"), strict=True):
         hidden = np.interp(np.log(sizes), np.log([here_gb, BLOOM_BYTES / 1e9]), [shape["hidden"], BLOOM_HIDDEN])
         seconds = [PUBLISHED_SERVERS * NETWORKS[network].hop_s(round(width)) for width in hidden]
@@ -72,41 +70,34 @@ def _gb_of(result: Result) -> float:
     return next(row["bytes"] for row in result.rows if row["what"] == "offload") / 1e9
 
 
-def table_3_rows(result: Result) -> Rows:
+def table_3_rows(result: Result) -> Table:
     """Table 3's steps a second of BLOOM, foreseen from its first row, and over the bounds of offloading."""
-    rows: Rows = []
     for network, published in PUBLISHED_STEPS_PER_S.items():
         rate = result.summary.value("steps_per_s", model=BLOOM, link=network, source="foreseen")
         entries = result.summary.all("steps_per_s_x", link=network, source="foreseen")
         over = {entry["where"]["gbit_per_s"]: entry["value"] for entry in entries}
-        rows.append(
-            {
-                "network": network,
-                "paper, steps/s": published,
-                "foreseen, steps/s": round(rate, 2),
-                "foreseen over offloading, 256 Gbit/s": f"{over[256]:.1f}",
-                "and 128 Gbit/s": f"{over[128]:.1f}",
-            }
-        )
-    return rows
+        yield {
+            "network": network,
+            "paper, steps/s": published,
+            "foreseen, steps/s": round(rate, 2),
+            "foreseen over offloading, 256 Gbit/s": f"{over[256]:.1f}",
+            "and 128 Gbit/s": f"{over[128]:.1f}",
+        }
 
 
-def block_rows(recorded: Result | None, now: Result) -> Rows:
+def block_rows(recorded: Result | None, now: Result) -> Table:
     """How often as fast as offloading a chain of three is when its servers take for a block what this machine takes."""
-    rows: Rows = []
     for network, steps_per_s in PUBLISHED_STEPS_PER_S.items():
         published = {gbit: offload_s(BLOOM_BYTES, gbit) * steps_per_s for gbit in BOUNDS_GBIT_PER_S}
         row = {"network": network} | {f"paper, over {gbit} Gbit/s": f"{times:.1f}" for gbit, times in published.items()}
         for drawn in over(recorded, now):
             for entry in drawn.result.summary.all("steps_per_s_x", link=network, source="measured", bits=8):
                 row[f"8 bits, over {entry['where']['gbit_per_s']}: {drawn.who()}"] = interval(entry, 2)
-        rows.append(row)
-    return rows
+        yield row
 
 
-def here_rows(recorded: Result | None, now: Result) -> Rows:
+def here_rows(recorded: Result | None, now: Result) -> Table:
     """This model: steps a second through three servers by network, from measured layers, beside measured offloading."""
-    rows: Rows = []
     for drawn in over(recorded, now):
         context, summary = min(drawn.result.parameters["chains"]["contexts"]), drawn.result.summary
         most = max(drawn.result.parameters["chains"]["forwards"])
@@ -114,40 +105,34 @@ def here_rows(recorded: Result | None, now: Result) -> Rows:
             forward = summary.of("forward_tokens_per_s", batch=most, link=network)
             steps = interval(summary.of("steps_per_s", context_tokens=context, link=network), 2)
             row = {"way": f"three servers, {network}", "steps/s": steps, "forward, tokens/s": interval(forward, 0)}
-            rows.append(row | {"rows of the forward pass": most, "whose": drawn.who()})
+            yield row | {"rows of the forward pass": most, "whose": drawn.who()}
         for place in (RAM, DISK):
             entry = summary.of("step_s", variant=OFFLOADING, machine=place)
             turned = {"value": 1 / entry["value"], "low": 1 / entry["high"], "high": 1 / entry["low"]}
-            rows.append({"way": f"offloading from {place}", "steps/s": interval(turned, 2), "whose": drawn.who()})
-    return rows
+            yield {"way": f"offloading from {place}", "steps/s": interval(turned, 2), "whose": drawn.who()}
 
 
-def client_rows(result: Result) -> Rows:
+def client_rows(result: Result) -> Table:
     """Simulated clients on the 14 servers of two continents and on 12 equal ones."""
     paper = {("fourteen", 1): 0.83}
-    return [
-        {
+    for row in rows_where(result.rows, what="simulated"):
+        yield {
             "simulated swarm": f"{row['swarm']} servers, {row['clients']} clients at once",
             "servers in the chain": row["hops"],
             "steps/s of each": round(1 / row["seconds"], 2),
             "paper": paper.get((row["swarm"], row["clients"]), ""),
             "slower than alone, %": round(100 * (1 - row["alone_s"] / row["seconds"]), 1),
         }
-        for row in result.rows
-        if row["what"] == "simulated"
-    ]
 
 
 def churn(recorded: Result | None, now: Result) -> Figure:
     """How many events were over after how long, by rule, with the period; and the share that the swarm came to."""
-    import matplotlib.pyplot as plt
-
-    fig, (left, right) = plt.subplots(1, 2, figsize=(9, 4.4))
+    fig, (left, right) = panels(1, 2, figsize=(9, 4.4))
     results = over(recorded, now)
     for drawn in results:
         period = drawn.result.parameters["churn"]["period_s"]
         for rule in rules_of(drawn.result):
-            here = [row for row in drawn.result.rows if row["rule"] == rule]
+            here = rows_where(drawn.result.rows, rule=rule)
             back = sorted(_NEVER if row["back_s"] is None else row["back_s"] / period for row in here)
             share, look = 100 * np.arange(1, len(back) + 1) / len(back), {"color": COLOURS[RULE_LOOKS[rule]]}
             look |= drawn.style | {"linewidth": 1.6 if drawn.own else 4}
@@ -163,7 +148,7 @@ def churn(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def churn_rows(recorded: Result | None, now: Result) -> Rows:
+def churn_rows(recorded: Result | None, now: Result) -> Table:
     """The measures of the simulated churn, by rule."""
     measures = {
         "back within a period, % of events": ("back_within_a_period_pct", 1),
@@ -172,15 +157,13 @@ def churn_rows(recorded: Result | None, now: Result) -> Rows:
         "longest gap, periods": ("longest_unserved_periods", 3),
         "moves in vain": ("moves_in_vain", 0),
     }
-    return [
-        {"measure": name}
-        | {
-            f"{RULE_NAMES[rule]}: {drawn.who()}": interval(drawn.result.summary.of(key, variant=rule), digits)
-            for drawn in over(recorded, now)
-            for rule in rules_of(drawn.result)
-        }
-        for name, (key, digits) in measures.items()
-    ]
+    for name, (key, digits) in measures.items():
+        line = {"measure": name}
+        for drawn in over(recorded, now):
+            for rule in rules_of(drawn.result):
+                found = drawn.result.summary.of(key, variant=rule)
+                line[f"{RULE_NAMES[rule]}: {drawn.who()}"] = interval(found, digits)
+        yield line
 
 
 def rules_of(result: Result) -> list[str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from firsttoken.petals.routing import best_chain, chain_s
 from firsttoken.study import paths
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken.study.system.pagecache import evict
@@ -38,6 +40,7 @@ from firsttoken_studies.petals.chain_costs import (
     bloom_block,
     clients_step_s,
     crossover_bytes,
+    decode_step,
     fourteen,
     offload_s,
     offloaded,
@@ -98,35 +101,20 @@ def swarm_chains(profile: Profile) -> Outcome:
     draw = torch.Generator().manual_seed(profile.seed)
     ids = torch.randint(model.config.vocab_size, (1, longest), generator=draw).to(model.device)
     rows: Rows = []
-    for context in config.contexts:
-        seconds = _steps(model, ids[:, : context + 1], config.repeats)
-        rows += [{"what": "step", "context": context, "repeat": n, "seconds": s} for n, s in enumerate(seconds)]
-    for count in config.forwards:
-        batch = ids[:, : config.forward_tokens].expand(count, -1)
-        seconds = _forwards(model, batch, max(1, config.repeats // 10))
-        asked = {"rows": count, "tokens": config.forward_tokens}
-        rows += [{"what": "forward", **asked, "repeat": n, "seconds": s} for n, s in enumerate(seconds)]
-    rows += _offloading(model, ids[:, : config.contexts[0] + 1], config) + _simulated(config)
-    rows += _blocks(config, profile)
+    with torch.inference_mode():
+        for context in config.contexts:
+            step = decode_step(model, ids[:, : context + 1])
+            seconds = timed(step, repeats=config.repeats, warmup=2, device=ids.device)
+            rows += [{"what": "step", "context": context, "repeat": n, "seconds": s} for n, s in enumerate(seconds)]
+        for count in config.forwards:
+            batch, repeats = ids[:, : config.forward_tokens].expand(count, -1), max(1, config.repeats // 10)
+            seconds = timed(partial(model.model, batch, use_cache=False), repeats=repeats, device=ids.device)
+            asked = {"rows": count, "tokens": config.forward_tokens}
+            rows += [{"what": "forward", **asked, "repeat": n, "seconds": s} for n, s in enumerate(seconds)]
+    rows += _offloading(model, ids[:, : config.contexts[0] + 1], config)
+    rows += [*_simulated(config), *_blocks(config, profile)]
     shape = {"hidden": model.config.hidden_size, "layers": len(layers_of(model))}
     return Outcome([{"what": "shape", **shape}, *rows], provenance=loaded.provenance.as_dict())
-
-
-@torch.inference_mode()
-def _steps(model: nn.Module, ids: Tensor, repeats: int) -> list[float]:
-    """Seconds of one token through all layers, after all of ``ids`` [1, tokens] but the last."""
-    cache = model.model(ids[:, :-1], use_cache=True).past_key_values
-
-    def step() -> None:
-        model.model(ids[:, -1:], past_key_values=cache, use_cache=True)
-        cache.crop(-1)
-
-    return timed(step, repeats=repeats, warmup=2, device=ids.device)
-
-
-@torch.inference_mode()
-def _forwards(model: nn.Module, ids: Tensor, repeats: int) -> list[float]:
-    return timed(lambda: model.model(ids, use_cache=False), repeats=repeats, device=ids.device)
 
 
 def _offloading(model: nn.Module, ids: Tensor, config: ChainsConfig) -> Rows:
@@ -154,72 +142,61 @@ def _offloading(model: nn.Module, ids: Tensor, config: ChainsConfig) -> Rows:
     return rows
 
 
-def _blocks(config: ChainsConfig, profile: Profile) -> Rows:
+def _blocks(config: ChainsConfig, profile: Profile) -> Iterator[dict[str, Any]]:
     """Seconds of a token in one block of BLOOM after the first of the contexts, by the bits of its weights."""
-    rows: Rows = []
     for bits in config.block_bits:
         block = bloom_block(config.block_hidden, profile.torch_dtype(), profile.torch_device(), bits)
         seconds = block_seconds(block, config.contexts[0], config.block_repeats)
-        rows += [{"what": "block", "bits": bits, "repeat": n, "seconds": s} for n, s in enumerate(seconds)]
-    return rows
+        yield from ({"what": "block", "bits": bits, "repeat": n, "seconds": s} for n, s in enumerate(seconds))
 
 
-def _simulated(config: ChainsConfig) -> Rows:
+def _simulated(config: ChainsConfig) -> Iterator[dict[str, Any]]:
     """Seconds of a step of BLOOM with clients at once, on the 14 servers and on the 12 of the slow network."""
-    rows: Rows = []
     for swarm, servers in (("fourteen", fourteen()), ("twelve", twelve(NETWORKS[SLOW]))):
         chain = best_chain(servers, range(BLOOM_BLOCKS))
         for clients in dict.fromkeys((1, config.clients)):
             seconds = clients_step_s(chain, clients)
             row = {"what": "simulated", "swarm": swarm, "clients": clients, "hops": len(chain), "seconds": seconds}
-            rows.append(row | {"alone_s": chain_s(chain)})
-    return rows
+            yield row | {"alone_s": chain_s(chain)}
 
 
 def chains_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """This model: steps a second by context and network through three servers, beside offloading, forward passes, and
     where both cross. BLOOM: the paper's arithmetic, its slow row foreseen from its fast one and from blocks measured
     here, simulated clients."""
-    shape = next(row for row in rows if row["what"] == "shape")
-    summary = _published()
-    offloads = {
-        place: [row for row in rows if row["what"] == "offload" and row["from"] == place] for place in (RAM, DISK)
-    }
-    for context in parameters["chains"]["contexts"]:
-        seconds = [row["seconds"] for row in rows if row["what"] == "step" and row["context"] == context]
-        summary.add("step_s", bootstrap(seconds, "median").summary("s"), context_tokens=context)
+    (shape,) = rows_where(rows, what="shape")
+    summary, hidden = _published(), shape["hidden"]
+    for context, steps in frame_of(rows, what="step").groupby("context", sort=False):
+        summary.by(steps, {}, {"step_s": ("seconds", "median", "s")}, context_tokens=context)
         for network in NETWORKS:
-            steps = bootstrap(seconds, lambda sample, of=network: 1 / _swarm_s(sample, shape["hidden"], of))
-            summary.add("steps_per_s", steps.summary("steps/s"), context_tokens=context, link=network)
-    for place, here in offloads.items():
-        seconds = [row["seconds"] for row in here]
-        rate = bootstrap([row["bytes"] / row["bringing_s"] / 1e9 for row in here], "median")
-        summary.add("step_s", bootstrap(seconds, "median").summary("s"), variant=OFFLOADING, machine=place)
-        summary.add("bringing_gb_per_s", rate.summary("GB/s"), variant=OFFLOADING, machine=place)
+            rate = bootstrap(steps.seconds, lambda sample, of=network: 1 / _swarm_s(sample, hidden, of))
+            summary.add("steps_per_s", rate.summary("steps/s"), context_tokens=context, link=network)
+    for place, steps in frame_of(rows, what="offload").groupby("from", sort=False):
+        where = {"variant": OFFLOADING, "machine": place}
+        rate = bootstrap(steps.bytes / steps.bringing_s / 1e9, "median")
+        summary.by(steps, {}, {"step_s": ("seconds", "median", "s")}, **where)
+        summary.add("bringing_gb_per_s", rate.summary("GB/s"), **where)
         for network, link in NETWORKS.items():
-            size = crossover_bytes(8 * rate.estimate, PUBLISHED_SERVERS, shape["hidden"], link)
+            size = crossover_bytes(8 * rate.estimate, PUBLISHED_SERVERS, hidden, link)
             summary.add("crossover_gb", {"value": size / 1e9, "unit": "GB"}, machine=place, link=network)
-    for count in parameters["chains"]["forwards"]:
-        here = [row for row in rows if row["what"] == "forward" and row["rows"] == count]
-        tokens = here[0]["rows"] * here[0]["tokens"]
+    for (count, length), passes in frame_of(rows, what="forward").groupby(["rows", "tokens"], sort=False):
+        tokens = int(count * length)
         for network in NETWORKS:
-            seconds = [row["seconds"] for row in here]
-            rate = bootstrap(seconds, lambda s, n=tokens, of=network: n / _swarm_s(s, shape["hidden"], of, n))
+            rate = bootstrap(passes.seconds, lambda s, n=tokens, of=network: n / _swarm_s(s, hidden, of, n))
             summary.add("forward_tokens_per_s", rate.summary("tokens/s"), batch=count, link=network)
-    for bits in parameters["chains"]["block_bits"]:
-        seconds = [row["seconds"] for row in rows if row["what"] == "block" and row["bits"] == bits]
-        summary.add("block_s", bootstrap(seconds, "median").summary("s"), model=BLOOM, bits=bits)
-        for network in NETWORKS:
-            for gbit in BOUNDS_GBIT_PER_S:
-                over = bootstrap(seconds, lambda s, at=gbit, of=network: offload_s(BLOOM_BYTES, at) / _bloom_s(s, of))
-                place = {"model": BLOOM, "bits": bits, "link": network, "source": "measured"}
-                summary.add("steps_per_s_x", over.summary("x"), than=OFFLOADING, gbit_per_s=gbit, **place)
-    for row in rows:
-        if row["what"] == "simulated":
-            slower = 100 * (1 - row["alone_s"] / row["seconds"])
-            place = {"model": BLOOM, "source": "simulated", "case": row["swarm"], "clients": row["clients"]}
-            summary.add("steps_per_s", {"value": 1 / row["seconds"], "unit": "steps/s"}, **place)
-            summary.add("slower_pct", {"value": slower, "unit": "%"}, than="alone", **place)
+    for bits, passes in frame_of(rows, what="block").groupby("bits", sort=False):
+        place = {"model": BLOOM, "bits": bits}
+        summary.by(passes, {}, {"block_s": ("seconds", "median", "s")}, **place)
+        for network, gbit in product(NETWORKS, BOUNDS_GBIT_PER_S):
+            step_s = offload_s(BLOOM_BYTES, gbit)
+            over = bootstrap(passes.seconds, lambda s, by=step_s, of=network: by / _bloom_s(s, of)).summary("x")
+            where = {"link": network, "source": "measured", "than": OFFLOADING, "gbit_per_s": gbit}
+            summary.add("steps_per_s_x", over, **place, **where)
+    for row in rows_where(rows, what="simulated"):
+        slower = 100 * (1 - row["alone_s"] / row["seconds"])
+        place = {"model": BLOOM, "source": "simulated", "case": row["swarm"], "clients": row["clients"]}
+        summary.add("steps_per_s", {"value": 1 / row["seconds"], "unit": "steps/s"}, **place)
+        summary.add("slower_pct", {"value": slower, "unit": "%"}, than="alone", **place)
     return summary
 
 

@@ -15,8 +15,7 @@ from firsttoken.petals.placement import Rebalancing, block_rates, interval_to_jo
 from firsttoken.petals.routing import Reachable
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile, unknown
-from firsttoken.study.record import Outcome, Rows
-from firsttoken.study.stats import bootstrap
+from firsttoken.study.record import Outcome, Rows, frame_of
 from firsttoken.study.summary import Summary
 from firsttoken_extras.min_move_rebalancing.rule import MinMoveRebalancing
 
@@ -295,15 +294,16 @@ def _until(history: list[tuple[float, float, float, int]], at_s: float, end_s: f
 def churn_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Summarize by rule the events after which the rate is back within a period, the share that it comes to, the
     longest gap, moves an event, and moves in vain."""
-    summary, period = Summary(), parameters["churn"]["period_s"]
-    for rule in dict.fromkeys(row["rule"] for row in rows):
-        here = [row for row in rows if row["rule"] == rule]
-        back = [row["back_s"] is not None and row["back_s"] <= period for row in here]
-        longest, in_vain = max(row["unserved_s"] for row in here) / period, sum(row["in_vain"] for row in here)
-        share = bootstrap([row["share_after"] for row in here]).summary("%", 100)
-        summary.add("back_within_a_period_pct", bootstrap(back).summary("%", 100), variant=rule)
-        summary.add("share_after_pct", share, variant=rule)
-        summary.add("moves_an_event", bootstrap([row["moves"] for row in here]).summary(), variant=rule)
-        summary.add("longest_unserved_periods", {"value": longest, "n": len(here)}, variant=rule)
-        summary.add("moves_in_vain", {"value": in_vain, "n": len(here)}, variant=rule)
+    summary, events, period = Summary(), frame_of(rows), parameters["churn"]["period_s"]
+    events["back"] = events.back_s.astype(float) <= period  # None, which is never, is no number
+    of_events = {
+        "back_within_a_period_pct": ("back", "mean", "%", 100),
+        "share_after_pct": ("share_after", "mean", "%", 100),
+        "moves_an_event": ("moves", "mean", ""),
+    }
+    for rule, here in events.groupby("rule", sort=False):
+        summary.by(here, {}, of_events, variant=rule)
+        longest = {"value": here.unserved_s.max() / period, "n": len(here)}
+        summary.add("longest_unserved_periods", longest, variant=rule)
+        summary.add("moves_in_vain", {"value": here.in_vain.sum(), "n": len(here)}, variant=rule)
     return summary

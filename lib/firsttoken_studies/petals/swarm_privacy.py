@@ -21,9 +21,8 @@ from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, text_of
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Rows
-from firsttoken.study.stats import bootstrap
-from firsttoken.study.summary import Entry, Summary
+from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
+from firsttoken.study.summary import Summary
 
 NEAREST, LINEAR, GUESS = "nearest embedding", "linear probe", "the commonest token"
 RIDGE = 1e-4  # of the mean square of a feature
@@ -136,16 +135,11 @@ def _nearest(states: Tensor, known: Tensor) -> Tensor:
 
 def privacy_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Per cent of the tokens that each attack recovers behind each number of local layers, drawn by window."""
-    summary = Summary()
-    summary.add("recovered_pct", _share(rows, 0, GUESS), variant=GUESS)
+    summary, recovered = Summary(), {"recovered_pct": ("recovered", "mean", "%", 100)}
+    summary.by(frame_of(rows, attack=GUESS), {}, recovered, variant=GUESS)
     for depth in parameters["privacy"]["depths"]:
         for attack in (NEAREST, LINEAR):
-            summary.add("recovered_pct", _share(rows, depth, attack), variant=attack, layers=depth)
-        (kept,) = [row["local_bytes"] for row in rows if row["depth"] == depth and "local_bytes" in row]
+            summary.by(frame_of(rows, depth=depth, attack=attack), {}, recovered, variant=attack, layers=depth)
+        (kept,) = [row["local_bytes"] for row in rows_where(rows, depth=depth) if "local_bytes" in row]
         summary.add("weights_mb", {"value": kept / 1e6, "unit": "MB"}, layers=depth)
     return summary
-
-
-def _share(rows: Rows, depth: int, attack: str) -> Entry:
-    here = [row["recovered"] for row in rows if row["depth"] == depth and row.get("attack") == attack]
-    return bootstrap(here).summary("%", 100)

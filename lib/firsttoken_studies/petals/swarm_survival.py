@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -15,15 +14,15 @@ from tqdm import tqdm
 
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check
+from firsttoken.petals.contacts import exchange, tell
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.messages import exchange, tell
 from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server_session import ServerSession
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.wire import MOST_TOKENS, Stretch
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile, unknown
-from firsttoken.study.record import Outcome, Rows, frame_of
+from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
 from firsttoken.study.summary import Summary
 from firsttoken.study.timing import Stopwatch
 from firsttoken_studies.petals.fleet import FAULTS, Fleet, ProxiedServer
@@ -200,15 +199,11 @@ def recoveries(rows: Rows) -> list[tuple[dict[str, Any], float]]:
     That is, for a first token, the median first step, else that of later tokens: of all generations but the first
     measured one, of which a recorded run's was not warm, the steps before a generation's first fault.
     """
-    struck = [row for row in rows if row["what"] == "fault"]
-    until: dict[int, int] = {}
-    for row in struck:
-        until[row["generation"]] = min(row["position"], until.get(row["generation"], row["position"]))
-    calm: dict[bool, list[float]] = {True: [], False: []}  # by whether it is a first token
-    for row in rows:
-        if row["what"] == "token" and row["generation"] and row["token"] < until.get(row["generation"], math.inf):
-            calm[row["token"] == 0].append(row["seconds"])
-    usual = {first: statistics.median(seconds) for first, seconds in calm.items() if seconds}
+    if not (struck := rows_where(rows, what="fault")):
+        return []
+    tokens, until = frame_of(rows, what="token"), frame_of(struck).groupby("generation").position.min()
+    calm = tokens[(tokens.generation > 0) & ~(tokens.token >= tokens.generation.map(until))]
+    usual = calm.groupby(calm.token == 0).seconds.median().to_dict()  # by whether it is a first token
     return [(row, row["step_s"] - usual[row["position"] == 0]) for row in struck]
 
 

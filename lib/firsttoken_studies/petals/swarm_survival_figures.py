@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS
-from firsttoken.study.record import Result, Rows
+from firsttoken.study.plot import COLOURS, LOOKS, handle, log_ticks, panels
+from firsttoken.study.record import Result, Table
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken_studies.petals.fleet import FAULTS
@@ -18,11 +18,9 @@ if TYPE_CHECKING:
 
 def recovery_times(recorded: Result | None, now: Result) -> Figure:
     """Seconds of each recovery by the token that it came before, and the most that it may take."""
-    import matplotlib.pyplot as plt
-
     results = over(recorded, now)
     faults = results[0].result.parameters["survival"]["faults"]
-    fig, axes = plt.subplots(2, 2, figsize=(9, 5.6), sharex=True)
+    fig, axes = panels(2, 2, figsize=(9, 5.6), sharex=True)
     for ax, fault in zip(axes.flat, faults, strict=False):
         for drawn in results:
             for row, seconds in recoveries(drawn.result.rows):
@@ -41,8 +39,8 @@ def recovery_times(recorded: Result | None, now: Result) -> Figure:
         ax.set_xlabel("the token before whose step it came")
         ax.xaxis.get_major_locator().set_params(integer=True)
     handles = [
-        plt.Line2D([], [], color=COLOURS["measured"], marker=LOOKS["measured"].marker, linestyle="", label="recovery"),
-        plt.Line2D([], [], color=COLOURS["target"], linewidth=2, label="time-out + prefill + two round trips"),
+        handle(color=COLOURS["measured"], marker=LOOKS["measured"].marker, linestyle="", label="recovery"),
+        handle(color=COLOURS["target"], linewidth=2, label="time-out + prefill + two round trips"),
     ]
     fig.suptitle("A lost server costs its successor's prefill, or the client's time-out of 1 s")
     axes[0, 1].legend(handles=handles, loc="center right", bbox_to_anchor=(1, 0.3), fontsize=9)
@@ -52,19 +50,16 @@ def recovery_times(recorded: Result | None, now: Result) -> Figure:
 
 def token_times(recorded: Result | None, now: Result) -> Figure:
     """Seconds of each token of the generation with several faults, beside the median of undisturbed steps."""
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    fig, ax = plt.subplots(figsize=(9, 4))
+    fig, ax = panels(figsize=(9, 4))
     results = over(recorded, now)
     for drawn in results:
         struck = [pair for pair in recoveries(drawn.result.rows) if pair[0]["faults_in_it"] > 1]
         if not struck:
             continue
         first, (usual, *_) = struck[0][0]["generation"], (row["step_s"] - more for row, more in struck)
-        rows = [row for row in drawn.result.rows if row["what"] == "token" and row["generation"] == first]
-        places, seconds = [row["token"] for row in rows], [row["seconds"] for row in rows]
-        drawn.line(ax, places, [{"value": one} for one in seconds], "measured", label=f"three faults, {drawn.who(1)}")
+        tokens = drawn.result.frame(what="token", generation=first)
+        entries, label = [{"value": seconds} for seconds in tokens.seconds], f"three faults, {drawn.who(1)}"
+        drawn.line(ax, tokens.token, entries, "measured", label=label)
         label = f"median undisturbed step, {drawn.who()}"
         ax.axhline(usual, color=COLOURS["floor"], linestyle="--", linewidth=1.2, label=label, **drawn.style)
         for row, _ in struck if drawn is results[0] else ():
@@ -72,50 +67,44 @@ def token_times(recorded: Result | None, now: Result) -> Figure:
                 at = (row["position"], row["step_s"])
                 ax.annotate(FAULTS[row["fault"]], at, (6, 4), textcoords="offset points", fontsize=9)
     ax.set(yscale="log", xlabel="token", ylabel="its step, s")
-    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    ax.yaxis.set_minor_locator(NullLocator())
-    ax.yaxis.set_major_formatter("{x:g}")
+    log_ticks(ax.yaxis)
+    ax.yaxis.set_ticks([], minor=True)
     ax.margins(x=0.03, y=0.18)
     fig.suptitle("Three servers fail in one answer: only the struck steps are longer")
     fig.legend(loc="outside lower center", ncols=2, fontsize=9, handlelength=3.2)
     return fig
 
 
-def survival_rows(recorded: Result | None, now: Result) -> Rows:
+def survival_rows(recorded: Result | None, now: Result) -> Table:
     """Return by fault how many answers are the local model's, and the recovery beside the most that it may take."""
-    rows: Rows = []
     for drawn in over(recorded, now):
         summary, struck = drawn.result.summary, recoveries(drawn.result.rows)
         for fault in drawn.result.parameters["survival"]["faults"]:
             here = [(row, s) for row, s in struck if row["fault"] == fault and row["faults_in_it"] == 1]
-            rows.append(
-                {
-                    "a server is": FAULTS[fault],
-                    "whose": drawn.who(len(here)),
-                    "same answers": f"{sum(row['equal'] for row, _ in here)} of {len(here)}",
-                    "recovery, s": interval(bootstrap([s for _, s in here], "median").summary(), 3),
-                    "may take, s": interval(summary.of("bound_s", case=fault), 3),
-                    "within it": f"{sum(s <= bound_s(row) for row, s in here)} of {len(here)}",
-                }
-            )
+            yield {
+                "a server is": FAULTS[fault],
+                "whose": drawn.who(len(here)),
+                "same answers": f"{sum(row['equal'] for row, _ in here)} of {len(here)}",
+                "recovery, s": interval(bootstrap([s for _, s in here], "median").summary(), 3),
+                "may take, s": interval(summary.of("bound_s", case=fault), 3),
+                "within it": f"{sum(s <= bound_s(row) for row, s in here)} of {len(here)}",
+            }
         several = {row["generation"]: row["equal"] for row, _ in struck if row["faults_in_it"] > 1}
         if several:
             name = f"{len(drawn.result.parameters['survival']['together'])} faults in one answer"
             same = f"{sum(several.values())} of {len(several)}"
-            rows.append({"a server is": name, "whose": drawn.who(len(several)), "same answers": same})
-    return rows
+            yield {"a server is": name, "whose": drawn.who(len(several)), "same answers": same}
 
 
-def transport_rows(recorded: Result | None, now: Result) -> Rows:
+def transport_rows(recorded: Result | None, now: Result) -> Table:
     """Tokens a second through chains of servers and of the same blocks in one process, and what the transport takes."""
-    rows: Rows = []
     for drawn in over(recorded, now):
         summary, whose = drawn.result.summary, {"whose": drawn.who()}
         alone = interval(summary.of("tokens_per_s", servers=LOCAL), 1)
-        rows.append({"blocks": "in one process"} | whose | {"tokens/s": alone})
+        yield {"blocks": "in one process"} | whose | {"tokens/s": alone}
         for servers in drawn.result.parameters["transport"]["chains"]:
             place = {"servers": servers, "than": "one process"}
-            rows.append(
+            yield (
                 {"blocks": f"on {servers} server{'s'[: servers > 1]}"}
                 | whose
                 | {
@@ -124,4 +113,3 @@ def transport_rows(recorded: Result | None, now: Result) -> Rows:
                     "transport, ms a step": interval(summary.of("transport_ms", **place), 2),
                 }
             )
-    return rows

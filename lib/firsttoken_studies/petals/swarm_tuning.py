@@ -113,11 +113,6 @@ def stock_loss(peft: PeftModel, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def stock_parameters(peft: PeftModel) -> list[nn.Parameter]:
-    """What is trained."""
-    return [one for one in peft.parameters() if one.requires_grad]
-
-
 def block_share(model: nn.Module) -> float:
     """Return the share of a forward pass's products that are the blocks': the rest is the head's."""
     blocks = sum(one.numel() for layer in layers_of(model) for one in layer.parameters())
@@ -309,7 +304,7 @@ class _TuningStudy:
         begun = start(kind, self.model.config, self.config.prompt_tokens, self.config.rank)
         begun.save(self._saved / kind, self.sha256)
         with stock(self.model, self._saved / kind) as peft:
-            parameters = stock_parameters(peft)
+            parameters = [one for one in peft.parameters() if one.requires_grad]
             return learn(lambda: stock_loss(peft, self.ids[kind]), parameters, RATES[kind], steps)
 
     def _compare(self, kind: str, said: Mapping[str, Tensor], local: Mapping[str, Tensor]) -> None:

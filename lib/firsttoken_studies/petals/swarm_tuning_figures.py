@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 from firsttoken.petals.tuning.frozen import MOST_KEPT
 from firsttoken.study.overlay import PALE, Drawn, name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS
-from firsttoken.study.record import Result, Rows
+from firsttoken.study.plot import COLOURS, LOOKS, handle, panels
+from firsttoken.study.record import Result, Table
 from firsttoken.study.show import interval
-from firsttoken.study.summary import Entry
 from firsttoken_studies.petals.spans import split_evenly
 from firsttoken_studies.petals.swarm_tuning import ALONE, AT_ONCE, HEAD, HELD_TO, KILLED, LOCAL, LORA, PROMPT, STOCK
 
@@ -29,10 +28,8 @@ _LOOKS = {STOCK: "other", ALONE: "measured", AT_ONCE: "single", KILLED: "mark"}
 
 def curves(recorded: Result | None, now: Result) -> Figure:
     """The loss of each task by step, in each run; where a server was killed."""
-    import matplotlib.pyplot as plt
-
     results = over(recorded, now)
-    fig, axes = plt.subplots(len(results), 2, figsize=(9, 1 + 2.6 * len(results)), squeeze=False)
+    fig, axes = panels(len(results), 2, figsize=(9, 1 + 2.6 * len(results)), squeeze=False)
     styles = {
         STOCK: {"linewidth": 7, "marker": ""},
         ALONE: {"linewidth": 2, "marker": ""},
@@ -40,11 +37,12 @@ def curves(recorded: Result | None, now: Result) -> Figure:
         KILLED: {"linestyle": "", "marker": "x", "markersize": 6, "markeredgewidth": 1.5},
     }
     for drawn, row_of_axes in zip(results, axes, strict=True):
+        losses = drawn.result.frame(what="loss")
         for ax, kind in zip(row_of_axes, (LORA, PROMPT), strict=True):
             for run, style in styles.items():
-                losses = {row["step"] + 1: row["loss"] for row in _losses(drawn.result, run, kind)}
+                mine = losses[(losses.run == run) & (losses.kind == kind)]
                 label = RUN_NAMES[run] if drawn.own and kind == LORA else None
-                ax.plot([*losses], [*losses.values()], color=COLOURS[_LOOKS[run]], label=label, **style)
+                ax.plot(mine.step + 1, mine.loss, color=COLOURS[_LOOKS[run]], label=label, **style)
             ax.set_title(f"{KIND_NAMES[kind]}\n{drawn.who()}", fontsize=10)
             ax.set(xlabel="step", ylabel="loss, nats a token")
             ax.xaxis.get_major_locator().set_params(integer=True)
@@ -57,15 +55,9 @@ def curves(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def _losses(result: Result, run: str, kind: str) -> Rows:
-    return [row for row in result.rows if row["what"] == "loss" and (row["run"], row["kind"]) == (run, kind)]
-
-
 def step_times(recorded: Result | None, now: Result) -> Figure:
     """Seconds of a step of LoRA by chain beside what its arithmetic takes, each over the local step of its run."""
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots(figsize=(9, 3.8))
+    fig, ax = panels(figsize=(9, 3.8))
     results = over(recorded, now)
     chains = sorted({servers for drawn in results for servers in _chains(drawn.result)})
     for drawn in results:
@@ -77,8 +69,8 @@ def step_times(recorded: Result | None, now: Result) -> Figure:
                 ends = [place + drawn.shift - 0.13, place + drawn.shift + 0.13]
                 ax.plot(passes, ends, color=COLOURS["floor"], linewidth=3, alpha=1 if drawn.own else PALE)
     handles = [
-        plt.Line2D([], [], color=COLOURS["measured"], marker=LOOKS["measured"].marker, label="median, its interval"),
-        plt.Line2D([], [], color=COLOURS["floor"], linewidth=3, label="the local step, blocks forward twice or thrice"),
+        handle(color=COLOURS["measured"], marker=LOOKS["measured"].marker, label="median, its interval"),
+        handle(color=COLOURS["floor"], linewidth=3, label="the local step, blocks forward twice or thrice"),
     ]
     ax.set_yticks(range(len(chains)), [_name(servers) for servers in chains])
     ax.set(ylim=(len(chains) - 0.5, -0.5), xlim=(0, None), xlabel="a step of LoRA, over that of one process")
@@ -104,43 +96,31 @@ def _forwards_again(drawn: Drawn, servers: int) -> float:
     return 1 + share / 2 * (1 + again / depth)
 
 
-def gradient_rows(recorded: Result | None, now: Result) -> Rows:
+def gradient_rows(recorded: Result | None, now: Result) -> Table:
     """The largest difference from local gradients, by what is trained."""
-    return [
-        {
-            "what is trained": name,
-            "gradients": (found := _gradient(drawn.result, kind))["n"],
-            "largest difference": f"{found['value']:.1e}",
-            "whose": drawn.who(),
-        }
-        for drawn in over(recorded, now)
-        for kind, name in KIND_NAMES.items()
-    ]
+    for drawn in over(recorded, now):
+        for kind, name in KIND_NAMES.items():
+            found = drawn.result.summary.of("gradient_difference", variant=kind, than="one process")
+            line = {"what is trained": name, "gradients": found["n"], "largest difference": f"{found['value']:.1e}"}
+            yield line | {"whose": drawn.who()}
 
 
-def _gradient(result: Result, kind: str) -> Entry:
-    return result.summary.of("gradient_difference", variant=kind, than="one process")
-
-
-def chain_rows(recorded: Result | None, now: Result) -> Rows:
+def chain_rows(recorded: Result | None, now: Result) -> Table:
     """Seconds and megabytes of a step of LoRA, by chain."""
-    return [
-        {
-            "blocks": _name(servers),
-            "a step, s": interval(drawn.result.summary.of("step_s", servers=servers), 2),
-            "over one process": interval(drawn.result.summary.of("step_x", servers=servers, than="one process"), 2),
-            "by its forward passes": f"{_forwards_again(drawn, servers):.2f}" if servers else "",
-            "over the wire, MB a step": f"{drawn.result.summary.value('step_mb', servers=servers):.2f}",
-            "whose": drawn.who(),
-        }
-        for drawn in over(recorded, now)
-        for servers in _chains(drawn.result)
-    ]
+    for drawn in over(recorded, now):
+        for servers in _chains(drawn.result):
+            yield {
+                "blocks": _name(servers),
+                "a step, s": interval(drawn.result.summary.of("step_s", servers=servers), 2),
+                "over one process": interval(drawn.result.summary.of("step_x", servers=servers, than="one process"), 2),
+                "by its forward passes": f"{_forwards_again(drawn, servers):.2f}" if servers else "",
+                "over the wire, MB a step": f"{drawn.result.summary.value('step_mb', servers=servers):.2f}",
+                "whose": drawn.who(),
+            }
 
 
-def run_rows(recorded: Result | None, now: Result) -> Rows:
+def run_rows(recorded: Result | None, now: Result) -> Table:
     """Steps a second of each task in each run, and the largest difference of a loss from the run it is held to."""
-    rows: Rows = []
     for drawn in over(recorded, now):
         summary = drawn.result.summary
         for run, name in RUN_NAMES.items():
@@ -150,8 +130,7 @@ def run_rows(recorded: Result | None, now: Result) -> Rows:
             }
             apart = summary.get("loss_difference", case=run, than=HELD_TO.get(run, ""))
             told = f"{apart['value']:.1e}" if apart else ""
-            rows.append({"run": name, **rates, "largest difference of a loss": told, "whose": drawn.who()})
-    return rows
+            yield {"run": name, **rates, "largest difference of a loss": told, "whose": drawn.who()}
 
 
 def _chains(result: Result) -> list[int]:

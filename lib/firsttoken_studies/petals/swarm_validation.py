@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.checkpoint_blocks import model_sha256, parse_blocks
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.keys import public_hex, server_key
-from firsttoken.petals.limits import ServerLimits
 from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import Running, ServerConfig, serving
+from firsttoken.petals.session import ServerLimits
 from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.trust.arbitration import TOLERANCE, difference
@@ -34,7 +35,7 @@ from firsttoken.petals.trust.receipts import tell_keeper
 from firsttoken.petals.wire import Stretch
 from firsttoken.study.errors import ProfileError, SwarmError
 from firsttoken.study.profile import Profile, unknown
-from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.record import Outcome, Rows, frame_of
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_studies.petals.spans import split_evenly, stored
@@ -287,33 +288,27 @@ def foreseen(lie: str, rate: float, answers: int) -> float:
 def validation_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Liars caught by lie and rate, with what the draws foresee; honest servers convicted; their differences in parts
     of the tolerance; deposits left to those caught; what auditing every answer computes beside the answer."""
-    asked = parameters["validation"]
-    audits = [row["difference"] for row in rows if row["what"] == "audit"]
-    rounded = [row["difference"] for row in rows if row["what"] == "rounding"]
-    honest = [row for row in rows if row["what"] == "honest"]
-    liars = [row for row in rows if row["what"] == "liar"]
-    wrong = max(row["convicted"] for row in honest) + sum(row["others"] for row in liars)
-    caught = [row for row in liars if row["caught_at"] >= 0]
-    summary = Summary()
-    summary.add("difference", bootstrap(rounded, "median").summary(), case="rounding")
-    summary.add("difference", {"value": max(audits), "n": len(audits), "unit": ""}, case="audit", across="most")
-    largest = {"value": max(audits + rounded) / TOLERANCE, "n": len(audits) + len(rounded), "unit": "x"}
+    asked, summary = parameters["validation"], Summary()
+    audits, rounded, honest, liars = (frame_of(rows, what=what) for what in ("audit", "rounding", "honest", "liar"))
+    audits["alarm"], liars["caught"] = audits.difference > TOLERANCE, liars.caught_at >= 0
+    honest["again"], liars["left"] = honest.recomputed / honest.computed, liars.deposit > 0
+    most, wrong = audits.difference.max(), honest.convicted.max() + liars.others.sum()
+    summary.by(rounded, {}, {"difference": ("difference", "median", "")}, case="rounding")
+    summary.add("difference", {"value": most, "n": len(audits), "unit": ""}, case="audit", across="most")
+    largest = {"value": max(most, rounded.difference.max()) / TOLERANCE, "n": len(audits) + len(rounded), "unit": "x"}
     summary.add("difference_x", largest, case="honest", across="most", than="tolerance")
     summary.add("convicted", {"value": wrong, "n": len(audits) + len(liars), "unit": "servers"}, case="honest")
-    summary.add("alarms_pct", bootstrap([one > TOLERANCE for one in audits]).summary("%", 100), case="honest")
-    unsure = {"value": sum(row["inconclusive"] for row in honest), "n": len(audits), "unit": "audits"}
+    summary.by(audits, {}, {"alarms_pct": ("alarm", "mean", "%", 100)}, case="honest")
+    unsure = {"value": honest.inconclusive.sum(), "n": len(audits), "unit": "audits"}
     summary.add("inconclusive", unsure, case="honest")
-    again = bootstrap([row["recomputed"] / row["computed"] for row in honest])
-    summary.add("recomputed_x", again.summary("x"), case="honest", than="computed")
+    summary.by(honest, {}, {"recomputed_x": ("again", "mean", "x")}, case="honest", than="computed")
     apart = []
-    for lie in asked["lies"]:
-        for rate in asked["rates"]:
-            here = [row["caught_at"] >= 0 for row in liars if row["lie"] == lie and row["rate"] == rate]
-            expected, place = 100 * foreseen(lie, rate, asked["tokens"]), {"case": lie, "audited": rate}
-            summary.add("caught_pct", bootstrap(here).summary("%", 100), source="measured", **place)
-            summary.add("caught_pct", {"value": expected, "unit": "%"}, source="foreseen", **place)
-            apart.append(abs(100 * sum(here) / len(here) - expected))
+    for lie, rate in product(asked["lies"], asked["rates"]):
+        here = liars[(liars.lie == lie) & (liars.rate == rate)]
+        expected, place = 100 * foreseen(lie, rate, asked["tokens"]), {"case": lie, "audited": rate}
+        summary.by(here, {}, {"caught_pct": ("caught", "mean", "%", 100)}, source="measured", **place)
+        summary.add("caught_pct", {"value": expected, "unit": "%"}, source="foreseen", **place)
+        apart.append(abs(100 * here.caught.sum() / len(here) - expected))
     summary.add("caught_off_points", bootstrap(apart).summary("points"), than="foreseen", across="mean")
-    if caught:
-        summary.add("deposits_left_pct", bootstrap([row["deposit"] > 0 for row in caught]).summary("%", 100))
+    summary.by(liars[liars.caught], {}, {"deposits_left_pct": ("left", "mean", "%", 100)})
     return summary

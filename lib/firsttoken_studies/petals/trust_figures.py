@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from firsttoken.study.overlay import over
-from firsttoken.study.plot import COLOURS, LOOKS
-from firsttoken.study.record import Result, Rows
+from firsttoken.study.plot import COLOURS, LOOKS, handle, panels
+from firsttoken.study.record import Result, Rows, Table
 from firsttoken.study.show import interval
 from firsttoken.study.stats import share
 from firsttoken_studies.petals.swarm_privacy import GUESS, LINEAR, NEAREST
@@ -18,12 +18,10 @@ if TYPE_CHECKING:
 
 def caught(recorded: Result | None, now: Result) -> Figure:
     """Liars that are convicted within an answer, by the share of answers audited, and what the draws foresee."""
-    import matplotlib.pyplot as plt
-
     results = over(recorded, now)
     asked = results[0].result.parameters["validation"]
     most = max(rate for drawn in results for rate in drawn.result.parameters["validation"]["rates"])
-    fig, axes = plt.subplots(1, len(asked["lies"]), figsize=(9, 4), sharey=True, squeeze=False)
+    fig, axes = panels(1, len(asked["lies"]), figsize=(9, 4), sharey=True, squeeze=False)
     percents = range(101)
     for ax, lie in zip(axes[0], asked["lies"], strict=True):
         for drawn in results:
@@ -39,10 +37,10 @@ def caught(recorded: Result | None, now: Result) -> Figure:
     for drawn in results:
         look, drawn_as = LOOKS["measured"], {"alpha": drawn.style["alpha"]}
         label = f"measured with 95 %, {drawn.who()}"
-        handles.append(plt.Line2D([], [], color=look.colour, marker=look.marker, label=label, **drawn_as))
+        handles.append(handle(color=look.colour, marker=look.marker, label=label, **drawn_as))
         label = f"foreseen for {drawn.result.parameters['validation']['tokens']} tokens, {drawn.who()}"
         style = "--" if drawn.own else "-"
-        handles.append(plt.Line2D([], [], color=COLOURS["other"], linestyle=style, label=label))
+        handles.append(handle(color=COLOURS["other"], linestyle=style, label=label))
     fig.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=9, handlelength=3.2)
     fig.suptitle("Auditing a tenth of the answers catches most liars, as often as chance foresees")
     return fig
@@ -56,9 +54,7 @@ def _caught(result: Result, lie: str, rate: float) -> dict[str, float] | None:
 
 def inverted(recorded: Result | None, now: Result) -> Figure:
     """Tokens read from what the first server is sent, by the layers that stay with the client."""
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots(figsize=(9, 4.2))
+    fig, ax = panels(figsize=(9, 4.2))
     results = over(recorded, now)
     attacks = ((LINEAR, "measured", "linear map, learnt"), (NEAREST, "other", "nearest embedding"))
     for drawn in results:
@@ -76,25 +72,21 @@ def inverted(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def caught_rows(recorded: Result | None, now: Result) -> Rows:
+def caught_rows(recorded: Result | None, now: Result) -> Table:
     """Return by lie and rate how many liars were convicted within an answer, and how many the draws foresee."""
-    rows = []
     for drawn in over(recorded, now):
         asked = drawn.result.parameters["validation"]
         for lie in asked["lies"]:
             for rate in asked["rates"]:
                 measured = _caught(drawn.result, lie, rate)
-                rows.append(
-                    {
-                        "a server's lie": LIES[lie],
-                        "answers audited, %": f"{100 * rate:g}",
-                        "convicted, %": interval(measured, 0),
-                        "foreseen, %": f"{100 * foreseen(lie, rate, asked['tokens']):.0f}",
-                        "within tokens": asked["tokens"],
-                        "whose": drawn.who(measured["n"]),
-                    }
-                )
-    return rows
+                yield {
+                    "a server's lie": LIES[lie],
+                    "answers audited, %": f"{100 * rate:g}",
+                    "convicted, %": interval(measured, 0),
+                    "foreseen, %": f"{100 * foreseen(lie, rate, asked['tokens']):.0f}",
+                    "within tokens": asked["tokens"],
+                    "whose": drawn.who(measured["n"]),
+                }
 
 
 def honest_rows(recorded: Result | None, now: Result) -> Rows:
@@ -120,19 +112,17 @@ def honest_rows(recorded: Result | None, now: Result) -> Rows:
     return [{"of honest servers": name} | one for name, one in found.items()]
 
 
-def privacy_rows(recorded: Result | None, now: Result) -> Rows:
+def privacy_rows(recorded: Result | None, now: Result) -> Table:
     """Return by number of local layers what they weigh, and the share of tokens that each attack recovers."""
-    return [
-        {
-            "local layers": depth,
-            "their weights, MB": f"{drawn.result.summary.value('weights_mb', layers=depth):.0f}",
-            "nearest embedding, %": interval(_read(drawn.result, NEAREST, depth), 1),
-            "linear map, %": interval(_read(drawn.result, LINEAR, depth), 1),
-            "whose": drawn.who(),
-        }
-        for drawn in over(recorded, now)
-        for depth in drawn.result.parameters["privacy"]["depths"]
-    ]
+    for drawn in over(recorded, now):
+        for depth in drawn.result.parameters["privacy"]["depths"]:
+            yield {
+                "local layers": depth,
+                "their weights, MB": f"{drawn.result.summary.value('weights_mb', layers=depth):.0f}",
+                "nearest embedding, %": interval(_read(drawn.result, NEAREST, depth), 1),
+                "linear map, %": interval(_read(drawn.result, LINEAR, depth), 1),
+                "whose": drawn.who(),
+            }
 
 
 def _read(result: Result, attack: str, depth: int) -> dict[str, float]:

@@ -28,8 +28,8 @@ from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_extras.bitplanes.codec import encode
-from firsttoken_extras.bitplanes.encode import plane_encoder
-from firsttoken_extras.bitplanes.first_stage import STORED, Bytes, coarse, coded_bytes
+from firsttoken_extras.bitplanes.encode import STORED, plane_encoder
+from firsttoken_extras.bitplanes.first_stage import Bytes, coarse, coded_bytes
 from firsttoken_extras.bitplanes.layouts import SPLITS
 from firsttoken_extras.bitplanes.plan_spec import PlanSpec
 

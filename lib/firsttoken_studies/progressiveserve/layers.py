@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from firsttoken.progressiveserve.recipe import RECIPES
 from firsttoken.progressiveserve.training import HealingConfig, heal, healed, training_data
 from firsttoken.study.errors import StageError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Rows
+from firsttoken.study.record import Outcome, Rows, rows_where
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 
@@ -84,8 +84,7 @@ def distance_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """
     config = parameters["distance"]
     depth = max(row["start_layer"] + row["size_layers"] for row in rows)
-    deployed = [row for row in rows if row["size_layers"] == config["block"]]
-    by_last, by_all = ([row for row in deployed if row["tokens"] == tokens] for tokens in ("last", "all"))
+    by_last, by_all = (rows_where(rows, size_layers=config["block"], tokens=tokens) for tokens in ("last", "all"))
     start, start_all = (min(found, key=lambda row: row["distance"])["start_layer"] for found in (by_last, by_all))
     by_passage = list(zip(*(row["by_passage"] for row in by_last), strict=True))
     starts = resampled_starts(by_passage, config["resamples"], parameters["seed"])
@@ -102,23 +101,19 @@ def distance_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     return summary
 
 
-def _block_rows(distances: Distances, size: int, tokens: str, seed: int) -> Rows:
+def _block_rows(distances: Distances, size: int, tokens: str, seed: int) -> Iterator[dict[str, Any]]:
     """One row a start: the mean distance with its interval, and the distance of each passage."""
-    rows = []
     for start, by_passage in enumerate(distances.block(size, tokens).T.tolist()):
         interval = bootstrap(by_passage, seed=seed, resamples=500)
-        rows.append(
-            {
-                "size_layers": size,
-                "start_layer": start,
-                "tokens": tokens,
-                "distance": interval.estimate,
-                "low": interval.low,
-                "high": interval.high,
-                "by_passage": [round(d, 5) for d in by_passage],
-            }
-        )
-    return rows
+        yield {
+            "size_layers": size,
+            "start_layer": start,
+            "tokens": tokens,
+            "distance": interval.estimate,
+            "low": interval.low,
+            "high": interval.high,
+            "by_passage": [round(d, 5) for d in by_passage],
+        }
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from tqdm import tqdm
 from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check, text_of
 from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.request_limits import BLOCK_TOKENS
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.base_model import ServedConfig, load_served
 from firsttoken.progressiveserve.loading.loader import StageLoad
@@ -61,28 +62,40 @@ class OpenSessionConfig:
 
 
 class LoadedStages:
-    """A staged checkpoint with every stage in memory, each as a view of the same weights, for requests of up to
-    ``tokens`` tokens."""
+    """A staged checkpoint whose stages are brought one after another, each a view of the same weights, and up to
+    ``requests`` requests at once of up to ``tokens`` tokens; ``last`` is the stage that came last, 0 before any."""
 
     def __init__(
-        self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype | None = None, *, tokens: int
+        self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, *, tokens: int, requests: int = 1
     ) -> None:
-        manifest = checkpoint.manifest
-        self.device = device
-        self._meta_model = MetaModel(checkpoint.staged, manifest, device, dtype)
-        self._executor = LiveExecutor(self._meta_model.model, -(-tokens // 16), device=device)
-        self.views: dict[int, StageView] = {0: self._meta_model.empty_view()}
-        for stage in range(1, len(manifest.stages) + 1):
-            load = StageLoad(checkpoint.staged, manifest, [stage], [Link()], self._meta_model, self.views[stage - 1])
-            self.views[stage] = load.wait()
+        self.device, self.last = device, 0
+        self._checkpoint, self._requests, self._begun = checkpoint, requests, 0
+        self._meta_model = MetaModel(checkpoint.staged, checkpoint.manifest, device, dtype)
+        self._each = -(-tokens // BLOCK_TOKENS)
+        blocks = requests * self._each
+        self._executor = LiveExecutor(self._meta_model.model, blocks, block_tokens=BLOCK_TOKENS, device=device)
+        self._views: dict[int, StageView] = {0: self._meta_model.empty_view()}
+
+    @property
+    def stages(self) -> range:
+        """The numbers of all stages."""
+        return range(1, len(self._checkpoint.manifest.stages) + 1)
+
+    def bring(self, *stages: int) -> None:
+        """Load ``stages`` over those that are there."""
+        folder, manifest, before = self._checkpoint.staged, self._checkpoint.manifest, self._views[self.last]
+        self.last = max(stages, default=self.last)
+        self._views[self.last] = StageLoad(folder, manifest, stages, [Link()], self._meta_model, before).wait()
 
     def view(self, stage: int, policy: Transition) -> StagedModelVersion:
         """``stage`` as the engine runs it, which keeps what ``policy`` needs."""
-        return StagedModelVersion(self._meta_model.model, self.views[stage], policy)
+        return StagedModelVersion(self._meta_model.model, self._views[stage], policy)
 
     def begun(self, stage: int, ids: Sequence[int], policy: Transition) -> Probe:
-        """A request of ``ids`` under ``stage``."""
-        probe = Probe(self._executor, self.view(stage, policy), range(self._executor.blocks))
+        """A request of ``ids`` under ``stage``, in the place of the first one where there are as many as there may."""
+        first = self._begun % self._requests * self._each
+        self._begun += 1
+        probe = Probe(self._executor, self.view(stage, policy), range(first, first + self._each))
         probe.feed(ids)
         return probe
 
@@ -103,6 +116,8 @@ def open_session(profile: Profile) -> Outcome:
     rows: Rows = []
     for kind, checkpoint in checkpoints.items():
         stages = LoadedStages(checkpoint, profile.torch_device(), profile.torch_dtype(), tokens=max(longest, continued))
+        for stage in stages.stages:
+            stages.bring(stage)
         jobs = [(n, move, policy) for n in config.contexts for move in MOVES for policy in TRANSITIONS.values()]
         right: dict[tuple[int, int], Tensor] = {}  # by context and stage: the same for every policy and where it began
         for tokens, move, policy in tqdm(jobs, desc=f"transitions, {kind}", disable=None):
@@ -119,13 +134,12 @@ def open_session(profile: Profile) -> Outcome:
 
 def _costs(
     stages: LoadedStages, ids: Sequence[int], right: Tensor, move: tuple[int, int], policy: Transition, repeats: int
-) -> Rows:
+) -> Iterator[dict[str, Any]]:
     """The stall of one transition, beside the decode step that follows it, and the error of that step's logits, where
     those of the new stage alone are ``right`` [vocabulary]."""
     old, new = move
     *before, following = ids
     device = stages.device
-    rows: Rows = []
     for repeat in range(repeats):
         probe, better = stages.begun(old, before, policy), stages.view(new, policy)
         kept = probe.kept_bytes
@@ -136,32 +150,27 @@ def _costs(
         carried = time.perf_counter()
         logits = probe.feed([following])
         synchronise(device)
-        rows.append(
-            {
-                "policy": policy.name,
-                "from_stage": old,
-                "to_stage": new,
-                "repeat": repeat,
-                "cost_ms": 1000 * (carried - start),
-                "decode_ms": 1000 * (time.perf_counter() - carried),
-                "logit_error": float((logits - right).abs().max()),
-                "same_token": bool(logits.argmax() == right.argmax()),
-                "kept_bytes": kept,
-            }
-        )
-    return rows
+        yield {
+            "policy": policy.name,
+            "from_stage": old,
+            "to_stage": new,
+            "repeat": repeat,
+            "cost_ms": 1000 * (carried - start),
+            "decode_ms": 1000 * (time.perf_counter() - carried),
+            "logit_error": float((logits - right).abs().max()),
+            "same_token": bool(logits.argmax() == right.argmax()),
+            "kept_bytes": kept,
+        }
 
 
-def _continuations(stages: LoadedStages, ids: Sequence[int], config: OpenSessionConfig) -> Rows:
+def _continuations(stages: LoadedStages, ids: Sequence[int], config: OpenSessionConfig) -> Iterator[dict[str, Any]]:
     """Mean loss in nats a token of the true continuation, decoded after a move from stage 1 to the whole model."""
     cut, end = config.context_tokens, config.context_tokens + config.continue_tokens
-    rows: Rows = []
     for policy in TRANSITIONS.values():
         probe = stages.begun(1, ids[: cut - 1], policy)
-        probe.carry(stages.view(max(stages.views), policy), policy)
+        probe.carry(stages.view(stages.last, policy), policy)
         losses = [float(_loss(probe.feed([ids[i - 1]]), ids[i])) for i in range(cut, end)]
-        rows.append({"policy": policy.name, "nll": sum(losses) / len(losses), "tokens": len(losses)})
-    return rows
+        yield {"policy": policy.name, "nll": sum(losses) / len(losses), "tokens": len(losses)}
 
 
 def _loss(logits: torch.Tensor, target: int) -> torch.Tensor:

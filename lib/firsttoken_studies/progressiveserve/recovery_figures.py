@@ -9,8 +9,8 @@ import numpy as np
 
 from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS
-from firsttoken.study.record import Result, Rows, rows_where
+from firsttoken.study.plot import COLOURS, LOOKS, panels
+from firsttoken.study.record import Result, Rows, Table, distinct, frame_of, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.system import NOT_HERE
 from firsttoken_studies.progressiveserve.timeline import CASES, unpacked
@@ -45,14 +45,13 @@ LEAST_MS = 0.001  # a stall of less is drawn as one of so much
 
 def stage_bars(recorded: Result | None, now: Result) -> Figure:
     """Time until each stage serves, in plain starts of the same loader: the report's beside ours."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
-    fig, ax = plt.subplots(figsize=(9, 3.8))
+    fig, ax = panels(figsize=(9, 3.8))
     _stage_bar(ax, 0, np.cumsum(PAPER_S["stages"]) / PAPER_S["whole"], 0.5, {"edgecolor": COLOURS["paper"]})
     for place, case in enumerate(("pinned", "upgrade"), start=1):
         for one in drawn:
-            ends = np.array(_served_at(one.result, case)) / one.result.summary.value("full_time_s", case="whole")
+            serving = one.result.frame(case=case, row="event", what="serving").groupby("stage").at_s.median()
+            ends = serving / one.result.summary.value("full_time_s", case="whole")
             look = one.style | ({"edgecolor": "black"} if one.own else {})
             _stage_bar(ax, place + 1.3 * one.shift, ends, 0.6 if one.alone else 0.34, look)
     ax.axvline(1, color=COLOURS["floor"], linestyle="--", label="a plain start of the same loader serves")
@@ -80,48 +79,34 @@ def _stage_bar(ax: Axes, place: float, ends: Sequence[float], height: float, loo
     ax.annotate(told, (begin, place), (5, 0), textcoords="offset points", va="center", fontsize=9)
 
 
-def _served_at(result: Result, case: str) -> list[float]:
-    """Median time in s at which each stage began to serve."""
-    events = [row for row in result.rows if row["case"] == case and row["row"] == "event" and row["what"] == "serving"]
-    stages = sorted({row["stage"] for row in events})
-    return [float(np.median([row["at_s"] for row in events if row["stage"] == stage])) for stage in stages]
-
-
 def answered_s(result: Result, case: str) -> list[float]:
     """When the first answer of each client ended, in s from the start, in every run of ``case``."""
-    rows = unpacked(rows_where(result.rows, case=case))
-    tokens = [row for row in rows if row["row"] == "token" and row["request"] == 0]
-    ends: dict[tuple[int, int], float] = {}
-    for row in tokens:
-        whose = row["run"], row["client"]
-        ends[whose] = max(ends.get(whose, 0.0), row["at_s"])
-    return list(ends.values())
+    tokens = frame_of(unpacked(rows_where(result.rows, case=case)), row="token", request=0)
+    return tokens.groupby(["run", "client"]).at_s.max().tolist()
 
 
-def growth_of_service(recorded: Result | None, now: Result, run: int = 0) -> Figure:
-    """One run of each case over time: tokens handed out so far by stage, and resident memory; an arrow from the first
-    token to the end of the clients' first answers. The time shown is twice a plain start's."""
-    import matplotlib.pyplot as plt
-
+def growth_of_service(recorded: Result | None, now: Result) -> Figure:
+    """The first run of each case over time: tokens handed out so far by stage, and resident memory; an arrow from the
+    first token to the end of the clients' first answers. The time shown is twice a plain start's."""
     drawn = over(recorded, now)
-    fig, axes = plt.subplots(2, len(CASES), figsize=(9, 5.6), sharex=True, sharey="row", height_ratios=(1.8, 1))
+    fig, axes = panels(2, len(CASES), figsize=(9, 5.6), sharex=True, sharey="row", height_ratios=(1.8, 1))
     until = 2.2 * max(one.result.summary.value("full_time_s", case="whole") for one in drawn)
-    most = max((len(_tokens(one.result, case, run, until)) for one in drawn for case in CASES), default=0) or 1
+    most = max((len(_tokens(one.result, case, until)) for one in drawn for case in CASES), default=0) or 1
     for (top, bottom), case in zip(axes.T, CASES, strict=True):
         for one in drawn:
-            rows = [row for row in one.result.rows if row["case"] == case and row["run"] == run]
-            last = max(row["stage"] for row in rows if row["row"] == "event")
-            tokens = _tokens(one.result, case, run, until)
-            colours = [_stage_colour(row["stage"], last) for row in tokens]
+            rows = rows_where(one.result.rows, case=case, run=0)
+            last = max(distinct(rows, "stage", row="event"))
+            tokens = _tokens(one.result, case, until)
+            # the last stage of a start is the whole model, whatever its number
+            colours = [COLOURS["S3" if row["stage"] == last else f"S{row['stage']}"] for row in tokens]
             points = [row["at_s"] for row in tokens], range(1, len(tokens) + 1)
             edge = {"edgecolors": "black", "linewidths": 0.15} if one.own else {}
             top.scatter(*points, c=colours, s=14 if one.own else 7, **edge, **one.style)
             place = most * (1.02 + (0.08 if one.own else 0.18))
             span = min((row["at_s"] for row in tokens), default=0.0), float(np.median(answered_s(one.result, case)))
             top.plot(span, [place] * 2, "|-", color=COLOURS["mark"], markersize=8, **one.style)
-            memory = [row for row in rows if row["row"] == "memory" and row["rss_bytes"]]
-            seconds, sizes = [row["at_s"] for row in memory], [row["rss_bytes"] / 1e6 for row in memory]
-            bottom.plot(seconds, sizes, color=COLOURS["measured"], **one.style)
+            memory = {row["at_s"]: row["rss_bytes"] / 1e6 for row in rows_where(rows, row="memory") if row["rss_bytes"]}
+            bottom.plot([*memory], [*memory.values()], color=COLOURS["measured"], **one.style)
             if not memory:
                 bottom.annotate(NOT_HERE, (0.5, 0.5 + one.shift), xycoords="axes fraction", ha="center", va="center")
         top.set_title(LABELS[case].replace(", ", ",\n"), fontsize=10)
@@ -148,24 +133,17 @@ def growth_of_service(recorded: Result | None, now: Result, run: int = 0) -> Fig
     return fig
 
 
-def _tokens(result: Result, case: str, run: int, until: float) -> Rows:
-    """The tokens of one run up to ``until`` s, in the order in which they were handed out."""
-    mine = rows_where(unpacked(rows_where(result.rows, case=case, run=run)), row="token")
+def _tokens(result: Result, case: str, until: float) -> Rows:
+    """The tokens of the first run up to ``until`` s, in the order in which they were handed out."""
+    mine = rows_where(unpacked(rows_where(result.rows, case=case, run=0)), row="token")
     return sorted((row for row in mine if row["at_s"] <= until), key=lambda row: row["at_s"])
-
-
-def _stage_colour(stage: int, last: int) -> str:
-    """The last stage of a start is the whole model, whatever its number."""
-    return COLOURS["S3" if stage == last else f"S{stage}"]
 
 
 def continuation_losses(recorded: Result | None, now: Result) -> Figure:
     """What moving from stage 1 to the whole model stalls, against what the rest of the text costs more than after a
     fresh prefill: by policy, paired by window, with and without adapters."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
-    fig, axes = plt.subplots(1, 2, figsize=(9, 4.4), sharex=True, sharey=True)
+    fig, axes = panels(1, 2, figsize=(9, 4.4), sharex=True, sharey=True)
     for ax, (kind, label) in zip(axes, KINDS.items(), strict=True):
         for one in drawn:
             for policy, look in POLICIES.items():
@@ -190,8 +168,6 @@ def continuation_losses(recorded: Result | None, now: Result) -> Figure:
 
 # The tables of notebooks 15 and 16.
 
-Table = list[dict[str, Any]]
-
 _TIMELINE = (
     ("first token, s", "ttft_p50_s", {}, 2, ""),
     ("whole first answer, s", "first_answer_s", {}, 2, ""),
@@ -203,7 +179,7 @@ _TIMELINE = (
 )
 
 
-def timeline_rows(result: Result) -> Table:
+def timeline_rows(result: Result) -> Rows:
     """What each case came to: medians over runs with 95 % intervals; of a run's first answers, that of the clients."""
     return [
         {"measure": what}
@@ -214,48 +190,28 @@ def timeline_rows(result: Result) -> Table:
 
 def quality_rows(quality: Result, timeline: Result) -> Table:
     """When each stage serves, in s, and what it answers: EM and F1 in %, perplexity."""
-    events = [row for row in timeline.rows if row["case"] == "pinned" and row["row"] == "event"]
-    rows: Table = []
     for stage, place in SCORED.items():
-        begins = [row["at_s"] for row in events if row["stage"] == stage and row["what"] == "serving"]
+        begins = timeline.frame(case="pinned", row="event", what="serving", stage=stage).at_s
         scores = {
             label: interval(quality.summary.of(score, **place))
             for label, score in (("EM, %", "em_pct"), ("F1, %", "f1_pct"), ("perplexity", "perplexity"))
         }
-        rows.append({"stage": stage, "serves from, s": f"{np.median(begins):.2f}", **scores})
-    return rows
+        yield {"stage": stage, "serves from, s": f"{np.median(begins):.2f}", **scores}
 
 
 def policy_rows(result: Result) -> Table:
     """Every policy with and without adapters: stall, largest logit error, loss of what follows."""
     found = result.summary
-    rows: Table = []
     for kind in ("healed", "bare"):
         for name in TRANSITIONS:
             place = {"policy": name, "variant": kind}
             (cost,) = found.all("cost_ms", **place)
-            rows.append(
-                {
-                    "policy": name,
-                    "adapters": "yes" if kind == "healed" else "no",
-                    f"stall, {cost['unit']}": interval(cost, 2),
-                    "largest logit error": f"{found.value('logit_error', **place):.2g}",
-                    "next token right, %": interval(found.of("same_token_pct", **place), 0),
-                    "loss of what follows, nats a token": interval(found.get("nll", **place), 2),
-                    "more than after a prefill": interval(found.get("excess_nll", **place), 2),
-                }
-            )
-    return rows
-
-
-def stages_served(result: Result) -> dict[str, str]:
-    """What began to serve first and last, by case; on a busy machine a stage between them may arrive with the next one
-    and never serve. The last stage of a start is the whole model, whatever its number."""
-    events = [row for row in result.rows if row["row"] == "event" and row["what"] in ("loading", "serving")]
-    served: dict[str, str] = {}
-    for case in CASES:
-        last = max(row["stage"] for row in events if row["case"] == case)
-        begun = {row["stage"] for row in events if row["case"] == case and row["what"] == "serving"}
-        ends = sorted({min(begun), max(begun)})
-        served[case] = " to ".join("whole model" if stage == last else f"stage {stage}" for stage in ends)
-    return served
+            yield {
+                "policy": name,
+                "adapters": "yes" if kind == "healed" else "no",
+                f"stall, {cost['unit']}": interval(cost, 2),
+                "largest logit error": f"{found.value('logit_error', **place):.2g}",
+                "next token right, %": interval(found.of("same_token_pct", **place), 0),
+                "loss of what follows, nats a token": interval(found.get("nll", **place), 2),
+                "more than after a prefill": interval(found.get("excess_nll", **place), 2),
+            }

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,21 +18,14 @@ from tqdm import tqdm
 
 from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check, text_of
-from firsttoken.engine.live_executor import LiveExecutor
-from firsttoken.engine.request_limits import BLOCK_TOKENS
-from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, load_served
-from firsttoken.progressiveserve.loading.loader import StageLoad
-from firsttoken.progressiveserve.loading.meta_model import MetaModel
-from firsttoken.progressiveserve.loading.views import StageView
 from firsttoken.progressiveserve.staged_serving.probe import Probe
-from firsttoken.progressiveserve.staged_serving.stage_versions import StagedModelVersion
-from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS, Transition
+from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS
 from firsttoken.study.dtypes import named
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
-from firsttoken.study.stats import bootstrap
+from firsttoken.study.stats import bootstrap, median_ratio
 from firsttoken.study.summary import Entry, Summary
 from firsttoken.study.timing import synchronise, timed
 from firsttoken_extras.bitplanes.layouts import SPLITS
@@ -43,45 +35,11 @@ from firsttoken_studies.progressiveserve.coldstart.checkpoints import (
     prompt_of,
     whole_checkpoint,
 )
-from firsttoken_studies.progressiveserve.coldstart.harness import make_cold
 from firsttoken_studies.progressiveserve.frontier import PrecisionConfig
-from firsttoken_studies.progressiveserve.timeline import peak_growth, timeline_process
-from firsttoken_studies.progressiveserve.timeline_trial import TimelineSpec
+from firsttoken_studies.progressiveserve.open_session import LoadedStages
+from firsttoken_studies.progressiveserve.timeline import one_timeline, peak_growth, token_gaps
 
 KEEP, REDO = TRANSITIONS["naive"], TRANSITIONS["prefill again"]
-
-
-class _Handed:
-    """A checkpoint of which stages are brought one after another, in place, and requests that outlive it."""
-
-    def __init__(
-        self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, tokens: int, requests: int
-    ) -> None:
-        self._checkpoint, self.device = checkpoint, device
-        self.meta_model = MetaModel(checkpoint.staged, checkpoint.manifest, device, dtype)
-        self._each = -(-tokens // BLOCK_TOKENS)
-        self._executor = LiveExecutor(
-            self.meta_model.model, requests * self._each, block_tokens=BLOCK_TOKENS, device=device
-        )
-        self._view: StageView = self.meta_model.empty_view()
-        self._begun = 0
-
-    def bring(self, *stages: int) -> None:
-        load = StageLoad(
-            self._checkpoint.staged, self._checkpoint.manifest, stages, [Link()], self.meta_model, self._view
-        )
-        self._view = load.wait()
-
-    def view(self, policy: Transition) -> StagedModelVersion:
-        return StagedModelVersion(self.meta_model.model, self._view, policy)
-
-    def begun(self, ids: Sequence[int]) -> Probe:
-        """A request of ``ids`` under the last stage, with blocks of its own."""
-        blocks = range(self._begun * self._each, (self._begun + 1) * self._each)
-        self._begun += 1
-        probe = Probe(self._executor, self.view(KEEP), blocks)
-        probe.feed(ids)
-        return probe
 
 
 def handover_rows(
@@ -98,23 +56,25 @@ def handover_rows(
     The text of ``windows`` is what follows, whatever the model would have said. Rows of position 0 say what a prefill
     again takes, and a step.
     """
-    last = len(checkpoint.manifest.stages)
     cases = [(index, context) for index in range(len(windows)) for context in contexts]
-    model = _Handed(checkpoint, device, dtype, max(contexts) + following, 3 * len(cases))
+    longest, requests = max(contexts) + following, 3 * len(cases)
+    model = LoadedStages(checkpoint, device, dtype, tokens=longest, requests=requests)
     model.bring(1)
+    begun = partial(model.begun, 1, policy=KEEP)
     text = {case: (windows[case[0]][: case[1]], windows[case[0]][case[1] : case[1] + following]) for case in cases}
-    probes = {case: (model.begun(before[:-1]), model.begun(before[:-1])) for case, (before, _) in text.items()}
+    probes = {case: (begun(before[:-1]), begun(before[:-1])) for case, (before, _) in text.items()}
     coarse = {
-        case: _told(model.begun(before[:-1]), [before[-1], *after[:-1]])
+        case: _told(begun(before[:-1]), [before[-1], *after[:-1]])
         for case, (before, after) in tqdm(text.items(), desc="first bits", unit="text", disable=None)
     }
-    model.bring(*range(2, last + 1))
+    model.bring(*model.stages[1:])
+    better = partial(model.view, model.last)
     rows: Rows = []
     for case, (kept, again) in tqdm(probes.items(), desc="after the hand-over", unit="text", disable=None):
         before, after = text[case]
         label = {"row": "handover", "window": case[0], "context_tokens": case[1]}
-        rows.append(label | {"position": 0, "redo_ms": _ms(lambda p=again: p.carry(model.view(REDO), REDO), device)})
-        kept.carry(model.view(KEEP), KEEP)
+        rows.append(label | {"position": 0, "redo_ms": _ms(lambda p=again: p.carry(better(REDO), REDO), device)})
+        kept.carry(better(KEEP), KEEP)
         fed = [before[-1], *after[:-1]]
         exact = _told(again, fed)
         pairs = zip(exact, _told(kept, fed), coarse.pop(case), strict=True)
@@ -138,10 +98,10 @@ def same_logits(
     """Whether what came in planes says after ``ids``, bit by bit, what the plain whole model says."""
     said = []
     for checkpoint in (planes, whole):
-        model = _Handed(checkpoint, device, dtype, len(ids), 1)
-        for stage in range(1, len(checkpoint.manifest.stages) + 1):
+        model = LoadedStages(checkpoint, device, dtype, tokens=len(ids))
+        for stage in model.stages:
             model.bring(stage)
-        said.append(model.begun(ids[:-1]).feed(ids[-1:]))
+        said.append(model.begun(model.last, ids[:-1], KEEP).feed(ids[-1:]))
     return torch.equal(*said)
 
 
@@ -232,10 +192,8 @@ def refinement_under_load(profile: Profile) -> Outcome:
     files; and how far what follows the hand-over is from what the exact weights say."""
     config = profile.section("refinement", RefinementConfig)
     check([*profile.section("served", ServedConfig).needs(), *config.needs()], ModelFacts(profile.model))
-    served = load_served(profile)
-    stored = named(profile.section("precision", PrecisionConfig).stored)
-    cut = planes_checkpoint(served, stored, config.split)
-    whole = whole_checkpoint(replace(served, stored=stored))
+    served = replace(load_served(profile), stored=named(profile.section("precision", PrecisionConfig).stored))
+    cut, whole = planes_checkpoint(served, config.split), whole_checkpoint(served)
     device, dtype = profile.torch_device(), profile.torch_dtype()
     provenance, prompt, size = served.provenance, _prompt(profile, config, served), _bytes(served, dtype)
     longest = max(config.contexts) + config.continue_tokens
@@ -244,8 +202,12 @@ def refinement_under_load(profile: Profile) -> Outcome:
     rows: Rows = [{"row": "copy", "gb_per_s": _copy_rate(device)}, {"row": "model", "bytes": size}]
     jobs = [(run, name) for run in range(config.runs) for name in config.timelines[:: 1 if run % 2 == 0 else -1]]
     for run, name in tqdm(jobs, desc="timelines", unit="start", disable=None):
-        found = _timeline(whole if name == WHOLE else cut, name, prompt, profile, config)
-        rows += [{"case": name, "run": run} | row for row in found]
+        policy = "naive" if name == KEPT else "prefill again"
+        options = {"upgrade": name in (KEPT, AGAIN), "policy": policy, "recover": name != STILL}
+        options |= {"duration_s": ASKED_FOR_S, "sample_s": 0.05}
+        found = one_timeline(whole if name == WHOLE else cut, name, prompt, profile, config, **options)
+        kept = (row for row in found if row["row"] != "memory" or not row["at_s"])  # the first is what it grew from
+        rows += [{"case": name, "run": run} | row for row in kept]
     rows.append({"row": "logits", "same": same_logits(cut, whole, windows[0], device, dtype)})
     rows += handover_rows(cut, windows, config.contexts, config.continue_tokens, device, dtype)
     return Outcome(rows, provenance=provenance)
@@ -264,27 +226,6 @@ def _copy_rate(device: torch.device) -> float:
     """GB/s of a copy in the memory of ``device``, each byte counted once: the median of five."""
     source, target = (torch.ones(COPIED, dtype=torch.uint8, device=device) for _ in range(2))
     return COPIED / 1e9 / float(np.median(timed(lambda: target.copy_(source), repeats=5, device=device)))
-
-
-def _timeline(checkpoint: Checkpoint, case: str, prompt: list[int], profile: Profile, config: RefinementConfig) -> Rows:
-    make_cold(sorted(checkpoint.staged.rglob("*.safetensors")))
-    spec = TimelineSpec(
-        folder=str(checkpoint.staged),
-        prompt=prompt,
-        upgrade=case in (KEPT, AGAIN),
-        policy="naive" if case == KEPT else "prefill again",
-        gbit_per_s=config.gbit_per_s,
-        clients=config.clients,
-        new_tokens=config.new_tokens,
-        duration_s=ASKED_FOR_S,
-        sample_s=0.05,
-        threads=profile.threads,
-        device=str(profile.torch_device()),
-        dtype=profile.dtype_name,
-        recover=case != STILL,
-    )
-    rows = timeline_process(asdict(spec), case)
-    return [row for row in rows if row["row"] != "memory" or not row["at_s"]]  # the first is what it grew from
 
 
 def refinement_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
@@ -320,15 +261,14 @@ def _peaks(summary: Summary, peaks: Mapping[str, list[float]]) -> None:
     for case, each in peaks.items():
         grown = bootstrap(each, "median").summary("x the weights as they compute")
         summary.add("peak_memory_x", grown, case=case, than="model")
-    for case in peaks if WHOLE in peaks else ():
-        if case != WHOLE:
-            shares = [own / whole for own, whole in zip(peaks[case], peaks[WHOLE], strict=True)]
-            summary.add("peak_memory_x", bootstrap(shares, "median").summary("x"), case=case, than=WHOLE)
+    for case in [case for case in peaks if case != WHOLE] if WHOLE in peaks else ():
+        over = median_ratio(peaks[case], peaks[WHOLE]).summary("x")
+        summary.add("peak_memory_x", over, case=case, than=WHOLE)
 
 
 def _case(add: Callable[..., Entry], runs: list[Rows], parameters: Mapping[str, Any]) -> None:
     """The measures of one timeline over its ``runs``."""
-    gaps = [high - low for rows in runs for low, high in token_gaps(rows)]
+    gaps = [high - low for rows in runs for low, high in token_gaps(rows, "client")]
     short = [
         row["tokens"] != parameters["refinement"]["new_tokens"] for rows in runs for row in rows if "tokens" in row
     ]
@@ -345,14 +285,6 @@ def _case(add: Callable[..., Entry], runs: list[Rows], parameters: Mapping[str, 
             add("refining_step_ms", bootstrap(each, "median").summary("ms"))
 
 
-def token_gaps(rows: Rows) -> list[tuple[float, float]]:
-    """When two tokens of one client came after one another, in s."""
-    clients: dict[int, list[float]] = {}
-    for row in rows_where(rows, row="token"):
-        clients.setdefault(row["client"], []).append(row["at_s"])
-    return [pair for times in clients.values() for pair in pairwise(times)]
-
-
 def refining(rows: Rows) -> tuple[float, float] | None:
     """Return the span in which planes came and were merged (from, to; in s); None where none did."""
     events = [row for row in rows_where(rows, row="event") if row["stage"] > 1]
@@ -362,4 +294,4 @@ def refining(rows: Rows) -> tuple[float, float] | None:
 
 
 def _within(rows: Rows, start: float, end: float) -> list[float]:
-    return [high - low for low, high in token_gaps(rows) if high > start and low < end]
+    return [high - low for low, high in token_gaps(rows, "client") if high > start and low < end]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from firsttoken.study.plot import COLOURS, LOOKS
-from firsttoken.study.record import Result, Rows, rows_where
+from firsttoken.study.plot import COLOURS, LOOKS, panels
+from firsttoken.study.record import Result, Rows, Table, rows_where
 from firsttoken.study.show import interval
-from firsttoken_studies.progressiveserve.refinement import AGAIN, KEPT, STILL, WHOLE, refining, token_gaps
+from firsttoken_studies.progressiveserve.refinement import AGAIN, KEPT, STILL, WHOLE, refining
+from firsttoken_studies.progressiveserve.timeline import token_gaps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,12 +30,10 @@ HANDOVERS = {
 def refinement(result: Result) -> Figure:
     """Left, the gaps between tokens over time in one run, with planes that come (shaded) and without; right, the
     divergence from exact weights on exact keys and values by position after the hand-over."""
-    import matplotlib.pyplot as plt
-
-    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
+    fig, (left, right) = panels(1, 2, figsize=(11, 4.2))
     for case, look in ((STILL, "other"), (KEPT, "measured")):
         rows = rows_where(result.rows, case=case, run=0)
-        gaps = sorted((high, 1000 * (high - low)) for low, high in token_gaps(rows))
+        gaps = sorted((high, 1000 * (high - low)) for low, high in token_gaps(rows, "client"))
         if gaps:
             colour, marker = LOOKS[look]
             left.plot(*zip(*gaps, strict=True), marker, color=colour, markersize=4, label=CASES[case])
@@ -57,22 +56,20 @@ def _draw_divergence(ax: Axes, result: Result) -> None:
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, 1.3), fontsize=9)
 
 
-def load_rows(result: Result) -> Rows:
+def load_rows(result: Result) -> Table:
     """Every timeline: a step, the longest gap while planes came, and the peak over the model."""
     found = result.summary
-    return [
-        {
-            "timeline": name,
-            "step, ms": interval(found.get("step_ms", case=case)),
-            "planes came for, s": interval(found.get("refining_s", case=case), 2),
-            "longest gap meanwhile, ms": interval(found.get("longest_gap_ms", case=case), 0),
-            "of a step": interval(found.get("longest_gap_x", case=case, than="step"), 2),
-            "peak memory / model": interval(found.get("peak_memory_x", case=case, than="model"), 2),
-            "/ plain model's": interval(found.get("peak_memory_x", case=case, than=WHOLE), 2),
-        }
-        for case, name in CASES.items()
-        if found.get("short_requests", case=case)
-    ]
+    for case, name in CASES.items():
+        if found.get("short_requests", case=case):
+            yield {
+                "timeline": name,
+                "step, ms": interval(found.get("step_ms", case=case)),
+                "planes came for, s": interval(found.get("refining_s", case=case), 2),
+                "longest gap meanwhile, ms": interval(found.get("longest_gap_ms", case=case), 0),
+                "of a step": interval(found.get("longest_gap_x", case=case, than="step"), 2),
+                "peak memory / model": interval(found.get("peak_memory_x", case=case, than="model"), 2),
+                "/ plain model's": interval(found.get("peak_memory_x", case=case, than=WHOLE), 2),
+            }
 
 
 def merge_rows(result: Result) -> Rows:
@@ -87,20 +84,17 @@ def merge_rows(result: Result) -> Rows:
     return [{"what": name, "measured": shown} for name, shown in measured.items()]
 
 
-def handover_table(result: Result) -> Rows:
+def handover_table(result: Result) -> Table:
     """Return by context KL and agreement with kept keys and values and with coarse weights; a new prefill's time."""
-    found, rows = result.summary, []
+    found = result.summary
     for context in result.parameters["refinement"]["contexts"]:
         kept, coarse = ({"case": case, "context_tokens": context} for case in ("kept", "coarse"))
-        rows.append(
-            {
-                "context, tokens": context,
-                "kept: KL at once": interval(found.of("kl_first_nats", **kept), 4),
-                "kept: KL": interval(found.of("kl_nats", **kept), 4),
-                "kept: same next, %": interval(found.of("same_token_pct", **kept)),
-                "coarse: KL": interval(found.of("kl_nats", **coarse), 4),
-                "coarse: same next, %": interval(found.of("same_token_pct", **coarse)),
-                "prefill again, ms": interval(found.of("redo_ms", context_tokens=context)),
-            }
-        )
-    return rows
+        yield {
+            "context, tokens": context,
+            "kept: KL at once": interval(found.of("kl_first_nats", **kept), 4),
+            "kept: KL": interval(found.of("kl_nats", **kept), 4),
+            "kept: same next, %": interval(found.of("same_token_pct", **kept)),
+            "coarse: KL": interval(found.of("kl_nats", **coarse), 4),
+            "coarse: same next, %": interval(found.of("same_token_pct", **coarse)),
+            "prefill again, ms": interval(found.of("redo_ms", context_tokens=context)),
+        }

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from firsttoken.progressiveserve.quality_gates import CLOSED_BOOK, GATES, gate
 from firsttoken.progressiveserve.stages import REPORT_PLAN
-from firsttoken.study.overlay import legend, name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS
-from firsttoken.study.record import Result
+from firsttoken.study.overlay import Drawn, legend, name_results, over
+from firsttoken.study.plot import COLOURS, LOOKS, log_ticks, panels
+from firsttoken.study.record import Result, Table
 from firsttoken.study.show import interval
-from firsttoken.study.summary import Scalar
 
 if TYPE_CHECKING:
     import pandas
-    from matplotlib.axis import Axis
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -37,7 +36,7 @@ def distance_map(recorded: Result | None, now: Result) -> Figure:
 
     drawn = over(recorded, now)
     table = _last(now).pivot(index="size_layers", columns="start_layer", values="distance")
-    fig, ax = plt.subplots(figsize=(9, 4.9))
+    fig, ax = panels(figsize=(9, 4.9))
     seaborn.heatmap(table, ax=ax, cmap="Greys", cbar_kws={"label": "angular distance (0 to 1), last token"})
     rows = {size: row for row, size in enumerate(table.index)}
     for one in drawn:
@@ -67,10 +66,8 @@ def distance_map(recorded: Result | None, now: Result) -> Figure:
 
 def chosen_blocks(recorded: Result | None, now: Result) -> Figure:
     """The chosen block of every size as a bar from its first to its last layer; the report's block, scaled, beside."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
-    fig, ax = plt.subplots(figsize=(8, 4.6))
+    fig, ax = panels(figsize=(8, 4.6))
     for one in drawn:
         best = _best(one.result)
         places, height = best.size_layers - one.shift, 0.7 if one.alone else 0.34
@@ -94,29 +91,18 @@ def chosen_blocks(recorded: Result | None, now: Result) -> Figure:
 def stage_scores(recorded: Result | None, now: Result) -> Figure:
     """Points of EM and F1 that each stage loses against the full model, unhealed and by recipe, with 95 % intervals;
     what the authors lost, and what the report allows."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
-    fig, axes = plt.subplots(1, 2, figsize=(9, 4.6), sharey=True)
+    fig, axes = panels(1, 2, figsize=(9, 4.6), sharey=True)
     for ax, score in zip(axes, ("em", "f1"), strict=True):
+        draw_stages(ax, drawn, f"{score}_drop")
         for stage, limit in GATES.items():
-            kinds = [{"recipe": kind} for kind in NAMES] if stage < max(GATES) else [{}]
-            for place, kind in zip(np.linspace(-0.27, 0.27, len(kinds)) if kinds[1:] else [0.0], kinds, strict=True):
-                name = kind.get("recipe", "S3")
-                for one in drawn:
-                    entry = one.result.summary.get(f"{score}_drop", stage=stage, **kind)
-                    one.point(ax, stage + place + one.shift / 3, entry, name)
             lost = KIISE[f"{score}_pct"][0] - KIISE[f"{score}_pct"][stage]
             authors = {"label": "authors: Llama-2-7B, TriviaQA", "color": COLOURS["paper"]} if stage == 1 else {}
             ax.plot(stage + 0.42, lost, "d", **({"color": COLOURS["paper"]} | authors), markeredgecolor="black")
             gate = {"label": "the report allows at most"} if stage == 1 else {}
             ax.plot([stage - 0.45, stage + 0.47], [limit] * 2, color=COLOURS["target"], linewidth=2.5, **gate, zorder=5)
-        ax.axhline(0, color=COLOURS["mark"], linewidth=1)
-        titles = {"em": "exact match (EM)", "f1": "F1"}
-        ax.set(title=titles[score], xticks=list(GATES), xticklabels=[f"stage {stage}" for stage in GATES])
-    for name, label in (NAMES | {"S3": "whole model"}).items():
-        look = LOOKS[name]
-        axes[0].plot([], [], look.marker, color=look.colour, label=label)
+        ax.set_title({"em": "exact match (EM)", "f1": "F1"}[score])
+    name_recipes(axes[0])
     axes[0].set_ylabel("points lost against the full model")
     ours, report = (drawn[0].result.summary.value("em_drop", stage=1, recipe=kind) for kind in ("ours", "report"))
     theirs = KIISE["em_pct"][0] - KIISE["em_pct"][1]
@@ -127,11 +113,27 @@ def stage_scores(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
+def draw_stages(ax: Axes, drawn: Sequence[Drawn], measure: str, **where: str) -> None:
+    """Points of ``measure`` by stage, and by recipe but of the last one, with their intervals around 0."""
+    for stage in GATES:
+        kinds = [{"recipe": kind} for kind in NAMES] if stage < max(GATES) else [{}]
+        for place, kind in zip(np.linspace(-0.27, 0.27, len(kinds)) if kinds[1:] else [0.0], kinds, strict=True):
+            for one in drawn:
+                entry = one.result.summary.get(measure, stage=stage, **where, **kind)
+                one.point(ax, stage + place + one.shift / 3, entry, kind.get("recipe", "S3"))
+    ax.axhline(0, color=COLOURS["mark"], linewidth=1)
+    ax.set(xticks=list(GATES), xticklabels=[f"stage {stage}" for stage in GATES])
+
+
+def name_recipes(ax: Axes) -> None:
+    """Let the legend of ``ax`` name the marks of :func:`draw_stages`."""
+    for name, label in (NAMES | {"S3": "whole model"}).items():
+        ax.plot([], [], LOOKS[name].marker, color=COLOURS[name], label=label)
+
+
 def control_scores(recorded: Result | None, now: Result) -> Figure:
     """F1 and perplexity of every control, healed and not, with 95 % intervals. ``now`` is a run of stage_quality: it
     has the full model and the chosen block without healing; the controls are trained for the record only."""
-    import matplotlib.pyplot as plt
-
     labels = {
         "s0": "full model",
         "full": "full model, trained on",
@@ -142,7 +144,7 @@ def control_scores(recorded: Result | None, now: Result) -> Figure:
         "drop4": "4 layers, chosen block",
     }
     drawn = over(recorded, now)
-    fig, axes = plt.subplots(1, 2, figsize=(9, 4.6), sharey=True)
+    fig, axes = panels(1, 2, figsize=(9, 4.6), sharey=True)
     for ax, score, label in zip(axes, ("f1_pct", "perplexity"), ("F1, %", "perplexity (log scale)"), strict=True):
         for one in drawn:
             found = one.result.summary
@@ -159,7 +161,8 @@ def control_scores(recorded: Result | None, now: Result) -> Figure:
     axes[0].set_xlim(0, None)
     axes[0].invert_yaxis()
     axes[1].set_xscale("log")
-    _log_ticks(axes[1].xaxis)
+    log_ticks(axes[1].xaxis)
+    axes[1].xaxis.set_ticks([], minor=True)
     axes[1].legend(*axes[0].get_legend_handles_labels(), loc="lower right", fontsize="small", frameon=True)
     chosen, drawn_at_random = (
         drawn[0].result.summary.get("perplexity", variant=name, recipe="none") for name in ("chosen", "random")
@@ -170,15 +173,6 @@ def control_scores(recorded: Result | None, now: Result) -> Figure:
         fig.suptitle(f"Losing a random block costs {than} than losing the chosen one: {told}")
     name_results(fig, drawn, "f1_pct")
     return fig
-
-
-def _log_ticks(axis: Axis) -> None:
-    """Labels at 1, 2 and 5 of each decade, as whole numbers."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter("{x:.0f}")
 
 
 def _last(result: Result) -> pandas.DataFrame:
@@ -199,12 +193,10 @@ def _depth(result: Result) -> int:
 
 # The tables of notebook 12: stages beside the authors' scores, gates, shares recovered.
 
-Row = dict[str, Any]
 
-
-def stage_rows(result: Result, live: Result | None = None) -> list[Row]:
+def stage_rows(result: Result, live: Result) -> Table:
     """One row a variant: EM, F1, choices, perplexity with 95 % intervals; EM of the live run and of the authors."""
-    rows, get = [], result.summary.get
+    get = result.summary.get
     for place in _places(result):
         stage, healed = place["stage"], place.get("recipe") != "none"
         row = {
@@ -216,70 +208,42 @@ def stage_rows(result: Result, live: Result | None = None) -> list[Row]:
             "perplexity": interval(get("perplexity", **place)),
             "closed-book F1, %": interval(get("f1_pct", **place, task=CLOSED_BOOK)),
         }
-        if live is not None:
-            row["F1 here, now, %"] = interval(live.summary.get("f1_pct", **place))
+        row["F1 here, now, %"] = interval(live.summary.get("f1_pct", **place))
         row["authors' EM / F1, %"] = f"{KIISE['em_pct'][stage]} / {KIISE['f1_pct'][stage]}" if healed else ""
-        rows.append(row)
-    return rows
+        yield row
 
 
-def healing_rows(recipes: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+def healing_rows(recipes: Mapping[str, Mapping[str, Any]]) -> Table:
     """What each committed adapter's training came to; ``recipes`` by adapter name ("A-ours")."""
-    rows = []
     for name, recipe in recipes.items():
         stage, _, kind = name.partition("-")
         made, last = recipe["recipe"], [row for row in recipe["curve"] if "validation_f1" in row][-1]
         reads = made["accumulate"] * (made["batch"] + made["text_batch"])
-        rows.append(
-            {
-                "adapter": f"{stage}, {NAMES[kind]}",
-                "steps": last["step"],
-                "sequences read": last["step"] * reads,
-                "validation F1, %": round(100 * last["validation_f1"], 1),
-                "validation perplexity": round(last["validation_perplexity"], 1),
-            }
-        )
-    return rows
+        yield {
+            "adapter": f"{stage}, {NAMES[kind]}",
+            "steps": last["step"],
+            "sequences read": last["step"] * reads,
+            "validation F1, %": round(100 * last["validation_f1"], 1),
+            "validation perplexity": round(last["validation_perplexity"], 1),
+        }
 
 
-def gate_rows(result: Result) -> list[Row]:
+def gate_rows(result: Result) -> Table:
     """The report's gates (3.1.2): points lost against the full model, the limit, what the authors lost, the verdict."""
-    rows = []
     for place in _places(result):
         stage = place["stage"]
         if stage not in GATES or place.get("recipe") == "none":
             continue
         for score in ("em", "f1"):
             drop, authors = result.summary.of(f"{score}_drop", **place), KIISE[f"{score}_pct"]
-            rows.append(
-                {
-                    "variant": _title(**place),
-                    "score": score.upper(),
-                    "points lost": interval(drop),
-                    "limit": GATES[stage],
-                    "authors lost": round(authors[0] - authors[stage], 2),
-                    "gate": gate(drop, GATES[stage]),
-                }
-            )
-    return rows
-
-
-def recovery_rows(result: Result, models: Mapping[str, dict[str, Scalar]]) -> list[Row]:
-    """Share of the loss that healing brings back, in %, for each of ``models`` (title -> place) and recipe."""
-    get = result.summary.get
-    return [
-        {
-            "model": title,
-            "recipe": NAMES[kind],
-            **{
-                heading: interval(get(f"{score}_recovered_pct", **place, recipe=kind), 0)
-                for score, heading in (("em", "EM"), ("f1", "F1"), ("log_perplexity", "log perplexity"))
-            },
-        }
-        for title, place in models.items()
-        for kind in NAMES
-        if get("f1_recovered_pct", **place, recipe=kind)
-    ]
+            yield {
+                "variant": _title(**place),
+                "score": score.upper(),
+                "points lost": interval(drop),
+                "limit": GATES[stage],
+                "authors lost": round(authors[0] - authors[stage], 2),
+                "gate": gate(drop, GATES[stage]),
+            }
 
 
 def _places(result: Result) -> list[dict[str, Any]]:

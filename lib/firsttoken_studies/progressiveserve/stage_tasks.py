@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from firsttoken.assets.choice_tasks import TASKS
 from firsttoken.assets.needs import ModelFacts, check
 from firsttoken.progressiveserve.base_model import ServedConfig, at_stage, load_served
 from firsttoken.progressiveserve.quality_gates import GATES
 from firsttoken.study.overlay import legend, over
-from firsttoken.study.plot import LOOKS
+from firsttoken.study.plot import COLOURS, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows
 from firsttoken.study.summary import Scalar, Summary
 from firsttoken_studies.multiple_choice import ChoiceTasksConfig, accuracy_summary
 from firsttoken_studies.progressiveserve.layers import LETTERS
-from firsttoken_studies.progressiveserve.stage_figures import NAMES
+from firsttoken_studies.progressiveserve.stage_figures import NAMES, draw_stages, name_recipes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,24 +50,16 @@ def stage_tasks_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
 
 def accuracy_by_stage(recorded: Result | None, now: Result) -> Figure:
     """Points of accuracy by which each stage stays behind the full model, by recipe, and what the report allows."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
     tasks = [task for task in TASKS if now.summary.get("accuracy_pct", stage=0, task=task)]
-    fig, axes = plt.subplots(1, len(tasks), figsize=(9, 4.4), layout="constrained", squeeze=False)
+    fig, axes = panels(1, len(tasks), figsize=(9, 4.4), layout="constrained", squeeze=False)
     for ax, task in zip(axes[0], tasks, strict=True):
+        draw_stages(ax, drawn, "accuracy_change", task=task)
         for stage, limit in GATES.items():
-            kinds: list[dict[str, Any]] = [{"recipe": kind} for kind in NAMES] if stage in LETTERS else [{}]
-            for at, kind in zip(np.linspace(-0.27, 0.27, len(kinds)) if kinds[1:] else [0.0], kinds, strict=True):
-                for one in drawn:
-                    entry = one.result.summary.get("accuracy_change", stage=stage, task=task, **kind)
-                    one.point(ax, stage + at + one.shift / 3, entry, kind.get("recipe", "S3"))
             named = {"label": "the report allows at most (EM, F1)"} if stage == min(GATES) else {}
-            ax.plot([stage - 0.45, stage + 0.45], [-limit] * 2, color=LOOKS["target"].colour, linewidth=2.5, **named)
-        ax.axhline(0, color=LOOKS["mark"].colour, linewidth=1)
-        ax.set(title=TASKS[task].title, xticks=list(GATES), xticklabels=[f"stage {stage}" for stage in GATES])
-    for name, label in (NAMES | {"S3": "whole model"}).items():
-        axes[0][0].plot([], [], LOOKS[name].marker, color=LOOKS[name].colour, label=label)
+            ax.plot([stage - 0.45, stage + 0.45], [-limit] * 2, color=COLOURS["target"], linewidth=2.5, **named)
+        ax.set_title(TASKS[task].title)
+    name_recipes(axes[0][0])
     axes[0][0].set_ylabel("points of accuracy against the full model")
     full, title = drawn[0].result.summary.of("accuracy_pct", stage=0, task=tasks[0]), TASKS[tasks[0]].title
     fig.suptitle(f"{title}: what each stage loses of the full model's {full['value']:.0f} % (n = {full['n']})")

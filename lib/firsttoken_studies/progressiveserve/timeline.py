@@ -77,32 +77,34 @@ def recovery_timeline(profile: Profile) -> Outcome:
     cases = [(run, case) for run in range(config.runs) for case in (CASES if run % 2 == 0 else CASES[::-1])]
     for run, case in tqdm(cases, desc="timelines", unit="start", disable=None):
         checkpoint = whole if case == "whole" else progressive
-        rows += [{"case": case, "run": run} | row for row in packed(_one(checkpoint, case, prompt, profile, config))]
+        options = {"upgrade": case == "upgrade", "duration_s": config.duration_s, "sample_s": config.sample_s}
+        found = one_timeline(checkpoint, case, prompt, profile, config, **options)
+        rows += [{"case": case, "run": run} | row for row in packed(found)]
     return Outcome(rows, provenance=provenance)
 
 
-def _one(checkpoint: Checkpoint, case: str, prompt: list[int], profile: Profile, config: TimelineConfig) -> Rows:
+def one_timeline(
+    checkpoint: Checkpoint, case: str, prompt: list[int], profile: Profile, config: Any, **options: Any
+) -> Rows:
+    """The rows of one timeline from cold files, in a process of its own: with the rate, clients and new tokens of the
+    study's ``config``, and what else ``options`` say of a :class:`TimelineSpec`.
+
+    Raises FirstTokenError when it fails, with its last line.
+    """
     make_cold(sorted(checkpoint.staged.rglob("*.safetensors")))
     spec = TimelineSpec(
         folder=str(checkpoint.staged),
         prompt=prompt,
-        upgrade=case == "upgrade",
         gbit_per_s=config.gbit_per_s,
         clients=config.clients,
         new_tokens=config.new_tokens,
-        duration_s=config.duration_s,
-        sample_s=config.sample_s,
         threads=profile.threads,
         device=str(profile.torch_device()),
         dtype=profile.dtype_name,
+        **options,
     )
-    return timeline_process(asdict(spec), case)
-
-
-def timeline_process(spec: Mapping[str, Any], case: str) -> Rows:
-    """The rows of one timeline in a process of its own. Raises FirstTokenError when it fails, with its last line."""
     command = [sys.executable, "-m", "firsttoken_studies.progressiveserve.timeline_trial"]
-    done = subprocess.run(command, input=json.dumps(spec), capture_output=True, text=True)
+    done = subprocess.run(command, input=json.dumps(asdict(spec)), capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise FirstTokenError(f"the timeline of {case} failed: {reason}")
@@ -186,11 +188,10 @@ def first_answers(rows: Rows, new_tokens: int, runs: Iterable[int]) -> list[floa
     Of each of ``runs`` it is the median over the clients, None where one of them was not whole by the end."""
     found: list[float | None] = []
     for run in runs:
-        answers: dict[int, list[float]] = {}
-        for row in rows_where(rows, run=run, row="token", request=0):
-            answers.setdefault(row["client"], []).append(row["at_s"])
-        whole = bool(answers) and all(len(times) >= new_tokens for times in answers.values())
-        found.append(float(np.median([max(times) for times in answers.values()])) if whole else None)
+        tokens = frame_of(rows, run=run, row="token", request=0)
+        answers = tokens.groupby("client").at_s.agg(["count", "max"]) if len(tokens) else None
+        whole = answers is not None and (answers["count"] >= new_tokens).all()
+        found.append(float(answers["max"].median()) if whole else None)
     return found
 
 
@@ -217,13 +218,17 @@ def stalls(rows: Rows, run: int) -> list[float]:
     less the median turn and less what moving sessions over took."""
     events = rows_where(rows, run=run, row="event")
     moments = [row for row in rows_where(events, what="serving") if row["stage"] > 1]
-    by_request: dict[tuple[int, int], list[float]] = {}
-    for row in rows_where(rows, run=run, row="token"):
-        by_request.setdefault((row["client"], row["request"]), []).append(row["at_s"])
-    gaps = [(low, high) for times in by_request.values() for low, high in pairwise(times)]
+    gaps = token_gaps(rows_where(rows, run=run), "client", "request")
     usual = float(np.median([high - low for low, high in gaps])) if gaps else 0.0
     found = []
     for moment in moments:
         moved = sum(row["took_s"] for row in rows_where(events, stage=moment["stage"]) if "took_s" in row)
         found += [1000 * (high - low - usual - moved) for low, high in gaps if low <= moment["at_s"] < high]
     return found
+
+
+def token_gaps(rows: Rows, *by: str) -> list[tuple[float, float]]:
+    """When two tokens that have the same values in the columns ``by`` came after one another, in s."""
+    tokens = frame_of(rows, row="token")
+    each = tokens.groupby(list(by), sort=False).at_s if len(tokens) else ()
+    return [pair for _, times in each for pair in pairwise(times)]

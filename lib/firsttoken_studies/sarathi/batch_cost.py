@@ -14,8 +14,7 @@ from tqdm import tqdm
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
 from firsttoken.engine.costs.cost_model import Costs
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.live_executor import LiveExecutor
@@ -26,7 +25,7 @@ from firsttoken.sarathi.hardware import Hardware
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
-from firsttoken.study.stats import Interval, bootstrap
+from firsttoken.study.stats import ratio_of_means
 from firsttoken.study.summary import Summary
 
 if TYPE_CHECKING:
@@ -242,16 +241,11 @@ def _add_live(summary: Summary, rows: Rows, config: Mapping[str, Any]) -> None:
     whole = ms("live", context=0, piece=config["prompt"]).sum()
     for piece in config["pieces"]:
         alone, contexts = ms("live", context=0, piece=piece), config["contexts"]
-        over = _over(alone.sum(), whole).summary("x")
+        over = ratio_of_means(alone.sum(), whole).summary("x")
         summary.add("prefill_x", over, source="live", budget_tokens=piece, than="whole")
         together = sum(ms("live", context=context, piece=piece).sum() for context in contexts)
         apart = sum(alone.sum() + alone.count() * ms("decode", context=context).mean() for context in contexts)
-        over = _over(together, apart).summary("x")
+        over = ratio_of_means(together, apart).summary("x")
         summary.add("mixed_x", over, source="live", budget_tokens=piece, than="apart")
     tiles = (ms("tile", tokens=config["tile"] + more).sum() for more in (1, 0))
-    summary.add("prefill_x", _over(*tiles).summary("x"), source="live", **PAST_TILE)
-
-
-def _over(these: Any, those: Any) -> Interval:
-    """The ratio of means; repeats are resampled, each with both."""
-    return bootstrap(np.column_stack([these, those]), lambda sample: float(np.divide(*sample.mean(0))))
+    summary.add("prefill_x", ratio_of_means(*tiles).summary("x"), source="live", **PAST_TILE)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from firsttoken.study.overlay import Drawn, counted, legend, over
-from firsttoken.study.plot import COLOURS, LOOKS
-from firsttoken.study.record import Result, Rows, rows_where
+from firsttoken.study.plot import COLOURS, LOOKS, log_ticks, panels
+from firsttoken.study.record import Result, Rows, Table, distinct
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Entry
 from firsttoken_studies.sarathi.batch_cost import PAST_TILE, table_pieces
@@ -31,30 +31,26 @@ TABLE_LINE = f"{LOOKS['chunks alone'].marker}-"
 
 def table_costs(recorded: Result | None, now: Result) -> Figure:
     """Draw from the cost table what a token costs in a prompt by itself and in a batch that decodes."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
-    fig, ax = plt.subplots(figsize=(7.5, 3.8))
-    contexts = sorted({row["context"] for one in drawn for row in _table_rows(one.result, "decode")})
+    fig, ax = panels(figsize=(7.5, 3.8))
+    rows = [row for one in drawn for row in one.result.rows]
+    contexts = sorted(distinct(rows, "context", what="table", of="decode"))
     for one in drawn:
-        prompts = {row["tokens"]: _each(row, "tokens") for row in _table_rows(one.result, "prefill")}
-        one.line(ax, list(prompts), list(prompts.values()), "chunks alone")
+        prompts, decodes = (one.result.frame(what="table", of=of) for of in ("prefill", "decode"))
+        one.line(ax, prompts.tokens, _entries(prompts.ms / prompts.tokens), "chunks alone")
         for context, dashes in zip(contexts, DASHES, strict=False):
-            rows = rows_where(_table_rows(one.result, "decode"), context=context)
-            places = [row["requests"] for row in rows]
-            one.line(ax, places, [_each(row, "requests") for row in rows], "measured", linestyle=dashes, marker="s")
+            mine = decodes[decodes.context == context]
+            places, each = mine.requests, _entries(mine.ms / mine.requests)
+            one.line(ax, places, each, "measured", linestyle=dashes, marker="s")
     ax.plot([], [], TABLE_LINE, color=COLOURS["chunks alone"], label="prompt alone, by its tokens")
     for context, dashes in zip(contexts, DASHES, strict=False):
         label = f"decodes over {context:,} tokens each, by requests"
         ax.plot([], [], "s", ls=dashes, color=COLOURS["measured"], label=label)
     ax.set(yscale="log", xlabel="tokens of the step", ylabel="ms a token")
-    ax.set_xscale("log", base=2)
-    _plain(ax)
+    _ticks(ax)
     ax.set_title(_tables(drawn), fontsize=10.5)
-    alone, least = (
-        min(_each(row, of)["value"] for row in _table_rows(drawn[0].result, what) if row[of] == 1 or what == "prefill")
-        for what, of in (("decode", "requests"), ("prefill", "tokens"))
-    )
+    prompts, decodes = (drawn[0].result.frame(what="table", of=of) for of in ("prefill", "decode"))
+    alone, least = decodes.ms[decodes.requests == 1].min(), (prompts.ms / prompts.tokens).min()
     fig.suptitle(f"A decode alone costs {alone / least:.0f} times a token of a large prompt", fontsize=12)
     legend(fig, ax, drawn, columns=2)
     return fig
@@ -62,23 +58,22 @@ def table_costs(recorded: Result | None, now: Result) -> Figure:
 
 def live_costs(recorded: Result | None, now: Result) -> Figure:
     """Live: a step by the size of its chunk, alone and beside decodes; and what pieces cost over the whole prompt."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
-    fig, (steps, pieces) = plt.subplots(1, 2, figsize=(9, 4.6))
+    fig, (steps, pieces) = panels(1, 2, figsize=(9, 4.6))
     configs = [one.result.parameters["batch_cost"] for one in drawn]
     contexts = sorted({context for config in configs for context in config["contexts"]})
     cases = [(0, "measured", "-"), *((c, "sarathi", d) for c, d in zip(contexts, DASHES, strict=False))]
     for one, config in zip(drawn, configs, strict=True):
         sizes = [*config["pieces"], config["prompt"]]
+        whole = one.result.frame(what="live").groupby(["context", "new"]).ms.median()  # of steps with a whole piece
         for context, name, dashes in cases:
-            each = [_step(_steps_ms(one.result, context, size)) for size in sizes]
+            each = [{"value": whole[context, size]} if (context, size) in whole else None for size in sizes]
             one.line(steps, sizes, each, name, linestyle=dashes, markersize=5)
         decode = np.median(one.result.frame(what="decode").ms)
         steps.axhline(decode, color=COLOURS["floor"], linestyle=":", **one.style)
         for prompt in config["table_prompts"]:
-            ratios = [{"value": table_pieces(one.result.rows, prompt, piece)} for piece in config["table_pieces"]]
-            one.line(pieces, config["table_pieces"], ratios, "chunks alone", markersize=4)
+            ratios = [table_pieces(one.result.rows, prompt, piece) for piece in config["table_pieces"]]
+            one.line(pieces, config["table_pieces"], _entries(ratios), "chunks alone", markersize=4)
         live = [_live_pieces(one.result, piece) for piece in config["pieces"]]
         one.line(pieces, config["pieces"], live, "measured")
     for at in PAPER.values():
@@ -97,8 +92,7 @@ def live_costs(recorded: Result | None, now: Result) -> Figure:
     pieces.set_title("a prompt in pieces over the whole one, 95 %", fontsize=10.5)
     pieces.set(yscale="log", xlabel="tokens of a piece", ylabel="time / that of the whole prompt")
     for ax in (steps, pieces):
-        ax.set_xscale("log", base=2)
-        _plain(ax)
+        _ticks(ax)
     low, high = pieces.get_ylim()
     pieces.set_yticks([tick for tick in (0.8, 1, 1.2, 1.5, 2, 2.5, 4, 6) if low < tick < high])
     ends = [(piece, _live_pieces(drawn[0].result, piece)["value"]) for piece in sorted(configs[0]["pieces"])]
@@ -109,28 +103,24 @@ def live_costs(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def piece_rows(result: Result) -> Rows:
+def piece_rows(result: Result) -> Table:
     """Live, by the size of a piece: over the whole prompt, and together with decodes over one of each."""
-    rows: Rows = []
     for piece in result.parameters["batch_cost"]["pieces"]:
         mixed = result.summary.of("mixed_x", source="live", budget_tokens=piece, than="apart")
         row = {"tokens of a piece": piece, "time / whole prompt": interval(_live_pieces(result, piece), 2)}
-        rows.append(row | {"with decodes / apart": interval(mixed, 2)})
-    return rows
+        yield row | {"with decodes / apart": interval(mixed, 2)}
 
 
-def table_rows(result: Result) -> Rows:
+def table_rows(result: Result) -> Table:
     """The same by the cost table, the worst of its prompts."""
     value = result.summary.value
-    return [
-        {
+    for piece in result.parameters["batch_cost"]["table_pieces"]:
+        where = {"source": "table", "budget_tokens": piece}
+        yield {
             "tokens of a piece": piece,
             "time / whole prompt, at most": f"{value('prefill_x', **where, than='whole', across='worst'):.2f}",
             "with decodes / apart": f"{value('mixed_x', **where, than='apart'):.2f}",
         }
-        for piece in result.parameters["batch_cost"]["table_pieces"]
-        for where in ({"source": "table", "budget_tokens": piece},)
-    ]
 
 
 def tile_rows(result: Result) -> Rows:
@@ -145,23 +135,9 @@ def _live_pieces(result: Result, piece: int) -> Entry:
     return result.summary.of("prefill_x", source="live", budget_tokens=piece, than="whole")
 
 
-def _steps_ms(result: Result, context: int, size: int) -> list[float]:
-    """Return the times of the steps that took a whole piece; of a prompt's last piece less may be left."""
-    return [row["ms"] for row in rows_where(result.rows, what="live", context=context, new=size)]
-
-
-def _step(ms: Sequence[float]) -> Entry | None:
-    """The median of steps; None where there is none."""
-    return {"value": float(np.median(ms))} if ms else None
-
-
-def _table_rows(result: Result, of: str) -> Rows:
-    return rows_where(result.rows, what="table", of=of)
-
-
-def _each(row: dict[str, Any], of: str) -> Entry:
-    """Milliseconds for each of the row's tokens, or requests."""
-    return {"value": row["ms"] / row[of]}
+def _entries(values: Iterable[float]) -> list[Entry]:
+    """Values without intervals, as entries of a summary."""
+    return [{"value": value} for value in values]
 
 
 def _tables(drawn: Sequence[Drawn]) -> str:
@@ -170,11 +146,8 @@ def _tables(drawn: Sequence[Drawn]) -> str:
     return f"by the table of {', yours of '.join(dict.fromkeys(costs))}"
 
 
-def _plain(ax: Axes) -> None:
-    from matplotlib.ticker import LogLocator
-
-    if ax.get_yscale() == "log":
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.yaxis.set_minor_formatter("")
+def _ticks(ax: Axes) -> None:
+    """Tokens at powers of two."""
+    ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter("{x:,.0f}")
-    ax.yaxis.set_major_formatter("{x:g}")
+    log_ticks(ax.yaxis)

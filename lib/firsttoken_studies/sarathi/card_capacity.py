@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from tqdm import tqdm
 
 from firsttoken.engine.costs.operator_tables import tables_from
@@ -15,21 +15,23 @@ from firsttoken.sarathi.hardware import Hardware
 from firsttoken.sarathi.policy import Policy
 from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.overlay import legend, over
+from firsttoken.study.plot import COLOURS, log_ticks, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, Table, distinct, frame_of
 from firsttoken.study.show import interval
-from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_studies.sarathi.bench import Bench, CapacityConfig
-from firsttoken_studies.sarathi.figures import NAMES, told
-from firsttoken_studies.sarathi.leaderboard import BASE
+from firsttoken_studies.sarathi.figures import look_of, name_schedulers, told
+from firsttoken_studies.sarathi.leaderboard import BASE, add_capacities
+from firsttoken_studies.sarathi.operator_error import KIND
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DECODES, CONTEXT = 32, 1024  # of the decode iteration that a result states beside its objective
+PAPER_BAR = {"color": COLOURS["paper"], "lw": 6, "alpha": 0.5}
+_FIRST_RATE = 2.0  # requests/s at which each search begins
 PAPER_X = {"mistral-7b on 1 a100-sxm, 100 ms": 2.6, "yi-34b on 2 a100-sxm, 200 ms": 3.7}  # abstract
 
 
@@ -87,7 +89,7 @@ def card_capacity(profile: Profile) -> Outcome:
     ]
     for case, seed, scheduler in tqdm(runs, desc="card_capacity", disable=None):
         hardware = case.hardware
-        bench = Bench(_as_bench(config), hardware)
+        bench = bench_of(hardware, config.lengths, config.requests, config.batch, _FIRST_RATE)
         searched = bench.search(Policy.named(scheduler), Objective(case.tbt_ms / 1e3), seed)
         where = {"case": str(case), "model": hardware.model, "gpus": hardware.gpus, "card": hardware.costs}
         where |= {
@@ -97,71 +99,49 @@ def card_capacity(profile: Profile) -> Outcome:
             "tbt_s": case.tbt_ms / 1e3,
         }
         found.append(where | {"seed": seed, "scheduler": scheduler} | searched)
-    return Outcome(found, provenance={"kind": "simulated on measured operators", "costs": tables_from()})
+    return Outcome(found, provenance={"kind": KIND, "costs": tables_from()})
 
 
-def _as_bench(config: CardCapacityConfig) -> CapacityConfig:
-    return CapacityConfig(
-        config.lengths, config.requests, config.seeds, config.batch, 2.0, config.schedulers, (), (), 1.0
-    )
+def bench_of(hardware: Hardware, lengths: str, requests: int, batch: int, start: float) -> Bench:
+    """A card with draws of ``requests`` of ``lengths``, at most ``batch`` at once; a search begins at ``start``
+    requests a second."""
+    return Bench(CapacityConfig(lengths, requests, 1, batch, start, (), (), (), 1.0), hardware)
 
 
 def card_summary(found: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Capacity by case and scheduler, and over that of the prefill-first scheduler on the same draws."""
     summary = Summary()
-    for case in _values(found, "case"):
-        here = [row for row in found if row["case"] == case]
-        rates = {name: [row["requests_per_s"] for row in here if row["scheduler"] == name] for name in _names(here)}
-        for name, mine in rates.items():
-            where = place_of(name) | {"case": case}
-            summary.add("capacity_requests_per_s", bootstrap(mine).summary("requests/s"), **where)
-            if BASE in rates and name != BASE and min(rates[BASE]) > 0:
-                pairs = np.column_stack([mine, rates[BASE]])
-                ratio = bootstrap(pairs, lambda sample: float(np.divide(*sample.mean(0))))
-                summary.add("capacity_x", ratio.summary("x"), **where, than=BASE)
+    for case, here in frame_of(found).groupby("case", sort=False):
+        add_capacities(summary, here, case=case)
     return summary
 
 
 def capacities_by_card(recorded: Result | None, now: Result) -> Figure:
     """Requests a second by case and scheduler, with the interval over draws; the paper's factor where it has one."""
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import LogLocator
-
     drawn = over(recorded, now)
-    cases = list(dict.fromkeys(case for one in drawn for case in _values(one.result.rows, "case")))
-    fig, ax = plt.subplots(figsize=(9, 0.5 * len(cases) + 2.2))
+    rows = [row for one in drawn for row in one.result.rows]
+    cases = distinct(rows, "case")
+    fig, ax = panels(figsize=(9, 0.5 * len(cases) + 2.2))
     for one in drawn:
-        for place, case in enumerate(cases):
-            for name in _names(one.result.rows):
-                entry = one.result.summary.get("capacity_requests_per_s", **place_of(name), case=case)
-                one.point(ax, place + one.shift, entry, NAMES[name.partition(" ")[0]][0], along="x")
+        for (place, case), name in product(enumerate(cases), distinct(one.result.rows, "scheduler")):
+            entry = one.result.summary.get("capacity_requests_per_s", **place_of(name), case=case)
+            one.point(ax, place + one.shift, entry, look_of(name), along="x")
     base = (recorded or now).summary
     for place, case in enumerate(cases):
         entry = base.get("capacity_requests_per_s", scheduler=BASE, case=case)
         if case in PAPER_X and entry and entry["value"] > 0:
-            ax.plot(
-                [PAPER_X[case] * entry["value"]] * 2,
-                [place - 0.35, place + 0.35],
-                color=COLOURS["paper"],
-                lw=6,
-                alpha=0.5,
-            )
-    for name in dict.fromkeys(name for one in drawn for name in _names(one.result.rows)):
-        look = LOOKS[NAMES[name.partition(" ")[0]][0]]
-        ax.plot([], [], linestyle="none", marker=look.marker, color=look.colour, label=told(name))
-    ax.plot([], [], color=COLOURS["paper"], lw=6, alpha=0.5, label="the paper's factor over prefill first")
+            ax.plot([PAPER_X[case] * entry["value"]] * 2, [place - 0.35, place + 0.35], **PAPER_BAR)
+    name_schedulers(ax, distinct(rows, "scheduler"))
+    ax.plot([], [], **PAPER_BAR, label="the paper's factor over prefill first")
     ax.set_yticks(range(len(cases)), cases)
     ax.set(
         xscale="log",
         ylim=(len(cases) - 0.4, -0.6),
         xlabel="requests a second with the P99 between tokens within the bound (simulated)",
     )
-    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    ax.xaxis.set_major_formatter("{x:g}")
-    ax.xaxis.set_minor_formatter("")
+    log_ticks(ax.xaxis)
     fig.suptitle(_message(base))
-    names = fig.legend(loc="outside lower center", ncols=3, fontsize="small")
-    name_results(fig, drawn, "capacity_requests_per_s", legend=names)
+    legend(fig, ax, drawn, "capacity_requests_per_s", size="small")
     return fig
 
 
@@ -172,24 +152,14 @@ def _message(summary: Summary) -> str:
     return f"By card and model chunks serve {min(ratios):.1f} to {max(ratios):.1f} times the load of prefill first"
 
 
-def capacity_rows(result: Result) -> Rows:
+def capacity_rows(result: Result) -> Table:
     """A line a case: the capacity of each scheduler, and Sarathi's over that of prefill first."""
-    lines: Rows = []
-    for case in _values(result.rows, "case"):
+    for case in distinct(result.rows, "case"):
         line: dict[str, Any] = {"case": case}
-        for name in _names(result.rows):
+        for name in distinct(result.rows, "scheduler"):
             entry = result.summary.get("capacity_requests_per_s", **place_of(name), case=case)
             line[f"{told(name)}, requests/s"] = interval(entry, 2)
             if name != BASE:
                 ratio = result.summary.get("capacity_x", **place_of(name), case=case, than=BASE)
                 line[f"{told(name)} over prefill first"] = interval(ratio, 2)
-        lines.append(line)
-    return lines
-
-
-def _names(found: Rows) -> list[str]:
-    return list(dict.fromkeys(row["scheduler"] for row in found))
-
-
-def _values(found: Rows, key: str) -> list[str]:
-    return list(dict.fromkeys(row[key] for row in found))
+        yield line

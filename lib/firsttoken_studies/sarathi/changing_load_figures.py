@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from firsttoken.sarathi.policy_text import place_of
-from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS
-from firsttoken.study.record import Result, Rows, frame_of
+from firsttoken.study.overlay import legend, over
+from firsttoken.study.plot import COLOURS, log_ticks, panels
+from firsttoken.study.record import Result, Table, distinct, frame_of
 from firsttoken.study.show import interval
 from firsttoken_studies.sarathi.changing_load import ABOVE_BEST, ADAPTIVE, strict
-from firsttoken_studies.sarathi.figures import NAMES, scaled, told
+from firsttoken_studies.sarathi.figures import look_of, scaled, told
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,12 +24,11 @@ COURSE = ("prefill_first", "sarathi 512", "shortest_first 512", "adaptive_budget
 def within(recorded: Result | None, now: Result) -> Figure:
     """The share of requests within each objective by scheduler, coloured by its rank there; the best has a
     frame. A panel for the record, and one for the reader's run: two tables do not lie over each other."""
-    import matplotlib.pyplot as plt
     from matplotlib.patches import Rectangle
 
     drawn = over(recorded, now)
     schedulers = list(dict.fromkeys(name for one in drawn for name in _schedulers(one.result)))
-    fig, axes = plt.subplots(1, len(drawn), figsize=(9, 0.34 * len(schedulers) + 2), sharey=True, squeeze=False)
+    fig, axes = panels(1, len(drawn), figsize=(9, 0.34 * len(schedulers) + 2), sharey=True, squeeze=False)
     for ax, one in zip(axes[0], drawn, strict=True):
         result, iteration_s = one.result, one.result.floors["decode_iteration"]["value"]
         objectives = result.parameters["changing_load"]["objectives"]
@@ -58,13 +57,10 @@ def within(recorded: Result | None, now: Result) -> Figure:
 
 def course(recorded: Result | None, now: Result) -> Figure:
     """Phase by phase, the median first token of who arrived and the P99 of the gaps; bands are the busy phases."""
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import LogLocator
-
     drawn, load = over(recorded, now), now.parameters["changing_load"]
-    fig, axes = plt.subplots(1, 2, figsize=(9, 4.2))
-    panels = (("ttft_p50_s", 1.0, "median first token, s"), ("tbt_p99_s", 1e3, "P99 between two tokens, ms"))
-    for ax, (column, scale, label) in zip(axes, panels, strict=True):
+    fig, axes = panels(1, 2, figsize=(9, 4.2))
+    shown = (("ttft_p50_s", 1.0, "median first token, s"), ("tbt_p99_s", 1e3, "P99 between two tokens, ms"))
+    for ax, (column, scale, label) in zip(axes, shown, strict=True):
         for phase in (phase for phase, factor in enumerate(load["factors"], start=1) if factor > 1):
             ax.axvspan(phase - 0.5, phase + 0.5, color=COLOURS["other"], alpha=0.35, linewidth=0)
         for one in drawn:
@@ -72,23 +68,21 @@ def course(recorded: Result | None, now: Result) -> Figure:
             for name in (name for name in COURSE if name in _schedulers(one.result)):
                 means = phases[phases.scheduler == name].groupby("phase")[column].mean()
                 entries, title = [{"value": value} for value in means], {"label": told(name)} if one.own else {}
-                one.line(ax, means.index + 1, entries, NAMES[name.partition(" ")[0]][0], scale=scale, **title)
+                one.line(ax, means.index + 1, entries, look_of(name), scale=scale, **title)
         ax.set_xticks(range(1, 1 + len(load["factors"])))
         ax.set(yscale="log", xlabel="phase of the load (band: twice the mean rate)", ylabel=label)
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.yaxis.set_minor_formatter("")
+        log_ticks(ax.yaxis)
     fig.suptitle("Twice the mean rate: whole prompts stall running requests, chunks let new ones wait")
-    names = fig.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
-    name_results(fig, drawn, legend=names)
+    legend(fig, axes[1], drawn, columns=5, size="small")
     return fig
 
 
-def load_rows(result: Result) -> Rows:
+def load_rows(result: Result) -> Table:
     """What clients saw, by scheduler, under the strict objective."""
     found = result.summary
-    return [
-        {
+    for name in _schedulers(result):
+        where = place_of(name)
+        yield {
             "scheduler": told(name),
             "P99 between tokens, ms": interval(scaled(found.of("tbt_p99_s", **where), 1e3), 0),
             "light: P50 TTFT, s": interval(found.of("ttft_p50_s", **where, tenant="light"), 2),
@@ -98,23 +92,19 @@ def load_rows(result: Result) -> Rows:
             "late, % of requests": interval(found.of("late_pct", **where), 0),
             "longest wait, s": interval(found.of("longest_wait_s", **where), 1),
         }
-        for name, where in ((name, place_of(name)) for name in _schedulers(result))
-    ]
 
 
-def above_rows(result: Result) -> Rows:
+def above_rows(result: Result) -> Table:
     """The adaptive budget's share over the best of fixed budgets and rivals, by objective."""
     iteration_s, found = result.floors["decode_iteration"]["value"], result.summary
-    return [
-        {
-            "gaps of at most, ms": f"{1e3 * times * iteration_s:.0f}",
-            "adaptive, % within": interval(found.of("within_pct", scheduler=ADAPTIVE, objective=times), 0),
-            "above the best of the others, points": interval(above, 1),
-        }
-        for times in result.parameters["changing_load"]["objectives"]
-        if (above := found.get("within_points", **ABOVE_BEST, objective=times))
-    ]
+    for times in result.parameters["changing_load"]["objectives"]:
+        if above := found.get("within_points", **ABOVE_BEST, objective=times):
+            yield {
+                "gaps of at most, ms": f"{1e3 * times * iteration_s:.0f}",
+                "adaptive, % within": interval(found.of("within_pct", scheduler=ADAPTIVE, objective=times), 0),
+                "above the best of the others, points": interval(above, 1),
+            }
 
 
 def _schedulers(result: Result) -> list[str]:
-    return list(result.frame(what="run").scheduler.unique())
+    return distinct(result.rows, "scheduler", what="run")

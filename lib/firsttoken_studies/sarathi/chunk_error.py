@@ -4,8 +4,9 @@ empty cache, held against profiles of the same card that have prefixes."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,10 @@ from firsttoken.engine.costs.profiled import GRID
 from firsttoken.engine.costs.tables import number, rows
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
 from firsttoken.study.show import interval
-from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
+from firsttoken_studies.sarathi.operator_error import add_errors
 
 DIFFERENCE, WAVES = "two rows of the table", "waves of tiles"
 WAYS = {DIFFERENCE: "difference_us", WAVES: "waves_us"}
@@ -128,43 +129,17 @@ def by_waves(prompts: Curve, heads: int, prefix: int, chunk: int, tile: int, pro
 def chunk_summary(found: Rows, parameters: Mapping[str, Any]) -> Summary:
     """The error of each way in %: median, 90th percentile and mean, of all points that were held out and of those that
     were seen, by model and GPUs, and by bands of chunk and prefix."""
-    summary = Summary()
-    points = [row | dict(zip(_POINTS, values, strict=True)) for row in found for values in _points(row)]
-    cases = {name: [point for point in points if point["seen"] == name] for name in (SEEN, HELD_OUT)}
-    for point in points:
-        cases.setdefault(_share(point), []).append(point)
-    for chunk in _BANDS:
-        for prefix in _BANDS:
-            cases[_band(chunk, prefix)] = [
-                point for point in points if _within(point["chunk"], chunk) and _within(point["prefix"], prefix)
-            ]
+    summary, points = Summary(), frame_of(found).explode(list(_POINTS), ignore_index=True)
+    cases = {name: points[points.seen == name] for name in (SEEN, HELD_OUT)}
+    cases |= {f"{model} on {gpus}": mine for (model, gpus), mine in points.groupby(["model", "gpus"], sort=False)}
+    for chunk, prefix in product(_BANDS, _BANDS):
+        within = points.chunk.between(*chunk) & points.prefix.between(*prefix)
+        cases[f"chunks {_told(chunk)}, prefixes {_told(prefix)}"] = points[within]
     for case, chosen in cases.items():
-        for way, column in WAYS.items() if chosen else ():
-            off = np.array([100 * (row[column] / row["profiled_us"] - 1) for row in chosen])
-            where = {"case": case, "costs": way, "than": PROFILED}
-            for across, statistic, values in (
-                ("median", np.median, np.abs(off)),
-                ("p90", lambda sample: float(np.percentile(sample, 90)), np.abs(off)),
-                ("mean", np.mean, off),
-            ):
-                summary.add("attention_off_pct", bootstrap(values, statistic).summary("%"), **where, across=across)
+        for way, column in WAYS.items() if len(chosen) else ():
+            off = 100 * (chosen[column] / chosen.profiled_us - 1).astype(float)
+            add_errors(summary, "attention_off_pct", off, case=case, costs=way, than=PROFILED)
     return summary
-
-
-def _points(row: Mapping[str, Any]) -> Iterator[tuple[float, ...]]:
-    return zip(*(row[name] for name in _POINTS), strict=True)
-
-
-def _share(row: Mapping[str, Any]) -> str:
-    return f"{row['model']} on {row['gpus']}"
-
-
-def _within(tokens: int, band: Sequence[float]) -> bool:
-    return band[0] <= tokens <= band[1]
-
-
-def _band(chunk: Sequence[float], prefix: Sequence[float]) -> str:
-    return f"chunks {_told(chunk)}, prefixes {_told(prefix)}"
 
 
 def _told(band: Sequence[float]) -> str:
@@ -172,9 +147,8 @@ def _told(band: Sequence[float]) -> str:
     return f"up to {high:,}" if low == 1 else f"{low:,} to {high:,}" if high < math.inf else f"from {low:,}"
 
 
-def chunk_rows(result: Result) -> Rows:
+def chunk_rows(result: Result) -> Table:
     """A line a case: how many points it has, and how far each way is off."""
-    lines: Rows = []
     for case in dict.fromkeys(entry["where"]["case"] for entry in result.summary):
         line: dict[str, Any] = {"points": case}
         for way in WAYS:
@@ -186,5 +160,4 @@ def chunk_rows(result: Result) -> Rows:
             line[f"{way}, median %"] = interval(found["median"], 0)
             line[f"{way}, p90 %"] = f"{found['p90']['value']:.0f}"
             line[f"{way}, mean %"] = f"{found['mean']['value']:+.0f}"
-        lines.append(line)
-    return lines
+        yield line

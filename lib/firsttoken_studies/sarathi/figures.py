@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,8 +11,8 @@ import numpy as np
 from firsttoken.sarathi.capacity import STRICT, TIMES
 from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS
-from firsttoken.study.record import Result, Rows
+from firsttoken.study.plot import COLOURS, LOOKS, handle, log_ticks, panels
+from firsttoken.study.record import Result, Table, distinct, rows_where
 from firsttoken.study.show import interval
 from firsttoken_studies.sarathi.generation_stalls import LIVE, SIMULATED
 from firsttoken_studies.sarathi.leaderboard import BASE
@@ -20,6 +21,7 @@ from firsttoken_studies.sarathi.simulator_error import METRICS, QUANTILES, VLLM
 from firsttoken_studies.sarathi.simulator_error import SIMULATED as FORETOLD
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 NAMES = {
@@ -45,6 +47,18 @@ def told(scheduler: str) -> str:
     return NAMES[name][1] + (f", {budget}" if budget else "")
 
 
+def look_of(scheduler: str) -> str:
+    """Under which name of ``plot.LOOKS`` a scheduler is drawn."""
+    return NAMES[scheduler.partition(" ")[0]][0]
+
+
+def name_schedulers(axes: Axes, schedulers: Sequence[str]) -> None:
+    """Let the legend of ``axes`` name the marks of ``schedulers``."""
+    for name in schedulers:
+        look = LOOKS[look_of(name)]
+        axes.plot([], [], linestyle="none", marker=look.marker, color=look.colour, label=told(name))
+
+
 def scaled(entry: Mapping[str, Any], scale: float) -> dict[str, Any]:
     """An entry of a summary in another unit."""
     return entry | {name: scale * entry[name] for name in ("value", "low", "high") if name in entry}
@@ -53,25 +67,23 @@ def scaled(entry: Mapping[str, Any], scale: float) -> dict[str, Any]:
 def stalls(recorded: Result | None, now: Result) -> Figure:
     """The tokens of a running request after a long prompt has come, by scheduler (Figure 1a); one run each. Where a
     line has its mark the prompt has its first token."""
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(1, 2, figsize=(9, 4.6), sharey=True)
+    fig, axes = panels(1, 2, figsize=(9, 4.6), sharey=True)
     costs = " and ".join({one.result.parameters["hardware"]["costs"]: 0 for one in over(recorded, now)})
     titles, shown = {LIVE: "live, this model", SIMULATED: f"simulated on {costs}"}, {}
     for ax, (run, title) in zip(axes, titles.items(), strict=True):
         for drawn in over(recorded, now):
-            rows = [row for row in drawn.result.rows if row["run"] == run and row["repeat"] == 1]
-            for scheduler in dict.fromkeys(row["scheduler"] for row in rows):
-                mine = [row for row in rows if row["scheduler"] == scheduler]
-                times = [row["at_s"] for row in mine if row["request"] == 0]
-                first_s = next(row["ttft_s"] for row in mine if row["request"] == "prompt")
+            rows = rows_where(drawn.result.rows, run=run, repeat=1)
+            for scheduler in distinct(rows, "scheduler"):
+                mine = rows_where(rows, scheduler=scheduler)
+                times = [row["at_s"] for row in rows_where(mine, request=0)]
+                (first_s,) = (row["ttft_s"] for row in rows_where(mine, request="prompt"))
                 name, label = NAMES[scheduler.partition(" ")[0]]
                 look, width = LOOKS[name], 2.2 if drawn.own else 1.4
                 ax.step(times, range(len(times)), where="post", color=look.colour, linewidth=width, **drawn.style)
                 edge = {"markeredgecolor": "black"} if drawn.own else {}
                 at = (first_s, np.searchsorted(times, first_s, side="right") - 1)
                 ax.plot(*at, look.marker, ms=8, color=look.colour, **edge, **drawn.style)
-                shown[label] = plt.Line2D([], [], color=look.colour, marker=look.marker)
+                shown[label] = handle(color=look.colour, marker=look.marker)
         ax.set_title(title, fontsize="medium")
         ax.set(xlabel="time since the long prompt came, s", xlim=(0, None), ylim=(-0.7, None))
     fig.suptitle("Cut into chunks, a long prompt slows running requests; whole, it stops them")
@@ -84,9 +96,7 @@ def stalls(recorded: Result | None, now: Result) -> Figure:
 def one_arrival(scenes: Mapping[str, Mapping[str, Any]], title: str) -> Figure:
     """The same of two runs of notebook 40's scene, by scheduler: "tokens" are when a running request has its next ones,
     "first" when the prompt has its first, ms. Axes are the same for every run; few letters, which take longest."""
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots(figsize=(7.2, 2.8), layout="none")
+    fig, ax = panels(figsize=(7.2, 2.8), layout="none")
     fig.subplots_adjust(left=0.08, right=0.98, bottom=0.18, top=0.89)
     for (scheduler, seen), side in zip(scenes.items(), ("left", "right"), strict=True):
         name, label = NAMES[scheduler]
@@ -101,100 +111,79 @@ def one_arrival(scenes: Mapping[str, Mapping[str, Any]], title: str) -> Figure:
     return fig
 
 
-def stall_rows(result: Result) -> Rows:
+def stall_rows(result: Result) -> Table:
     """The longest gap, over a plain one, and the prompt's TTFT, by run and scheduler."""
     found = dict.fromkeys((row["run"], row["scheduler"]) for row in result.rows)
-    return [
-        {
+    for run, scheduler in found:
+        where = {"source": run} | place_of(scheduler)
+        yield {
             "run": f"{run}: {told(scheduler)}",
             "longest gap, ms": interval(result.summary.of("worst_gap_ms", **where), 0),
             "over a plain gap": interval(result.summary.of("worst_gap_x", **where, than="plain gap"), 1),
             "prompt's TTFT, s": interval(result.summary.of("ttft_s", **where), 2),
         }
-        for run, scheduler in found
-        for where in ({"source": run} | place_of(scheduler),)
-    ]
 
 
 def capacities(recorded: Result | None, now: Result) -> Figure:
     """Capacity over that of prefill first by scheduler and objective, means over draws with their intervals."""
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import LogLocator
-
     drawn, found = over(recorded, now), (recorded or now).summary
     entries = [entry for one in drawn for entry in one.result.summary.all("capacity_x", than=BASE)]
     objectives = list(dict.fromkeys(entry["where"]["objective"] for entry in entries))
-    rows = [row for one in drawn for row in one.result.rows if row["what"] == "capacity"]
-    schedulers = [name for name in dict.fromkeys(row["scheduler"] for row in rows) if name != BASE]
+    rows = [row for one in drawn for row in one.result.rows]
+    schedulers = [name for name in distinct(rows, "scheduler", what="capacity") if name != BASE]
     size = (9, 0.36 * len(schedulers) + 2)
-    fig, axes = plt.subplots(1, len(objectives), figsize=size, sharey=True, squeeze=False)
+    fig, axes = panels(1, len(objectives), figsize=size, sharey=True, squeeze=False)
     for ax, objective in zip(axes[0], objectives, strict=True):
-        for one in drawn:
-            for place, scheduler in enumerate(schedulers):
-                entry = one.result.summary.get("capacity_x", **place_of(scheduler), objective=objective, than=BASE)
-                one.point(ax, place + one.shift, entry, NAMES[scheduler.partition(" ")[0]][0], along="x")
+        for one, (place, scheduler) in product(drawn, enumerate(schedulers)):
+            entry = one.result.summary.get("capacity_x", **place_of(scheduler), objective=objective, than=BASE)
+            one.point(ax, place + one.shift, entry, look_of(scheduler), along="x")
         ax.axvline(1, color=COLOURS["floor"], linewidth=1, linestyle=":")
         if objective == STRICT:
             ax.axvline(PAPER_X, color=COLOURS["paper"], linewidth=7, alpha=0.5, zorder=1)
             ax.text(PAPER_X, -0.7, f" paper: {PAPER_X}", color=COLOURS["mark"], fontsize="small")
         ax.set(xscale="log", xlabel="capacity / that of prefill first")
         ax.set_title(f"{objective}: P99 of gaps ≤ {TIMES[objective]} decode steps", fontsize=10.5)
-        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.xaxis.set_major_formatter("{x:g}")
-        ax.xaxis.set_minor_formatter("")
+        log_ticks(ax.xaxis)
     axes[0][0].set_yticks(range(len(schedulers)), [told(name) for name in schedulers])
     axes[0][0].set_ylim(len(schedulers) - 0.5, -1)
-    if (
-        best := found.get("capacity_x", scheduler="sarathi", budget_tokens=512, objective=STRICT, than=BASE)
-    ) is not None:
+    best = found.get("capacity_x", scheduler="sarathi", budget_tokens=512, objective=STRICT, than=BASE)
+    if best is not None:
         fig.suptitle(f"Within the strict objective Sarathi serves {best['value']:.2f} times the load of prefill first")
     name_results(fig, drawn, "capacity_x")
     return fig
 
 
-def capacity_rows(result: Result) -> Rows:
+def capacity_rows(result: Result) -> Table:
     """Ratios to the prefill-first scheduler."""
-    rows = [row for row in result.rows if row["what"] == "capacity" and row["scheduler"] != BASE]
-    objectives = dict.fromkeys(row["objective"] for row in rows)
-    return [
-        {"scheduler": told(name)}
-        | {
-            f"{objective}, over prefill first": interval(
-                result.summary.get("capacity_x", **place_of(name), objective=objective, than=BASE), 2
-            )
-            for objective in objectives
-        }
-        for name in dict.fromkeys(row["scheduler"] for row in rows)
-    ]
+    for name in distinct(result.rows, "scheduler", what="capacity"):
+        line = {"scheduler": told(name)}
+        for objective in distinct(result.rows, "objective", what="capacity"):
+            over_base = result.summary.get("capacity_x", **place_of(name), objective=objective, than=BASE)
+            line[f"{objective}, over prefill first"] = interval(over_base, 2)
+        if name != BASE:
+            yield line
 
 
-def ablation_rows(result: Result) -> Rows:
+def ablation_rows(result: Result) -> Table:
     """Table 4 at one rate: the paper's beside what was simulated."""
     paper = {"hybrid_only": ("0.53", "0.68"), "chunked_only": ("1.04", "0.17"), "sarathi": ("0.76", "0.14")}
-    return [
-        {
+    for name in distinct(result.rows, "scheduler", what="ablation"):
+        yield {
             "scheduler": told(name),
             "P50 TTFT, s": interval(result.summary.of("ttft_p50_s", **place_of(name), case="ablation"), 2),
             "paper, P50 TTFT (Yi-34B)": paper[name.partition(" ")[0]][0],
             "P99 TBT, s": interval(result.summary.of("tbt_p99_s", **place_of(name), case="ablation"), 3),
             "paper, P99 TBT (Yi-34B)": paper[name.partition(" ")[0]][1],
         }
-        for name in dict.fromkeys(row["scheduler"] for row in result.rows if row["what"] == "ablation")
-    ]
 
 
 def errors(result: Result) -> Figure:
     """Each request of vLLM's run beside the simulated one: on the diagonal they agree."""
-    import matplotlib.pyplot as plt
-
     titles = {"ttft": ("TTFT", "s", 1.0), "tpot": ("TPOT", "ms", 1e3), "latency": ("latency", "s", 1.0)}
-    fig, axes = plt.subplots(1, 3, figsize=(12, 4.2))
+    fig, axes = panels(1, 3, figsize=(12, 4.2))
     for ax, metric in zip(axes, METRICS, strict=True):
         name, unit, scale = titles[metric]
-        real, simulated = (
-            np.array([row[f"{metric}_s"] for row in result.rows if row["run"] == run]) * scale
-            for run in (VLLM, FORETOLD)
-        )
+        real, simulated = (scale * result.frame(run=run)[f"{metric}_s"] for run in (VLLM, FORETOLD))
         ax.plot(real, simulated, LOOKS["measured"].marker, color=COLOURS["measured"], markersize=3, alpha=0.6)
         ends = [0, 1.05 * max(real.max(), simulated.max())]
         ax.plot(ends, ends, color=COLOURS["floor"], linewidth=1, linestyle=":")
@@ -202,29 +191,25 @@ def errors(result: Result) -> Figure:
     return fig
 
 
-def error_rows(result: Result) -> Rows:
+def error_rows(result: Result) -> Table:
     """Return by how much mean, median and P99 are off."""
     names = {"ttft": "TTFT", "tpot": "TPOT", "latency": "latency"}
-    return [
-        {"metric": told_as}
-        | {
-            f"{name} off, %": f"{result.summary.value(f'{metric}_{name}_off_pct', source=FORETOLD, than=VLLM):+.1f}"
-            for name in QUANTILES
-        }
-        for metric, told_as in names.items()
-    ]
+    for metric, told_as in names.items():
+        line = {"metric": told_as}
+        for name in QUANTILES:
+            off = result.summary.value(f"{metric}_{name}_off_pct", source=FORETOLD, than=VLLM)
+            line[f"{name} off, %"] = f"{off:+.1f}"
+        yield line
 
 
-def bubble_rows(result: Result) -> Rows:
+def bubble_rows(result: Result) -> Table:
     """What two stages leave idle (Figure 13), by what fills their steps."""
     kinds = {WHOLE: "whole prompts", SIZE: "chunks of equal size", TIME: "chunks of equal time"}
     found = result.summary
-    return [
-        {
+    for kind, told_as in kinds.items():
+        yield {
             "prompts": told_as,
             "idle, % of the devices' time": interval(found.of("bubbles_pct", variant=kind), 1),
             "variation of the steps": interval(found.of("step_cv", variant=kind), 2),
             "time in all / that of equal size": interval(found.get("makespan_x", variant=kind, than=SIZE), 2) or "1",
         }
-        for kind, told_as in kinds.items()
-    ]

@@ -20,12 +20,11 @@ from firsttoken.engine.request import Sampling
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.sarathi.capacity import Objective
 from firsttoken.sarathi.hardware import Hardware
-from firsttoken.sarathi.policy import engine_config
+from firsttoken.sarathi.policy import Policy
 from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Rows
-from firsttoken.study.stats import bootstrap
+from firsttoken.study.record import Outcome, Rows, frame_of
 from firsttoken.study.summary import Summary
 
 LIVE, SIMULATED = "live", "simulated"
@@ -91,7 +90,7 @@ def _stalled(
     executor: Executor, scheduler: str, config: StallsConfig, prompt_tokens: int, vocabulary: int
 ) -> Iterator[dict[str, Any]]:
     draw = np.random.default_rng(0)
-    engine = Engine(executor, engine_config(scheduler, Objective(np.inf), BATCH))
+    engine = Engine(executor, Policy.named(scheduler).config(Objective(np.inf), BATCH))
     sampling = Sampling(config.new_tokens)
     running = [
         engine.submit(draw.integers(vocabulary, size=config.context).tolist(), sampling) for _ in range(config.running)
@@ -113,25 +112,20 @@ def stalls_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     A plain gap is the median of those that end before the prompt's arrival or a while after its first token. Raises
     FirstTokenError for a run in which one of these is missing.
     """
+    found: Rows = []
+    for (run, scheduler, _), once in frame_of(rows).groupby(["run", "scheduler", "repeat"], sort=False):
+        first_s, running = once.ttft_s.max(), once[once.request != "prompt"]
+        stalled = running.gap_s[running.at_s > 0]
+        plain = running.gap_s[~running.at_s.between(0, first_s, inclusive="right") & (first_s > 0)]
+        if not (len(plain) and len(stalled)):
+            missing = "a running request has no gap" if first_s > 0 else "the prompt has no first token"
+            raise FirstTokenError(f"stalls, {run} under {scheduler}: {missing} to measure")
+        over = stalled.max() / float(np.median(plain))
+        found.append({"run": run, "scheduler": scheduler, "worst_s": stalled.max(), "over": over, "ttft_s": first_s})
     summary = Summary()
-    for run in (LIVE, SIMULATED):
-        for scheduler in dict.fromkeys(row["scheduler"] for row in rows if row["run"] == run):
-            here = [row for row in rows if (row["run"], row["scheduler"]) == (run, scheduler)]
-            worst, over, ttft = [], [], []
-            for repeat in dict.fromkeys(row["repeat"] for row in here):
-                once = [row for row in here if row["repeat"] == repeat]
-                first_s = next((row["ttft_s"] for row in once if row["request"] == "prompt"), None)
-                gaps = [row for row in once if row["request"] != "prompt"]
-                plain = [row["gap_s"] for row in gaps if first_s and not 0 < row["at_s"] <= first_s]
-                stalled = [row["gap_s"] for row in gaps if row["at_s"] > 0]
-                if not (plain and stalled):
-                    missing = "the prompt has no first token" if not first_s else "a running request has no gap"
-                    raise FirstTokenError(f"stalls, {run} under {scheduler}: {missing} to measure")
-                worst.append(max(stalled))
-                over.append(worst[-1] / float(np.median(plain)))
-                ttft.append(first_s)
-            where = {"source": run} | place_of(scheduler)
-            summary.add("worst_gap_ms", bootstrap(worst).summary("ms", 1e3), **where)
-            summary.add("worst_gap_x", bootstrap(over).summary("x"), **where, than="plain gap")
-            summary.add("ttft_s", bootstrap(ttft).summary("s"), **where)
+    for (run, scheduler), mine in frame_of(found).groupby(["run", "scheduler"], sort=False):
+        where = {"source": run} | place_of(scheduler)
+        summary.by(mine, {}, {"worst_gap_ms": ("worst_s", "mean", "ms", 1e3)}, **where)
+        summary.by(mine, {}, {"worst_gap_x": ("over", "mean", "x")}, **where, than="plain gap")
+        summary.by(mine, {}, {"ttft_s": ("ttft_s", "mean", "s")}, **where)
     return summary

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from firsttoken.sarathi.capacity import STRICT
 from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.markdown import table
-from firsttoken.study.record import Result
+from firsttoken.study.record import Result, distinct
 from firsttoken.study.show import interval
+from firsttoken.study.stats import bootstrap, ratio_of_means
+from firsttoken.study.summary import Summary
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pandas
 
 EXPERIMENT = "serving_capacity"
 DRAWS = 5  # of requests, that a capacity must stand on
@@ -27,11 +33,24 @@ class RankedScheduler:
     over_base: Mapping[str, Any] | None
 
 
+def add_capacities(summary: Summary, found: pandas.DataFrame, **where: str) -> dict[str, np.ndarray]:
+    """Add the capacity of each scheduler that was ``found`` by draw, and over that of ``BASE`` on the same draws.
+
+    Returns the capacities by scheduler.
+    """
+    rates = {name: mine.requests_per_s.to_numpy() for name, mine in found.groupby("scheduler", sort=False)}
+    for name, mine in rates.items():
+        place = place_of(name) | where
+        summary.add("capacity_requests_per_s", bootstrap(mine).summary("requests/s"), **place)
+        if BASE in rates and name != BASE and rates[BASE].min() > 0:
+            summary.add("capacity_x", ratio_of_means(mine, rates[BASE]).summary("x"), **place, than=BASE)
+    return rates
+
+
 def ranking(result: Result) -> list[RankedScheduler]:
     """The schedulers of a result of ``EXPERIMENT``, the highest capacity first: that one holds the record."""
-    names = dict.fromkeys(row["scheduler"] for row in result.rows if row.get("objective") == STRICT)
     places = []
-    for name in names:
+    for name in distinct(result.rows, "scheduler", objective=STRICT):
         where = place_of(name) | {"objective": STRICT}
         capacity = result.summary.of("capacity_requests_per_s", **where)
         places.append(RankedScheduler(name, capacity, result.summary.get("capacity_x", **where, than=BASE)))
@@ -57,7 +76,7 @@ def record_table(result: Result) -> str:
         f"over {BASE}": [interval(place.over_base, 2) for place in places],
         "clears the next": [*("yes" if clear else "no" for clear in clears), ""],
     }
-    (tbt_s,) = {row["tbt_s"] for row in result.rows if row.get("objective") == STRICT}
+    (tbt_s,) = distinct(result.rows, "tbt_s", objective=STRICT)
     return (
         f"{table(columns)}\n\n"
         f"P99 between two tokens at most {1e3 * tbt_s:.0f} ms, median delay to the first step at most 2 s; "

@@ -47,20 +47,6 @@ _PATIENCE_S = 120.0  # for aiperf to come up and to write what it saw, beside th
 
 
 @dataclass(frozen=True)
-class PeerLoad:
-    """``requests`` completions, ``per_s`` a second on average with Poisson arrivals, of made-up prompts of
-    ``prompt_tokens`` tokens on average and ``prompt_spread`` standard deviation, greedy answers of ``new_tokens``
-    tokens at most. The ``seed`` draws prompts, lengths and arrivals, for every server the same."""
-
-    requests: int
-    per_s: float
-    prompt_tokens: int
-    prompt_spread: int
-    new_tokens: int
-    seed: int
-
-
-@dataclass(frozen=True)
 class Averaged:
     """A count, or a rate."""
 
@@ -95,8 +81,11 @@ class AiperfExport:
     is_complete: bool | None = None
 
 
-def aiperf_command(url: str, folder: Path, load: PeerLoad, out: Path) -> list[str]:
-    """Ask the completions of ``url`` for the model that is called after its ``folder``; the export goes to ``out``."""
+def aiperf_command(url: str, folder: Path, load: PeerConfig, seed: int, out: Path) -> list[str]:
+    """Ask the completions of ``url`` for the model that is called after its ``folder``; the export goes to ``out``.
+
+    The ``seed`` draws prompts, lengths and arrivals of the ``load``, for every server the same.
+    """
     options = {
         "endpoint-type": "completions",
         "url": url,
@@ -104,7 +93,7 @@ def aiperf_command(url: str, folder: Path, load: PeerLoad, out: Path) -> list[st
         "tokenizer": folder,
         "request-count": load.requests,
         "num-dataset-entries": load.requests + WARM_UP,
-        "request-rate": load.per_s,
+        "request-rate": load.rate,
         "arrival-pattern": "poisson",
         "warmup-request-count": WARM_UP,
         "warmup-concurrency": 1,
@@ -112,25 +101,18 @@ def aiperf_command(url: str, folder: Path, load: PeerLoad, out: Path) -> list[st
         "isl-stddev": load.prompt_spread,
         "osl": load.new_tokens,
         "extra-inputs": "temperature:0",
-        "random-seed": load.seed,
+        "random-seed": seed,
         "artifact-dir": out,
         "ui": "none",
     }
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     flags = ["--streaming", "--use-server-token-count", "--no-gpu-telemetry", "--no-server-metrics"]
-    return [str(AIPERF), "profile", *words, *flags]
+    return [str(AIPERF), "profile", *_words(options), *flags]
 
 
-def check_aiperf_there(what: str) -> None:
-    """Raises FirstTokenError where aiperf's environment is missing."""
-    if not AIPERF.exists():
-        raise FirstTokenError(f"{what}: aiperf's environment is missing; run env/clients/setup.sh")
-
-
-def ask(command: list[str], load: PeerLoad, out: Path, environment: dict[str, str]) -> dict[str, float]:
+def ask(command: list[str], load: PeerConfig, out: Path, environment: dict[str, str]) -> dict[str, float]:
     """What ``command`` of :func:`aiperf_command` saw. Raises FirstTokenError where it ends with an error, takes too
     long, or saw one."""
-    log, patience_s = out / "aiperf.log", _PATIENCE_S + 4 * load.requests / load.per_s
+    log, patience_s = out / "aiperf.log", _PATIENCE_S + 4 * load.requests / load.rate
     with started(command, log, environment) as process:
         try:
             code = process.wait(patience_s)
@@ -229,12 +211,6 @@ def vllm_command(model: PeerModel, budget: int, port: int) -> list[str]:
 COMMANDS: dict[str, Callable[[PeerModel, int, int], list[str]]] = {OURS: our_command, VLLM: vllm_command}
 
 
-def check_vllm_there(what: str) -> None:
-    """Raises FirstTokenError where vLLM's environment is missing."""
-    if not VLLM_PYTHON.exists():
-        raise FirstTokenError(f"{what}: vLLM's environment is missing; run env/vllm/setup.sh")
-
-
 @contextmanager
 def served(system: str, model: PeerModel, budget: int, log: Path) -> Iterator[str]:
     """The URL of ``system`` once it answers; it is ended after the block. Raises FirstTokenError where it does not
@@ -273,7 +249,9 @@ LONGER = 4  # standard deviations above the mean that a prompt may have
 class PeerConfig:
     """``rounds`` times each of ``budgets`` (tokens a step) on either server, which is started anew for it.
 
-    The load of a round is that of :class:`PeerLoad`, ``rate`` requests a second: the same for all of its turns.
+    The load of a round, the same for all of its turns, is ``requests`` completions, ``rate`` a second on average with
+    Poisson arrivals, of made-up prompts of ``prompt_tokens`` tokens on average and ``prompt_spread`` standard
+    deviation, greedy answers of ``new_tokens`` tokens at most.
     """
 
     budgets: tuple[int, ...]
@@ -313,10 +291,6 @@ class PeerConfig:
         """The context holds the longest prompt and its answer."""
         return [Need(f"live_peer.prompt_tokens + {LONGER} prompt_spread + new_tokens", self.longest, CONTEXT)]
 
-    def load(self, seed: int) -> PeerLoad:
-        """What is asked with ``seed``."""
-        return PeerLoad(self.requests, self.rate, self.prompt_tokens, self.prompt_spread, self.new_tokens, seed)
-
     def turns(self, seed: int) -> Turns:
         """Each budget and system in every round, in an order drawn for the round."""
         rng, pairs = random.Random(seed), [(budget, system) for budget in self.budgets for system in (OURS, VLLM)]
@@ -337,21 +311,22 @@ def live_peer(profile: Profile) -> Outcome:
     with _stored(profile, config.longest) as (model, provenance):
         turns = tqdm(config.turns(profile.seed), desc="live peer", disable=None)
         for order, (number, budget, system) in enumerate(turns):
-            load = config.load(profile.seed + number)
-            case = {"system": system, "budget": budget, "round": number, "order": order, "seed": load.seed}
-            rows.append(case | turn(system, model, budget, load))
+            seed = profile.seed + number
+            case = {"system": system, "budget": budget, "round": number, "order": order, "seed": seed}
+            rows.append(case | turn(system, model, budget, config, seed))
     return Outcome(rows, provenance=provenance)
 
 
-def turn(system: str, model: PeerModel, budget: int, load: PeerLoad) -> dict[str, float]:
+def turn(system: str, model: PeerModel, budget: int, load: PeerConfig, seed: int) -> dict[str, float]:
     """Start ``system``, have it asked, end it: the rest of a row of :func:`live_peer`, which see for what it raises."""
-    check_vllm_there("live_peer")
-    check_aiperf_there("live_peer")
+    for program, whose, mend in ((VLLM_PYTHON, "vLLM", "env/vllm"), (AIPERF, "aiperf", "env/clients")):
+        if not program.exists():
+            raise FirstTokenError(f"live_peer: {whose}'s environment is missing; run {mend}/setup.sh")
     with tempfile.TemporaryDirectory(dir=paths.CACHE, prefix="peer-") as folder:
         out, start = Path(folder), time.perf_counter()
         with served(system, model, budget, out / "server.log") as url:
             start_s = time.perf_counter() - start
-            command = aiperf_command(url, model.folder, load, out)
+            command = aiperf_command(url, model.folder, load, seed, out)
             return {"start_s": start_s} | ask(command, load, out, environment(model.threads))
 
 

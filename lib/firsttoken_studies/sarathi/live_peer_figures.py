@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from firsttoken.study.plot import LOOKS
+from firsttoken.study.plot import LOOKS, panels
 from firsttoken.study.record import Result, Rows, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Scalar, Summary
@@ -32,10 +32,8 @@ COLUMNS = {  # of the table: a measure, its ratio to vLLM's, digits, and from se
 
 def beside(result: Result) -> Figure:
     """What the client saw, by tokens a step: rounds as small dots beside their median, a large mark."""
-    import matplotlib.pyplot as plt
-
     budgets = result.parameters["live_peer"]["budgets"]
-    fig, axes = plt.subplots(1, len(PANELS), figsize=(12, 3.9))
+    fig, axes = panels(1, len(PANELS), figsize=(12, 3.9))
     for ax, (column, scale, label) in zip(axes, PANELS, strict=True):
         for shift, (system, (look, told)) in zip((-0.1, 0.1), SYSTEMS.items(), strict=True):
             colour, marker = LOOKS[look]

@@ -1,40 +1,44 @@
-"""The sum of measured operators against servers on the same cards: runs of vLLM that the same wheel publishes."""
+"""The sum of measured operators against servers on the same cards: runs of vLLM that the same wheel publishes, of dense
+models and of mixtures of experts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from tqdm import tqdm
 
-from firsttoken.assets.dense_shape import SHAPES
+from firsttoken.assets.dense_shape import MIXTURES, SHAPES
 from firsttoken.assets.lock import asset_path
 from firsttoken.engine.costs.cost_model import Costs
+from firsttoken.engine.costs.mixture_costs import mixture_costs
 from firsttoken.engine.costs.operator_costs import OperatorCosts
 from firsttoken.engine.costs.operator_tables import OperatorTables, tables_from
 from firsttoken.engine.costs.tables import number, rows
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.overlay import Drawn, name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.overlay import name_results, over
+from firsttoken.study.plot import COLOURS, LOOKS, handle, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, Table, distinct, frame_of
 from firsttoken.study.show import interval
-from firsttoken.study.stats import bootstrap
+from firsttoken.study.stats import Statistic, bootstrap
 from firsttoken.study.summary import Summary
 
 if TYPE_CHECKING:
+    import pandas
     from matplotlib.figure import Figure
 
 RUNS = "gpu-server-runs.csv"
-_FIELDS = ("isl", "osl", "batch_size", "tp_size", "silicon_ttft_ms", "silicon_tpot_ms")
 _TEXTS = ("backend", "mode", "system", "model_path", "gemm_quant_mode")
+_COUNTS = ("isl", "osl", "batch_size", "tp_size")
+_SPLITS = ("moe_tp_size", "moe_ep_size")
+_TIMES = ("silicon_ttft_ms", "silicon_tpot_ms")
 _CARDS = {"h100_sxm": "h100-sxm", "h200_sxm": "h200-sxm", "b200_sxm": "b200-sxm"}
 _MODELS = {
     "Qwen/Qwen3-32B": "qwen3-32b",
@@ -42,13 +46,16 @@ _MODELS = {
     "nvidia/Llama-3.1-8B-Instruct-FP8": "llama-3.1-8b",
 }
 _WEIGHTS = {"": "bfloat16", "fp8": "fp8"}
+_MIXTURES = {"Qwen/Qwen3-235B-A22B-FP8": "qwen3-235b-a22b", "MiniMaxAI/MiniMax-M2.5": "minimax-m2.5"}
 # InferenceMAX, which these runs are taken to be from, draws lengths from 80 to 100 % of what is stated, and keeps keys
 # and values in 8 bits on the B200 (the commands are in its README).
 _LEAST_SHARE = {"llama-3.1-70b": 0.8, "minimax-m2.5": 0.8}
 _FP8_CACHE = {("llama-3.1-70b", "b200-sxm")}
 _LOOKS = ("sarathi", "prefill first", "measured", "other", "short first", "hybrid batches")  # a look a model and card
 _PLACES = {"model": "model", "machine": "card"}  # of the summary, and the column of the rows
-METRICS = {"ttft": "ttft_ms", "tpot": "tpot_ms", "latency": "latency_ms"}
+METRICS = ("ttft", "tpot", "latency")
+_PAIR = {"source": "simulated", "than": "vllm"}
+KIND = "simulated on measured operators"
 
 
 @dataclass(frozen=True)
@@ -58,13 +65,22 @@ class OperatorErrorConfig:
     ``token_budget`` is vLLM's default for a server on these cards.
     """
 
+    section: ClassVar[str] = "operator_error"
     every: int
     rounds: int
     token_budget: int
 
     def __post_init__(self) -> None:
         if min(self.every, self.rounds, self.token_budget) < 1:
-            raise ProfileError("operator_error: every, rounds and token_budget must be at least 1")
+            raise ProfileError(f"{self.section}: every, rounds and token_budget must be at least 1")
+
+
+@dataclass(frozen=True)
+class MixtureErrorConfig(OperatorErrorConfig):
+    """The same for mixtures; ``routing`` says how unevenly tokens choose experts, by the tables' name for it."""
+
+    section: ClassVar[str] = "mixture_error"
+    routing: str
 
 
 @dataclass(frozen=True)
@@ -82,25 +98,43 @@ class ServerRun:
     tpot_ms: float
 
 
+@dataclass(frozen=True)
+class MixtureRun:
+    """A run whose experts are each split over ``split`` GPUs and spread over ``spread``."""
+
+    server: ServerRun
+    split: int
+    spread: int
+
+
 def server_runs() -> list[ServerRun]:
     """The runs of dense models under vLLM, prefill and decode in one engine, whose tables are pinned.
 
     Raises AssetError for a table that is not fetched, CorpusError for one that cannot be read.
     """
+    return [run for run, _ in _published(_MODELS, _WEIGHTS)]
+
+
+def mixture_runs() -> list[MixtureRun]:
+    """The same of mixtures in 8 bits. Left out are those that compute attention for several batches apart, whose GPUs
+    exchange tokens and no sums."""
+    runs = _published(_MIXTURES, {"fp8": "fp8_block"}, _SPLITS)
+    return [MixtureRun(run, split, spread) for run, (split, spread) in runs if split * spread == run.gpus]
+
+
+def _published(
+    models: Mapping[str, str], weights: Mapping[str, str], more: tuple[str, ...] = ()
+) -> Iterator[tuple[ServerRun, list[int]]]:
+    """The runs of ``models``, by their names in the table, whose ``weights`` are among these; the counts ``more``."""
     path = asset_path(RUNS)
-    found = []
-    for line, row in rows(path, (*_TEXTS, *_FIELDS)):
-        card, model, weights = (
-            _CARDS.get(row["system"]),
-            _MODELS.get(row["model_path"]),
-            _WEIGHTS.get(row["gemm_quant_mode"]),
-        )
-        if row["backend"] != "vllm" or row["mode"] != "agg" or not card or not model or not weights:
-            continue
-        isl, osl, clients, gpus = (int(number(path, line, row, name, least=1)) for name in _FIELDS[:4])
-        ttft, tpot = (number(path, line, row, name) for name in _FIELDS[4:])
-        found.append(ServerRun(card, model, weights, gpus, isl, osl, clients, ttft, tpot))
-    return found
+    for line, row in rows(path, (*_TEXTS, *_COUNTS, *more, *_TIMES)):
+        card, model = _CARDS.get(row["system"]), models.get(row["model_path"])
+        kept = weights.get(row["gemm_quant_mode"])
+        if (row["backend"], row["mode"]) == ("vllm", "agg") and card and model and kept:
+            counts = (int(number(path, line, row, name, least=1)) for name in (*_COUNTS, *more))
+            prompt, output, clients, gpus, *others = counts
+            times = (number(path, line, row, name) for name in _TIMES)
+            yield ServerRun(card, model, kept, gpus, prompt, output, clients, *times), others
 
 
 def operator_error(profile: Profile) -> Outcome:
@@ -110,21 +144,46 @@ def operator_error(profile: Profile) -> Outcome:
     found: Rows = []
     for run in tqdm(server_runs()[:: config.every], desc="operator_error", disable=None):
         costs = costs_of(run)
-        where = {
-            "card": run.card,
-            "model": run.model,
-            "weights": run.weights,
-            "gpus": run.gpus,
-            "prompt_tokens": run.prompt_tokens,
-            "output_tokens": run.output_tokens,
-            "clients": run.clients,
-            "beyond": "; ".join(costs.beyond),
-        }
-        ttft, tpot = simulated(run, costs, config, profile.seed)
-        for source, times in (("vllm", (run.ttft_ms, run.tpot_ms)), ("simulated", (ttft, tpot))):
-            latency = times[0] + times[1] * (run.output_tokens - 1)
-            found.append(where | {"source": source, "ttft_ms": times[0], "tpot_ms": times[1], "latency_ms": latency})
-    return Outcome(found, provenance={"kind": "simulated on measured operators", "costs": tables_from()})
+        found += _both(run, simulated(run, costs, config, profile.seed), beyond="; ".join(costs.beyond))
+    return Outcome(found, provenance={"kind": KIND, "costs": tables_from()})
+
+
+def mixture_error(profile: Profile) -> Outcome:
+    """Rows as those of :func:`operator_error`, without ``beyond`` and with {split, spread}; for a run that no table
+    covers, none, and its reason is counted in the provenance."""
+    config = profile.section("mixture_error", MixtureErrorConfig)
+    found: Rows = []
+    left_out: Counter[str] = Counter()
+    for run in tqdm(mixture_runs()[:: config.every], desc="mixture_error", disable=None):
+        server, split, spread = run.server, run.split, run.spread
+        try:
+            tables, shape = OperatorTables.read(server.card), MIXTURES[server.model]
+            costs = mixture_costs(tables, shape, split, spread, routing=config.routing)
+        except ProfileError as error:
+            left_out[str(error)] += 1
+            continue
+        found += _both(server, simulated(server, costs, config, profile.seed), split=split, spread=spread)
+    told = "; ".join(f"{times} runs: {reason}" for reason, times in left_out.items())
+    return Outcome(rounded(found, 3), provenance={"kind": KIND, "costs": tables_from(), "left_out": told})
+
+
+def _both(run: ServerRun, ours: tuple[float, float], **more: Any) -> Rows:
+    """What the server measured of ``run``, and what was simulated, a row each."""
+    asked = asdict(run) | more
+    theirs = asked.pop("ttft_ms"), asked.pop("tpot_ms")
+    found: Rows = []
+    for source, (ttft, tpot) in (("vllm", theirs), ("simulated", ours)):
+        latency = ttft + tpot * (run.output_tokens - 1)
+        found.append(asked | {"source": source, "ttft_ms": ttft, "tpot_ms": tpot, "latency_ms": latency})
+    return found
+
+
+def rounded(found: Rows, digits: int) -> Rows:
+    """The rows with so many ``digits`` behind the point: a record of thousands of numbers needs no more."""
+    return [
+        {name: round(value, digits) if isinstance(value, float) else value for name, value in row.items()}
+        for row in found
+    ]
 
 
 def costs_of(run: ServerRun) -> OperatorCosts:
@@ -140,11 +199,13 @@ def costs_of(run: ServerRun) -> OperatorCosts:
 
 def simulated(run: ServerRun, costs: OperatorCosts, config: OperatorErrorConfig, seed: int) -> tuple[float, float]:
     """Mean TTFT and TPOT in ms of what the clients of ``run`` would have seen."""
-    requests = served(run, costs, costs.blocks, config, seed)
-    return (
-        1e3 * float(np.mean([request.ttft_s for request in requests])),
-        1e3 * float(np.mean([request.tpot_s or 0.0 for request in requests])),
-    )
+    return mean_times(served(run, costs, costs.blocks, config, seed))
+
+
+def mean_times(requests: Iterable[Request]) -> tuple[float, float]:
+    """Mean TTFT and TPOT in ms; an answer of one token has a TPOT of 0."""
+    ttft, tpot = zip(*((request.ttft_s, request.tpot_s or 0.0) for request in requests), strict=True)
+    return 1e3 * float(np.mean(ttft)), 1e3 * float(np.mean(tpot))
 
 
 def served(run: ServerRun, costs: Costs, blocks: int, config: OperatorErrorConfig, seed: int) -> list[Request]:
@@ -180,49 +241,48 @@ def _lengths(run: ServerRun, seed: int) -> Iterator[tuple[int, int]]:
 
 def operator_summary(found: Rows, parameters: Mapping[str, Any]) -> Summary:
     """The error of each metric in %: median, 90th percentile and mean over the runs, of all, by model and by card."""
-    summary = Summary()
-    pairs = _pairs(found)
-    cases: list[tuple[dict[str, Any], list[tuple[Any, Any]]]] = [({}, pairs)]
-    for place, key in _PLACES.items():
-        cases += [({place: value}, [pair for pair in pairs if pair[0][key] == value]) for value in _values(found, key)]
-    for where, chosen in cases:
-        for metric, column in METRICS.items():
-            off = [100 * (ours[column] / theirs[column] - 1) for theirs, ours in chosen]
-            at = where | {"source": "simulated", "than": "vllm"}
-            size = np.abs(off)
-            summary.add(f"{metric}_off_pct", bootstrap(size, np.median).summary("%"), **at, across="median")
-            tail = bootstrap(size, lambda sample: float(np.percentile(sample, 90)))
-            summary.add(f"{metric}_off_pct", tail.summary("%"), **at, across="p90")
-            summary.add(f"{metric}_off_pct", bootstrap(off).summary("%"), **at, across="mean")
+    summary, off = Summary(), _off_pct(found)
+    cases = [({}, off)]
+    for place, column in _PLACES.items():
+        cases += [({place: value}, mine) for value, mine in off.groupby(column, sort=False)]
+    for where, mine in cases:
+        for metric in METRICS:
+            add_errors(summary, f"{metric}_off_pct", mine[metric], **where, **_PAIR)
     return summary
 
 
-def _values(found: Rows, key: str) -> list[Any]:
-    return list(dict.fromkeys(row[key] for row in found))
+def add_errors(summary: Summary, measure: str, off: Any, median: Statistic = np.median, **where: str) -> None:
+    """Add the error ``off`` [n], in %: the ``median`` and the 90th percentile of its size, and its mean."""
+    tail: Statistic = lambda sample: float(np.percentile(sample, 90))  # noqa: E731
+    size = np.abs(off)
+    for across, statistic, values in (("median", median, size), ("p90", tail, size), ("mean", "mean", off)):
+        summary.add(measure, bootstrap(values, statistic).summary("%"), **where, across=across)
+
+
+def _off_pct(found: Rows) -> pandas.DataFrame:
+    """A run a row, with what the server measured, and by metric how far the simulation is off, in %."""
+    theirs, ours = (frame_of(found, source=source) for source in ("vllm", "simulated"))
+    return theirs.assign(**{name: 100 * (ours[f"{name}_ms"] / theirs[f"{name}_ms"] - 1) for name in METRICS})
 
 
 def against_servers(recorded: Result | None, now: Result) -> Figure:
     """Time per token and to the first token, simulated less measured, a point a run; the band is 10 % to each side."""
-    import matplotlib.pyplot as plt
     from matplotlib.ticker import PercentFormatter
 
-    drawn = over(recorded, now)
-    fig, axes = plt.subplots(1, 2, figsize=(9, 4.4))
-    labels = {}
-    for ax, (column, title) in zip(
-        axes, {"tpot_ms": "time per token", "ttft_ms": "time to the first token"}.items(), strict=True
+    drawn, labels = over(recorded, now), {}
+    cases = list(dict.fromkeys((row["model"], row["card"]) for one in drawn for row in one.result.rows))
+    fig, axes = panels(1, 2, figsize=(9, 4.4))
+    for ax, (metric, title) in zip(
+        axes, {"tpot": "time per token", "ttft": "time to the first token"}.items(), strict=True
     ):
         for one in drawn:
-            for (model, card), look in zip(_cases(drawn), _LOOKS, strict=False):
-                pairs = [
-                    pair for pair in _pairs(one.result.rows) if (pair[0]["model"], pair[0]["card"]) == (model, card)
-                ]
-                measured = [theirs[column] for theirs, _ in pairs]
-                off = [100 * (ours[column] / theirs[column] - 1) for theirs, ours in pairs]
+            off = _off_pct(one.result.rows)
+            for (model, card), look in zip(cases, _LOOKS, strict=False):
+                mine, marks = off[(off.model == model) & (off.card == card)], LOOKS[look]
                 edge = {"markeredgecolor": "black"} if one.own else {}
-                marks = LOOKS[look]
-                ax.plot(measured, off, marks.marker, ms=5, color=marks.colour, **edge, **one.style)
-                labels[f"{model}, {card}"] = plt.Line2D([], [], linestyle="", color=marks.colour, marker=marks.marker)
+                style = {"ms": 5, "color": marks.colour} | edge | one.style
+                ax.plot(mine[f"{metric}_ms"], mine[metric], marks.marker, **style)
+                labels[f"{model}, {card}"] = handle(linestyle="", color=marks.colour, marker=marks.marker)
         ax.axhspan(-10, 10, color=COLOURS["floor"], alpha=0.12, linewidth=0)
         ax.axhline(0, color=COLOURS["floor"], linewidth=1)
         ax.set_title(title, fontsize="medium")
@@ -230,32 +290,21 @@ def against_servers(recorded: Result | None, now: Result) -> Figure:
         ax.yaxis.set_major_formatter(PercentFormatter(decimals=0))
         ax.xaxis.set_minor_formatter("")  # within one power of ten they would lie upon each other
     axes[0].set_ylabel("simulated less measured")
-    median = (recorded or now).summary.of("tpot_off_pct", source="simulated", than="vllm", across="median")
+    median = (recorded or now).summary.of("tpot_off_pct", **_PAIR, across="median")
     fig.suptitle(f"Added up, measured operators miss the time per token by {median['value']:.0f} % (median run)")
     names = fig.legend(list(labels.values()), list(labels), loc="outside lower center", ncols=3, fontsize="small")
     name_results(fig, drawn, legend=names)
     return fig
 
 
-def error_table(result: Result) -> Rows:
+def error_table(result: Result) -> Table:
     """The error by model and by card: median and 90th percentile of the time per token, of a whole answer, of TTFT."""
-    lines: Rows = []
-    places = [{place: value} for place, key in _PLACES.items() for value in _values(result.rows, key)]
+    places = [{place: value} for place, column in _PLACES.items() for value in distinct(result.rows, column)]
     for where in ({}, *places):
-        at = where | {"source": "simulated", "than": "vllm"}
+        at = where | _PAIR
         median = result.summary.of("tpot_off_pct", **at, across="median")
         line: dict[str, Any] = {"runs": next(iter(where.values()), "all"), "n": median["n"]}
         for metric, name in (("tpot", "time per token"), ("latency", "whole answer"), ("ttft", "TTFT")):
             line[f"{name}, median %"] = interval(result.summary.of(f"{metric}_off_pct", **at, across="median"), 1)
             line[f"{name}, p90 %"] = f"{result.summary.of(f'{metric}_off_pct', **at, across='p90')['value']:.0f}"
-        lines.append(line)
-    return lines
-
-
-def _cases(drawn: Sequence[Drawn]) -> list[tuple[str, str]]:
-    return list(dict.fromkeys((row["model"], row["card"]) for one in drawn for row in one.result.rows))
-
-
-def _pairs(found: Rows) -> list[tuple[Any, Any]]:
-    """(measured, simulated) of each run."""
-    return list(zip(islice(found, 0, None, 2), islice(found, 1, None, 2), strict=True))
+        yield line

@@ -27,11 +27,11 @@ from firsttoken.engine.costs.operator_costs import OperatorCosts
 from firsttoken.engine.costs.operator_tables import CONTEXT, PRODUCTS, OperatorTables, tables_from
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, rows_where
+from firsttoken.study.record import Outcome, Result, Rows, Table, distinct, frame_of
 from firsttoken.study.show import interval
-from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken.study.timing import timed
+from firsttoken_studies.sarathi.operator_error import add_errors
 
 OPERATORS, GPU_HERE = "measured operators", "this GPU"
 PRODUCT, DRAWN, ATTENTION, PREFILL = "products of the model", "products drawn from the table", "attention", "prefill"
@@ -195,27 +195,19 @@ def operators_here_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary
     """How far the published times are above or below those here, in %: the median of the absolute values, the 90th
     percentile, the worst and the mean, by what was computed."""
     summary = Summary()
-    for what in dict.fromkeys(row["what"] for row in rows):
-        off = np.array([100 * (row["published_us"] / row["here_us"] - 1) for row in rows_where(rows, what=what)])
+    for what, timed_here in frame_of(rows).groupby("what", sort=False):
+        off = 100 * (timed_here.published_us / timed_here.here_us - 1)
         where = {"case": what, "costs": OPERATORS, "than": GPU_HERE}
-        for across, statistic, values in (
-            ("median", "median", np.abs(off)),
-            ("p90", lambda sample: float(np.percentile(sample, 90)), np.abs(off)),
-            ("mean", "mean", off),
-        ):
-            summary.add("off_pct", bootstrap(values, statistic).summary("%"), **where, across=across)
-        worst = {"value": float(np.abs(off).max()), "n": len(off), "unit": "%"}
-        summary.add("off_pct", worst, **where, across="worst")
+        add_errors(summary, "off_pct", off, "median", **where)
+        summary.add("off_pct", {"value": off.abs().max(), "n": len(off), "unit": "%"}, **where, across="worst")
     return summary
 
 
-def operators_rows(result: Result) -> Rows:
+def operators_rows(result: Result) -> Table:
     """A line for each kind of operator: how many were timed, and how far the published times are off."""
-    lines: Rows = []
-    for what in dict.fromkeys(row["what"] for row in result.rows):
+    for what in distinct(result.rows, "what"):
         where = {"case": what, "costs": OPERATORS, "than": GPU_HERE}
         of = {name: result.summary.of("off_pct", **where, across=name) for name in ("median", "p90", "mean", "worst")}
         line = {"computed": what, "n": of["median"]["n"], "median, %": interval(of["median"], 0)}
         line |= {"p90, %": f"{of['p90']['value']:.0f}", "worst, %": f"{of['worst']['value']:.0f}"}
-        lines.append(line | {"mean, %": f"{of['mean']['value']:+.0f}"})
-    return lines
+        yield line | {"mean, %": f"{of['mean']['value']:+.0f}"}

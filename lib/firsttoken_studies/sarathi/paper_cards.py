@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,20 +17,19 @@ from firsttoken.sarathi.hardware import Hardware
 from firsttoken.sarathi.policy import Policy
 from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.overlay import legend, over
+from firsttoken.study.plot import COLOURS, LOOKS, log_ticks, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, Table, distinct, frame_of, rows_where
 from firsttoken.study.show import interval
-from firsttoken.study.stats import bootstrap
+from firsttoken.study.stats import bootstrap, ratio_of_means
 from firsttoken.study.summary import Summary
-from firsttoken_studies.sarathi.bench import Bench, CapacityConfig
-from firsttoken_studies.sarathi.card_capacity import CONTEXT, DECODES
-from firsttoken_studies.sarathi.figures import NAMES, told
+from firsttoken_studies.sarathi.card_capacity import CONTEXT, DECODES, PAPER_BAR, bench_of
+from firsttoken_studies.sarathi.figures import look_of, name_schedulers, told
 from firsttoken_studies.sarathi.leaderboard import BASE
+from firsttoken_studies.sarathi.operator_error import KIND
 
 if TYPE_CHECKING:
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 BEST_BATCH = "the best batch of prefill first"
@@ -60,10 +60,6 @@ def _hardware(text: str) -> Hardware:
 
 def _named(hardware: Hardware) -> str:
     return f"{hardware.model} on {hardware.gpus} {hardware.costs}"
-
-
-def _bench(hardware: Hardware, lengths: str, requests: int, batch: int) -> Bench:
-    return Bench(CapacityConfig(lengths, requests, 1, batch, _FIRST_RATE, (), (), (), 1.0), hardware)
 
 
 @dataclass(frozen=True)
@@ -99,7 +95,8 @@ def objective_sweep(profile: Profile) -> Outcome:
     ]
     rows: Rows = []
     for hardware, scheduler, batch, seed in tqdm(runs, desc="objective_sweep", disable=None):
-        bench, policy = _bench(hardware, config.lengths, config.requests, batch), Policy.named(scheduler)
+        bench = bench_of(hardware, config.lengths, config.requests, batch, _FIRST_RATE)
+        policy = Policy.named(scheduler)
         served: dict[float, ClientTimes] = {}  # by rate: neither scheduler asks which bound it is judged by
 
         def serve(rate: float, bench=bench, policy=policy, seed=seed, served=served) -> ClientTimes:
@@ -111,28 +108,23 @@ def objective_sweep(profile: Profile) -> Outcome:
             rate, _ = capacity(serve, Objective(bound / 1e3), start=_FIRST_RATE)
             row = {"case": _named(hardware), "seed": seed, "scheduler": scheduler, "batch": batch, "bound_ms": bound}
             rows.append(row | {"requests_per_s": rate})
-    return Outcome(rows, provenance={"kind": "simulated on measured operators", "costs": tables_from()})
+    return Outcome(rows, provenance={"kind": KIND, "costs": tables_from()})
 
 
 def sweep_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Capacity by line and bound, and Sarathi's over the best batch of prefill first on the same draws."""
     summary = Summary()
-    for case in _values(rows, "case"):
-        for bound in _values(rows, "bound_ms"):
-            here = [row for row in rows if (row["case"], row["bound_ms"]) == (case, bound)]
-            where = {"case": case, "objective": f"{bound} ms"}
-            by: dict[tuple[str, int], list[float]] = {}
-            for row in here:
-                by.setdefault((row["scheduler"], row["batch"]), []).append(row["requests_per_s"])
-            for (name, batch), rates in by.items():
-                entry = bootstrap(rates).summary("requests/s")
-                summary.add("capacity_requests_per_s", entry, **place_of(name), **where, requests=batch)
-            best = max((rates for (name, _), rates in by.items() if name == BASE), key=np.mean)
-            for (name, _), rates in by.items():
-                if name != BASE and min(best) > 0:
-                    pairs = np.column_stack([rates, best])
-                    ratio = bootstrap(pairs, lambda sample: float(np.divide(*sample.mean(0))))
-                    summary.add("capacity_x", ratio.summary("x"), **place_of(name), **where, than=BEST_BATCH)
+    for (case, bound), here in frame_of(rows).groupby(["case", "bound_ms"], sort=False):
+        where = {"case": case, "objective": f"{bound} ms"}
+        lines = here.groupby(["scheduler", "batch"], sort=False).requests_per_s
+        for (name, batch), rates in lines:
+            entry = bootstrap(rates).summary("requests/s")
+            summary.add("capacity_requests_per_s", entry, **place_of(name), **where, requests=batch)
+        best = max((rates for (name, _), rates in lines if name == BASE), key=np.mean)
+        for (name, _), rates in lines:
+            if name != BASE and best.min() > 0:
+                ratio = ratio_of_means(rates, best).summary("x")
+                summary.add("capacity_x", ratio, **place_of(name), **where, than=BEST_BATCH)
     return summary
 
 
@@ -180,70 +172,50 @@ def fixed_load(profile: Profile) -> Outcome:
     rows: Rows = []
     for hardware, load, scheduler, seed in tqdm(runs, desc="fixed_load", disable=None):
         lengths, rate = _load(load)
-        bench = _bench(hardware, lengths, config.requests, config.batch)
+        bench = bench_of(hardware, lengths, config.requests, config.batch, _FIRST_RATE)
         served, _ = bench.serve(Policy.named(scheduler), Objective(1.0), seed, rate)
         where = {"case": f"{_named(hardware)}, {lengths}, {rate:g} requests/s", "lengths": lengths, "rate": rate}
         rows.append(where | {"seed": seed, "scheduler": scheduler} | served.as_dict())
-    return Outcome(rows, provenance={"kind": "simulated on measured operators", "costs": tables_from()})
+    return Outcome(rows, provenance={"kind": KIND, "costs": tables_from()})
 
 
 def load_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """The median TTFT and the P99 time between tokens by load and scheduler, over the draws."""
-    summary = Summary()
-    for case in _values(rows, "case"):
-        for name in _values(rows, "scheduler"):
-            here = [row for row in rows if (row["case"], row["scheduler"]) == (case, name)]
-            for column in ("ttft_p50_s", "tbt_p99_s"):
-                entry = bootstrap([row[column] for row in here]).summary("s")
-                summary.add(column, entry, **place_of(name), case=case)
+    summary, times = Summary(), {name: (name, "mean", "s") for name in ("ttft_p50_s", "tbt_p99_s")}
+    for (case, name), here in frame_of(rows).groupby(["case", "scheduler"], sort=False):
+        summary.by(here, {}, times, **place_of(name), case=case)
     return summary
 
 
 def capacity_by_bound(recorded: Result | None, now: Result) -> Figure:
     """Capacity over the bound on the P99 between tokens, a line a scheduler and batch; the paper's factor as a bar."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
-    cases = list(dict.fromkeys(case for one in drawn for case in _values(one.result.rows, "case")))
     rows = [row for one in drawn for row in one.result.rows]
-    ticks = sorted({bound for one in drawn for bound in _values(one.result.rows, "bound_ms")})
-    fig, axes = plt.subplots(1, len(cases), figsize=(9, 4.9), squeeze=False)
+    cases, ticks = distinct(rows, "case"), sorted(distinct(rows, "bound_ms"))
+    fig, axes = panels(1, len(cases), figsize=(9, 4.9), squeeze=False)
     for ax, case in zip(axes[0], cases, strict=True):
         for one in drawn:
-            here = [row for row in one.result.rows if row["case"] == case]
-            bounds = sorted(_values(here, "bound_ms"))
-            for name, batch in dict.fromkeys((row["scheduler"], row["batch"]) for row in here):
+            here = rows_where(one.result.rows, case=case)
+            bounds = sorted(distinct(here, "bound_ms"))
+            for name, batch in _lines(here):
                 found = one.result.summary
                 where = [place_of(name) | {"case": case, "objective": f"{bound} ms"} for bound in bounds]
                 entries = [found.get("capacity_requests_per_s", **place, requests=batch) for place in where]
-                look = NAMES[name.partition(" ")[0]][0]
-                dashes = _DASHES[_lines(rows, name).index((name, batch)) % len(_DASHES)]
-                one.line(ax, bounds, entries, look, linestyle=dashes)
+                one.line(ax, bounds, entries, look_of(name), linestyle=_dashes(rows, name, batch))
         _paper_factor(ax, case, (recorded or now).summary)
         ax.set(xscale="log", yscale="log", title=case, xlabel="bound on the P99 between tokens, ms")
-        _plain_ticks(ax.yaxis)
+        log_ticks(ax.yaxis)
         ax.set_xticks(ticks, ticks, fontsize="small")
         ax.xaxis.set_minor_formatter("")
     axes[0][0].set_ylabel("capacity, requests/s (simulated)")
-    for name, batch in dict.fromkeys((row["scheduler"], row["batch"]) for row in rows):
-        look = LOOKS[NAMES[name.partition(" ")[0]][0]]
-        dashes = _DASHES[_lines(rows, name).index((name, batch)) % len(_DASHES)]
+    for name, batch in _lines(rows):
+        look, dashes = LOOKS[look_of(name)], _dashes(rows, name, batch)
         label = f"prefill first, at most {batch} at once" if name == BASE else told(name)
         axes[0][0].plot([], [], color=look.colour, marker=look.marker or None, linestyle=dashes, label=label)
-    axes[0][0].plot([], [], color=COLOURS["paper"], lw=6, alpha=0.5, label="the paper's factor")
+    axes[0][0].plot([], [], **PAPER_BAR, label="the paper's factor")
     fig.suptitle(_sweep_message((recorded or now).summary))
-    names = fig.legend(loc="outside lower center", ncols=3, fontsize="small")
-    name_results(fig, drawn, "capacity_requests_per_s", legend=names)
+    legend(fig, axes[0][0], drawn, "capacity_requests_per_s", size="small")
     return fig
-
-
-def _plain_ticks(axis: Axis) -> None:
-    """Numbers at 1, 2 and 5 times each power of ten."""
-    from matplotlib.ticker import LogLocator
-
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter("{x:g}")
-    axis.set_minor_formatter("")
 
 
 def _sweep_message(summary: Summary) -> str:
@@ -264,11 +236,16 @@ def _sweep_message(summary: Summary) -> str:
 _DASHES = ("-", "--", ":")
 
 
-def _lines(rows: Rows, name: str) -> list[tuple[str, int]]:
-    """The (scheduler, batch) of the same kind of scheduler as ``name``, in order: each has dashes of its own."""
+def _lines(rows: Rows) -> list[tuple[str, int]]:
+    """Every (scheduler, batch), in the order in which they first appear."""
+    return list(dict.fromkeys((row["scheduler"], row["batch"]) for row in rows))
+
+
+def _dashes(rows: Rows, name: str, batch: int) -> str:
+    """Each batch or budget of the same kind of scheduler has dashes of its own."""
     kind = name.partition(" ")[0]
-    found = dict.fromkeys((row["scheduler"], row["batch"]) for row in rows)
-    return [line for line in found if line[0].partition(" ")[0] == kind]
+    same = [line for line in _lines(rows) if line[0].partition(" ")[0] == kind]
+    return _DASHES[same.index((name, batch)) % len(_DASHES)]
 
 
 def _paper_factor(ax: Any, case: str, summary: Summary) -> None:
@@ -276,56 +253,47 @@ def _paper_factor(ax: Any, case: str, summary: Summary) -> None:
         entries = summary.all("capacity_requests_per_s", scheduler=BASE, case=case, objective=f"{bound} ms")
         best = max((entry["value"] for entry in entries), default=0.0)
         if named == case and best > 0:
-            ax.plot([bound / 1.08, bound * 1.08], [factor * best] * 2, color=COLOURS["paper"], lw=6, alpha=0.5)
+            ax.plot([bound / 1.08, bound * 1.08], [factor * best] * 2, **PAPER_BAR)
 
 
-def sweep_rows(result: Result) -> Rows:
+def sweep_rows(result: Result) -> Table:
     """A line a case and bound: the capacity of each scheduler and batch, and each Sarathi's over the best batch."""
-    lines: Rows = []
-    for case in _values(result.rows, "case"):
-        for bound in _values(result.rows, "bound_ms"):
-            where = {"case": case, "objective": f"{bound} ms"}
-            line: dict[str, Any] = {"case": f"{case}, {bound} ms"}
-            for name, batch in dict.fromkeys((row["scheduler"], row["batch"]) for row in result.rows):
-                entry = result.summary.get("capacity_requests_per_s", **place_of(name), **where, requests=batch)
-                line[f"{told(name)}, {batch} at once"] = interval(entry, 2)
-                ratio = result.summary.get("capacity_x", **place_of(name), **where, than=BEST_BATCH)
-                if name != BASE:
-                    line[f"{told(name)} over the best batch"] = interval(ratio, 2)
-            lines.append(line)
-    return lines
+    for case, bound in product(distinct(result.rows, "case"), distinct(result.rows, "bound_ms")):
+        where = {"case": case, "objective": f"{bound} ms"}
+        line: dict[str, Any] = {"case": f"{case}, {bound} ms"}
+        for name, batch in _lines(result.rows):
+            entry = result.summary.get("capacity_requests_per_s", **place_of(name), **where, requests=batch)
+            line[f"{told(name)}, {batch} at once"] = interval(entry, 2)
+            ratio = result.summary.get("capacity_x", **place_of(name), **where, than=BEST_BATCH)
+            if name != BASE:
+                line[f"{told(name)} over the best batch"] = interval(ratio, 2)
+        yield line
 
 
 def times_by_load(recorded: Result | None, now: Result) -> Figure:
     """The median TTFT and the P99 time between tokens by load and scheduler, with the paper's values."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
-    cases = list(dict.fromkeys(case for one in drawn for case in _values(one.result.rows, "case")))
-    names = list(dict.fromkeys(name for one in drawn for name in _values(one.result.rows, "scheduler")))
-    fig, axes = plt.subplots(1, 2, figsize=(9, 0.62 * len(cases) + 2.4), sharey=True)
-    panels = {"ttft_p50_s": "median time to first token, s", "tbt_p99_s": "P99 time between tokens, s"}
-    for column, (ax, (measure, label)) in enumerate(zip(axes, panels.items(), strict=True)):
-        for place, case in enumerate(cases):
-            for line, name in enumerate(names):
-                at = place + 0.17 * (line - (len(names) - 1) / 2)
-                for one in drawn:
-                    entry = one.result.summary.get(measure, **place_of(name), case=case)
-                    one.point(ax, at + one.shift / 4, entry, NAMES[name.partition(" ")[0]][0], along="x")
-                paper = PAPER_LOADS.get(case, {}).get(name, (None, None))[column]
-                if paper is not None:
-                    ax.plot(paper, at, "|", ms=15, mew=4, color=COLOURS["paper"], alpha=0.6, zorder=1)
+    rows = [row for one in drawn for row in one.result.rows]
+    cases, names = distinct(rows, "case"), distinct(rows, "scheduler")
+    fig, axes = panels(1, 2, figsize=(9, 0.62 * len(cases) + 2.4), sharey=True)
+    shown = {"ttft_p50_s": "median time to first token, s", "tbt_p99_s": "P99 time between tokens, s"}
+    for column, (ax, (measure, label)) in enumerate(zip(axes, shown.items(), strict=True)):
+        for (place, case), (line, name) in product(enumerate(cases), enumerate(names)):
+            at = place + 0.17 * (line - (len(names) - 1) / 2)
+            for one in drawn:
+                entry = one.result.summary.get(measure, **place_of(name), case=case)
+                one.point(ax, at + one.shift / 4, entry, look_of(name), along="x")
+            paper = PAPER_LOADS.get(case, {}).get(name, (None, None))[column]
+            if paper is not None:
+                ax.plot(paper, at, "|", ms=15, mew=4, color=COLOURS["paper"], alpha=0.6, zorder=1)
         ax.set(xscale="log", xlabel=f"{label} (simulated)")
-        _plain_ticks(ax.xaxis)
+        log_ticks(ax.xaxis)
     axes[0].set_yticks(range(len(cases)), [_short(case) for case in cases])
     axes[0].set_ylim(len(cases) - 0.4, -0.6)
-    for name in names:
-        look = LOOKS[NAMES[name.partition(" ")[0]][0]]
-        axes[0].plot([], [], linestyle="none", marker=look.marker, color=look.colour, label=told(name))
+    name_schedulers(axes[0], names)
     axes[0].plot([], [], "|", ms=12, mew=4, color=COLOURS["paper"], alpha=0.6, label="paper (Table 4)")
     fig.suptitle(_load_message((recorded or now).summary, cases))
-    below = fig.legend(loc="outside lower center", ncols=3, fontsize="small")
-    name_results(fig, drawn, "tbt_p99_s", legend=below)
+    legend(fig, axes[0], drawn, "tbt_p99_s", size="small")
     return fig
 
 
@@ -346,21 +314,13 @@ def _short(case: str) -> str:
     return f"{lengths.partition('-')[0]}\n{rate}"
 
 
-def load_rows(result: Result) -> Rows:
+def load_rows(result: Result) -> Table:
     """A line a load and scheduler: both times, and the paper's."""
-    lines: Rows = []
-    for case in _values(result.rows, "case"):
-        for name in _values(result.rows, "scheduler"):
-            paper: Sequence[float | None] = PAPER_LOADS.get(case, {}).get(name, (None, None))
-            line: dict[str, Any] = {"load": f"{case}: {told(name)}"}
-            for measure, label, theirs in zip(
-                ("ttft_p50_s", "tbt_p99_s"), ("median TTFT, s", "P99 TBT, s"), paper, strict=True
-            ):
-                line[label] = interval(result.summary.get(measure, **place_of(name), case=case), 2)
-                line[f"paper: {label}"] = "" if theirs is None else f"{theirs:g}"
-            lines.append(line)
-    return lines
-
-
-def _values(rows: Rows, key: str) -> list[Any]:
-    return list(dict.fromkeys(row[key] for row in rows))
+    columns = {"ttft_p50_s": "median TTFT, s", "tbt_p99_s": "P99 TBT, s"}
+    for case, name in product(distinct(result.rows, "case"), distinct(result.rows, "scheduler")):
+        paper: Sequence[float | None] = PAPER_LOADS.get(case, {}).get(name, (None, None))
+        line: dict[str, Any] = {"load": f"{case}: {told(name)}"}
+        for (measure, label), theirs in zip(columns.items(), paper, strict=True):
+            line[label] = interval(result.summary.get(measure, **place_of(name), case=case), 2)
+            line[f"paper: {label}"] = "" if theirs is None else f"{theirs:g}"
+        yield line

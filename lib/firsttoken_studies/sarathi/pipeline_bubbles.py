@@ -10,21 +10,19 @@ import numpy as np
 from tqdm import tqdm
 
 from firsttoken.engine.costs.cost_model import Costs
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.request import ScheduledChunk
 from firsttoken.engine.schedulers.sarathi import Sarathi
 from firsttoken.engine.schedulers.scheduler import Scheduler
 from firsttoken.engine.trace import Trace
-from firsttoken.engine.workload.arrivals import Arrivals, with_arrivals
-from firsttoken.engine.workload.workload_items import Item
+from firsttoken.engine.workload.workload_items import Arrivals, Item, with_arrivals
 from firsttoken.sarathi.hardware import Hardware
 from firsttoken.sarathi.lengths import lengths, workload
 from firsttoken.sarathi.pipeline import PipelineStages, StagedExecutor, serve_staged
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Rows
-from firsttoken.study.stats import bootstrap
+from firsttoken.study.record import Outcome, Rows, frame_of
+from firsttoken.study.stats import ratio_of_means
 from firsttoken.study.summary import Summary
 
 # Chunks that take as long as each other, whatever stands behind them: later ones of a prompt are shorter.
@@ -111,14 +109,12 @@ def _ran(
 
 def pipeline_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Bubbles and variation of the steps by kind of chunks; bubbles and makespan over those of equal size, by seed."""
-    summary = Summary()
-    by = {kind: [row for row in rows if row["chunks"] == kind] for kind in (WHOLE, SIZE, TIME)}
-    for kind, here in by.items():
-        summary.add("bubbles_pct", bootstrap([row["bubbles"] for row in here]).summary("%", 100), variant=kind)
-        summary.add("step_cv", bootstrap([row["step_cv"] for row in here]).summary(), variant=kind)
-        for measure, column in (("bubbles_x", "bubbles"), ("makespan_x", "makespan_s")):
-            if kind != SIZE:
-                pairs = np.array([[row[column] for row in here], [row[column] for row in by[SIZE]]]).T
-                over = bootstrap(pairs, lambda sample: float(np.divide(*sample.mean(0))))
-                summary.add(measure, over.summary("x"), variant=kind, than=SIZE)
+    summary, equal = Summary(), frame_of(rows, chunks=SIZE)
+    for kind in (WHOLE, SIZE, TIME):
+        here = frame_of(rows, chunks=kind)
+        alone = {"bubbles_pct": ("bubbles", "mean", "%", 100), "step_cv": ("step_cv", "mean", "")}
+        summary.by(here, {"variant": "chunks"}, alone)
+        for measure, column in (("bubbles_x", "bubbles"), ("makespan_x", "makespan_s")) if kind != SIZE else ():
+            over = ratio_of_means(here[column], equal[column]).summary("x")
+            summary.add(measure, over, variant=kind, than=SIZE)
     return summary

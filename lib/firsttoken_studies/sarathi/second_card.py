@@ -4,31 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import product
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from firsttoken.assets.manual_downloads import downloaded
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.operator_tables import tables_from
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
-from firsttoken.engine.latency_metrics import serve_items
-from firsttoken.engine.simulated import SimulatedExecutor
-from firsttoken.engine.workload.workload_items import Item
 from firsttoken.sarathi.hardware import Hardware
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.plot import LOOKS, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, Table
 from firsttoken.study.summary import Summary
-from firsttoken_studies.sarathi.simulator_error import (
-    METRICS,
-    QUANTILES,
-    VLLM,
-    measured,
-    off_pct,
-    read_requests,
-    simulated,
-)
+from firsttoken_studies.sarathi.simulator_error import METRICS, QUANTILES, VLLM, as_vllm, beside_vllm, off_pct, worst
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,36 +56,11 @@ def second_card(profile: Profile) -> Outcome:
     by_operators = Hardware(config.card, config.batch, 1024, model=config.model)
     by_profile = Hardware(config.costs, config.batch, 1024, layers=config.layers, blocks=by_operators.blocks)
     sources: dict[str, Costs] = {PROFILE: by_profile.read(), OPERATORS: by_operators.read()}
-    requests = downloaded(config.costs) / config.requests
-    rows = beside_vllm(requests, sources, by_operators.blocks, config.batch, config.token_budget)
+    settings = by_operators.blocks, config.batch, config.token_budget
+    engines = {run: as_vllm(costs, *settings) for run, costs in sources.items()}
+    rows = beside_vllm(downloaded(config.costs) / config.requests, engines)
     provenance = by_profile.provenance(sources[PROFILE]) | {"operators": tables_from()}
     return Outcome(rows, provenance=provenance)
-
-
-def beside_vllm(requests: Path, sources: Mapping[str, Costs], blocks: int, batch: int, token_budget: int) -> Rows:
-    """Rows {request, run, ttft_s, tpot_s, latency_s} of the run whose timestamps are the file ``requests``, and of the
-    same lengths and arrivals on each of ``sources`` with ``blocks`` KV blocks and vLLM's settings.
-
-    Raises CorpusError for a file that cannot be read.
-    """
-    served = read_requests(requests)
-    start = min(row["queued_ts"] for row in served)
-    items = [
-        Item(row["queued_ts"] - start, tokens := int(row["input_toks"]), int(row["output_toks"]), (number,) * tokens)
-        for number, row in enumerate(served)  # no two prompts begin alike: their text is not published
-    ]
-    settings = EngineConfig(
-        scheduler="sarathi",
-        watermark=0.0,
-        requests=batch,
-        token_budget=token_budget,
-        share_prefixes=True,
-    )
-    rows: Rows = [{"request": number, "run": VLLM} | measured(row) for number, row in enumerate(served)]
-    for run, costs in sources.items():
-        answered = serve_items(Engine(SimulatedExecutor(costs, blocks), settings), items)
-        rows += [{"request": number, "run": run} | simulated(request) for number, request in enumerate(answered)]
-    return rows
 
 
 def second_card_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
@@ -108,51 +73,38 @@ def off_summary(rows: Rows, runs: Sequence[str]) -> Summary:
     """The same for each of ``runs``."""
     summary = Summary()
     for run in runs:
-        where = {"costs": run, "than": VLLM}
-        off = {(metric, name): off_pct(rows, run, metric, name) for metric in METRICS for name in QUANTILES}
-        for (metric, name), entry in off.items():
-            summary.add(f"{metric}_{name}_off_pct", entry, **where)
-        for measure, metrics in (("off_pct", METRICS), ("tpot_off_pct", ("tpot",))):
-            worst = max(
-                (off[metric, name] for metric in metrics for name in QUANTILES), key=lambda one: abs(one["value"])
-            )
-            summary.add(measure, worst | {"value": abs(worst["value"])}, **where, across="worst")
+        where, off = {"costs": run, "than": VLLM}, off_pct(rows, run)
+        for measure, entry in off.items():
+            summary.add(measure, entry, **where)
+        summary.add("off_pct", worst(off.values()), **where, across="worst")
+        tpot = [off[f"tpot_{name}_off_pct"] for name in QUANTILES]
+        summary.add("tpot_off_pct", worst(tpot), **where, across="worst")
     return summary
 
 
-def second_card_rows(result: Result) -> Rows:
+def second_card_rows(result: Result) -> Table:
     """A line a time: vLLM's on the card, and how far each source of costs is off."""
     return off_rows(result, (PROFILE, OPERATORS))
 
 
-def off_rows(result: Result, runs: Sequence[str]) -> Rows:
+def off_rows(result: Result, runs: Sequence[str]) -> Table:
     """The same for each of ``runs``."""
-    lines: Rows = []
-    for metric in METRICS:
-        for name, statistic in QUANTILES.items():
-            real = float(statistic([row[f"{metric}_s"] for row in result.rows if row["run"] == VLLM]))
-            line = {"time": f"{metric}, {name}", "vLLM, s": f"{real:.3f}"}
-            for run in runs:
-                entry = result.summary.of(f"{metric}_{name}_off_pct", costs=run, than=VLLM)
-                line[f"{run}, % off"] = f"{entry['value']:+.1f}"
-            lines.append(line)
-    return lines
+    real, value = result.frame(run=VLLM), result.summary.value
+    for metric, (name, statistic) in product(METRICS, QUANTILES.items()):
+        line = {"time": f"{metric}, {name}", "vLLM, s": f"{statistic(real[f'{metric}_s']):.3f}"}
+        off = {run: value(f"{metric}_{name}_off_pct", costs=run, than=VLLM) for run in runs}
+        yield line | {f"{run}, % off": f"{pct:+.1f}" for run, pct in off.items()}
 
 
 def tails(result: Result) -> Figure:
     """The share of requests whose time is at most so long, by time: vLLM's, and both simulations'."""
-    import matplotlib.pyplot as plt
-    import numpy as np
-
-    from firsttoken.study.plot import LOOKS
-
     looks = {VLLM: LOOKS["mark"], PROFILE: LOOKS["measured"], OPERATORS: LOOKS["report"]}
     names = {VLLM: "vLLM on the card", PROFILE: f"simulated, {PROFILE}", OPERATORS: f"simulated, {OPERATORS}"}
     axes_names = {"ttft": "time to first token, s", "tpot": "time per further token, s", "latency": "whole answer, s"}
-    fig, axes = plt.subplots(1, len(METRICS), figsize=(9, 3.6), sharey=True)
+    fig, axes = panels(1, len(METRICS), figsize=(9, 3.6), sharey=True)
     for ax, metric in zip(axes, METRICS, strict=True):
         for run, look in looks.items():
-            values = np.sort([row[f"{metric}_s"] for row in result.rows if row["run"] == run])
+            values = np.sort(result.frame(run=run)[f"{metric}_s"])
             shares = 100 * np.arange(1, len(values) + 1) / len(values)
             ax.step(values, shares, where="post", color=look.colour, lw=2.6 if run == VLLM else 1.6, label=names[run])
         ax.set_xlabel(axes_names[metric])

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from firsttoken.assets.manual_downloads import downloaded
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.costs.cost_model import Costs
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.latency_metrics import serve_items
 from firsttoken.engine.request import Request
 from firsttoken.engine.simulated import SimulatedExecutor
@@ -20,8 +21,8 @@ from firsttoken.engine.workload.workload_items import Item
 from firsttoken.sarathi.hardware import Hardware
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Rows
-from firsttoken.study.summary import Summary
+from firsttoken.study.record import Outcome, Rows, frame_of
+from firsttoken.study.summary import Entry, Summary
 
 FIELDS = ("input_toks", "output_toks", "queued_ts", "first_token_ts", "last_token_ts")
 VLLM, SIMULATED = "vllm", "simulated"
@@ -47,28 +48,43 @@ class ErrorConfig:
 def simulator_error(profile: Profile) -> Outcome:
     """Rows {request, run, ttft_s, tpot_s, latency_s}; ``run`` is ``VLLM`` or one of ``RUNS``."""
     config, hardware = profile.section("simulator_error", ErrorConfig), profile.section("hardware", Hardware)
-    served = read_requests(downloaded(hardware.costs) / config.requests)
+    costs = hardware.read()
+    settings = config.blocks, config.batch, config.token_budget
+    engines = {run: as_vllm(costs, *settings, share_prefixes=shared) for run, shared in RUNS.items()}
+    rows = beside_vllm(downloaded(hardware.costs) / config.requests, engines)
+    return Outcome(rows, provenance=hardware.provenance(costs))
+
+
+def as_vllm(costs: Costs, blocks: int, batch: int, token_budget: int, *, share_prefixes: bool = True) -> Engine:
+    """The simulator on ``costs`` with ``blocks`` KV blocks and vLLM's settings: at most ``batch`` requests and
+    ``token_budget`` tokens a step."""
+    settings = EngineConfig(
+        scheduler="sarathi",
+        watermark=0.0,
+        requests=batch,
+        token_budget=token_budget,
+        share_prefixes=share_prefixes,
+    )
+    return Engine(SimulatedExecutor(costs, blocks), settings)
+
+
+def beside_vllm(requests: Path, engines: Mapping[str, Engine]) -> Rows:
+    """Rows {request, run, ttft_s, tpot_s, latency_s} of the run whose timestamps are the file ``requests``, and of the
+    same lengths and arrivals in each of ``engines``.
+
+    Raises CorpusError for a file that cannot be read.
+    """
+    served = read_requests(requests)
     start = min(row["queued_ts"] for row in served)
     items = [
         Item(row["queued_ts"] - start, tokens := int(row["input_toks"]), int(row["output_toks"]), (number,) * tokens)
         for number, row in enumerate(served)  # no two prompts begin alike: their text is not published
     ]
-    costs = hardware.read()
     rows: Rows = [{"request": number, "run": VLLM} | measured(row) for number, row in enumerate(served)]
-    for run, shared in RUNS.items():
-        settings = EngineConfig(
-            scheduler="sarathi",
-            watermark=0.0,
-            requests=config.batch,
-            token_budget=config.token_budget,
-            share_prefixes=shared,
-        )
-        engine = Engine(SimulatedExecutor(costs, config.blocks), settings)
-        rows += [
-            {"request": number, "run": run} | simulated(request)
-            for number, request in enumerate(serve_items(engine, items))
-        ]
-    return Outcome(rows, provenance=hardware.provenance(costs))
+    for run, engine in engines.items():
+        answered = enumerate(serve_items(engine, items))
+        rows += [{"request": number, "run": run} | simulated(request) for number, request in answered]
+    return rows
 
 
 def read_requests(path: Path) -> list[dict[str, float]]:
@@ -116,16 +132,24 @@ def error_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     worst without prefix caching, too."""
     summary = Summary()
     for run in RUNS:
-        off = {(metric, name): off_pct(rows, run, metric, name) for metric in METRICS for name in QUANTILES}
-        if run == SIMULATED:
-            for (metric, name), entry in off.items():
-                summary.add(f"{metric}_{name}_off_pct", entry, source=run, than=VLLM)
-        worst = max(off.values(), key=lambda entry: abs(entry["value"]))
-        summary.add("off_pct", worst | {"value": abs(worst["value"])}, source=run, than=VLLM, across="worst")
+        off = off_pct(rows, run)
+        for measure, entry in off.items() if run == SIMULATED else ():
+            summary.add(measure, entry, source=run, than=VLLM)
+        summary.add("off_pct", worst(off.values()), source=run, than=VLLM, across="worst")
     return summary
 
 
-def off_pct(rows: Rows, run: str, metric: str, name: str) -> dict[str, Any]:
-    simulated, real = ([row[f"{metric}_s"] for row in rows if row["run"] == which] for which in (run, VLLM))
-    off = float(QUANTILES[name](simulated)) / float(QUANTILES[name](real)) - 1
-    return {"value": 100 * off, "n": len(real), "unit": "%"}
+def off_pct(rows: Rows, run: str) -> dict[str, Entry]:
+    """How far ``run`` is off, in % of vLLM's, by measure: each of ``QUANTILES`` of each of ``METRICS``."""
+    ours, real = frame_of(rows, run=run), frame_of(rows, run=VLLM)
+    found = {}
+    for metric, (name, made) in product(METRICS, QUANTILES.items()):
+        mine, theirs = (float(made(times[f"{metric}_s"].to_numpy())) for times in (ours, real))
+        found[f"{metric}_{name}_off_pct"] = {"value": 100 * (mine / theirs - 1), "n": len(real), "unit": "%"}
+    return found
+
+
+def worst(off: Iterable[Entry]) -> Entry:
+    """The entry that is farthest from 0, without its sign."""
+    entry = max(off, key=lambda one: abs(one["value"]))
+    return entry | {"value": abs(entry["value"])}

@@ -15,9 +15,11 @@ from firsttoken.engine.costs.profiled import ProfiledCosts
 from firsttoken.engine.costs.tensor_parallel import ExchangingCosts, ScaledProfile
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, Table
 from firsttoken.study.summary import Summary
-from firsttoken_studies.sarathi.second_card import OPERATORS, beside_vllm, off_rows, off_summary
+from firsttoken_studies.sarathi.operator_error import rounded
+from firsttoken_studies.sarathi.second_card import OPERATORS, off_rows, off_summary
+from firsttoken_studies.sarathi.simulator_error import as_vllm, beside_vllm
 
 SHARE = "the share's profile"
 EXCHANGED = "the share's profile and all-reduces"
@@ -62,10 +64,8 @@ def two_cards(profile: Profile) -> Outcome:
     """
     config = profile.section("two_cards", TwoCardsConfig)
     costs, blocks = sources(config)
-    rows = beside_vllm(downloaded(config.share) / config.requests, costs, blocks, config.batch, config.token_budget)
-    rows = [
-        {name: round(value, 5) if isinstance(value, float) else value for name, value in row.items()} for row in rows
-    ]
+    engines = {run: as_vllm(of, blocks, config.batch, config.token_budget) for run, of in costs.items()}
+    rows = rounded(beside_vllm(downloaded(config.share) / config.requests, engines), 5)
     provenance = {"kind": "simulated on profiled costs", "costs": config.share, "operators": tables_from()}
     return Outcome(rows, provenance=provenance)
 
@@ -93,6 +93,6 @@ def two_cards_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     return off_summary(rows, SOURCES)
 
 
-def two_cards_rows(result: Result) -> Rows:
+def two_cards_rows(result: Result) -> Table:
     """A line a time: vLLM's on the two cards, and how far each source of costs is off."""
     return off_rows(result, SOURCES)

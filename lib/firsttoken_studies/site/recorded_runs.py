@@ -8,14 +8,14 @@ bar is then what the system adds to the arithmetic.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from firsttoken.assets.shapes import shape_config
 from firsttoken.study.errors import FirstTokenError
-from firsttoken.study.record import Result, Rows, recorded_result, rows_where
+from firsttoken.study.record import Result, Rows, distinct, recorded_result, rows_where
 from firsttoken_studies import tricks
 
 CLOSE = 1.1  # a slider stands where a run was up to this factor,
@@ -87,6 +87,14 @@ def script(runs: Sequence[IdeaRun]) -> str:
     return "// Made by `firsttoken site` from data/results; do not edit.\n" + "\n".join(lines) + "\n"
 
 
+def _run(
+    idea: str, notebook: str, result: Result, at: Mapping[str, float], without: Rows, mine: Rows, seconds: str
+) -> IdeaRun:
+    """The medians of the column ``seconds`` of rows without the idea and of ``mine``, with it."""
+    medians = (median(row[seconds] for row in rows) for rows in (without, mine))
+    return IdeaRun(idea, notebook, result.slug, at, *medians, min(len(without), len(mine)))
+
+
 def _told(run: IdeaRun) -> dict[str, Any]:
     return {
         "at": dict(run.at),
@@ -119,8 +127,8 @@ def _tflop_per_s(weights_gb: float, tokens: float, seconds: float) -> float:
 
 def _starts(result: Result, prompt_tokens: int) -> list[IdeaRun]:
     """ProgressiveServe's over the links of the cold starts that a loader was limited to."""
-    links = dict.fromkeys(row["link"] for row in result.rows if row["variant"] == "progressive" and row["gbit_per_s"])
-    return [_start(result, rows_where(result.rows, link=link), prompt_tokens) for link in links]
+    shaped = [row for row in rows_where(result.rows, variant="progressive") if row["gbit_per_s"]]
+    return [_start(result, rows_where(result.rows, link=link), prompt_tokens) for link in distinct(shaped, "link")]
 
 
 def _shapes(result: Result) -> list[IdeaRun]:
@@ -141,16 +149,14 @@ def _start(result: Result, rows: Rows, prompt_tokens: int) -> IdeaRun:
         "tflop_per_s": _tflop_per_s(weights / 1e9, prompt_tokens, min(row["prefill_warm_s"] for row in whole)),
         "deferred_share": 1 - progressive[0]["bytes"] / weights,
     }
-    seconds = [median(row["ttft_request_s"] for row in of) for of in (whole, progressive)]
-    return IdeaRun("ProgressiveServe", "13", result.slug, at, *seconds, min(len(whole), len(progressive)))
+    return _run("ProgressiveServe", "13", result, at, whole, progressive, "ttft_request_s")
 
 
-def _borrowed(result: Result, stalls: Result) -> list[IdeaRun]:
+def _borrowed(result: Result, stalls: Result) -> Iterator[IdeaRun]:
     """PETALS's: a start that borrows all layers from one neighbour, over each link and round trip."""
     starts, config = rows_where(result.rows, what="start"), shape_config(result.parameters["model"])
     weights_gb = _weights_gb(result)
     places = dict.fromkeys((row["gbit_per_s"], row["rtt_ms"]) for row in rows_where(starts, variant="borrowed"))
-    found = []
     for gbit_per_s, rtt_ms in places:
         whole = rows_where(starts, variant="whole", gbit_per_s=gbit_per_s)
         mine = rows_where(starts, variant="borrowed", gbit_per_s=gbit_per_s, rtt_ms=rtt_ms)
@@ -163,12 +169,10 @@ def _borrowed(result: Result, stalls: Result) -> list[IdeaRun]:
             "servers": 1,
             "round_trip_ms": rtt_ms,
         }
-        seconds = [median(row["ttft_request_s"] for row in of) for of in (whole, mine)]
-        found.append(IdeaRun("PETALS", "56", result.slug, at, *seconds, min(len(whole), len(mine))))
-    return found
+        yield _run("PETALS", "56", result, at, whole, mine, "ttft_request_s")
 
 
-def _reuse(result: Result, weights_gb: float) -> list[IdeaRun]:
+def _reuse(result: Result, weights_gb: float) -> Iterator[IdeaRun]:
     """DroidSpeak's: another model's cache over each link, loaded while a group of layers is computed."""
     layers, tokens = shape_config(result.parameters["model"]).num_hidden_layers, result.rows[0]["tokens"]
     first, last = map(int, result.rows[0]["group"].split("-"))
@@ -177,8 +181,7 @@ def _reuse(result: Result, weights_gb: float) -> list[IdeaRun]:
         *(row["ttft_s"] for row in rows_where(result.rows, schedule="recompute")),
         *(row["compute_s"] / share for row in rows_where(result.rows, schedule="pipelined")),
     )
-    found = []
-    for gbit_per_s in dict.fromkeys(row["gbit_per_s"] for row in result.rows):
+    for gbit_per_s in distinct(result.rows, "gbit_per_s"):
         here = rows_where(result.rows, gbit_per_s=gbit_per_s)
         whole, mine = (rows_where(here, schedule=name) for name in ("recompute", "pipelined"))
         at = {
@@ -190,9 +193,7 @@ def _reuse(result: Result, weights_gb: float) -> list[IdeaRun]:
             "tflop_per_s": _tflop_per_s(weights_gb, tokens, computed_s),
             "group_share": share,
         }
-        seconds = [median(row["ttft_s"] for row in of) for of in (whole, mine)]
-        found.append(IdeaRun("DroidSpeak", "32", result.slug, at, *seconds, min(len(whole), len(mine))))
-    return found
+        yield _run("DroidSpeak", "32", result, at, whole, mine, "ttft_s")
 
 
 def _swaps(result: Result, weights_gb: float) -> list[IdeaRun]:
@@ -201,7 +202,7 @@ def _swaps(result: Result, weights_gb: float) -> list[IdeaRun]:
     swaps = rows_where(result.rows, what="swap", path="per_block")
     rate = max(row["bytes"] / row["ms"] for row in rows_where(result.rows, what="memcpy")) / 1e6  # GB/s
     copied, again, us_per_copy = {}, {}, {}
-    for tokens in sorted({row["tokens"] for row in swaps}):
+    for tokens in sorted(distinct(swaps, "tokens")):
         mine = rows_where(swaps, tokens=tokens)
         copied[tokens] = median(row["out_ms"] + row["in_ms"] for row in mine) / 1e3
         again[tokens] = median(row["ms"] for row in rows_where(result.rows, what="recompute", tokens=tokens)) / 1e3
@@ -215,16 +216,11 @@ def _swaps(result: Result, weights_gb: float) -> list[IdeaRun]:
         "host_gb_per_s": rate,
         "us_per_copy": min(us_per_copy.values()),
     }
+    n = len(distinct(swaps, "repeat"))
     return [
-        IdeaRun(
-            "CPS", "21", result.slug, at | {"prompt_tokens": tokens}, seconds, min(seconds, again[tokens]), _n(swaps)
-        )
+        IdeaRun("CPS", "21", result.slug, at | {"prompt_tokens": tokens}, seconds, min(seconds, again[tokens]), n)
         for tokens, seconds in copied.items()
     ]
-
-
-def _n(swaps: Rows) -> int:
-    return len({row["repeat"] for row in swaps})
 
 
 def _stalls(result: Result, weights_gb: float) -> IdeaRun:

@@ -10,7 +10,7 @@ from firsttoken.cps.policies import make_policy
 from firsttoken.engine.costs.published import PublishedCosts
 from firsttoken.engine.preemption import PREEMPTION, PreemptionPolicy
 from firsttoken.engine.scheduler_state import VICTIM, VICTIMS
-from firsttoken.engine.schedulers.prefill_first import PrefillFirst
+from firsttoken.engine.schedulers.sarathi import PrefillFirst
 from firsttoken.sarathi.checked_scheduler import watched
 from firsttoken.study.policy_file import PolicyFile, PolicyKind
 from firsttoken.study.profile import Profile

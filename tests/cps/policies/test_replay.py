@@ -2,30 +2,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from listening import Listening
 
 from firsttoken.cps.costs.drift import Drift, scaled
 from firsttoken.cps.policies import make_policy
 from firsttoken.cps.policies.replay import draw_noise, replay
 from firsttoken.engine.costs.published import PublishedCosts
-from firsttoken.engine.preemption import Action, Observation, PreemptionPolicy
+from firsttoken.engine.preemption import Action
 from firsttoken.study.errors import RequestError
 
 COSTS = PublishedCosts(decode_s=0.03)
-
-
-class Listening(PreemptionPolicy):
-    """Always swaps, and keeps what it is told."""
-
-    name = "listening"
-
-    def __init__(self) -> None:
-        self.told: list[Observation] = []
-
-    def choose(self, tokens: int, now_s: float) -> Action:
-        return Action.SWAP
-
-    def observe(self, seen: Observation) -> None:
-        self.told.append(seen)
 
 
 def test_costs_follow_choice_time_and_noise() -> None:
@@ -41,16 +27,16 @@ def test_costs_follow_choice_time_and_noise() -> None:
 
 
 def test_ordinary_prefills_are_told_in_time_and_cost_nothing() -> None:
-    policy = Listening()
+    policy = Listening(lambda tokens: Action.SWAP)
     prefills = [(5.0, 100, 1.0), (0.5, 200, 2.0), (1.5, 300, 1.0)]
     rows = replay(policy, [512, 512], [1.0, 2.0], lambda now_s: COSTS, np.ones((2, 2)), prefills)
-    assert [(seen.action, seen.tokens, seen.now_s) for seen in policy.told] == [
+    assert [(seen.action, seen.tokens, seen.now_s) for seen in policy.seen] == [
         ("recompute", 200, 0.5),
         ("swap", 512, 1.0),
         ("recompute", 300, 1.5),
         ("swap", 512, 2.0),
     ]
-    assert policy.told[0].seconds == pytest.approx(2 * COSTS.recompute_s(200))
+    assert policy.seen[0].seconds == pytest.approx(2 * COSTS.recompute_s(200))
     assert sum(row["seconds"] for row in rows) == pytest.approx(2 * COSTS.swap_s(512))
 
 

@@ -35,7 +35,7 @@ def test_a_slow_link_recomputes_more_and_a_busy_processor_less() -> None:
 
 
 def test_the_table_has_a_line_for_every_link_of_the_papers() -> None:
-    rows = scaled_rows(PLAN)
+    rows = list(scaled_rows(PLAN))
     assert [row["Gbit/s in the paper"] for row in rows] == [4, 16, 50, 64, 100, 200, 300, 400]
     assert all(a["as much here"] < b["as much here"] for a, b in pairwise(rows))
     alone, away = ([row[name] for row in rows] for name in ("TTFT / full prefill's", "the same 2 ms away"))

@@ -16,12 +16,13 @@ from safetensors.torch import save_file
 
 from firsttoken.assets.models import load_model
 from firsttoken.droidspeak.identity import identify
-from firsttoken.droidspeak.pipeline.kv_transfer import Buffers, CachePiece
-from firsttoken.droidspeak.pipeline.live_loading import FirstToken, first_token, pieces_of
+from firsttoken.droidspeak.pipeline.kv_transfer import Buffers
+from firsttoken.droidspeak.pipeline.live_loading import FirstToken, first_token
 from firsttoken.droidspeak.pipeline.schedule import Schedule
 from firsttoken.droidspeak.prefill import Group, full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import Prefix, PrefixCache
 from firsttoken.droidspeak.store import KVStore
+from firsttoken.droidspeak.tensor_bytes import CachePiece
 from firsttoken.link.shaped import Link
 from firsttoken.study.errors import CacheError, LinkError, RequestError
 
@@ -203,15 +204,6 @@ def test_a_link_that_dies_leaves_the_answer_of_a_full_prefill(receiver, pieces, 
     assert all(thread.name != "kv-transfer" for thread in threading.enumerate())
 
 
-def test_a_torn_file_falls_back_too(receiver, sent, tmp_path: Path) -> None:
-    path = tmp_path / "torn.safetensors"
-    pieces = on_disk(sent, path)
-    path.write_bytes(path.read_bytes()[: pieces["layer.5"].offset + 1])
-    result = first_token(receiver, ONE, pieces, Group(2, 4), Link(), SUFFIX)
-    assert "the file ended" in result.fell_back
-    assert torch.equal(result.logits, from_tokens(receiver, ONE, SUFFIX))
-
-
 class TestOutOfAStore:
     context = tuple(range(40, 90))
     shares = (*context[:32], 7, 8, 9)  # two blocks of 16, then something else
@@ -227,22 +219,22 @@ class TestOutOfAStore:
         return store
 
     def test_the_stored_part_of_a_context_is_used(self, receiver, sender, identity, store: KVStore) -> None:
-        located = store.locate(self.shares, identity, e_cache_layer=2)
-        suffix = torch.tensor([self.shares[located.tokens :]])
-        prefix = Prefix.of([self.shares[: located.tokens]])
-        result = first_token(receiver, prefix, pieces_of(located), Group(2, 4), Link(), suffix)
-        assert located.tokens == 32 and not result.fell_back
+        file, tokens = store.locate(self.shares, identity, e_cache_layer=2)
+        suffix = torch.tensor([self.shares[tokens:]])
+        prefix = Prefix.of([self.shares[:tokens]])
+        result = first_token(receiver, prefix, file.spans, Group(2, 4), Link(), suffix)
+        assert tokens == 32 and not result.fell_back
         sent = full_prefill(sender, Prefix.of([self.context[:32]]), edges=[2])
         wanted = expected(receiver, prefix, sent, Group(2, 4), suffix)
         torch.testing.assert_close(result.logits, wanted, atol=1e-5, rtol=1e-4)
 
     def test_an_altered_file_falls_back(self, receiver, identity, store: KVStore) -> None:
-        located = store.locate(self.context, identity, e_cache_layer=2)
-        raw = bytearray(located.path.read_bytes())
-        raw[located.spans["layer.4"].offset] ^= 1
-        located.path.write_bytes(raw)
+        file, _ = store.locate(self.context, identity, e_cache_layer=2)
+        raw = bytearray(file.path.read_bytes())
+        raw[file.spans["layer.4"].offset] ^= 1
+        file.path.write_bytes(raw)
         prefix = Prefix.of([self.context])
-        result = first_token(receiver, prefix, pieces_of(located), Group(2, 4), Link(), SUFFIX)
+        result = first_token(receiver, prefix, file.spans, Group(2, 4), Link(), SUFFIX)
         assert result.fell_back == "layer.4 did not arrive: its sha256 is not that of what was stored"
         assert torch.equal(result.logits, from_tokens(receiver, prefix, SUFFIX))
 

@@ -12,7 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from firsttoken.droidspeak.pipeline.kv_transfer import Buffers, CachePiece, Transfer
+from firsttoken.droidspeak.pipeline.kv_transfer import Buffers, Transfer
+from firsttoken.droidspeak.tensor_bytes import CachePiece
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.study.errors import CacheError, LinkError, RequestError
 

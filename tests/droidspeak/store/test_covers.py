@@ -142,9 +142,9 @@ def test_a_piece_that_is_torn_while_the_store_is_open_ends_it(tmp_path, identity
     cache = drawn(model, CONTEXT, EDGES)
     store = KVStore(tmp_path, **ROOM)
     store.store(CONTEXT, model, cache)
-    located = store.locate(CONTEXT, model)
+    located, _ = store.locate(CONTEXT, model)
     raw = bytearray(located.path.read_bytes())
-    span = located.spans[draw.choice(["layer.0", "layer.1", "layer.2"])]
+    span = located.spans[draw.choice(["layer.0", "layer.1", "edge.2"])]
     at = span.offset + draw.randrange(span.nbytes)
     if draw.random() < 0.5:
         raw[at] ^= draw.randint(1, 255)
@@ -154,5 +154,5 @@ def test_a_piece_that_is_torn_while_the_store_is_open_ends_it(tmp_path, identity
         opened.write(raw)
         opened.truncate(len(raw))
     with pytest.raises(CacheError, match="compute the prefix again"):
-        restored(store, model, Group(0, 0), CONTEXT)
+        restored(store, model, Group(2, 3), CONTEXT)
     assert store.match(CONTEXT, model) == 0

@@ -91,7 +91,7 @@ def test_two_stores_over_one_folder_agree_once_they_look(tmp_path_factory, ident
             store.store(context, model, drawn(model, context, seed=number))
             held.add(number)
         elif deed == "drop" and number in held:
-            store.drop(next(file.entry.key for file in store.files if file.path == store.locate(context, model).path))
+            store.drop(store.locate(context, model)[0].entry.key)
             held.discard(number)
     for store in stores:
         store.refresh()

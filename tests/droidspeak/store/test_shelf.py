@@ -16,7 +16,6 @@ from firsttoken.droidspeak.entry import Entry
 from firsttoken.droidspeak.kvfile import draft
 from firsttoken.droidspeak.prefix_index import token_bytes
 from firsttoken.droidspeak.store import KVStore
-from firsttoken.droidspeak.tiered_store import TieredStore
 from firsttoken.study.errors import CacheError, RequestError
 
 BLOCK = 2
@@ -123,39 +122,33 @@ def test_whatever_happens_bounds_hold_and_what_was_stored_comes_back(identity, d
                 assert on_disk == sum(path.stat().st_size for path in folder.iterdir())
 
 
-def put(tiers, model, context, cache) -> Entry:
-    entry = Entry(model, token_bytes(context), tuple(sorted(cache.e_cache)))
-    tiers.put(entry, entry.pieces(cache))
-    return entry
-
-
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 def test_who_reads_an_entry_reads_all_of_it_though_it_is_evicted(tmp_path, identity, drawn, tier):
     model, context, other = identity(), list(range(20)), list(range(20, 40))
     cache = drawn(model, context)
     room = {"memory_bytes": 2500, "disk_bytes": 0} if tier == "memory" else {"memory_bytes": 0, "disk_bytes": 5000}
-    tiers = TieredStore(tmp_path if tier == "disk" else None, **room, block_tokens=16)
-    put(tiers, model, context, cache)
-    with tiers.open(token_bytes(context), model) as reading:
-        put(tiers, model, other, drawn(model, other, seed=1))
-        assert len(tiers) == 1 and tiers.longest(token_bytes(context), model) == 0
+    store = KVStore(tmp_path if tier == "disk" else None, **room)
+    store.store(context, model, cache)
+    with store.open(context, model) as reading:
+        store.store(other, model, drawn(model, other, seed=1))
+        assert len(store) == 1 and store.match(context, model) == 0
         for layer, kv in enumerate(cache.kv):
             assert torch.equal(reading.piece(f"layer.{layer}"), torch.stack(kv))
-    assert tiers.used[0] <= room["memory_bytes"] and tiers.longest(token_bytes(other), model) == 20
+    assert store.used[0] <= room["memory_bytes"] and store.match(other, model) == 20
 
 
 def test_a_torn_file_does_not_take_its_replacement_along(tmp_path, identity, drawn):
     model, context = identity(), list(range(20))
-    tiers = TieredStore(tmp_path, memory_bytes=0, disk_bytes=1 << 20, block_tokens=16)
-    put(tiers, model, context, drawn(model, context))
-    with tiers.open(token_bytes(context), model) as reading:
+    store = KVStore(tmp_path, memory_bytes=0, disk_bytes=1 << 20)
+    store.store(context, model, drawn(model, context))
+    with store.open(context, model) as reading:
         with reading.file.path.open("r+b") as file:
             file.truncate(reading.file.nbytes - 1)
         again = drawn(model, context, seed=1)
-        put(tiers, model, context, again)
+        store.store(context, model, again)
         with pytest.raises(CacheError, match="torn"):
             reading.piece("layer.2")
-    with tiers.open(token_bytes(context), model) as reading:
+    with store.open(context, model) as reading:
         assert torch.equal(reading.piece("layer.2"), torch.stack(again.kv[2]))
 
 

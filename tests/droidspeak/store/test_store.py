@@ -12,12 +12,9 @@ from firsttoken.assets.models import load_model
 from firsttoken.droidspeak import prefill
 from firsttoken.droidspeak.forward import layer_kv
 from firsttoken.droidspeak.identity import identify, weights_sha256
-from firsttoken.droidspeak.pipeline.kv_transfer import CachePiece
-from firsttoken.droidspeak.pipeline.live_loading import first_token
 from firsttoken.droidspeak.prefill import Group, full_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
 from firsttoken.droidspeak.store import KVStore
-from firsttoken.link.shaped import Link
 from firsttoken.study.errors import CacheError, RequestError
 
 DEPTH = 6
@@ -85,7 +82,7 @@ def test_a_sender_that_is_the_receiver_gives_its_own_full_prefill(store):
 def test_only_the_reused_layers_and_the_lower_edge_are_read(tmp_path):
     store = KVStore(tmp_path, memory_bytes=0, disk_bytes=1 << 24)
     store.store(CONTEXT, SENDS, SENT)
-    located = store.locate(CONTEXT, SENDS)
+    located, _ = store.locate(CONTEXT, SENDS)
     raw = bytearray(located.path.read_bytes())
     for name in ["layer.2", "layer.3", *(f"edge.{layer}" for layer in (0, 1, 3, 4, 5))]:
         raw[located.spans[name].offset] ^= 1
@@ -94,17 +91,6 @@ def test_only_the_reused_layers_and_the_lower_edge_are_read(tmp_path):
     assert same(found, prefill.partial_prefill(RECEIVER, PREFIX, SENT, Group(2, 4)))
     with pytest.raises(CacheError, match="torn"):
         store.partial_prefill(Group(3, 4), CONTEXT, receiver_model=RECEIVER, receiver=RECEIVES, sender=SENDS)
-
-
-def test_a_link_brings_what_the_store_located(tmp_path):
-    store, suffix, group = KVStore(tmp_path, memory_bytes=0, disk_bytes=1 << 24), torch.tensor([[5, 6]]), Group(2, 4)
-    store.store(CONTEXT, SENDS, SENT)
-    located = store.locate(CONTEXT, SENDS, e_cache_layer=2)
-    pieces = {name: CachePiece(name, located.path, *span[:4]) for name, span in located.spans.items()}
-    found = first_token(RECEIVER, PREFIX, pieces, group, Link(), suffix)
-    cache = store.partial_prefill(group, CONTEXT, receiver_model=RECEIVER, receiver=RECEIVES, sender=SENDS)
-    expected = suffix_logits(RECEIVER, PREFIX, suffix, cache, keep=1)
-    assert found.fell_back == "" and torch.equal(found.logits.squeeze(), expected.squeeze())
 
 
 def test_what_was_read_can_take_part_in_training(store):

@@ -7,22 +7,14 @@ from collections.abc import Callable
 from itertools import accumulate, pairwise
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from byte_tokenizers import byte_fallback, byte_level
+from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
-from firsttoken.assets.lock import load_lock
 from firsttoken.assets.qa_files import QAItem
 from firsttoken_studies.droidspeak import constructed_tasks
 
 WORDS = ["abe", "bodu", "cin", "dezo", "eno", "fub", "gaz", "hino", "jeza", "kod", "luna", "medi", "nuz", "quno", "wob"]
-
-
-@pytest.fixture(autouse=True)
-def _pinned_if_wanted(request: pytest.FixtureRequest) -> None:
-    if request.node.get_closest_marker("assets"):
-        missing = [member.saved_as for asset in load_lock() for member in asset.missing()]
-        if missing:
-            pytest.skip(f"{missing[0]} is not fetched; run `firsttoken fetch`")
 
 
 def _merges(space: str) -> list[tuple[str, str]]:
@@ -39,32 +31,12 @@ def _fast(backend: Tokenizer, headed: bool) -> PreTrainedTokenizerFast:
     )
 
 
-def _byte_level(joined: list[tuple[str, str]], headed: bool) -> PreTrainedTokenizerFast:
-    merges = joined + _merges("Ġ")
-    symbols = ["<start>", "<end>", *sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
-    backend = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=merges))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    return _fast(backend, headed)
-
-
-def _sentencepiece() -> PreTrainedTokenizerFast:
-    merges = _merges("▁")
-    letters = sorted({letter for word in WORDS for letter in word})
-    symbols = ["<start>", "<end>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *letters, *map("".join, merges)]
-    vocabulary = {symbol: i for i, symbol in enumerate(symbols)}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, fuse_unk=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return _fast(backend, headed=True)
-
-
+ENDS, LINES = ["<start>", "<end>"], [("Ċ", "Ċ"), (".", "ĊĊ"), (".", "Ċ")]
+LETTERS = sorted({letter for word in WORDS for letter in word})
 TOKENIZERS = {
-    "plain": _byte_level([], headed=False),
-    "joins line ends": _byte_level([("Ċ", "Ċ"), (".", "ĊĊ"), (".", "Ċ")], headed=True),
-    "sentencepiece": _sentencepiece(),
+    "plain": _fast(byte_level(ENDS, _merges("Ġ"), use_regex=False), headed=False),
+    "joins line ends": _fast(byte_level(ENDS, LINES + _merges("Ġ"), use_regex=False), headed=True),
+    "sentencepiece": _fast(byte_fallback(LETTERS, ENDS, _merges("▁")), headed=True),
 }
 
 

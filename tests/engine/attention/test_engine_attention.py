@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from firsttoken.engine.attention import VarlenAttend
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.live_executor import LiveExecutor
-from firsttoken.engine.native.attend import NativeAttend
-from firsttoken.engine.sdpa_attention import PaddedAttend
+from firsttoken.engine.sdpa_attention import NativeAttend, PaddedAttend
 from firsttoken.study.errors import ModelError
 
 TOLERANCE = 1e-4

@@ -11,16 +11,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
-from firsttoken.engine import decoder, fused
+from firsttoken.engine import decoder, fused, sdpa_attention
 from firsttoken.engine.attention import Attend
 from firsttoken.engine.fused import FusedLayer, fuse, fuse_layer
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
-from firsttoken.engine.native import attend
-from firsttoken.engine.native.attend import NativeAttend, TiledAttend
 from firsttoken.engine.native.library import kernels
 from firsttoken.engine.request import Request, Sampling, ScheduledChunk
-from firsttoken.engine.sdpa_attention import PaddedAttend
+from firsttoken.engine.sdpa_attention import NativeAttend, PaddedAttend, TiledAttend
 
 TOLERANCE = 1e-4
 KINDS = {"llama": LlamaConfig, "qwen2": Qwen2Config}
@@ -136,7 +134,7 @@ def test_the_executor_takes_the_kernels_where_it_can(make_model, llama, monkeypa
     assert chosen(copy.deepcopy(model).to(torch.float64)) is PaddedAttend
     assert chosen(copy.deepcopy(model).to(torch.float16)) is PaddedAttend
     assert llama.model.config.head_dim == 8 and chosen(llama.model) is PaddedAttend
-    monkeypatch.setattr(attend, "kernels", lambda: None)
+    monkeypatch.setattr(sdpa_attention, "kernels", lambda: None)
     assert chosen(model) is PaddedAttend
 
 

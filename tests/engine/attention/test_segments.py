@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 
 import peft
 import pytest
 import torch
 from chunked import Chunked
+from listening import Listening
 from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 
@@ -23,11 +24,11 @@ from firsttoken.droidspeak.forward import layer_kv
 from firsttoken.droidspeak.prefill import Group, full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import LayerKV, Prefix
 from firsttoken.engine.decoder import LocalSegment
-from firsttoken.engine.fused import FusedLayer, fuse_layer
+from firsttoken.engine.fused import fuse_layer
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.native.library import kernels
-from firsttoken.engine.preemption.preemption_policy import Action, PreemptionPolicy
+from firsttoken.engine.preemption.preemption_policy import Action
 from firsttoken.engine.request import GREEDY, LayerRecompute, Request, Sampling, ScheduledChunk
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.sdpa_attention import PaddedAttend
@@ -65,24 +66,15 @@ def cut(model: nn.Module, cuts: Sequence[int], kind: str = "stock") -> list[Loca
     return [LocalSegment(layers[lo:hi], lo) for lo, hi in pairwise(ends)]
 
 
-class Mixed(PreemptionPolicy):
-    """Swaps and recomputes by turns."""
-
-    name = "mixed"
-    turn = 0
-
-    def choose(self, tokens: int, now_s: float) -> Action:
-        self.turn += 1
-        return list(Action)[self.turn % 2]
-
-
 def crowd(lab, subject, scheduler: str, blocks: int = 18, **options: Any):
     """All known prompts in a pool for little more than one, its executor made with ``options``."""
 
     def executor(model: nn.Module, count: int, **own: Any) -> LiveExecutor:
         return LiveExecutor(model, count, **own, **options)
 
-    run = lab.live(subject.model, blocks, kind=executor, host_blocks=100, policy=Mixed(), scheduler=scheduler)
+    turns = cycle(reversed(Action))
+    policy = Listening(lambda tokens: next(turns))
+    run = lab.live(subject.model, blocks, kind=executor, host_blocks=100, policy=policy, scheduler=scheduler)
     for one in subject.known:
         run.submit(one.prompt, Sampling(24), 0.0)
     return run
@@ -123,19 +115,6 @@ def test_segments_say_the_plain_tokens(lab, deep, kind: str, scheduler: str, mon
         run = crowd(lab, deep, scheduler, segments=cut(deep.model, cuts, kind))
         assert run.finish() == [list(one.answer) for one in deep.known]
         assert {recovery.action for recovery in run.trace.recoveries} == set(Action)
-
-
-@FUSES.marks[0]
-@torch.inference_mode()
-def test_a_layer_is_fused_beside_the_stock_one(lab, deep) -> None:
-    lab.close()
-    ids = torch.tensor([deep.known[-1].prompt])
-    model = copy.deepcopy(deep.model)
-    before = model(ids).logits
-    fused = [fuse_layer(layer) for layer in model.model.layers]
-    assert all(isinstance(layer, FusedLayer) for layer in fused) and torch.equal(model(ids).logits, before)
-    model.model.layers = nn.ModuleList(fused)
-    torch.testing.assert_close(model(ids).logits, before, atol=TOLERANCE, rtol=0)
 
 
 def test_the_users_model_keeps_its_layers(lab, deep) -> None:

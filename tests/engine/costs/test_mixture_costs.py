@@ -12,12 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from firsttoken.assets.dense_shape import DenseShape, dense_shape
-from firsttoken.assets.mixture_shape import MIXTURES, MixtureShape, model_shape
+from firsttoken.assets.dense_shape import MIXTURES, DenseShape, MixtureShape, dense_shape, model_shape
 from firsttoken.engine.costs import mixture_costs as mixtures
 from firsttoken.engine.costs.mixture_costs import experts_s, layout, mixture_costs
-from firsttoken.engine.costs.operator_tables import OperatorTables
-from firsttoken.engine.costs.power_interpolation import power_between
+from firsttoken.engine.costs.operator_tables import OperatorTables, power_between
 from firsttoken.sarathi.hardware import Hardware
 from firsttoken.study.errors import CorpusError, ModelError, ProfileError
 

@@ -6,7 +6,7 @@ import scipy.optimize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.engine.costs.nnls import non_negative
+from firsttoken.engine.costs.fitted import non_negative
 
 
 @given(st.integers(0, 10_000), st.integers(1, 6))

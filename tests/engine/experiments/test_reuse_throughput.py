@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from firsttoken.study.errors import ProfileError
 from firsttoken_studies.engine.reuse_throughput import (
     FULL,
     PARTIAL,
@@ -68,17 +67,3 @@ def test_the_summary_is_of_the_pairs_and_against_full_prefill(rows) -> None:
     assert 2 < gain(2, method=PARTIAL, layers=4) == gain(2, **mean)
     assert gain(2, method=REUSE, layers=0) > gain(2, **mean)
     assert gain(1.5, **mean) >= gain(5, **mean)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"loads": (0.5,)}, "two or more rates"),
-        ({"loads": (0.8, 0.5)}, "ascending"),
-        ({"output_tokens": 1}, "output_tokens at least 2"),
-        ({"gbit_per_s": 0.0}, "gbit_per_s must be above 0"),
-    ],
-)
-def test_a_setting_that_says_nothing_is_refused(change: dict, message: str) -> None:
-    with pytest.raises(ProfileError, match=message):
-        ServingConfig(**vars(CONFIG) | change)

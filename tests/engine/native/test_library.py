@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from firsttoken.engine import sdpa_attention
 from firsttoken.engine.kv import KVShape
-from firsttoken.engine.native import attend, exports
-from firsttoken.engine.native.attend import supports
+from firsttoken.engine.native import exports
 from firsttoken.engine.native.exports import FUNCTIONS, STORAGE, WIDTHS, Exports
 from firsttoken.engine.native.library import NAMES, Kernels, kernels
+from firsttoken.engine.sdpa_attention import supports
 from firsttoken.study import paths
 
 CPU = torch.device("cpu")
@@ -88,23 +89,26 @@ def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fol
     assert left(folder) == []
 
 
-def test_a_compiler_that_always_fails(compiler, folder: Path) -> None:
-    compiler('echo "In file included from nowhere:" >&2; echo "fatal: out of ideas" >&2; exit 1')
-    assert refusal().endswith("slower: fatal: out of ideas")
-    assert left(folder) == []
-
-
-def test_a_compiler_that_fails_without_a_word(compiler, folder: Path) -> None:
-    compiler("exit 3")
-    assert "exit status 3" in refusal()
-    assert left(folder) == []
-
-
-def test_a_compiler_that_says_something_odd(compiler, folder: Path) -> None:
-    compiler("echo >&2; echo >&2; exit 3")
-    assert "exit status 3" in refusal()
-    compiler(r"printf 'd\351sol\351' >&2; exit 1")
-    assert refusal().endswith("sol\ufffd")
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (
+            'echo "In file included from nowhere:" >&2; echo "fatal: out of ideas" >&2; exit 1',
+            "slower: fatal: out of ideas",
+        ),
+        ("exit 3", "exit status 3"),
+        ("echo >&2; echo >&2; exit 3", "exit status 3"),
+        (r"printf 'd\351sol\351' >&2; exit 1", "sol\ufffd"),
+        (
+            'case "$*" in *-fopenmp*) echo "unsupported option -fopenmp" >&2; exit 1;; esac',
+            "slower: unsupported option -fopenmp",
+        ),
+    ],
+    ids=["its last line", "no word", "no line", "no text", "no OpenMP of any kind"],
+)
+def test_a_compiler_that_always_fails(compiler, folder: Path, body: str, told: str) -> None:
+    compiler(body)
+    assert told in refusal()
     assert left(folder) == []
 
 
@@ -152,12 +156,6 @@ def test_a_compiler_that_lacks_a_flag_gets_another(compiler, tmp_path, source, u
     for line in log.read_text().splitlines():
         between = line[line.index("-fassociative-math") :]
         assert between.startswith(" ".join(["-fassociative-math", *taken]) + " -")
-
-
-def test_a_compiler_without_any_open_mp_is_as_none(compiler, folder: Path) -> None:
-    compiler('case "$*" in *-fopenmp*) echo "unsupported option -fopenmp" >&2; exit 1;; esac')
-    assert refusal().endswith("slower: unsupported option -fopenmp")
-    assert left(folder) == []
 
 
 @needs_compiler
@@ -210,15 +208,15 @@ def shape(**changed) -> KVShape:
 
 
 def test_supports_what_the_kernels_are_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attend, "kernels", object)  # some, built or not
+    monkeypatch.setattr(sdpa_attention, "kernels", object)  # some, built or not
     assert all(supports(shape(head_dim=width, dtype=dtype), CPU) for width in WIDTHS for dtype in NAMES)
     assert not any(supports(shape(dtype=dtype), CPU) for dtype in (torch.float16, torch.float64))
     assert not any(supports(shape(head_dim=width), CPU) for width in (1, 8, 17, 48, 96, 256))
     assert not supports(shape(), torch.device("cuda"))
-    monkeypatch.setattr(attend, "kernels", lambda: None)
+    monkeypatch.setattr(sdpa_attention, "kernels", lambda: None)
     assert not supports(shape(), CPU)
 
 
 def test_nothing_is_built_for_what_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attend, "kernels", lambda: pytest.fail("seconds of compiling for nothing"))
+    monkeypatch.setattr(sdpa_attention, "kernels", lambda: pytest.fail("seconds of compiling for nothing"))
     assert not supports(shape(head_dim=8), CPU)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from firsttoken.engine.kv import KVShape
-from firsttoken.engine.swap.host_allocator import Span
-from firsttoken.engine.swap.host_pool import HostPool
+from firsttoken.engine.swap.host_pool import HostPool, Span
 from firsttoken.study.errors import RequestError
 
 SHAPE = KVShape(layers=2, kv_heads=1, head_dim=4, dtype=torch.float32, block_tokens=2)

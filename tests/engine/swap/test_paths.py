@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from firsttoken.engine.kv import KVPool, KVShape
 from firsttoken.engine.swap import PATHS, make_path
 from firsttoken.engine.swap.block_copier import Move, SwapPath
-from firsttoken.engine.swap.coalesced import StagedRows
-from firsttoken.engine.swap.host_allocator import Span
-from firsttoken.engine.swap.host_pool import HostPool
-from firsttoken.engine.swap.overlapped import Overlapped
+from firsttoken.engine.swap.coalesced import Overlapped, StagedRows
+from firsttoken.engine.swap.host_pool import HostPool, Span
 from firsttoken.study.errors import ProfileError, RequestError
 
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()

@@ -8,28 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from byte_tokenizers import byte_level
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from firsttoken.assets.lock import load_lock
 from firsttoken.study import paths
 
 
 @pytest.fixture(autouse=True)
-def _pinned_or_private(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _private(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not request.node.get_closest_marker("assets"):
         monkeypatch.setattr(paths, "CACHE", tmp_path / "cache")
-    elif missing := [member.saved_as for asset in load_lock() for member in asset.missing()]:
-        pytest.skip(f"{missing[0]} is not fetched; run `firsttoken fetch`")
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token a byte, and a first token before every prompt, as Llama's tokenizer has it."""
-    symbols = ["<start>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    plain = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    plain.decoder = decoders.ByteLevel()
+    plain = byte_level(["<start>"])
     plain.post_processor = processors.TemplateProcessing(single="<start> $A", special_tokens=[("<start>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=plain, bos_token="<start>", pad_token="<start>")
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from firsttoken.assets.lock import asset_path
 from firsttoken.engine.workload import conversations as kept
-from firsttoken.engine.workload.conversations import first_pairs, read_records
-from firsttoken.engine.workload.sharegpt import conversations, pinned_tokenizer, threshold_mix
+from firsttoken.engine.workload.conversations import conversations, first_pairs, pinned_tokenizer, read_records
+from firsttoken.engine.workload.sharegpt import threshold_mix
 from firsttoken.engine.workload.workload_items import Item
 from firsttoken.study import paths
 from firsttoken.study.errors import AssetError, CorpusError, ModelError, RequestError

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firsttoken.engine.workload.traces import load_trace, read_trace
+from firsttoken.engine.workload.traces import load_trace
 from firsttoken.engine.workload.workload_items import Item
 from firsttoken.study.errors import CorpusError
 
@@ -78,10 +78,10 @@ def test_each_published_format(write, text, name, items, dropped):
     path = write(text)
     trace = load_trace(path)
     assert (trace.format, trace.items, trace.dropped) == (name, items, dropped)
-    assert read_trace(str(path)) == items
-    assert read_trace(path, limit=1) == items[:1]
+    assert load_trace(str(path)).items == items
+    assert load_trace(path, limit=1).items == items[:1]
     for other in (text.replace("\n", "\r\n"), "\ufeff" + text, text.rstrip("\n"), text.replace("\n", "\n\n")):
-        assert read_trace(write(other)) == items, "line ends, byte order marks and empty lines change nothing"
+        assert load_trace(write(other)).items == items, "line ends, byte order marks and empty lines change nothing"
 
 
 def lines(time, count=4, **fields) -> str:
@@ -138,11 +138,11 @@ def test_a_clock_has_no_unit(write):
 
 def test_a_limit_reads_no_further(write):
     path = write(BURSTGPT + "this is torn")
-    assert len(read_trace(path, limit=2)) == 2
+    assert len(load_trace(path, limit=2).items) == 2
     with pytest.raises(CorpusError, match="line 6"):
-        read_trace(path, limit=3)
+        load_trace(path, limit=3)
     with pytest.raises(CorpusError, match="at least 1 request must be read, not 0"):
-        read_trace(path, limit=0)
+        load_trace(path, limit=0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**7), st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=20))
@@ -196,13 +196,13 @@ def test_items_are_sorted_from_zero_and_none_is_lost(tmp_path_factory, rows):
 def test_a_bad_file_is_one_clear_line(write, text, words):
     path = write(text)
     with pytest.raises(CorpusError, match=words) as caught:
-        read_trace(path)
+        load_trace(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(CorpusError, match=r"none.csv cannot be read: No such file or directory; "):
-        read_trace(tmp_path / "none.csv")
+        load_trace(tmp_path / "none.csv")
     with pytest.raises(CorpusError, match="Is a directory"):
-        read_trace(tmp_path)
+        load_trace(tmp_path)

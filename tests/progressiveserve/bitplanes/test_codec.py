@@ -10,21 +10,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firsttoken.study.errors import ModelError
-from firsttoken_extras.bitplanes.codec import WORTH, decode, encode
+from firsttoken_extras.bitplanes.codec import WORTH, Codec, Decoding, encode
 
 DATA = bytes(range(8)) * 512
+
+
+def decode(codec: Codec, data: bytes, size: int, what: str) -> bytes:
+    """A stream taken in one piece."""
+    return bytes(Decoding(codec, memoryview(data), size, what, lambda: memoryview(bytearray(size))).take(size))
 
 
 @given(st.one_of(st.binary(max_size=300), st.binary(min_size=1, max_size=3).map(lambda some: some * 200)))
 def test_streams_come_back_and_are_coded_only_where_it_is_worth_it(data):
     codec, coded = encode(data)
-    assert bytes(decode(codec, memoryview(coded), len(data), "layer 00")) == data
+    assert decode(codec, coded, len(data), "layer 00") == data
     assert (len(coded) <= WORTH * len(data)) if codec == "zstd" else coded == data
 
 
-def refused(codec: str, data: bytes, words: str) -> None:
+def refused(codec: Codec, data: bytes, words: str) -> None:
     with pytest.raises(ModelError, match=words) as caught:
-        decode(codec, memoryview(data), len(DATA), "layer 03: q")
+        decode(codec, data, len(DATA), "layer 03: q")
     assert "\n" not in str(caught.value)
 
 

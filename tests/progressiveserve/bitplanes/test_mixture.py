@@ -15,15 +15,13 @@ from transformers import AutoModelForCausalLM
 from firsttoken.__main__ import main
 from firsttoken.progressiveserve.checkpoint.names import layer_of
 from firsttoken.progressiveserve.checkpoint.plan import LoadPlan
-from firsttoken.study.errors import ProfileError, StageError
-from firsttoken.study.profile import load_profile
+from firsttoken.study.errors import StageError
 from firsttoken_extras.bitplanes.assemble import assemble
 from firsttoken_extras.bitplanes.first_stage import coarse, coded_bytes, layer_bytes
 from firsttoken_extras.bitplanes.layouts import SPLITS, planes_of
 from firsttoken_extras.bitplanes.plan_spec import UNCUT, LaterLayers, PlanSpec
 from firsttoken_extras.bitplanes.plane_plan import by_planes
 from firsttoken_studies.progressiveserve.frontier import (
-    PrecisionConfig,
     Sparse,
     precision_frontier,
     precision_summary,
@@ -163,20 +161,6 @@ def test_the_largest_weights_in_a_share_of_the_bytes(make_model):
     assert all(torch.equal(before[name], one) for name, one in model.named_parameters())
     with pytest.raises(StageError, match="'sparse little' keeps no share of the bytes"):
         Sparse.parse("sparse little")
-
-
-@pytest.mark.parametrize(
-    ("cuts", "words"),
-    [
-        (["bits"], "precision.cuts: no cut 'bits'; known: a plan or 'sparse SHARE' of F16 or BF16"),
-        (["bits, ends half of BF16"], "precision.cuts: no split of weights is called 'half'"),
-        (["sparse 2 of BF16"], "precision.cuts: 'sparse 2' keeps no share of the bytes"),
-        (["bits of F16"], "precision.cuts: name 'lossless of F16' too"),
-    ],
-)
-def test_a_cut_that_is_none(cuts, words):
-    with pytest.raises(ProfileError, match=words):
-        load_profile("quick", **{"precision.cuts": cuts}).section("precision", PrecisionConfig)
 
 
 def test_mixtures_and_sparsity_stand_in_the_frontier_beside_exact_weights_of_their_dtype(paper, tmp_path):

@@ -8,21 +8,19 @@ from itertools import pairwise
 
 import pytest
 import torch
-from loads import Loads, refused, retold, stock_answer
-from safetensors.torch import load_file, save_file
+from loads import Loads, refused, retold, rewritten, stock_answer
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from firsttoken.__main__ import main
-from firsttoken.assets.lock import file_sha256
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest, verify
+from firsttoken.progressiveserve.checkpoint.names import torch_dtype
 from firsttoken.progressiveserve.checkpoint.plan import Stage
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
-from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
 from firsttoken.study.canonical_json import sha256_of
 from firsttoken.study.errors import ModelError, StageError
-from firsttoken.study.parsing.safetensors_header import read_header
 from firsttoken_extras.bitplanes.assemble import assemble
 from firsttoken_extras.bitplanes.layouts import SPLITS, planes_of
 from firsttoken_extras.bitplanes.plan_spec import PlanSpec
@@ -119,20 +117,6 @@ def test_a_dtype_that_does_not_hold_what_is_stored_is_refused(stage_planes):
 
 
 # what is refused
-
-
-def rewritten(staged, stage: int, index: int, change) -> None:
-    """The file of a part with its streams changed, and a manifest that knows its new sizes and its new hash."""
-
-    def told(part):
-        path = staged.folder / part.file
-        streams = load_file(path)
-        change(streams)
-        save_file(streams, path, metadata={"format": "pt"})
-        sizes = {"tensors": read_header(path).tensors, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
-        return [replace(part, **sizes)]
-
-    retold(staged, stage, index, told)
 
 
 def cut_otherwise(**told):

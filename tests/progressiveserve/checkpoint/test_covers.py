@@ -12,11 +12,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from coarse_plans import coarse_first
 
 from firsttoken.assets.servable import model_shapes
-from firsttoken.progressiveserve.checkpoint.completeness import check_complete
-from firsttoken.progressiveserve.checkpoint.manifest import Manifest, PartFile, StageFiles, check_layout, part_file
-from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, by_layers, coarse_first
+from firsttoken.progressiveserve.checkpoint.manifest import (
+    Manifest,
+    PartFile,
+    StageFiles,
+    check_complete,
+    check_layout,
+    part_file,
+)
+from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, by_layers
 from firsttoken.progressiveserve.checkpoint.sources import FolderSource
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.study.errors import ModelError

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import chain, pairwise
 
 import pytest
+from coarse_plans import coarse_first
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +18,6 @@ from firsttoken.progressiveserve.checkpoint.plan import (
     Part,
     Stage,
     by_layers,
-    coarse_first,
     staged,
     whole,
 )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from coarse_plans import coarse_first
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from firsttoken.assets.adapters import export_adapter
 from firsttoken.assets.models import load_model
 from firsttoken.progressiveserve.checkpoint.manifest import MANIFEST, read_manifest, verify
-from firsttoken.progressiveserve.checkpoint.plan import HEAD, by_layers, coarse_first, staged, whole
+from firsttoken.progressiveserve.checkpoint.plan import HEAD, by_layers, staged, whole
 from firsttoken.progressiveserve.checkpoint.sources import FolderSource, ModelSource, Origin, RandomSource
 from firsttoken.progressiveserve.checkpoint.writer import LOG, write_staged
 from firsttoken.progressiveserve.passlayer import pass_layers
@@ -105,7 +106,8 @@ def adapters(saved, randomised, tmp_path) -> dict[int, Path]:
 def test_adapters_travel_with_their_stage(saved, adapters, assert_same, ids, tmp_path):
     model, folder = saved()
     source = FolderSource(folder)
-    manifest = write_staged(source, by_layers(source.names, GROUPS), tmp_path / "out", adapters, base_sha256=BASE)
+    source.provenance = source.provenance._replace(sha256=BASE)
+    manifest = write_staged(source, by_layers(source.names, GROUPS), tmp_path / "out", adapters)
     assert [stage.adapter and stage.adapter.folder for stage in manifest.stages] == ["adapters/A", "adapters/B", None]
     verify(tmp_path / "out", manifest)
     weights = manifest.stages[0].adapter.bytes
@@ -119,15 +121,16 @@ def test_adapters_travel_with_their_stage(saved, adapters, assert_same, ids, tmp
         logits.append(PeftModel.from_pretrained(base, str(where)).eval()(ids).logits)
     assert torch.equal(*logits)
     (tmp_path / "out" / "adapters" / "A" / "recipe.json").unlink()
-    write_staged(source, by_layers(source.names, GROUPS), tmp_path / "out", adapters, base_sha256=BASE)
+    write_staged(source, by_layers(source.names, GROUPS), tmp_path / "out", adapters)
     verify(tmp_path / "out", manifest)
 
 
 def test_adapters_that_do_not_fit(source, adapters, tmp_path):
     plan, target = by_layers(source.names, GROUPS), tmp_path / "out"
-    refused("stage-2 was trained with layers 0-1, 3 present", source, plan, target, {1: adapters[2]}, BASE)
     refused("stage-1 belongs to the base ba5eba5eba5e, not", source, plan, target, {1: adapters[1]})
-    refused("stage-1 is for stage 4 of 3", source, plan, target, {4: adapters[1]}, BASE)
+    source.provenance = source.provenance._replace(sha256=BASE)
+    refused("stage-2 was trained with layers 0-1, 3 present", source, plan, target, {1: adapters[2]})
+    refused("stage-1 is for stage 4 of 3", source, plan, target, {4: adapters[1]})
     assert not target.exists() and not (tmp_path / "out.partial").exists()
 
 

@@ -39,10 +39,8 @@ def result() -> SimpleNamespace:
     return SimpleNamespace(rows=rows, summary=summary, provenance=provenance, floors=floors, profile="quick", slug="x")
 
 
-def test_a_link_says_who_limits_it_and_why_and_that_files_were_not_verified(result: SimpleNamespace) -> None:
-    one, sixteen = figures.link_rows(result)
-    assert one["limited by"] == sixteen["limited by"] == "a token bucket (no limit in the kernel: it needs root)"
-    assert (one["files"], sixteen["files"]) == ("cold, not verified", "in memory, not verified")
+def test_a_link_says_that_files_were_not_verified(result: SimpleNamespace) -> None:
+    assert [files_were(row) for row in result.rows[::3]] == ["cold, not verified", "in memory, not verified"]
 
 
 @pytest.mark.parametrize(("resident", "cold", "said"), [(0.0, True, "cold"), (100.0, True, "in memory")])

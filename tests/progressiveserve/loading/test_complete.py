@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
-from loads import ALL, Loads, refused, retold, stock_answer
-from safetensors.torch import load_file, save_file
+from edited import set_keys
+from loads import ALL, Loads, refused, retold, rewritten, stock_answer
 
 from firsttoken.assets.lock import file_sha256
 from firsttoken.progressiveserve.checkpoint.manifest import CONFIG, FileEntry, read_manifest, write_manifest
 from firsttoken.progressiveserve.loading.views import check_whole, make_view
 from firsttoken.progressiveserve.passlayer import PassLayer
 from firsttoken.study.errors import ModelError
-from firsttoken.study.parsing.safetensors_header import read_header
 
 Q, OUT, K = (f"model.layers.4.self_attn.{name}_proj.weight" for name in "qok")
 
@@ -67,26 +65,32 @@ def test_a_part_that_is_told_otherwise(stage, change, words):
     refused(staged, words)
 
 
-def test_the_last_stage_is_left_out(stage):
-    staged = stage()
+def without_layer_5(stages):
+    return (*stages[:2], replace(stages[2], parts=stages[2].parts[:1]))
+
+
+@pytest.mark.parametrize(
+    ("block", "change", "words"),
+    [
+        ((2, 3, 4), lambda stages: stages[:2], "hole: layer 4 .* is in no stage"),
+        (
+            (2, 3, 4, 5),
+            without_layer_5,
+            r"hole: layer 5 \(model\.layers\.5\.[\w.]*\) is in no stage; name it in one; stage it again",
+        ),
+        (
+            (2, 3, 4),
+            lambda stages: (stages[0], *reversed(stages[1:])),
+            "'3-C/000-layer-04.safetensors' stands where staging puts '2-C/000-layer-04.safetensors'",
+        ),
+    ],
+    ids=["no last stage", "no layer 5", "changed places"],
+)
+def test_stages_that_are_told_otherwise(stage, block, change, words):
+    staged = stage(block=block)
     manifest = read_manifest(staged.folder)
-    write_manifest(staged.folder, replace(manifest, stages=manifest.stages[:2]))
-    refused(staged, "hole: layer 4 .* is in no stage")
-
-
-def test_a_layer_that_no_stage_brings(stage):
-    staged = stage(block=(2, 3, 4, 5))
-    manifest = read_manifest(staged.folder)
-    last = replace(manifest.stages[2], parts=manifest.stages[2].parts[:1])
-    write_manifest(staged.folder, replace(manifest, stages=(*manifest.stages[:2], last)))
-    refused(staged, r"hole: layer 5 \(model\.layers\.5\.[\w.]*\) is in no stage; name it in one; stage it again")
-
-
-def test_stages_that_have_changed_places(stage):
-    staged = stage()
-    manifest = read_manifest(staged.folder)
-    write_manifest(staged.folder, replace(manifest, stages=(manifest.stages[0], *reversed(manifest.stages[1:]))))
-    refused(staged, "'3-C/000-layer-04.safetensors' stands where staging puts '2-C/000-layer-04.safetensors'")
+    write_manifest(staged.folder, replace(manifest, stages=change(manifest.stages)))
+    refused(staged, words)
 
 
 def test_a_tensor_that_is_in_neither_manifest_nor_file(stage):
@@ -100,17 +104,6 @@ def test_a_head_that_config_json_has_and_nobody_brings(stage):
     head = len(staged.manifest.stages[0].parts) - 1
     rewritten(staged, 1, head, lambda tensors: tensors.pop("lm_head.weight"))
     refused(staged, r"hole: lm_head\.weight is in no stage")
-
-
-def rewritten(staged, stage: int, part: int, change) -> None:
-    """A file with other tensors, and a manifest that fits it."""
-    file = read_manifest(staged.folder).stages[stage - 1].parts[part]
-    path = staged.folder / file.file
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
-    told = {"tensors": read_header(path).tensors, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
-    retold(staged, stage, part, lambda part: [replace(part, **told)])
 
 
 @pytest.mark.parametrize(
@@ -128,7 +121,7 @@ def test_a_config_json_that_was_not_staged(stage, change, words):
     if change is None:
         path.unlink()
     else:
-        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+        set_keys(path, **change)
     refused(staged, words)
 
 
@@ -146,7 +139,7 @@ def test_a_config_json_that_was_not_staged(stage, change, words):
 def test_a_config_json_that_was_summed_again_and_is_of_another_model(stage, change, words):
     staged = stage()
     path, manifest = staged.folder / CONFIG, read_manifest(staged.folder)
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    set_keys(path, **change)
     entry = FileEntry(path.stat().st_size, file_sha256(path))
     write_manifest(staged.folder, replace(manifest, side=manifest.side | {CONFIG: entry}))
     refused(staged, words)

@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from coarse_plans import coarse_first
 from loads import ALL, Held, Loads, stock_answer
 from transformers import AutoModelForCausalLM
 
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.base_model import at_stage
-from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Stage, by_layers, coarse_first, whole
+from firsttoken.progressiveserve.checkpoint.names import torch_dtype
+from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Stage, by_layers, whole
 from firsttoken.progressiveserve.loading.read_plan import open_reader, parts_of
-from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
 from firsttoken.progressiveserve.loading.views import changed
 from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
 from firsttoken.progressiveserve.passlayer import PassLayer

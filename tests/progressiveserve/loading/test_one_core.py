@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from firsttoken.progressiveserve.loading.pinned_thread import on_pinned_core
+from firsttoken.progressiveserve.loading.weight_builder import on_pinned_core
 
 
 def test_its_loops_are_its_own_and_nobody_elses():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from edited import set_keys
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -139,10 +139,9 @@ def test_a_folder_that_is_not_whole_is_refused(peer: str, folder: Path) -> None:
 
 def test_the_dtype_is_that_of_the_folder_unless_one_is_given(folder: Path) -> None:
     assert load_with("chunked", folder).dtype == torch.bfloat16
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"dtype": None, "torch_dtype": "float16"}))
+    set_keys(folder / "config.json", dtype=None, torch_dtype="float16")
     assert load_with("chunked", folder).dtype == torch.float16
-    (folder / "config.json").write_text(json.dumps(config | {"dtype": None}))
+    set_keys(folder / "config.json", torch_dtype=...)
     assert load_with("chunked", folder).dtype == torch.bfloat16
 
 
@@ -157,5 +156,7 @@ def test_a_missing_package_is_named(name: str, folder: Path, monkeypatch: pytest
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setattr(sys, "path", [])  # nothing can be imported that is not imported already
     monkeypatch.setattr(sys, "meta_path", [])
-    with pytest.raises(StageError, match=f"peer {name} needs the package {PEERS[name].package}: pip install"):
+    with pytest.raises(
+        StageError, match=f"peer {name} needs the package {PACKAGES[name].replace('_', '-')}: pip install"
+    ):
         load_with(name, folder, torch.bfloat16)

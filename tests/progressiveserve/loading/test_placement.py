@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
+from edited import set_keys
 from transformers import AutoModelForCausalLM
 
 from firsttoken.assets.empty_model import build_on_meta, put
 from firsttoken.lean.build import finish
-from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
+from firsttoken.progressiveserve.checkpoint.names import torch_dtype
 from firsttoken.study.errors import ModelError
 
 
@@ -139,8 +138,7 @@ def test_a_config_that_names_no_model(tmp_path, content):
 )
 def test_a_config_that_no_model_can_be_built_from(stage, key, value):
     folder = stage().folder
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {key: value}))
+    set_keys(folder / "config.json", **{key: value})
     with pytest.raises(ModelError, match=r"config\.json") as caught:
         build_on_meta(folder, torch.float32)
     assert "\n" not in str(caught.value)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from read_blobs import CHUNK, content, make_blob, outcomes
+from read_blobs import CHUNK, content, make_blob, read
 
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.loading.reader import PAGE, Blob, BlobReader, even_groups, host_memory
@@ -23,7 +23,7 @@ import sys
 import firsttoken.link.shaped, firsttoken.progressiveserve.checkpoint.manifest
 import firsttoken.progressiveserve.loading.reader, firsttoken.progressiveserve.loading.read_plan
 import firsttoken_studies.progressiveserve.coldstart.trial
-print(sorted({"torch", "numpy", "transformers", "safetensors", "tqdm"} & set(sys.modules)))
+print(sorted({"torch", "numpy", "transformers", "peft", "safetensors", "tqdm", "yaml"} & set(sys.modules)))
 """
 
 
@@ -65,10 +65,7 @@ def test_cold_files_of_any_length(tmp_path: Path, chunk: int, links: int, thread
     blobs = [make_blob(tmp_path / f"{i}.bin", size) for i, size in enumerate(sizes)]
     make_cold(blobs)
     wires = [Link(LinkConfig(gbit_per_s)) for _ in range(links)]
-    reader = BlobReader(blobs, wires, threads=threads, chunk_bytes=chunk)
-    reader.start()
-    assert outcomes(reader) == [content(blob) for blob in blobs]
-    reader.close()
+    assert read(blobs, wires, threads=threads, chunk_bytes=chunk) == [content(blob) for blob in blobs]
     assert sum(wire.bytes_moved for wire in wires) == sum(sizes)
 
 
@@ -81,26 +78,17 @@ def test_a_system_without_a_facility_reads_the_same(tmp_path: Path, gone: str, m
         evict(blob.path)
     for name in gone.split():
         monkeypatch.delattr(os, name, raising=False)
-    reader = BlobReader(blobs, [Link()], threads=2, chunk_bytes=2 * PAGE)
-    reader.start()
-    assert outcomes(reader) == [content(blob) for blob in blobs]
-    reader.close()
+    assert read(blobs, [Link()], threads=2, chunk_bytes=2 * PAGE) == [content(blob) for blob in blobs]
 
 
 def test_cold_files_and_a_link_that_dies(tmp_path: Path) -> None:
     blobs = [make_blob(tmp_path / f"{i}.bin", 10 * PAGE) for i in range(3)]
     make_cold(blobs)
     link = Link(fail_after_bytes=13 * PAGE + 77)
-    reader = BlobReader(blobs, [link], threads=1, chunk_bytes=PAGE)
-    reader.start()
-    found = outcomes(reader)
-    reader.close()
+    found = read(blobs, [link], threads=1, chunk_bytes=PAGE)
     assert found[0] == content(blobs[0]) and "the link died" in str(found[1])
     link.restore()
-    again = BlobReader(blobs, [link], threads=2)
-    again.start()
-    assert outcomes(again) == [content(blob) for blob in blobs]
-    again.close()
+    assert read(blobs, [link], threads=2) == [content(blob) for blob in blobs]
 
 
 def test_files_begin_at_a_page_and_are_writable(tmp_path: Path) -> None:
@@ -149,13 +137,9 @@ def test_no_link_is_idle_where_there_is_enough_for_all(sizes: list[int], count: 
 def test_each_link_moves_its_share_and_the_first_file_does_not_wait_for_the_last(tmp_path: Path) -> None:
     blobs = [make_blob(tmp_path / f"{i}.bin", 20_000) for i in range(6)]
     wires = [Link(), Link(fail_after_bytes=0), Link()]
-    reader = BlobReader(blobs, wires, threads=1)
-    reader.start()
-    found = outcomes(reader)
-    reader.close()
+    found = read(blobs, wires, threads=1)
     assert all(isinstance(found[i], LinkError) for i in (2, 3)) and wires[1].bytes_moved == 0
     assert wires[0].bytes_moved <= 40_000 and wires[2].bytes_moved <= 40_000
-    reader = BlobReader(blobs, [Link(fail_after_bytes=45_000)], threads=1, chunk_bytes=CHUNK)
-    reader.start()
-    assert outcomes(reader)[:2] == [content(blob) for blob in blobs[:2]], "files in order"
-    reader.close()
+    assert read(blobs, [Link(fail_after_bytes=45_000)], threads=1, chunk_bytes=CHUNK)[:2] == [
+        content(blob) for blob in blobs[:2]
+    ], "files in order"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from read_blobs import CHUNK, content, make_blob, outcome, outcomes
+from read_blobs import CHUNK, content, make_blob, outcome, outcomes, read
 
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.loading.reader import Blob, BlobReader, host_memory
@@ -59,14 +59,6 @@ def test_a_bad_file_is_one_line_for_all_that_wait(
     assert "\n" not in str(caught.value)
 
 
-def test_unverified_bytes_are_taken_as_they_are(blobs: list[Blob]) -> None:
-    altered(blobs[3])
-    reader = BlobReader(blobs, [Link()], verify=False)
-    reader.start()
-    assert outcomes(reader) == [content(blob) for blob in blobs]
-    reader.close()
-
-
 class Interrupted(Link):
     """A link that lets something happen to the files after some of its reads."""
 
@@ -85,10 +77,7 @@ class Interrupted(Link):
 def test_a_file_that_vanishes_while_it_is_read_is_read_to_its_end(blobs: list[Blob], threads: int) -> None:
     """A load that has begun has every file open: a checkpoint that is replaced meanwhile does not break it."""
     expected = [content(blob) for blob in blobs]
-    reader = BlobReader(blobs, [Interrupted(4, lambda: blobs[2].path.unlink())], threads=threads, chunk_bytes=CHUNK)
-    reader.start()
-    assert outcomes(reader) == expected
-    reader.close()
+    assert read(blobs, [Interrupted(4, lambda: blobs[2].path.unlink())], threads=threads, chunk_bytes=CHUNK) == expected
     assert not blobs[2].path.exists()
 
 
@@ -104,19 +93,13 @@ def test_a_reader_closes_what_it_opened_and_nothing_twice(blobs: list[Blob], mon
 
     monkeypatch.setattr(os, "open", opening)
     monkeypatch.setattr(os, "close", lambda handle: (closed.append(handle), real_close(handle)))
-    reader = BlobReader(blobs, [Link()], threads=1, chunk_bytes=CHUNK)
-    reader.start()
-    found = outcomes(reader)
-    reader.close()
+    found = read(blobs, [Link()], threads=1, chunk_bytes=CHUNK)
     assert isinstance(found[2], LinkError) and "layer 02" in str(found[2])
     assert sorted(closed) == sorted(opened)
 
 
 def test_a_file_cut_while_it_is_read(blobs: list[Blob]) -> None:
-    reader = BlobReader(blobs, [Interrupted(7, lambda: cut_short(blobs[2]))], threads=1, chunk_bytes=CHUNK)
-    reader.start()
-    found = outcomes(reader)
-    reader.close()
+    found = read(blobs, [Interrupted(7, lambda: cut_short(blobs[2]))], threads=1, chunk_bytes=CHUNK)
     assert found[:2] == [content(blob) for blob in blobs[:2]]
     assert isinstance(found[2], LinkError) and found[3] is found[2]
     assert "layer 02" in str(found[2]) and "02.bin" in str(found[2]) and "early" in str(found[2])
@@ -124,26 +107,17 @@ def test_a_file_cut_while_it_is_read(blobs: list[Blob]) -> None:
 
 def test_a_link_that_dies_names_the_layer(blobs: list[Blob]) -> None:
     link = Link(fail_after_bytes=6000)
-    reader = BlobReader(blobs, [link], threads=1, chunk_bytes=CHUNK)
-    reader.start()
-    found = outcomes(reader)
-    reader.close()
+    found = read(blobs, [link], threads=1, chunk_bytes=CHUNK)
     assert [isinstance(result, LinkError) for result in found] == [False, False, True, True, True, True]
     assert "layer 02" in str(found[2]) and "the link died after 6000 bytes" in str(found[2])
     link.restore()
-    again = BlobReader(blobs, [link], threads=3, chunk_bytes=CHUNK)
-    again.start()
-    assert outcomes(again) == [content(blob) for blob in blobs]
-    again.close()
+    assert read(blobs, [link], threads=3, chunk_bytes=CHUNK) == [content(blob) for blob in blobs]
 
 
 def test_one_dead_link_of_three_stops_the_others(tmp_path: Path) -> None:
     blobs = [make_blob(tmp_path / f"{i}.bin", 30_000) for i in range(6)]
     wires = [Link(LinkConfig(0.001)), Link(fail_after_bytes=100), Link(LinkConfig(0.001))]
-    reader = BlobReader(blobs, wires, threads=1, chunk_bytes=CHUNK)
-    reader.start()
-    found = outcomes(reader)
-    reader.close()
+    found = read(blobs, wires, threads=1, chunk_bytes=CHUNK)
     assert all(isinstance(result, LinkError) for result in found)
     assert wires[0].bytes_moved + wires[2].bytes_moved < 60_000, "nobody reads on for a load that has failed"
 

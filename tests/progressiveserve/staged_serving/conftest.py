@@ -10,10 +10,11 @@ from growing import OURS, TIMEOUT_S
 from torch import nn
 from transformers import PreTrainedModel
 
+from firsttoken.assets.adapter_files import CONFIG, WEIGHTS
 from firsttoken.engine import model_server
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.link.shaped import Link
-from firsttoken.progressiveserve.loading.lora import CONFIG, WEIGHTS, parse_adapter
+from firsttoken.progressiveserve.loading.lora import parse_adapter
 from firsttoken.progressiveserve.loading.views import StageView, make_view
 from firsttoken.progressiveserve.passlayer import PassLayer
 from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from growing import PROMPT, TIMEOUT_S, events_of, greedy, part_path, until
+from growing import PROMPT, TIMEOUT_S, events_of, greedy, part_path
 from plain_tokens import check_greedy, judged
 from transformers import AutoModelForCausalLM
+from waiting import until
 
 from firsttoken.progressiveserve.staged_serving.transitions import PrefillAgain, RequestBoundary
 from firsttoken_extras.bitplanes.assemble import assemble

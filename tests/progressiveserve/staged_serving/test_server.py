@@ -6,6 +6,7 @@ import json
 import time
 
 import pytest
+from coarse_plans import coarse_first
 from growing import (
     MOVING,
     PROMPT,
@@ -18,10 +19,10 @@ from growing import (
     greedy,
     part_path,
     tokens_of,
-    until,
 )
 from plain_tokens import Plain, check_greedy, judged
 from torch import nn
+from waiting import until
 
 from firsttoken.engine.async_engine import TokenEvent
 from firsttoken.engine.fused import FusedLayer
@@ -30,7 +31,7 @@ from firsttoken.engine.request import Sampling
 from firsttoken.lean.layers import LeanLayer
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.base_model import at_stage
-from firsttoken.progressiveserve.checkpoint.plan import coarse_first, whole
+from firsttoken.progressiveserve.checkpoint.plan import whole
 from firsttoken.progressiveserve.passlayer import PassLayer
 from firsttoken.progressiveserve.staged_serving import staged_server
 from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer

@@ -5,16 +5,8 @@ from __future__ import annotations
 import threading
 
 import pytest
-from growing import (
-    OURS,
-    PROMPT,
-    TIMEOUT_S,
-    bytes_until,
-    events_of,
-    first_event,
-    part_path,
-    until,
-)
+from growing import OURS, PROMPT, TIMEOUT_S, bytes_until, events_of, first_event, part_path
+from waiting import until
 
 from firsttoken.engine.async_engine import Stream
 from firsttoken.link.shaped import Link, LinkConfig

@@ -16,9 +16,9 @@ from growing import (
     greedy,
     part_path,
     tokens_of,
-    until,
 )
 from plain_tokens import check_greedy
+from waiting import until
 
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import MANIFEST

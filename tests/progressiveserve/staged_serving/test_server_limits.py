@@ -5,15 +5,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from growing import (
-    PROMPT,
-    TIMEOUT_S,
-    events_of,
-    first_event,
-    greedy,
-    tokens_of,
-    until,
-)
+from growing import PROMPT, TIMEOUT_S, events_of, first_event, greedy, tokens_of
+from waiting import until
 
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.link.shaped import Link

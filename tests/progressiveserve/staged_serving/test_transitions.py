@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
+from coarse_plans import coarse_first
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.link.shaped import Link
-from firsttoken.progressiveserve.checkpoint.plan import coarse_first
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.loading.views import changed

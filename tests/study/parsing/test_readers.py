@@ -10,9 +10,8 @@ import pytest
 import yaml
 
 from firsttoken.study.errors import CorpusError
-from firsttoken.study.parsing.gzip_text import read_gzip
 from firsttoken.study.parsing.json_text import json_lines, parse_json
-from firsttoken.study.parsing.parse_errors import Damaged, blaming, read_bytes, shown
+from firsttoken.study.parsing.parse_errors import Damaged, blaming, read_bytes, read_gzip, shown
 from firsttoken.study.parsing.safetensors_header import read_header
 from firsttoken.study.parsing.yaml_text import parse_yaml, read_entries
 

@@ -7,9 +7,8 @@ import sys
 import pytest
 
 from firsttoken.progressiveserve.loading.reader import host_memory
-from firsttoken.study.system import prefault
+from firsttoken.study.system.direct_io import back
 from firsttoken.study.system.footprint import MemoryGrowth
-from firsttoken.study.system.prefault import back
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the call")
@@ -23,7 +22,7 @@ def test_brings_the_pages_and_keeps_what_is_there():
 
 
 def test_does_nothing_where_the_system_has_no_such_call(monkeypatch):
-    monkeypatch.setattr(prefault.sys, "platform", "darwin")
+    monkeypatch.setattr(sys, "platform", "darwin")
     back(memoryview(bytearray(8)))
     monkeypatch.undo()
     back(memoryview(b""))

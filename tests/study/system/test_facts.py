@@ -10,8 +10,7 @@ import pytest
 from firsttoken.study import machine
 from firsttoken.study.system.cgroup_limits import cores, memory_bytes
 from firsttoken.study.system.kernel_files import sysctl
-from firsttoken.study.system.pci import link_of_gpu
-from firsttoken.study.system.processor import cpu_model, cpuinfo, virtualised
+from firsttoken.study.system.processor import cpu_model, cpuinfo, link_of_gpu, virtualised
 
 MAC = """case "$2" in
     machdep.cpu.brand_string) echo "Apple M2 Pro";;

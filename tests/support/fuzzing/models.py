@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from services import CHAT, byte_level
 
+from firsttoken.assets.adapter_files import WEIGHTS
 from firsttoken.droidspeak.identity import ModelIdentity
 from firsttoken.droidspeak.prefix import LayerKV, PrefixCache
 from firsttoken.droidspeak.store import KVStore
@@ -22,7 +23,7 @@ from firsttoken.progressiveserve.checkpoint.plan import by_layers, whole
 from firsttoken.progressiveserve.checkpoint.sources import FolderSource, Origin, RandomSource
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.loading.loader import StageLoad
-from firsttoken.progressiveserve.loading.lora import WEIGHTS, parse_adapter
+from firsttoken.progressiveserve.loading.lora import parse_adapter
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.stage_adapters import check_fit
 from firsttoken.service.text import read_vocabulary

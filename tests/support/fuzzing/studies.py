@@ -164,7 +164,8 @@ def make_assets(folder: Path) -> None:
 
 
 def lock(folder: Path) -> list[dict[str, Any]]:
-    return [asdict(asset) for asset in load_lock(folder / "assets.yaml")]
+    with here(folder):
+        return [asdict(asset) for asset in load_lock()]
 
 
 def legal_lock(intact: list[dict[str, Any]], found: list[dict[str, Any]]) -> bool:
@@ -180,7 +181,7 @@ def asset(folder: Path) -> bytes:
 
 def wheel(folder: Path) -> bytes:
     with here(folder):
-        (pinned,) = load_lock(folder / "assets.yaml")
+        (pinned,) = load_lock()
         (member,) = pinned.members
         _extract(_from_folder(pinned, folder), member)
         return member.target.read_bytes()

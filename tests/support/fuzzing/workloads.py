@@ -12,7 +12,7 @@ from gpu_profiles import write_profile
 
 from firsttoken.engine.costs.profiled import ProfiledCosts
 from firsttoken.engine.workload.conversations import Conversations, _load, _save, first_pairs
-from firsttoken.engine.workload.traces import read_trace
+from firsttoken.engine.workload.traces import load_trace
 from fuzzing import mutators
 from fuzzing.property import Format
 from fuzzing.studies import sound
@@ -32,7 +32,7 @@ SHAREGPT = json.dumps([{"id": str(i), "conversations": TURNS} for i in range(4)]
 
 
 def trace(folder: Path) -> list[tuple[Any, ...]]:
-    return [astuple(item) for item in read_trace(folder / "trace.csv")]
+    return [astuple(item) for item in load_trace(folder / "trace.csv").items]
 
 
 def legal_trace(intact: Any, found: list[tuple[Any, ...]]) -> bool:

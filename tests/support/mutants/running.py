@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial, reduce
 from pathlib import Path
+from typing import Any
 
 from firsttoken.study import kernel_forkserver
 from firsttoken.study.notebooks import notebook_paths
@@ -33,6 +36,36 @@ class Mutation:
     quick: bool = False
 
 
+Version = Callable[..., Any]
+_MADE: list[Mutation] = []
+
+
+def wrong(notebook: str, name: str, of: str, says: str, quick: bool = False) -> Callable[[Version], Version]:
+    """Makes a mutation of what is decorated: the wrong version of ``of``, a "module:name" or a "module:Class.name".
+
+    It is called with the right version before the arguments of a call. Nothing is imported before it is wanted: who
+    had imported the right version by its name would keep it.
+    """
+
+    def made(version: Version) -> Version:
+        _MADE.append(Mutation(notebook, name, partial(_replace, of, version), says, quick))
+        return version
+
+    return made
+
+
+def _replace(of: str, version: Version) -> None:
+    module, _, path = of.partition(":")
+    *outer, last = path.split(".")
+    holder = reduce(getattr, outer, importlib.import_module(module))
+    right = inspect.getattr_static(holder, last)
+
+    def replaced(*given: Any, **named: Any) -> Any:
+        return version(right, *given, **named)
+
+    setattr(holder, last, property(replaced) if isinstance(right, property | cached_property) else replaced)
+
+
 def cells_of(notebook: str) -> list[str]:
     """The code of the cells of a notebook that show its mechanism, in order."""
     (path,) = notebook_paths([notebook])
@@ -43,7 +76,9 @@ def cells_of(notebook: str) -> list[str]:
 
 def mutations() -> list[Mutation]:
     """All of them, report by report."""
-    return [one for report in REPORTS for one in importlib.import_module(f"mutants.{report}").MUTATIONS]
+    for report in REPORTS:
+        importlib.import_module(f"mutants.{report}")
+    return _MADE
 
 
 def error_of(notebook: str, name: str = "") -> str:

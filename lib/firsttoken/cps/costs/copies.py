@@ -36,5 +36,4 @@ class CopyCosts(Costs):
         copies = 1 if self.coalesced else self.shape.copies(tokens)
         return copies * self.copy_s + self.shape.blocks(tokens) * self.shape.block_bytes / self.bytes_per_s
 
-    def swap_in_s(self, tokens: int) -> float:
-        return self.swap_out_s(tokens)
+    swap_in_s = swap_out_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,9 +42,6 @@ class CrossingInterval:
     n: int
 
 
-Estimate = Callable[[Sequence[float], Sequence[float], Sequence[float]], Crossing]
-
-
 def crossing(
     tokens: Sequence[float], swap_s: Sequence[float], recompute_s: Sequence[float], log2: bool = False
 ) -> Crossing:
@@ -80,26 +77,23 @@ def fit_crossing(tokens: Sequence[float], swap_s: Sequence[float], recompute_s: 
     return crossing(ends, *(np.polyval(np.polyfit(lengths, seconds, 1, w=1 / seconds), ends) for seconds in seen))
 
 
-def crossing_interval(
-    swap: Seen, recompute: Seen, estimate: Estimate = crossing, resamples: int = 2000, seed: int = 0
-) -> CrossingInterval:
+def crossing_interval(swap: Seen, recompute: Seen, resamples: int = 2000, seed: int = 0) -> CrossingInterval:
     """The crossing of the medians at each length, with a percentile bootstrap over the observations at each length.
 
-    ``estimate`` is ``crossing`` or ``fit_crossing``. The bounds come from the resamples that cross; where many do not,
-    ``without`` says so, and the bounds alone would mislead. Raises CorpusError unless both were measured at the same
-    lengths.
+    The bounds come from the resamples that cross; where many do not, ``without`` says so, and the bounds alone would
+    mislead. Raises CorpusError unless both were measured at the same lengths.
     """
     lengths = sorted({tokens for tokens, _ in swap})
     if lengths != sorted({tokens for tokens, _ in recompute}):
         raise CorpusError("swap and recompute were not measured at the same lengths; measure both at each")
     rng = np.random.default_rng(seed)
     grouped = [[np.array([s for n, s in seen if n == length]) for length in lengths] for seen in (swap, recompute)]
-    whole = estimate(lengths, *([float(np.median(group)) for group in way] for way in grouped))
+    whole = crossing(lengths, *([float(np.median(group)) for group in way] for way in grouped))
     medians = [
         np.stack([np.median(group[rng.integers(0, len(group), (resamples, len(group)))], axis=1) for group in way], 1)
         for way in grouped
     ]
-    found = [estimate(lengths, out, back).tokens for out, back in zip(*medians, strict=True)]
+    found = [crossing(lengths, out, back).tokens for out, back in zip(*medians, strict=True)]
     places = [place for place in found if place is not None]
     low, high = np.percentile(places, [2.5, 97.5]).tolist() if places else (None, None)
     return CrossingInterval(whole, low, high, 1 - len(places) / resamples, len(swap) + len(recompute))

@@ -15,11 +15,10 @@ from typing import Any
 from tqdm import tqdm
 
 from firsttoken.cps.costs.crossing import crossing
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.executor import Executor
+from firsttoken.engine.preemption import Swap
 from firsttoken.engine.preemption.preemption_policy import Action, Observation
-from firsttoken.engine.preemption.swap import Swap
 from firsttoken.engine.request import Sampling
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.files import write_text

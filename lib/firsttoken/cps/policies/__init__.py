@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from firsttoken.cps.policies.bandwidth_only import BandwidthOnly
-from firsttoken.cps.policies.cross_point import CrossPoint
+from firsttoken.cps.policies.cross_point import BandwidthOnly, CrossPoint, Oracle
 from firsttoken.cps.policies.online import OnlineCrossPoint
-from firsttoken.cps.policies.oracle import Oracle
 from firsttoken.engine.preemption import POLICIES as STATIC
 from firsttoken.engine.preemption import PreemptionPolicy, policy_of
 

@@ -1,13 +1,19 @@
-"""The paper's policy: a threshold found by profiling (CPS, 3.3)."""
+"""The policy of CPS, and the two bounds that it stands between: a theory without lengths, and all that can be known."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.preemption.preemption_policy import Action, PreemptionPolicy
 from firsttoken.study.errors import ProfileError
 
 
 class CrossPoint(PreemptionPolicy):
-    """Swap up to ``threshold`` tokens, recompute above. The paper sets 1,024; its own Table 2 crosses at 927 (I20)."""
+    """The paper's policy, a threshold found by profiling (3.3): swap up to ``threshold`` tokens, recompute above.
+
+    The paper sets 1,024; its own Table 2 crosses at 927 (I20).
+    """
 
     name = "cross_point"
 
@@ -18,3 +24,44 @@ class CrossPoint(PreemptionPolicy):
 
     def choose(self, tokens: int, now_s: float) -> Action:
         return Action.SWAP if tokens <= self.threshold else Action.RECOMPUTE
+
+
+class BandwidthOnly(PreemptionPolicy):
+    """The theory that the paper argues against (2.3): data divided by bandwidth, arithmetic divided by its rate.
+
+    Swap when 2 * bytes / bandwidth is less than FLOP / rate (after the cost models of FlexGen and DistServe).
+    ``bytes_per_token`` of keys and values cross the link twice at ``bytes_per_s``; ``flop_per_token`` (about twice the
+    parameters without embeddings) are done at ``flop_per_s``. Both are proportional to tokens, so the theory knows no
+    cross-point: it gives one answer for every length. With the paper's 12,288 bytes a token, 25 GB/s, 0.72 GFLOP a
+    token and the 155 TFLOP/s of an A6000 that answer is swap, at 0.98 against 4.6 microseconds a token.
+    """
+
+    name = "bandwidth_only"
+
+    def __init__(self, bytes_per_token: float, bytes_per_s: float, flop_per_token: float, flop_per_s: float) -> None:
+        given = locals()
+        for name in ("bytes_per_token", "bytes_per_s", "flop_per_token", "flop_per_s"):
+            if given[name] <= 0:
+                raise ProfileError(f"bandwidth_only: {name} must be above 0, not {given[name]}")
+        self.swap_s_per_token = 2 * bytes_per_token / bytes_per_s
+        self.recompute_s_per_token = flop_per_token / flop_per_s
+
+    def choose(self, tokens: int, now_s: float) -> Action:
+        cheaper = tokens * self.swap_s_per_token < tokens * self.recompute_s_per_token
+        return Action.SWAP if cheaper else Action.RECOMPUTE
+
+
+class Oracle(PreemptionPolicy):
+    """The choice of one who knows the true costs: a bound for every policy, and no policy to run.
+
+    The cheaper way by ``costs_at(now_s)``: expected costs, without the noise of the one recovery at hand.
+    """
+
+    name = "oracle"
+
+    def __init__(self, costs_at: Callable[[float], Costs]) -> None:
+        self.costs_at = costs_at
+
+    def choose(self, tokens: int, now_s: float) -> Action:
+        costs = self.costs_at(now_s)
+        return Action.SWAP if costs.swap_s(tokens) <= costs.recompute_s(tokens) else Action.RECOMPUTE

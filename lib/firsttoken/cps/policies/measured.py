@@ -13,7 +13,7 @@ from typing import Any
 from firsttoken.assets.model_config import read_config
 from firsttoken.cps.costs.recoveries import RecoveryCosts, keep, kept, measure
 from firsttoken.cps.policies.online import OnlineCrossPoint
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.executor import Executor
 from firsttoken.study import paths
 from firsttoken.study.machine import identity

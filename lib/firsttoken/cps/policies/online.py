@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from firsttoken.engine.costs.nnls import non_negative
+from firsttoken.engine.costs.fitted import non_negative
 from firsttoken.engine.preemption.preemption_policy import Action, Observation, PreemptionPolicy
 from firsttoken.study.errors import ProfileError
 

@@ -7,45 +7,20 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from firsttoken.droidspeak.tensor_bytes import bytes_of
+from firsttoken.droidspeak.tensor_bytes import CachePiece, bytes_of
 from firsttoken.link.shaped import Link
-from firsttoken.study.errors import CacheError, LinkError, RequestError
+from firsttoken.study.errors import LinkError, RequestError
 
 _CHUNK = 4 << 20  # bytes between two looks at whether the transfer was cancelled
 _LEAST_CHUNK = 64 << 10
 _CHUNK_S = 0.02  # on a slow link a chunk is what arrives within this time
-
-
-@dataclass(frozen=True)
-class CachePiece:
-    """One tensor of ``shape`` and ``dtype``: ``nbytes`` of the file ``path``, from byte ``offset`` on.
-
-    What arrives is held against ``sha256`` (hex; "" leaves that out). Raises CacheError when bytes and shape disagree.
-    """
-
-    name: str
-    path: Path
-    offset: int
-    nbytes: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    sha256: str = ""
-
-    def __post_init__(self) -> None:
-        needed = prod(self.shape) * self.dtype.itemsize
-        if self.nbytes != needed or self.offset < 0:
-            raise CacheError(
-                f"{self.name}: {self.nbytes} bytes from byte {self.offset} are no {list(self.shape)} of {self.dtype} "
-                f"({needed} bytes); store that cache again"
-            )
 
 
 class Buffers:
@@ -79,10 +54,8 @@ class Transfer:
         if lacking:
             raise RequestError(f"no buffer of its shape for {', '.join(lacking)}; make Buffers from the same pieces")
         self.pieces, self._link, self._buffers = tuple(pieces), link, buffers
-        self._arrived: dict[str, float] = {}
+        self._arrivals: dict[str, Future[float]] = {piece.name: Future() for piece in pieces}
         self._copied: dict[str, torch.cuda.Event] = {}
-        self._error: Exception | None = None
-        self._changed = threading.Condition()
         self._cancelled = threading.Event()
         self._thread = threading.Thread(target=self._bring_all, name="kv-transfer", daemon=True)
         self._side = torch.cuda.Stream(buffers.device) if buffers.device.type == "cuda" else None
@@ -106,26 +79,23 @@ class Transfer:
         Raises LinkError when the transfer broke off before it arrived, or brought other bytes than were stored, and
         RequestError for a piece that is not under way.
         """
-        if all(piece.name != name for piece in self.pieces):
+        if name not in self._arrivals:
             raise RequestError(f"{name} is not part of this transfer; ask for one of its pieces")
-        with self._changed:
-            self._changed.wait_for(lambda: name in self._arrived or self._error is not None)
-            if name not in self._arrived:
-                raise LinkError(f"{name} did not arrive: {self._error}") from self._error
+        try:
+            self._arrivals[name].result()
+        except Exception as error:
+            raise LinkError(f"{name} did not arrive: {error}") from error
         if self._side is not None:
             torch.cuda.current_stream(self._buffers.device).wait_event(self._copied[name])
         return self._buffers.landed[name]
 
     def ready(self, name: str) -> Tensor | None:
         """Return what ``wait`` returns, but None where it would wait."""
-        with self._changed:
-            if name not in self._arrived and self._error is None:
-                return None
-        return self.wait(name)
+        return self.wait(name) if self._arrivals[name].done() else None
 
     def arrived_at(self, name: str) -> float:
         """When the last byte of a piece that has been waited for came over the link, on ``time.perf_counter``."""
-        return self._arrived[name]
+        return self._arrivals[name].result()
 
     @torch.inference_mode()  # thread-local, and the buffers may have been made under it
     def _bring_all(self) -> None:
@@ -137,9 +107,9 @@ class Transfer:
                         opened[piece.path] = self._open(piece, files)
                     self._bring(piece, opened[piece.path])
         except Exception as error:  # whatever it is, the thread that waits must not wait for ever
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
+            for arrival in self._arrivals.values():
+                if not arrival.done():
+                    arrival.set_exception(error)
 
     def _open(self, piece: CachePiece, files: ExitStack) -> int:
         try:
@@ -170,6 +140,4 @@ class Transfer:
             with torch.cuda.stream(self._side):
                 self._buffers.landed[piece.name].copy_(host, non_blocking=True)
                 self._copied[piece.name] = self._side.record_event()
-        with self._changed:
-            self._arrived[piece.name] = time.perf_counter()
-            self._changed.notify_all()
+        self._arrivals[piece.name].set_result(time.perf_counter())

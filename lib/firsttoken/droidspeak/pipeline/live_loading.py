@@ -16,11 +16,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from firsttoken.droidspeak.entry import e_cache_name, layer_name
 from firsttoken.droidspeak.forward import Forward, cache_of, fill
-from firsttoken.droidspeak.kvfile import Located
-from firsttoken.droidspeak.pipeline.kv_transfer import Buffers, CachePiece, Transfer
+from firsttoken.droidspeak.pipeline.kv_transfer import Buffers, Transfer
 from firsttoken.droidspeak.pipeline.schedule import Schedule
 from firsttoken.droidspeak.prefill import Group
 from firsttoken.droidspeak.prefix import LayerKV, Prefix
+from firsttoken.droidspeak.tensor_bytes import CachePiece
 from firsttoken.link.shaped import Link
 from firsttoken.study.errors import CacheError, LinkError, RequestError
 
@@ -54,11 +54,6 @@ class FirstToken:
     fell_back: str = ""
 
 
-def pieces_of(located: Located) -> dict[str, CachePiece]:
-    """What a store has located, for a transfer."""
-    return {name: CachePiece(name, located.path, *span) for name, span in located.spans.items()}
-
-
 def sent_pieces(pieces: Mapping[str, CachePiece], group: Group, depth: int, schedule: Schedule) -> list[CachePiece]:
     """What ``schedule`` sends, in order. Raises RequestError when ``pieces`` lacks some of it."""
     names = [e_cache_name(group.lo)] if schedule.sends_e_cache(group) else []
@@ -84,8 +79,8 @@ def first_token(
     """The first token behind ``prefix`` and ``suffix`` [batch, tokens], with ``group`` recomputed, the rest reused.
 
     Pipelined, the group's computation starts as soon as the E-cache is there, and the pass over the suffix waits at
-    each reused layer for that layer only. ``pieces`` are a sender's, by name (``pieces_of`` what a store locates); of
-    pieces with more tokens than a prefix of one row the first are used. ``buffers`` serve again once this returns.
+    each reused layer for that layer only. ``pieces`` are a sender's, by name (the ``spans`` of what a store locates);
+    of pieces with more tokens than a prefix of one row the first are used. ``buffers`` serve again once this returns.
 
     A link that dies costs time, never the answer: the result is then that of a full prefill, and says so.
     Raises RequestError for a group or piece that is not there, CacheError for a piece that does not fit the model.

@@ -97,10 +97,6 @@ class LayerProfiler:
             self.prefix_layers += len(group)
         return kept[: len(group)]
 
-    def forget(self, lo: int) -> None:
-        """Free what was recomputed from ``lo``."""
-        self._recomputed.pop(lo, None)
-
     def reuse(self) -> Score:
         """The score over the sender's cache as it is."""
         return self._score(self._through(self._behind.embed(), range(self.depth), self.sent.kv.__getitem__))
@@ -128,7 +124,7 @@ class LayerProfiler:
                 hidden, top = self._through(hidden, range(top, hi), lambda layer, lo=lo, own=own: own[layer - lo]), hi
                 yield Group(lo, hi), self._score(self._through(hidden, range(hi, self.depth), self.sent.kv.__getitem__))
             if lo:  # what starts at the embedding is the receiver's own cache, which is asked for again
-                self.forget(lo)
+                del self._recomputed[lo]
 
     def single_layers(self) -> Iterator[tuple[int, Score]]:
         """The score where one layer alone holds the sender's keys and values and all others the receiver's own."""

@@ -1,9 +1,14 @@
-"""The one interface to costs: the engine on a simulated device, the oracle and the tables read all through it."""
+"""The one interface to costs: the engine on a simulated device, the oracle and the tables read all through it.
+
+What was measured at some sizes is a line over all of them.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 
 class Costs(ABC):
@@ -38,3 +43,25 @@ def step_parts(prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> 
     new = sum(new for _, new in prefills)
     pairs = sum(new * (cached + new / 2) for cached, new in prefills)
     return [1.0, new, pairs, len(contexts), sum(contexts), len(contexts) * max(contexts, default=0)]
+
+
+def line_through(points: Mapping[int, float], most: int) -> list[float]:
+    """The value at 0 ... ``most`` [most + 1] from ``points``, ascending: straight between them, below the first as
+    there, and beyond the last as it went over the upper half, since a table may end on the flat stair of a tile."""
+    at, values = list(points), list(points.values())
+    line = [values[0]] * min(at[0], most + 1)
+    for (start, low), (end, high) in pairwise(points.items()):
+        slope = (high - low) / (end - start)
+        line += [slope * (here - start) + low for here in range(start, min(end, most + 1))]
+    slope = 0.0
+    if len(at) > 1:
+        middle = max(bisect_right(at, at[-1] / 2) - 1, 0)
+        slope = (values[-1] - values[middle]) / (at[-1] - at[middle])
+    return line + [values[-1] + slope * beyond for beyond in range(most + 1 - at[-1])]
+
+
+def follow(line: Sequence[float], count: int) -> float:
+    """``line[count]``, its last step going on beyond it."""
+    if count < len(line):
+        return float(line[count])
+    return float(line[-1] + (count - len(line) + 1) * (line[-1] - line[-2]))

@@ -11,18 +11,17 @@ from functools import lru_cache
 
 import numpy as np
 
+from firsttoken.assets.dense_shape import MixtureShape
 from firsttoken.assets.lock import asset_path
-from firsttoken.assets.mixture_shape import MixtureShape
 from firsttoken.engine.costs.operator_costs import MOST_TOKENS, OperatorCosts
-from firsttoken.engine.costs.operator_tables import Curve, OperatorTables, read_table
-from firsttoken.engine.costs.power_interpolation import power_between
+from firsttoken.engine.costs.operator_tables import Curve, OperatorTables, least_by_size, power_between, read_table
 from firsttoken.study.errors import ProfileError
 
 MIXTURE_CARDS = ("h100-sxm", "h200-sxm", "b200-sxm")
 """The cards whose tables of experts are pinned."""
 
-_COLUMNS = ("moe_dtype", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size")
-_TOKENS, _ROUTING = "num_tokens", "distribution"
+_COLUMNS = ("moe_dtype", "hidden_size", "inter_size", "topk", "num_experts")
+_SPLIT, _SPREAD, _TOKENS, _ROUTING = "moe_tp_size", "moe_ep_size", "num_tokens", "distribution"
 _NUMBER_BYTES = 2
 
 
@@ -83,31 +82,29 @@ def experts_s(card: str, shape: MixtureShape, split: int, spread: int, weights: 
 
     Raises ProfileError for what no table has, naming what was measured.
     """
-    if card not in MIXTURE_CARDS:
-        raise ProfileError(f"no experts of {card!r} are pinned; known: {', '.join(MIXTURE_CARDS)}")
-    table = _experts(card)
-    dense = shape.dense
-    asked = (weights, dense.hidden, dense.mlp, shape.active, shape.experts, split, spread)
-    fits = np.logical_and.reduce([table[name] == value for name, value in zip(_COLUMNS, asked, strict=True)])
+    table, alike = _measured(card, shape, weights)
+    fits = alike & (table[_SPLIT] == split) & (table[_SPREAD] == spread)
     if not fits.any():
         raise ProfileError(_unmeasured(card, shape, weights, f"split {split} and spread {spread} ways"))
     chosen = fits & (table[_ROUTING] == routing)
     if not chosen.any():
         known = ", ".join(sorted(set(table[_ROUTING][fits].tolist())))
         raise ProfileError(f"{card} has no experts under the routing {routing!r}; measured: {known}")
-    at, place = np.unique(table[_TOKENS][chosen], return_inverse=True)
-    least = np.full(len(at), np.inf)
-    np.minimum.at(least, place, table["latency"][chosen])
-    return at.astype(float), least
+    return least_by_size(table[_TOKENS][chosen], table["latency"][chosen])
+
+
+def _measured(card: str, shape: MixtureShape, weights: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """The table of ``card``, and which of its rows are of experts of this shape. ProfileError for another card."""
+    if card not in MIXTURE_CARDS:
+        raise ProfileError(f"no experts of {card!r} are pinned; known: {', '.join(MIXTURE_CARDS)}")
+    table, asked = _experts(card), (weights, shape.dense.hidden, shape.dense.mlp, shape.active, shape.experts)
+    return table, np.logical_and.reduce([table[name] == value for name, value in zip(_COLUMNS, asked, strict=True)])
 
 
 def _layouts(card: str, shape: MixtureShape, weights: str) -> list[tuple[int, int]]:
     """The layouts, (split, spread), in which experts of this shape were measured. ProfileError for another card."""
-    if card not in MIXTURE_CARDS:
-        raise ProfileError(f"no experts of {card!r} are pinned; known: {', '.join(MIXTURE_CARDS)}")
-    table, asked = _experts(card), (weights, shape.dense.hidden, shape.dense.mlp, shape.active, shape.experts)
-    alike = np.logical_and.reduce([table[name] == value for name, value in zip(_COLUMNS[:5], asked, strict=True)])
-    return sorted({(int(a), int(b)) for a, b in zip(*(table[name][alike] for name in _COLUMNS[5:]), strict=True)})
+    table, alike = _measured(card, shape, weights)
+    return sorted(set(zip(table[_SPLIT][alike].tolist(), table[_SPREAD][alike].tolist(), strict=True)))
 
 
 def _unmeasured(card: str, shape: MixtureShape, weights: str, how: str) -> str:
@@ -120,4 +117,4 @@ def _unmeasured(card: str, shape: MixtureShape, weights: str, how: str) -> str:
 
 @lru_cache(maxsize=3)
 def _experts(card: str) -> dict[str, np.ndarray]:
-    return read_table(asset_path(f"{card}-experts.parquet"), (*_COLUMNS, _TOKENS, _ROUTING))
+    return read_table(asset_path(f"{card}-experts.parquet"), (*_COLUMNS, _SPLIT, _SPREAD, _TOKENS, _ROUTING))

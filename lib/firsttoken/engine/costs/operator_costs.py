@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from firsttoken.assets.dense_shape import DenseShape
-from firsttoken.engine.costs.cost_model import Costs
-from firsttoken.engine.costs.interpolation import follow
-from firsttoken.engine.costs.operator_tables import CONTEXT, GENERATION, Curve, OperatorTables
+from firsttoken.engine.costs.cost_model import Costs, follow
+from firsttoken.engine.costs.operator_tables import CONTEXT, GENERATION, Curve, OperatorTables, power_between
 from firsttoken.study.errors import ProfileError
 
 MOST_TOKENS = 1 << 14  # tokens of a batch that are reckoned once; beyond them the last slope goes on
@@ -79,9 +78,9 @@ class OperatorCosts(Costs):
         )
         tokens = np.arange(1, MOST_TOKENS + 1, dtype=float)
         products = [tables.product(weights, n, k) for n, k in widths]
-        layer = sum(_at(tokens, curve) for curve, _ in products)
+        layer = sum(power_between(tokens, curve) for curve, _ in products)
         if gpus > 1:
-            layer = layer + 2 * _at(tokens * shape.hidden * 2, tables.all_reduce(gpus))
+            layer = layer + 2 * power_between(tokens * shape.hidden * 2, tables.all_reduce(gpus))
         layer = layer + _small_kernels_s(tables, shape, gpus, tokens, quantised=weights != "bfloat16")
         head, wide = tables.product("bfloat16", -(-shape.vocabulary // gpus), shape.hidden)
         beyond = [f"products of {n} x {k}" for (n, k), (_, out) in zip(widths, products, strict=True) if out]
@@ -104,7 +103,7 @@ class OperatorCosts(Costs):
             tables.pcie_bytes_s,
             shape.kv_bytes(_BYTES[kv]),
             np.concatenate([[0.0], shape.layers * layer]),
-            np.concatenate([[0.0], _at(np.arange(1, MOST_REQUESTS + 1, dtype=float), head)]),
+            np.concatenate([[0.0], power_between(np.arange(1, MOST_REQUESTS + 1, dtype=float), head)]),
             prompts[1],
             tuple((batch, decodes[batch]) for batch in sorted(decodes)),
         )
@@ -143,13 +142,6 @@ class OperatorCosts(Costs):
         below, curve = batches[right - 1]
         share = (count - below) / (above - below)
         return (1 - share) * _cache_s(curve, context) + share * high
-
-
-def _at(sizes: np.ndarray, curve: Curve) -> np.ndarray:
-    """Seconds at ``sizes``: a power between two points, in proportion beyond the last, as the first below it."""
-    at, seconds = curve
-    found = np.exp(np.interp(np.log(sizes), np.log(at), np.log(seconds)))
-    return np.asarray(found * np.maximum(1.0, sizes / at[-1]))
 
 
 def _prompt_s(sizes: np.ndarray, seconds: np.ndarray, tokens: float) -> float:

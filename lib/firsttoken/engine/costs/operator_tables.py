@@ -39,6 +39,22 @@ Curve = tuple[np.ndarray, np.ndarray]
 """Sizes, ascending, and seconds at them."""
 
 
+def power_between(sizes: np.ndarray, curve: Curve) -> np.ndarray:
+    """The values at ``sizes`` of ``curve``, all above 0: a power of the size between two of its points, in proportion
+    beyond the last, as the first below it."""
+    at, values = curve
+    found = np.exp(np.interp(np.log(sizes), np.log(at), np.log(values)))
+    return np.asarray(found * np.maximum(1.0, sizes / at[-1]))
+
+
+def least_by_size(sizes: np.ndarray, seconds: np.ndarray) -> Curve:
+    """The least time at each size: a shape that was measured by several kernels is computed by the fastest."""
+    at, place = np.unique(sizes, return_inverse=True)
+    least = np.full(len(at), np.inf)
+    np.minimum.at(least, place, seconds)
+    return at.astype(float), least
+
+
 def tables_from() -> str:
     """The package and version that the tables are from, as they are pinned."""
     return next(asset.pin for asset in load_lock() if asset.name == "gpu-operators")
@@ -91,7 +107,7 @@ class OperatorTables:
 
         Between the measured n and k the time is a power of both; beyond them it grows in proportion.
         """
-        grid = _products(self, dtype)
+        grid = _products_of(self.card, dtype)
         log = np.zeros(len(grid.m))
         for i, share_n in _bracket(grid.n, n):
             for j, share_k in _bracket(grid.k, k):
@@ -114,7 +130,8 @@ class OperatorTables:
             )
         sizes = "isl" if kind == CONTEXT else "step"
         found = [
-            (_by_batch(table, fits & (table["num_heads"] == measured[i]), sizes), w) for i, w in _line(measured, heads)
+            (_by_batch(table, fits & (table["num_heads"] == measured[i]), sizes), weight)
+            for i, weight in _weights(measured.astype(float), float(heads))
         ]
         first = found[0][0]
         if len(found) == 1:
@@ -135,8 +152,8 @@ class OperatorTables:
         if not here.any() or not theirs.any():
             known = np.unique(own["num_gpus"])
             raise ProfileError(f"{self.card} has no all-reduce of {gpus} GPUs; measured: {', '.join(map(str, known))}")
-        sizes, seconds = _curve(own["message_size"][here], own["latency"][here])
-        counts, others = _curve(nccl["message_size"][theirs], nccl["latency"][theirs])
+        sizes, seconds = least_by_size(own["message_size"][here], own["latency"][here])
+        counts, others = least_by_size(nccl["message_size"][theirs], nccl["latency"][theirs])
         return sizes, np.minimum(seconds, np.interp(sizes, counts * _HALF_BYTES, others, left=np.inf))
 
 
@@ -172,9 +189,8 @@ def read_table(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
             table = parquet.read_table(path)
         except (pyarrow.ArrowException, OSError) as error:
             raise Damaged(f"is no whole Parquet table ({str(error).splitlines()[0][:100]})") from error
-        if missing := [
-            name for name in (*names, "latency") if name not in table.column_names and name not in _OPTIONAL
-        ]:
+        there = {*table.column_names, *_OPTIONAL}
+        if missing := [name for name in (*names, "latency") if name not in there]:
             raise Damaged(f"has no column {', '.join(missing)}")
         found: dict[str, Any] = {
             name: np.array(table.column(name).to_pylist())
@@ -203,34 +219,18 @@ def _products_of(card: str, dtype: str) -> _Products:
         return _Products(*axes, np.where(np.isfinite(least), np.log(least), np.nan))
 
 
-def _products(tables: OperatorTables, dtype: str) -> _Products:
-    return _products_of(tables.card, dtype)
-
-
 def _by_batch(table: Mapping[str, np.ndarray], fits: np.ndarray, sizes: str) -> dict[int, Curve]:
     batches = table["batch_size"]
     return {
-        int(batch): _curve(table[sizes][here], table["latency"][here])
+        int(batch): least_by_size(table[sizes][here], table["latency"][here])
         for batch in np.unique(batches[fits])
         if (here := fits & (batches == batch)).any()
     }
 
 
-def _curve(sizes: np.ndarray, seconds: np.ndarray) -> Curve:
-    """The least time at each size: a shape that was measured by several kernels is computed by the fastest."""
-    at, place = np.unique(sizes, return_inverse=True)
-    least = np.full(len(at), np.inf)
-    np.minimum.at(least, place, seconds)
-    return at.astype(float), least
-
-
 def _bracket(axis: np.ndarray, value: float) -> list[tuple[int, float]]:
     """(index, weight) around ``value`` on a logarithmic axis; the last point beyond its end, the first below it."""
     return _weights(np.log(axis), float(np.log(min(max(value, axis[0]), axis[-1]))))
-
-
-def _line(axis: np.ndarray, value: float) -> list[tuple[int, float]]:
-    return _weights(axis.astype(float), float(value))
 
 
 def _weights(axis: np.ndarray, value: float) -> list[tuple[int, float]]:

@@ -22,8 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from firsttoken.engine.costs.cost_model import Costs
-from firsttoken.engine.costs.interpolation import follow, line_through
+from firsttoken.engine.costs.cost_model import Costs, follow, line_through
 from firsttoken.engine.costs.tables import MEND, number, rows
 from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.parsing.csv_text import columns, numbered
@@ -210,12 +209,14 @@ class ProfiledCosts(Costs):
         if layers < 1:
             raise ProfileError(f"profiled costs: a model has at least 1 layer, not {layers}")
         folder, tables = _located(Path(folder).expanduser())
-        meta = _meta(folder / "meta.yaml")
+        with blaming(folder / "meta.yaml", CorpusError, MEND):
+            meta = shaped(_Meta, read_yaml(folder / "meta.yaml"), others=True)
         dense = _by_layer(tables / "dense.csv", "tokens")
         heads = _by_layer(tables / "per_sequence.csv", "sequences")
         axes, grid = attention_grid(tables / "attention.csv")
         per_pass = sum(_line(dense[name], MOST_TOKENS) for name in sorted(ONCE & dense.keys()))
-        per_layer = sum(_line(points, MOST_TOKENS) * (1 + (name in TWICE)) for name, points in _layers(dense).items())
+        of_layers = {name: points for name, points in dense.items() if name not in ONCE}
+        per_layer = sum(_line(points, MOST_TOKENS) * (1 + (name in TWICE)) for name, points in of_layers.items())
         head = sum(_line(points, 1024) for points in heads.values())
         names = ("attention.csv", "dense.csv", "per_sequence.csv")
         kept = hashlib.sha256(b"".join((tables / name).read_bytes() for name in names))
@@ -243,10 +244,11 @@ class ProfiledCosts(Costs):
         )
 
     def swap_out_s(self, tokens: int) -> float:
-        raise ProfileError(_NO_SWAP)
+        raise ProfileError(
+            "profiled costs: no profile holds the price of a swap; preempt by recompute, or give the link's own costs"
+        )
 
-    def swap_in_s(self, tokens: int) -> float:
-        raise ProfileError(_NO_SWAP)
+    swap_in_s = swap_out_s
 
     def _attention_s(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
         before, chunk, prefix = self._last_piece(*self._as_one(prefills))
@@ -298,9 +300,6 @@ class ProfiledCosts(Costs):
         return found
 
 
-_NO_SWAP = "profiled costs: no profile holds the price of a swap; preempt by recompute, or give the link's own costs"
-
-
 def _bracket(axis: Sequence[int], value: float) -> tuple[tuple[int, float], ...]:
     """(index, weight) of the points around ``value``; 0 is a point of its own ("none"), not the start of a line."""
     if value <= 0:
@@ -341,10 +340,6 @@ def _line(points: Mapping[int, float], most: int) -> np.ndarray:
     return np.array(line_through(points, most))
 
 
-def _layers(dense: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: points for name, points in dense.items() if name not in ONCE}
-
-
 @dataclass(frozen=True)
 class _SkewFit:
     enabled: bool = False
@@ -354,11 +349,6 @@ class _SkewFit:
 class _Meta:
     skew_fit: _SkewFit | None = None
     attention_grid: dict[str, Any] | None = None
-
-
-def _meta(path: Path) -> _Meta:
-    with blaming(path, CorpusError, MEND):
-        return shaped(_Meta, read_yaml(path), others=True)
 
 
 def _by_layer(path: Path, by: str) -> dict[str, dict[int, float]]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from firsttoken.engine.costs.cost_model import Costs
-from firsttoken.engine.costs.interpolation import follow, line_through
+from firsttoken.engine.costs.cost_model import Costs, follow, line_through
 from firsttoken.study.errors import ProfileError
 
 PREFILL_MS_PER_TOKEN = {

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +49,7 @@ FUNCTIONS = {
 
 
 class Exports:
-    """The functions in the library ``file`` by name and dtype; the arguments are addresses, and numbers.
+    """The functions in the library ``file`` by name and dtype.
 
     ``panel`` is the number of outputs that lie side by side in a packed weight; bfloat16 is multiplied well where the
     processor ``has_bfloat16`` instructions. Raises OSError and AttributeError for a file that is no such library.
@@ -66,9 +67,10 @@ class Exports:
         self.panel = library.panel_outputs()
         self.has_bfloat16 = bool(library.multiplies_bfloat16())
 
-    def __getitem__(self, key: tuple[str, str]) -> Callable[..., int | None]:
-        """The function of that (name, dtype)."""
-        return self._calls[key]
+    def call(self, name: str, dtype: str, *arguments: Any) -> int | None:
+        """Call the function ``name`` for ``dtype`` with the addresses of numpy's arrays and torch's tensors, and with
+        numbers, and None, as they are."""
+        return self._calls[name, dtype](*map(_address, arguments))
 
     def multiplies(self, dtype: str) -> bool:
         """Whether a first product in ``dtype`` is what it must be: of whole numbers that no rounding changes."""
@@ -78,9 +80,15 @@ class Exports:
         stored, given = narrowed(rows, dtype), narrowed(states, dtype)
         panels, got = np.zeros(2 * self.panel * inputs, stored.dtype), np.zeros((3, outputs), stored.dtype)
         weight = np.array([panels.ctypes.data, 0, outputs, inputs, *[0] * 6], dtype=np.int64)
-        self["pack", dtype](stored.ctypes.data, weight.ctypes.data, 1)
-        self["product", dtype](given.ctypes.data, 3, weight.ctypes.data, None, got.ctypes.data, 1)
+        self.call("pack", dtype, stored, weight, 1)
+        self.call("product", dtype, given, 3, weight, None, got, 1)
         return np.array_equal(widened(got), states @ rows.T)
+
+
+def _address(argument: Any) -> Any:
+    if isinstance(argument, np.ndarray):
+        return argument.ctypes.data
+    return argument.data_ptr() if hasattr(argument, "data_ptr") else argument
 
 
 def load_exports() -> Exports:

@@ -1,4 +1,4 @@
-"""How preempted requests come back: always swapped, or always computed again; ``crosspoint`` says when which."""
+"""How preempted requests come back: always swapped, or always computed again; ``cps`` says when which."""
 
 from __future__ import annotations
 
@@ -7,13 +7,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from firsttoken.engine.preemption.preemption_policy import Action, Observation, PreemptionPolicy
-from firsttoken.engine.preemption.recompute import Recompute
-from firsttoken.engine.preemption.swap import Swap
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.parsing.schema import unknown
 from firsttoken.study.policy_file import PolicyKind
 
-__all__ = ["POLICIES", "PREEMPTION", "Action", "Observation", "PreemptionPolicy", "policy_of"]
+__all__ = ["POLICIES", "PREEMPTION", "Action", "Observation", "PreemptionPolicy", "Recompute", "Swap", "policy_of"]
+
+
+class Swap(PreemptionPolicy):
+    """Always swap: one of the two static policies that the paper compares with."""
+
+    name = "swap"
+
+    def choose(self, tokens: int, now_s: float) -> Action:
+        return Action.SWAP
+
+
+class Recompute(PreemptionPolicy):
+    """Always recompute: what vLLM does with a request that has one sequence (errata I23)."""
+
+    name = "recompute"
+
+    def choose(self, tokens: int, now_s: float) -> Action:
+        return Action.RECOMPUTE
+
 
 POLICIES: dict[str, type[PreemptionPolicy]] = {policy.name: policy for policy in (Swap, Recompute)}
 

@@ -1,4 +1,5 @@
-"""Stall-free batches of chunked prefills (Sarathi-Serve, Agrawal et al., OSDI 2024, Algorithm 3).
+"""Schedulers by name: stall-free batches of chunked prefills (Sarathi-Serve, Agrawal et al., OSDI 2024, Algorithm 3),
+what the paper compares them with, their two halves alone, and rivals.
 
 Rivals differ in the token budget, which may hold an objective, or in who begins first.
 """
@@ -13,12 +14,94 @@ from typing import TYPE_CHECKING, ClassVar
 from firsttoken import old_names
 from firsttoken.engine.costs.cost_model import step_parts
 from firsttoken.engine.request import Request, ScheduledChunk
-from firsttoken.engine.scheduler_config import SchedulerConfig
-from firsttoken.engine.schedulers.scheduler import Scheduler
+from firsttoken.engine.schedulers.scheduler import Scheduler, SchedulerConfig
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.parsing.schema import unknown
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+# What the paper compares with: whole requests, whole prompts beside decodes, and whole prompts first.
+
+
+class RequestLevel(Scheduler):
+    """Request-level scheduling (FasterTransformer): a batch is closed until its last request ends.
+
+    Blocks are reserved for all tokens that a request may have, so nobody is preempted.
+    """
+
+    name: ClassVar[str] = "request_level"
+    steady: ClassVar[bool] = True
+
+    def schedule(self) -> list[ScheduledChunk]:
+        decodes = self.decodes()
+        return decodes + self.prefills(reserve=True, admit=not self.running)
+
+
+class IterationLevel(Scheduler):
+    """Iteration-level scheduling (Orca, Yu et al., OSDI 2022): requests join and leave between two steps.
+
+    Whole prompts share a step with decodes. Blocks are reserved at admission, so nobody is preempted.
+    """
+
+    name: ClassVar[str] = "iteration_level"
+    steady: ClassVar[bool] = True
+
+    def schedule(self) -> list[ScheduledChunk]:
+        chunks = self.decodes()
+        return chunks + self.prefills(reserve=True)
+
+
+class PrefillFirst(Scheduler):
+    """Prefill-first scheduling (vLLM 0.2, Kwon et al., SOSP 2023): prompts whenever there is room, else decodes.
+
+    Swapped requests come back before anyone new is admitted, and not in a step that had to preempt.
+    """
+
+    name: ClassVar[str] = "prefill_first"
+    steady: ClassVar[bool] = True
+
+    def schedule(self) -> list[ScheduledChunk]:
+        if chunks := self.prefills(admit=not self.swapped):
+            return chunks
+        return self.ready()[0]
+
+
+# Sarathi-Serve's two halves alone (Table 4): chunks that never share a batch, and batches that never cut.
+
+
+class ChunkedOnly(Scheduler):
+    """Chunks and decodes take turns, each in batches of their own: a decode waits for one chunk, not for a prompt."""
+
+    name: ClassVar[str] = "chunked_only"
+    steady: ClassVar[bool] = True
+    _chunked = False  # in the last step
+
+    def schedule(self) -> list[ScheduledChunk]:
+        chunks = [] if self._chunked else self._chunk()
+        self._chunked = bool(chunks)
+        if chunks:
+            return chunks
+        chunks, calm = self.ready()
+        return chunks if chunks or not calm else self._chunk()
+
+    def _chunk(self) -> list[ScheduledChunk]:
+        return self.chunks(self.config.token_budget, admit=not self.swapped)
+
+
+class HybridOnly(Scheduler):
+    """Decodes and whole prompts share a batch, however long a prompt is."""
+
+    name: ClassVar[str] = "hybrid_only"
+    steady: ClassVar[bool] = True
+
+    def schedule(self) -> list[ScheduledChunk]:
+        chunks, calm = self.ready()
+        return chunks + self.prefills(admit=calm and not self.swapped)
+
+
+# Both together, and rivals.
 
 
 class Sarathi(Scheduler):
@@ -88,9 +171,8 @@ class ShortestFirst(Sarathi):
 SEEN = 128  # steps of a kind that are remembered: a few seconds of a busy GPU, so that a change is soon learnt
 REFIT = 16  # steps between two fits, which take 0.3 ms
 LEAST = 4  # steps of a kind before the first
-GROWTH = (
-    2  # a chunk is at most so many times the largest that is remembered: a line is not trusted far beyond its points
-)
+# a chunk is at most so many times the largest that is remembered: a line is not trusted far beyond its points
+GROWTH = 2
 
 
 class StepTimeModel:
@@ -133,9 +215,8 @@ class StepTimeModel:
         parts = step_parts([], contexts)
         while low < high:
             middle = (low + high + 1) // 2
-            parts[1:3] = step_parts([(cached, middle)], [])[
-                1:3
-            ]  # the decodes, of which there are many, stay as they are
+            # the decodes, of which there are many, stay as they are
+            parts[1:3] = step_parts([(cached, middle)], [])[1:3]
             took = float(self._prices.dot(parts)) * self._margin
             low, high = (middle, high) if took <= seconds else (low, middle - 1)
         return low
@@ -216,6 +297,29 @@ class Deadline(AdaptiveBudget):
     def _decode_due(self, request: Request) -> float:
         """When the next token of ``request``, which has one, is due."""
         return max(self._due(request), request.times_s[-1] + self.config.tbt_s)
+
+
+_OF_THE_PAPER = (RequestLevel, IterationLevel, PrefillFirst, Sarathi, ChunkedOnly, HybridOnly)
+_RIVALS = (PrefillCap, Deadline, AdaptiveBudget, ShortestFirst)
+SCHEDULERS: dict[str, type[Scheduler]] = {kind.name: kind for kind in (*_OF_THE_PAPER, *_RIVALS)}
+REPORTED: dict[str, type[Scheduler]] = {  # as the report's registry calls them (Sarathi-Serve, schedulers)
+    "faster_transformer": RequestLevel,
+    "orca": IterationLevel,
+    "vllm": PrefillFirst,
+    "simple_chunking": ChunkedOnly,
+}
+
+
+def scheduler_named(name: str | type[Scheduler]) -> type[Scheduler]:
+    """The scheduler of this name, its own or the report's; a class of one's own is taken as it is.
+
+    Raises ProfileError when there is none of the name.
+    """
+    if isinstance(name, type):
+        return name
+    if found := SCHEDULERS.get(name) or REPORTED.get(name):
+        return found
+    raise ProfileError(f"engine: no scheduler {name!r}; {unknown(name, [*SCHEDULERS, *REPORTED])}")
 
 
 __getattr__ = old_names.classes(__name__, Pace="StepTimeModel")

@@ -5,17 +5,52 @@ Here requests have blocks, lose them, have them back, move to another version, a
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
+from firsttoken import old_names
 from firsttoken.engine.block_pool import BlockPool, PrefixSharing
 from firsttoken.engine.executor import Version
 from firsttoken.engine.preemption.preemption_policy import Action, Preemptor
 from firsttoken.engine.request import KVSource, Phase, Request, ScheduledChunk
-from firsttoken.engine.scheduler_config import SchedulerConfig
 from firsttoken.engine.scheduler_state import PendingPrefix, Queues, Victim
-from firsttoken.old_names import OldMember
+from firsttoken.study.errors import ProfileError
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """What a step may hold, and how long it may take.
+
+    ``requests`` run at once, ``prefill_tokens`` are prefilled in one step (a longer prompt goes alone).
+
+    ``overtake`` lets a swapped request that fits come back before an earlier one that does not (vLLM: no). Schedulers
+    that cut prompts process ``token_budget`` tokens a step at most, or what ``tbt_s`` (seconds between two tokens of a
+    request) and ``ttft_s`` (to its first) leave, or a step that takes ``stretch`` times what its decodes alone would;
+    ``wait_s`` is how long one that prefers short prompts may let others wait. Raises ProfileError for what is below 1,
+    or no time.
+    """
+
+    requests: int = 256
+    prefill_tokens: int = 2048
+    overtake: bool = False
+    token_budget: int = 512
+    tbt_s: float = math.inf
+    ttft_s: float = math.inf
+    wait_s: float = math.inf
+    stretch: float = math.inf
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "prefill_tokens", "token_budget"):
+            if getattr(self, name) < 1:
+                raise ProfileError(f"engine: {name} must be at least 1, not {getattr(self, name)}")
+        for name in ("tbt_s", "ttft_s", "wait_s"):
+            if not getattr(self, name) > 0:
+                raise ProfileError(f"engine: {name} must be above 0, not {getattr(self, name)}")
+        if not self.stretch > 1:
+            raise ProfileError(f"engine: stretch must be above 1, not {self.stretch}")
 
 
 class Scheduler(Queues, ABC):
@@ -29,7 +64,7 @@ class Scheduler(Queues, ABC):
 
     name: ClassVar[str]
     steady: ClassVar[bool] = False
-    work, bounds = OldMember("chunk"), OldMember("config")  # as readers' schedulers have them
+    work, bounds = old_names.OldMember("chunk"), old_names.OldMember("config")  # as readers' schedulers have them
 
     def __init__(
         self,
@@ -321,3 +356,6 @@ class Scheduler(Queues, ABC):
     def _release(self, request: Request) -> None:
         self.pool.give(request.blocks)
         request.blocks = []
+
+
+__getattr__ = old_names.classes(__name__, Bounds="SchedulerConfig")

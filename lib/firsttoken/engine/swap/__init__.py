@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from firsttoken.engine.kv import KVPool
 from firsttoken.engine.swap.block_copier import SwapPath
-from firsttoken.engine.swap.coalesced import Coalesced
+from firsttoken.engine.swap.coalesced import Coalesced, Overlapped
 from firsttoken.engine.swap.host_pool import HostPool
-from firsttoken.engine.swap.overlapped import Overlapped
 from firsttoken.engine.swap.per_block import PerBlock
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import unknown

@@ -15,8 +15,7 @@ from typing import ClassVar
 import torch
 
 from firsttoken.engine.kv import KVPool
-from firsttoken.engine.swap.host_allocator import Span
-from firsttoken.engine.swap.host_pool import HostPool
+from firsttoken.engine.swap.host_pool import HostPool, Span
 from firsttoken.study.errors import RequestError
 
 Move = Callable[[], None]  # makes the copies of one movement on a CPU, or queues them on the current stream of a GPU

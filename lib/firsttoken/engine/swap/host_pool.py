@@ -1,12 +1,87 @@
-"""Host memory for the KV blocks of preempted requests, taken from the system once."""
+"""Host memory for the KV blocks of preempted requests: taken from the system once, given out in consecutive rows."""
 
 from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 from firsttoken.engine.kv import KVShape
-from firsttoken.engine.swap.host_allocator import HostAllocator, Span
 from firsttoken.study.errors import RequestError
+
+
+@dataclass(frozen=True, order=True)
+class Span:
+    """``blocks`` consecutive block rows of a host pool, from row ``start``."""
+
+    start: int
+    blocks: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.blocks
+
+
+class HostAllocator:
+    """``blocks`` rows, given out as spans by first fit, and merged when they come back."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self._holes = [Span(0, blocks)]  # in order; no two touch
+        self._taken: set[Span] = set()
+
+    @property
+    def free(self) -> int:
+        """Rows that nobody has."""
+        return sum(hole.blocks for hole in self._holes)
+
+    @property
+    def largest(self) -> int:
+        """Rows of the largest span that can be taken now."""
+        return max((hole.blocks for hole in self._holes), default=0)
+
+    def take(self, blocks: int) -> Span | None:
+        """The first span of ``blocks`` rows that is free, or None. Raises RequestError for less than one."""
+        if blocks < 1:
+            raise RequestError(f"host pool: a span has at least 1 block, not {blocks}")
+        for index, hole in enumerate(self._holes):
+            if hole.blocks >= blocks:
+                rest = Span(hole.start + blocks, hole.blocks - blocks)
+                self._holes[index : index + 1] = [rest] if rest.blocks else []
+                span = Span(hole.start, blocks)
+                self._taken.add(span)
+                return span
+        return None
+
+    def give(self, span: Span) -> None:
+        """Give ``span`` back, once nothing moves from or to it. Raises RequestError for one that nobody has."""
+        self.require(span)
+        self._taken.remove(span)
+        low = high = bisect_left(self._holes, span)
+        start, end = span.start, span.end
+        if low > 0 and self._holes[low - 1].end == start:
+            low -= 1
+            start = self._holes[low].start
+        if high < len(self._holes) and self._holes[high].start == end:
+            end = self._holes[high].end
+            high += 1
+        self._holes[low:high] = [Span(start, end - start)]
+
+    def require(self, span: Span) -> None:
+        """Raise RequestError unless somebody has ``span``."""
+        if span not in self._taken:
+            raise RequestError(f"host pool: rows {span.start} to {span.end} are not taken; take a span, give it once")
+
+    def check(self) -> None:
+        """Assert that every row is in one span, and that no two holes touch."""
+        spans = sorted([*self._holes, *self._taken])
+        assert all(span.blocks > 0 for span in spans), "an empty span"
+        ends = [0, *(span.end for span in spans)]
+        assert [span.start for span in spans] == ends[:-1], "a row is lost, or in two spans"
+        assert ends[-1] == self.blocks, "a row is lost at the end"
+        assert all(left.end < right.start for left, right in pairwise(self._holes)), "two holes touch"
 
 
 class HostPool(HostAllocator):

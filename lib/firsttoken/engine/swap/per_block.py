@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
 
 from firsttoken.engine.kv import KVPool
 from firsttoken.engine.swap.block_copier import Move, SwapPath
-from firsttoken.engine.swap.host_allocator import Span
-from firsttoken.engine.swap.host_pool import HostPool
+from firsttoken.engine.swap.host_pool import HostPool, Span
 
 Pieces = Sequence[torch.Tensor]
 
@@ -43,16 +42,13 @@ class PerBlock(SwapPath):
 
     def _lists(self, blocks: Sequence[int], span: Span) -> tuple[Pieces, Pieces]:
         """The pieces of ``blocks`` in the pool, and those of ``span`` on the host, in one order."""
-        return _flat(self._there[block] for block in blocks), _flat(self._here[span.start : span.end])
+        there = chain.from_iterable(self._there[block] for block in blocks)
+        return list(there), list(chain.from_iterable(self._here[span.start : span.end]))
 
 
 def _pieces(rows: torch.Tensor) -> list[Pieces]:
     """Split each of ``rows`` [n, layers, 2, ...] into 2 * layers pieces, views [block_tokens, kv_heads, head_dim]."""
     return [row.unbind(0) for row in rows.flatten(1, 2).unbind(0)]
-
-
-def _flat(rows: Iterable[Pieces]) -> Pieces:
-    return list(chain.from_iterable(rows))
 
 
 def _copy_each(targets: Pieces, sources: Pieces) -> None:

@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from firsttoken.engine.workload.conversations import Conversations, conversations, pinned_tokenizer
+from firsttoken.engine.workload.conversations import conversations
 from firsttoken.engine.workload.workload_items import Item
 from firsttoken.study.errors import CorpusError, RequestError
-
-__all__ = ["Conversations", "conversations", "pinned_tokenizer", "threshold_mix"]
 
 LONGEST = 2048  # tokens of a conversation, prompt and answer (CPS 4.1)
 

@@ -106,13 +106,9 @@ _MOONCAKE = _Format("Mooncake", *_JSON, "ms", _since, ("hash_ids",), _WEEK_S, 50
 _UNNAMED = _Format("no published format", *_JSON, "", _since)
 
 
-def read_trace(path: str | Path, limit: int | None = None) -> tuple[Item, ...]:
-    """The items of ``load_trace``: a workload without token ids."""
-    return load_trace(path, limit).items
-
-
 def load_trace(path: str | Path, limit: int | None = None, unit: str | None = None) -> RequestTrace:
     """Read a trace file, or its first ``limit`` requests that have a prompt and an answer; what it is, it says itself.
+    Its items are a workload without token ids.
 
     ``unit`` is that of its times, "s" or "ms", for files that do not say it or say it wrongly. Times of the items are
     seconds since the first request read, to the microsecond; items are sorted by them. Raises CorpusError naming file,

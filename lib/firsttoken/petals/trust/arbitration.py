@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from firsttoken.petals.block_backend import BlockBackend
-from firsttoken.petals.fairness import Shares
+from firsttoken.petals.fairness import Shares, remember
 from firsttoken.petals.kv_slots import KVSlots
-from firsttoken.petals.registry import Registry
+from firsttoken.petals.records import Registry
 from firsttoken.petals.states import Stretch
 from firsttoken.petals.trust.commitments import Evidence
 from firsttoken.petals.trust.ledger import Ledger
@@ -55,11 +55,8 @@ class Arbitrator:
     that this machine does.
     """
 
-    def __init__(
-        self, folder: Path, model: str, ledger: Ledger, registry: Registry, tolerance: float = TOLERANCE
-    ) -> None:
-        self.folder, self.model, self.ledger, self.tolerance = folder, model, ledger, tolerance
-        self.computed = 0  # cases
+    def __init__(self, folder: Path, model: str, ledger: Ledger, registry: Registry) -> None:
+        self.folder, self.model, self.ledger = folder, model, ledger
         self._registry = registry
         self._convicted: dict[str, None] = {}
         self._shares = Shares(_ACCUSATIONS, _AGAIN_S)
@@ -78,7 +75,7 @@ class Arbitrator:
             self._open -= 1
 
     async def judge(self, evidence: Evidence, source: str) -> Ruling:
-        """Compute what the accused says it has, and convict it if that differs by more than the tolerance.
+        """Compute what the accused says it has, and convict it if that differs by more than ``TOLERANCE``.
 
         Who was convicted before is convicted by its signature alone. Raises BusyError where who is at ``source`` has
         accused too often; SwarmError, before anything is computed, for evidence that proves nothing, another model, and
@@ -95,14 +92,11 @@ class Arbitrator:
             raise SwarmError(f"{commitment.server[:8]} is not a server that this keeper has met: ask another")
         compute = partial(recomputed, self.folder, range(*commitment.layers), evidence.inputs)
         there = await asyncio.get_running_loop().run_in_executor(self._thread, compute)
-        self.computed += 1
         apart = difference(evidence.outputs, there[-len(evidence.outputs) :])
-        if apart <= self.tolerance:
+        if apart <= TOLERANCE:
             return Ruling(False, apart, 0)
         self._shares.give_back(source)
-        self._convicted[commitment.server] = None
-        if len(self._convicted) > _MOST_CONVICTED:
-            del self._convicted[next(iter(self._convicted))]
+        remember(self._convicted, commitment.server, None, _MOST_CONVICTED)
         return Ruling(True, apart, self.ledger.convict(commitment.server, evidence.charge.accuser))
 
     def close(self) -> None:

@@ -58,10 +58,8 @@ class Audits:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if (
-            not all(0 <= share <= 1 for share in (self.rate, self.undecided, self.unwitnessed))
-            or not self.tolerance > 0
-        ):
+        shares = self.rate, self.undecided, self.unwitnessed
+        if not all(0 <= share <= 1 for share in shares) or not self.tolerance > 0:
             raise SwarmError(
                 f"a rate of audits lies between 0 and 1, as do shares of them, and a tolerance above 0, not {self}"
             )
@@ -198,12 +196,10 @@ class Auditor:
         """Whether the keeper finds that the server lied. Raises SwarmError where it does not judge."""
         import grpc
 
-        call = self.swarm.channel(self.audits.keeper).stream_unary(ACCUSE)
-        swarm = self.swarm
+        swarm, messages = self.swarm, iter(list(evidence.messages()))
+        call = swarm.channel(self.audits.keeper).stream_unary(ACCUSE)
         try:
-            data = await call(
-                iter(list(evidence.messages())), timeout=swarm.timeouts.find_s, metadata=swarm.access.headers
-            )
+            data = await call(messages, timeout=swarm.timeouts.find_s, metadata=swarm.access.headers)
         except grpc.aio.AioRpcError as error:
             raise SwarmError(error.details() or error.code().name) from error
         convicted = read_said(Ruling, data, "the keeper's ruling cannot be read").convicted

@@ -11,20 +11,17 @@ import hashlib
 import json
 from collections.abc import AsyncIterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from firsttoken.assets.model_config import MOST_LAYERS
-from firsttoken.petals.keys import check_signature, public_hex, read_said, signature_of
+from firsttoken.petals.keys import ServerKey, check_signature, public_hex, read_said, signature_of
 from firsttoken.petals.states import MOST_TOKENS, Stretch
 from firsttoken.petals.wire import decode, encode
 from firsttoken.study.errors import SwarmError
 from firsttoken.study.parsing.schema import between, digits, some
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 _DOMAIN = b"firsttoken swarm commitment 1\n"
 _Layer = Annotated[int, between(0, MOST_LAYERS)]
@@ -53,7 +50,7 @@ class Commitment:
     steps: Annotated[tuple[CommittedStep, ...], some]
     signature: Annotated[str, digits(128)] = "0" * 128
 
-    def signed(self, key: Ed25519PrivateKey) -> Commitment:
+    def signed(self, key: ServerKey) -> Commitment:
         """This with the signature of its server's ``key``."""
         return replace(self, signature=signature_of(key, _DOMAIN, asdict(self)))
 
@@ -95,7 +92,7 @@ def committed(step: CommittedStep, layer: int, inputs: Tensor, outputs: Tensor) 
 class Committer:
     """Signs what a server of ``model`` (sha256) has computed, with its ``key``."""
 
-    def __init__(self, key: Ed25519PrivateKey, model: str) -> None:
+    def __init__(self, key: ServerKey, model: str) -> None:
         self._key, self._server, self._model = key, public_hex(key), model
 
     def commit(

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
-from firsttoken.petals.keys import check_signature, read_said, signature_of
+from firsttoken.petals.keys import ServerKey, check_signature, read_said, signature_of
 from firsttoken.study.errors import SwarmError
 from firsttoken.study.parsing.parse_errors import Damaged
 from firsttoken.study.parsing.schema import between, digits, shaped
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 MOST = 4096  # accounts of a ledger
 _LARGEST = 1 << 53
@@ -64,7 +61,7 @@ class Order:
         return self.owner
 
 
-def signed_slip(slip: Slip, key: Ed25519PrivateKey) -> Slip:
+def signed_slip(slip: Slip, key: ServerKey) -> Slip:
     """``slip`` with the signature of its signer's ``key``."""
     return replace(slip, signature=signature_of(key, _domain(slip), asdict(slip)))
 

@@ -12,15 +12,10 @@ import json
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 from firsttoken.petals.fairness import HERE, Client, busy
-from firsttoken.petals.keys import public_hex, read_said
+from firsttoken.petals.keys import ServerKey, public_hex, read_said
 from firsttoken.petals.trust.ledger import Ledger, Order, signed_slip
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
 
 OFFER = "swarm-offer"
 """The header that a session may be opened with: an order of this purpose, as JSON."""
@@ -30,7 +25,7 @@ OFFER = "swarm-offer"
 class Bid:
     """What a client offers each server for a place that is not free: ``points`` of the account of ``key``."""
 
-    key: Ed25519PrivateKey
+    key: ServerKey
     points: int
 
     def headers(self, server: str) -> tuple[tuple[str, str], ...]:
@@ -81,11 +76,9 @@ class PriorityQueue:
             self.taken += 1
             return
         order = read_said(Order, offer, "an offer cannot be read") if offer else None
-        points = order.points if order is not None else 0
+        points, owner = (order.points, order.owner) if order is not None else (0, "")
         before = has + sum(one.client == client for one in self._queue)
-        mine = _Offered(
-            points, order.owner if order is not None else "", client, before, asyncio.get_running_loop().create_future()
-        )
+        mine = _Offered(points, owner, client, before, asyncio.get_running_loop().create_future())
         full = len(self._queue) >= self.waiting
         if full and (not self.waiting or mine.order >= self._queue[-1].order):
             self.check_free(spare)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from firsttoken.petals.keys import public_hex
+from firsttoken.petals.keys import ServerKey, public_hex
 from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.trust.ledger import Order, Receipt, signed_slip, tell_slip
 from firsttoken.petals.wire import ACCOUNT
 from firsttoken.study.errors import SwarmError
 
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-
-async def give_receipts(swarm: Swarm, key: Ed25519PrivateKey, keeper: str) -> None:
+async def give_receipts(swarm: Swarm, key: ServerKey, keeper: str) -> None:
     """Tell the ledger at ``keeper`` (HOST:PORT) what each server of ``swarm`` has served so far, signed with ``key``.
 
     Totals are those of this ``swarm``, which needs a key of its own: an older total of the same key is taken for a

@@ -66,13 +66,12 @@ class Lora(nn.Module):
         self.rank, self.alpha, self.modules_of_a_layer = rank, alpha, tuple(modules)
         draw = torch.Generator().manual_seed(seed)
         self.a, self.b = nn.ParameterDict(), nn.ParameterDict()
-        for layer in range(config.num_hidden_layers):
-            for name in modules:
-                inner, outer = widths[name]
-                half = (2 * torch.rand(rank, inner, generator=draw) - 1) / math.sqrt(inner)
-                self.a[_key(layer, name)] = nn.Parameter(half)
-                self.b[_key(layer, name)] = nn.Parameter(torch.zeros(outer, rank))
         self.places = [(layer, name) for layer in range(config.num_hidden_layers) for name in modules]
+        for layer, name in self.places:
+            inner, outer = widths[name]
+            half = (2 * torch.rand(rank, inner, generator=draw) - 1) / math.sqrt(inner)
+            self.a[_key(layer, name)] = nn.Parameter(half)
+            self.b[_key(layer, name)] = nn.Parameter(torch.zeros(outer, rank))
 
     @property
     def scaling(self) -> float:

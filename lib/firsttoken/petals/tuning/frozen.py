@@ -40,9 +40,6 @@ class _WaitingPass(Ending):
     answer: asyncio.Future[bytes]
     data: bytes | None = None
 
-    def __post_init__(self) -> None:
-        super().__init__()
-
 
 class FrozenBlocks:
     """``blocks`` of the model in ``folder`` in ``dtype``, loaded when the first pass comes; one pass at a time, while

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -230,13 +229,9 @@ class RemoteTraining:
         if self.prompt is not None:
             before = len(self.prompt.weight)
             hidden = torch.cat([self.prompt.weight.expand(len(hidden), -1, -1), hidden], 1)
-        places, halves = [], []
-        if self.lora is not None:
-            for where, (a, b) in self.lora.adapters().items():
-                places.append(where)
-                halves += [a, b]
-        scaling = 1.0 if self.lora is None else self.lora.scaling
-        out = _ThroughChain.apply(self.chain, places, scaling, hidden, *halves)
+        adapters, scaling = ({}, 1.0) if self.lora is None else (self.lora.adapters(), self.lora.scaling)
+        halves = [half for both in adapters.values() for half in both]
+        out = _ThroughChain.apply(self.chain, list(adapters), scaling, hidden, *halves)
         return self.model.model.norm(out)[:, before:]
 
     def loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
@@ -258,9 +253,7 @@ class RemoteTraining:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 

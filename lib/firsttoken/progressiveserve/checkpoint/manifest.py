@@ -2,7 +2,8 @@
 
 A worker reads this, and starts to move bytes, before it has spent the seconds of ``import torch``: nothing but the
 standard library is imported. What follows from the tensors (depth, dtype, tied embeddings) is not written down, so
-that it cannot say otherwise; ``completeness`` holds it against the model.
+that it cannot say otherwise; :func:`check_complete` holds it against the model when it was written, and before a stage
+serves.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from firsttoken.progressiveserve.checkpoint.names import COARSE, DTYPES, EMBEDDI
 from firsttoken.progressiveserve.checkpoint.part_formats import CodedTensor, PartCoding, format_of
 from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Part, Stage
 from firsttoken.study.canonical_json import sha256_of
-from firsttoken.study.errors import ModelError
+from firsttoken.study.errors import ModelError, StageError
 from firsttoken.study.parsing.json_text import read_json
 from firsttoken.study.parsing.parse_errors import Damaged, blaming, regular_size, shown
-from firsttoken.study.parsing.safetensors_header import TensorEntry, check_tiles
+from firsttoken.study.parsing.safetensors_header import METADATA, TensorEntry, check_tiles, header_table
 from firsttoken.study.parsing.schema import at_least, digits, plain_name, shaped
 
 # Where the files of a staged checkpoint lie, and that a manifest says nothing else (standard library only).
@@ -90,7 +91,7 @@ class PartFile:
     format says of them; its "refine" parts are merged into what the parts before have brought.
 
     ``name`` is "embedding", "layer 07" or "head", ``layer`` the 0-based index where it is a layer; ``file`` is
-    relative to the folder (``layout``).
+    relative to the folder (``check_layout``).
     """
 
     name: str
@@ -221,7 +222,7 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises ModelError when it is missing, no JSON, of another format, was edited, has an unknown or missing key or a
     value of the wrong type, names a file otherwise than staging does, or when a tensor's byte range does not fit its
-    shape or its file. Whether the tensors are those of a model, its config.json knows (``completeness``).
+    shape or its file. Whether the tensors are those of a model, its config.json knows (:func:`check_complete`).
     """
     path = folder / MANIFEST
     if not path.exists():
@@ -285,6 +286,43 @@ def check_side(folder: Path, manifest: Manifest, *names: str) -> None:
     """Compare ``names`` of what lies beside the weights (all by default) with their hashes. Raises ModelError."""
     for name in names or manifest.side:
         _check_hash(folder / name, "beside the weights", manifest.side[name])
+
+
+def check_complete(folder: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Hold what ``manifest`` brings against ``shapes``: the model's parameters by name, without a tied head.
+
+    That its files are filled by their tensors to the last byte, ``check_layout`` has checked. So every byte of the
+    model is brought once: no part can be lost, doubled or shortened without an error here.
+    Raises ModelError for a parameter that no stage brings, one that the model does not have, or brings twice, or has in
+    another shape; for a layer in pieces; and for what stays rounded in the end.
+    What several parts bring of a tensor must be of one: of the same dtype, and of the same bytes in the end.
+    """
+    try:
+        manifest.plan.check(list(shapes))
+    except StageError as error:
+        raise ModelError(f"{folder} does not stage the model of its {CONFIG}: {error}; {MEND}") from error
+    whose: dict[str, tuple[str, str]] = {}
+    for part in (part for stage in manifest.stages for part in stage.parts):
+        for name, entry in part.carried.items():
+            if entry.shape != shapes[name]:
+                raise ModelError(
+                    f"{folder}: {part.name} brings {name} as {list(entry.shape)}, by {CONFIG} it has the shape "
+                    f"{list(shapes[name])}; {MEND}"
+                )
+        for name, tensor in part.coded.items():
+            found = tensor.dtype, tensor.sha256
+            if whose.setdefault(name, found) != found:
+                raise ModelError(f"{folder}: {part.file} holds {name} of another checkpoint; {MEND}")
+
+
+def check_header(part: PartFile, header: bytes) -> None:
+    """Raise ModelError unless a file that begins with ``header`` says of its tensors what the manifest says."""
+    with blaming(part.file, ModelError, MEND):
+        length = int.from_bytes(header[:8], "little") + 8
+        table = json.loads(header[8:])  # without limits, and in a tenth of the time: it must equal what is known
+        said = {name: entry for name, entry in table.items() if name != METADATA} if isinstance(table, dict) else table
+        if length != part.data_start or said != header_table(part.tensors, length):
+            raise Damaged(f"its header and {MANIFEST} say different things of its tensors")
 
 
 def _check_hash(path: Path, what: str, entry: PartFile | FileEntry) -> None:

@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 DTYPES = {
@@ -25,3 +29,10 @@ def layer_of(name: str) -> int | None:
     """The layer (0-based) that a tensor belongs to; None for the embedding, the norm and the head."""
     found = _LAYER.match(name)
     return int(found[1]) if found else None
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype that safetensors ("BF16") or torch itself ("bfloat16") calls ``name``; this imports torch."""
+    import torch
+
+    return getattr(torch, DTYPES[name][0] if name in DTYPES else name)

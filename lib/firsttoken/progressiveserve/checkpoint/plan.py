@@ -7,7 +7,7 @@ coarsely first and exactly later. Indices are 0-based; stages count from 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from firsttoken.progressiveserve.checkpoint.names import DTYPES, EMBEDDING, HEAD, NORM, layer_of
@@ -182,16 +182,6 @@ def staged(names: Sequence[str], plan: StagePlan) -> LoadPlan:
 def whole(names: Sequence[str], depth: int) -> LoadPlan:
     """Everything in one stage: what a start without stages reads."""
     return by_layers(names, [range(depth)])
-
-
-def coarse_first(names: Sequence[str], depth: int, dtype: str = "F8_E5M2") -> LoadPlan:
-    """Stage 1 brings every tensor rounded to ``dtype``, stage 2 overwrites each with the exact one."""
-    (stage,) = whole(names, depth).stages
-    coarse = tuple(replace(part, dtype=dtype) for part in stage.parts)
-    exact = tuple(replace(part, action="refine") for part in stage.parts)
-    plan = LoadPlan((Stage("coarse", coarse), Stage("exact", exact)))
-    plan.check(names)
-    return plan
 
 
 def _what(tensor: str) -> str:

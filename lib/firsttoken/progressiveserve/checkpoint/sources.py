@@ -19,7 +19,7 @@ from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.assets.servable import check_servable, model_shapes
 from firsttoken.assets.shapes import shape_config
 from firsttoken.assets.weights import check_tied
-from firsttoken.progressiveserve.checkpoint.names import DTYPES, SERVED
+from firsttoken.progressiveserve.checkpoint.names import SERVED, torch_dtype
 from firsttoken.study.errors import ModelError
 
 _SIDE_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
@@ -80,7 +80,7 @@ class FolderSource:
         return Origin(self._folder.resolve().name, self._files.sha256, "real")
 
     def dtype(self, name: str) -> torch.dtype:
-        return getattr(torch, DTYPES[self._stored[name].entry.dtype][0])
+        return torch_dtype(self._stored[name].entry.dtype)
 
     def get(self, name: str) -> Tensor:
         stored = self._stored[name]
@@ -137,7 +137,9 @@ class RandomSource:
         self.config = shape_config(shape)
         self.config.dtype = dtype
         self._dtype, self._seed = dtype, seed
-        self.shapes = parameter_shapes(self.config)
+        with quiet_transformers(), torch.device("meta"):  # the model is built without memory for it
+            model = AutoModelForCausalLM.from_config(self.config)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
         self.names = list(self.shapes)
         self.provenance = Origin(f"random:{shape}, seed {seed}, drawn by name", None, "random")
 
@@ -161,10 +163,3 @@ def finite(name: str, tensor: Tensor) -> Tensor:
     if not torch.isfinite(tensor).all():
         raise ModelError(f"{name} holds numbers that are not finite; copy the weights again, or take another dtype")
     return tensor
-
-
-def parameter_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors of a model in forward order, without a tied head; the model is built without memory for it."""
-    with quiet_transformers(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}

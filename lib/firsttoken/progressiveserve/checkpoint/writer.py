@@ -14,18 +14,16 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tqdm import tqdm
 
 from firsttoken.assets.lock import file_sha256, first_line
-from firsttoken.progressiveserve.checkpoint.completeness import check_complete
 from firsttoken.progressiveserve.checkpoint.manifest import (
     MANIFEST,
     AdapterFiles,
@@ -34,6 +32,7 @@ from firsttoken.progressiveserve.checkpoint.manifest import (
     PartFile,
     StageFiles,
     adapter_folder,
+    check_complete,
     check_files,
     check_layout,
     check_side,
@@ -42,7 +41,7 @@ from firsttoken.progressiveserve.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from firsttoken.progressiveserve.checkpoint.names import DTYPES
+from firsttoken.progressiveserve.checkpoint.names import DTYPES, torch_dtype
 from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Part
 from firsttoken.progressiveserve.checkpoint.sources import TensorSource
 from firsttoken.progressiveserve.stage_adapters import check_fit
@@ -126,18 +125,11 @@ def log_line(part: PartFile) -> str:
 
 def _before(folder: Path, reason: ModelError) -> tuple[str, tuple[StageFiles, ...]]:
     """plan_sha256 and stages of a manifest of the format before this one. Raises StageError for any other."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, LookupError):
         content = read_json(folder / MANIFEST)
         if isinstance(content, dict) and content.get("format") == _BEFORE:
-            old = shaped(_Before, formats_named(content), others=True)
-            return old.plan_sha256, old.stages
+            return content["plan_sha256"], shaped(tuple[StageFiles, ...], formats_named(content["stages"]))
     raise StageError(f"{folder} is no staged checkpoint: remove it or choose another folder ({reason})") from reason
-
-
-@dataclass(frozen=True)
-class _Before:
-    plan_sha256: str
-    stages: tuple[StageFiles, ...]
 
 
 def _head(identity: str) -> str:
@@ -149,19 +141,15 @@ def _write_log(folder: Path, identity: str, parts: Iterable[PartFile]) -> None:
 
 
 def write_staged(
-    source: TensorSource,
-    plan: LoadPlan,
-    folder: Path,
-    adapters: Mapping[int, Path] | None = None,
-    base_sha256: str | None = None,
+    source: TensorSource, plan: LoadPlan, folder: Path, adapters: Mapping[int, Path] | None = None
 ) -> Manifest:
     """Write the tensors of ``source`` to ``folder`` in the order of ``plan``; progress goes to stderr.
 
-    ``adapters`` maps a stage (1-based) to the PEFT folder that belongs to the model as of that stage, and
-    ``base_sha256`` is the base they must have been trained on (default: that of the source). A folder that holds
-    this staging already is returned as it is, or mended where a file is missing or truncated; a ``<folder>.partial``
-    of the same staging is continued. Raises StageError when the plan does not fit the model or an adapter its stage,
-    when ``folder`` holds something else, and when it cannot be written, above all on a full disk.
+    ``adapters`` maps a stage (1-based) to the PEFT folder that belongs to the model as of that stage, which was trained
+    on the source's weights. A folder that holds this staging already is returned as it is, or mended where a file is
+    missing or truncated; a ``<folder>.partial`` of the same staging is continued. Raises StageError when the plan does
+    not fit the model or an adapter its stage, when ``folder`` holds something else, and when it cannot be written,
+    above all on a full disk.
     """
     plan.check(source.names)
     if not folder.absolute().name:
@@ -171,7 +159,7 @@ def write_staged(
     for number, adapter in adapters.items():
         if not 1 <= number <= len(plan.stages):
             raise StageError(f"adapter {adapter.name} is for stage {number} of {len(plan.stages)}: choose one of these")
-        check_fit(adapter, plan.layers(number), base_sha256 or source.provenance.sha256)
+        check_fit(adapter, plan.layers(number), source.provenance.sha256)
     partial = folder.with_name(f"{folder.name}.partial")
     parts = {
         part_file(number, stage.name, index, part.name): part
@@ -224,7 +212,7 @@ def _described(plan: LoadPlan) -> dict[str, Any]:
 
 
 def _write_part(source: TensorSource, part: Part, folder: Path, file: str) -> PartFile:
-    stored = getattr(torch, DTYPES[part.dtype][0]) if part.dtype else None
+    stored = torch_dtype(part.dtype) if part.dtype else None
     path, kind, content = folder / file, "", {}
     if part.coding:
         tensors, content = part.coding.encoded(source, part)

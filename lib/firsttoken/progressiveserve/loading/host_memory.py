@@ -6,14 +6,13 @@ import math
 import queue
 import threading
 from collections import deque
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from firsttoken.progressiveserve.loading.reader import host_memory
 from firsttoken.study.errors import LinkError
-from firsttoken.study.system.prefault import back
+from firsttoken.study.system.direct_io import back
 
 LINE = 64  # bytes
 AHEAD = 24 << 20  # bytes
@@ -50,39 +49,27 @@ def room_for(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return -(-math.prod(shape) * dtype.itemsize // LINE) * LINE
 
 
-class Memory(Protocol):
-    """What the loader asks of a place for weights."""
+class Memory:
+    """A place for weights, which are used where they were read: no second copy, and a layer's memory goes when the
+    layer goes."""
 
     def allocate(self, size: int) -> memoryview:
         """``size`` bytes to read into; may wait until some are free."""
+        return host_memory(size)
 
     def settle(self, data: memoryview) -> tuple[Tensor, torch.cuda.Event | None]:
         """The bytes [n] as uint8 where the model computes, and the event after which they may be used."""
+        return torch.frombuffer(data, dtype=torch.uint8), None
 
     def let_go(self, data: memoryview) -> None:
-        """What was read there has been merged into weights, and is needed no more."""
+        """What was read there has been merged into weights and is needed no more; this does nothing where the bytes go
+        with their last weight, or their buffer is free once it has been copied."""
 
     def close(self) -> None:
         """The load is over: who waits in :meth:`allocate` gets a LinkError."""
 
 
-class HostMemory:
-    """Weights are used where they were read: no second copy, and a layer's memory goes when the layer goes."""
-
-    def allocate(self, size: int) -> memoryview:
-        return host_memory(size)
-
-    def settle(self, data: memoryview) -> tuple[Tensor, None]:
-        return torch.frombuffer(data, dtype=torch.uint8), None
-
-    def let_go(self, data: memoryview) -> None:
-        """It goes with its last weight."""
-
-    def close(self) -> None:
-        """Nobody waits here."""
-
-
-class PassingMemory(HostMemory):
+class PassingMemory(Memory):
     """Memory for files that are merged into weights and let go: ``most`` bytes of files wait for that, or one file.
 
     Merges wait for the steps of an engine, so a link that is faster would pile up all that is still to come.
@@ -95,7 +82,9 @@ class PassingMemory(HostMemory):
 
     def allocate(self, size: int) -> memoryview:
         with self._change:
-            self._change.wait_for(lambda: self._closed or not self._held or self._waiting + size <= self._most)
+            self._change.wait_for(
+                lambda: self._closed or not self._held or sum(self._held.values()) + size <= self._most
+            )
             if self._closed:
                 raise LinkError("the load was stopped")
             data = host_memory(size)
@@ -112,12 +101,8 @@ class PassingMemory(HostMemory):
             self._closed = True
             self._change.notify_all()
 
-    @property
-    def _waiting(self) -> int:
-        return sum(self._held.values())
 
-
-class PinnedMemory:
+class PinnedMemory(Memory):
     """``count`` pinned buffers of ``size`` bytes, from which a stream of its own copies to the device.
 
     A buffer is filled again when its copy is done, so a reader that runs ahead of the copies waits here.
@@ -155,13 +140,10 @@ class PinnedMemory:
             self._free.put(buffer)
         return target, event
 
-    def let_go(self, data: memoryview) -> None:
-        """Its buffer is free once it has been copied."""
-
     def close(self) -> None:
         self._free.put(None)
 
 
 def memory_for(device: torch.device, largest: int, buffers: int) -> Memory:
     """The memory for weights that compute on ``device``; ``largest`` is the longest file in bytes, with its padding."""
-    return PinnedMemory(device, largest, buffers) if device.type == "cuda" else HostMemory()
+    return PinnedMemory(device, largest, buffers) if device.type == "cuda" else Memory()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +21,9 @@ from safetensors.torch import load
 from torch import Tensor, nn
 from torch.nn import functional
 
-from firsttoken.assets.adapter_files import CONFIG, WEIGHTS, LoraConfig, lora_config
+from firsttoken.assets.adapter_files import LoraConfig, lora_config
 from firsttoken.study.errors import StageError
 from firsttoken.study.parsing.parse_errors import Damaged, blaming, shown
-
-__all__ = ["CONFIG", "WEIGHTS", "Adapter", "LoraLinear", "parse_adapter", "shared_copy", "slices", "with_adapter"]
 
 _NAME = re.compile(r"^base_model\.model\.model\.layers\.(0|[1-9]\d{0,5})\.(.+)\.lora_([AB])\.weight$")
 
@@ -59,23 +58,20 @@ def slices(config: LoraConfig, weights: bytes, device: str | torch.device = "cpu
         tensors = load(weights)
     except SafetensorError as error:
         raise Damaged(f"its weights are not whole ({error})") from error
-    halves: dict[int, dict[str, dict[str, Tensor]]] = {}
+    halves = defaultdict[tuple[int, str], dict[str, Tensor]](dict)  # by layer and module
     for key, tensor in tensors.items():
         found = _NAME.match(key)
         if not found or tensor.dim() != 2 or tensor.shape["AB".index(found[3])] != config.r:
             raise Damaged(f"holds {shown(key, 100)} {list(tensor.shape)}, which no layer takes at rank {config.r}")
-        layer, module, half = int(found[1]), found[2], found[3]
-        halves.setdefault(layer, {}).setdefault(module, {})[half] = tensor.to(device, torch.float32)
-    layers: dict[int, Slices] = {}
-    for layer, modules in halves.items():
-        layers[layer] = {}
-        for path, pair in modules.items():
-            if pair.keys() != {"A", "B"}:
-                raise Damaged(f"{path} of layer {layer} lacks one half of a pair")
-            a, b = pair["A"], pair["B"] * config.scale
-            if not (a.isfinite().all() and b.isfinite().all()):
-                raise Damaged(f"{path} of layer {layer} holds numbers that are not finite, or overflow when scaled")
-            layers[layer][path] = a, b
+        halves[int(found[1]), found[2]][found[3]] = tensor.to(device, torch.float32)
+    layers: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}
+    for (layer, path), pair in halves.items():
+        if pair.keys() != {"A", "B"}:
+            raise Damaged(f"{path} of layer {layer} lacks one half of a pair")
+        a, b = pair["A"], pair["B"] * config.scale
+        if not (a.isfinite().all() and b.isfinite().all()):
+            raise Damaged(f"{path} of layer {layer} holds numbers that are not finite, or overflow when scaled")
+        layers.setdefault(layer, {})[path] = a, b
     return layers
 
 

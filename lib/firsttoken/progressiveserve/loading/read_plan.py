@@ -43,11 +43,11 @@ def _depth(part: PartFile) -> float:
 
 def ends_of(manifest: Manifest) -> Manifest:
     """``manifest`` of embedding, norm and head alone: what a model needs here whose layers are elsewhere."""
-    stages = manifest.stages
-    ends = [tuple(part for part in stage.parts if part.layer is None) for stage in stages]
-    return replace(
-        manifest, stages=tuple(replace(one, parts=parts, adapter=None) for one, parts in zip(stages, ends, strict=True))
+    stages = tuple(
+        replace(stage, parts=tuple(part for part in stage.parts if part.layer is None), adapter=None)
+        for stage in manifest.stages
     )
+    return replace(manifest, stages=stages)
 
 
 def part_blobs(folder: Folder, manifest: Manifest, stages: Sequence[int]) -> list[Blob]:

@@ -15,39 +15,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from firsttoken.link.shaped import Link
 from firsttoken.study.errors import LinkError, ModelError
 from firsttoken.study.system.direct_io import is_cached, open_uncached, read_no_further
 
+if TYPE_CHECKING:
+    from firsttoken.progressiveserve.loading.http_reader import RemoteFile, RemotePath
+
 PAGE = 4096  # direct reads want offsets, lengths and addresses in multiples of the disk's block; none is larger
-
-
-class Opened(Protocol):
-    """A file that several readers take chunks of."""
-
-    def read_into(self, link: Link, place: memoryview, offset: int) -> None:
-        """Fill ``place`` from ``offset``. Raises LinkError, and ModelError for a file that is not the right one."""
-
-    def close(self) -> None:
-        """Nobody reads any more."""
-
-
-class Elsewhere(Protocol):
-    """A file on another machine (loading.remote)."""
-
-    name: str
-
-    def open(self, size: int) -> Opened:
-        """The file, which must have ``size`` bytes."""
 
 
 @dataclass(frozen=True)
 class Blob:
     """A file to read: where it lies, how long it must be, and its sha256."""
 
-    path: Path | Elsewhere
+    path: Path | RemotePath
     what: str  # "layer 07", for messages
     bytes: int
     sha256: str
@@ -88,7 +72,7 @@ class BlobReader:
         self._buffers: dict[int, memoryview] = {}
         self._left = [max(1, -(-blob.bytes // chunk_bytes)) for blob in self.blobs]
         self._done = [threading.Event() for _ in self.blobs]
-        self._files: list[Opened] = []
+        self._files: list[_OpenFile | RemoteFile] = []
         self._error: Exception | None = None
         self._stop = False
         self._threads = []
@@ -222,7 +206,7 @@ class _OpenFile:
                 os.close(handle)
 
 
-def _opened(blob: Blob) -> Opened:
+def _opened(blob: Blob) -> _OpenFile | RemoteFile:
     if not isinstance(blob.path, Path):
         return blob.path.open(blob.bytes)
     try:

@@ -12,7 +12,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,8 +27,8 @@ from firsttoken.assets.servable import check_servable
 from firsttoken.assets.weights import check_tied
 from firsttoken.lean.build import finish, load_lean
 from firsttoken.lean.lean_model import LeanModel
-from firsttoken.progressiveserve.loading.reader import host_memory
-from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
+from firsttoken.progressiveserve.checkpoint.names import torch_dtype
+from firsttoken.progressiveserve.loading.reader import PAGE, host_memory
 from firsttoken.study.errors import LinkError, StageError
 from firsttoken.study.parsing.safetensors_header import Header
 from firsttoken.study.system.direct_io import open_uncached, read_at
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 # of a daemon that outlives it.
 
 CHUNK_BYTES, THREADS = 32 << 20, 4  # what `sllm-store start`, their own server, takes without options
-_PAGE = 4096  # direct I/O wants offsets, lengths and addresses in multiples of the disk's block; none is larger
 
 
 def read_whole(files: Sequence[Path], device: torch.device, threads: int = THREADS) -> dict[str, Tensor]:
@@ -58,14 +57,14 @@ def read_whole(files: Sequence[Path], device: torch.device, threads: int = THREA
     sizes = [file.stat().st_size for file in files]
     starts = [0]
     for size in sizes:
-        starts.append(starts[-1] + -(-size // _PAGE) * _PAGE)
+        starts.append(starts[-1] + -(-size // PAGE) * PAGE)
     host = _page_aligned(starts[-1], pinned=device.type == "cuda")
     pool = host if device.type == "cpu" else torch.empty(starts[-1], dtype=torch.uint8, device=device)
     memory = memoryview(host.numpy())
 
     def bring(handle: int, file: int, offset: int) -> None:
         begin, wanted = starts[file] + offset, min(CHUNK_BYTES, sizes[file] - offset)
-        end = begin + -(-wanted // _PAGE) * _PAGE
+        end = begin + -(-wanted // PAGE) * PAGE
         _fill(handle, memory[begin:end], offset, wanted, files[file])
         if pool is not host:
             pool[begin:end].copy_(host[begin:end], non_blocking=True)
@@ -87,8 +86,8 @@ def read_whole(files: Sequence[Path], device: torch.device, threads: int = THREA
 def _page_aligned(size: int, pinned: bool) -> Tensor:
     if not pinned:
         return torch.frombuffer(host_memory(size), dtype=torch.uint8)
-    memory = torch.empty(size + _PAGE, dtype=torch.uint8, pin_memory=True)
-    shift = -memory.data_ptr() % _PAGE
+    memory = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=True)
+    shift = -memory.data_ptr() % PAGE
     return memory[shift : shift + size]
 
 
@@ -130,10 +129,10 @@ Tensors = Iterable[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class Peer:
-    """A way to load, and the package it needs beyond ours."""
+    """A way to load, and what it imports of a package that it needs beyond ours."""
 
     load: Callable[[ModelFiles, torch.dtype, torch.device], PreTrainedModel]
-    package: str | None = None
+    module: str | None = None
 
 
 def load_with(
@@ -158,21 +157,17 @@ def import_peer(peer: str) -> None:
     """Import what ``peer`` needs, as a worker does before a request comes. Raises StageError as :func:`load_with`."""
     if peer not in PEERS:
         raise StageError(f"no peer is called {peer!r}; known: {', '.join(PEERS)}")
-    package = PEERS[peer].package
-    module = package.replace("-", "_") if package else ""
-    try:
-        if module:
-            importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
-        raise StageError(f"peer {peer} needs the package {package}: pip install 'firsttoken[peers]'") from error
+    module = PEERS[peer].module
+    if not installed(peer):
+        raise StageError(f"peer {peer} needs the package {module.replace('_', '-')}: pip install 'firsttoken[peers]'")
+    if module:
+        importlib.import_module(module)
 
 
 def installed(peer: str) -> bool:
     """Whether the package of ``peer`` can be imported here."""
-    package = PEERS[peer].package
-    return package is None or importlib.util.find_spec(package.replace("-", "_")) is not None
+    module = PEERS[peer].module
+    return module is None or importlib.util.find_spec(module) is not None
 
 
 def _from_pretrained(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -209,17 +204,11 @@ def _runai(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> PreTr
 def _fastsafetensors(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     from fastsafetensors import SafeTensorsFileLoader, SingleGroup
 
-    loader = SafeTensorsFileLoader(SingleGroup(), str(device), nogds=device.type == "cpu")
-    try:
+    with closing(SafeTensorsFileLoader(SingleGroup(), str(device), nogds=device.type == "cpu")) as loader:
         loader.add_filenames({0: [str(file) for file in files.files]})
-        buffers = loader.copy_files_to_device()
-        try:
+        with closing(loader.copy_files_to_device()) as buffers:
             # the tensors share in owning their file's buffer: it stays after `close` for as long as one of them does
             return _filled(files, dtype, device, ((name, buffers.get_tensor(name)) for name in loader.get_keys()))
-        finally:
-            buffers.close()
-    finally:
-        loader.close()
 
 
 def _chunked(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -246,7 +235,7 @@ def _filled(
 PEERS = {
     "from_pretrained": Peer(_from_pretrained),
     "safetensors": Peer(_safetensors),
-    "runai": Peer(_runai, "runai-model-streamer"),
+    "runai": Peer(_runai, "runai_model_streamer"),
     "fastsafetensors": Peer(_fastsafetensors, "fastsafetensors"),
     "chunked": Peer(_chunked),
     "lean": Peer(load_lean),  # not a peer but what they are measured against: lean layers on the mapped file

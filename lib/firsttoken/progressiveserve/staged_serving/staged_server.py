@@ -21,6 +21,7 @@ from firsttoken.engine.preemption.preemption_policy import MOVED, Recovery
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest
+from firsttoken.progressiveserve.checkpoint.names import torch_dtype
 from firsttoken.progressiveserve.loading.read_plan import adapter_blobs, open_reader, part_blobs
 from firsttoken.progressiveserve.loading.reader import BlobReader
 from firsttoken.study import dtypes
@@ -45,29 +46,14 @@ class StageLoader:
     another; ``dtype`` as in :func:`firsttoken.study.dtypes.serving`."""
 
     def __init__(self, folder: Path, links: Sequence[Link], *, device: str, dtype: str, threads: int) -> None:
-        self.folder, self._links, self._device, self._dtype = folder, list(links), device, dtype
+        self.folder, self.links, self._device, self._dtype = folder, list(links), device, dtype
         self._threads = threads
         self._lock = threading.Lock()
         self._closed = False
         self._loading: StageLoad | None = None
         self._early_reader: BlobReader | WeightBuilder | None = None  # of stage 1, begun before there is a model
-        self._manifest: Manifest
+        self.manifest: Manifest
         self.meta_model: MetaModel
-
-    @property
-    def bytes_moved(self) -> int:
-        """Bytes that came over all links, those of failed attempts included."""
-        return sum(link.bytes_moved for link in self._links)
-
-    @property
-    def source_sha256(self) -> str:
-        """The sha256 of the weights that were staged; "" where nobody knows it."""
-        return self._manifest.source_sha256 or ""
-
-    @property
-    def merges(self) -> bool:
-        """Whether something of a later stage is merged into weights that serve."""
-        return any(part.merged for stage in self._manifest.stages for part in stage.parts)
 
     def read_ahead(self) -> None:
         """Begin to read stage 1, where that can be done without torch; what is wrong with it is for :meth:`plan`."""
@@ -77,11 +63,11 @@ class StageLoader:
             manifest = read_manifest(self.folder)
             with self._lock:
                 if not self._closed:
-                    self._early_reader = open_reader(self.folder, manifest, [1], self._links, threads=self._threads)
+                    self._early_reader = open_reader(self.folder, manifest, [1], self.links, threads=self._threads)
 
     def plan(self) -> tuple[int, int]:
         """The number of the stages, and of the bytes of all of them. Raises ModelError and StageError."""
-        manifest = self._manifest = read_manifest(self.folder)
+        manifest = self.manifest = read_manifest(self.folder)
         stages = range(1, len(manifest.stages) + 1)
         bytes_total = sum(
             blob.bytes
@@ -98,10 +84,9 @@ class StageLoader:
 
         from firsttoken.lean.build import build_lean
         from firsttoken.progressiveserve.loading.meta_model import MetaModel
-        from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
         from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
 
-        manifest = self._manifest
+        manifest = self.manifest
         computing = dtypes.serving(self._dtype, torch_dtype(manifest.dtype), self._device)
         with self._lock:
             if self._early_reader is not None and not isinstance(self._early_reader, WeightBuilder):
@@ -121,7 +106,7 @@ class StageLoader:
             early, self._early_reader = self._early_reader, None  # whose it is from now on
         options = {"threads": self._threads, "builder": early}
         stages = range(previous.stage + 1, stage + 1)
-        load = StageLoad(self.folder, self._manifest, stages, self._links, self.meta_model, previous, **options)
+        load = StageLoad(self.folder, self.manifest, stages, self.links, self.meta_model, previous, **options)
         # ``close`` may have run while the load was being made, and found none that it could stop.
         with self._lock:
             self._loading, closed = load, self._closed
@@ -145,9 +130,8 @@ class StageLoader:
         spent, self.meta_model.merges.spent = self.meta_model.merges.spent, []
         if not spent:
             return {}
-        seconds = [merging.seconds for merging in spent]
-        size = sum(merging.bytes for merging in spent)
-        return {"merged_bytes": size, "merging_s": sum(seconds), "longest_merge_s": max(seconds)}
+        sizes, seconds = zip(*spent, strict=True)
+        return {"merged_bytes": sum(sizes), "merging_s": sum(seconds), "longest_merge_s": max(seconds)}
 
     def close(self) -> None:
         """Stop the load that is under way, and begin no other."""
@@ -215,7 +199,7 @@ class StagedServer(LoadingServer):
 
     @property
     def _bytes_moved(self) -> int:
-        return self._loader.bytes_moved
+        return sum(link.bytes_moved for link in self._loader.links)
 
     def _read_ahead(self) -> None:
         if self._first == 1:
@@ -236,7 +220,7 @@ class StagedServer(LoadingServer):
         if self.variants is not None:
             self._late = self.variants()
             with files_alone():
-                self._late.read(self._loader.folder, self._loader.source_sha256, meta_model.layers)
+                self._late.read(self._loader.folder, self._loader.manifest.source_sha256 or "", meta_model.layers)
         load = self._loader.load(self._first, meta_model.empty_view())
         executor = self._executor(meta_model.model, meta_model.device)
         self._gates.enter_context(load.streaming())
@@ -256,7 +240,7 @@ class StagedServer(LoadingServer):
             self._fuse_beside()
         if all(self._bring(stage) for stage in range(self._first + 1, last + 1)) and last == self._stages:
             if self.whole is not None and not self._closing.is_set():
-                self._note(last, self.whole(self._loader.meta_model.dtype, self._loader.source_sha256))
+                self._note(last, self.whole(self._loader.meta_model.dtype, self._loader.manifest.source_sha256 or ""))
             self._fused.clear()  # it holds plain layers, whose memory is given back one by one
             served = self._late or self._last
             self._fuse(served.fuse, self._loader.meta_model.release)  # once the last stage has taken over
@@ -282,8 +266,9 @@ class StagedServer(LoadingServer):
     def _fuse_beside(self) -> None:
         """Fuse the layers that serve, where nothing will be merged into them, and there is memory for twice what they
         take."""
+        merged = any(part.merged for stage in self._loader.manifest.stages for part in stage.parts)
         free = free_memory_bytes()
-        if self._loader.merges or (free is not None and free < 2 * self._bytes_total):
+        if merged or (free is not None and free < 2 * self._bytes_total):
             return
         for _ in self._last.fuse_beside(self._fused):
             if self._closing.is_set():

@@ -1,7 +1,5 @@
 """Texts line by line, and CSV with a header among them: columns by name, every line as wide as the header."""
 
-from __future__ import annotations
-
 import csv
 import math
 import re

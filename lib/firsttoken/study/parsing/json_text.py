@@ -1,7 +1,5 @@
 """JSON within limits (standard library only): no key twice, no number that is none, nothing too deep or too long."""
 
-from __future__ import annotations
-
 import codecs
 import json
 import math

@@ -1,7 +1,6 @@
 """What is wrong with a file, as the one line that a user can act on (standard library only)."""
 
-from __future__ import annotations
-
+import gzip
 import stat
 import zipfile
 import zlib
@@ -46,6 +45,19 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     if (size := regular_size(path)) > most:
         raise Damaged(f"it has {size:,} bytes, and at most {most:,} are read")
     return path.read_bytes()
+
+
+def read_gzip(path: Path, most: int = MOST_BYTES) -> bytes:
+    """The content of a gzip file, of which a few bytes may stand for more than a machine has.
+
+    Raises OSError, EOFError and zlib.error for one that is torn, and Damaged for one of more than ``most`` bytes.
+    """
+    regular_size(path)
+    with gzip.open(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise Damaged(f"it unpacks to more than {most:,} bytes")
+    return content
 
 
 def regular_size(path: Path) -> int:

@@ -4,8 +4,6 @@ Layout (huggingface/safetensors, "Format"): 8 bytes little-endian header length 
 ``data_offsets`` count from the end of the header, and the tensors lie one after another without a gap.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A key is text, or a whole number as it is spelt.
 YAML 1.1, which PyYAML reads, makes dates of numbers, yes and no of words, and text of 1e-4.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from copy import deepcopy

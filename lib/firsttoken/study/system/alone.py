@@ -4,8 +4,6 @@ The lock is that of an open file, which the kernel gives back however a process 
 one that was killed. env/alone.sh runs this file before the package is installed: it needs the standard library alone.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

@@ -1,10 +1,9 @@
-"""What this process may use of the machine: cores and main memory, cut by a container's limits."""
-
-from __future__ import annotations
+"""What this process may use of the machine: cores and main memory, cut by a container's limits; and which cores."""
 
 import math
 import os
 import re
+from collections.abc import Collection
 
 from firsttoken.study.system import kernel_files
 
@@ -14,6 +13,21 @@ def cores() -> int:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, _, period = _limit("cpu.max").partition(" ")
     return min(usable, math.ceil(int(quota) / int(period))) if quota.isdigit() and period.isdigit() else usable
+
+
+def stay_on(these: Collection[int]) -> None:
+    """Let this thread, and those that it starts, run on ``these`` only; on all where none is named, and where the
+    system knows no such thing."""
+    if these and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, these)
+
+
+def two_halves() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The processors that this process may use, as two machines would share them; none named where there is but one,
+    or the system does not tell."""
+    mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    half = len(mine) // 2
+    return (tuple(mine[:half]), tuple(mine[half : 2 * half])) if half else ((), ())
 
 
 def memory_bytes() -> int | None:

@@ -1,7 +1,5 @@
 """C++ that is built once for the machine it runs on, by the compiler that is there."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os

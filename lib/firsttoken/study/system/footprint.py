@@ -1,7 +1,5 @@
 """What a process takes: resident memory in bytes, now and at its peak, and CPU seconds."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

@@ -1,7 +1,5 @@
 """What a kernel tells about itself: Linux in files, of which some containers lack some, and macOS by a command."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

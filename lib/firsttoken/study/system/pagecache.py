@@ -4,8 +4,6 @@ A read that finds its pages in memory measures memory. ``evict`` drops them and 
 how many are left. On a virtual machine the host may still hold them: such a read is "guest-cold" and no more.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import mmap

@@ -1,6 +1,4 @@
-"""The processor, as far as the system tells about it."""
-
-from __future__ import annotations
+"""The processor, and the bus between it and a GPU, as far as the system tells about them."""
 
 import platform
 import re
@@ -90,6 +88,9 @@ _NAMES = {  # by implementer and part, from the smallest cores to the largest
 }
 _SIZES = {core: size for size, core in enumerate(_NAMES)}
 
+_DISPLAY = "0x03"  # PCI class of display controllers, data-centre GPUs included
+_GENERATIONS = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}  # GT/s of a lane -> PCI Express
+
 
 def largest_core(cpuinfo: str) -> str:
     """The name of the core in ``cpuinfo``, which is the text of /proc/cpuinfo, and "" where it names no implementer.
@@ -139,3 +140,15 @@ def virtualised() -> bool | None:
 def cpuinfo() -> str:
     """What Linux writes about its processors, "" elsewhere."""
     return kernel_files.read(kernel_files.PROC / "cpuinfo")
+
+
+def link_of_gpu() -> str | None:
+    """ "PCIe 4.0 x16" of the first display controller whose link the kernel knows; None where there is none."""
+    for device in sorted((kernel_files.SYS / "bus" / "pci" / "devices").glob("*")):
+        if not kernel_files.read(device / "class").startswith(_DISPLAY):
+            continue
+        speed = kernel_files.read(device / "max_link_speed").partition(" ")[0]
+        width = kernel_files.read(device / "max_link_width")
+        if speed in _GENERATIONS and width:
+            return f"PCIe {_GENERATIONS[speed]}.0 x{width}"
+    return None

@@ -1,7 +1,5 @@
 """Other programs as processes: started with their children in a session of their own, and always ended."""
 
-from __future__ import annotations
-
 import http.client
 import os
 import signal
@@ -26,12 +24,7 @@ def started(
     has started are asked to end, and killed after ``ending_s`` seconds."""
     with log.open("wb") as lines:
         process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=lines,
-            stderr=lines,
-            env=dict(environment),
-            start_new_session=True,
+            command, stdin=subprocess.DEVNULL, stdout=lines, stderr=lines, env=dict(environment), start_new_session=True
         )
     try:
         yield process

@@ -1,7 +1,5 @@
 """Folders for sockets: short enough for their paths, and entered by this user alone (standard library only)."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -6,28 +6,25 @@ import random
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
 from tqdm import tqdm
 
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import over
-from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.plot import COLOURS, LOOKS, Figure, categories, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
-from firsttoken.study.show import interval
+from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of, rows_where
+from firsttoken.study.show import cells, interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Scalar, Summary
-from firsttoken_studies.combined.borrowed.neighbour import own_request, shaped, warm_neighbour
+from firsttoken_studies.combined.borrowed.neighbour import own_request, shaped, warm_server
 from firsttoken_studies.combined.borrowed.setting import StartSetting, start_setting
 from firsttoken_studies.combined.borrowed.trial import BORROWED, PRUNED, WAYS, WHOLE, BorrowSpec
 from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, TrialLink, one_trial
 from firsttoken_studies.progressiveserve.coldstart.summary import ratio, values
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 # What starts that borrow say: first tokens by link and round trip, whose they are, and what the neighbour lost.
 
@@ -39,10 +36,13 @@ def borrowed_start_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary
     """By link: TTFT of the three ways, and by round trip that of borrowing over that of waiting, the same for the last
     token and for all layers being here, and the bytes that were lent; over all of them whose tokens came out; the
     neighbour's own rate alone, beside a start that waits and beside one that borrows."""
-    starts = [row | {LAST: row["times_s"][-1]} for row in rows if row["what"] == "start"]
-    summary = Summary()
-    for rate in parameters["borrowed"]["gbit_per_s"]:
-        here = [row for row in starts if row["gbit_per_s"] == rate]
+    summary, asked = Summary(), parameters["borrowed"]
+    starts = [
+        row | {LAST: row["times_s"][-1], "all_s": row["local_s"] or row["loaded_s"]}
+        for row in rows_where(rows, what="start")
+    ]
+    for rate in asked["gbit_per_s"]:
+        here = rows_where(starts, gbit_per_s=rate)
         for way in (WHOLE, PRUNED):
             first = bootstrap(values(here, way, TTFT), "median").summary("s")
             summary.add("ttft_p50_s", first, variant=way, gbit_per_s=rate)
@@ -50,24 +50,23 @@ def borrowed_start_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary
         summary.add("ttft_x", over, variant=PRUNED, than=WHOLE, gbit_per_s=rate)
         loaded = bootstrap(values(here, WHOLE, "loaded_s"), "median").summary("s")
         summary.add("loaded_s", loaded, variant=WHOLE, gbit_per_s=rate)
-        for rtt in parameters["borrowed"]["rtt_ms"]:
+        for rtt in asked["rtt_ms"]:
             near = [row for row in here if row["variant"] != BORROWED or row["rtt_ms"] == rtt]
-            _borrowed(summary, near, gbit_per_s=rate, rtt_ms=rtt)
+            _borrowed(summary, near, variant=BORROWED, gbit_per_s=rate, rtt_ms=rtt)
     _whose(summary, starts)
-    _neighbour(summary, [row for row in rows if row["what"] == "neighbour"])
+    _neighbour(summary, rows)
     return summary
 
 
-def _borrowed(summary: Summary, rows: Rows, **link: Scalar) -> None:
-    waited = [row | {"local_s": row["loaded_s"]} if row["variant"] == WHOLE else row for row in rows]
-    said = [row for row in rows if row["variant"] == BORROWED]
-    place = {"variant": BORROWED, **link}
+def _borrowed(summary: Summary, rows: Rows, **place: Scalar) -> None:
     summary.add("ttft_p50_s", bootstrap(values(rows, BORROWED, TTFT), "median").summary("s"), **place)
-    summary.add("ttft_x", ratio(rows, BORROWED, WHOLE, TTFT).summary("x"), **place, than=WHOLE)
-    summary.add("last_token_x", ratio(rows, BORROWED, WHOLE, LAST).summary("x"), **place, than=WHOLE)
-    summary.add("loaded_x", ratio(waited, BORROWED, WHOLE, "local_s").summary("x"), **place, than=WHOLE)
-    summary.add("lent_mb", bootstrap([row["lent_bytes"] / 1e6 for row in said], "median").summary("MB"), **place)
-    summary.add("lent_tokens", bootstrap([_lent_tokens(row) for row in said], "median").summary("tokens"), **place)
+    for measure, column in (("ttft_x", TTFT), ("last_token_x", LAST), ("loaded_x", "all_s")):
+        summary.add(measure, ratio(rows, BORROWED, WHOLE, column).summary("x"), **place, than=WHOLE)
+    said = frame_of(rows, variant=BORROWED)
+    said["lent_mb"] = said.lent_bytes / 1e6
+    said["lent_tokens"] = [_lent_tokens(row) for row in said.to_dict("records")]
+    lent = {"lent_mb": ("lent_mb", "median", "MB"), "lent_tokens": ("lent_tokens", "median", "tokens")}
+    summary.by(said, {}, lent, **place)
 
 
 def _lent_tokens(row: Mapping[str, Any]) -> int:
@@ -77,30 +76,30 @@ def _lent_tokens(row: Mapping[str, Any]) -> int:
 
 def _whose(summary: Summary, starts: Rows) -> None:
     """Add the share of starts whose tokens, all and the first, equal those of starts that wait for the whole model."""
-    wanted = {tuple(row["tokens"]) for row in starts if row["variant"] == WHOLE}
+    wanted = {tuple(row["tokens"]) for row in rows_where(starts, variant=WHOLE)}
     summary.add("answers", {"value": len(wanted), "unit": "answers of starts that wait"}, variant=WHOLE)
     for variant in (PRUNED, BORROWED):
-        mine = [tuple(row["tokens"]) for row in starts if row["variant"] == variant]
+        mine = [tuple(row["tokens"]) for row in rows_where(starts, variant=variant)]
         same = [tokens in wanted for tokens in mine]
         first = [tokens[0] in {one[0] for one in wanted} for tokens in mine]
         for measure, found in (("same_tokens_pct", same), ("same_first_token_pct", first)):
             summary.add(measure, bootstrap(found).summary("% of starts", 100), variant=variant, than=WHOLE)
-    refused = [row["gone"] for row in starts if row["variant"] == BORROWED and "all layers" not in row["gone"]]
-    summary.add("loans_that_failed", {"value": len(refused), "unit": "starts"})
+    refused = sum("all layers" not in row["gone"] for row in rows_where(starts, variant=BORROWED))
+    summary.add("loans_that_failed", {"value": refused, "unit": "starts"})
 
 
 def _neighbour(summary: Summary, rows: Rows) -> None:
     """Tokens a second of the neighbour's own request, and the share of them that it lost."""
-    rates = {
-        name: {row["round"]: row["tokens"] / row["seconds"] for row in rows if row["beside"] == name}
-        for name in (ALONE, WHOLE, BORROWED)
-    }
-    for name, found in rates.items() if rows else ():
-        said = bootstrap(list(found.values()), "median").summary("tokens/s")
-        summary.add("neighbour_tokens_per_s", said, case=name)
+    windows = frame_of(rows, what="neighbour")
+    if not len(windows):
+        return
+    windows["rate"] = windows.tokens / windows.seconds
+    rates = windows.pivot(index="round", columns="beside", values="rate")
+    for name in (ALONE, WHOLE, BORROWED):
+        summary.add("neighbour_tokens_per_s", bootstrap(rates[name], "median").summary("tokens/s"), case=name)
         if name != ALONE:
-            lost = [100 * (1 - found[at] / rates[ALONE][at]) for at in found]
-            summary.add("neighbour_lost_pct", bootstrap(lost, "median").summary("%"), case=name, than=ALONE)
+            lost = bootstrap(100 * (1 - rates[name] / rates[ALONE]), "median").summary("%")
+            summary.add("neighbour_lost_pct", lost, case=name, than=ALONE)
 
 
 TRIAL = "firsttoken_studies.combined.borrowed.trial"
@@ -141,29 +140,25 @@ def borrowed_start(profile: Profile) -> Outcome:
     tokens, seconds} of what the neighbour's own request had meanwhile."""
     config = profile.section("borrowed", BorrowedConfig)
     setting = start_setting(profile, config.questions, config.tokens, config.readers)
-    specs = _BorrowedStarts(setting)
     rows: Rows = []
     depth = setting.checkpoint.plan.depth
-    with warm_neighbour(setting.folder, depth, setting.theirs, setting.threads) as address:
+    with warm_server(setting.folder, depth, setting.theirs, setting.threads) as (address, _):
+        ways = ((WHOLE, 0.0), (PRUNED, 0.0), *((BORROWED, rtt) for rtt in config.rtt_ms))
         starts = [
             (variant, rate, rtt, round_)
-            for rate in config.gbit_per_s
-            for variant, rtt in ((WHOLE, 0.0), (PRUNED, 0.0), *((BORROWED, rtt) for rtt in config.rtt_ms))
+            for rate, (variant, rtt) in product(config.gbit_per_s, ways)
             for round_ in range(_rounds(config, variant, rate, rtt))
         ]
         random.Random(profile.seed).shuffle(starts)
         with ExitStack() as relays:
-            ways = {
-                (rate, rtt): relays.enter_context(shaped(address, rtt, rate))
-                for rate in config.gbit_per_s
-                for rtt in config.rtt_ms
-            }
+            links = product(config.gbit_per_s, config.rtt_ms)
+            near = {(rate, rtt): relays.enter_context(shaped(address, rtt, rate)) for rate, rtt in links}
             for variant, rate, rtt, round_ in tqdm(starts, desc="starts that borrow", unit="start", disable=None):
-                row = specs.start(variant, rate, ways.get((rate, rtt), ""))
+                row = _start(setting, variant, rate, near.get((rate, rtt), ""))
                 rows.append({"what": "start", "rtt_ms": rtt, "round": round_} | row)
-            main = ways[config.main_gbit_per_s, config.main_rtt_ms]
+            main = near[config.main_gbit_per_s, config.main_rtt_ms]
             for round_ in range(config.busy_rounds):
-                rows += _beside(specs, config, setting, (address, main), round_)
+                rows += _beside(config, setting, (address, main), round_)
     return Outcome(rows, provenance=setting.provenance)
 
 
@@ -172,27 +167,14 @@ def _rounds(config: BorrowedConfig, variant: str, rate: float, rtt: float) -> in
     return config.main_rounds if main else config.rounds
 
 
-class _BorrowedStarts:
-    """Starts of one model that differ in their way, their link and their neighbour."""
-
-    def __init__(self, setting: StartSetting) -> None:
-        staged, folder = str(setting.checkpoint.staged), str(setting.folder)
-        self._common = BorrowSpec(**setting.common)
-        self._folders = {PRUNED: staged, WHOLE: folder, BORROWED: folder}
-
-    def start(self, variant: str, rate: float, neighbour: str) -> dict[str, object]:
-        """One start over a link of ``rate`` whose bytes wait in memory. Raises FirstTokenError when it fails."""
-        spec = replace(self._common, variant=variant, staged=self._folders[variant], neighbour=neighbour)
-        return one_trial(spec, TrialLink(rate, BUCKET, cold=False), module=TRIAL)
+def _start(setting: StartSetting, variant: str, rate: float, neighbour: str) -> dict[str, Any]:
+    """One start over a link of ``rate`` whose bytes wait in memory. Raises FirstTokenError when it fails."""
+    folder = setting.checkpoint.staged if variant == PRUNED else setting.folder
+    spec = BorrowSpec(**{**setting.common, "variant": variant, "staged": str(folder), "neighbour": neighbour})
+    return one_trial(spec, TrialLink(rate, BUCKET, cold=False), module=TRIAL)
 
 
-def _beside(
-    specs: _BorrowedStarts,
-    config: BorrowedConfig,
-    setting: StartSetting,
-    addresses: tuple[str, str],
-    round_: int,
-) -> Rows:
+def _beside(config: BorrowedConfig, setting: StartSetting, addresses: tuple[str, str], round_: int) -> Rows:
     """The neighbour's own request alone, beside a start that borrows nothing, and beside one that does."""
     windows: list[tuple[str, float, float]] = []
     with own_request(setting.folder, addresses[0], setting.theirs, setting.threads) as running:
@@ -200,7 +182,7 @@ def _beside(
         time.sleep(config.alone_s)
         windows.append((ALONE, begun, begun + config.alone_s))
         for variant, address in ((WHOLE, ""), (BORROWED, addresses[1])):
-            row = specs.start(variant, config.main_gbit_per_s, address)
+            row = _start(setting, variant, config.main_gbit_per_s, address)
             begun = float(row["arrived_at_s"])
             windows.append((variant, begun, begun + float(row["local_s"] or row["loaded_s"])))
         times = running.times_s()
@@ -218,10 +200,9 @@ WAY_LOOKS = {WHOLE: "S3", PRUNED: "S1", BORROWED: "measured"}
 
 def first_tokens(recorded: Result | None, now: Result) -> Figure:
     """Seconds to the first token by the rate of the link, of the three ways; borrowing at every round trip."""
-    import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator
 
-    fig, ax = plt.subplots(figsize=(9, 4.6))
+    fig, ax = panels(figsize=(9, 4.6))
     results = over(recorded, now)
     for drawn in results:
         asked, summary = drawn.result.parameters["borrowed"], drawn.result.summary
@@ -250,13 +231,10 @@ def first_tokens(recorded: Result | None, now: Result) -> Figure:
 
 def taking_over(recorded: Result | None, now: Result) -> Figure:
     """One start of each way over the main link: its own layers over time, and its tokens."""
-    import matplotlib.pyplot as plt
-
     results = over(recorded, now)
-    ratios = {"height_ratios": [3, 1.3]}
-    fig, axes = plt.subplots(
-        2, len(results), figsize=(9, 4.6), sharex="col", sharey="row", squeeze=False, gridspec_kw=ratios
-    )
+    shape = 2, len(results)
+    options = {"sharex": "col", "sharey": "row", "squeeze": False, "height_ratios": [3, 1.3]}
+    fig, axes = panels(*shape, figsize=(9, 4.6), **options)
     for drawn, (upper, lower) in zip(results, axes.T, strict=True):
         chosen = main_starts(drawn.result)
         taken = chosen[BORROWED]["taken"]
@@ -271,75 +249,58 @@ def taking_over(recorded: Result | None, now: Result) -> Figure:
             lower.plot(at, [place] * len(at), "|", color=look.colour, markersize=14, markeredgewidth=1.5)
         lower.set(xlim=(0, None), xlabel="after the request, s")
     axes[0, 0].set_ylabel("layers computed locally, %")
-    axes[1, 0].set_yticks(range(len(WAYS)), [f"tokens, {name}" for name in WAYS.values()])
-    axes[1, 0].set_ylim(len(WAYS) - 0.4, -0.6)
+    categories(axes[1, 0], [f"tokens, {name}" for name in WAYS.values()], 0.4)
     fig.suptitle("A borrowing start speaks early and takes the layers over while it speaks")
     return fig
 
 
 def main_starts(result: Result) -> dict[str, dict[str, Any]]:
     """Return for each way the start over the main link whose time to the first token is the median."""
-    asked = result.parameters["borrowed"]
-    chosen = {}
+    asked, chosen = result.parameters["borrowed"], {}
     for way in WAYS:
-        rows = [
-            row
-            for row in result.rows
-            if row["what"] == "start" and row["variant"] == way and row["gbit_per_s"] == asked["main_gbit_per_s"]
-            if way != BORROWED or row["rtt_ms"] == asked["main_rtt_ms"]
-        ]
+        trip = {"rtt_ms": asked["main_rtt_ms"]} if way == BORROWED else {}
+        rows = rows_where(result.rows, what="start", variant=way, gbit_per_s=asked["main_gbit_per_s"], **trip)
         chosen[way] = sorted(rows, key=lambda row: row[TTFT])[(len(rows) - 1) // 2]
     return chosen
 
 
-def start_rows(recorded: Result | None, now: Result) -> Rows:
+def start_rows(recorded: Result | None, now: Result) -> Table:
     """The table of first tokens, of last ones and of bytes, by link and round trip."""
-    rows: Rows = []
+    waiting = {"whole, s": ("ttft_p50_s", 2, {"variant": WHOLE}), "stage 1, s": ("ttft_p50_s", 2, {"variant": PRUNED})}
+    borrowing = {
+        "borrowing, s": ("ttft_p50_s", 2),
+        "over whole": ("ttft_x", 2, {"than": WHOLE}),
+        "last token over whole": ("last_token_x", 2, {"than": WHOLE}),
+        "all layers here, over whole": ("loaded_x", 2, {"than": WHOLE}),
+        "lent, MB": ("lent_mb", 2),
+        "tokens before all are here": ("lent_tokens", 0),
+    }
     for drawn in over(recorded, now):
         summary, asked = drawn.result.summary, drawn.result.parameters["borrowed"]
-        for rate in asked["gbit_per_s"]:
-            for rtt in asked["rtt_ms"]:
-                place = {"variant": BORROWED, "gbit_per_s": rate, "rtt_ms": rtt}
-                beside = place | {"than": WHOLE}
-                rows.append(
-                    {
-                        "link and round trip": f"{rate:g} Gbit/s, {rtt:g} ms",
-                        "whole, s": interval(summary.of("ttft_p50_s", variant=WHOLE, gbit_per_s=rate), 2),
-                        "stage 1, s": interval(summary.of("ttft_p50_s", variant=PRUNED, gbit_per_s=rate), 2),
-                        "borrowing, s": interval(summary.of("ttft_p50_s", **place), 2),
-                        "over whole": interval(summary.of("ttft_x", **beside), 2),
-                        "last token over whole": interval(summary.of("last_token_x", **beside), 2),
-                        "all layers here, over whole": interval(summary.of("loaded_x", **beside), 2),
-                        "lent, MB": interval(summary.of("lent_mb", **place), 2),
-                        "tokens before all are here": interval(summary.of("lent_tokens", **place), 0),
-                        "whose": drawn.who(),
-                    }
-                )
-    return rows
+        for rate, rtt in product(asked["gbit_per_s"], asked["rtt_ms"]):
+            line = {"link and round trip": f"{rate:g} Gbit/s, {rtt:g} ms"} | cells(summary, waiting, gbit_per_s=rate)
+            line |= cells(summary, borrowing, variant=BORROWED, gbit_per_s=rate, rtt_ms=rtt)
+            yield line | {"whose": drawn.who()}
 
 
-def whose_rows(recorded: Result | None, now: Result) -> Rows:
+def whose_rows(recorded: Result | None, now: Result) -> Table:
     """Return rows that say how often a start's tokens are the whole model's."""
-    rows: Rows = []
     for drawn in over(recorded, now):
         for way in (PRUNED, BORROWED):
             same = drawn.result.summary.of("same_tokens_pct", variant=way, than=WHOLE)
             first = drawn.result.summary.value("same_first_token_pct", variant=way, than=WHOLE)
             told = {"first token is the whole model's, %": first, "all tokens are, %": same["value"]}
-            rows.append({"start": WAYS[way], "starts": same["n"], **told, "whose": drawn.who()})
-    return rows
+            yield {"start": WAYS[way], "starts": same["n"], **told, "whose": drawn.who()}
 
 
-def neighbour_rows(recorded: Result | None, now: Result) -> Rows:
+def neighbour_rows(recorded: Result | None, now: Result) -> Table:
     """What the neighbour's own request had meanwhile; nothing where it was not measured."""
     names = {ALONE: "alone", WHOLE: "beside a start that waits", BORROWED: "beside a start that borrows"}
-    return [
-        {
-            "the neighbour's own request": name,
-            "tokens/s": interval(drawn.result.summary.get("neighbour_tokens_per_s", case=case), 1),
-            "lost, %": interval(drawn.result.summary.get("neighbour_lost_pct", case=case, than=ALONE), 1),
-            "whose": drawn.who(),
-        }
-        for drawn in over(recorded, now)
-        for case, name in names.items()
-    ]
+    for drawn in over(recorded, now):
+        for case, name in names.items():
+            yield {
+                "the neighbour's own request": name,
+                "tokens/s": interval(drawn.result.summary.get("neighbour_tokens_per_s", case=case), 1),
+                "lost, %": interval(drawn.result.summary.get("neighbour_lost_pct", case=case, than=ALONE), 1),
+                "whose": drawn.who(),
+            }

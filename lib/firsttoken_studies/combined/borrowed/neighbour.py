@@ -14,21 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from firsttoken.study.errors import SwarmError
-from firsttoken.study.system.cores import stay_on
-
-
-@contextmanager
-def warm_neighbour(folder: Path, depth: int, cores: Collection[int], threads: int) -> Iterator[str]:
-    """The address of a server of all ``depth`` layers in ``folder``, in float32. Raises SwarmError."""
-    with warm_server(folder, depth, cores, threads) as (address, _):
-        yield address
+from firsttoken.study.system.cgroup_limits import stay_on
 
 
 @contextmanager
 def warm_server(
     folder: Path, depth: int, cores: Collection[int], threads: int, dtype: str = "float32"
 ) -> Iterator[tuple[str, int]]:
-    """The same in ``dtype``, and the number of its process."""
+    """The address of a server of all ``depth`` layers in ``folder``, and its process's number. Raises SwarmError."""
     command = ["firsttoken", "swarm", "serve", "--model", str(folder), "--blocks", f"0:{depth}", "--dtype", dtype]
     with process_of(command, cores, threads) as server:
         line = server.stdout.readline()
@@ -41,15 +34,8 @@ def warm_server(
 def shaped(address: str, rtt_ms: float, gbit_per_s: float) -> Iterator[str]:
     """The address of a relay that leads to ``address``. Raises SwarmError."""
     port = address.rpartition(":")[2]
-    command = [
-        "firsttoken_studies.combined.borrowed.relay",
-        port,
-        "--rtt-ms",
-        f"{rtt_ms:g}",
-        "--gbit-per-s",
-        f"{gbit_per_s:g}",
-    ]
-    with process_of(command) as relay:
+    rates = ["--rtt-ms", f"{rtt_ms:g}", "--gbit-per-s", f"{gbit_per_s:g}"]
+    with process_of(["firsttoken_studies.combined.borrowed.relay", port, *rates]) as relay:
         if not (said := relay.stdout.readline().strip()):
             raise SwarmError(f"the relay did not start: {relay.stderr.read().strip()}")
         yield said
@@ -73,9 +59,8 @@ class OwnRequest:
 @contextmanager
 def own_request(folder: Path, address: str, cores: Collection[int], threads: int) -> Iterator[OwnRequest]:
     """The neighbour has a request of its own running. Raises SwarmError."""
-    with process_of(
-        ["firsttoken_studies.combined.borrowed.background_client", str(folder), address], cores, threads
-    ) as process:
+    command = ["firsttoken_studies.combined.borrowed.background_client", str(folder), address]
+    with process_of(command, cores, threads) as process:
         yield OwnRequest(process)
 
 

@@ -15,7 +15,7 @@ from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.staging import served_source
 from firsttoken.study.dtypes import name_of
 from firsttoken.study.profile import Profile
-from firsttoken.study.system.cores import two_halves
+from firsttoken.study.system.cgroup_limits import two_halves
 from firsttoken_extras.layer_borrowing.embeddings import ends_first
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import Checkpoint, served_checkpoint
 from firsttoken_studies.progressiveserve.coldstart.experiments import trial_specs

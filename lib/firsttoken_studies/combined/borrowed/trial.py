@@ -29,7 +29,7 @@ from firsttoken.progressiveserve.checkpoint.manifest import read_manifest  # noq
 from firsttoken.progressiveserve.loading.loader import StageLoad  # noqa: E402
 from firsttoken.progressiveserve.loading.meta_model import MetaModel  # noqa: E402
 from firsttoken.study.dtypes import DTYPES, named  # noqa: E402
-from firsttoken.study.system.cores import stay_on  # noqa: E402
+from firsttoken.study.system.cgroup_limits import stay_on  # noqa: E402
 from firsttoken.study.system.fast_exit import tell_and_end  # noqa: E402
 from firsttoken_extras.layer_borrowing.arrivals import follow  # noqa: E402
 from firsttoken_extras.layer_borrowing.embeddings import neighbours_name  # noqa: E402

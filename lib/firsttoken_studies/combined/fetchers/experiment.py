@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from itertools import product
+from typing import Any
 
 from tqdm import tqdm
 
@@ -13,10 +14,10 @@ from firsttoken.assets.needs import LAYERS, ModelFacts, Need, check
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.plot import COLOURS, LOOKS, Figure, handle, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
-from firsttoken.study.show import interval
+from firsttoken.study.record import Outcome, Result, Rows, Table, rows_where
+from firsttoken.study.show import cells, interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_studies.combined.borrowed.setting import start_setting
@@ -25,10 +26,6 @@ from firsttoken_studies.combined.fetchers.division import bytes_of, divided
 from firsttoken_studies.combined.fetchers.trial import FETCHED, FetchSpec
 from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, TrialLink, one_trial
 from firsttoken_studies.progressiveserve.coldstart.summary import ratio, values
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 # What starts with fetchers say: first tokens by link and number of processes, whose they are, and what was moved.
 
@@ -41,25 +38,32 @@ def parallel_start_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary
     when the whole start had them, and all bytes that came over the links over the model's. Of all of them whose tokens
     came out, and how many lost a process."""
     summary, asked = Summary(), parameters["fetchers"]
+    summary, asked = Summary(), parameters["fetchers"]
     rows = [
         row | {"parts_s": max(filter(None, row["fetched_s"])), "all_s": row["local_s"] or row["loaded_s"]}
         for row in rows
     ]
     for rate in asked["gbit_per_s"]:
-        here = [row for row in rows if row["gbit_per_s"] == rate]
+        here = rows_where(rows, gbit_per_s=rate)
         for measure, column in (("ttft_p50_s", TTFT), ("loaded_s", "loaded_s")):
             found = bootstrap(values(here, WHOLE, column), "median").summary("s")
             summary.add(measure, found, variant=WHOLE, gbit_per_s=rate)
         for count in asked["servers"]:
             _fetched(summary, [row for row in here if row["servers"] in (1, count)], count, rate)
-    _whose(summary, rows)
+    wanted = {tuple(row["tokens"]) for row in rows_where(rows, variant=WHOLE)}
+    fetched = rows_where(rows, variant=FETCHED)
+    summary.add("answers", {"value": len(wanted), "unit": "answers of starts of one process"}, variant=WHOLE)
+    same = bootstrap([tuple(row["tokens"]) in wanted for row in fetched])
+    summary.add("same_tokens_pct", same.summary("% of starts", 100), variant=FETCHED, than=WHOLE)
+    failed = sum("all layers" not in row["gone"] for row in fetched)
+    summary.add("loans_that_failed", {"value": failed, "unit": "starts"}, variant=FETCHED)
     return summary
 
 
 def _fetched(summary: Summary, rows: Rows, count: int, rate: float) -> None:
-    place = {"variant": FETCHED, "servers": count, "gbit_per_s": rate}
-    (model,) = {row["bytes_each"][0] for row in rows if row["variant"] == WHOLE}
-    moved = [sum(row["bytes_each"]) / model for row in rows if row["variant"] == FETCHED]
+    place = _place(rate, count)
+    (model,) = {row["bytes_each"][0] for row in rows_where(rows, variant=WHOLE)}
+    moved = [sum(row["bytes_each"]) / model for row in rows_where(rows, variant=FETCHED)]
     over = ratio(rows, FETCHED, WHOLE, TTFT)
     summary.add("ttft_p50_s", bootstrap(values(rows, FETCHED, TTFT), "median").summary("s"), **place)
     summary.add("ttft_x", over.summary("x"), **place, than=WHOLE)
@@ -67,16 +71,6 @@ def _fetched(summary: Summary, rows: Rows, count: int, rate: float) -> None:
     summary.add("parts_s", bootstrap(values(rows, FETCHED, "parts_s"), "median").summary("s"), **place)
     summary.add("loaded_x", ratio(rows, FETCHED, WHOLE, "all_s").summary("x"), **place, than=WHOLE)
     summary.add("moved_x", bootstrap(moved, "median").summary("x"), **place, than=MODEL)
-
-
-def _whose(summary: Summary, rows: Rows) -> None:
-    wanted = {tuple(row["tokens"]) for row in rows if row["variant"] == WHOLE}
-    fetched = [row for row in rows if row["variant"] == FETCHED]
-    same = bootstrap([tuple(row["tokens"]) in wanted for row in fetched])
-    failed = sum("all layers" not in row["gone"] for row in fetched)
-    summary.add("answers", {"value": len(wanted), "unit": "answers of starts of one process"}, variant=WHOLE)
-    summary.add("same_tokens_pct", same.summary("% of starts", 100), variant=FETCHED, than=WHOLE)
-    summary.add("loans_that_failed", {"value": failed, "unit": "starts"}, variant=FETCHED)
 
 
 TRIAL = "firsttoken_studies.combined.fetchers.trial"
@@ -121,7 +115,7 @@ def parallel_start(profile: Profile) -> Outcome:
     manifest = read_manifest(setting.folder)
     parts = {count: divided(manifest, count) for count in (1, *config.servers)}
     common = FetchSpec(**setting.common | {"staged": str(setting.folder), "others": setting.theirs})
-    starts = [(rate, count, n) for rate in config.gbit_per_s for count in parts for n in range(config.rounds)]
+    starts = list(product(config.gbit_per_s, parts, range(config.rounds)))
     random.Random(profile.seed).shuffle(starts)
     rows: Rows = []
     for rate, count, round_ in tqdm(starts, desc="starts with fetchers", unit="start", disable=None):
@@ -132,8 +126,7 @@ def parallel_start(profile: Profile) -> Outcome:
     }
     floors = {
         floor_name(rate, count): {"value": 8e-9 * size / rate, "unit": "s", "why": f"{size:,} bytes over its link"}
-        for rate in config.gbit_per_s
-        for count, size in largest.items()
+        for rate, (count, size) in product(config.gbit_per_s, largest.items())
     }
     divisions = {"layers": {str(count): [[one.start, one.stop] for one in each] for count, each in parts.items()}}
     return Outcome(rows, floors, provenance=setting.provenance | divisions)
@@ -149,11 +142,9 @@ def floor_name(gbit_per_s: float, servers: int) -> str:
 
 def first_tokens(recorded: Result | None, now: Result) -> Figure:
     """Seconds to the first token by the number of processes, one panel a rate: measured, T / k, and the floor."""
-    import matplotlib.pyplot as plt
-
     results = over(recorded, now)
     rates = sorted({rate for drawn in results for rate in drawn.result.parameters["fetchers"]["gbit_per_s"]})
-    fig, axes = plt.subplots(1, len(rates), figsize=(9, 4.2), squeeze=False)
+    fig, axes = panels(1, len(rates), figsize=(9, 4.2), squeeze=False)
     for ax, rate in zip(axes[0], rates, strict=True):
         for drawn in results:
             asked, result = drawn.result.parameters["fetchers"], drawn.result
@@ -172,9 +163,9 @@ def first_tokens(recorded: Result | None, now: Result) -> Figure:
     axes[0, 0].set_ylabel("first token after the request, s")
     look = LOOKS["measured"]
     handles = [
-        plt.Line2D([], [], color=look.colour, marker=look.marker, linestyle="", label="measured"),
-        plt.Line2D([], [], color=COLOURS["paper"], linestyle="--", label="paper: T / k"),
-        plt.Line2D([], [], color=COLOURS["floor"], linestyle=":", label="floor: the largest part over its link"),
+        handle(color=look.colour, marker=look.marker, linestyle="", label="measured"),
+        handle(color=COLOURS["paper"], linestyle="--", label="paper: T / k"),
+        handle(color=COLOURS["floor"], linestyle=":", label="floor: the largest part over its link"),
     ]
     axes[0, -1].legend(handles=handles, loc="lower left", fontsize=8)
     fig.suptitle("k processes that fetch a part each bring the first token in nearly T / k on slow links")
@@ -182,31 +173,25 @@ def first_tokens(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def fetch_rows(recorded: Result | None, now: Result) -> Rows:
+def fetch_rows(recorded: Result | None, now: Result) -> Table:
     """The table of first tokens, of all layers being in the first process, and of bytes, by link and processes."""
-    rows: Rows = []
+    columns = {
+        "over whole": ("ttft_x", 2, {"than": WHOLE}),
+        "over T / k": ("ttft_x", 2, {"than": SHARE}),
+        "all layers in the first, over whole": ("loaded_x", 2, {"than": WHOLE}),
+        "bytes over the model's": ("moved_x", 2, {"than": MODEL}),
+    }
     for drawn in over(recorded, now):
         summary, asked = drawn.result.summary, drawn.result.parameters["fetchers"]
-        for rate in asked["gbit_per_s"]:
-            whole = summary.of("ttft_p50_s", **_place(rate, 1))
-            for count in (1, *asked["servers"]):
-                place = _place(rate, count)
-                rows.append(
-                    {
-                        "links and processes": f"{rate:g} Gbit/s, {count}",
-                        "paper: T / k, s": f"{whole['value'] / count:.2f}",
-                        "measured, s": interval(summary.of("ttft_p50_s", **place), 2),
-                        "floor, s": f"{drawn.result.floors[floor_name(rate, count)]['value']:.2f}",
-                        "over whole": interval(summary.get("ttft_x", **place, than=WHOLE), 2),
-                        "over T / k": interval(summary.get("ttft_x", **place, than=SHARE), 2),
-                        "all layers in the first, over whole": interval(
-                            summary.get("loaded_x", **place, than=WHOLE), 2
-                        ),
-                        "bytes over the model's": interval(summary.get("moved_x", **place, than=MODEL), 2),
-                        "whose": drawn.who(),
-                    }
-                )
-    return rows
+        for rate, count in product(asked["gbit_per_s"], (1, *asked["servers"])):
+            whole = summary.value("ttft_p50_s", **_place(rate, 1))
+            line = {
+                "links and processes": f"{rate:g} Gbit/s, {count}",
+                "paper: T / k, s": f"{whole / count:.2f}",
+                "measured, s": interval(summary.of("ttft_p50_s", **_place(rate, count)), 2),
+                "floor, s": f"{drawn.result.floors[floor_name(rate, count)]['value']:.2f}",
+            }
+            yield line | cells(summary, columns, **_place(rate, count)) | {"whose": drawn.who()}
 
 
 def _place(rate: float, count: int) -> dict[str, str | float | int]:

@@ -23,8 +23,8 @@ from firsttoken.droidspeak.identity import ModelIdentity, identify
 from firsttoken.droidspeak.prefill import full_prefill
 from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.droidspeak.store import KVStore
-from firsttoken.engine.workload.arrivals import Arrivals
 from firsttoken.engine.workload.conversations import Conversations, conversations
+from firsttoken.engine.workload.workload_items import Arrivals
 from firsttoken.progressiveserve.base_model import load_served
 from firsttoken.progressiveserve.evaluation import QualityConfig
 from firsttoken.study import code, paths, timing

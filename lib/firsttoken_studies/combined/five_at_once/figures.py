@@ -3,60 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS
-from firsttoken.study.record import Result, Rows
-from firsttoken.study.show import interval
+from firsttoken.study.plot import COLOURS, Axes, Figure, categories, panels
+from firsttoken.study.record import Result, Rows, Table, rows_where
+from firsttoken.study.show import cells, interval
 from firsttoken_studies.combined.five_at_once.experiment import ALL, ARMS, LIVE, NONE, TWIN, goodput
 from firsttoken_studies.combined.five_at_once.trial import IDEAS
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 COLUMNS = {
-    "goodput_per_s": ("within both objectives, requests/s", 2),
-    "first_token_s": ("first token of the first request, s", 2),
-    "ttft_p50_s": ("P50 TTFT, s", 2),
-    "ttft_p95_s": ("P95 TTFT, s", 2),
-    "tbt_p99_s": ("P99 TBT, s", 3),
-    "processor_s": ("processors, s", 1),
-    "same_tokens_pct": ("the warm replica's answers, %", 0),
-    "own_answers_pct": ("the whole model's but for near ties, %", 0),
-    "f1": ("F1 to the warm replica's", 2),
+    "within both objectives, requests/s": ("goodput_per_s", 2),
+    "first token of the first request, s": ("first_token_s", 2),
+    "P50 TTFT, s": ("ttft_p50_s", 2),
+    "P95 TTFT, s": ("ttft_p95_s", 2),
+    "P99 TBT, s": ("tbt_p99_s", 3),
+    "processors, s": ("processor_s", 1),
+    "the warm replica's answers, %": ("same_tokens_pct", 0),
+    "the whole model's but for near ties, %": ("own_answers_pct", 0),
+    "F1 to the warm replica's": ("f1", 2),
     "preemptions": ("preemptions", 1),
 }
 
 
-def arm_rows(result: Result) -> Rows:
+def arm_rows(result: Result) -> Table:
     """A line an arm: all measures with their intervals."""
-    return [
-        {"arm": arm}
-        | {
-            told: interval(result.summary.get(measure, variant=arm), places)
-            for measure, (told, places) in COLUMNS.items()
-        }
-        for arm in ARMS
-        if result.summary.get("goodput_per_s", variant=arm)
-    ]
+    for arm in ARMS:
+        if result.summary.get("goodput_per_s", variant=arm):
+            yield {"arm": arm} | cells(result.summary, COLUMNS, variant=arm)
 
 
 def goodput_by_arm(recorded: Result | None, now: Result) -> Figure:
     """Requests within both objectives a second, a line an arm."""
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots(figsize=(8, 4.6))
+    fig, ax = panels(figsize=(8, 4.6))
     drawn_over = over(recorded, now)
     for one in drawn_over:
         for place, arm in enumerate(ARMS):
             look = "measured" if arm == ALL else "other"
             one.point(ax, place + one.shift, one.result.summary.get("goodput_per_s", variant=arm), look, along="x")
-    ax.set_yticks(range(len(ARMS)), list(ARMS))
-    ax.set_ylim(len(ARMS) - 0.4, -0.6)
+    categories(ax, ARMS, 0.4)
     ax.set_xlim(left=0)
     ax.set_xlabel("requests within both objectives, a second")
     ax.set_title("All five together keep more requests within both limits than any one alone", loc="left", fontsize=11)
@@ -66,17 +53,14 @@ def goodput_by_arm(recorded: Result | None, now: Result) -> Figure:
 
 def missed(recorded: Result | None, now: Result) -> Figure:
     """What is lost of the goodput of all five without each of them, paired by draw; right of 0 an idea pays."""
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots(figsize=(8, 3))
+    fig, ax = panels(figsize=(8, 3))
     drawn_over = over(recorded, now)
     for one in drawn_over:
         for place, idea in enumerate(IDEAS):
             entry = one.result.summary.get("goodput_lost_per_s", variant=ALL, than=f"without {idea}")
             one.point(ax, place + one.shift, entry, "measured", along="x")
     ax.axvline(0, color=COLOURS["target"], linestyle="--")
-    ax.set_yticks(range(len(IDEAS)), list(IDEAS))
-    ax.set_ylim(len(IDEAS) - 0.4, -0.6)
+    categories(ax, IDEAS, 0.4)
     ax.set_xlabel("goodput of all five above that without this one, requests/s")
     ax.set_title("In the mean each idea is missed when it is left out", loc="left", fontsize=11)
     name_results(fig, drawn_over)
@@ -108,9 +92,7 @@ def error_rows(result: Result) -> Rows:
 
 def simulated(recorded: Result | None, now: Result) -> Figure:
     """Goodput by arm: live beside simulated on this machine, and simulated on the card."""
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(1, 2, figsize=(10, 4.8), sharey=True)
+    fig, axes = panels(1, 2, figsize=(10, 4.8), sharey=True)
     twin = over(None, recorded or now)[0]
     for look, source, aside in (("measured", LIVE, -0.15), ("other", TWIN, 0.15)):
         for place, arm in enumerate(ARMS):
@@ -125,8 +107,7 @@ def simulated(recorded: Result | None, now: Result) -> Figure:
             one.point(axes[1], place + one.shift, entry, "other", along="x")
     axes[0].set_title("SmolLM2-135M here: live and simulated", loc="left", fontsize=11)
     axes[1].set_title("An 8B model on a GPU that is not here: simulated", loc="left", fontsize=11)
-    axes[0].set_yticks(range(len(ARMS)), list(ARMS))
-    axes[0].set_ylim(len(ARMS) - 0.4, -0.6)
+    categories(axes[0], ARMS, 0.4)
     for ax in axes:
         ax.set_xlim(left=0)
         ax.set_xlabel("requests within both objectives, a second")
@@ -138,15 +119,12 @@ def simulated(recorded: Result | None, now: Result) -> Figure:
 def course(result: Result) -> Figure:
     """The first draw without any idea and with all: a line a request, from its arrival over its first token to its
     last."""
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(1, 2, figsize=(9, 4), sharex=True, sharey=True)
+    fig, axes = panels(1, 2, figsize=(9, 4), sharex=True, sharey=True)
     first = min(row["seed"] for row in result.rows)
     for ax, arm in zip(axes, (NONE, ALL), strict=True):
-        for row in result.rows:
-            if (row["arm"], row["seed"]) == (arm, first):
-                _one_course(ax, row, result.parameters["five_at_once"])
-                ax.set_title(f"{arm}: {goodput(row, result.parameters['five_at_once']):.2f} requests/s in time")
+        for row in rows_where(result.rows, arm=arm, seed=first):
+            _one_course(ax, row, result.parameters["five_at_once"])
+            ax.set_title(f"{arm}: {goodput(row, result.parameters['five_at_once']):.2f} requests/s in time")
         ax.set_xlabel("seconds since the first request")
     fig.suptitle("The same requests wait less for their first token, and answer sooner, with all five")
     axes[0].set_ylabel("request")

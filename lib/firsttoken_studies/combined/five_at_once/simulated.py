@@ -8,14 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 from tqdm import tqdm
 
 from firsttoken.assets.dense_shape import DenseShape, dense_shape
-from firsttoken.engine.costs.cost_model import Costs, step_parts
+from firsttoken.engine.costs.cost_model import Costs, follow, step_parts
 from firsttoken.engine.costs.fitted import FittedCosts, relative_fit
-from firsttoken.engine.costs.interpolation import follow
 from firsttoken.engine.costs.operator_costs import OperatorCosts
 from firsttoken.engine.costs.operator_tables import OperatorTables, tables_from
 from firsttoken.engine.engine import Engine
@@ -24,8 +22,8 @@ from firsttoken.engine.kv import KVShape
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.trace import Step, Trace
-from firsttoken.engine.workload.arrivals import Arrivals
 from firsttoken.engine.workload.conversations import Conversations, conversations
+from firsttoken.engine.workload.workload_items import Arrivals
 from firsttoken.progressiveserve.base_model import load_served
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.progressiveserve.evaluation import QualityConfig
@@ -36,6 +34,7 @@ from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows, frame_of, load_result
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
+from firsttoken.study.timing import torch_threads
 from firsttoken_studies.combined.borrowed.setting import StartSetting, start_setting
 from firsttoken_studies.combined.five_at_once.experiment import (
     ALL,
@@ -160,16 +159,11 @@ def seen_of(row: Mapping[str, Any], config: FiveConfig, run: str) -> dict[str, A
 def stored(asked: Sequence[Asked], prefixes: Sequence[Sequence[int]]) -> list[Asked]:
     """The requests with ``stored_tokens``: those of the longest of ``prefixes``, which the sender has, that each begins
     with."""
-    return [
-        one
-        | {
-            "stored_tokens": max(
-                (len(text) for text in prefixes if one["stored"] and one["prompt"][: len(text)] == list(text)),
-                default=0,
-            )
-        }
-        for one in asked
-    ]
+
+    def tokens(prompt: Sequence[int]) -> int:
+        return max((len(text) for text in prefixes if prompt[: len(text)] == list(text)), default=0)
+
+    return [one | {"stored_tokens": tokens(one["prompt"]) if one["stored"] else 0} for one in asked]
 
 
 # What the windows are simulated on.
@@ -201,16 +195,11 @@ def costs_here(model: nn.Module, config: FiveConfig, asked: Sequence[Asked], thr
     items = [(one["prompt"], Sampling(min(one["new_tokens"], MEASURED)), 0.0) for one in asked]
     blocks = sum((len(prompt) + MEASURED) // BLOCK_TOKENS + 1 for prompt, _, _ in items)
     steps: list[Step] = []
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with closing(LiveExecutor(model, blocks, block_tokens=BLOCK_TOKENS)) as executor:
-            for ideas in ((CHUNKS,), ()):
-                trace, settings = Trace(), engine_config(ideas, config.token_budget, config.running)
-                Engine(executor, settings, trace=trace).serve(items)
-                steps += trace.steps[1:]
-    finally:
-        torch.set_num_threads(before)
+    with torch_threads(threads), closing(LiveExecutor(model, blocks, block_tokens=BLOCK_TOKENS)) as executor:
+        for ideas in ((CHUNKS,), ()):
+            trace, settings = Trace(), engine_config(ideas, config.token_budget, config.running)
+            Engine(executor, settings, trace=trace).serve(items)
+            steps += trace.steps[1:]
     swaps = FittedCosts.from_dict(recorded("crosspoint_live").provenance["costs"])
 
     def fitted(steps: Sequence[Step]) -> FittedCosts:
@@ -289,14 +278,10 @@ def simulated_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     for run in runs:
         where = {"source": run} if run in (LIVE, TWIN) else {"machine": run, "source": TWIN}
         frame = frame_of(windows, run=run)
-        for arm in dict.fromkeys(frame.arm):
-            mine = frame[frame.arm == arm]
-            for name, unit in (MEASURES | {"preemptions": ""}).items():
-                if len(values := mine[name].dropna()):
-                    summary.add(name, bootstrap(values).summary(unit), variant=arm, **where)
-        found: dict[str, dict[int, float]] = {}
-        for row in frame_of(windows, run=run).to_dict("records"):
-            found.setdefault(row["arm"], {})[row["seed"]] = row["goodput_per_s"]
+        measures = {name: (name, "mean", unit) for name, unit in (MEASURES | {"preemptions": ""}).items()}
+        summary.by(frame, {"variant": "arm"}, measures, **where)
+        by_arm = frame.groupby("arm", sort=False)
+        found = {arm: dict(zip(of.seed, of.goodput_per_s, strict=True)) for arm, of in by_arm}
         if run != LIVE and ALL in found:
             compared(summary, found, **where)
     _off(summary, windows)

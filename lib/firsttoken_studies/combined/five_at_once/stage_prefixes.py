@@ -12,10 +12,10 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -39,9 +39,9 @@ from firsttoken.progressiveserve.staged_serving.transitions import PrefillAgain
 from firsttoken.study.dtypes import computing, name_of, named
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, frame_of
-from firsttoken.study.show import interval
-from firsttoken.study.stats import bootstrap
+from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
+from firsttoken.study.show import cells
+from firsttoken.study.stats import paired_bootstrap, ratio_of_means
 from firsttoken.study.summary import Summary
 from firsttoken_studies.combined.borrowed.setting import start_setting
 from firsttoken_studies.combined.five_at_once.answers import Judge
@@ -57,9 +57,7 @@ from firsttoken_studies.combined.five_at_once.trial import BLOCK_TOKENS, CHUNKS,
 
 OWN, AS_IT_IS = "own prefill", "the cache as it is"
 GROUP, TO_THE_END = "the group computed again", "the group and all above it computed again"
-RULES: dict[
-    str, Callable[[Group, int], Group | None]
-] = {  # the group, and the model's layers -> what is computed again
+RULES: dict[str, Callable[[Group, int], Group | None]] = {  # of the group and the layers: what is computed again
     OWN: lambda group, depth: None,
     AS_IT_IS: lambda group, depth: NOTHING,
     GROUP: lambda group, depth: group,
@@ -102,7 +100,7 @@ def stage_prefixes(profile: Profile) -> Outcome:
         executor, versions = stages(setting.checkpoint.staged, dtype, -(-longest // BLOCK_TOKENS) + 1, config.readers)
         with closing(executor):
             store = KVStore(Path(folder), memory_bytes=0, disk_bytes=1 << 40, block_tokens=BLOCK_TOKENS)
-            serving = Serving(executor, store, sender, replace(sender, adapters=adapters), config)
+            serving = ServedPrefixes(executor, store, sender, replace(sender, adapters=adapters), config)
             cases = [(stage, rule) for stage in range(1, len(versions) + 1) for rule in RULES]
             for stage, rule in cases:  # which warms up
                 serving.answer(asked[0], versions[stage - 1], rule)
@@ -149,7 +147,7 @@ def stages(folder: Path, dtype: str, blocks: int, readers: int) -> tuple[LiveExe
     return executor, versions
 
 
-class Serving:
+class ServedPrefixes:
     """Answers one request at a time on ``executor``; ``receiver`` takes what ``sender`` has in ``store``."""
 
     def __init__(
@@ -178,33 +176,29 @@ def stage_prefixes_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary
     """By stage and rule: seconds to the first token, F1 to the whole model's words, and the percentage of answers that
     are its own but for near ties. Beside the stage's own prefill: the share of its seconds, and what is lost of F1."""
     summary, near_tie = Summary(), parameters["five_at_once"]["near_tie"]
-    for (stage, rule), mine in frame_of(rows).sort_values("request").groupby(["stage", "rule"], sort=False):
+    frame = frame_of(rows).sort_values("request")
+    frame["own"] = frame.shortfall <= near_tie
+    seen = {"ttft_s": ("ttft_s", "mean", "s"), "f1": ("f1", "mean", "")}
+    seen |= {"own_answers_pct": ("own", "mean", "% of requests", 100)}
+    for (stage, rule), mine in frame.groupby(["stage", "rule"], sort=False):
         where = {"stage": int(stage), "method": rule}
-        own = frame_of(rows, stage=stage, rule=OWN).sort_values("request")
-        summary.add("ttft_s", bootstrap(mine.ttft_s).summary("s"), **where)
-        summary.add("f1", bootstrap(mine.f1).summary(""), **where)
-        summary.add("own_answers_pct", bootstrap(mine.shortfall <= near_tie).summary("% of requests", 100), **where)
+        summary.by(mine, {}, seen, **where)
         if rule != OWN:
-            times = np.array([mine.ttft_s, own.ttft_s]).T
-            share = bootstrap(times, lambda sample: float(np.divide(*sample.mean(0))))
+            own = frame[(frame.stage == stage) & (frame.rule == OWN)]
+            share = ratio_of_means(mine.ttft_s, own.ttft_s)
             summary.add("ttft_share", share.summary(""), than=OWN, **where)
-            lost = bootstrap(own.f1.to_numpy() - mine.f1.to_numpy())
-            summary.add("f1_lost", lost.summary(""), than=OWN, **where)
+            summary.add("f1_lost", paired_bootstrap(own.f1, mine.f1).summary(""), than=OWN, **where)
     return summary
 
 
-def stage_rows(result: Result) -> Rows:
+def stage_rows(result: Result) -> Table:
     """A line for each stage and rule."""
-    summary = result.summary
-    return [
-        {"stage": stage, "taken": rule}
-        | {
-            "first token, s": interval(summary.get("ttft_s", stage=stage, method=rule), 3),
-            "of own prefill's": interval(summary.get("ttft_share", stage=stage, method=rule, than=OWN), 2),
-            "F1 to the whole model's words": interval(summary.get("f1", stage=stage, method=rule), 2),
-            "below own prefill's": interval(summary.get("f1_lost", stage=stage, method=rule, than=OWN), 2),
-            "its own answers, %": interval(summary.get("own_answers_pct", stage=stage, method=rule), 0),
-        }
-        for stage in range(1, 1 + len(result.provenance["present"]))
-        for rule in RULES
-    ]
+    columns = {
+        "first token, s": ("ttft_s", 3),
+        "of own prefill's": ("ttft_share", 2, {"than": OWN}),
+        "F1 to the whole model's words": ("f1", 2),
+        "below own prefill's": ("f1_lost", 2, {"than": OWN}),
+        "its own answers, %": ("own_answers_pct", 0),
+    }
+    for stage, rule in product(range(1, 1 + len(result.provenance["present"])), RULES):
+        yield {"stage": stage, "taken": rule} | cells(result.summary, columns, stage=stage, method=rule)

@@ -25,8 +25,7 @@ from firsttoken.droidspeak.identity import ModelIdentity
 from firsttoken.droidspeak.prefill import Group
 from firsttoken.droidspeak.source import StoredPrefix
 from firsttoken.droidspeak.store import KVStore
-from firsttoken.engine.engine import Engine
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.preemption import PreemptionPolicy
 from firsttoken.engine.request import Request, Sampling
@@ -43,7 +42,7 @@ from firsttoken.progressiveserve.staged_serving.stage_versions import (
 )
 from firsttoken.progressiveserve.staged_serving.transitions import PrefillAgain
 from firsttoken.study.dtypes import named
-from firsttoken.study.system.cores import stay_on
+from firsttoken.study.system.cgroup_limits import stay_on
 from firsttoken.study.system.fast_exit import tell_and_end
 from firsttoken_extras.layer_borrowing.arrivals import LayerArrivals, follow
 from firsttoken_extras.layer_borrowing.embeddings import neighbours_name

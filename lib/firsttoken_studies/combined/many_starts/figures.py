@@ -2,62 +2,49 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from itertools import product
 
 from firsttoken.study.overlay import legend, over
-from firsttoken.study.record import Result, Rows
-from firsttoken.study.show import interval
+from firsttoken.study.plot import Figure, panels, ticks
+from firsttoken.study.record import Result, Rows, Table
+from firsttoken.study.show import cells
+from firsttoken.study.summary import Entry
 from firsttoken_studies.combined.many_starts.experiment import ARMS, STAGED, WARM, WHOLE, pool
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 LOOK = {WHOLE: "S0", STAGED: "S1", WARM: "S3"}  # what is served at first: no stages, the first one, the last one
 _LINES = {"fair": "-", "first stages first": "-.", "in turn": "--"}
 _KEPT = ("-", "--", "-.", ":")
 
 
-def arm_rows(result: Result, model: str, replicas: int) -> Rows:
+def arm_rows(result: Result, model: str, replicas: int) -> Table:
     """A line an arm: times to the first token, bytes over the link, whose tokens they are, and what was paid for."""
     found = result.summary
-    rows: Rows = []
+    times = {f"P{q} TTFT, s": (f"ttft_p{q}_s", 2) for q in (50, 95, 99)}
+    times |= {"first token, s": ("first_s", 2), "all whole, s": ("whole_s", 1)}
+    paid = {
+        "tokens of pruned stages, %": ("pruned_pct", 0),
+        "seconds / 1,000 requests": ("paid_s", 0),
+        "USD / 1,000": ("usd", 2),
+    }
     for arm in result.parameters["many_starts"]["arms"]:
         at = {"model": model, "replicas": replicas, "variant": arm}
-        over_link = [
-            [entry["value"] for entry in found.all(f"{what}_gb", **at)] for what in ("bytes_first", "bytes_over")
-        ]
-        rows.append(
-            {"arm": arm}
-            | {f"P{q} TTFT, s": interval(found.get(f"ttft_p{q}_s", **at), 2) for q in (50, 95, 99)}
-            | {"first token, s": interval(found.get("first_s", **at), 2)}
-            | {"all whole, s": interval(found.get("whole_s", **at), 1)}
-            | {"GB by stage until then": _parts(over_link[0]), "in the burst": _parts(over_link[1])}
-            | {"tokens of pruned stages, %": interval(found.get("pruned_pct", **at), 0)}
-            | {"seconds / 1,000 requests": interval(found.get("paid_s", **at), 0)}
-            | {"USD / 1,000": interval(found.get("usd", **at), 2)}
-        )
-    return rows
+        sent = {"GB by stage until then": "bytes_first_gb", "in the burst": "bytes_over_gb"}
+        over_link = {head: _parts(found.all(measure, **at)) for head, measure in sent.items()}
+        yield {"arm": arm} | cells(found, times, **at) | over_link | cells(found, paid, **at)
 
 
-def _parts(gigabytes: list[float]) -> str:
-    return " + ".join(f"{each:.1f}" for each in gigabytes) or "0"
+def _parts(sent: Sequence[Entry]) -> str:
+    return " + ".join(f"{entry['value']:.1f}" for entry in sent) or "0"
 
 
-def crossing_rows(result: Result) -> Rows:
+def crossing_rows(result: Result) -> Table:
     """A line a model and number of replicas: how long a pool may idle before a cold start is the cheaper one."""
     config = result.parameters["many_starts"]
-    return [
-        {"model": model, "replicas": count}
-        | {
-            f"{arm}, s": interval(
-                result.summary.get("crossing_s", model=model, replicas=count, variant=arm, than=WARM), 1
-            )
-            for arm in config["arms"]
-            if arm != WARM
-        }
-        for model in config["systems"]
-        for count in config["replicas"]
-    ]
+    cold = [arm for arm in config["arms"] if arm != WARM]
+    columns = {f"{arm}, s": ("crossing_s", 1, {"variant": arm, "than": WARM}) for arm in cold}
+    for model, count in product(config["systems"], config["replicas"]):
+        yield {"model": model, "replicas": count} | cells(result.summary, columns, model=model, replicas=count)
 
 
 def error_rows(result: Result) -> Rows:
@@ -75,10 +62,8 @@ def error_rows(result: Result) -> Rows:
 
 def waits(recorded: Result | None, now: Result) -> Figure:
     """P95 of the time to the first token over the number of replicas, a panel a model and a line an arm."""
-    import matplotlib.pyplot as plt
-
     models = now.parameters["many_starts"]["systems"]
-    fig, axes = plt.subplots(1, len(models), figsize=(5.2 * len(models), 4.6), squeeze=False, layout="constrained")
+    fig, axes = panels(1, len(models), figsize=(5.2 * len(models), 4.6), squeeze=False, layout="constrained")
     drawn = over(recorded, now)
     for ax, model, link in zip(axes[0], models, now.parameters["many_starts"]["gbit_per_s"], strict=True):
         for one in drawn:
@@ -93,8 +78,7 @@ def waits(recorded: Result | None, now: Result) -> Figure:
                 one.line(ax, counts, entries, LOOK[what], label=label, linestyle=_LINES[order])
         counts = sorted({count for one in drawn for count in one.result.parameters["many_starts"]["replicas"]})
         ax.set(xscale="log", yscale="log", xlabel="replicas that start together", title=f"{model}, {link:g} Gbit/s")
-        ax.set_xticks(counts, [f"{count}" for count in counts])
-        ax.xaxis.set_minor_formatter("")
+        ticks(ax.xaxis, counts)
         ax.yaxis.set_major_formatter("{x:g}")
     axes[0][0].set_ylabel("P95 TTFT, s (simulated)")
     fig.suptitle("Stages take off their share; who goes first on the link decides the rest", fontsize=12)
@@ -104,26 +88,22 @@ def waits(recorded: Result | None, now: Result) -> Figure:
 
 def money(recorded: Result | None, now: Result) -> Figure:
     """Money a thousand requests over the mean gap between bursts, for the fewest and the most replicas."""
-    import matplotlib.pyplot as plt
-
     config = now.parameters["many_starts"]
     counts = sorted({min(config["replicas"]), max(config["replicas"])})
     shape = len(counts), len(config["systems"])
     size = 4.8 * shape[1], 3.2 * shape[0] + 1
-    fig, axes = plt.subplots(*shape, figsize=size, squeeze=False, sharex=True, layout="constrained")
+    fig, axes = panels(*shape, figsize=size, squeeze=False, sharex=True, layout="constrained")
     drawn = over(recorded, now)
     for line, count in zip(axes, counts, strict=True):
         for ax, model in zip(line, config["systems"], strict=True):
             for one in drawn:
                 theirs = one.result.parameters["many_starts"]
-                for arm in (WHOLE, STAGED):
-                    for kept, style in zip(theirs["keep_alive_s"], _KEPT, strict=False):
-                        at = {"model": model, "replicas": count, "variant": arm}
-                        entries = [
-                            one.result.summary.get("usd", **at, case=pool(gap, kept)) for gap in theirs["gaps_s"]
-                        ]
-                        label = f"{arm}, kept {kept:g} s" if one.own or one.alone else None
-                        one.line(ax, theirs["gaps_s"], entries, LOOK[arm], label=label, linestyle=style, marker="")
+                styles = list(zip(theirs["keep_alive_s"], _KEPT, strict=False))
+                for arm, (kept, style) in product((WHOLE, STAGED), styles):
+                    at = {"model": model, "replicas": count, "variant": arm}
+                    entries = [one.result.summary.get("usd", **at, case=pool(gap, kept)) for gap in theirs["gaps_s"]]
+                    label = f"{arm}, kept {kept:g} s" if one.own or one.alone else None
+                    one.line(ax, theirs["gaps_s"], entries, LOOK[arm], label=label, linestyle=style, marker="")
             ax.set(xscale="log", yscale="log", title=f"{model}, {count} replica{'s' * (count > 1)}")
             ax.title.set_fontsize("medium")
             ax.xaxis.set_major_formatter("{x:g}")

@@ -13,8 +13,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from firsttoken.engine.costs.cost_model import Costs
-from firsttoken.engine.engine import Engine, fast_forward
-from firsttoken.engine.engine_config import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig, fast_forward
 from firsttoken.engine.request import Kind, LayerRecompute, Request, Sampling, ScheduledChunk
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.workload.workload_items import Item

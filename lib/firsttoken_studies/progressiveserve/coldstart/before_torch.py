@@ -1,15 +1,18 @@
-"""A first token before torch is imported, against the same start with torch first; both read a plain folder."""
+"""A first token before torch is imported, against the same start with torch first; all read a plain folder. Both are
+tried as a process of their own, and as `firsttoken serve`, asked over HTTP.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from firsttoken.assets.needs import ModelFacts, check
+from firsttoken.assets.tokenizer_files import TOKENIZER
 from firsttoken.progressiveserve.base_model import ServedConfig
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import over
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Table
 from firsttoken.study.show import interval
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import served_checkpoint
 from firsttoken_studies.progressiveserve.coldstart.experiments import trial_specs
@@ -19,12 +22,13 @@ from firsttoken_studies.progressiveserve.coldstart.summary import link_floor
 from firsttoken_studies.progressiveserve.coldstart.variants import find_variant
 
 STARTS = ("torch_behind", "lean_folder")
+SERVED = ("served_behind", "served_first")
 LINK = {"link": "unshaped"}
 
 
 @dataclass(frozen=True)
 class BeforeTorchConfig:
-    """Both starts run ``rounds`` times from this machine's own storage, in random order; the prompt is the first of
+    """All starts run ``rounds`` times from this machine's own storage, in random order; the prompt is the first of
     ``questions``, and ``readers`` threads read the files alone to say how long their bytes take."""
 
     questions: str
@@ -37,25 +41,27 @@ class BeforeTorchConfig:
 
 
 def starts(profile: Profile) -> Outcome:
-    """Rows of fresh processes whose files are not in the page cache, from their creation to the first token."""
+    """Rows of fresh processes whose files are not in the page cache, from their creation to the first token; a model
+    without a tokenizer is not served."""
     config = profile.section("before_torch", BeforeTorchConfig)
     check(profile.section("served", ServedConfig).needs(), ModelFacts(profile.model))
     checkpoint = served_checkpoint(profile)
     specs = trial_specs(profile, checkpoint, config.questions, config.readers)
-    trials = [[specs(name) for name in ("read", *STARTS)]] * config.rounds
+    served = SERVED if (checkpoint.stock / TOKENIZER).is_file() else ()
+    trials = [[specs(name) for name in ("read", *STARTS, *served)]] * config.rounds
     rows = run_trials(trials, TrialLink(0.0, NONE), profile.seed)
     return Outcome(rows, {"disk": link_floor(rows)}, provenance=checkpoint.provenance)
 
 
-def start_rows(recorded: Result | None, now: Result) -> Rows:
+def start_rows(recorded: Result | None, now: Result) -> Table:
     """A line a start: seconds from the creation of the process to the first token, and what comes behind it."""
-    table: Rows = []
     for drawn in over(recorded, now):
         found = drawn.result.summary
-        for name in STARTS:
+        for name in (*STARTS, *SERVED):
             seconds = {"the first token, s": found.get("process_ttft_p50_s", variant=name, **LINK)}
+            if seconds["the first token, s"] is None:  # a result of before the service was tried
+                continue
             seconds["the longest gap behind it, s"] = found.get("longest_gap_s", variant=name, **LINK)
             seconds["the step in which the engine takes over, s"] = found.get("takeover_s", variant=name, **LINK)
             row = {"start": find_variant(name).label} | {what: interval(entry, 2) for what, entry in seconds.items()}
-            table.append(row | {"whose": drawn.who()})
-    return table
+            yield row | {"whose": drawn.who()}

@@ -12,27 +12,19 @@ from tqdm import tqdm
 
 from firsttoken.assets.needs import ModelFacts, check
 from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, load_served
-from firsttoken.progressiveserve.checkpoint.plan import staged
-from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.evaluation import QualityConfig
-from firsttoken.study import paths
 from firsttoken.study.dtypes import named
-from firsttoken.study.plot import COLOURS, LOOKS
+from firsttoken.study.plot import COLOURS, LOOKS, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
+from firsttoken.study.record import Outcome, Result, Rows, Table, distinct, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Entry, Scalar, Summary
 from firsttoken_extras.bitplanes.layouts import planes_of
-from firsttoken_studies.progressiveserve.coldstart.checkpoints import (
-    Checkpoint,
-    planes_checkpoint,
-    stored_source,
-    write_stock,
-)
+from firsttoken_studies.progressiveserve.coldstart.checkpoints import bare_checkpoint, planes_checkpoint
 from firsttoken_studies.progressiveserve.coldstart.experiments import disk_speed, trial_specs
-from firsttoken_studies.progressiveserve.coldstart.harness import link_key, one_trial, wire_for
-from firsttoken_studies.progressiveserve.coldstart.summary import PROCESS, REQUEST, link_floor, ratio, values
+from firsttoken_studies.progressiveserve.coldstart.harness import one_trial, wire_for
+from firsttoken_studies.progressiveserve.coldstart.summary import PROCESS, REQUEST, by_link, link_floor, ratio, values
 from firsttoken_studies.progressiveserve.coldstart.trial import TrialSpec
 from firsttoken_studies.progressiveserve.frontier import STORIES, PrecisionConfig
 
@@ -82,18 +74,11 @@ def precision_start(profile: Profile) -> Outcome:
 
 
 def _starts(profile: Profile, config: PrecisionConfig, questions: str, served: ServedModel) -> list[Start]:
-    stored = named(config.stored)
-    source, parent = stored_source(served, stored), paths.CACHE / "checkpoints"
-    name, block = f"{served.sha256[:12]}-{config.stored}", served.plan.block
-    folder = parent / f"{name}-{block[0]}-{block[-1]}-bare"
-    manifest = write_staged(source, staged(source.names, served.plan), folder)
-    stock = write_stock(source, parent / f"{name}-stock")
-    bare = Checkpoint(folder, stock, manifest, served.plan, served.provenance)
-    by_layer = trial_specs(profile, bare, questions, config.readers)
+    served = replace(served, stored=named(config.stored))
+    by_layer = trial_specs(profile, bare_checkpoint(served), questions, config.readers)
     starts = [Start(name, replace(by_layer(name), lean=True, digest=True), 3) for name in (WHOLE, LAYERS)]
     for split in config.start_splits:
-        cut = planes_checkpoint(served, stored, split)
-        spec = trial_specs(profile, cut, questions, config.readers)("progressive")
+        spec = trial_specs(profile, planes_checkpoint(served, split), questions, config.readers)("progressive")
         spec = replace(spec, lean=True, recover=planes_of(split) > 1, digest=True)
         starts.append(Start(split, spec, planes_of(split)))
     return starts
@@ -103,12 +88,11 @@ def precision_start_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
     """By link and start: TTFT from arrival and from process creation, over the plain whole model's and the losslessly
     coded one's; bytes before the first token and in all; time until every weight is exact over the whole model's."""
     summary = Summary()
-    for key in dict.fromkeys(link_key(row) for row in rows):
-        found = [row for row in rows if link_key(row) == key]
+    for key, found in by_link(rows).items():
         plain = values(found, "read", "bytes")[0]
         complete = [row | {REQUEST: row[REQUEST] + _later(row)} for row in found if row["variant"] != "read"]
-        exact = {row["weights_sha256"] for row in found if row["variant"] == WHOLE}
-        for name in dict.fromkeys(row["variant"] for row in complete):
+        exact = {*distinct(found, "weights_sha256", variant=WHOLE)}
+        for name in distinct(complete, "variant"):
             place = {"variant": name, "link": key}
             summary.add("ttft_p50_s", bootstrap(values(found, name, REQUEST), "median").summary("s"), **place)
             summary.add("process_ttft_p50_s", bootstrap(values(found, name, PROCESS), "median").summary("s"), **place)
@@ -120,11 +104,11 @@ def precision_start_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
             summary.add("ttft_x", ratio(found, name, WHOLE).summary("x"), **beside)
             summary.add("process_ttft_x", ratio(found, name, WHOLE, PROCESS).summary("x"), **beside)
             summary.add("full_time_x", ratio(complete, name, WHOLE).summary("x"), **beside)
-            same = {row["weights_sha256"] for row in found if row["variant"] == name} == exact
+            same = {*distinct(found, "weights_sha256", variant=name)} == exact
             summary.add("same_weights", {"value": same, "unit": "bit by bit, in every start"}, **beside)
-            if LOSSLESS in {row["variant"] for row in found} - {name}:
+            if name != LOSSLESS and rows_where(found, variant=LOSSLESS):
                 summary.add("ttft_x", ratio(found, name, LOSSLESS).summary("x"), **place, than=LOSSLESS)
-            if any("full_bytes" in row for row in found if row["variant"] == name):
+            if any("full_bytes" in row for row in rows_where(found, variant=name)):
                 share = values(found, name, "full_bytes")[0] / plain
                 summary.add("full_byte_share", {"value": share, "unit": "of the bytes"}, **place)
     return summary
@@ -182,9 +166,7 @@ def shares(result: Result, task: str = "") -> list[Entry]:
 def frontier(result: Result) -> Figure:
     """Bytes before the first token against what is lost with them: of the served model, and of the one whose weights
     were trained in full precision (hollow)."""
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(1, 3, figsize=(11, 4.6))
+    fig, axes = panels(1, 3, figsize=(11, 4.6))
     for ax, (measure, label) in zip(axes, PANELS.items(), strict=True):
         ax.axvline(GOAL_BYTES, color=COLOURS["target"], linestyle="--", linewidth=1)
         ax.axhline(GOALS[measure], color=COLOURS["target"], linestyle="--", linewidth=1, label="goals")
@@ -280,10 +262,9 @@ BOUNDS: tuple[tuple[str, str, str, float], ...] = (
 """Of the record: what is bounded, its measure, the task, and the most of it that is acceptable."""
 
 
-def record_rows(result: Result) -> Rows:
+def record_rows(result: Result) -> Table:
     """The fewest bytes before the first acceptable token, by model and bound: where the measured value keeps to it, and
     where its whole interval does."""
-    rows: Rows = []
     for what, measure, task, most in BOUNDS:
         model = "TinyStories 15 M" if task else result.parameters["model"]
         found: dict[str, list[tuple[float, str]]] = {"value": [], "high": []}
@@ -296,8 +277,7 @@ def record_rows(result: Result) -> Rows:
         if any(found.values()):
             fewest = {bound: "{1}: {0:.3f}".format(*min(kept)) if kept else "none" for bound, kept in found.items()}
             kept = {"as measured": fewest["value"], "for the whole interval": fewest["high"]}
-            rows.append({"model and bound": f"{model}: {what} <= {most:g}", **kept})
-    return rows
+            yield {"model and bound": f"{model}: {what} <= {most:g}", **kept}
 
 
 def plan_name(start: str) -> str:
@@ -308,13 +288,10 @@ def plan_name(start: str) -> str:
 def starts(result: Result) -> Figure:
     """Seconds from the request's arrival to the first token and until every weight is exact, by plan and link, over
     what the bytes of each take at the rate read alone."""
-    import matplotlib.pyplot as plt
-
-    links = list(dict.fromkeys(link_key(row) for row in result.rows))
-    fig, axes = plt.subplots(1, len(links), figsize=(min(11, 3.4 * len(links) + 3), 3.6), sharey=True, squeeze=False)
-    for ax, key in zip(axes[0], links, strict=True):
-        found = [row for row in result.rows if link_key(row) == key]
-        names = list(dict.fromkeys(row["variant"] for row in found if row["variant"] != "read"))
+    links = by_link(result.rows)
+    fig, axes = panels(1, len(links), figsize=(min(11, 3.4 * len(links) + 3), 3.6), sharey=True, squeeze=False)
+    for ax, (key, found) in zip(axes[0], links.items(), strict=True):
+        names = [name for name in distinct(found, "variant") if name != "read"]
         whole = float(np.median(values(found, "read", "load_s")))
         for place, name in enumerate(names):
             entry = result.summary.of("ttft_p50_s", variant=name, link=key)
@@ -339,21 +316,18 @@ def starts(result: Result) -> Figure:
 _LOOKS = {WHOLE: "S0", LOSSLESS: "S0", LAYERS: "none"}
 
 
-def start_rows(result: Result) -> Rows:
+def start_rows(result: Result) -> Table:
     """Every plan over every link: bytes, seconds, and what they are of the plain whole model's."""
-    rows: Rows = []
-    for key in dict.fromkeys(link_key(row) for row in result.rows):
-        found = [row for row in result.rows if link_key(row) == key and row["variant"] != "read"]
-        for name in dict.fromkeys(row["variant"] for row in found):
+    for key, found in by_link(result.rows).items():
+        for name in distinct(found, "variant"):
+            if name == "read":
+                continue
             place, beside = {"variant": name, "link": key}, {"variant": name, "than": WHOLE, "link": key}
-            rows.append(
-                {
-                    "plan and link": f"{plan_name(name)}, {found[0]['link']}",
-                    "bytes first": _share(result.summary.of("byte_share", **place)),
-                    "TTFT, s": interval(result.summary.of("ttft_p50_s", **place), 2),
-                    "from process creation, s": interval(result.summary.of("process_ttft_p50_s", **place), 2),
-                    "TTFT / whole": interval(result.summary.get("ttft_x", **beside), 3),
-                    "all exact / whole": interval(result.summary.get("full_time_x", **beside), 3),
-                }
-            )
-    return rows
+            yield {
+                "plan and link": f"{plan_name(name)}, {found[0]['link']}",
+                "bytes first": _share(result.summary.of("byte_share", **place)),
+                "TTFT, s": interval(result.summary.of("ttft_p50_s", **place), 2),
+                "from process creation, s": interval(result.summary.of("process_ttft_p50_s", **place), 2),
+                "TTFT / whole": interval(result.summary.get("ttft_x", **beside), 3),
+                "all exact / whole": interval(result.summary.get("full_time_x", **beside), 3),
+            }

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 
 from firsttoken.assets.corpora import load_qa
 from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, load_served
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest
-from firsttoken.progressiveserve.checkpoint.plan import staged, whole
-from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin, RandomSource, TensorSource
+from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, staged, whole
+from firsttoken.progressiveserve.checkpoint.sources import RandomSource, TensorSource
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.samples import qa_prompt
 from firsttoken.progressiveserve.stages import StagePlan
@@ -45,7 +44,7 @@ def served_checkpoint(profile: Profile, served: ServedModel | None = None) -> Ch
     config = profile.section("served", ServedConfig)
     served = served or load_served(profile)
     adapters = stage_adapters(config, best_recipe(profile))
-    return _write(served_source(served), served.plan, _name(served), served.provenance, adapters)
+    return _by_stage(served_source(served), served.plan, _name(served), served.provenance, adapters)
 
 
 def random_checkpoint(shape: str, dtype: Any, block: int, seed: int) -> Checkpoint:
@@ -54,37 +53,26 @@ def random_checkpoint(shape: str, dtype: Any, block: int, seed: int) -> Checkpoi
     depth = source.config.num_hidden_layers
     plan = StagePlan.from_block(depth, range(depth - 1 - block, depth - 1))
     provenance = {"source": f"random:{shape}, seed {seed}", "sha256": None, "kind": "random", "note": "timing only"}
-    return _write(source, plan, f"random-{shape}-{name_of(dtype)}-{seed}", provenance, {})
+    return _by_stage(source, plan, f"random-{shape}-{name_of(dtype)}-{seed}", provenance, {})
 
 
 def bare_checkpoint(served: ServedModel) -> Checkpoint:
     """The served model under its stage plan without adapters."""
-    return _write(served_source(served), served.plan, _name(served), served.provenance, {})
+    return _by_stage(served_source(served), served.plan, _name(served), served.provenance, {})
 
 
 def whole_checkpoint(served: ServedModel) -> Checkpoint:
     """The served model in one stage: what a plain start loads, layer after layer."""
-    source, parent = served_source(served), paths.CACHE / "checkpoints"
-    folder = parent / f"{_name(served)}-whole"
-    manifest = write_staged(source, whole(source.names, served.plan.depth), folder)
-    stock = write_stock(source, parent / f"{_name(served)}-stock")
-    return Checkpoint(folder, stock, manifest, served.plan, served.provenance)
+    source = served_source(served)
+    order = whole(source.names, served.plan.depth)
+    return written(source, order, _name(served), "whole", served.plan, served.provenance)
 
 
-def stored_source(served: ServedModel, stored: torch.dtype) -> ModelSource:
-    """The served model with its weights in ``stored``."""
-    origin = Origin(str(served.provenance["source"]), served.sha256, "real")
-    return ModelSource(served.model, served.tokenizer, origin, stored)
-
-
-def planes_checkpoint(served: ServedModel, stored: torch.dtype, split: str) -> Checkpoint:
-    """The served model in ``stored``, every matrix cut by ``split``, all layers in each stage."""
-    source, parent = stored_source(served, stored), paths.CACHE / "checkpoints"
-    name = f"{served.sha256[:12]}-{name_of(stored)}"
-    plan = by_planes(source.shapes, PlanSpec(split))
-    folder = parent / f"{name}-planes-{split.replace(' ', '-')}"
-    manifest = write_staged(source, plan, folder)
-    return Checkpoint(folder, write_stock(source, parent / f"{name}-stock"), manifest, served.plan, served.provenance)
+def planes_checkpoint(served: ServedModel, split: str) -> Checkpoint:
+    """The served model, every matrix cut by ``split``, all layers in each stage."""
+    source = served_source(served)
+    order, ending = by_planes(source.shapes, PlanSpec(split)), f"planes-{split.replace(' ', '-')}"
+    return written(source, order, _name(served), ending, served.plan, served.provenance)
 
 
 def _name(served: ServedModel) -> str:
@@ -92,14 +80,27 @@ def _name(served: ServedModel) -> str:
     return f"{served.sha256[:12]}-{name_of(served.stored or served.model.dtype)}"
 
 
-def _write(
+def _by_stage(
     source: TensorSource, plan: StagePlan, name: str, provenance: dict[str, Any], adapters: dict[int, Path]
 ) -> Checkpoint:
-    parent = paths.CACHE / "checkpoints"
-    healed = "healed" if adapters else "bare"
-    folder = parent / f"{name}-{plan.block[0]}-{plan.block[-1]}-{healed}"
-    manifest = write_staged(source, staged(source.names, plan), folder, adapters)
-    return Checkpoint(folder, write_stock(source, parent / f"{name}-stock"), manifest, plan, provenance)
+    ending = f"{plan.block[0]}-{plan.block[-1]}-{'healed' if adapters else 'bare'}"
+    return written(source, staged(source.names, plan), name, ending, plan, provenance, adapters)
+
+
+def written(
+    source: TensorSource,
+    order: LoadPlan,
+    name: str,
+    ending: str,
+    plan: StagePlan,
+    provenance: dict[str, Any],
+    adapters: dict[int, Path] | None = None,
+) -> Checkpoint:
+    """``source`` in the cache, in the ``order`` of a load plan as the folder "name-ending", and as one file in another
+    that all orders of ``name`` share. What is there already stays as it is."""
+    folder = paths.CACHE / "checkpoints" / f"{name}-{ending}"
+    manifest = write_staged(source, order, folder, adapters)
+    return Checkpoint(folder, write_stock(source, folder.parent / f"{name}-stock"), manifest, plan, provenance)
 
 
 def write_stock(source: TensorSource, folder: Path) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,41 +152,31 @@ def cold_start_shapes(profile: Profile) -> Outcome:
 def reachable(variants: Sequence[str], wire: TrialLink) -> list[str]:
     """Return those of ``variants`` that can run: other people's loaders read past a token bucket, know no data server,
     and may not be installed."""
-    names = []
-    for name in variants:
-        peer = find_variant(name).peer
-        if not peer or (wire.shaped_by not in (BUCKET, SERVER) and installed(peer)):
-            names.append(name)
-    return names
-
-
-class _Specs:
-    """Trials of one checkpoint that differ in their variant only."""
-
-    def __init__(self, profile: Profile, checkpoint: Checkpoint, prompt: str, readers: int, prompt_tokens: int) -> None:
-        self._common = {
-            "staged": str(checkpoint.staged),
-            "stock": str(checkpoint.stock),
-            "prompt": prompt,
-            "prompt_tokens": prompt_tokens,
-            "threads": profile.threads,
-            "readers": readers,
-            "device": str(profile.torch_device()),
-            "dtype": profile.dtype_name,
-        }
-
-    def __call__(self, variant: str) -> TrialSpec:
-        find_variant(variant)
-        return TrialSpec(variant, recover=variant == "progressive", **self._common)
+    held_back = wire.shaped_by not in (BUCKET, SERVER)
+    return [name for name in variants if not (peer := find_variant(name).peer) or (held_back and installed(peer))]
 
 
 def trial_specs(
     profile: Profile, checkpoint: Checkpoint, questions: str, readers: int, prompt_tokens: int = 0
-) -> _Specs:
-    """Makes the trial of a variant: the progressive one goes on to the whole model. Without questions the prompt is
-    ``prompt_tokens`` arbitrary ids."""
-    prompt = prompt_of(profile, questions) if questions and not profile.model.startswith(RANDOM) else ""
-    return _Specs(profile, checkpoint, prompt, readers, prompt_tokens)
+) -> Callable[[str], TrialSpec]:
+    """What makes the trial of a variant of one checkpoint: the progressive one goes on to the whole model. Without
+    questions the prompt is ``prompt_tokens`` arbitrary ids."""
+    common = {
+        "staged": str(checkpoint.staged),
+        "stock": str(checkpoint.stock),
+        "prompt": prompt_of(profile, questions) if questions else "",
+        "prompt_tokens": prompt_tokens,
+        "threads": profile.threads,
+        "readers": readers,
+        "device": str(profile.torch_device()),
+        "dtype": profile.dtype_name,
+    }
+
+    def spec(variant: str) -> TrialSpec:
+        find_variant(variant)
+        return TrialSpec(variant, recover=variant == "progressive", **common)
+
+    return spec
 
 
 def disk_speed(read: TrialSpec) -> float:

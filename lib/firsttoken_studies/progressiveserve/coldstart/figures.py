@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from firsttoken.study.overlay import Drawn, counted, legend, name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS
-from firsttoken.study.record import Result, Rows
+from firsttoken.study.plot import COLOURS, LOOKS, panels
+from firsttoken.study.record import Result, Rows, Table, distinct, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Entry, Scalar
 from firsttoken.study.system import NOT_HERE
-from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, KERNEL, NONE, SERVER, files_were, link_key
+from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, KERNEL, files_were, link_key
 from firsttoken_studies.progressiveserve.coldstart.summary import PROCESS, values
 from firsttoken_studies.progressiveserve.coldstart.variants import VARIANTS
 
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 
 # The tables of notebooks 13 and 14: paper, measured, floor.
-
-Table = list[dict[str, Any]]
-
 
 _FIRST, _STREAMED = ({"variant": variant, "link": "1gbit"} for variant in ("progressive", "whole_streamed"))
 _DISK, _LEAN = ({"variant": variant, "link": "unshaped"} for variant in ("whole", "lean"))
@@ -66,50 +63,21 @@ def target_rows(recorded: Result | None, now: Result) -> Table:
     """The targets with their floor, what is recorded and what this run measured; an empty cell where a result lacks
     the measure."""
     known = recorded or now
-    return [
-        {
+    for what, measure, place, than, asked, floor in TARGETS:
+        yield {
             "ratio": what,
             "asked": asked,
             "floor": f"{share['value']:.3f}" if (share := known.summary.get(floor, **place)) else "",
             "recorded": interval(recorded.summary.get(measure, **place, than=than), 3) if recorded else "",
             "your run": interval(now.summary.get(measure, **place, than=than), 3),
         }
-        for what, measure, place, than, asked, floor in TARGETS
-    ]
-
-
-def link_rows(result: Result) -> Table:
-    """Every link: what was asked, what reading alone reached, and the gain of the progressive start."""
-    links = {row["link"]: row for row in result.rows}
-    rows: Table = []
-    for name, row in links.items():
-        key = link_key(row)
-        over = result.summary.get("ttft_x", variant="progressive", than=_BASE, link=key)
-        rows.append(
-            {
-                "link": name,
-                "limited by": _limit(row, result),
-                "files": files_were(row),
-                "rate read alone, Gbit/s": interval(result.summary.get("bandwidth_gbit_per_s", link=key), 2),
-                "progressive / whole": interval(over, 3),
-            }
-        )
-    return rows
-
-
-def _limit(row: dict[str, Any], result: Result) -> str:
-    limit = {NONE: "the disk", KERNEL: "the kernel", BUCKET: "a token bucket", SERVER: "a data server"}[
-        row["shaped_by"]
-    ]
-    refused = result.provenance.get("no_kernel_limit")  # absent where it was recorded before that was kept
-    return f"{limit} ({refused})" if refused and row["shaped_by"] == BUCKET else limit
 
 
 def deferral_rows(result: Result) -> Table:
     """Return by number of deferred layers the TTFT [s], and F1 [%] and perplexity by the way they were chosen."""
     sizes = sorted({row["deferred_layers"] for row in result.rows if "ttft_request_s" in row})
     blocks = {(r["selection"], r["deferred_layers"]): r["block"] for r in result.rows if "selection" in r}
-    found, rows = result.summary, []
+    found = result.summary
     for size in sizes:
         entry: dict[str, Any] = {"layers deferred": size, "TTFT, s": interval(found.of("ttft_p50_s", layers=size), 2)}
         titles = ("distance", "perplexity", "healed")
@@ -119,8 +87,7 @@ def deferral_rows(result: Result) -> Table:
                 entry[f"{title}: block"] = f"{block[0]}-{block[-1]}" if block else "whole"
                 entry[f"{title}: F1, %"] = f"{found.value('f1_pct', **place):.1f}"
                 entry[f"{title}: perplexity"] = f"{found.value('perplexity', **place):.1f}"
-        rows.append(entry)
-    return rows
+        yield entry
 
 
 def most_deferred(result: Result) -> int:
@@ -156,26 +123,28 @@ def phase_stacks(recorded: Result | None, now: Result, links: Sequence[str]) -> 
     A tick is the floor, the variant's bytes at the link's measured rate, from when its reading may begin; a line the
     95 % interval of the median.
     """
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
-    found = {link: [name for name in reversed(STACKED) if any(_starts(d, link, name) for d in drawn)] for link in links}
+
+    def trials(one: Drawn, link: str, variant: str) -> Rows:
+        return rows_where(one.result.rows, link=link, variant=variant)
+
+    found = {link: [name for name in reversed(STACKED) if any(trials(d, link, name) for d in drawn)] for link in links}
     heights = [1.2 + len(names) for names in found.values()]
     size = (9, 1.6 + 0.42 * sum(heights))
-    fig, axes = plt.subplots(len(links), 1, figsize=size, height_ratios=heights, squeeze=False, sharex=True)
+    fig, axes = panels(len(links), 1, figsize=size, height_ratios=heights, squeeze=False, sharex=True)
     for ax, (link, names) in zip(axes[:, 0], found.items(), strict=True):
         for place, name in enumerate(names):
             for one in drawn:
-                if rows := _starts(one, link, name):
+                if rows := trials(one, link, name):
                     _stack(ax, place - one.shift, rows, one, _floor(one.result, link, rows))
                 elif name in one.result.provenance.get("left_out", {}).get(link, ()):
                     ax.annotate(NOT_HERE, (0, place - one.shift), fontsize=8, va="center")
-        shown = next(rows for one in reversed(drawn) for name in names if (rows := _starts(one, link, name)))
+        shown = next(rows for one in reversed(drawn) for name in names if (rows := trials(one, link, name)))
         ax.set(title=_link_title(shown), yticks=range(len(names)), yticklabels=[VARIANTS[n].label for n in names])
         ax.set(ylim=(-0.6, len(names) - 0.4))
         ax.grid(axis="y", visible=False)
     ax.set(xlabel="seconds from the creation of the process to the first token", xlim=(0, None))
-    found = (rows for one in drawn for link in links if (rows := _starts(one, link, "progressive")))
+    found = (rows for one in drawn for link in links if (rows := trials(one, link, "progressive")))
     for start in map(median_start, itertools.islice(found, 1)):
         share = 100 * _seconds(start, PHASES[0][1]) / start[PROCESS]
         fig.suptitle(
@@ -186,10 +155,6 @@ def phase_stacks(recorded: Result | None, now: Result, links: Sequence[str]) -> 
     ax.legend(kept.values(), kept.keys(), loc="lower right", fontsize="small", frameon=True)
     name_results(fig, drawn, "process_ttft_p50_s")
     return fig
-
-
-def _starts(drawn: Drawn, link: str, variant: str) -> Rows:
-    return [row for row in drawn.result.rows if row["link"] == link and row["variant"] == variant]
 
 
 def median_start(rows: Rows) -> dict[str, Any]:
@@ -237,21 +202,17 @@ def _link_title(rows: Rows) -> str:
     return f"{name}, {shaped[rows[0]['shaped_by']]}" if rows[0]["shaped_by"] in shaped else name
 
 
-def first_token_by_link(
-    recorded: Result | None, now: Result, variants: Sequence[str] = ("whole_streamed", "progressive")
-) -> Figure:
+def first_token_by_link(recorded: Result | None, now: Result) -> Figure:
     """Median TTFT from the request's arrival, with its 95 % interval, against the measured rate of the link.
 
     Only links that gave the rate that was asked of them, one a rate: a rate beyond what this machine's memory gives is
     that of the memory once more.
     """
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
-    fig, ax = plt.subplots(figsize=(9, 4.8))
+    fig, ax = panels(figsize=(9, 4.8))
     for one in drawn:
-        for variant in variants:
-            name, points = LINES[variant], sorted(_by_rate(one.result, variant), key=lambda point: point[0])
+        for variant, name in LINES.items():
+            points = _by_rate(one.result, variant)
             label = f"{VARIANTS[variant].label}, {'your run' if one.own else 'recorded'}"
             rates, entries, floors = zip(*points, strict=True) if points else ((), (), ())
             one.line(ax, rates, entries, name, label=label)
@@ -261,9 +222,7 @@ def first_token_by_link(
     for axis, ticks in ((ax.xaxis, (1, 2, 5, 10, 20)), (ax.yaxis, (0.1, 0.2, 0.5, 1, 2))):
         axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.set_ticks([], minor=True)
-    pairs = zip(
-        *(sorted(_by_rate(drawn[0].result, variant), key=lambda point: point[0]) for variant in variants), strict=False
-    )
+    pairs = zip(*(_by_rate(drawn[0].result, variant) for variant in LINES), strict=False)
     saved = [
         f"{100 * (1 - few['value'] / all_['value']):.0f} % at {rate:.0f}" for (rate, all_, _), (_, few, _) in pairs
     ]
@@ -275,10 +234,10 @@ def first_token_by_link(
 
 
 def _by_rate(result: Result, variant: str) -> list[tuple[float, Entry, float]]:
-    """Rate read alone, median TTFT and floor, of every link that gave its rate."""
+    """Rate read alone, median TTFT and floor, of every link that gave its rate, the slowest first."""
     points = []
-    for link in {row["link"] for row in result.rows if row["variant"] == variant}:
-        rows = [row for row in result.rows if row["link"] == link]
+    for link in distinct(result.rows, "link", variant=variant):
+        rows = rows_where(result.rows, link=link)
         read = float(np.median(values(rows, "read", "load_s")))
         size = next(row["bytes"] for row in rows if row["variant"] == "read")
         rate, asked = 8e-9 * size / read, rows[0]["gbit_per_s"]
@@ -287,15 +246,13 @@ def _by_rate(result: Result, variant: str) -> list[tuple[float, Entry, float]]:
         moved = next(row["bytes"] for row in rows if row["variant"] == variant)
         found = result.summary.of("ttft_p50_s", variant=variant, link=link_key(rows[0]))
         points.append((rate, found, moved * read / size))
-    return points
+    return sorted(points, key=lambda point: point[0])
 
 
 def trade_off(recorded: Result | None, now: Result) -> Figure:
     """Draw TTFT, F1 and perplexity over the number of deferred layers, by the way in which these were chosen."""
-    import matplotlib.pyplot as plt
-
     drawn = over(recorded, now)
-    fig, axes = plt.subplots(1, 3, figsize=(9, 4.2))
+    fig, axes = panels(1, 3, figsize=(9, 4.2))
     for one in drawn:
         timed = {row["deferred_layers"]: row for row in one.result.rows if "ttft_request_s" in row}
         sizes, found = sorted(timed), one.result.summary

@@ -14,19 +14,17 @@ from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, text_of
 from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, at_stage, load_base, load_served, passing
 from firsttoken.progressiveserve.checkpoint.plan import by_layers
-from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.distance import angular_distances, choose_block
 from firsttoken.progressiveserve.evaluation import Evaluation, QualityConfig
 from firsttoken.progressiveserve.quality import text_scores
 from firsttoken.progressiveserve.quality_gates import summarise
 from firsttoken.progressiveserve.staging import best_recipe, served_source, stage_adapters
-from firsttoken.study import paths
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
-from firsttoken_studies.progressiveserve.coldstart.checkpoints import Checkpoint, write_stock
+from firsttoken_studies.progressiveserve.coldstart.checkpoints import Checkpoint, written
 from firsttoken_studies.progressiveserve.coldstart.experiments import disk_speed, trial_specs
 from firsttoken_studies.progressiveserve.coldstart.harness import one_trial, wire_for
 from firsttoken_studies.progressiveserve.coldstart.summary import REQUEST
@@ -97,12 +95,8 @@ def nested_checkpoint(served: ServedModel, deepest: int) -> Checkpoint:
     source, depth = served_source(served), served.plan.depth
     block = tuple(range(depth - 1 - deepest, depth - 1))
     kept = [layer for layer in range(depth) if layer not in block]
-    parent = paths.CACHE / "checkpoints"
-    folder = parent / f"{served.sha256[:12]}-nested-{deepest}"
-    manifest = write_staged(source, by_layers(source.names, [kept, *([layer] for layer in block)]), folder)
-    return Checkpoint(
-        folder, write_stock(source, parent / f"{served.sha256[:12]}-stock"), manifest, served.plan, served.provenance
-    )
+    order = by_layers(source.names, [kept, *([layer] for layer in block)])
+    return written(source, order, served.sha256[:12], f"nested-{deepest}", served.plan, served.provenance)
 
 
 def _first_tokens(profile: Profile, config: LayerSweepConfig, questions: str, served: ServedModel) -> Rows:

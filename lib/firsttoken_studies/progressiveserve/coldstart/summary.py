@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from firsttoken.study.record import Rows
+from firsttoken.study.record import Rows, distinct, rows_where
 from firsttoken.study.stats import Along, Interval, bootstrap
 from firsttoken.study.summary import Entry, Summary
 from firsttoken_studies.progressiveserve.coldstart.harness import link_key
@@ -32,8 +32,8 @@ def values(rows: Rows, variant: str, column: str) -> list[float]:
 
 
 def _by_round(rows: Rows, variant: str, column: str) -> dict[int, float]:
-    chosen = sorted((row for row in rows if row["variant"] == variant), key=lambda row: row["round"])
-    return {row["round"]: row[column] for row in chosen}
+    chosen = rows_where(rows, variant=variant)
+    return {row["round"]: row[column] for row in sorted(chosen, key=lambda row: row["round"])}
 
 
 def ratio(rows: Rows, variant: str, base: str, column: str = REQUEST, q: float = 50) -> Interval:
@@ -50,44 +50,37 @@ def ratio(rows: Rows, variant: str, base: str, column: str = REQUEST, q: float =
 
 def full_rows(rows: Rows) -> Rows:
     """The progressive trials as if each ended with the whole model in place instead of with its first token."""
-    stages = ("stage2_s", "stage3_s")
-    complete = [row for row in rows if row["variant"] == "progressive" and "cpu_full_s" in row]
     return [
         row
-        | {
-            "variant": "progressive_full",
-            REQUEST: row[REQUEST] + sum(row[stage] for stage in stages),
-            PROCESS: row[PROCESS] + sum(row[stage] for stage in stages),
-            "cpu_s": row["cpu_full_s"],
-        }
-        for row in complete
+        | {start: row[start] + sum(row[stage] for stage in ("stage2_s", "stage3_s")) for start in STARTS.values()}
+        | {"variant": "progressive_full", "cpu_s": row["cpu_full_s"]}
+        for row in rows_where(rows, variant="progressive")
+        if "cpu_full_s" in row
     ]
 
 
 def cold_start_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
     """The measures of every link."""
-    return Summary(chain.from_iterable(link_summary(found) for found in _parts(rows, link_key)))
+    return Summary(chain.from_iterable(map(link_summary, by_link(rows).values())))
 
 
 def shapes_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
     """Summarise each shape: its progressive start over the whole one by link, and the share of bytes it waits for."""
     summary = Summary()
-    for found in _parts(rows, lambda row: (row["shape"], link_key(row))):
-        place = {"model": found[0]["shape"], "variant": "progressive"}
-        over = ratio(found, "progressive", "whole_streamed").summary("x")
-        summary.add("ttft_x", over, **place, than="whole_streamed", link=link_key(found[0]))
-        if not summary.get("byte_share", **place):
-            share = values(found, "progressive", "bytes")[0] / values(found, "read", "bytes")[0]
-            summary.add("byte_share", {"value": share, "unit": "bytes of stage 1 / bytes of the model"}, **place)
+    for shape in distinct(rows, "shape"):
+        place = {"model": shape, "variant": "progressive"}
+        for link, found in by_link(rows_where(rows, shape=shape)).items():
+            over = ratio(found, "progressive", "whole_streamed").summary("x")
+            summary.add("ttft_x", over, **place, than="whole_streamed", link=link)
+            if not summary.get("byte_share", **place):
+                share = values(found, "progressive", "bytes")[0] / values(found, "read", "bytes")[0]
+                summary.add("byte_share", {"value": share, "unit": "bytes of stage 1 / bytes of the model"}, **place)
     return summary
 
 
-def _parts(rows: Rows, key: Callable[[dict[str, Any]], Hashable]) -> Iterable[Rows]:
-    """The rows of each key, in recorded order."""
-    parts: dict[Hashable, Rows] = {}
-    for row in rows:
-        parts.setdefault(key(row), []).append(row)
-    return parts.values()
+def by_link(rows: Rows) -> dict[str, Rows]:
+    """The rows of each link, by its key, in recorded order."""
+    return {key: [row for row in rows if link_key(row) == key] for key in dict.fromkeys(map(link_key, rows))}
 
 
 def link_floor(rows: Rows) -> dict[str, Any]:
@@ -127,6 +120,8 @@ def link_summary(rows: Rows) -> Summary:
     _lean(add, rows, rate)
     if "lean_folder" in there and any("same_answer" in row for row in rows):
         _before_torch(add, rows, size / rate)
+    if {"served_behind", "served_first"} <= there:
+        _served(add, rows, size / rate)
     for name, variant in VARIANTS.items():
         # ParaServe's arithmetic: k links bring everything in a k-th of the time
         if name in there and variant.links > 1:
@@ -138,39 +133,34 @@ def link_summary(rows: Rows) -> Summary:
 def _progressive(add: Add, rows: Rows, size: int, rate: float) -> None:
     """The progressive start against the same loader's whole model of ``size`` bytes, and both against what physics
     allows at ``rate`` bytes/s."""
-    whole = float(np.median(values(rows, "whole_streamed", "prefill_warm_s")))
-    bound = max(size / rate, whole)
-    loads = values(rows, "progressive", "load_s")
-    first, full = (values(rows, "progressive", column)[0] for column in ("bytes", "full_bytes"))
-    both = rows + full_rows(rows)
-    pair = {"variant": "progressive", "than": "whole_streamed"}
+    mine, base, full = "progressive", "whole_streamed", full_rows(rows)
+    bound = max(size / rate, float(np.median(values(rows, base, "prefill_warm_s"))))
 
-    def over(column: str) -> dict[str, Any]:
-        return ratio(rows, "progressive", "whole_streamed", column).summary("x")
+    def over(measure: str, column: str, *, whole: bool = False) -> None:
+        """Add the ratio of a start to its first token, or where it is ``whole`` to the whole model in place."""
+        found = ratio(rows + full, "progressive_full" if whole else mine, base, column)
+        add(measure, found.summary("x"), variant=mine, than=base)
 
-    def full_over(column: str) -> dict[str, Any]:
-        return ratio(both, "progressive_full", "whole_streamed", column).summary("x")
-
-    share = {"value": first / size, "unit": "of the model's bytes, adapter A included"}
-    add("byte_share", share, variant="progressive")
-    share = {"value": full / size, "unit": "of the model's bytes, adapters A and AB included"}
-    add("full_byte_share", share, variant="progressive")
-    add("ttft_x", over(REQUEST), **pair)
-    _below(add, rows, "whole_streamed")
-    loaded = bootstrap([s * rate / first for s in loads], "median")
-    add("load_x", loaded.summary("x"), variant="progressive", than="floor")
-    streamed = bootstrap([s / bound for s in values(rows, "whole_streamed", REQUEST)], "median")
-    add("ttft_x", streamed.summary("x"), variant="whole_streamed", than="bound")
+    with_them = {"byte_share": ("bytes", "adapter A"), "full_byte_share": ("full_bytes", "adapters A and AB")}
+    for measure, (column, adapters) in with_them.items():
+        share = {"value": values(rows, mine, column)[0] / size, "unit": f"of the model's bytes, {adapters} included"}
+        add(measure, share, variant=mine)
+    over("ttft_x", REQUEST)
+    _below(add, rows, base)
+    loaded = [s * rate / values(rows, mine, "bytes")[0] for s in values(rows, mine, "load_s")]
+    add("load_x", bootstrap(loaded, "median").summary("x"), variant=mine, than="floor")
+    streamed = bootstrap([s / bound for s in values(rows, base, REQUEST)], "median")
+    add("ttft_x", streamed.summary("x"), variant=base, than="bound")
     # the report counts device time from the creation of the process (3.1.3)
-    add("device_time_x", over(PROCESS), **pair)
-    add("full_device_time_x", full_over(PROCESS), **pair)
-    add("full_time_x", full_over(REQUEST), **pair)
-    add("cpu_time_x", over("cpu_s"), **pair)
-    add("full_cpu_time_x", full_over("cpu_s"), **pair)
-    if None not in values(rows, "progressive", "growth_bytes") + values(rows, "whole_streamed", "growth_bytes"):
-        add("peak_memory_x", over("growth_bytes"), **pair)
+    over("device_time_x", PROCESS)
+    over("full_device_time_x", PROCESS, whole=True)
+    over("full_time_x", REQUEST, whole=True)
+    over("cpu_time_x", "cpu_s")
+    over("full_cpu_time_x", "cpu_s", whole=True)
+    if None not in values(rows, mine, "growth_bytes") + values(rows, base, "growth_bytes"):
+        over("peak_memory_x", "growth_bytes")
     if any("device_peak_bytes" in row for row in rows):
-        add("peak_device_memory_x", over("device_peak_bytes"), **pair)
+        over("peak_device_memory_x", "device_peak_bytes")
     if any(row["variant"] == "whole" for row in rows):
         gain = _reduction(ratio(rows, "whole_streamed", "whole"))
         add("ttft_p50_below_pct", gain, variant="whole_streamed", than="whole")
@@ -196,16 +186,36 @@ def _before_torch(add: Add, rows: Rows, bytes_s: float) -> None:
     bytes, which take ``bytes_s``. One that had to start with torch is none."""
     name, base = "torch_behind", "lean_folder"
     rows = [row for row in rows if row["variant"] != name or "same_answer" in row]
-    pair, mine = {"variant": name, "than": base}, [row for row in rows if row["variant"] == name]
+    mine = rows_where(rows, variant=name)
     tokens = {row.get("token_id") for row in rows if row["variant"] in (name, base)}
     same = len(tokens) == 1 and all(row["same_answer"] for row in mine)
-    add("process_ttft_x", ratio(rows, name, base, PROCESS).summary("x"), **pair)
-    above = bootstrap([s - bytes_s for s in values(rows, name, PROCESS)], "median")
-    add("process_ttft_above_bytes_s", above.summary("s"), variant=name, than="bytes")
+    pair = _against(add, rows, name, base, bytes_s)
     unit = f"first tokens of {name} and {base} are equal, and the engine alone gives the same answer"
     add("same_answer", {"value": same, "unit": unit}, **pair)
     for column in ("longest_gap_s", "takeover_s"):
         add(column, bootstrap(values(rows, name, column), "median").summary("s"), variant=name)
+
+
+def _served(add: Add, rows: Rows, bytes_s: float) -> None:
+    """The service that answers before torch, to the first byte of its answer, against the same with torch first, and
+    against the bytes, which take ``bytes_s``."""
+    name, base = "served_behind", "served_first"
+    pair = _against(add, rows, name, base, bytes_s)
+    texts = {row["text"] for row in rows if row["variant"] in (name, base)}
+    add("same_answer", {"value": len(texts) == 1, "unit": f"the answers of {name} and {base} are equal"}, **pair)
+    for one in (name, base):
+        for column in ("longest_gap_s", "listens_s"):
+            add(column, bootstrap(values(rows, one, column), "median").summary("s"), variant=one)
+
+
+def _against(add: Add, rows: Rows, name: str, base: str, bytes_s: float) -> dict[str, str]:
+    """What ``name`` takes from the creation of its process, over what ``base`` takes, and besides the bytes; the place
+    of the pair."""
+    pair = {"variant": name, "than": base}
+    add("process_ttft_x", ratio(rows, name, base, PROCESS).summary("x"), **pair)
+    above = bootstrap([s - bytes_s for s in values(rows, name, PROCESS)], "median")
+    add("process_ttft_above_bytes_s", above.summary("s"), variant=name, than="bytes")
+    return pair
 
 
 def _below(add: Add, rows: Rows, base: str) -> None:

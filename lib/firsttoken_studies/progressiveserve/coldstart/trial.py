@@ -10,11 +10,16 @@ import time
 
 INTERPRETER_UP = time.monotonic()
 
+import http.client  # noqa: E402
 import json  # noqa: E402
+import socket  # noqa: E402
+import subprocess  # noqa: E402
 import sys  # noqa: E402
 import threading  # noqa: E402
-from contextlib import ExitStack, nullcontext  # noqa: E402
+from collections.abc import Iterator  # noqa: E402
+from contextlib import ExitStack, contextmanager, nullcontext, suppress  # noqa: E402
 from dataclasses import replace  # noqa: E402
+from itertools import pairwise  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -23,6 +28,7 @@ from firsttoken.link.shaped import Link, LinkConfig  # noqa: E402
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest  # noqa: E402
 from firsttoken.progressiveserve.loading.read_plan import open_reader, part_blobs  # noqa: E402
 from firsttoken.progressiveserve.loading.reader import BlobReader  # noqa: E402
+from firsttoken.study.errors import StageError  # noqa: E402
 from firsttoken.study.system.direct_io import read_ahead  # noqa: E402
 from firsttoken.study.system.fast_exit import tell_and_end  # noqa: E402
 from firsttoken.study.system.footprint import MemoryGrowth, cpu_seconds  # noqa: E402
@@ -39,6 +45,8 @@ def main(spec: TrialSpec) -> dict[str, Any]:
     links = [Link(LinkConfig(spec.gbit_per_s)) for _ in range(variant.links)]
     if variant.name == "read":
         return _read_alone(spec, variant, links)
+    if variant.served:
+        return _asked_over_http(spec, variant)
     marks = PhaseClock(spec.spawned_s)
     marks.last = INTERPRETER_UP
     marks.phases["interpreter"] = INTERPRETER_UP - spec.spawned_s
@@ -70,22 +78,17 @@ def main(spec: TrialSpec) -> dict[str, Any]:
         manifest = read_manifest(Path(spec.staged))
         reader = _open(spec, variant, manifest, links)
     builder = trial_variants.begin_building(spec, variant, manifest, reader) if manifest and reader else None
-    start = trial_variants.start_peer if variant.peer else trial_variants.start_ours
     with ExitStack() as failing, torch.inference_mode():
         if builder:
             failing.callback(builder.close)
         prompt = trial_variants.tokenize(spec, variant)
         marks.phase("config and tokenizer")
-        first, more = start(spec, variant, links, builder, prompt, marks)
+        if variant.peer:
+            first, more = trial_variants.start_peer(spec, variant, prompt, marks)
+        else:
+            first, more = trial_variants.start_ours(spec, variant, links, builder, prompt, marks)
         failing.pop_all()
-    token_s = marks.last
-    row: dict[str, Any] = {
-        "token_id": first,
-        "ttft_process_s": token_s - spec.spawned_s,
-        "ttft_request_s": token_s - arrived,
-        "cpu_s": cpu_seconds() - used,
-        **{f"phase_{name.replace(' ', '_')}_s": seconds for name, seconds in marks.phases.items()},
-    }
+    row = {"token_id": first} | _first_token(spec, marks, arrived, used)
     row |= more(reading) | _told(variant, torch_s)
     if "cpu_full_s" in row:
         row["cpu_full_s"] -= used
@@ -123,15 +126,8 @@ def _start_before_torch(spec: TrialSpec, marks: PhaseClock) -> dict[str, Any] | 
     answer = takeover.answer(ids, ANSWER)
     said = [next(answer)]
     marks.phase("prefill")
-    row = {
-        "token_id": said[0],
-        "torch_at_first_token": "torch" in sys.modules,
-        "ttft_process_s": marks.last - spec.spawned_s,
-        "ttft_request_s": marks.last - arrived,
-        "cpu_s": cpu_seconds() - used,
-        **{f"phase_{name.replace(' ', '_')}_s": seconds for name, seconds in marks.phases.items()},
-        "lean": "transformers" not in sys.modules,
-    }
+    row = {"token_id": said[0], "torch_at_first_token": "torch" in sys.modules}
+    row |= _first_token(spec, marks, arrived, used) | {"lean": "transformers" not in sys.modules}
     row["growth_bytes"] = growth.bytes()
     last, gaps = marks.last, []
     for token in answer:
@@ -150,6 +146,14 @@ def _start_before_torch(spec: TrialSpec, marks: PhaseClock) -> dict[str, Any] | 
     }
 
 
+def _first_token(spec: TrialSpec, marks: PhaseClock, arrived: float, used: float) -> dict[str, Any]:
+    """The times of the first token, which has just come: by the request that ``arrived``, and by what the process had
+    ``used`` of the processor by then."""
+    phases = {f"phase_{name.replace(' ', '_')}_s": seconds for name, seconds in marks.phases.items()}
+    begun = {"ttft_process_s": marks.last - spec.spawned_s, "ttft_request_s": marks.last - arrived}
+    return begun | {"cpu_s": cpu_seconds() - used} | phases
+
+
 def _alone(engine: Any, ids: list[int]) -> list[int]:
     """What ``engine`` says after ``ids`` where it computes everything."""
     from firsttoken.engine.request import Sampling
@@ -158,6 +162,61 @@ def _alone(engine: Any, ids: list[int]) -> list[int]:
     while not request.finished:
         engine.step()
     return request.output
+
+
+def _asked_over_http(spec: TrialSpec, variant: StartVariant) -> dict[str, Any]:
+    """The row of a service of the plain folder, which is asked for a streamed answer as soon as it listens.
+
+    Its process is not this one, and counts from its own creation to the first byte of the answer. Raises StageError
+    when it ends, or answers with another status than 200.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "firsttoken", "serve", spec.stock, "--port", str(port)]
+    asked = {"prompt": spec.prompt, "max_tokens": ANSWER, "temperature": 0, "ignore_eos": True, "stream": True}
+    said, times = [], []
+    with _running([*command, *([] if variant.torch_behind else ["--torch-first"])]) as (spawned, service):
+        client = _connected(port, service)
+        sent = time.monotonic()
+        client.request("POST", "/v1/completions", json.dumps(asked))
+        answer = client.getresponse()
+        if answer.status != 200:
+            raise StageError(f"the service answers {answer.status}: {answer.read(200)!r}")
+        while (line := answer.readline()) not in (b"data: [DONE]\n", b""):
+            if line.startswith(b"data: "):
+                times.append(time.monotonic())
+                said.append(json.loads(line[len(b"data: ") :])["choices"][0]["text"])
+        client.close()
+    return {
+        "listens_s": sent - spawned,
+        "ttft_process_s": times[0] - spawned,
+        "ttft_request_s": times[0] - sent,
+        "answer_s": times[-1] - spawned,
+        "longest_gap_s": max(later - one for one, later in pairwise(times)),
+        "text": "".join(said),
+    }
+
+
+@contextmanager
+def _running(command: list[str]) -> Iterator[tuple[float, subprocess.Popen]]:
+    """The process of ``command`` for the time of the block, and when it was created."""
+    spawned = time.monotonic()
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield spawned, process
+        finally:
+            process.terminate()
+
+
+def _connected(port: int, service: subprocess.Popen) -> http.client.HTTPConnection:
+    """A connection to ``service``, as soon as it listens on ``port``. Raises StageError when it ends before."""
+    while service.poll() is None:
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+        with suppress(ConnectionRefusedError):
+            client.connect()
+            return client
+        time.sleep(0.002)
+    raise StageError(f"the service ended: {service.stderr.read().strip()}")
 
 
 def _read_ahead(spec: TrialSpec) -> None:

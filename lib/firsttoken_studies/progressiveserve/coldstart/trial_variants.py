@@ -69,21 +69,14 @@ def tokenize(spec: TrialSpec, variant: StartVariant) -> Any:
 
 def begin_building(spec: TrialSpec, variant: StartVariant, manifest: Manifest, reader: BlobReader) -> WeightBuilder:
     """Weights of what ``reader`` brings, from now on: what is done meanwhile needs the processor less than they do."""
-    from firsttoken.progressiveserve.loading.tensor_placement import torch_dtype
+    from firsttoken.progressiveserve.checkpoint.names import torch_dtype
     from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
 
     dtype = _dtype(spec) or torch_dtype(manifest.dtype)
     return WeightBuilder(manifest, variant.stages, reader, torch.device(spec.device), dtype)
 
 
-def start_peer(
-    spec: TrialSpec,
-    variant: StartVariant,
-    links: list[Link],
-    builder: WeightBuilder | None,
-    prompt: Any,
-    marks: PhaseClock,
-) -> tuple[int, More]:
+def start_peer(spec: TrialSpec, variant: StartVariant, prompt: Any, marks: PhaseClock) -> tuple[int, More]:
     """Somebody else's loader, then the prefill: the first token, and what to measure after it."""
     from firsttoken.progressiveserve.loading.rival_loaders import load_with
 

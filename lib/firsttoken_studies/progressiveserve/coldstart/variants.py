@@ -17,7 +17,8 @@ class StartVariant:
     imported, over ``links`` wires, with sha256 sums compared unless ``verify`` is off. A ``lean`` start imports no
     transformers. It is for this disk and for a data server: a limit in the kernel holds back torch's own files too, of
     which a few pages are often cold, behind the weights that are read beside them. With ``torch_behind`` the first
-    token is there before torch is imported, which comes behind it and takes the answer over.
+    token is there before torch is imported, which comes behind it and takes the answer over. A ``served`` start is
+    `firsttoken serve`, asked over HTTP from the moment on at which it listens.
     """
 
     name: str
@@ -30,6 +31,7 @@ class StartVariant:
     verify: bool = False
     lean: bool = False
     torch_behind: bool = False
+    served: bool = False
 
 
 WHOLE, FIRST = (1, 2, 3), (1,)
@@ -57,6 +59,10 @@ VARIANTS = {
         StartVariant("lean_folder", "ours, plain folder, lean", peer="lean", early=True, lean=True),
         StartVariant(
             "torch_behind", "ours, plain folder, torch behind", peer="lean", early=True, lean=True, torch_behind=True
+        ),
+        StartVariant("served_first", "firsttoken serve, torch first", peer="lean", lean=True, served=True),
+        StartVariant(
+            "served_behind", "firsttoken serve, torch behind", peer="lean", lean=True, torch_behind=True, served=True
         ),
         StartVariant("lean_progressive", "ours, progressive, lean", stages=FIRST, streamed=True, early=True, lean=True),
     )

@@ -1,20 +1,21 @@
-"""What may stand behind an option of the command line, checked before anything starts."""
-
-from __future__ import annotations
+"""What may stand behind an option of the command line, checked before anything starts, and configurations whose fields
+are options."""
 
 import argparse
+import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from firsttoken.study.parsing.yaml_text import parse_yaml
-from firsttoken.study.profile import profile_names
+Config = TypeVar("Config")
 
 
 def setting(text: str) -> tuple[str, Any]:
     """``key=value`` with the value read as YAML; nothing is the empty text, as a shell hands it on."""
+    from firsttoken.study.parsing.yaml_text import parse_yaml  # a service reads its configuration without it
+
     key, equals, value = text.partition("=")
     if not (key and equals):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form key=value, such as seed=1")
@@ -93,6 +94,8 @@ def host(text: str) -> str:
 
 def add_profile(parser: argparse.ArgumentParser, default: str = "quick") -> None:
     """Add the option that says how large a study is."""
+    from firsttoken.study.profile import profile_names  # as above
+
     names = ", ".join(profile_names())
     text = f"the size of the study, a file of env/profiles: {names} (default: {default})"
     parser.add_argument("--profile", default=default, metavar="NAME", help=text)
@@ -108,3 +111,39 @@ def add_setting(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="change one setting of the profile, such as seed=1 or machine.repeats=3; may be repeated",
     )
+
+
+def option(
+    default: Any, kind: Callable[[str], Any] = str, metavar: str | None = None, *, group: str = "", flag: str = ""
+) -> Any:
+    """A field of a configuration that is an option of the command line, too, under its own name or as ``flag``.
+
+    ``kind`` reads the text behind it. Where the default is False it is a switch, and where it is () it may be repeated.
+    The options of a ``group`` stand below that heading.
+    """
+    told = {"kind": kind, "metavar": metavar, "group": group, "flag": flag}
+    return dataclasses.field(default=default, metadata=told)
+
+
+def add_fields(parser: argparse.ArgumentParser, config: type, texts: Mapping[str, str]) -> None:
+    """Add an option for each field of the dataclass ``config`` that :func:`option` has made; ``texts`` explain them."""
+    groups: dict[str, argparse._ActionsContainer] = {"": parser}
+    for entry in dataclasses.fields(config):
+        if not (told := entry.metadata):
+            continue
+        if told["group"] not in groups:
+            groups[told["group"]] = parser.add_argument_group(told["group"])
+        settings = {"dest": entry.name, "default": entry.default, "help": texts[entry.name]}
+        if entry.default is False:
+            settings |= {"action": "store_true"}
+        else:
+            settings |= {"type": told["kind"], "metavar": told["metavar"]}
+        if entry.default == ():
+            settings |= {"action": "append", "default": []}
+        groups[told["group"]].add_argument(told["flag"] or f"--{entry.name.replace('_', '-')}", **settings)
+
+
+def configured(config: type[Config], options: argparse.Namespace, **more: Any) -> Config:
+    """The dataclass ``config`` with what :func:`add_fields` had parsed, and with ``more``. Raises as it does."""
+    given = {entry.name: getattr(options, entry.name) for entry in dataclasses.fields(config) if entry.metadata}
+    return config(**{name: tuple(one) if isinstance(one, list) else one for name, one in given.items()}, **more)

@@ -1,6 +1,7 @@
-"""The lower tier of a store: a folder of KV files, which outlives the process. The order of use is in the files' times.
+"""The tiers of a store: memory, and a folder of KV files, which outlives the process and has the order of use in the
+files' times.
 
-Not safe for threads: the store that owns it holds its lock, except while a draft is written.
+Neither is safe for threads: the store that owns them holds its lock, except while a draft is written.
 """
 
 from __future__ import annotations
@@ -52,6 +53,56 @@ class LruQueue:
     def drop(self, key: str) -> None:
         """Take ``key`` out, where it is held."""
         self.used -= self._bytes.pop(key, 0)
+
+
+class MemoryTier:
+    """Keeps at most ``limit`` bytes of tensors in memory, by entry and name of the piece.
+
+    An entry may be there in part, layer by layer; it goes as a whole.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._lru = LruQueue(limit)
+        self._pieces: dict[str, dict[str, Tensor]] = {}
+
+    @property
+    def used(self) -> int:
+        """Bytes of all tensors."""
+        return self._lru.used
+
+    def check(self, length: int, pieces: Mapping[str, Tensor]) -> None:
+        """Raise CacheError when the ``pieces`` of a prefix of ``length`` tokens are larger than the tier."""
+        size = sum(piece.nbytes for piece in pieces.values())
+        if size > self._lru.limit:
+            raise CacheError(
+                f"the KV cache of {length} tokens takes {size:,} bytes, all of the store has {self._lru.limit:,}; "
+                "raise memory_bytes"
+            )
+
+    def add(self, key: str, pieces: Mapping[str, Tensor]) -> list[str]:
+        """Keep ``pieces`` with those of ``key`` that are there, unless all of them together are larger than the tier.
+
+        Returns the entries that made room for them.
+        """
+        held = self._pieces.get(key, {}) | dict(pieces)
+        size = sum(piece.nbytes for piece in held.values())
+        if size > self._lru.limit:
+            return []
+        gone = self._lru.put(key, size)
+        for other in gone:
+            del self._pieces[other]
+        self._pieces[key] = held
+        return gone
+
+    def pieces(self, key: str) -> Mapping[str, Tensor]:
+        """What is held of ``key``, which counts as a use; it stays as it is when the entry goes."""
+        self._lru.touch(key)
+        return self._pieces.get(key, {})
+
+    def drop(self, key: str) -> None:
+        """Forget ``key`` and its pieces."""
+        self._lru.drop(key)
+        self._pieces.pop(key, None)
 
 
 class DiskTier:

@@ -1,0 +1,229 @@
+"""Requests that are answered by numpy until there is an engine: in turn, in pieces, and handed over in any state."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from small_models import small_model
+
+from firsttoken.assets.servable import check_servable
+from firsttoken.engine import numpy_answers
+from firsttoken.engine.async_engine import AsyncEngine, Stream
+from firsttoken.engine.engine import Engine
+from firsttoken.engine.model_server import EngineServer
+from firsttoken.engine.native.library import kernels
+from firsttoken.engine.numpy_answers import NumpyAnswers
+from firsttoken.engine.numpy_model import NumpyModel
+from firsttoken.engine.request import Sampling
+from firsttoken.engine.request_limits import RequestLimits
+from firsttoken.engine.torch_behind import take_over
+from firsttoken.lean.lean_config import OtherWay
+from firsttoken.study.errors import EngineError, RequestError
+
+PROMPT, ANSWER = list(range(3, 32)), 24
+
+
+class Served(EngineServer):
+    """A server before its engine is there, and its answers."""
+
+    def __init__(self, coming: Future[NumpyModel]) -> None:
+        super().__init__(RequestLimits(max_prompt_tokens=100, max_new_tokens=100))
+        self.answers = NumpyAnswers(coming, self._change, self._open)
+
+    def ask(self, prompt: list[int] = PROMPT, **sampling: object) -> Stream:
+        return self.submit(prompt, Sampling(**({"max_tokens": ANSWER} | sampling)))
+
+    @property
+    def open(self) -> int:
+        return len(self._open)
+
+    @contextmanager
+    def engine(self) -> Iterator[AsyncEngine]:
+        """An engine over the same weights, which goes on with who is open."""
+        model = self.answers.model
+        with AsyncEngine(Engine(take_over(model, 64, 64))) as engine:
+            with self._change:
+                self._server = engine
+                for stream, asked in self._open.items():
+                    engine.add(stream, *asked)
+            yield engine
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> NumpyModel:
+    if kernels() is None:
+        pytest.skip("there is no C++ compiler")
+    small_model("Llama").save_pretrained(tmp_path)
+    return NumpyModel(check_servable(tmp_path), threads=1)
+
+
+@pytest.fixture
+def served(model: NumpyModel) -> Iterator[Served]:
+    coming: Future[NumpyModel] = Future()
+    coming.set_result(model)
+    served = Served(coming)
+    yield served
+    served.answers.end()
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], tuple[threading.Event, threading.Event]]:
+    """Let the model wait before its call of that number (from 0 on): when it does, and until when."""
+    right, calls = NumpyModel.next_token, []
+
+    def hold(number: int) -> tuple[threading.Event, threading.Event]:
+        there, go = threading.Event(), threading.Event()
+
+        def slowly(self: NumpyModel, tokens: list[int]) -> int:
+            calls.append(len(tokens))
+            if len(calls) > number:
+                there.set()
+                assert go.wait(60)
+            return right(self, tokens)
+
+        monkeypatch.setattr(NumpyModel, "next_token", slowly)
+        return there, go
+
+    return hold
+
+
+def alone(model: NumpyModel, prompt: list[int], count: int = ANSWER) -> list[int]:
+    model.cached = 0
+    said = [model.next_token(prompt)]
+    while len(said) < count:
+        said.append(model.next_token(said[-1:]))
+    return said
+
+
+def ended_during(served: Served, there: threading.Event, go: threading.Event) -> None:
+    """The answers are ended while the model computes."""
+    assert there.wait(60)
+    ending = threading.Thread(target=served.answers.end)
+    ending.start()
+    while not served.answers._ended:
+        time.sleep(0.001)
+    go.set()
+    ending.join()
+
+
+def test_who_is_open_is_answered_in_turn(served, model) -> None:
+    wanted = [alone(model, PROMPT[at:]) for at in range(3)]
+    streams = [served.ask(PROMPT[at:]) for at in range(2)]
+    served.answers.begin()
+    streams.append(served.ask(PROMPT[2:]))
+    assert [list(stream) for stream in streams] == wanted
+    stop = wanted[0][3]
+    assert list(served.ask(stop=(stop,))) == wanted[0][: wanted[0].index(stop) + 1]
+    assert served.open == 0
+
+
+@pytest.mark.parametrize("calls", [0, 1, 5, 20])
+def test_the_engine_goes_on(served, model, held, calls) -> None:
+    """Before the first token of a prompt, and behind any other; others begin with the engine."""
+    wanted, other = alone(model, PROMPT), alone(model, PROMPT[3:])
+    there, go = held(calls)
+    stream, after = served.ask(), served.ask(PROMPT[3:])
+    threading.Thread(target=served.answers.begin).start()
+    ended_during(served, there, go)
+    assert served.open == 2
+    with served.engine():
+        assert list(stream) == wanted and list(after) == other
+    assert stream.request.prompt_tokens == len(PROMPT) + calls + 1 and stream.request.fell_back == ""
+    assert served.open == 0
+
+
+def test_the_engine_goes_on_within_a_prompt(served, model, held, monkeypatch) -> None:
+    monkeypatch.setattr(numpy_answers, "PIECE", 7)
+    wanted = alone(model, PROMPT)
+    there, go = held(2)
+    stream = served.ask()
+    threading.Thread(target=served.answers.begin).start()
+    ended_during(served, there, go)
+    assert model.cached == 21
+    with served.engine():
+        assert list(stream) == wanted
+
+
+def test_a_prompt_in_pieces(served, model, monkeypatch) -> None:
+    wanted = alone(model, PROMPT)
+    monkeypatch.setattr(numpy_answers, "PIECE", 7)
+    served.answers.begin()
+    assert list(served.ask()) == wanted
+
+
+def test_a_client_that_leaves_makes_room(served, model, held) -> None:
+    wanted = alone(model, PROMPT[1:])
+    there, go = held(4)
+    stream, after = served.ask(), served.ask(PROMPT[1:])
+    threading.Thread(target=served.answers.begin).start()
+    assert there.wait(60)
+    stream.cancel()
+    go.set()
+    assert list(after) == wanted and len(list(stream)) == 4
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.5}, {"logprobs": 0}, {"prompt_logprobs": True}])
+def test_what_is_drawn_or_scored_waits(served, model, sampling) -> None:
+    wanted = alone(model, PROMPT)
+    served.answers.begin()
+    waits = served.ask(**sampling)
+    assert list(served.ask()) == wanted and served.open == 1
+    served.answers.end()
+    with served.engine():
+        assert len(list(waits)) == ANSWER
+
+
+def test_a_request_that_fails_is_the_only_one(served, model) -> None:
+    wanted = alone(model, PROMPT)
+    served.answers.begin()
+    wrong = served.ask([1, 97])
+    with pytest.raises(RequestError, match="holds no token id"):
+        list(wrong)
+    assert list(served.ask()) == wanted
+
+
+def test_an_error_that_nobody_foresaw(served, model, monkeypatch) -> None:
+    def broken(self: NumpyModel, tokens: list[int]) -> int:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(NumpyModel, "next_token", broken)
+    served.answers.begin()
+    with pytest.raises(EngineError, match="the engine failed: no room"):
+        list(served.ask())
+
+
+def test_a_model_that_does_not_come(tmp_path) -> None:
+    coming: Future[NumpyModel] = Future()
+    coming.set_exception(OtherWay("its head_dim is 24"))
+    served = Served(coming)
+    begun = time.monotonic()
+    served.answers.begin()
+    assert time.monotonic() - begun < numpy_answers.PATIENCE_S
+    served.ask()
+    assert served.answers.model is None and served.open == 1
+    served.answers.end()
+    assert served.open == 1
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_torch_waits_for_a_first_token_and_not_for_long(served, held, monkeypatch, patient) -> None:
+    there, go = held(0)
+    served.ask()
+    begun = time.monotonic()
+    if patient:
+        monkeypatch.setattr(numpy_answers, "PATIENCE_S", 30.0)
+        threading.Timer(0.3, go.set).start()
+        served.answers.begin()
+        assert go.is_set() and time.monotonic() - begun < 30
+    else:
+        monkeypatch.setattr(numpy_answers, "PATIENCE_S", 0.3)
+        served.answers.begin()
+        assert not go.is_set() and time.monotonic() - begun >= 0.3
+        go.set()
+    assert there.is_set()

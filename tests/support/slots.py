@@ -1,0 +1,21 @@
+"""What always holds of the blocks of a server's pool, whatever its sessions have done."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from firsttoken.petals.kv_slots import KVSlots
+
+
+def check_slots(slots: KVSlots) -> None:
+    """Assert that each block is of one sequence at most, or can be found and is of several, is written to only where it
+    cannot be found, and has no owners but sequences and steps under way."""
+    pool, homes = slots.pool, slots._homes.values()
+    pool.check()
+    assert all(mine.get(number) is sequence for mine, number, sequence in homes), "a sequence is lost"
+    had = Counter(block for _, _, sequence in homes for block in sequence.blocks)
+    assert all(pool.published(block) for block in had if had[block] > 1), "two sequences have one block"
+    assert not any(map(pool.published, slots._written)), "a block is written to that others may have"
+    assert slots._written <= set(slots._leased), "a block is written to that no step has"
+    owners = {block: pool.owners(block) for block in range(pool.count) if pool.owners(block)}
+    assert owners == dict(had + slots._leased), "a block has another number of owners than sequences and steps"
