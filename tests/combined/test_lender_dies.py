@@ -27,8 +27,8 @@ CONFIG = EngineConfig(scheduler="sarathi", requests=6, token_budget=9, watermark
 TOKENS = 14
 POOL = {"blocks": 12, "block_tokens": 4, "host_blocks": 100}  # one request fits with a part of another
 FAULTS = {  # how often each is tried, and how long a step is waited for
-    "kill": (1, TIMEOUTS),  # kill -9
-    "cut": (2, TIMEOUTS),  # a link that is reset
+    "kill": (2, TIMEOUTS),  # kill -9
+    "cut": (3, TIMEOUTS),  # a link that is reset
     "hold": (1, Timeouts(step_s=3.0, token_s=0.001)),  # one that falls silent: on a busy machine a healthy one may, too
 }
 

@@ -157,7 +157,7 @@ class AsyncEngine:
     def submit(self, prompt: Sequence[int], sampling: Sampling = GREEDY) -> Stream:
         """Begin a request. Raises RequestError for one that can never run, BusyError when too many are open."""
         stream = Stream(self.leave)
-        self.between(lambda: self._accept(stream, prompt, sampling, False))
+        self.between(lambda: self._accept(stream, (prompt, sampling, False, "", None)))
         return stream
 
     def add(
@@ -175,7 +175,7 @@ class AsyncEngine:
 
         def accept() -> None:
             try:
-                self._accept(stream, prompt, sampling, moves, variant, source)
+                self._accept(stream, (prompt, sampling, moves, variant, source))
             except Exception as error:
                 stream.end(error)
 
@@ -259,15 +259,8 @@ class AsyncEngine:
             if request.finished:
                 self._streams.pop(request.number).end()
 
-    def _accept(
-        self,
-        stream: Stream,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        moves: bool,
-        variant: str = "",
-        source: KVSource | None = None,
-    ) -> None:
+    def _accept(self, stream: Stream, asked: Asked) -> None:
+        prompt, sampling, moves, variant, source = asked
         if len(self._streams) >= self._most:
             raise BusyError(f"{self._most} requests are open; ask again later")
         if variant and variant not in self.versions:

@@ -1,4 +1,6 @@
-"""The first answers of a service: by numpy, one after the other, until there is an engine that goes on with them."""
+"""Greedy answers of a service before torch is imported: numpy computes one request after the other, and the engine
+goes on with them as soon as it is there.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,18 @@ from firsttoken.engine.torch_behind import CacheSource, beside_an_import
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.system.openmp import give_back_threads
 
-PATIENCE_S = 1.0  # for which the import of torch waits, at most, until weights are packed and a first token is said
-GREETING_S = 0.1  # for which it waits for somebody who asks: who has waited for the service to listen asks by then
+PATIENCE_S = 1.0  # the import of torch waits for packed weights and a first token no longer than this
+GREETING_S = 0.1  # and for a first request: a client that waited for the port to open has sent it by then
 PIECE = 512  # tokens of a prompt that are computed at once: between two pieces a client may leave, and an engine come
 _STAGE = 1  # the whole model
 
 
 class NumpyAnswers:
-    """Answers what it can of the requests in ``waiting``, the first that came first, with the model that is ``coming``.
+    """Answers the greedy requests in ``waiting``, first come, first served, with the model that is ``coming``.
 
-    ``waiting`` is what a server was asked, by stream, until an engine has it; ``change`` guards it, and is told of each
-    that comes. What is drawn, scored or asked of a variant stays there for the engine, and so does everything where the
-    model cannot come.
+    ``waiting`` holds the requests of a server by stream until its engine takes them; ``change`` guards it and is
+    notified of each new one. Requests that sample, ask for logprobs or name a variant stay there for the engine, and
+    all of them do when the model cannot be loaded without torch.
     """
 
     def __init__(self, coming: Future[NumpyModel], change: threading.Condition, waiting: dict[Stream, Asked]) -> None:
@@ -44,8 +46,9 @@ class NumpyAnswers:
     def begin(self) -> None:
         """Answer from now on, and return when torch may be imported.
 
-        That is when the weights are packed and, if somebody has asked by then or asks within ``GREETING_S``, behind the
-        first token: until then all cores have something else to do. It is after ``PATIENCE_S`` at the latest.
+        That is when the weights are packed, and after the first token of a request that has come by then or comes
+        within ``GREETING_S``: until then the import would take a core from them. It is after ``PATIENCE_S`` at the
+        latest.
         """
         until = time.monotonic() + PATIENCE_S
         self._thread.start()
@@ -60,8 +63,8 @@ class NumpyAnswers:
         self._leaving.enter_context(beside_an_import(model))
 
     def end(self) -> None:
-        """Say no more. Who was in the middle of an answer waits as the others do, for the rest of it, and brings what
-        is cached."""
+        """Generate no more tokens. A request in the middle of its answer goes back to those that wait, with its tokens
+        so far and its keys and values."""
         with self._change:
             self._ended = True
             self._change.notify_all()
@@ -74,7 +77,7 @@ class NumpyAnswers:
         while model is not None and (found := self._wait_next()) is not None:
             stream, asked = found
             try:
-                self._say(model, stream, *asked)
+                self._generate(model, stream, *asked)
             except Exception as error:
                 stream.end(error if isinstance(error, FirstTokenError) else step_failure(error))
         give_back_threads()  # for the engine's
@@ -85,10 +88,10 @@ class NumpyAnswers:
             return None if self._ended else self._next()
 
     def _next(self) -> tuple[Stream, Asked] | None:
-        """The first that can be answered here, and what it asks; who calls this holds the lock."""
+        """The first request that can be answered here, and its stream; the caller holds the lock."""
         return next(((stream, asked) for stream, asked in self._waiting.items() if _can(asked)), None)
 
-    def _say(
+    def _generate(
         self,
         model: NumpyModel,
         stream: Stream,
@@ -98,31 +101,31 @@ class NumpyAnswers:
         variant: str,
         source: KVSource | None,
     ) -> None:
-        """Say tokens behind ``prompt`` until the last, or until the client leaves or the engine comes."""
-        said: list[int] = []
+        """Generate tokens after ``prompt`` until the last one, until the client leaves or until :meth:`end`."""
+        output: list[int] = []
         rest, model.cached = list(prompt), 0
         while self._goes_on(stream):
             token, rest = model.next_token(rest[:PIECE]), rest[PIECE:]
             if rest:  # of the prompt
                 continue
-            said.append(token)
+            output.append(token)
             rest = [token]
             if not self._put(stream, token):
                 return
-            if token in sampling.stop or len(said) == sampling.max_tokens:
+            if token in sampling.stop or len(output) == sampling.max_tokens:
                 stream.end()
                 return
         with self._change:
             if stream in self._waiting and model.cached:
-                left = replace(sampling, max_tokens=sampling.max_tokens - len(said))
-                self._waiting[stream] = [*prompt, *said], left, moves, variant, CacheSource(model)
+                left = replace(sampling, max_tokens=sampling.max_tokens - len(output))
+                self._waiting[stream] = [*prompt, *output], left, moves, variant, CacheSource(model)
 
     def _goes_on(self, stream: Stream) -> bool:
         with self._change:
             return not self._ended and stream in self._waiting
 
     def _put(self, stream: Stream, token: int) -> bool:
-        """Hand ``token`` to the client; False when it has left, who must not get anything behind the end."""
+        """Send ``token`` to the client; False when that has left, whose stream takes nothing more."""
         with self._change:
             if there := stream in self._waiting:
                 stream.put(TokenEvent(token, _STAGE, time.monotonic()))
@@ -132,6 +135,6 @@ class NumpyAnswers:
 
 
 def _can(asked: Asked) -> bool:
-    """Whether the likeliest tokens of the model itself are asked for, and nothing else is told of them."""
+    """Whether the request is a greedy one of the model itself, without logprobs."""
     _, sampling, _, variant, _ = asked
     return not (sampling.temperature or sampling.prompt_logprobs or variant) and sampling.logprobs is None

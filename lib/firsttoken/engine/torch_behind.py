@@ -94,7 +94,8 @@ class Takeover:
 
 @contextmanager
 def beside_an_import(model: NumpyModel) -> Iterator[None]:
-    """Inside the block ``model`` leaves a core to the thread that imports, and this lets others run more often."""
+    """Within the block ``model`` computes with one core less and the interpreter switches threads more often, so that a
+    thread can import torch beside it."""
     before, model.threads = model.threads, max(1, model.threads - 1)
     turn = sys.getswitchinterval()
     sys.setswitchinterval(_TURN_S)

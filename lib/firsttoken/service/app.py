@@ -340,7 +340,8 @@ def build_replica(
     comes: Coming | None = None,
 ) -> Starlette:
     """The replica ``name`` of the service, whose model begins to load when ``state.begin`` is called. ``broken`` is
-    told of what leaves it no hope; what ``comes`` :func:`without_torch` answers until the model is there."""
+    told of an error that no retry mends. ``comes`` is the model that answers until torch is imported, as
+    :func:`without_torch` returns it."""
     vocabulary = read_vocabulary(config.folder, config.max_prompt_tokens)
     server = serve_model(config, broken, vocabulary.context, comes)
     return build_app(Replica(server, vocabulary, config, name), server, config)

@@ -51,8 +51,8 @@ Coming = Future[NumpyModel]
 
 class PlainServer(LoadingServer):
     """Serves the whole model in the plain folder ``folder``, and uses what is in ``store`` of how a prompt begins; with
-    it, under their names, the ``variants`` that adapters in these folders make of it. Where a model that ``comes``
-    without torch is given, that answers until the engine does."""
+    it, under their names, the ``variants`` that adapters in these folders make of it. ``comes`` is the model that
+    answers until torch is imported, as :func:`without_torch` returns it."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class PlainServer(LoadingServer):
         self._numpy = None if comes is None else NumpyAnswers(comes, self._change, self._open)
 
     def _read_ahead(self) -> None:
-        """Let the system bring the files into memory, which are mapped afterwards; or answer without torch."""
+        """Answer without torch where that has begun; else let the system read the files ahead of their mapping."""
         if self._numpy is None:
             bring(self._folder)
         else:
@@ -116,7 +116,7 @@ class PlainServer(LoadingServer):
         return True
 
     def _end_numpy(self) -> None:
-        """Nobody is answered without torch any more; the model is freed once the engine has what is cached."""
+        """End answers without torch. Their model is freed once the engine has copied its keys and values."""
         if self._numpy is not None:
             self._numpy.end()
             self._numpy = None
@@ -149,10 +149,11 @@ class PlainServer(LoadingServer):
 
 
 def without_torch(config: ServiceConfig) -> Coming | None:
-    """The model of ``config`` for answers before torch is there, on its way in a thread that reads and packs it.
+    """The model of ``config`` that computes without torch, while a thread reads and packs its weights.
 
-    None where the first answer is to wait for torch: that is here already, or asked for first, or the model is none
-    that this process serves whole and alone on the CPU. Where the kernels do not run it, the future raises OtherWay.
+    None where answers wait for torch: because it is imported already, because of ``torch_first``, or because this
+    process does not serve a whole model, without variants, on the CPU. The future raises OtherWay where the kernels do
+    not run the model.
     """
     elsewhere = config.swarm or config.worker or config.device != "cpu" or is_staged(config.folder)
     if elsewhere or config.variants or config.torch_first or "torch" in sys.modules:
@@ -268,7 +269,7 @@ def serve_model(
     comes: Coming | None = None,
 ) -> ModelServer:
     """The model of ``config``, whose context has ``context`` tokens. It takes requests from now on, and begins to load
-    when it is started; what ``comes`` :func:`without_torch` answers until then.
+    when it is started; ``comes``, of :func:`without_torch`, answers until then.
 
     Raises ProfileError for a scheduler, policy, pool or budget that the engine does not have, and as a SwarmServer;
     what the folder lacks, a server that loads it reports itself, and to ``broken`` what leaves no hope.

@@ -169,8 +169,9 @@ class Scheduler(Queues, ABC):
     def chunks(self, tokens: int, *, admit: bool) -> list[ScheduledChunk]:
         """Up to ``tokens`` tokens of prompts: of those that have begun, then, with ``admit``, of new ones.
 
-        One that goes through some layers again counts as their share of a token: with as much as a whole one, requests
-        that redo three layers of thirty kept the others waiting ten times as long as they took."""
+        A token that goes through some layers again counts as the share of the layers that they are. Counted as a whole
+        token, those of requests that redid three layers of thirty filled the budget ten times as fast as their cost
+        allows, and the others waited."""
         chunks: list[ScheduledChunk] = []
         idle = len(self.running) > len(self.planned)  # else everybody who runs has his part of the step
         begun = iter([request for request in self.running if not request.decoding] if idle else [])
