@@ -52,3 +52,14 @@ def test_a_rule_is_held_against_the_own_prefill_of_its_stage():
 def test_a_run_without_requests_is_refused():
     with pytest.raises(ProfileError, match="stage_prefixes: requests, prefixes and new_tokens must be at least 1"):
         StagePrefixesConfig(requests=0, prefixes=1, new_tokens=1)
+
+
+def test_a_share_of_f1_needs_enough_that_the_own_prefill_got_right():
+    """Ten requests, as draws without any would have no share."""
+    where = {"stage": 1, "method": GROUP, "than": OWN}
+    for right in (9, 10):
+        own = [0.5] * right + [0.0] * 30
+        summary = stage_prefixes_summary(rows(1, OWN, 2.0, own) + rows(1, GROUP, 1.0, [0.4] * len(own)), PARAMETERS)
+        found = summary.get("f1_kept_pct", **where)
+        assert (found is not None) == (right == 10)
+    assert found["value"] == pytest.approx(100 * 0.4 / (0.5 / 4)) and found["low"] > 0

@@ -41,7 +41,7 @@ from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
 from firsttoken.study.show import cells
-from firsttoken.study.stats import paired_bootstrap, ratio_of_means
+from firsttoken.study.stats import FEW, paired_bootstrap, ratio_of_means
 from firsttoken.study.summary import Summary
 from firsttoken_studies.combined.borrowed.setting import start_setting
 from firsttoken_studies.combined.five_at_once.answers import Judge
@@ -174,7 +174,7 @@ class ServedPrefixes:
 
 def stage_prefixes_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """By stage and rule: seconds to the first token, F1 to the whole model's words, and the percentage of answers that
-    are its own but for near ties. Beside the stage's own prefill: the share of its seconds, and what is lost of F1."""
+    are its own but for near ties. Beside the stage's own prefill: the share of its seconds, what is lost of F1, and the percentage that is kept."""
     summary, near_tie = Summary(), parameters["five_at_once"]["near_tie"]
     frame = frame_of(rows).sort_values("request")
     frame["own"] = frame.shortfall <= near_tie
@@ -188,6 +188,8 @@ def stage_prefixes_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary
             share = ratio_of_means(mine.ttft_s, own.ttft_s)
             summary.add("ttft_share", share.summary(""), than=OWN, **where)
             summary.add("f1_lost", paired_bootstrap(own.f1, mine.f1).summary(""), than=OWN, **where)
+            if (own.f1 > 0).sum() >= FEW:  # else draws in which the own prefill is never right have no share
+                summary.add("f1_kept_pct", ratio_of_means(mine.f1, own.f1).summary("%", 100), than=OWN, **where)
     return summary
 
 
