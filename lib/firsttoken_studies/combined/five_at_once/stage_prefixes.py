@@ -174,7 +174,8 @@ class ServedPrefixes:
 
 def stage_prefixes_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """By stage and rule: seconds to the first token, F1 to the whole model's words, and the percentage of answers that
-    are its own but for near ties. Beside the stage's own prefill: the share of its seconds, what is lost of F1, and the percentage that is kept."""
+    are its own but for near ties. Beside the stage's own prefill: the share of its seconds, what is lost of F1, and the
+    percentage that is kept."""
     summary, near_tie = Summary(), parameters["five_at_once"]["near_tie"]
     frame = frame_of(rows).sort_values("request")
     frame["own"] = frame.shortfall <= near_tie
