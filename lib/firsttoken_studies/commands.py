@@ -1,4 +1,8 @@
-"""The commands that measure: notebooks, experiments, the ledger, a policy of the reader's own."""
+"""The commands that measure: notebooks, experiments, the ledger, a policy of the reader's own.
+
+Each imports what it needs when it runs: `firsttoken serve` makes these options, too, and numpy and the record would
+cost it a tenth of the time to a first token.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from firsttoken.study import history, option_values, paths
+from firsttoken.study import option_values, paths
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.machine import describe, machine_slug
-from firsttoken.study.notebooks import notebook_paths, notebook_title
 from firsttoken.study.profile import check_used, load_profile, profile_names
-from firsttoken.study.record import pick, result_path
-from firsttoken.study.summary import named
 from firsttoken.study.system.openmp import wait_briefly
-from firsttoken.study.verdicts import show
 from firsttoken.terminal import size_text
 from firsttoken_studies.registry import EXPERIMENTS, find_experiment
 from firsttoken_studies.trying import KINDS, try_policy
@@ -29,6 +28,8 @@ NO_HISTORY = "; the history is not here, so revisions were not looked up"
 
 def run(options: argparse.Namespace) -> int:
     """Run the notebooks in order; a failing one does not keep the others from running."""
+    from firsttoken.study.machine import machine_slug
+    from firsttoken.study.notebooks import notebook_paths, notebook_title
     from firsttoken_studies import ledger, running
 
     notebooks = notebook_paths(options.only)
@@ -56,6 +57,8 @@ def measure(options: argparse.Namespace) -> int:
     experiments = [find_experiment(name) for name in options.experiments]
     if any(experiment.in_turns for experiment in experiments):
         wait_briefly()
+    from firsttoken.study.summary import named
+    from firsttoken.study.verdicts import show
     from firsttoken_studies.experiments import run_experiment
 
     profile, used = load_profile(options.profile, **dict(options.set)), set[str]()
@@ -72,6 +75,7 @@ def measure(options: argparse.Namespace) -> int:
 
 def capacity(options: argparse.Namespace) -> int:
     """Find the capacity of one scheduler and print it beside the record's."""
+    from firsttoken.study.record import pick
     from firsttoken_studies import ledger
     from firsttoken_studies.sarathi import leaderboard
     from firsttoken_studies.sarathi.contest import CapacityBenchmark
@@ -108,6 +112,7 @@ def _card(options: argparse.Namespace) -> dict[str, Any]:
 
 def claims(options: argparse.Namespace) -> int:
     """Print the claims table, write the pages that show it, or check that they do."""
+    from firsttoken.study import history
     from firsttoken_studies import ledger
 
     if not (options.check or options.update):
@@ -166,6 +171,8 @@ def doctor(options: argparse.Namespace) -> int:
     """Print what this machine is and what is there."""
     from firsttoken.assets.fetch import load_lock
     from firsttoken.study import dtypes
+    from firsttoken.study.machine import describe
+    from firsttoken.study.record import result_path
     from firsttoken.study.system.compiled import compiler
 
     machine = describe()

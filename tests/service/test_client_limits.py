@@ -194,7 +194,7 @@ class TestRoles:
     ALL = "{% for m in messages %}{{ m.role }} {{ m.content }}<end>{% endfor %}{{ mood }}"
 
     def ids(self, template: str, turns: list[dict[str, str]], **fields: Any) -> list[int]:
-        told = {"chat_stop_ids": (), "context": 200, "template": ChatTemplate({"default": template}, {})}
+        told = {"chat_stop_ids": tuple, "context": 200, "template": ChatTemplate({"default": template}, {})}
         vocabulary = Vocabulary(byte_level(), 260, (), 100, **told)
         asked = ChatRequest.model_validate({"messages": turns} | fields)
         answers = Answers(SimpleNamespace(), vocabulary, asked, SimpleNamespace(), SimpleNamespace())

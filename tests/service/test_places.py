@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from services import byte_fallback, byte_level
 from tokenizers import Tokenizer
 
-pytest.importorskip("pydantic")
-
 from firsttoken.assets.chat_template import ChatTemplate
 from firsttoken.engine.async_engine import TokenEvent
 from firsttoken.engine.request import TokenLogprob
@@ -28,7 +26,7 @@ END = "<end>"
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
-    told = {"chat_stop_ids": (), "context": 20_000, "template": ChatTemplate({}, {})}
+    told = {"chat_stop_ids": tuple, "context": 20_000, "template": ChatTemplate({}, {})}
     return Vocabulary(tokenizer, tokenizer.get_vocab_size(), (), 10_000, **told)
 
 

@@ -170,7 +170,7 @@ def _spoilt(draw: random.Random, body: Body, known: dict[str, tuple[list[Any], l
     if answers and draw.random() < 0.5:
         number, field = draw.choice(answers), draw.choice([field for field in MESSAGE_SAID if MESSAGE_SAID[field][1]])
         body["messages"][number][field] = draw.choice(MESSAGE_SAID[field][1])
-        return f"messages.{number}.{field}"
+        return f"messages[{number}].{field}"
     field = draw.choice([field for field in known if known[field][1]])
     if field in ("top_k", "min_p", "typical_p"):
         body["temperature"] = 1  # of what is not drawn they change nothing

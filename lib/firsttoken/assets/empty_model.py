@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from firsttoken.assets.lock import first_line
 from firsttoken.assets.model_config import CONFIG, read_config
 from firsttoken.study.errors import ModelError
 
@@ -26,8 +27,6 @@ def stock_config(folder: Path) -> tuple[type[PreTrainedModel], PretrainedConfig]
     cores). Raises ModelError when transformers does not know it, or config.json does not fit it.
     """
     import transformers
-
-    from firsttoken.assets.lock import first_line  # which reads YAML; a lean start has none
 
     told = read_config(folder)
     kind = getattr(transformers, told.architecture, None)
@@ -54,8 +53,6 @@ def build_on_meta(folder: Path, dtype: torch.dtype, layers: range | None = None)
     With ``layers`` it has these only, numbered from 0. Only the rotary tables are real: no file holds them.
     Raises ModelError as :func:`stock_config`, and for a model that is not built as Llama is.
     """
-    from firsttoken.assets.lock import first_line  # as above
-
     kind, config = stock_config(folder)
     if layers is not None:
         if getattr(config, "layer_types", None):

@@ -10,7 +10,6 @@ from firsttoken.study import paths
 from firsttoken.study.errors import AssetError
 from firsttoken.study.parsing.parse_errors import blaming
 from firsttoken.study.parsing.schema import at_least, digits, plain_name, shaped, some
-from firsttoken.study.parsing.yaml_text import read_yaml
 
 
 @dataclass(frozen=True)
@@ -78,6 +77,8 @@ def load_lock(*, npm: bool = False) -> tuple[Asset, ...]:
 
     Raises AssetError when an entry has a missing or unknown key.
     """
+    from firsttoken.study.parsing.yaml_text import read_yaml  # 8 ms, and a start reads no lock
+
     path = paths.ENV / "assets.yaml"
     with blaming(f"the asset lock {path}", AssetError, "restore it from git"):
         every = shaped(tuple[Asset, ...], read_yaml(path))

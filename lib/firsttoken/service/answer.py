@@ -136,12 +136,12 @@ class Answers:
 
     def _chat_ids(self, asked: ChatRequest) -> list[int]:
         """Raises RequestError for turns of a rare role that the model's template leaves out without a word."""
-        turns = [message.model_dump(exclude_none=True) for message in asked.messages]
+        turns = [vars(message) for message in asked.messages]
         ids = self._vocabulary.chat_ids(turns, asked.chat_template_kwargs)
         for number, turn in enumerate(turns):
             if turn["role"] not in _USUAL and self._reads(turns[:number] + turns[number + 1 :], asked) == ids:
                 raise RequestError(
-                    f"messages.{number}.role: this model's chat template leaves out what {turn['role']!r} says; "
+                    f"messages[{number}].role: this model's chat template leaves out what {turn['role']!r} says; "
                     "say it as 'system' or 'user'"
                 )
         return ids

@@ -7,14 +7,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from firsttoken.assets.chat_template import read_template
 from firsttoken.assets.positions import shortened
-from firsttoken.service.cluster import replicas
 from firsttoken.service.served_model import check_model, without_torch
 from firsttoken.service.service_config import ServiceConfig, listening
 from firsttoken.study.errors import FirstTokenError, StageError
@@ -36,11 +35,23 @@ def running(config: ServiceConfig, broken: Callable[[FirstTokenError], None] = l
     """
     config = replace(config, folder=config.folder.resolve())  # replicas may have another working directory
     check_model(config)
+    with _serving(config, broken):
+        yield f"http://{config.host}:{config.port}"
+
+
+def _serving(config: ServiceConfig, broken: Callable[[FirstTokenError], None]) -> AbstractContextManager[None]:
+    if config.replicas == 1 and config.cluster is None:
+        return _one_process(config, broken)
+    from firsttoken.service.cluster import replicas
+
+    _try_template(config)
+    return replicas(config, broken)
+
+
+def _try_template(config: ServiceConfig) -> None:
+    """Say what goes wrong with a conversation, if anything does."""
     if fault := read_template(config.folder).trial():
         print(f"firsttoken: {config.model}: {fault}; /v1/completions is served", file=sys.stderr, flush=True)
-    alone = config.replicas == 1 and config.cluster is None
-    with _one_process(config, broken) if alone else replicas(config, broken):
-        yield f"http://{config.host}:{config.port}"
 
 
 @contextmanager
@@ -77,6 +88,7 @@ def _one_process(config: ServiceConfig, broken: Callable[[FirstTokenError], None
                 if not thread.is_alive():
                     raise StageError(f"the service did not start on {config.host}:{config.port}: choose another --port")
                 time.sleep(0.005)
+            _try_template(config)  # 30 ms, in which weights arrive, and before torch: nothing is imported beside it
             app.state.begin()
             yield
             app.state.gate.close()

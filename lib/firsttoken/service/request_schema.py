@@ -6,9 +6,9 @@ and is not served is refused, never ignored.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
-
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
+from collections.abc import Sized
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from firsttoken.service.neutral import (
     CHAT,
@@ -23,19 +23,16 @@ from firsttoken.service.neutral import (
 )
 from firsttoken.study.errors import RequestError
 from firsttoken.study.parsing.json_text import parse_json
+from firsttoken.study.parsing.parse_errors import Damaged
+from firsttoken.study.parsing.schema import Fault, at_least, between, shaped, some
 
 # The turns of a conversation as a request has them, which are also those that an answer had.
 
 _TEXT = ("text", "input_text", "output_text")  # how the chat's interface, and that of responses, call a part of text
 
 
-class Strict(BaseModel):
-    """An object of a body: a field that it does not know, or of another type, is refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class ChatMessage(Strict):
+@dataclass(frozen=True)
+class ChatMessage:
     """One turn of a conversation, as the model's template is handed it.
 
     Several parts of text are read as one. A turn of the assistant may have no text. Whether the template can show a
@@ -62,7 +59,7 @@ def as_message(turn: Any, where: str) -> Any:
         message.setdefault("content", "")
     if isinstance(message.get("content"), list):
         parts = enumerate(message["content"])
-        message["content"] = "".join(_text(part, f"{where}.content.{number}") for number, part in parts)
+        message["content"] = "".join(_text(part, f"{where}.content[{number}]") for number, part in parts)
     return message
 
 
@@ -73,7 +70,7 @@ def _text(part: Any, where: str) -> str:
         raise RequestError(f"{where}.type: {str(part.get('type'))[:40]!r} is not served; send 'text'")
     unknown = [field for field in part if field not in ("type", "text", *OF_AN_ANSWER)]
     if unknown:
-        raise RequestError(f"{where}.{unknown[0][:40]}: unknown field; known: type, text")
+        raise RequestError(f"{where}: unknown key {unknown[0][:40]!r}; known: type, text")
     if not isinstance(part.get("text"), str):
         raise RequestError(f"{where}.text: a part of text has one")
     return part["text"]
@@ -82,11 +79,34 @@ def _text(part: Any, where: str) -> str:
 MOST_TOP_LOGPROBS = 20  # of a token, as with OpenAI's chat
 MOST_STOPS, MOST_STOP_CHARS = 64, 4096  # ours; lm-eval's tasks send up to seven, templates of agents a dozen
 
-StopText = Annotated[str, StringConstraints(min_length=1)]
 Ids = list[int]
 
 
-class StreamOptions(Strict):
+def _at_most(count: int) -> Fault:
+    """So many at most."""
+    return lambda value: "" if len(value) <= count else f"expected {count:,} at most"
+
+
+def _no_longer_together(texts: list[str]) -> str:
+    """Texts that have no more than ``MOST_STOP_CHARS`` characters together."""
+    chars = sum(map(len, texts))
+    return "" if chars <= MOST_STOP_CHARS else f"expected texts of at most {MOST_STOP_CHARS:,} characters together"
+
+
+def _above_zero_to_1(value: float) -> str:
+    return "" if 0 < value <= 1 else "expected more than 0 and at most 1"
+
+
+def _false(value: bool) -> str:
+    return "only false is served" if value else ""
+
+
+def _a_text(value: Sized) -> str:
+    return "" if len(value) else "expected a text"
+
+
+@dataclass(frozen=True)
+class StreamOptions:
     """``include_usage``: a last chunk with the numbers of tokens; ``continuous_usage_stats``: those so far in each.
 
     With ``include_obfuscation`` OpenAI fills chunks up to one length, which is not done here.
@@ -94,17 +114,11 @@ class StreamOptions(Strict):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: bool = False
-
-    @field_validator("include_obfuscation")
-    @classmethod
-    def _plain(cls, value: bool) -> bool:
-        if value:
-            raise ValueError("only false is served; leave it out")
-        return value
+    include_obfuscation: Annotated[bool, _false] = False
 
 
-class ServedRequest(Strict):
+@dataclass(frozen=True, kw_only=True)
+class ServedRequest:
     """What both kinds of request share. ``model`` is the served one's name or left out.
 
     ``temperature`` 0 is greedy, and 1 the default, as with OpenAI; without a ``seed`` each answer draws one of its own.
@@ -114,29 +128,28 @@ class ServedRequest(Strict):
     neutral: ClassVar[Table]
 
     model: str | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
-    n: int = Field(default=1, ge=1)
-    stop: list[StopText] = Field(default=[], max_length=MOST_STOPS)
+    max_tokens: Annotated[int, at_least(1)] | None = None
+    n: Annotated[int, at_least(1)] = 1
+    stop: Annotated[list[Annotated[str, _a_text]], _at_most(MOST_STOPS), _no_longer_together] = field(
+        default_factory=list
+    )
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    temperature: float = Field(default=1.0, ge=0, le=2)
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    seed: Annotated[int, between(-(2**63), 2**63 - 1)] | None = None
+    temperature: Annotated[float, between(0, 2)] = 1.0
+    top_p: Annotated[float, _above_zero_to_1] = 1.0
     upgrade: bool = False
     ignore_eos: bool = False
-    min_tokens: int = Field(default=0, ge=0)
+    min_tokens: Annotated[int, at_least(0)] = 0
 
-    @field_validator("stop", mode="before")
     @classmethod
-    def _stop_list(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
+    def prepared(cls, content: dict[str, Any]) -> dict[str, Any]:
+        """The fields of a body where one that may be written in several ways is written in one.
 
-    @field_validator("stop")
-    @classmethod
-    def _bounded(cls, value: list[str]) -> list[str]:
-        if (chars := sum(map(len, value))) > MOST_STOP_CHARS:
-            raise ValueError(f"its texts have {chars} characters, and the limit is {MOST_STOP_CHARS}")
-        return value
+        Raises RequestError for what is written in none of them.
+        """
+        stop = content.get("stop")
+        return content | ({"stop": [stop]} if isinstance(stop, str) else {})
 
     @property
     def most_new(self) -> int | None:
@@ -158,6 +171,7 @@ class ServedRequest(Strict):
             raise RequestError(f"min_tokens: {self.min_tokens} are more than the most that is asked for; ask for more")
 
 
+@dataclass(frozen=True, kw_only=True)
 class CompletionRequest(ServedRequest):
     """Completions of one or several prompts, each a text or token ids; ``echo`` says the prompt first.
 
@@ -168,25 +182,27 @@ class CompletionRequest(ServedRequest):
     neutral = COMPLETION
 
     prompt: list[str] | list[Ids]
-    max_tokens: int | None = Field(default=None, ge=0)
-    logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
+    max_tokens: Annotated[int, at_least(0)] | None = None
+    logprobs: Annotated[int, between(0, MOST_TOP_LOGPROBS)] | None = None
     echo: bool = False
 
-    @field_validator("prompt", mode="before")
     @classmethod
-    def _prompts(cls, value: Any) -> Any:
+    def prepared(cls, content: dict[str, Any]) -> dict[str, Any]:
+        """The fields of a body with a list of prompts; logprobs that are false are none. Raises RequestError where
+        there is no such list."""
+        content = super().prepared(content)
+        if content.get("logprobs") is False:
+            del content["logprobs"]
+        if "prompt" not in content:
+            return content
+        value = content["prompt"]
         prompts = [value] if isinstance(value, str) or _are_ids(value) else value
         texts = isinstance(prompts, list) and all(isinstance(one, str) for one in prompts)
         if not (texts or (isinstance(prompts, list) and all(map(_are_ids, prompts)))):
-            raise ValueError("expected a text, a list of token ids, or a list of texts or of such lists")
+            raise RequestError("prompt: expected a text, a list of token ids, or a list of texts or of such lists")
         if not prompts:
-            raise ValueError("it is empty; give at least one")
-        return prompts
-
-    @field_validator("logprobs", mode="before")
-    @classmethod
-    def _none(cls, value: Any) -> Any:
-        return None if value is False else value
+            raise RequestError("prompt: it is empty; give at least one")
+        return content | {"prompt": prompts}
 
     @property
     def top_count(self) -> int | None:
@@ -200,24 +216,26 @@ class CompletionRequest(ServedRequest):
             raise RequestError("max_tokens: 0 scores a prompt, which is echoed; set echo to true, or ask for 1")
 
 
+@dataclass(frozen=True, kw_only=True)
 class ChatRequest(ServedRequest):
     """The next turn of a conversation. ``max_completion_tokens`` is the newer name of ``max_tokens``;
     ``chat_template_kwargs`` are variables that the model's template knows, such as enable_thinking."""
 
     neutral = CHAT
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=1000)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    messages: Annotated[list[ChatMessage], some, _at_most(1000)]
+    max_completion_tokens: Annotated[int, at_least(1)] | None = None
     logprobs: bool = False
-    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
-    chat_template_kwargs: dict[str, bool | int | float | str] = Field(default={}, max_length=32)
+    top_logprobs: Annotated[int, between(0, MOST_TOP_LOGPROBS)] | None = None
+    chat_template_kwargs: Annotated[dict[str, bool | int | float | str], _at_most(32)] = field(default_factory=dict)
 
-    @field_validator("messages", mode="before")
     @classmethod
-    def _turns(cls, value: Any) -> Any:
-        if not isinstance(value, list):
-            return value
-        return [as_message(turn, f"messages.{number}") for number, turn in enumerate(value)]
+    def prepared(cls, content: dict[str, Any]) -> dict[str, Any]:
+        """The fields of a body with each turn as :func:`as_message` makes it, which raises RequestError."""
+        content, turns = super().prepared(content), content.get("messages")
+        if isinstance(turns, list):
+            content["messages"] = [as_message(turn, f"messages[{number}]") for number, turn in enumerate(turns)]
+        return content
 
     @property
     def most_new(self) -> int | None:
@@ -254,33 +272,12 @@ def parse_request(kind: type[Kind], body: bytes) -> Kind:
     content = without_nulls(content)
     take_neutral(content, request_table(content, kind.neutral), OF_THE_CLIENT)
     try:
-        asked = kind.model_validate(content)
-    except ValidationError as error:
-        raise RequestError(_one_line(error, kind)) from error
+        asked = shaped(kind, kind.prepared(content))
+    except Damaged as error:
+        raise RequestError(str(error)) from error
     asked.check()
     return asked
 
 
 def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
-
-
-def _one_line(error: ValidationError, kind: type[ServedRequest]) -> str:
-    first = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(str(step) for step in first["loc"] if not (isinstance(step, str) and "[" in step))
-    if first["type"] == "extra_forbidden":
-        return f"{where}: unknown field; known: {', '.join(_object_at(kind, first['loc'][:-1]).model_fields)}"
-    if first["type"] == "missing":
-        return f"{where}: missing, and required"
-    return f"{where}: {first['msg'].removeprefix('Value error, ')}"
-
-
-def _object_at(kind: type[BaseModel], steps: tuple[int | str, ...]) -> type[BaseModel]:
-    """The kind of the object to which ``steps`` lead from a ``kind``."""
-    for step in steps:
-        if isinstance(step, str) and step in kind.model_fields:
-            inner = kind.model_fields[step].annotation
-            kind = next(
-                one for one in (*get_args(inner), inner) if isinstance(one, type) and issubclass(one, BaseModel)
-            )
-    return kind

@@ -6,7 +6,8 @@ the cleaning of spaces that transformers may add, which changes text that has al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +34,29 @@ class Vocabulary:
         stop_ids: Sequence[int],
         most_tokens: int,
         *,
-        chat_stop_ids: Sequence[int],
+        chat_stop_ids: Callable[[], Sequence[int]],
         context: int,
         template: ChatTemplate,
     ) -> None:
         self.tokenizer, self.size, self.most_tokens = tokenizer, size, most_tokens
-        self.stop_ids, self.chat_stop_ids = tuple(stop_ids), tuple(chat_stop_ids)
+        self.stop_ids, self._chat_stop_ids = tuple(stop_ids), chat_stop_ids
         self.context, self._template = context, template
         self.spelling = Spelling(tokenizer)
         tokenizer.no_truncation()  # a file may ask for either, and a prompt is neither cut nor filled up
         tokenizer.no_padding()
         if hasattr(tokenizer.model, "_resize_cache"):  # each thread remembers words for good: 10,000 of them take 4 MB
             tokenizer.model._resize_cache(1000)
-        self._most_chars = most_tokens * max(len(token) for token in tokenizer.get_vocab())
+
+    @cached_property
+    def chat_stop_ids(self) -> tuple[int, ...]:
+        """The ids that end an answer in a chat, which are looked for when the first chat asks: the template is
+        compiled for it."""
+        return tuple(self._chat_stop_ids())
+
+    @cached_property
+    def _most_chars(self) -> int:
+        """The characters of ``most_tokens`` of the longest tokens."""
+        return self.most_tokens * max(len(token) for token in self.tokenizer.get_vocab())
 
     def chat_ids(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any] | None = None) -> list[int]:
         """The ids of a conversation under the model's template, up to where it answers. Raises RequestError as
@@ -60,7 +71,7 @@ class Vocabulary:
         does not have.
         """
         if isinstance(prompt, str):
-            if len(prompt) > self._most_chars:  # too long even if every token were the longest there is
+            if len(prompt) > self.most_tokens and len(prompt) > self._most_chars:
                 raise LengthError(
                     f"prompt: {len(prompt)} characters cannot be {self.most_tokens} tokens, the limit; shorten it"
                 )
@@ -98,7 +109,7 @@ def read_vocabulary(folder: Path, most_tokens: int | None) -> Vocabulary:
         read_config(folder).vocab_size,
         model_ends(folder),
         context if most_tokens is None else most_tokens,
-        chat_stop_ids=chat_ends(folder, tokenizer, files, template),
+        chat_stop_ids=lambda: chat_ends(folder, tokenizer, files, template),
         context=context,
         template=template,
     )

@@ -1,13 +1,16 @@
 """What an experiment is to those who run one: where its functions are, by name, and who reads its result."""
 
+from __future__ import annotations
+
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
-from firsttoken.study.summary import Summary
+if TYPE_CHECKING:  # the command line names experiments without what they compute with
+    from firsttoken.study.profile import Profile
+    from firsttoken.study.record import Outcome, Result, Rows
+    from firsttoken.study.summary import Summary
 
 EVERY_PROFILE = ("quick", "review", "full", "gpu", "paper")
 LONG = ("full", "gpu", "paper")  # training runs: half an hour and more on a CPU

@@ -3,7 +3,6 @@
 Its name carries what changes results, the vector extensions and the cores, or the GPU; the description keeps the rest.
 """
 
-import importlib.metadata
 import os
 import platform
 import re
@@ -110,7 +109,9 @@ def _os_name() -> str:
 
 
 def _version(package: str) -> str | None:
+    from importlib import metadata  # 7 ms, which a service needs not
+
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return None

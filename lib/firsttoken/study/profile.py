@@ -18,7 +18,6 @@ from firsttoken.study.dtypes import AUTO, DTYPES
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.parsing.parse_errors import Damaged, blaming
 from firsttoken.study.parsing.schema import between, shaped, unknown
-from firsttoken.study.parsing.yaml_text import read_yaml
 
 if TYPE_CHECKING:
     import torch
@@ -104,6 +103,8 @@ def load_profile(name: str, /, **overrides: Any) -> Profile:
         raise ProfileError(f"no profile {name!r}; {unknown(name, profile_names())}")
     path = paths.PROFILES / f"{name}.yaml"
     with blaming(path.name, ProfileError, "mend it, or restore it from git"):
+        from firsttoken.study.parsing.yaml_text import read_yaml
+
         content = read_yaml(path)
         if not isinstance(content, dict):
             raise Damaged("expected a mapping of settings and sections")
@@ -126,6 +127,8 @@ def _completed(content: dict[str, Any]) -> dict[str, Any]:
     like, known = content.pop("like"), profile_names()
     if like not in known:
         raise Damaged(f"like: no profile {like!r}; {unknown(str(like), known)}")
+    from firsttoken.study.parsing.yaml_text import read_yaml
+
     whole = read_yaml(paths.PROFILES / f"{like}.yaml")
     if not isinstance(whole, dict) or "like" in whole:
         raise Damaged(f"like: {like} must hold every setting itself")

@@ -9,10 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
-
-from tqdm import tqdm
 
 from firsttoken.cps.costs.crossing import crossing
 from firsttoken.engine.engine import Engine, EngineConfig
@@ -62,6 +59,8 @@ class RecoveryCosts:
         for one in self.seen:
             if one.action is way:
                 by_length.setdefault(one.tokens + (way is Action.RECOMPUTE), []).append(one.seconds)
+        from statistics import median  # with tqdm 8 ms of a start, which measures nothing when all is kept
+
         return {tokens: median(seconds) for tokens, seconds in sorted(by_length.items())}
 
 
@@ -76,6 +75,8 @@ def measure(executor: Executor, config: EngineConfig, lengths: Sequence[int] = L
     if most < 3:
         return None
     cases = [(length, turn) for length in sorted({min(n, most) for n in lengths}) for turn in range(-1, REPEATS)]
+    from tqdm import tqdm
+
     for length, turn in tqdm(cases, desc="what a preemption costs here", disable=None):
         before = len(seen.observations)
         engine = Engine(executor, config, policy=seen)

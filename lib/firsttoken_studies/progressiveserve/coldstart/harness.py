@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import compileall
+import importlib
 import json
 import mmap
 import random
@@ -11,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +82,7 @@ def run_trials(rounds: Sequence[Sequence[TrialSpec]], wire: TrialLink, seed: int
 
 def one_trial(spec: TrialSpec, wire: TrialLink, timeout_s: float = 600.0, module: str = TRIAL) -> dict[str, object]:
     """One trial over ``wire``, by ``module``; its row says how cold the files were."""
+    compile_modules()
     files = [path for folder in {spec.staged, spec.stock} for path in sorted(Path(folder).rglob("*.safetensors"))]
     resident = make_cold(files) if wire.cold else make_warm(files)
     touch_memory(sum(path.stat().st_size for path in files))
@@ -106,6 +110,18 @@ def one_trial(spec: TrialSpec, wire: TrialLink, timeout_s: float = 600.0, module
         "cold": wire.cold,
         "resident_before_pct": None if resident is None else round(100 * resident, 1),
     }
+
+
+@cache
+def compile_modules() -> None:
+    """Compile this project's modules, as pip does with those that it installs.
+
+    An environment in which Python keeps no compiled modules would otherwise compile 200 of them in each trial, which
+    took 0.13 s of a start of 0.66 s.
+    """
+    for package in ("firsttoken", "firsttoken_studies", "firsttoken_extras"):
+        for folder in importlib.import_module(package).__path__:
+            compileall.compile_dir(folder, quiet=2)
 
 
 @contextmanager
