@@ -14,6 +14,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+from dying_link import DyingLink
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -138,7 +139,7 @@ def test_each_file_waits_for_its_first_byte(handle: int, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("gbit_per_s", [0.0, 10.0])
 def test_a_link_dies_and_is_restored(weights: Path, handle: int, gbit_per_s: float) -> None:
-    link, buffer = Link(LinkConfig(gbit_per_s), fail_after_bytes=1_000_000), bytearray(SIZE)
+    link, buffer = DyingLink(1_000_000, LinkConfig(gbit_per_s)), bytearray(SIZE)
     with pytest.raises(LinkError, match="the link died after 1000000 bytes"):
         link.read_into(handle, memoryview(buffer), 0)
     with pytest.raises(LinkError, match="the link died"):  # and stays dead
@@ -152,7 +153,7 @@ def test_a_link_dies_and_is_restored(weights: Path, handle: int, gbit_per_s: flo
 
 
 def test_a_link_dies_under_all_its_readers_at_the_same_byte(handle: int) -> None:
-    link, errors = Link(LinkConfig(4.0), fail_after_bytes=700_001), []
+    link, errors = DyingLink(700_001, LinkConfig(4.0)), []
 
     def read(offset: int) -> None:
         try:
