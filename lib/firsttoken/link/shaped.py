@@ -6,11 +6,9 @@ library only: a worker starts to read before it imports torch. ``link.kernel`` s
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Protocol
 
 from firsttoken.study.errors import LinkError
@@ -20,7 +18,6 @@ BURST_S = 0.02  # a receive buffer: 2.5 MB at 1 Gbit/s, where Linux lets that of
 _SLICE_S = 0.002  # readers take turns this often: 244 KiB at 1 Gbit/s
 _LEAST_SLICE = 64 << 10  # below it a slow link would spend its time in system calls
 _PAGE = 4096  # slices are whole pages, so files opened with O_DIRECT stay aligned
-_CHUNK = 4 << 20  # bytes that `validate` asks for at a time
 
 
 @dataclass(frozen=True)
@@ -129,27 +126,3 @@ def _read(handle: int | Source, buffer: memoryview, offset: int, missing: int) -
         if got == 0:
             raise LinkError(f"the file ended {missing - done} bytes early")
         done += got
-
-
-def validate(config: LinkConfig, path: Path) -> float:
-    """Measured bytes/s of one reader of the whole file at ``path`` over a fresh link, the latency left out.
-
-    A file in the page cache measures memory: evict it first to learn what the disk lets through. Raises LinkError for a
-    file that is missing, empty or cannot be read.
-    """
-    link = Link(replace(config, latency_ms=0.0))
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise LinkError(f"{path}: {error.strerror}") from error
-    try:
-        size = os.fstat(handle).st_size
-        if not size:
-            raise LinkError(f"{path} is empty, so it measures no link; name another file")
-        buffer = memoryview(bytearray(min(size, _CHUNK)))
-        start = time.monotonic()
-        for offset in range(0, size, _CHUNK):
-            link.read_into(handle, buffer[: min(_CHUNK, size - offset)], offset)
-        return size / (time.monotonic() - start)
-    finally:
-        os.close(handle)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from firsttoken.progressiveserve.checkpoint.manifest import PartFile, read_manifest, verify
@@ -26,8 +26,6 @@ def assemble(folder: Path, target: Path) -> Path:
     Every file is held against its sha256 first, and every tensor that came in planes against its own. Raises ModelError
     for what does not fit, and StageError where ``target`` is there already.
     """
-    from safetensors.torch import load_file
-
     manifest = read_manifest(folder)
     if target.exists():
         raise StageError(f"{target} is there already: remove it or choose another folder")
