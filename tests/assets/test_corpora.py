@@ -215,14 +215,12 @@ def test_sciq_is_825_rows_in_three_fixed_parts():
     # results and adapters in data/ were made with exactly this order
     digest = hashlib.sha256(" ".join(item.id for item in everything).encode()).hexdigest()
     assert digest.startswith("c62f285770be52e3")
-    assert all(len(item.passage.split()) <= 50 for item in sciq("test", max_passage_words=50))
 
 
 @pytest.mark.assets
 def test_triviaqa_has_all_aliases_the_canonical_answer_first():
     items = triviaqa()
     assert len(items) == 7993
-    assert triviaqa(20) == items[:20]
     assert all(item.passage == "" and item.answers and len(set(item.answers)) == len(item.answers) for item in items)
     assert [len(load_qa("triviaqa", split)) for split in SPLITS] == [4827, 614, 2552]
 

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.models import load_model
-from firsttoken.assets.shapes import shape_config, shape_names
+from firsttoken.assets.shapes import _SHAPES, shape_config
 from firsttoken.study.errors import AssetError, ModelError
 
 MILLIONS = {"smollm2-135m": 135, "tinyllama-1.1b": 1100, "qwen2.5-0.5b": 494, "llama-3.1-8b": 8030, "llama-2-7b": 6738}
@@ -30,7 +30,7 @@ def sharded(tmp_path):
     return tmp_path / "sharded"
 
 
-@pytest.mark.parametrize("name", shape_names())
+@pytest.mark.parametrize("name", _SHAPES)
 def test_shapes_have_the_published_number_of_parameters(name):
     from transformers import AutoModelForCausalLM
 

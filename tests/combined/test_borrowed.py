@@ -11,6 +11,7 @@ from itertools import combinations
 import pytest
 import torch
 from borrowing import TIMEOUTS, nothing_is_left, until
+from dying_link import DyingLink
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loads import Held
@@ -252,7 +253,7 @@ def test_a_load_over_a_link(loaded, ends_folder, neighbour, asked):
 
 def test_a_load_that_fails_is_told(loaded, ends_folder, asked):
     one = asked(15, 8)
-    made = loaded(Link(fail_after_bytes=part_ends(ends_folder)[2]))
+    made = loaded(DyingLink(part_ends(ends_folder)[2]))
     made.submit(one.prompt, Sampling(8))
     with pytest.raises(LinkError, match="the link died after"):
         made.settle()

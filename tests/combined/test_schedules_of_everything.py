@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from borrowing import TIMEOUTS, nothing_is_left
+from dying_link import DyingLink
 from everything import EXACT, STAGES, VARIANTS, Models, Watched
 from swarms import DEPTH, Here
 
@@ -89,7 +90,7 @@ def _cross_point(rng: random.Random) -> PreemptionPolicy:
 
 
 def _link(rng: random.Random) -> Link | None:
-    return rng.choice((None, None, Link(), Link(fail_after_bytes=rng.randint(0, 20_000))))
+    return rng.choice((None, None, Link(), DyingLink(rng.randint(0, 20_000))))
 
 
 class InStages:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dying_link import DyingLink
 from plain_tokens import Plain, check_greedy, judged
 
 from firsttoken.droidspeak.identity import identify
@@ -139,7 +140,7 @@ def test_a_link_that_dies_costs_time_only(on_disk, engine, when: str) -> None:
     dies = {"at once": 0, "behind the edge": edge + layer, "near the end": edge + 4 * layer - 1}[when]
     at = engine(on_disk, scheduler="sarathi")
     other = at.submit([9] * 9, Sampling(20))
-    request = submit(at, on_disk.source(Group(2, 4), Link(fail_after_bytes=dies)))
+    request = submit(at, on_disk.source(Group(2, 4), DyingLink(dies)))
     at.run()
     prompt = [*CONTEXT, *SUFFIX]
     assert check_greedy(request.output, judged(on_disk.plain, prompt, request.output)) == 8

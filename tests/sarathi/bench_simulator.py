@@ -67,9 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def replayed(library: Path) -> list[float]:
     """Seconds of three replays of the conversations by the simulator of ``library``, in a process of its own."""
-    trace = load_trace(downloaded("azure-conversations") / "AzureLLMInferenceTrace_conv.csv", CONVERSATIONS)
+    trace = load_trace(downloaded("azure-conversations") / "AzureLLMInferenceTrace_conv.csv")
     asked = {
-        "requests": [[item.arrival_s, item.prompt_tokens, item.output_tokens] for item in trace.items],
+        "requests": [[item.arrival_s, item.prompt_tokens, item.output_tokens] for item in trace.items[:CONVERSATIONS]],
         "scheduler": "prefill_first",
         "blocks": BLOCKS,
         "decode_s": DECODE_S,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def test_a_stretch_of_the_trace_comes_at_another_rate(bailian: Path) -> None:
     assert len({replayed(trace, 50, seed, 1.0)[0].prompt_tokens for seed in range(5)}) > 1
     assert len(replayed(trace, 500, 0, 1.0)) == 200
     with pytest.raises(CorpusError, match="come at once"):
-        replayed(load_trace(bailian, 1), 50, 0, 1.0)
+        replayed(replace(trace, items=trace.items[:1]), 50, 0, 1.0)
 
 
 def test_the_command_says_what_it_replays(bailian: Path, capsys) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("starlette")
 
+from dying_link import DyingLink
 from services import COMPLETIONS, ENDLESS, LIMITS
 
 from firsttoken.engine.request_limits import RequestLimits
@@ -84,6 +85,6 @@ class TestLoading:
                 await asyncio.sleep(0.02)
             return health, await client.post(COMPLETIONS, json={"prompt": "the", "max_tokens": 4})
 
-        health, answer = self.served(tiny, Link(fail_after_bytes=120_000), ask)
+        health, answer = self.served(tiny, DyingLink(120_000), ask)
         assert health.status_code == 200 and health.json()["stage"] == 1 and "link died" in health.json()["error"]
         assert answer.status_code == 200 and answer.json()["stage"] == 1

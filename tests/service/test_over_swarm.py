@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from coarse_plans import coarse_first
+from dying_link import DyingLink
 from services import tiny_model, tiny_tokenizer
 
 from firsttoken.assets.empty_model import build_on_meta
@@ -124,7 +125,7 @@ def test_what_is_wrong_with_the_ends(checkpoint, tmp_path) -> None:
     """Each is a line; a service is refused before it starts where a file is missing or cut."""
     folder, files, _ = checkpoint
     with pytest.raises(LinkError, match=r"embedding: \S+ cannot be read: the link died after 100 bytes"):
-        staged_ends(folder, Link(fail_after_bytes=100), 1, torch.float32)
+        staged_ends(folder, DyingLink(100), 1, torch.float32)
     shutil.copytree(folder, cut := tmp_path / "cut")
     file = cut / files[0].relative_to(folder)
     content = bytearray(file.read_bytes())

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from entries import entry
 from firsttoken.study import paths
 from firsttoken.study.canonical_json import MANY, expanded, sha256_of
 from firsttoken.study.errors import FirstTokenError
-from firsttoken.study.files import replacing, write_text
+from firsttoken.study.files import new_folder, replacing, write_text
 from firsttoken.study.record import all_results, git_revision, load_result, pick, read_result, write_result
 
 pytestmark = pytest.mark.usefixtures("root")
@@ -196,6 +198,38 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(root) -> None:
         fail()
     assert path.read_text(encoding="utf-8") == "old"
     assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("over_older", [False, True])
+@pytest.mark.parametrize("at", ["within", "named", "nowhere"])
+def test_a_folder_is_written_whole_or_stays_as_it_was(root, monkeypatch, at: str, over_older: bool) -> None:
+    folder, rename = root / "above" / "folder", Path.rename
+    write_text(folder / "old", "old")
+
+    def interrupted(path: Path, target: Path) -> None:
+        if target == folder and path.name == "made":
+            raise KeyboardInterrupt
+        rename(path, target)
+
+    def write() -> None:
+        with new_folder(folder, over_older=over_older) as made:
+            (made / "in").mkdir(0o700)
+            (made / "in" / "new").write_text("new", encoding="utf-8")
+            (made / "in" / "new").chmod(0o600)
+            if at == "within":
+                raise KeyboardInterrupt
+
+    if at == "named":
+        monkeypatch.setattr(Path, "rename", interrupted)
+    if over_older and at == "nowhere":
+        write()
+        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.rglob("*"))}
+        assert modes == {"folder": 0o755, "in": 0o755, "new": 0o644}
+    else:
+        with pytest.raises(OSError if at == "nowhere" else KeyboardInterrupt):
+            write()
+        assert [path.name for path in folder.iterdir()] == ["old"]
+    assert list(folder.parent.iterdir()) == [folder]
 
 
 def test_outside_a_clone_the_revision_is_unknown() -> None:

@@ -4,8 +4,6 @@ Plain ``PeftModel.from_pretrained`` loads them; ``recipe.json`` says what they w
 """
 
 import json
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +12,20 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from firsttoken.assets.adapter_files import CONFIG, RECIPE, WEIGHTS, read_recipe
-from firsttoken.study.files import write_text
+from firsttoken.study.files import new_folder, write_text
 
 __all__ = ["WEIGHTS", "export_adapter", "read_recipe"]
 
 
 def export_adapter(peft: PeftModel, folder: Path, recipe: dict[str, Any]) -> Path:
     """Write the active adapter to ``folder`` in fp16 with ``recipe`` as recipe.json; the folder appears whole."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as made:
-        draft = Path(made) / folder.name
+    with new_folder(folder, over_older=True) as draft:
         peft.save_pretrained(draft)
         (draft / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
         _portable(draft / CONFIG)
         halves = {name: tensor.to(torch.float16).contiguous() for name, tensor in load_file(draft / WEIGHTS).items()}
         save_file(halves, draft / WEIGHTS, metadata={"format": "pt"})
-        (draft / WEIGHTS).chmod(0o644)  # PEFT and safetensors keep the umask of a temporary file
         write_text(draft / RECIPE, _dump(recipe))
-        shutil.rmtree(folder, ignore_errors=True)
-        draft.rename(folder)
     return folder
 
 

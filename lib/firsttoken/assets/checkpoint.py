@@ -131,9 +131,9 @@ def model_files(folder: Path, *, in_8_bits: bool = False) -> ModelFiles:
     return ModelFiles(folder, config, tuple(headers), kept, second)
 
 
-def weight_files(folder: Path, *, in_8_bits: bool = False) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """The files of :func:`model_files`, in name order. Raises ModelError as it does."""
-    return list(model_files(folder, in_8_bits=in_8_bits).files)
+    return list(model_files(folder).files)
 
 
 def stored_dtype(folder: Path) -> str:

@@ -28,19 +28,17 @@ _MOST_SHARED = 0.1  # of the 12-word runs of a held-out passage that the train p
 _HELD_OUT_EDGE = 0.20  # validation | test, where train is a file of its own: the same 8 : 32
 
 
-def sciq(split: str, *, max_passage_words: int | None = None) -> list[QAItem]:
+def sciq(split: str) -> list[QAItem]:
     """SciQ as extractive and four-choice QA: the pinned validation rows whose answer occurs in their passage.
 
-    About 60 % train, 8 % validation, 32 % test of 825 rows; ``max_passage_words`` drops longer passages. The choices
-    are in a fixed shuffled order. Raises CorpusError for an unknown split, AssetError when the file is not fetched.
+    About 60 % train, 8 % validation, 32 % test of 825 rows. The choices are in a fixed shuffled order. Raises
+    CorpusError for an unknown split, AssetError when the file is not fetched.
     """
     _check_split(split)
     items = []
     for row in arrow_rows("sciq-validation.arrow"):
         passage, answer = row["support"].strip(), row["correct_answer"].strip()
         if not answer or answer.casefold() not in passage.casefold():
-            continue
-        if max_passage_words is not None and len(passage.split()) > max_passage_words:
             continue
         question = row["question"].strip()
         identity = _digest(f"{passage}\n{question}")[:12]
@@ -50,8 +48,8 @@ def sciq(split: str, *, max_passage_words: int | None = None) -> list[QAItem]:
     return [item for item in _shuffled(items) if _part(item, *_SCIQ_EDGES) == split]
 
 
-def triviaqa(limit: int | None = None) -> list[QAItem]:
-    """Closed-book TriviaQA (the pinned 7,993 Wikipedia validation questions), the first ``limit`` of a fixed shuffle.
+def triviaqa() -> list[QAItem]:
+    """Closed-book TriviaQA (the pinned 7,993 Wikipedia validation questions), in a fixed shuffled order.
 
     All aliases are accepted answers, the canonical value first.
     """
@@ -60,7 +58,7 @@ def triviaqa(limit: int | None = None) -> list[QAItem]:
         triviaqa_item(row["question_id"], row["question"], row["answer"]["value"], row["answer"]["aliases"])
         for row in rows
     ]
-    return _shuffled(items)[:limit]
+    return _shuffled(items)
 
 
 def boolq_prompts(split: str) -> list[tuple[str, str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from firsttoken.assets.manual_downloads import downloaded, sums
 from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.study import paths
 from firsttoken.study.errors import ModelError
+from firsttoken.study.files import new_folder
 from firsttoken.study.parsing.json_text import read_json
 from firsttoken.study.parsing.parse_errors import blaming
 from firsttoken.study.parsing.schema import shaped, some
@@ -78,30 +78,21 @@ def _intact(folder: Path, gguf_sha256: str, hashed: bool) -> bool:
 
 def _convert(parts: Sequence[Path], gguf_sha256: str, folder: Path) -> None:
     print(f"converting {folder.name} to safetensors, once", file=sys.stderr, flush=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
     try:
-        with quiet_transformers(), _read_once(), _joined(parts) as gguf:
-            _check_readable(gguf, folder.name)
-            _save_dequantised(gguf, partial)
-        files = {
-            path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)} for path in sorted(partial.iterdir())
-        }
-        manifest = json.dumps({"gguf_sha256": gguf_sha256, "files": files}, indent=2)
-        (partial / _MANIFEST).write_text(manifest + "\n", encoding="utf-8")
-        partial.chmod(0o755)  # a private folder would hide the model from the other users of a shared cache
-        for path in partial.iterdir():
-            path.chmod(0o644)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(partial, folder)
+        with new_folder(folder, over_older=True) as made:
+            with quiet_transformers(), _read_once(), _joined(parts) as gguf:
+                _check_readable(gguf, folder.name)
+                _save_dequantised(gguf, made)
+            sizes = {path: path.stat().st_size for path in sorted(made.iterdir())}
+            files = {path.name: {"bytes": size, "sha256": file_sha256(path)} for path, size in sizes.items()}
+            manifest = json.dumps({"gguf_sha256": gguf_sha256, "files": files}, indent=2)
+            (made / _MANIFEST).write_text(manifest + "\n", encoding="utf-8")
     except NotImplementedError as error:  # gguf's own, which names the quantisation
         raise ModelError(
             f"the GGUF of {folder.name} cannot be read ({first_line(error)}); take one in another quantisation"
         ) from error
     except OSError as error:
         raise ModelError(f"cannot write the converted model to {folder}: {error}; set FIRSTTOKEN_CACHE") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextmanager

@@ -28,13 +28,11 @@ _SHAPES: dict[str, tuple[str, tuple[int, int, int, int, int, int, int, float, bo
 }
 
 
-def shape_names() -> tuple[str, ...]:
-    """The shapes that ``shape_config`` knows; "tiny" also comes as "tiny-2" to "tiny-8", by number of layers."""
-    return tuple(_SHAPES)
-
-
 def shape_config(name: str) -> PretrainedConfig:
-    """The transformers configuration of a named shape. Raises ModelError for a name that is not known."""
+    """The transformers configuration of a named shape; "tiny" also comes as "tiny-2" to "tiny-8", by number of layers.
+
+    Raises ModelError for a name that is not known.
+    """
     import transformers
 
     shape, layers = ("tiny", name[5:]) if name in _TINY_VARIANTS else (name, "")

@@ -238,11 +238,6 @@ class LoadingServer(EngineServer):
                 "bytes_total": self._bytes_total,
             }
 
-    def wait_stage(self, stage: int, timeout_s: float) -> bool:
-        """Wait until requests are served by ``stage`` or a later one; False when ``timeout_s`` is over first."""
-        with self._change:
-            return self._change.wait_for(lambda: self._stage >= stage, timeout_s)
-
     def close(self) -> None:
         """End every session, the load that is under way, and both threads."""
         with self._change:

@@ -6,11 +6,9 @@ library only: a worker starts to read before it imports torch. ``link.kernel`` s
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Protocol
 
 from firsttoken.study.errors import LinkError
@@ -20,7 +18,6 @@ BURST_S = 0.02  # a receive buffer: 2.5 MB at 1 Gbit/s, where Linux lets that of
 _SLICE_S = 0.002  # readers take turns this often: 244 KiB at 1 Gbit/s
 _LEAST_SLICE = 64 << 10  # below it a slow link would spend its time in system calls
 _PAGE = 4096  # slices are whole pages, so files opened with O_DIRECT stay aligned
-_CHUNK = 4 << 20  # bytes that `validate` asks for at a time
 
 
 @dataclass(frozen=True)
@@ -76,19 +73,13 @@ class TokenBucket:
 
 
 class Link:
-    """One wire, shared by all the threads that read through it.
+    """One wire, shared by all the threads that read through it."""
 
-    ``fail_after_bytes``: the wire dies once it has moved that many, and stays dead until ``restore``. So a user can try
-    what a dying link does to the service.
-    """
-
-    def __init__(self, config: LinkConfig = UNSHAPED, *, fail_after_bytes: int | None = None) -> None:
+    def __init__(self, config: LinkConfig = UNSHAPED) -> None:
         self.config = config
         self._bucket = TokenBucket(config.bytes_per_s) if config.gbit_per_s else None
         self._slice = max(_LEAST_SLICE, int(config.bytes_per_s * _SLICE_S) // _PAGE * _PAGE)
         self._lock = threading.Lock()
-        self._fail_after = fail_after_bytes
-        self._booked = 0
         self._moved = 0
 
     @property
@@ -99,8 +90,8 @@ class Link:
     def read_into(self, handle: int | Source, buffer: memoryview, offset: int) -> None:
         """Fill all of ``buffer`` (bytes, contiguous) from byte ``offset`` of the open file ``handle``.
 
-        A read at offset 0 is the first of its file and waits for the latency. Raises LinkError when the read fails,
-        when the file ends early, or when the link is dead; the buffer is then filled in part.
+        A read at offset 0 is the first of its file and waits for the latency. Raises LinkError when the read fails
+        or the file ends early; the buffer is then filled in part.
         """
         if offset == 0 and self.config.latency_ms:
             time.sleep(self.config.latency_ms / 1000)
@@ -114,22 +105,13 @@ class Link:
             with self._lock:
                 self._moved += count
 
-    def restore(self) -> None:
-        """The wire is up again, and stays up."""
-        with self._lock:
-            self._fail_after = None
-
     def _book(self, wanted: int) -> tuple[int, float]:
-        """How many bytes to read now, and when they will have arrived. Raises LinkError when the link is dead."""
+        """How many bytes to read now, and when they will have arrived."""
+        if self._bucket is None:
+            return wanted, 0.0
+        count = min(wanted, self._slice)
         with self._lock:
-            count = wanted if self._bucket is None else min(wanted, self._slice)
-            if self._fail_after is not None:
-                count = min(count, self._fail_after - self._booked)
-                if count <= 0:
-                    raise LinkError(f"the link died after {self._booked} bytes")
-            self._booked += count
-            now = time.monotonic()
-            return count, now if self._bucket is None else self._bucket.book(count, now)
+            return count, self._bucket.book(count, time.monotonic())
 
 
 def _read(handle: int | Source, buffer: memoryview, offset: int, missing: int) -> None:
@@ -144,27 +126,3 @@ def _read(handle: int | Source, buffer: memoryview, offset: int, missing: int) -
         if got == 0:
             raise LinkError(f"the file ended {missing - done} bytes early")
         done += got
-
-
-def validate(config: LinkConfig, path: Path) -> float:
-    """Measured bytes/s of one reader of the whole file at ``path`` over a fresh link, the latency left out.
-
-    A file in the page cache measures memory: evict it first to learn what the disk lets through. Raises LinkError for a
-    file that is missing, empty or cannot be read.
-    """
-    link = Link(replace(config, latency_ms=0.0))
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise LinkError(f"{path}: {error.strerror}") from error
-    try:
-        size = os.fstat(handle).st_size
-        if not size:
-            raise LinkError(f"{path} is empty, so it measures no link; name another file")
-        buffer = memoryview(bytearray(min(size, _CHUNK)))
-        start = time.monotonic()
-        for offset in range(0, size, _CHUNK):
-            link.read_into(handle, buffer[: min(_CHUNK, size - offset)], offset)
-        return size / (time.monotonic() - start)
-    finally:
-        os.close(handle)

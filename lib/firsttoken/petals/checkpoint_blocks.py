@@ -10,10 +10,8 @@ of two models.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +29,7 @@ from firsttoken.assets.servable import check_servable
 from firsttoken.assets.weights import check_tied, tensors_of
 from firsttoken.engine.linear8 import KEPT, Linear8, coded
 from firsttoken.study.errors import ModelError, SwarmError
+from firsttoken.study.files import new_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -121,24 +120,18 @@ def write_8_bits(source: Path, target: Path) -> int:
     listed = check_servable(source)
     check_tied(listed)
     files = listed.files
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
-    try:
+    with new_folder(target) as made:
         names: dict[str, str] = {}
         for number, file in enumerate(tqdm(files, desc="into 8 bits", unit="shard", disable=None), 1):
             tensors = dict(_resting(file))
             shard = f"model-{number:05}-of-{len(files):05}.safetensors"
-            save_file(tensors, partial / shard, {"format": "pt"})
+            save_file(tensors, made / shard, {"format": "pt"})
             names |= dict.fromkeys(tensors, shard)
         index = {"metadata": {}, "weight_map": names}
-        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+        (made / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
         for name in _BESIDE:
             if (source / name).is_file():
-                shutil.copyfile(source / name, partial / name)
-        partial.chmod(0o755)
-        os.replace(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+                shutil.copyfile(source / name, made / name)
     return model_files(target, in_8_bits=True).bytes
 
 

@@ -1,4 +1,4 @@
-"""Writing a file whole or not at all."""
+"""Writing a file or a folder whole or not at all."""
 
 import os
 import tempfile
@@ -23,6 +23,30 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(folder: Path, *, over_older: bool = False) -> Iterator[Path]:
+    """A temporary folder beside ``folder`` to fill; it takes the name of ``folder`` when the block ends.
+
+    On any exception it is removed, and what was there before stays as it was. A folder that is there by then gives way
+    where it is written ``over_older``, and is otherwise kept unless it is empty: OSError is raised.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-", ignore_cleanup_errors=True) as work:
+        made, older = Path(work, "made"), Path(work, "older")
+        made.mkdir()
+        yield made
+        for path in (made, *made.rglob("*")):  # else a shared cache would hide from others what some writers make
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        try:
+            if over_older and folder.exists():
+                folder.rename(older)
+            made.rename(folder)
+        except BaseException:
+            if older.exists():
+                older.rename(folder)
+            raise
 
 
 def write_text(path: Path, text: str) -> None:

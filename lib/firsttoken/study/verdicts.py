@@ -110,12 +110,10 @@ def judge_entries(claim: Claim, found: Sequence[Mapping[str, Any]]) -> tuple[Ver
     return _RULES[claim.kind](claim, found)
 
 
-def judge_all(
-    claims: Iterable[Claim], results: Iterable[Result], machine: str | None = None, log: Log = EMPTY
-) -> list[Judgement]:
+def judge_all(claims: Iterable[Claim], results: Iterable[Result], machine: str | None = None) -> list[Judgement]:
     """One judgement a claim, from the result that ``record.pick`` prefers on ``machine`` (None: this machine)."""
     results = list(results)
-    return [judge(claim, pick(results, claim.experiment, claim.profiles, machine), log) for claim in claims]
+    return [judge(claim, pick(results, claim.experiment, claim.profiles, machine)) for claim in claims]
 
 
 def judge_record(claims: Iterable[Claim], results: Iterable[Result], machine: str, log: Log = EMPTY) -> list[Judgement]:

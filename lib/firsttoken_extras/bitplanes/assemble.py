@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from firsttoken.progressiveserve.checkpoint.manifest import PartFile, read_manifest, verify
 from firsttoken.progressiveserve.loading.read_plan import parts_of
 from firsttoken.study.errors import ModelError, StageError
+from firsttoken.study.files import new_folder
 from firsttoken_extras.bitplanes.decode import FirstPlanes, LaterPlanes, Merge
 from firsttoken_extras.bitplanes.encode import STORED
 
@@ -25,8 +26,6 @@ def assemble(folder: Path, target: Path) -> Path:
     Every file is held against its sha256 first, and every tensor that came in planes against its own. Raises ModelError
     for what does not fit, and StageError where ``target`` is there already.
     """
-    from safetensors.torch import load_file
-
     manifest = read_manifest(folder)
     if target.exists():
         raise StageError(f"{target} is there already: remove it or choose another folder")
@@ -61,14 +60,8 @@ def _add(part: PartFile, file: memoryview, tensors: dict[str, Tensor], first: Fi
 
 
 def _written(folder: Path, target: Path, tensors: dict[str, Tensor], side: dict[str, object]) -> Path:
-    draft = target.with_name(f"{target.name}.partial")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    try:
+    with new_folder(target) as draft:
         for name in side:
             shutil.copyfile(folder / name, draft / name)
         save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
-        draft.rename(target)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return target

@@ -65,13 +65,13 @@ def on_a_gpu(experiment: str) -> tuple[Result, Result]:
     return recorded, load_result(experiment, PROFILE) or recorded
 
 
-def beside_rows(claims: Iterable[Claim], machine: str = "amd-epyc-avx512bf16-2c") -> Table:
-    """A line for each number: the report's, as one of ``claims`` has it, that of the processor ``machine``, and the
+def beside_rows(claims: Iterable[Claim]) -> Table:
+    """A line for each number: the report's, as one of ``claims`` has it, that of two processor cores, and the
     GPU's."""
     reports = {claim.id: told(claim) for claim in claims}
     for what, claim, experiment, measure, where, digits in _LINES:
         recorded, now = on_a_gpu(experiment)
-        on_cpu = load_result(experiment, "full", machine=machine)
+        on_cpu = load_result(experiment, "full", machine="amd-epyc-avx512bf16-2c")
         line = {
             "what": what,
             "report": reports[claim] if claim else "",

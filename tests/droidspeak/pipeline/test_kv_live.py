@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dying_link import DyingLink
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -110,7 +111,7 @@ def test_padded_rows(receiver, sender, tmp_path: Path, schedule: Schedule) -> No
 
 
 def test_recomputing_is_a_full_prefill_without_the_link(receiver) -> None:
-    result = first_token(receiver, ONE, {}, Group(2, 4), Link(fail_after_bytes=0), SUFFIX, Schedule.RECOMPUTE)
+    result = first_token(receiver, ONE, {}, Group(2, 4), DyingLink(0), SUFFIX, Schedule.RECOMPUTE)
     assert torch.equal(result.logits, from_tokens(receiver, ONE, SUFFIX)) and not result.fell_back
     check_marks(result, Group(0, DEPTH), 0)
 
@@ -192,7 +193,7 @@ def test_the_pass_behind_the_prefix_waits_for_one_layer_at_a_time(receiver, sent
 def test_a_link_that_dies_leaves_the_answer_of_a_full_prefill(receiver, pieces, schedule, group, share) -> None:
     whole = first_token(receiver, ONE, pieces, group, Link(), SUFFIX, schedule).marks.bytes_moved
     dead_after = int(share * whole)
-    result = first_token(receiver, ONE, pieces, group, Link(fail_after_bytes=dead_after), SUFFIX, schedule)
+    result = first_token(receiver, ONE, pieces, group, DyingLink(dead_after), SUFFIX, schedule)
     assert torch.equal(result.logits, from_tokens(receiver, ONE, SUFFIX))
     assert f"the link died after {dead_after} bytes" in result.fell_back
     assert result.marks.bytes_moved <= dead_after and result.marks.edge_s is None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dying_link import DyingLink
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -74,7 +75,7 @@ def test_a_shaped_link_with_latency_brings_the_same_bytes(stored) -> None:
 
 def test_what_came_before_the_link_died_is_there_and_the_rest_is_refused(stored) -> None:
     tensors, pieces = stored
-    link = Link(fail_after_bytes=tensors["layer.0"].nbytes + 10)
+    link = DyingLink(tensors["layer.0"].nbytes + 10)
     with Transfer(list(pieces.values()), link, Buffers(pieces.values())) as transfer:
         for _ in range(2):
             with pytest.raises(LinkError, match=r"layer.1 did not arrive: the link died after \d+ bytes"):

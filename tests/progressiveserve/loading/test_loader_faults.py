@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dying_link import DyingLink
 from edited import set_keys
 from loads import ALL, Loads, spoil, stock_answer
 from torch import Tensor
@@ -54,7 +55,7 @@ def test_without_verification_an_altered_shard_is_taken(stage, ids):
 def test_a_link_that_dies_under_a_forward_pass(stage, ids):
     staged = stage()
     parts = parts_of(staged.manifest, ALL)
-    link = Link(fail_after_bytes=sum(part.bytes for part in parts[:3]) + 5)
+    link = DyingLink(sum(part.bytes for part in parts[:3]) + 5)
     loads, reached = Loads(staged), []
     load = loads.begin(*ALL, links=[link], threads=1)
     for i, layer in enumerate(load.view.layers):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from dying_link import DyingLink
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from read_blobs import CHUNK, content, make_blob, read
@@ -84,7 +85,7 @@ def test_a_system_without_a_facility_reads_the_same(tmp_path: Path, gone: str, m
 def test_cold_files_and_a_link_that_dies(tmp_path: Path) -> None:
     blobs = [make_blob(tmp_path / f"{i}.bin", 10 * PAGE) for i in range(3)]
     make_cold(blobs)
-    link = Link(fail_after_bytes=13 * PAGE + 77)
+    link = DyingLink(13 * PAGE + 77)
     found = read(blobs, [link], threads=1, chunk_bytes=PAGE)
     assert found[0] == content(blobs[0]) and "the link died" in str(found[1])
     link.restore()
@@ -136,10 +137,10 @@ def test_no_link_is_idle_where_there_is_enough_for_all(sizes: list[int], count: 
 
 def test_each_link_moves_its_share_and_the_first_file_does_not_wait_for_the_last(tmp_path: Path) -> None:
     blobs = [make_blob(tmp_path / f"{i}.bin", 20_000) for i in range(6)]
-    wires = [Link(), Link(fail_after_bytes=0), Link()]
+    wires = [Link(), DyingLink(0), Link()]
     found = read(blobs, wires, threads=1)
     assert all(isinstance(found[i], LinkError) for i in (2, 3)) and wires[1].bytes_moved == 0
     assert wires[0].bytes_moved <= 40_000 and wires[2].bytes_moved <= 40_000
-    assert read(blobs, [Link(fail_after_bytes=45_000)], threads=1, chunk_bytes=CHUNK)[:2] == [
+    assert read(blobs, [DyingLink(45_000)], threads=1, chunk_bytes=CHUNK)[:2] == [
         content(blob) for blob in blobs[:2]
     ], "files in order"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from dying_link import DyingLink
 from read_blobs import CHUNK, content, make_blob, outcome, outcomes, read
 
 from firsttoken.link.shaped import Link, LinkConfig
@@ -106,7 +107,7 @@ def test_a_file_cut_while_it_is_read(blobs: list[Blob]) -> None:
 
 
 def test_a_link_that_dies_names_the_layer(blobs: list[Blob]) -> None:
-    link = Link(fail_after_bytes=6000)
+    link = DyingLink(6000)
     found = read(blobs, [link], threads=1, chunk_bytes=CHUNK)
     assert [isinstance(result, LinkError) for result in found] == [False, False, True, True, True, True]
     assert "layer 02" in str(found[2]) and "the link died after 6000 bytes" in str(found[2])
@@ -116,7 +117,7 @@ def test_a_link_that_dies_names_the_layer(blobs: list[Blob]) -> None:
 
 def test_one_dead_link_of_three_stops_the_others(tmp_path: Path) -> None:
     blobs = [make_blob(tmp_path / f"{i}.bin", 30_000) for i in range(6)]
-    wires = [Link(LinkConfig(0.001)), Link(fail_after_bytes=100), Link(LinkConfig(0.001))]
+    wires = [Link(LinkConfig(0.001)), DyingLink(100), Link(LinkConfig(0.001))]
     found = read(blobs, wires, threads=1, chunk_bytes=CHUNK)
     assert all(isinstance(result, LinkError) for result in found)
     assert wires[0].bytes_moved + wires[2].bytes_moved < 60_000, "nobody reads on for a load that has failed"

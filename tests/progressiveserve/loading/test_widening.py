@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from waiting import wait_stage
 
 from firsttoken.assets.models import as_stored
 from firsttoken.link.shaped import Link
@@ -80,7 +81,7 @@ def test_a_service_computes_in_what_its_processor_is_fast_at(stage, monkeypatch,
     server = StagedServer(stage("llama", True, BF16).folder, [Link()], dtype=dtypes.AUTO)
     server.start()
     try:
-        assert server.wait_stage(3, 60)
+        assert wait_stage(server, 3, 60)
         assert {parameter.dtype for parameter in server._loader.meta_model.model.parameters()} == {dtype}
         assert len(list(server.submit([5, 6, 7], 3).events())) == 3
     finally:

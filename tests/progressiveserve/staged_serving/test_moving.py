@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from courses import Course, Rules, Standing, logits_of
+from dying_link import DyingLink
 from plain_tokens import Plain, check_greedy, judged
 
 from firsttoken.droidspeak.identity import identify
@@ -80,7 +81,7 @@ def _asked(rng: random.Random) -> Asked:
     own = [rng.randrange(1, VOCABULARY) for _ in range(rng.randint(1, 12))]
     new, moves = rng.randint(1, 12), rng.random() < 0.7
     if rng.random() < 0.3:
-        link = rng.choice((None, None, Link(), Link(fail_after_bytes=rng.randint(0, 15_000))))
+        link = rng.choice((None, None, Link(), DyingLink(rng.randint(0, 15_000))))
         return Asked(BEGINNING[: rng.randint(4, 20)] + own, new, moves, rng.choice(GROUPS), link)
     return Asked(BEGINNING[: rng.choice((0, rng.randint(1, 20)))] + own, new, moves)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from growing import PROMPT, TIMEOUT_S, events_of
+from waiting import wait_stage
 
 from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS
 from firsttoken.study.errors import ProfileError
@@ -70,7 +71,7 @@ def test_a_server_tells_what_it_merged(stage, serve):
     staged = stage(dtype=BF16, plan=lambda shapes: by_planes(shapes, PlanSpec("bits")))
     server = serve(staged, policy=TRANSITIONS["naive"])
     session = server.submit(PROMPT, 200, upgrade=True)
-    assert server.wait_stage(2, TIMEOUT_S)
+    assert wait_stage(server, 2, TIMEOUT_S)
     (arrived,) = (event for event in server.status()["events"] if event["what"] == "arrived")
     matrices = {parameter for parameter in staged.served.model.parameters() if parameter.dim() > 1}
     assert arrived["merged_bytes"] == 2 * sum(parameter.numel() for parameter in matrices)

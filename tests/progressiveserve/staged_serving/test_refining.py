@@ -7,7 +7,7 @@ import torch
 from growing import PROMPT, TIMEOUT_S, events_of, greedy, part_path
 from plain_tokens import check_greedy, judged
 from transformers import AutoModelForCausalLM
-from waiting import until
+from waiting import until, wait_stage
 
 from firsttoken.progressiveserve.staged_serving.transitions import PrefillAgain, RequestBoundary
 from firsttoken_extras.bitplanes.assemble import assemble
@@ -26,7 +26,7 @@ def test_it_ends_with_the_exact_weights(stage, serve, tmp_path, split):
     staged = in_planes(stage, split)
     server = serve(staged)
     stages = len(staged.manifest.stages)
-    assert server.wait_stage(stages, TIMEOUT_S)
+    assert wait_stage(server, stages, TIMEOUT_S)
     whole = assemble(staged.folder, tmp_path / "whole")
     said = [event.token_id for event in events_of(server.submit(PROMPT, 16))]
     model = AutoModelForCausalLM.from_pretrained(whole).eval()
@@ -44,14 +44,14 @@ def test_a_session_talks_on_while_its_weights_refine(stage, serve, tmp_path, pol
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     server = serve(staged, policy=policy)
-    assert server.wait_stage(1, TIMEOUT_S)
+    assert wait_stage(server, 1, TIMEOUT_S)
     session = server.submit(PROMPT, 400, upgrade=True)
     events = session.events()
     assert next(events).stage == 1
     until(lambda: "wrong sha256" in (server.status()["error"] or ""), "the damage is told, and stage 1 serves on")
     assert next(events).stage == 1
     path.write_bytes(content)
-    assert server.wait_stage(2, TIMEOUT_S)
+    assert wait_stage(server, 2, TIMEOUT_S)
     last = [event.stage for event in events][-1]
     assert last == (2 if isinstance(policy, PrefillAgain) else 1)
     check_greedy(

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from coarse_plans import coarse_first
+from dying_link import DyingLink
 from growing import (
     MOVING,
     PROMPT,
@@ -22,7 +23,7 @@ from growing import (
 )
 from plain_tokens import Plain, check_greedy, judged
 from torch import nn
-from waiting import until
+from waiting import until, wait_stage
 
 from firsttoken.engine.async_engine import TokenEvent
 from firsttoken.engine.fused import FusedLayer
@@ -42,7 +43,7 @@ from firsttoken.progressiveserve.staged_serving.transitions import FromBoundary,
 def test_the_whole_model_answers_as_stock_transformers_does(stage, serve, kind, tied):
     staged = stage(kind, tied, adapters=(1, 2))
     server = serve(staged)
-    assert server.wait_stage(3, TIMEOUT_S)
+    assert wait_stage(server, 3, TIMEOUT_S)
     status = server.status()
     assert (status["stage"], status["stages"], status["state"], status["error"]) == (3, 3, "complete", None)
     assert status["bytes_loaded"] == status["bytes_total"] == bytes_until(staged, 3)
@@ -59,7 +60,7 @@ def test_an_early_stage_answers_as_peft_does(stage, serve, number):
     staged = stage(adapters=(1, 2))
     spoilt = Spoilt(part_path(staged, number + 1))
     server = serve(staged, retry_s=TIMEOUT_S)
-    assert server.wait_stage(number, TIMEOUT_S)
+    assert wait_stage(server, number, TIMEOUT_S)
     check_stage(staged, number, PROMPT, tokens_of(server.submit(PROMPT, 16)), 16)
     until(lambda: spoilt.path.name in (server.status()["error"] or ""), "the failure is told")
 
@@ -77,18 +78,18 @@ def test_the_layers_of_an_early_stage_are_fused_beside_the_plain_ones(stage, ser
     staged = stage(adapters=adapters)
     spoilt = Spoilt(part_path(staged, 2))
     server = serve(staged, retry_s=0.02)
-    until(lambda: server.wait_stage(1, 0) and all(type(layer) is FusedLayer for layer in present(server)), "all fused")
+    until(lambda: wait_stage(server, 1, 0) and all(type(layer) is FusedLayer for layer in present(server)), "all fused")
     first = {layer.attention.layer_idx: layer.joint for layer in present(server)}
     check_stage(staged, 1, PROMPT, tokens_of(server.submit(PROMPT, 16)), 16)
     plain = [layer for layer in server._last.modules.base if not isinstance(layer, PassLayer)]
     assert all(type(layer) is LeanLayer for layer in plain)
     spoilt.mend()
-    assert server.wait_stage(2, TIMEOUT_S)
+    assert wait_stage(server, 2, TIMEOUT_S)
     for layer in present(server):
         if type(layer) is FusedLayer and (old := first.get(layer.attention.layer_idx)):
             assert layer.joint.panels.data_ptr() == old.panels.data_ptr()
             assert (layer.joint.fields[5] != old.fields[5]) == bool(adapters)
-    assert server.wait_stage(3, TIMEOUT_S)
+    assert wait_stage(server, 3, TIMEOUT_S)
     check_greedy(tokens_of(server.submit(PROMPT, 24)), greedy(staged.folder, PROMPT, 24))
     until(lambda: not server._fused, "the plain layers are let go")
 
@@ -99,7 +100,7 @@ def test_without_room_for_them_twice_layers_are_not_fused_beside_the_plain_ones(
     staged = stage(adapters=(1,))
     server = serve(staged, recover=False)
     check_stage(staged, 1, PROMPT, tokens_of(server.submit(PROMPT, 16)), 16)
-    assert server.wait_stage(1, TIMEOUT_S) and not server._fused
+    assert wait_stage(server, 1, TIMEOUT_S) and not server._fused
     assert not any(type(layer) is FusedLayer for layer in present(server))
 
 
@@ -112,8 +113,8 @@ def test_a_request_that_comes_before_the_first_byte(stage, serve):
     assert server.status()["state"] in ("starting", "loading") and server.status()["stage"] == 0
     check_stage(staged, 1, PROMPT, tokens_of(sessions[0]), 12)
     check_stage(staged, 1, PROMPT[:2], tokens_of(sessions[1]), 3)
-    assert server.wait_stage(1, TIMEOUT_S)
-    assert not server.wait_stage(2, 0.05)
+    assert wait_stage(server, 1, TIMEOUT_S)
+    assert not wait_stage(server, 2, 0.05)
     assert server.status()["state"] == "complete", "it was asked to stay there"
     assert link.bytes_moved == bytes_until(staged, 1)
 
@@ -121,7 +122,7 @@ def test_a_request_that_comes_before_the_first_byte(stage, serve):
 def test_stop_ids_end_an_answer_and_are_handed_over(stage, serve):
     staged = stage()
     server = serve(staged)
-    assert server.wait_stage(3, TIMEOUT_S)
+    assert wait_stage(server, 3, TIMEOUT_S)
     expected = greedy(staged.folder, PROMPT, 24).exact()
     stop = expected[5]
     assert tokens_of(server.submit(PROMPT, Sampling(24, stop=(stop, 999)))) == expected[: expected.index(stop) + 1]
@@ -133,19 +134,19 @@ def across_both(staged, serve, policy: Transition) -> tuple[StagedServer, list[l
 
     Each fault is mended when all have seen the stage before, and they go on until the last stage has been seen.
     """
-    link, spoilt = Link(fail_after_bytes=bytes_until(staged, 1)), Spoilt(part_path(staged, 3))
+    link, spoilt = DyingLink(bytes_until(staged, 1)), Spoilt(part_path(staged, 3))
     server = serve(staged, link, policy, max_new_tokens=4000)
-    assert server.wait_stage(1, TIMEOUT_S)
+    assert wait_stage(server, 1, TIMEOUT_S)
     sessions = [server.submit(PROMPT, 4000)] + [server.submit(prompt, 4000, upgrade=True) for prompt in MOVING]
     heads = [first_event(session) for session in sessions]
     link.restore()
-    assert server.wait_stage(2, TIMEOUT_S)
+    assert wait_stage(server, 2, TIMEOUT_S)
     moved = [session.request for session in sessions[1:]]  # each computes its context again, a part in every step
     until(lambda: all(one.version.stage == 2 and one.redo is None for one in moved), "they have moved")
     said = [len(one.times_s) for one in moved]
     until(lambda: all(len(one.times_s) > n for one, n in zip(moved, said, strict=True)), "stage 2 has spoken")
     spoilt.mend()
-    assert server.wait_stage(3, TIMEOUT_S)
+    assert wait_stage(server, 3, TIMEOUT_S)
     answers = [[head, *events_of(session, 3)] for head, session in zip(heads[1:], sessions[1:], strict=True)]
     sessions[0].cancel()
     return server, [[heads[0], *events_of(sessions[0])], *answers]
@@ -194,7 +195,7 @@ def test_the_story_of_a_start(stage, serve):
     staged = stage()
     begun = time.monotonic()
     server = serve(staged)
-    assert server.wait_stage(3, TIMEOUT_S)
+    assert wait_stage(server, 3, TIMEOUT_S)
     lasted = time.monotonic() - begun
     events = server.status()["events"]
     told = [(event["stage"], event["what"]) for event in events]
@@ -212,19 +213,19 @@ def test_a_plan_of_one_stage(stage, serve):
     server = serve(staged)
     session = server.submit(PROMPT, 10, upgrade=True)
     check_greedy(tokens_of(session), greedy(staged.folder, PROMPT, 10))
-    assert server.wait_stage(1, TIMEOUT_S) and not server.wait_stage(2, 0.02)
+    assert wait_stage(server, 1, TIMEOUT_S) and not wait_stage(server, 2, 0.02)
     assert (server.status()["stages"], server.status()["state"]) == (1, "complete")
 
 
 def test_coarse_first(stage, serve):
     staged = stage(plan=lambda names: coarse_first(names, 6))
-    link = Link(fail_after_bytes=bytes_until(staged, 1))
+    link = DyingLink(bytes_until(staged, 1))
     server = serve(staged, link, max_new_tokens=4000)
-    assert server.wait_stage(1, TIMEOUT_S)
+    assert wait_stage(server, 1, TIMEOUT_S)
     pinned, moving = server.submit(PROMPT, 4000), server.submit(PROMPT, 4000, upgrade=True)
     assert first_event(pinned).stage == first_event(moving).stage == 1
     link.restore()
-    assert server.wait_stage(2, TIMEOUT_S)
+    assert wait_stage(server, 2, TIMEOUT_S)
     assert {event.stage for event in events_of(moving, 2)} == {1, 2}
     pinned.cancel()
     assert {event.stage for event in events_of(pinned)} == {1}

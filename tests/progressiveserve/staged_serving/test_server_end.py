@@ -6,7 +6,7 @@ import threading
 
 import pytest
 from growing import OURS, PROMPT, TIMEOUT_S, bytes_until, events_of, first_event, part_path
-from waiting import until
+from waiting import until, wait_stage
 
 from firsttoken.engine.async_engine import Stream
 from firsttoken.link.shaped import Link, LinkConfig
@@ -20,7 +20,7 @@ def test_closing_ends_everything(stage, serve, when):
     link = Link(LinkConfig({"stage 1": 0.0015, "stage 2": 0.003, "complete": 0.0}[when]))
     server = serve(staged, link, threads=1)
     if when != "stage 1":
-        assert server.wait_stage(1 if when == "stage 2" else 3, TIMEOUT_S)
+        assert wait_stage(server, 1 if when == "stage 2" else 3, TIMEOUT_S)
     sessions = [server.submit(PROMPT, 1000), server.submit(PROMPT, 1000, upgrade=True)]
     if when != "stage 1":
         assert first_event(sessions[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from dying_link import DyingLink
 from growing import (
     PROMPT,
     TIMEOUT_S,
@@ -18,9 +19,8 @@ from growing import (
     tokens_of,
 )
 from plain_tokens import check_greedy
-from waiting import until
+from waiting import until, wait_stage
 
-from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import MANIFEST
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.staged_serving.transitions import Naive
@@ -46,7 +46,7 @@ def test_a_bad_shard_of_stage_2(stage, serve, fault):
     until(lambda: sum("failed" in e["what"] for e in server.status()["events"]) > 1, "it is tried again")
     check_stage(staged, 1, PROMPT, tokens_of(server.submit(PROMPT, 8)), 8)
     path.write_bytes(content)
-    assert server.wait_stage(3, TIMEOUT_S)
+    assert wait_stage(server, 3, TIMEOUT_S)
     assert server.status()["state"] == "complete" and server.status()["error"] is None
     check_greedy(tokens_of(server.submit(PROMPT, 8)), greedy(staged.folder, PROMPT, 8))
 
@@ -78,7 +78,7 @@ def test_a_torn_shard_while_eight_sessions_run(stage, serve):
 def test_a_link_that_dies_in_the_middle_of_stage_2(stage, serve):
     staged = stage(adapters=(1, 2))
     middle = (bytes_until(staged, 1) + bytes_until(staged, 2)) // 2
-    link = Link(fail_after_bytes=middle)
+    link = DyingLink(middle)
     server = serve(staged, link)
     until(lambda: server.status()["state"] == "degraded", "the failure is told")
     assert server.status()["stage"] == 1 and f"the link died after {middle} bytes" in server.status()["error"]
@@ -86,7 +86,7 @@ def test_a_link_that_dies_in_the_middle_of_stage_2(stage, serve):
     assert error.startswith("stage 2: ") and " cannot be read: the link died" in error
     check_stage(staged, 1, PROMPT, tokens_of(server.submit(PROMPT, 8)), 8)
     link.restore()
-    assert server.wait_stage(3, TIMEOUT_S)
+    assert wait_stage(server, 3, TIMEOUT_S)
     check_greedy(tokens_of(server.submit(PROMPT, 8)), greedy(staged.folder, PROMPT, 8))
 
 
@@ -105,9 +105,9 @@ def test_stage_1_is_not_there_yet(stage, serve, missing):
     status = server.status()
     assert (status["stage"], status["state"]) == (0, "degraded") and path.name in status["error"]
     away.rename(path)
-    assert server.wait_stage(1, TIMEOUT_S)
+    assert wait_stage(server, 1, TIMEOUT_S)
     assert tokens_of(server.submit(PROMPT, 4, upgrade=False))
-    assert server.wait_stage(3, TIMEOUT_S) and server.status()["error"] is None
+    assert wait_stage(server, 3, TIMEOUT_S) and server.status()["error"] is None
 
 
 def test_who_is_told_of_a_failure_finds_it_in_the_status(stage, serve, monkeypatch):
@@ -122,12 +122,12 @@ def test_who_is_told_of_a_failure_finds_it_in_the_status(stage, serve, monkeypat
 
 
 def test_a_link_that_is_dead_from_the_start(stage, serve):
-    staged, link = stage(), Link(fail_after_bytes=0)
+    staged, link = stage(), DyingLink(0)
     server = serve(staged, link)
     with pytest.raises(LinkError, match="the link died after 0 bytes"):
         events_of(server.submit(PROMPT, 4))
     link.restore()
-    assert server.wait_stage(3, TIMEOUT_S)
+    assert wait_stage(server, 3, TIMEOUT_S)
     check_greedy(tokens_of(server.submit(PROMPT, 4)), greedy(staged.folder, PROMPT, 4))
 
 
@@ -149,7 +149,7 @@ def test_a_failure_that_nobody_thought_of(stage, serve, number, monkeypatch):
     assert server.status()["error"].startswith(f"stage {number}: ") and "\n" not in server.status()["error"]
     if number == 1:
         monkeypatch.undo()
-        assert server.wait_stage(3, TIMEOUT_S)
+        assert wait_stage(server, 3, TIMEOUT_S)
     assert len(tokens_of(server.submit(PROMPT, 4))) == 4
 
 
@@ -164,23 +164,23 @@ class Failing(Naive):
 
 def test_a_transition_that_fails_ends_that_session_only(stage, serve):
     staged = stage()
-    link = Link(fail_after_bytes=bytes_until(staged, 1))
+    link = DyingLink(bytes_until(staged, 1))
     server = serve(staged, link, Failing())
-    assert server.wait_stage(1, TIMEOUT_S)
+    assert wait_stage(server, 1, TIMEOUT_S)
     pinned, moving = server.submit(PROMPT, 100), server.submit(PROMPT, 1000, upgrade=True)
     assert first_event(moving)
     link.restore()
     with pytest.raises(RuntimeError, match="out of memory"):
         events_of(moving)
     assert len(events_of(pinned)) == 100
-    assert server.wait_stage(3, TIMEOUT_S)
+    assert wait_stage(server, 3, TIMEOUT_S)
     check_greedy(tokens_of(server.submit(PROMPT, 4)), greedy(staged.folder, PROMPT, 4))
 
 
 def test_a_failure_of_stage_3_is_not_forgotten_while_stage_2_takes_over(stage, serve):
     staged = stage()
     part_path(staged, 3).unlink()
-    link = Link(fail_after_bytes=bytes_until(staged, 1))
+    link = DyingLink(bytes_until(staged, 1))
     server = None
 
     class Slow(Naive):
@@ -191,11 +191,11 @@ def test_a_failure_of_stage_3_is_not_forgotten_while_stage_2_takes_over(stage, s
             return super().redo(old, new)
 
     server = serve(staged, link, Slow(), retry_s=0.2)
-    assert server.wait_stage(1, TIMEOUT_S)
+    assert wait_stage(server, 1, TIMEOUT_S)
     session = server.submit(PROMPT, 1000, upgrade=True)
     assert first_event(session)
     server._retry_s = TIMEOUT_S  # of stage 3: one failure, and a long time until the next
     link.restore()
-    assert server.wait_stage(2, TIMEOUT_S)
+    assert wait_stage(server, 2, TIMEOUT_S)
     session.cancel()
     assert server.status()["state"] == "degraded" and "stage 3" in server.status()["error"]

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from growing import PROMPT, TIMEOUT_S, events_of, first_event, greedy, tokens_of
-from waiting import until
+from waiting import until, wait_stage
 
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.link.shaped import Link
@@ -57,13 +57,13 @@ def test_one_bad_request_is_its_own_affair(stage, serve):
     with pytest.raises(RequestError, match="exceed the model's context of 4096 tokens"):
         events_of(long)
     assert len(events_of(good)) == 30
-    assert server.wait_stage(3, TIMEOUT_S) and len(tokens_of(server.submit(PROMPT, 3))) == 3
+    assert wait_stage(server, 3, TIMEOUT_S) and len(tokens_of(server.submit(PROMPT, 3))) == 3
 
 
 def test_eight_clients_at_once(stage, serve):
     staged = stage()
     server = serve(staged, max_sessions=8)
-    assert server.wait_stage(3, TIMEOUT_S)
+    assert wait_stage(server, 3, TIMEOUT_S)
 
     def client(number: int) -> list[list[int]]:
         return [tokens_of(server.submit([number + 1, *PROMPT], 5 + number + again)) for again in range(2)]

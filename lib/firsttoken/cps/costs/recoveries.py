@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,8 +64,8 @@ class RecoveryCosts:
         return {tokens: median(seconds) for tokens, seconds in sorted(by_length.items())}
 
 
-def measure(executor: Executor, config: EngineConfig, lengths: Sequence[int] = LENGTHS) -> RecoveryCosts | None:
-    """Prefill and swap requests of ``lengths`` tokens, as far as context and pool of ``executor`` have room for them.
+def measure(executor: Executor, config: EngineConfig) -> RecoveryCosts | None:
+    """Prefill and swap requests of ``LENGTHS`` tokens, as far as context and pool of ``executor`` have room for them.
 
     Nothing else may run there meanwhile. ``config`` is that of the engine which will serve. None where not even three
     tokens have room, and where nothing can be swapped.
@@ -74,7 +74,7 @@ def measure(executor: Executor, config: EngineConfig, lengths: Sequence[int] = L
     most = min(executor.limits.context, executor.blocks * executor.block_tokens) - 2
     if most < 3:
         return None
-    cases = [(length, turn) for length in sorted({min(n, most) for n in lengths}) for turn in range(-1, REPEATS)]
+    cases = [(length, turn) for length in sorted({min(n, most) for n in LENGTHS}) for turn in range(-1, REPEATS)]
     from tqdm import tqdm
 
     for length, turn in tqdm(cases, desc="what a preemption costs here", disable=None):

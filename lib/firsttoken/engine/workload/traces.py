@@ -106,18 +106,16 @@ _MOONCAKE = _Format("Mooncake", *_JSON, "ms", _since, ("hash_ids",), _WEEK_S, 50
 _UNNAMED = _Format("no published format", *_JSON, "", _since)
 
 
-def load_trace(path: str | Path, limit: int | None = None, unit: str | None = None) -> RequestTrace:
-    """Read a trace file, or its first ``limit`` requests that have a prompt and an answer; what it is, it says itself.
-    Its items are a workload without token ids.
+def load_trace(path: str | Path, unit: str | None = None) -> RequestTrace:
+    """Read a trace file; what it is, it says itself. Its items, the requests that have a prompt and an answer, are a
+    workload without token ids.
 
     ``unit`` is that of its times, "s" or "ms", for files that do not say it or say it wrongly. Times of the items are
-    seconds since the first request read, to the microsecond; items are sorted by them. Raises CorpusError naming file,
+    seconds since the first request, to the microsecond; items are sorted by them. Raises CorpusError naming file,
     line and mend for a file that cannot be read, is empty, not UTF-8 or of another format, for a torn line, for a value
     that is no number or negative, and for times whose unit is in doubt.
     """
     path = paths.expanded(path)
-    if limit is not None and limit < 1:
-        raise CorpusError(f"{path.name}: at least 1 request must be read, not {limit}")
     if unit not in (None, *UNITS):
         raise CorpusError(f"{path.name}: times are in {' or '.join(UNITS)}, not in {unit!r}")
     rows: list[tuple[float, int, int]] = []
@@ -130,8 +128,6 @@ def load_trace(path: str | Path, limit: int | None = None, unit: str | None = No
                 rows.append((time, prompt, output))
             else:
                 dropped += 1
-            if len(rows) == limit:
-                break
     if not rows:
         raise CorpusError(f"{path} has no request with a prompt and an answer ({dropped} without); use another file")
     rows.sort(key=lambda row: row[0])

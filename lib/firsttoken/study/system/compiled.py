@@ -6,10 +6,10 @@ import os
 import shlex
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 from firsttoken.study import paths
+from firsttoken.study.files import replacing
 
 # what Apple's clang would read is C++98; sums may be reordered, which vector registers need; infinities and NaN stay
 # what they are
@@ -49,11 +49,8 @@ def _built(source: Path, cxx: list[str], folder: Path) -> Path:
     key = hashlib.sha256("\n".join([*texts, *command, macros]).encode()).hexdigest()[:16]
     file = folder / f"{source.stem}-{key}.so"
     if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            made = Path(work) / file.name
+        with replacing(file) as made:
             _run([*command, "-shared", "-fPIC", str(source), "-o", str(made)])
-            made.replace(file)
     return file
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from firsttoken.progressiveserve.stages import StagePlan
 from firsttoken.progressiveserve.staging import RANDOM, best_recipe, served_source, stage_adapters
 from firsttoken.study import paths
 from firsttoken.study.dtypes import name_of
+from firsttoken.study.files import new_folder
 from firsttoken.study.profile import Profile
 from firsttoken_extras.bitplanes.plan_spec import PlanSpec
 from firsttoken_extras.bitplanes.plane_plan import by_planes
@@ -107,16 +107,10 @@ def write_stock(source: TensorSource, folder: Path) -> Path:
     """One safetensors file and its config, as models are published; a folder that is there is left as it is."""
     if folder.exists():
         return folder
-    draft = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    try:
+    with new_folder(folder) as draft:
         source.write_side_files(draft)
         tensors = {name: source.get(name).contiguous() for name in source.names}
         save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
-        draft.rename(folder)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return folder
 
 
