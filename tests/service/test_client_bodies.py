@@ -37,9 +37,7 @@ def test_2000_bodies_of_clients():
         if sent.wrong:
             with pytest.raises(RequestError) as refusal:
                 parse(sent.path, sent.body)
-            told, (where, dot, name) = str(refusal.value), sent.wrong.rpartition(".")
-            unknown = f"{where}{': ' if dot else ''}unknown key {name!r}; known: "
-            assert told.startswith((sent.wrong, unknown)) and "\n" not in told, sent
+            assert str(refusal.value).startswith(sent.wrong) and "\n" not in str(refusal.value), sent
             outcomes["refused"] += 1
         else:
             parse(sent.path, sent.body)
@@ -89,12 +87,12 @@ def test_tokens_at_least_are_served_where_nothing_ends_an_answer():
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"stream_options": {"X": 1}}, "stream_options: unknown key 'X'; known: continuous_usage_stats, "),
+        ({"stream_options": {"X": 1}}, "stream_options.X: unknown key; known: continuous_usage_stats, "),
         ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation: only false is served"),
-        ({"messages": [*TURN, {"role": "user", "content": "a", "X": 1}]}, "messages[1]: unknown key 'X'; known: "),
+        ({"messages": [*TURN, {"role": "user", "content": "a", "X": 1}]}, "messages[1].X: unknown key; known: "),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "X": 1}]}]},
-            "messages[0].content[0]: unknown key 'X'; known: type, text",
+            "messages[0].content[0].X: unknown key; known: type, text",
         ),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]: a part is an object"),
         (

@@ -29,6 +29,7 @@ from firsttoken.service.request_schema import ChatRequest
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.service.text import Vocabulary
 from firsttoken.study.errors import RequestError
+from firsttoken.study.parsing.schema import shaped
 
 ROOM = 64  # tokens of the four blocks of the service
 SAID = 4  # tokens before the one that ends the answer to "the inn"
@@ -196,14 +197,14 @@ class TestRoles:
     def ids(self, template: str, turns: list[dict[str, str]], **fields: Any) -> list[int]:
         told = {"chat_stop_ids": tuple, "context": 200, "template": ChatTemplate({"default": template}, {})}
         vocabulary = Vocabulary(byte_level(), 260, (), 100, **told)
-        asked = ChatRequest.model_validate({"messages": turns} | fields)
+        asked = shaped(ChatRequest, {"messages": turns} | fields)
         answers = Answers(SimpleNamespace(), vocabulary, asked, SimpleNamespace(), SimpleNamespace())
         return answers._chat_ids(asked)
 
     @pytest.mark.parametrize("role", ["tool", "function", "developer"])
     def test_that_the_template_leaves_out_is_refused_by_name(self, role):
         turns = [*TURN, {"role": role, "content": "4"}]
-        with pytest.raises(RequestError, match=rf"^messages\.1\.role: .* leaves out what '{role}' says"):
+        with pytest.raises(RequestError, match=rf"^messages\[1\]\.role: .* leaves out what '{role}' says"):
             self.ids(self.FEW, turns)
         assert (
             self.ids(self.ALL, turns)[-len(role) - 3 :] == byte_level().encode(f"{role} 4<end>").ids[-len(role) - 3 :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -34,6 +35,8 @@ _KINDS = {
     429: ("rate_limit_error", "busy"),
     503: ("service_unavailable_error", "loading_failed"),
 }
+
+_NAME = re.compile(r"[\w.\[\]]+")  # such as messages[1].role
 
 _STATUS = ((ClosedError, 503), (BusyError, 429), (RequestError, 400))
 
@@ -77,4 +80,4 @@ def refusal(error: Exception) -> tuple[int, Json]:
 def _field(message: str, status: int) -> str | None:
     """The field of the request that a message begins with, as ours do."""
     name, colon, _ = message.partition(": ")
-    return name if status in (400, 404) and colon and name.replace("_", "").replace(".", "").isalnum() else None
+    return name if status in (400, 404) and colon and _NAME.fullmatch(name) else None

@@ -6,6 +6,7 @@ and is not served is refused, never ignored.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sized
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -70,7 +71,7 @@ def _text(part: Any, where: str) -> str:
         raise RequestError(f"{where}.type: {str(part.get('type'))[:40]!r} is not served; send 'text'")
     unknown = [field for field in part if field not in ("type", "text", *OF_AN_ANSWER)]
     if unknown:
-        raise RequestError(f"{where}: unknown key {unknown[0][:40]!r}; known: type, text")
+        raise RequestError(f"{where}.{unknown[0][:40]}: unknown key; known: type, text")
     if not isinstance(part.get("text"), str):
         raise RequestError(f"{where}.text: a part of text has one")
     return part["text"]
@@ -80,10 +81,10 @@ MOST_TOP_LOGPROBS = 20  # of a token, as with OpenAI's chat
 MOST_STOPS, MOST_STOP_CHARS = 64, 4096  # ours; lm-eval's tasks send up to seven, templates of agents a dozen
 
 Ids = list[int]
+_KEY = re.compile(r"^(?:(\S+): )?(unknown|missing) key '([^']+)'")
 
 
 def _at_most(count: int) -> Fault:
-    """So many at most."""
     return lambda value: "" if len(value) <= count else f"expected {count:,} at most"
 
 
@@ -274,9 +275,15 @@ def parse_request(kind: type[Kind], body: bytes) -> Kind:
     try:
         asked = shaped(kind, kind.prepared(content))
     except Damaged as error:
-        raise RequestError(str(error)) from error
+        raise RequestError(_KEY.sub(_named_first, str(error))) from error
     asked.check()
     return asked
+
+
+def _named_first(found: re.Match[str]) -> str:
+    """Begin a message with the field's name, which clients read from there."""
+    place, what, name = found.groups()
+    return f"{place}.{name}: {what} key" if place else f"{name}: {what} key"
 
 
 def _are_ids(value: Any) -> bool:
