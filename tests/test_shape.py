@@ -15,18 +15,18 @@ from the_library import behind, circles, floors, imported_anywhere, is_folder, r
 from firsttoken_studies.registry import EXPERIMENTS
 
 BUDGETS = {  # of each room at most: lines, modules that stand on each other, percent of its lines that import
-    "firsttoken": (629, 4, 8.5),
+    "firsttoken": (633, 4, 8.6),
     "firsttoken.assets": (3235, 7, 9.1),
     "firsttoken.cps": (821, 3, 10.6),
     "firsttoken.droidspeak": (3546, 7, 8.7),
-    "firsttoken.engine": (8732, 8, 6.5),
-    "firsttoken.lean": (601, 4, 7.7),
+    "firsttoken.engine": (8756, 8, 6.5),
+    "firsttoken.lean": (616, 4, 7.7),
     "firsttoken.link": (378, 2, 6.7),
     "firsttoken.petals": (6376, 7, 8.7),
     "firsttoken.progressiveserve": (4576, 8, 10.1),
     "firsttoken.sarathi": (492, 2, 11.2),
-    "firsttoken.service": (3870, 8, 10.1),
-    "firsttoken.study": (6721, 8, 8.3),
+    "firsttoken.service": (3874, 8, 10.2),
+    "firsttoken.study": (6728, 8, 8.3),
     "firsttoken_extras": (100, 1, 12),
     "firsttoken_extras.bitplanes": (1299, 6, 9.3),
     "firsttoken_extras.layer_borrowing": (590, 3, 11.2),
@@ -59,7 +59,7 @@ NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no p
     "firsttoken_extras.vllm_cross_point.settings": "tested without vLLM",
 }
 NEIGHBOURING_STUDIES = 28  # a study whose numbers another file draws
-BEHIND_A_NOTEBOOK = 22_914  # lines of the library that the studies of one notebook import
+BEHIND_A_NOTEBOOK = 22_922  # lines of the library that the studies of one notebook import
 NO_SUBJECT = 0  # docstrings of one line that the name of the function has to begin
 _NO_SUBJECT = re.compile(
     r"(Of|As|By|From|Where|Who|Whose|That|Those|So|Until|At|In|Out|On|For|Behind|Before|After|Beside|None|Also)\b"

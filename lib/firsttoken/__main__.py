@@ -7,7 +7,10 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from firsttoken.options import EXTENSIONS, parser
+from firsttoken.lean.importing import uncollected
+
+with uncollected():
+    from firsttoken.options import EXTENSIONS, parser
 from firsttoken.study import option_values, paths, storage
 from firsttoken.study.errors import AssetError, FirstTokenError
 from firsttoken.study.parsing.schema import unknown
@@ -78,8 +81,9 @@ def stage(options: argparse.Namespace) -> int:
 
 def serve(options: argparse.Namespace) -> int:
     """Serve a model until Ctrl-C."""
-    from firsttoken.service.launch import serve_forever
-    from firsttoken.service.service_config import ServiceConfig, read_key
+    with uncollected():
+        from firsttoken.service.launch import serve_forever
+        from firsttoken.service.service_config import ServiceConfig, read_key
 
     if options.folder is None:
         from firsttoken.assets.gguf import PINNED, converted

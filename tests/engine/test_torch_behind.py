@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from firsttoken.assets.servable import check_servable
 from firsttoken.engine import numpy_model, torch_behind
+from firsttoken.engine.fused import FusedLayer
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.native import exports
 from firsttoken.engine.native.exports import Exports, load_exports, narrowed, widened
@@ -99,6 +100,24 @@ def test_tokens_are_those_of_the_stock_model(make, family, keys, dtype) -> None:
     said = greedy(model)
     assert check_greedy(said, judged(wanted, PROMPT, said), TOLERANCES[dtype]) == ANSWER
     assert model.cached == len(PROMPT) + ANSWER - 1
+
+
+@pytest.mark.parametrize("stored", TOLERANCES)
+@pytest.mark.parametrize("halves", [True, False])
+def test_panels_are_those_that_the_engine_packs(make, monkeypatch, stored, halves) -> None:
+    """Bit for bit, by several threads, and where halves are stored and floats compute."""
+    right = load_exports()
+    monkeypatch.setattr(right, "has_bfloat16", halves and right.has_bfloat16)
+    monkeypatch.setattr(numpy_model, "load_exports", lambda: right)
+    for family, keys in SHAPES[2:]:
+        stock, folder = make(family, stored, **keys)
+        model = numpy_of(folder, threads=3)
+        layers = stock.to(getattr(torch, model.dtype)).model.layers
+        for layer, panels in zip(layers, model.panels, strict=True):
+            packed = FusedLayer(layer)
+            for name, mine in panels.items():
+                theirs = getattr(packed, name).panels.view(torch.uint8).numpy()
+                assert np.array_equal(mine.view(np.uint8).ravel(), theirs.ravel())
 
 
 def test_a_prompt_in_parts_and_threads_that_share_it(make) -> None:

@@ -22,6 +22,8 @@ from firsttoken.study.errors import LengthError, OutputError, RequestError
 from firsttoken.study.system.cgroup_limits import cores
 
 BLOCK_TOKENS = 16  # of the cache
+PARTS = 3  # of a product at most, as kernels.cpp has them
+POLL_S = 0.001
 _READ = {"F32": "float32", "BF16": "bfloat16"}
 
 
@@ -55,9 +57,15 @@ class NumpyModel:
         self.files, self.seen = files, seen(files.files)
         self.threads = threads or cores()  # of the calls to come
         self._maps = {file: _mapped(file) for file in files.files}
+        self._jobs: list[list[int]] = []  # what the kernel packs, without the interpreter, which is importing meanwhile
+        self._sources: list[np.ndarray] = []
+        self._head = self._laid_out_head()  # the largest first, so that one thread packs it beside the layers
+        self._layers = [self._laid_out_layer(number) for number in range(config.num_hidden_layers)]
+        jobs, taken = np.array(self._jobs, np.int64), np.zeros(1, np.int64)
+        self._done = np.zeros(len(jobs), np.int64)
+        told = ("pack_jobs", jobs, len(jobs), self._stored == "bfloat16", taken, self._done)
         packing = ThreadPoolExecutor(self.threads, "packing")
-        self._head = packing.submit(self._packed_head)  # the largest, which one thread packs beside the layers
-        self._layers = [packing.submit(self._packed_layer, number) for number in range(config.num_hidden_layers)]
+        self._packing = [packing.submit(self._call, *told) for _ in range(self.threads)]
         packing.shutdown(wait=False)
         self._joined: np.ndarray | None = None  # the fields of all layers
         self.context = min(context, config.max_position_embeddings)
@@ -71,7 +79,18 @@ class NumpyModel:
 
     def wait(self, timeout_s: float) -> None:
         """Wait until all weights are packed, or until ``timeout_s`` is over."""
-        wait([self._head, *self._layers], timeout_s)
+        wait(self._packing, timeout_s)
+
+    @property
+    def _packed(self) -> bool:
+        return bool(self._done.all())
+
+    def _wait_for(self, jobs: slice) -> None:
+        """Wait until these ``jobs`` are done. Raises what their thread raised."""
+        while not self._done[jobs].all():
+            if not wait(self._packing, POLL_S).not_done and not self._packed:
+                for ended in self._packing:
+                    ended.result()
 
     def next_token(self, tokens: Sequence[int]) -> int:
         """The likeliest token after ``tokens``, which follow those that are cached, and are cached then.
@@ -97,11 +116,15 @@ class NumpyModel:
 
     def parameter(self, name: str) -> np.ndarray:
         """The tensor called ``name`` in the dtype that computes: a view of the mapped file where that is the stored."""
+        found = self._as_stored(name)
+        return found if self._stored == self.dtype else widened(found)
+
+    def _as_stored(self, name: str) -> np.ndarray:
+        """The tensor called ``name``: a view of the mapped file, or a copy where it begins at an odd place."""
         stored = self.files.tensors[name]
         entry = stored.entry
         found = np.frombuffer(self._maps[stored.file], np.uint8, entry.end - entry.start, entry.start)
-        found = np.require(found.view(STORAGE[self._stored]).reshape(entry.shape), requirements="A")
-        return found if self._stored == self.dtype else widened(found)
+        return np.require(found.view(STORAGE[self._stored]).reshape(entry.shape), requirements="A")
 
     @property
     def small(self) -> list[str]:
@@ -112,54 +135,60 @@ class NumpyModel:
     @property
     def panels(self) -> list[dict[str, np.ndarray]]:
         """The packed weights of each layer by product."""
-        return [layer.result().panels for layer in self._layers]
+        self._wait_for(slice(1, None))
+        return [layer.panels for layer in self._layers]
 
     @property
     def head(self) -> np.ndarray:
         """The packed weight of the head."""
-        return self._head.result().panels["head"]
+        self._wait_for(slice(1))
+        return self._head.panels["head"]
 
     def _ready(self) -> Iterator[np.ndarray]:
         """The fields [1, layers, fields] of the layers, one at a time while they are read."""
         if self._joined is not None:
             yield self._joined
             return
-        for layer in self._layers:
-            yield layer.result().fields[None, None]
-        self._joined = np.stack([layer.result().fields for layer in self._layers])[None]
+        for number, layer in enumerate(self._layers):
+            self._wait_for(slice(1 + number * len(PRODUCTS), 1 + (number + 1) * len(PRODUCTS)))
+            yield layer.fields[None, None]
+        self._joined = np.stack([layer.fields for layer in self._layers])[None]
+        self._sources.clear()  # of which those that begin at an odd place were copies
 
-    def _packed_layer(self, number: int) -> _LaidOut:
+    def _laid_out_layer(self, number: int) -> _LaidOut:
         place = f"model.layers.{number}."
-        norms = [self.parameter(f"{place}{name}_layernorm.weight").copy() for name in ("input", "post_attention")]
+        # mapped where they can be: to read them here would wait for the disk, and let nobody import meanwhile
+        norms = [self.parameter(f"{place}{name}_layernorm.weight") for name in ("input", "post_attention")]
         fields, panels = [np.array([number, *(norm.ctypes.data for norm in norms)], dtype=np.int64)], {}
         kept = norms
         for product, parts in PRODUCTS.items():
             biases = [name for part in parts if (name := f"{place}{part}.bias") in self.files.tensors]
             bias = np.concatenate([self.parameter(name) for name in biases]) if biases else None
-            weights = [self.parameter(f"{place}{part}.weight") for part in parts]
-            panels[product], mine = self._pack(weights, bias, gated=product == "gate_up")
+            names = [f"{place}{part}.weight" for part in parts]
+            panels[product], mine = self._to_pack(names, bias, gated=product == "gate_up")
             fields.append(mine)
-            kept.append(bias)
+            kept += [bias, mine]
         return _LaidOut(np.concatenate(fields), panels, kept)
 
-    def _packed_head(self) -> _LaidOut:
-        norm = self.parameter("model.norm.weight").copy()
+    def _laid_out_head(self) -> _LaidOut:
+        norm = self.parameter("model.norm.weight")
         name = EMBEDDING if self.config.tie_word_embeddings else HEAD
-        panels, fields = self._pack([self.parameter(name)], None, gated=False)
+        panels, fields = self._to_pack([name], None, gated=False)
         return _LaidOut(fields, {"head": panels}, [norm])
 
-    def _pack(
-        self, weights: Sequence[np.ndarray], bias: np.ndarray | None, *, gated: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """``weights`` [outputs, inputs], one below the other, as panels, and the fields that name them."""
-        rows = np.ascontiguousarray(weights[0]) if len(weights) == 1 else np.concatenate(weights)
-        outputs, inputs = rows.shape
+    def _to_pack(self, names: Sequence[str], bias: np.ndarray | None, *, gated: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Room for the weights called ``names`` [outputs, inputs], one below the other, as panels, and the fields that
+        name them; a job says that they are to be packed."""
+        weights = [self._as_stored(name) for name in names]
+        outputs, inputs = sum(map(len, weights)), weights[0].shape[1]
         step = self._exports.panel // 2 if gated else self._exports.panel
         count = -(-(outputs // 2 if gated else outputs) // step)
-        panels = PANELS.take(count * self._exports.panel * inputs * rows.itemsize)
+        panels = PANELS.take(count * self._exports.panel * inputs * np.dtype(STORAGE[self.dtype]).itemsize)
         told = [panels.ctypes.data, 0 if bias is None else bias.ctypes.data, outputs, inputs, gated, *[0] * 5]
         fields = np.array(told, dtype=np.int64)
-        self._call("pack", rows, fields, 1)
+        parts = [number for weight in weights for number in (weight.ctypes.data, len(weight))]
+        self._jobs.append([fields.ctypes.data, *parts, *[0] * (2 * PARTS - len(parts))])
+        self._sources += weights
         return panels, fields
 
     def _run(
@@ -173,7 +202,7 @@ class NumpyModel:
         seen = (self.cache, self._tables, len(self._tables), works, places + 1)
         sizes = (tokens, kv_heads, width, BLOCK_TOKENS, self.cache[0].size)
         scales = (config.rms_norm_eps, width**-0.5)
-        threads = self.threads if self._layers[-1].done() else 1  # the others pack
+        threads = self.threads if self._packed else 1  # the others pack
         self._call(
             "run_layers", fields, 1, None, fields.shape[1], states, *turns, *seen, *sizes, rooms, *scales, threads
         )
@@ -183,9 +212,9 @@ class NumpyModel:
         normed = np.empty_like(states)
         said = np.empty(self.config.vocab_size, states.dtype)
         sizes = (1, self.config.hidden_size, self.config.rms_norm_eps, self.threads)
-        head = self._head.result()
-        self._call("rms_norm", states, head.kept[0], normed, *sizes)
-        self._call("product", normed, 1, head.fields, None, said, self.threads)
+        self._wait_for(slice(1))
+        self._call("rms_norm", states, self._head.kept[0], normed, *sizes)
+        self._call("product", normed, 1, self._head.fields, None, said, self.threads)
         return widened(said)
 
     def _rows(self, ids: np.ndarray) -> np.ndarray:

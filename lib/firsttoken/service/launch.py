@@ -7,13 +7,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from firsttoken.assets.chat_template import read_template
 from firsttoken.assets.positions import shortened
+from firsttoken.lean.importing import in_short_turns, uncollected
 from firsttoken.service.served_model import check_model, without_torch
 from firsttoken.service.service_config import ServiceConfig, listening
 from firsttoken.study.errors import FirstTokenError, StageError
@@ -61,15 +62,17 @@ def _one_process(config: ServiceConfig, broken: Callable[[FirstTokenError], None
     ``broken`` as of the replica. At its end nothing new is taken, and those that run have the configuration's
     ``grace_s`` seconds to end. Raises StageError when uvicorn is missing or does not start.
     """
-    comes = without_torch(config)  # beside the imports of what serves
-    try:
-        import uvicorn
+    with ExitStack() as starting, listening(config) as listener:
+        starting.enter_context(uncollected())
+        if (comes := without_torch(config)) is not None:  # beside the imports of what serves
+            starting.enter_context(in_short_turns())
+        try:
+            import uvicorn
 
-        from firsttoken.service.app import build_replica
-        from firsttoken.service.unread import MOST_HEAD_BYTES, limited_protocol
-    except ImportError as error:
-        raise StageError('serve needs uvicorn and starlette: pip install "firsttoken[serve]"') from error
-    with listening(config) as listener:
+            from firsttoken.service.app import build_replica
+            from firsttoken.service.unread import MOST_HEAD_BYTES, limited_protocol
+        except ImportError as error:
+            raise StageError('serve needs uvicorn and starlette: pip install "firsttoken[serve]"') from error
         app = build_replica(config, "replica-0", broken, comes)
         del comes  # it holds the weights, of which the engine will have its own
         settings = uvicorn.Config(
@@ -89,6 +92,7 @@ def _one_process(config: ServiceConfig, broken: Callable[[FirstTokenError], None
                     raise StageError(f"the service did not start on {config.host}:{config.port}: choose another --port")
                 time.sleep(0.005)
             _try_template(config)  # 30 ms, in which weights arrive, and before torch: nothing is imported beside it
+            starting.close()
             app.state.begin()
             yield
             app.state.gate.close()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from firsttoken.study.system import pagecache
-from firsttoken.study.system.direct_io import read_no_further
+from firsttoken.study.system.direct_io import read_ahead, read_no_further
 from firsttoken.study.system.pagecache import evict, resident_fraction
 
 SIZE = (1 << 20) + 1
@@ -49,6 +52,27 @@ def test_a_file_partly_in_memory(path: Path) -> None:
     os.pread(handle, 1, 0)
     os.close(handle)
     assert 0 < resident_fraction(path) < 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux brings all of a file in one call")
+def test_a_file_that_is_read_ahead_is_there_whole(tmp_path: Path) -> None:
+    """Also behind the 8 MB to which Linux cuts what it is merely advised of."""
+    path = tmp_path / "weights.bin"
+    path.write_bytes(bytes(20 << 20))
+    evict(path)
+    if resident_fraction(path) != 0:
+        pytest.skip("this file system keeps its pages")
+    if tuple(map(int, re.findall(r"\d+", platform.release())[:2])) < (5, 14):
+        pytest.skip("this kernel has no such call")
+    read_ahead(path)
+    assert resident_fraction(path) == 1
+
+
+def test_an_empty_file_is_read_ahead_and_one_that_is_missing_is_not(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    read_ahead(tmp_path / "empty")
+    with pytest.raises(FileNotFoundError):
+        read_ahead(tmp_path / "missing")
 
 
 def test_without_mincore_nothing_is_verified(path: Path, library_without) -> None:

@@ -38,6 +38,7 @@ FUNCTIONS = {
     "gated": [_POINTER] * 2 + [_COUNT] * 2 + [_THREADS],
     "rotate": [_POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _COUNT, _COUNT, _THREADS],
     "pack": [_POINTER, _POINTER, _THREADS],
+    "pack_jobs": [_POINTER, _COUNT, _COUNT, _POINTER, _POINTER],
     "pack_adapter": [_POINTER, _POINTER, _COUNT, _POINTER, _POINTER, _POINTER],
     "product": [_POINTER, _COUNT, _POINTER, _POINTER, _POINTER, _THREADS],
     "run_layers": [_POINTER, _COUNT, _POINTER, _COUNT]

@@ -28,6 +28,18 @@ Layer<T> read_layer(const int64_t* fields) {
             read_weight<T>(weights + 3 * WEIGHT_FIELDS)};
 }
 
+// Pack one weight after another, until every one is somebody's: several threads may call this, each of which takes the next.
+// A job is where the fields of its weight are and its PARTS parts, of which the last may be empty; done [count] becomes 1.
+template <class T, class Stored>
+void pack_jobs(const int64_t* jobs, int64_t count, int64_t* taken, int64_t* done) {
+    for (int64_t at; (at = __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED)) < count;) {
+        const int64_t* const job = jobs + at * (1 + 2 * PARTS);
+        const Weight<T> weight = read_weight<T>((const int64_t*)job[0]);
+        pack_parts<T, Stored>((const Part*)(job + 1), weight, (T*)weight.panels);
+        __atomic_store_n(done + at, 1, __ATOMIC_RELEASE);
+    }
+}
+
 // Numbers that a row has between the two halves of the adapters of these weights, at most.
 template <class T>
 int64_t widest(const Layer<T>& layer) {
@@ -72,6 +84,10 @@ constexpr int64_t FEW = 32;  // tokens that are not worth a second thread, where
     extern "C" void pack_##NAME(const T* rows, const int64_t* weight, int threads) {                                 \
         with_team(threads, 1,                                                                                        \
                   [&](Member& member) { pack(member, rows, read_weight<T>(weight), (T*)weight[0]); });               \
+    }                                                                                                                \
+    extern "C" void pack_jobs_##NAME(const int64_t* jobs, int64_t count, int64_t halves, int64_t* taken,             \
+                                     int64_t* done) {                                                                \
+        halves ? pack_jobs<T, bf16>(jobs, count, taken, done) : pack_jobs<T, float>(jobs, count, taken, done);       \
     }                                                                                                                \
     extern "C" int64_t pack_adapter_##NAME(const float* b, const int64_t* offsets, int64_t rank,                     \
                                            const int64_t* weight, float* packed, int64_t* packed_offsets) {          \

@@ -63,18 +63,43 @@ inline int64_t row_of(const Weight<T>& weight, int64_t panel, int64_t output) {
     return at < weight.width() ? at + (weight.gated ? half * weight.width() : 0) : -1;
 }
 
+// Copy one panel; row_at(row) is where the inputs of a row begin, as they are stored.
+template <class T, class RowAt>
+void pack_panel(const Weight<T>& weight, int64_t panel, T* panels, RowAt&& row_at) {
+    constexpr int64_t TOGETHER = Inputs<T>::TOGETHER;
+    for (int64_t output = 0; output < PANEL; ++output) {
+        const int64_t row = row_of(weight, panel, output);
+        const auto* const from = row < 0 ? nullptr : row_at(row);
+        T* to = panels + panel * PANEL * weight.inputs + output * TOGETHER;
+        for (int64_t i = 0; i < weight.inputs; i += TOGETHER, to += PANEL * TOGETHER)
+            for (int64_t k = 0; k < TOGETHER; ++k) {
+                to[k] = T{};
+                if (from != nullptr) copy(from[i + k], to[k]);
+            }
+    }
+}
+
 template <class T>
 void pack(Member& member, const T* rows, const Weight<T>& weight, T* panels) {
-    constexpr int64_t TOGETHER = Inputs<T>::TOGETHER;
     member.share(weight.count(), [&](int64_t panel) {
-        for (int64_t output = 0; output < PANEL; ++output) {
-            const int64_t row = row_of(weight, panel, output);
-            T* to = panels + panel * PANEL * weight.inputs + output * TOGETHER;
-            for (int64_t i = 0; i < weight.inputs; i += TOGETHER, to += PANEL * TOGETHER)
-                for (int64_t k = 0; k < TOGETHER; ++k)
-                    to[k] = row < 0 ? T{} : rows[row * weight.inputs + i + k];
-        }
+        pack_panel(weight, panel, panels, [&](int64_t row) { return rows + row * weight.inputs; });
     });
+}
+
+// The parts of a weight, one below the other: rows of each, as they are stored, and how many.
+constexpr int64_t PARTS = 3;
+struct Part {
+    int64_t rows, outputs;
+};
+
+template <class T, class Stored>
+void pack_parts(const Part* parts, const Weight<T>& weight, T* panels) {
+    for (int64_t panel = 0; panel < weight.count(); ++panel)
+        pack_panel(weight, panel, panels, [&](int64_t row) {
+            const Part* part = parts;
+            for (; row >= part->outputs; ++part) row -= part->outputs;
+            return (const Stored*)part->rows + row * weight.inputs;
+        });
 }
 
 // Lay out b [outputs, rank], whose outputs belong to the adapters at offsets [outputs], as an Adapter has it. Returns whether

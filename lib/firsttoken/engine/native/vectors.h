@@ -53,6 +53,12 @@ inline void narrow(float x, bf16& out) {  // to the nearest, ties to even; a NaN
     out.bits = (bits & 0x7FFFFFFF) > 0x7F800000 ? uint16_t((bits >> 16) | 0x40) : uint16_t(rounded);
 }
 
+// A stored number as it computes: as it is, or a half as a float.
+inline void copy(float x, float& out) { out = x; }
+inline void copy(bf16 x, bf16& out) { out = x; }
+inline void copy(bf16 x, float& out) { out = widen(x); }
+inline void copy(float x, bf16& out) { narrow(x, out); }
+
 template <class T>
 inline float rounded(float x) {
     T out;
