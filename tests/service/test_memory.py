@@ -122,6 +122,7 @@ def test_hundreds_of_requests_leave_nothing_in_a_process() -> None:
     rows, ends = soak_memory.soak(400, seed=0, each=100)
     assert {"200", "400", "404", "leaves", "breaks off"} <= ends.keys() <= {*ends} - {"500", "503", ""}
     assert {(row.sessions, row.blocks) for row in rows} == {(0, 0)}
-    assert rows[-1].threads <= rows[1].threads and rows[-1].files <= rows[1].files + 2
+    # two of each may come late: asyncio's pool begins its last threads when all others are busy at once
+    assert rows[-1].threads <= rows[1].threads + 2 and rows[-1].files <= rows[1].files + 2
     # the first hundred requests bring what is made once; after them 10,000 stay within 2 %
     assert rows[-1].resident_kb < 1.05 * rows[1].resident_kb
