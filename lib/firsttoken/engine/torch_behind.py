@@ -5,6 +5,7 @@ Nothing here imports torch but the thread that runs behind the answer.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ import numpy as np
 
 from firsttoken.engine.numpy_model import BLOCK_TOKENS, NumpyModel
 from firsttoken.engine.request import Sampling
-from firsttoken.lean.importing import in_short_turns, uncollected
+from firsttoken.lean.importing import uncollected
 from firsttoken.study import dtypes
 from firsttoken.study.errors import RequestError, StageError
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
     from firsttoken.engine.engine import Engine
     from firsttoken.engine.live_executor import LiveExecutor
+
+_TURN_S = 0.0005  # after which the thread that imports lets go of the interpreter, if it can
 
 
 class Takeover:
@@ -91,12 +94,15 @@ class Takeover:
 
 @contextmanager
 def beside_an_import(model: NumpyModel) -> Iterator[None]:
-    """Within the block ``model`` computes with one core less, and a thread can import torch beside it."""
+    """Within the block ``model`` computes with one core less and the interpreter switches threads more often, so that a
+    thread can import torch beside it."""
     before, model.threads = model.threads, max(1, model.threads - 1)
+    turn = sys.getswitchinterval()
+    sys.setswitchinterval(_TURN_S)
     try:
-        with in_short_turns():
-            yield
+        yield
     finally:
+        sys.setswitchinterval(turn)
         model.threads = before
 
 

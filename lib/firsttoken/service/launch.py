@@ -14,7 +14,7 @@ from typing import Any
 
 from firsttoken.assets.chat_template import read_template
 from firsttoken.assets.positions import shortened
-from firsttoken.lean.importing import in_short_turns, uncollected
+from firsttoken.lean.importing import uncollected
 from firsttoken.service.served_model import check_model, without_torch
 from firsttoken.service.service_config import ServiceConfig, listening
 from firsttoken.study.errors import FirstTokenError, StageError
@@ -64,8 +64,7 @@ def _one_process(config: ServiceConfig, broken: Callable[[FirstTokenError], None
     """
     with ExitStack() as starting, listening(config) as listener:
         starting.enter_context(uncollected())
-        if (comes := without_torch(config)) is not None:  # beside the imports of what serves
-            starting.enter_context(in_short_turns())
+        comes = without_torch(config)  # beside the imports of what serves
         try:
             import uvicorn
 
