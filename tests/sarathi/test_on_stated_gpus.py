@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,15 @@ from firsttoken.sarathi.lengths import STATED, lengths
 from firsttoken.study.errors import ProfileError
 from firsttoken_studies.commands import _card, add_options
 from firsttoken_studies.sarathi.card_capacity import CardCase, card_summary
-from firsttoken_studies.sarathi.operator_error import OperatorErrorConfig, ServerRun, operator_summary, simulated
+from firsttoken_studies.sarathi.operator_error import (
+    NEW,
+    OperatorErrorConfig,
+    ServerRun,
+    busy_share,
+    error_table,
+    operator_summary,
+    simulated,
+)
 from firsttoken_studies.sarathi.paper_cards import sweep_summary
 
 
@@ -31,8 +40,8 @@ class Constant(Costs):
     swap_out_s = swap_in_s = None
 
 
-def run_of(clients: int, prompt: int = 100, output: int = 5, model: str = "qwen3-32b") -> ServerRun:
-    return ServerRun("h100-sxm", model, "bfloat16", 2, prompt, output, clients, 1.0, 1.0)
+def run_of(clients: int, prompt: int = 100, output: int = 5, model: str = "qwen3-32b", prompts: int = 0) -> ServerRun:
+    return ServerRun("h100-sxm", model, "bfloat16", 2, prompt, output, clients, 1.0, 1.0, prompts)
 
 
 def test_one_client_waits_for_its_own_prefill_alone():
@@ -61,6 +70,37 @@ def test_every_client_sends_its_requests():
 
     simulated(run_of(3), Counted(), OperatorErrorConfig(1, 5, 8192), seed=0)
     assert sum(sent) == 3 * 5 * 100
+
+
+def test_prompts_that_repeat_are_found_again():
+    """Both texts were sent before what is measured begins: of 101 tokens six whole blocks of 16 are found again."""
+    config = OperatorErrorConfig(1, 3, 8192)
+    new, repeated = (simulated(run_of(2, prompt=101, prompts=count), Constant(), config, seed=0) for count in (0, 2))
+    assert new[0] == pytest.approx(1e3 * (1 + 0.01 * 2 * 101))
+    assert repeated == (pytest.approx(1e3 * (1 + 0.01 * 2 * 5)), pytest.approx(1000))
+
+
+def test_a_run_may_need_more_than_all_of_the_time_of_its_cards():
+    """Answers of 100 tokens take a second, for each of three clients; a token takes a tenth of a second at best."""
+    run = replace(run_of(3, prompt=50, output=50), ttft_ms=20.0, tpot_ms=20.0)
+    assert busy_share(run, SimpleNamespace(once=np.array([0.0, 0.3, 0.2, 0.6]))) == pytest.approx(3 * 100 * 0.1)
+
+
+def test_runs_whose_prompts_repeat_are_judged_both_ways():
+    rows = []
+    for model, factors in (("a", {"vllm": 1.0, "simulated": 1.1}), ("b", {"vllm": 1.0, "simulated": 1.0, NEW: 3.0})):
+        for source, factor in factors.items():
+            place = {"card": "c", "weights": "fp8", "gpus": 1, "prompt_tokens": 1, "output_tokens": 2, "clients": 1}
+            times = {name: 10.0 * factor for name in ("ttft_ms", "tpot_ms", "latency_ms")}
+            rows.append({"model": model, "source": source, "busy_share": 0.5} | place | times)
+    summary = operator_summary(rows, {})
+    assert summary.of("tpot_off_pct", source="simulated", than="vllm", across="p90")["n"] == 2
+    new = summary.of("tpot_off_pct", source=NEW, than="vllm", across="median", model="b")
+    assert (new["value"], new["n"]) == (pytest.approx(200), 1)
+    assert summary.get("tpot_off_pct", source=NEW, than="vllm", across="median", model="a") is None
+    assert summary.value("busy_share", model="b", across="most") == 0.5
+    said = [line["runs"] for line in error_table(SimpleNamespace(rows=rows, summary=summary))]
+    assert said == ["all", "a", "b", "c", "b, every prompt new"]
 
 
 def test_the_summary_has_each_error_by_model_and_card():

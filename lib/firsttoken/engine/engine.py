@@ -6,6 +6,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from firsttoken.engine.block_pool import BlockPool, PrefixSharing
@@ -16,8 +17,8 @@ from firsttoken.engine.request import GREEDY, Kind, KVSource, Request, Sampling,
 from firsttoken.engine.scheduler_state import Victim, victim_named
 from firsttoken.engine.schedulers.sarathi import scheduler_named
 from firsttoken.engine.schedulers.scheduler import Scheduler, SchedulerConfig
-from firsttoken.engine.simulated import TOKEN, SimulatedExecutor
-from firsttoken.engine.trace import Step, Trace
+from firsttoken.engine.simulated import TOKEN, SimulatedExecutor, uncollected_simulation
+from firsttoken.engine.trace import DecodeChunks, Step, Trace
 from firsttoken.study.errors import ProfileError, RequestError
 
 # What an engine is told: who runs in a step, who gives way, and within which bounds.
@@ -99,11 +100,9 @@ def fast_forward(engine: Engine, next_arrival_s: float) -> bool:
         start, now = now, executor.charge((), contexts)
         times.append(now)
         scheduler.completed((), contexts, now - start)
-        following = tuple([tokens + 1 for tokens in contexts])
         if engine.trace is not None:
-            chunks = tuple(map(ScheduledChunk, running, contexts, following, contexts))
-            engine.trace.steps.append(Step(start, now - start, (), contexts, chunks))
-        contexts = following
+            engine.trace.steps.append(Step(start, now - start, (), contexts, DecodeChunks(running, contexts)))
+        contexts = tuple([tokens + 1 for tokens in contexts])
     if not times:
         return False
     engine.token_counts[Kind.DECODE] += len(times) * len(running)
@@ -300,10 +299,11 @@ class Engine:
     def run(self) -> None:
         """Step until no request is open; a simulation takes steps that are alike at once. Raises the ``failure`` of the
         first request that ended with one, once the others have ended."""
-        while self.busy:
-            self.step()
-            while self._fast_forward():
-                pass
+        with uncollected_simulation() if isinstance(self.executor, SimulatedExecutor) else nullcontext():
+            while self.busy:
+                self.step()
+                while self._fast_forward():
+                    pass
         if failed := self.failed():
             raise failed[0].failure
 

@@ -26,7 +26,7 @@ class Step:
     seconds: float
     prefills: tuple[tuple[int, int], ...]
     contexts: tuple[int, ...]
-    chunks: tuple[ScheduledChunk, ...]
+    chunks: Sequence[ScheduledChunk]
 
     @property
     def token_spans(self) -> tuple[TokenSpan, ...]:
@@ -40,6 +40,23 @@ class Step:
         for span in self.token_spans:
             tokens[span.kind] += span.end - span.start
         return tokens
+
+
+@dataclass(frozen=True)
+class DecodeChunks(Sequence[ScheduledChunk]):
+    """The chunks of a step in which each of ``requests`` decoded with so many tokens in the cache, made when read."""
+
+    requests: Sequence[Request]
+    contexts: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.contexts)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return DecodeChunks(self.requests[index], self.contexts[index])
+        cached = self.contexts[index]
+        return ScheduledChunk(self.requests[index], cached, cached + 1, cached)
 
 
 @dataclass

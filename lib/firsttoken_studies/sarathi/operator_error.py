@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -20,7 +20,7 @@ from firsttoken.engine.costs.operator_tables import OperatorTables, tables_from
 from firsttoken.engine.costs.tables import number, rows
 from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.request import Request, Sampling
-from firsttoken.engine.simulated import SimulatedExecutor
+from firsttoken.engine.simulated import SimulatedExecutor, uncollected_simulation
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS, LOOKS, handle, panels
@@ -51,10 +51,18 @@ _MIXTURES = {"Qwen/Qwen3-235B-A22B-FP8": "qwen3-235b-a22b", "MiniMaxAI/MiniMax-M
 # and values in 8 bits on the B200 (the commands are in its README).
 _LEAST_SHARE = {"llama-3.1-70b": 0.8, "minimax-m2.5": 0.8}
 _FP8_CACHE = {("llama-3.1-70b", "b200-sxm")}
+# If every prompt were computed, the runs of Llama-3.1-8B would need more than all of the time of their cards
+# (``busy_share``): most prompts must have been found in vLLM's prefix cache. The command of the wheel's authors
+# (aiconfigurator's bench_run.sh) names no number of prompts, of which AIPerf then makes 100 and draws among them; it
+# sends two requests of each client before it begins to measure.
+_REPEATED = {"llama-3.1-8b": 100}
+_WARM_UP_ROUNDS = 2
 _LOOKS = ("sarathi", "prefill first", "measured", "other", "short first", "hybrid batches")  # a look a model and card
 _PLACES = {"model": "model", "machine": "card"}  # of the summary, and the column of the rows
 METRICS = ("ttft", "tpot", "latency")
+_RUN = ["card", "model", "weights", "gpus", "prompt_tokens", "output_tokens", "clients"]
 _PAIR = {"source": "simulated", "than": "vllm"}
+NEW = "simulated, every prompt new"
 KIND = "simulated on measured operators"
 
 
@@ -85,7 +93,10 @@ class MixtureErrorConfig(OperatorErrorConfig):
 
 @dataclass(frozen=True)
 class ServerRun:
-    """One published run: a closed loop of ``clients``, each sending its next request when the last has ended."""
+    """One published run: a closed loop of ``clients``, each sending its next request when the last has ended.
+
+    Each draws from ``prompts`` texts, which were all sent before what is measured begins; 0: every prompt is a new one.
+    """
 
     card: str
     model: str
@@ -96,6 +107,7 @@ class ServerRun:
     clients: int
     ttft_ms: float
     tpot_ms: float
+    prompts: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,17 +146,22 @@ def _published(
             counts = (int(number(path, line, row, name, least=1)) for name in (*_COUNTS, *more))
             prompt, output, clients, gpus, *others = counts
             times = (number(path, line, row, name) for name in _TIMES)
-            yield ServerRun(card, model, kept, gpus, prompt, output, clients, *times), others
+            yield ServerRun(card, model, kept, gpus, prompt, output, clients, *times, _REPEATED.get(model, 0)), others
 
 
 def operator_error(profile: Profile) -> Outcome:
-    """Rows {card, model, weights, gpus, prompt_tokens, output_tokens, clients, source, ttft_ms, tpot_ms, latency_ms,
-    beyond}; ``source`` is "vllm" or "simulated", ``latency_ms`` the time of a whole answer."""
+    """Rows {card, model, weights, gpus, prompt_tokens, output_tokens, clients, prompts, source, ttft_ms, tpot_ms,
+    latency_ms, beyond, busy_share}; ``source`` is "vllm" or "simulated", ``latency_ms`` the time of a whole
+    answer. A run whose prompts repeat has a third row, as if every prompt were a new one."""
     config = profile.section("operator_error", OperatorErrorConfig)
     found: Rows = []
     for run in tqdm(server_runs()[:: config.every], desc="operator_error", disable=None):
         costs = costs_of(run)
-        found += _both(run, simulated(run, costs, config, profile.seed), beyond="; ".join(costs.beyond))
+        more = {"beyond": "; ".join(costs.beyond), "busy_share": busy_share(run, costs)}
+        found += _both(run, simulated(run, costs, config, profile.seed), **more)
+        if run.prompts:
+            new = replace(run, prompts=0)
+            found.append(_both(new, simulated(new, costs, config, profile.seed), **more)[-1] | {"source": NEW})
     return Outcome(found, provenance={"kind": KIND, "costs": tables_from()})
 
 
@@ -186,6 +203,18 @@ def rounded(found: Rows, digits: int) -> Rows:
     ]
 
 
+def busy_share(run: ServerRun, costs: OperatorCosts) -> float:
+    """The share of the time of its cards that a run needs at least if every prompt is computed; above 1 it cannot be.
+
+    Each client waits for its answer, so that the requests a second are the clients over the time of an answer (Little's
+    law). Every token is charged what one takes in a step of the best size; attention and head are left out.
+    """
+    token_s = float((costs.once[1:] / np.arange(1, len(costs.once))).min())
+    tokens = (run.prompt_tokens + run.output_tokens) * (1 + _LEAST_SHARE.get(run.model, 1.0)) / 2
+    answer_s = (run.ttft_ms + run.tpot_ms * (run.output_tokens - 1)) / 1e3
+    return run.clients / answer_s * tokens * token_s
+
+
 def costs_of(run: ServerRun) -> OperatorCosts:
     """The sum of operators of a run, in the types that its server kept weights and cache in."""
     return OperatorCosts.of(
@@ -211,25 +240,34 @@ def mean_times(requests: Iterable[Request]) -> tuple[float, float]:
 def served(run: ServerRun, costs: Costs, blocks: int, config: OperatorErrorConfig, seed: int) -> list[Request]:
     """The requests of the clients of ``run``, answered on ``costs`` with ``blocks`` KV blocks.
 
-    All begin at once, and every request counts, as InferenceMAX runs them: ten for each client.
+    All begin at once, and every request counts, as InferenceMAX runs them: ten for each client. Where the prompts of a
+    run repeat, two for each client come before, which do not count, and blocks of prompts are kept and found again.
     """
-    engine = Engine(
-        SimulatedExecutor(costs, blocks),
-        EngineConfig(scheduler="sarathi", watermark=0.0, requests=1024, token_budget=config.token_budget),
+    settings = EngineConfig(
+        scheduler="sarathi",
+        watermark=0.0,
+        requests=1024,
+        token_budget=config.token_budget,
+        share_prefixes=run.prompts > 0,
     )
-    lengths = _lengths(run, seed)
-    requests: list[Request] = []
+    engine = Engine(SimulatedExecutor(costs, blocks), settings)
+    lengths, draw = _lengths(run, seed), np.random.default_rng([seed, run.prompts])
 
-    def send(arrival_s: float) -> None:
-        prompt, output = next(lengths)
-        requests.append(engine.submit((0,) * prompt, Sampling(output), arrival_s))
+    def closed_loop(count: int) -> list[Request]:
+        requests: list[Request] = []
+        while len(requests) < count:
+            while engine.open_requests < run.clients and len(requests) < count:
+                prompt, output = next(lengths)
+                text = int(draw.integers(run.prompts)) if run.prompts else 0
+                requests.append(engine.submit((text,) * prompt, Sampling(output), engine.executor.now()))
+            engine.advance()
+        engine.run()
+        return requests
 
-    while len(requests) < run.clients * config.rounds:
-        while engine.open_requests < run.clients and len(requests) < run.clients * config.rounds:
-            send(engine.executor.now())
-        engine.advance()
-    engine.run()
-    return requests
+    with uncollected_simulation():
+        if run.prompts:
+            closed_loop(_WARM_UP_ROUNDS * run.clients)
+        return closed_loop(config.rounds * run.clients)
 
 
 def _lengths(run: ServerRun, seed: int) -> Iterator[tuple[int, int]]:
@@ -242,12 +280,17 @@ def _lengths(run: ServerRun, seed: int) -> Iterator[tuple[int, int]]:
 def operator_summary(found: Rows, parameters: Mapping[str, Any]) -> Summary:
     """The error of each metric in %: median, 90th percentile and mean over the runs, of all, by model and by card."""
     summary, off = Summary(), _off_pct(found)
-    cases = [({}, off)]
+    cases = [(_PAIR, off)]
     for place, column in _PLACES.items():
-        cases += [({place: value}, mine) for value, mine in off.groupby(column, sort=False)]
+        cases += [({place: value} | _PAIR, mine) for value, mine in off.groupby(column, sort=False)]
+    for model, mine in _off_pct(found, NEW).groupby("model") if distinct(found, "source", source=NEW) else ():
+        cases.append(({"model": model, "source": NEW, "than": "vllm"}, mine))
     for where, mine in cases:
         for metric in METRICS:
-            add_errors(summary, f"{metric}_off_pct", mine[metric], **where, **_PAIR)
+            add_errors(summary, f"{metric}_off_pct", mine[metric], **where)
+    for model, mine in off.groupby("model", sort=False) if "busy_share" in off else ():
+        most = float(mine.busy_share.max())
+        summary.add("busy_share", {"value": most, "n": len(mine), "unit": ""}, model=model, across="most")
     return summary
 
 
@@ -259,9 +302,11 @@ def add_errors(summary: Summary, measure: str, off: Any, median: Statistic = np.
         summary.add(measure, bootstrap(values, statistic).summary("%"), **where, across=across)
 
 
-def _off_pct(found: Rows) -> pandas.DataFrame:
-    """A run a row, with what the server measured, and by metric how far the simulation is off, in %."""
-    theirs, ours = (frame_of(found, source=source) for source in ("vllm", "simulated"))
+def _off_pct(found: Rows, source: str = "simulated") -> pandas.DataFrame:
+    """A run a row, with what the server measured, and by metric how far the simulation ``source`` is off, in %."""
+    theirs, ours = (frame_of(found, source=one) for one in ("vllm", source))
+    if len(ours) < len(theirs):  # of those runs alone that have it
+        theirs = theirs.merge(ours[_RUN], on=_RUN)
     return theirs.assign(**{name: 100 * (ours[f"{name}_ms"] / theirs[f"{name}_ms"] - 1) for name in METRICS})
 
 
@@ -298,12 +343,15 @@ def against_servers(recorded: Result | None, now: Result) -> Figure:
 
 
 def error_table(result: Result) -> Table:
-    """The error by model and by card: median and 90th percentile of the time per token, of a whole answer, of TTFT."""
+    """The error by model and by card: median and 90th percentile of the time per token, of a whole answer, of TTFT.
+    A model whose prompts repeat has a second line, for what they would say if every prompt were new."""
     places = [{place: value} for place, column in _PLACES.items() for value in distinct(result.rows, column)]
-    for where in ({}, *places):
-        at = where | _PAIR
+    cases = [(next(iter(where.values()), "all"), where | _PAIR) for where in ({}, *places)]
+    for model in distinct(result.rows, "model", source=NEW):
+        cases.append((f"{model}, every prompt new", {"model": model, "source": NEW, "than": "vllm"}))
+    for name, at in cases:
         median = result.summary.of("tpot_off_pct", **at, across="median")
-        line: dict[str, Any] = {"runs": next(iter(where.values()), "all"), "n": median["n"]}
+        line: dict[str, Any] = {"runs": name, "n": median["n"]}
         for metric, name in (("tpot", "time per token"), ("latency", "whole answer"), ("ttft", "TTFT")):
             line[f"{name}, median %"] = interval(result.summary.of(f"{metric}_off_pct", **at, across="median"), 1)
             line[f"{name}, p90 %"] = f"{result.summary.of(f'{metric}_off_pct', **at, across='p90')['value']:.0f}"

@@ -10,11 +10,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from firsttoken.assets.dense_shape import SHAPES, DenseShape, dense_shape
 from firsttoken.engine.costs import operator_tables
 from firsttoken.engine.costs.operator_costs import OperatorCosts
-from firsttoken.engine.costs.operator_tables import CONTEXT, GENERATION, PRODUCTS, OperatorTables, read_table
+from firsttoken.engine.costs.operator_tables import (
+    CONTEXT,
+    GENERATION,
+    PRODUCTS,
+    OperatorTables,
+    read_table,
+    undisturbed,
+)
 from firsttoken.study.errors import AssetError, CorpusError, ModelError, ProfileError
 
 SHAPE = DenseShape(layers=2, hidden=64, mlp=128, heads=4, kv_heads=2, head_dim=16, vocabulary=256)
@@ -97,6 +106,29 @@ def test_a_measured_product_is_met_exactly(tables):
 def test_between_two_measured_products_lies_one_between_them(tables):
     at = [tables.product("bfloat16", n, 64)[0][1] for n in (64, 96, 128)]
     assert (at[0] < at[1]).all() and (at[1] < at[2]).all()
+
+
+@given(st.lists(st.one_of(st.floats(1e-6, 1.0), st.just(np.inf)), min_size=1, max_size=12))
+def test_no_size_takes_a_quarter_longer_than_a_larger_one(seconds):
+    found = undisturbed(np.array(seconds))
+    for at, (before, after) in enumerate(zip(seconds, found, strict=True)):
+        assert after <= before and np.isfinite(after) == np.isfinite(before)
+        if np.isfinite(before):
+            assert after <= 1.25 * min(found[at:]) and after in seconds[at:]
+        if before <= 1.25 * min(seconds[at:]):
+            assert after == before  # a point that was not disturbed stays as it was measured
+    assert (undisturbed(found) == found).all()
+
+
+def test_a_disturbed_product_takes_as_long_as_a_larger_one(tables, tmp_path):
+    rows = pq.read_table(tmp_path / f"a100-sxm-{PRODUCTS}.parquet").to_pylist()
+    for row in rows:
+        row["latency"] *= 10 if (row["m"], row["n"], row["k"]) == (8, 64, 128) else 1
+    written(tmp_path, f"a100-sxm-{PRODUCTS}", rows)
+    operator_tables._read.cache_clear()
+    operator_tables._products_of.cache_clear()
+    (_, seconds), _ = OperatorTables.read("a100-sxm").product("bfloat16", 64, 128)
+    assert seconds == pytest.approx([product_ms(m, 64, 128) / 1e3 for m in (1, 64, 64, 512)])
 
 
 def test_beyond_the_table_a_product_grows_with_its_width_and_says_so(tables):
