@@ -37,7 +37,7 @@ from firsttoken_studies.progressiveserve.coldstart.checkpoints import (
 )
 from firsttoken_studies.progressiveserve.frontier import PrecisionConfig
 from firsttoken_studies.progressiveserve.open_session import LoadedStages
-from firsttoken_studies.progressiveserve.timeline import one_timeline, peak_growth, token_gaps
+from firsttoken_studies.progressiveserve.timeline import first_answers, one_timeline, peak_growth, token_gaps
 
 KEEP, REDO = TRANSITIONS["naive"], TRANSITIONS["prefill again"]
 
@@ -146,6 +146,7 @@ ASKED_FOR_S = 0.5
 """Seconds in which clients ask: each once, before the first token of any."""
 
 COPIED = 1 << 28  # bytes
+ANSWER_TOKENS = 24  # of a first answer, as in the study of stages of layers
 
 
 @dataclass(frozen=True)
@@ -242,6 +243,7 @@ def refinement_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         _case(partial(summary.add, case=case), found, parameters)
         peaks[case] = [peak_growth(each, model["bytes"]) for each in found]
     _peaks(summary, {case: each for case, each in peaks.items() if None not in each})
+    _first_answers(summary, {case: first_answers(rows_where(rows, case=case), ANSWER_TOKENS, runs) for case in peaks})
     if merged := [row for row in rows_where(rows, case=KEPT) if "merged_bytes" in row]:
         rates = frame_of(merged).assign(gb_per_s=lambda of: of.merged_bytes / 1e9 / of.merging_s)
         rates["share"] = rates.gb_per_s / copy["gb_per_s"]
@@ -264,6 +266,15 @@ def _peaks(summary: Summary, peaks: Mapping[str, list[float]]) -> None:
     for case in [case for case in peaks if case != WHOLE] if WHOLE in peaks else ():
         over = median_ratio(peaks[case], peaks[WHOLE]).summary("x")
         summary.add("peak_memory_x", over, case=case, than=WHOLE)
+
+
+def _first_answers(summary: Summary, answered: Mapping[str, list[float | None]]) -> None:
+    """Add by case when the first answers were whole, and that over the same run's of the plain whole model."""
+    there = {case: seconds for case, seconds in answered.items() if None not in seconds}
+    for case, seconds in there.items():
+        summary.add("first_answer_s", bootstrap(seconds, "median").summary("s"), case=case)
+        if case != WHOLE and WHOLE in there:
+            summary.add("first_answer_x", median_ratio(seconds, there[WHOLE]).summary("x"), case=case, than=WHOLE)
 
 
 def _case(add: Callable[..., Entry], runs: list[Rows], parameters: Mapping[str, Any]) -> None:

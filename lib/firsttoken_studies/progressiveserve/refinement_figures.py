@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from firsttoken.study.plot import COLOURS, LOOKS, panels
 from firsttoken.study.record import Result, Rows, Table, rows_where
 from firsttoken.study.show import interval
-from firsttoken_studies.progressiveserve.refinement import AGAIN, KEPT, STILL, WHOLE, refining
+from firsttoken_studies.progressiveserve.refinement import AGAIN, ANSWER_TOKENS, KEPT, STILL, WHOLE, refining
 from firsttoken_studies.progressiveserve.timeline import token_gaps
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ def load_rows(result: Result) -> Table:
                 "planes came for, s": interval(found.get("refining_s", case=case), 2),
                 "longest gap meanwhile, ms": interval(found.get("longest_gap_ms", case=case), 0),
                 "of a step": interval(found.get("longest_gap_x", case=case, than="step"), 2),
+                f"first answer of {ANSWER_TOKENS} tokens, s": interval(found.get("first_answer_s", case=case), 2),
+                "/ plain start's": interval(found.get("first_answer_x", case=case, than=WHOLE), 2),
                 "peak memory / model": interval(found.get("peak_memory_x", case=case, than="model"), 2),
                 "/ plain model's": interval(found.get("peak_memory_x", case=case, than=WHOLE), 2),
             }

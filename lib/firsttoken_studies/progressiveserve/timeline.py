@@ -183,15 +183,15 @@ def timeline_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
 
 
 def first_answers(rows: Rows, new_tokens: int, runs: Iterable[int]) -> list[float | None]:
-    """When the clients' first answers of ``new_tokens`` tokens were whole, in seconds from the start.
+    """When the first ``new_tokens`` tokens of the clients' first answers were there, in seconds from the start.
 
-    Of each of ``runs`` it is the median over the clients, None where one of them was not whole by the end."""
+    Of each of ``runs`` it is the median over the clients, None where one of them had fewer by the end."""
     found: list[float | None] = []
     for run in runs:
         tokens = frame_of(rows, run=run, row="token", request=0)
-        answers = tokens.groupby("client").at_s.agg(["count", "max"]) if len(tokens) else None
-        whole = answers is not None and (answers["count"] >= new_tokens).all()
-        found.append(float(answers["max"].median()) if whole else None)
+        answers = [sorted(mine) for _, mine in (tokens.groupby("client").at_s if len(tokens) else ())]
+        whole = bool(answers) and min(map(len, answers)) >= new_tokens
+        found.append(float(np.median([mine[new_tokens - 1] for mine in answers])) if whole else None)
     return found
 
 

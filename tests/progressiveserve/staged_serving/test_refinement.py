@@ -105,6 +105,16 @@ def test_what_the_rows_say():
     for base in ("model", "whole"):
         assert found.value("peak_memory_x", case="kept", than=base) == pytest.approx(1.2)
     assert found.value("same_logits") is True and found.value("short_requests", case="kept") == 0
+    assert found.get("first_answer_s", case="kept") is None, "none of the answers has 24 tokens"
+
+
+def test_a_first_answer_is_its_first_24_tokens_over_those_of_a_plain_start():
+    rows = [{"row": "copy", "gb_per_s": 8.0}, {"row": "model", "bytes": 1000}, {"row": "logits", "same": True}]
+    rows += timeline("whole", [2.0 + 0.1 * token for token in range(40)], 1000)
+    rows += timeline("again", [1.0 + 0.05 * token for token in range(30)], 1000)
+    found = refinement_summary(rows, {"refinement": CONFIG})
+    assert found.value("first_answer_s", case="whole") == pytest.approx(4.3)
+    assert found.value("first_answer_x", case="again", than="whole") == pytest.approx(2.15 / 4.3)
 
 
 def test_a_profile_that_names_no_split_or_timeline():
