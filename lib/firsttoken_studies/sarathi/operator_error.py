@@ -3,6 +3,7 @@ models and of mixtures of experts."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -152,13 +153,18 @@ def _published(
 def operator_error(profile: Profile) -> Outcome:
     """Rows {card, model, weights, gpus, prompt_tokens, output_tokens, clients, prompts, source, ttft_ms, tpot_ms,
     latency_ms, beyond, busy_share}; ``source`` is "vllm" or "simulated", ``latency_ms`` the time of a whole
-    answer. A run whose prompts repeat has a third row, as if every prompt were a new one."""
+    answer. A simulated one has {simulated_s, took_s}, too: the seconds that it simulated, and that it took. A run whose
+    prompts repeat has a third row, as if every prompt were a new one."""
     config = profile.section("operator_error", OperatorErrorConfig)
     found: Rows = []
     for run in tqdm(server_runs()[:: config.every], desc="operator_error", disable=None):
         costs = costs_of(run)
         more = {"beyond": "; ".join(costs.beyond), "busy_share": busy_share(run, costs)}
-        found += _both(run, simulated(run, costs, config, profile.seed), **more)
+        begun = time.perf_counter()
+        requests = served(run, costs, costs.blocks, config, profile.seed)
+        took_s = time.perf_counter() - begun
+        found += _both(run, mean_times(requests), **more)
+        found[-1] |= {"simulated_s": max(request.times_s[-1] for request in requests), "took_s": took_s}
         if run.prompts:
             new = replace(run, prompts=0)
             found.append(_both(new, simulated(new, costs, config, profile.seed), **more)[-1] | {"source": NEW})
@@ -288,6 +294,11 @@ def operator_summary(found: Rows, parameters: Mapping[str, Any]) -> Summary:
     for where, mine in cases:
         for metric in METRICS:
             add_errors(summary, f"{metric}_off_pct", mine[metric], **where)
+    ran = [(row["simulated_s"], row["took_s"]) for row in found if "took_s" in row]
+    if ran:
+        simulated_s, took_s = map(sum, zip(*ran, strict=True))
+        speed = {"value": simulated_s / took_s, "n": len(ran), "unit": "s simulated in a second"}
+        summary.add("real_time_x", speed, across="sum", source="simulated")
     for model, mine in off.groupby("model", sort=False) if "busy_share" in off else ():
         most = float(mine.busy_share.max())
         summary.add("busy_share", {"value": most, "n": len(mine), "unit": ""}, model=model, across="most")
