@@ -66,13 +66,14 @@ def test_the_outcome_is_the_same(lab, asked, scheduler: str, policy: str, spare,
     assert outcome(whole) == outcome(stepped)
 
 
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("steady", [True, False])
-def test_steps_are_taken_at_once_only_under_a_steady_scheduler(lab, steady: bool) -> None:
+def test_steps_are_taken_at_once_only_under_a_steady_scheduler(lab, steady: bool, shared: bool) -> None:
     class Mine(Sarathi):
         """Sarathi, which says of itself whether it is steady."""
 
     Mine.steady = steady
-    run = lab.simulated(300, scheduler=Mine, token_budget=64, requests=8)
+    run = lab.simulated(300, scheduler=Mine, token_budget=64, requests=8, share_prefixes=shared)
     for at_s in (0.0, 20.0):
         run.submit([0] * 20, Sampling(50), at_s)
     step, taken = run.engine.step, []

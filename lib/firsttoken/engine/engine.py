@@ -87,11 +87,11 @@ def fast_forward(engine: Engine, next_arrival_s: float) -> bool:
 
     The last one is that in which a request ends, or that begins after the next arrival. Call it after a step, or an
     earlier call, that decoded all running requests. It takes none where steps may differ: on a device, under a
-    scheduler that is not ``steady``, while requests wait or are swapped out, and where blocks are shared.
+    scheduler that is not ``steady``, and while requests wait or are swapped out.
     """
     scheduler, executor = engine.scheduler, engine.executor
     away = scheduler.waiting or scheduler.swapped or scheduler.restoring
-    if not isinstance(executor, SimulatedExecutor) or not scheduler.steady or away or scheduler.prefixes is not None:
+    if not isinstance(executor, SimulatedExecutor) or not scheduler.steady or away:
         return False
     running = sorted(scheduler.running, key=lambda request: request.order)
     most = _that_fit(scheduler, min([one.sampling.max_tokens - len(one.times_s) for one in running], default=0))
@@ -107,16 +107,37 @@ def fast_forward(engine: Engine, next_arrival_s: float) -> bool:
         return False
     engine.token_counts[Kind.DECODE] += len(times) * len(running)
     said, size = [TOKEN] * len(times), scheduler.block_tokens
+    for request in running:
+        request.tokens += said
+        request.times_s += times
+    if scheduler.prefixes is not None:
+        _share_in_turn(scheduler, scheduler.prefixes, running, len(times))
     for request, end in zip(running, contexts, strict=True):
         if end > len(request.blocks) * size:
             request.blocks += scheduler.pool.take(-(-end // size) - len(request.blocks))
-        request.tokens += said
-        request.times_s += times
         request.advance(end)
     for request in running:
         if len(request.times_s) >= request.sampling.max_tokens:
             engine.end(request)
     return True
+
+
+def _share_in_turn(scheduler: Scheduler, prefixes: PrefixSharing, running: Sequence[Request], steps: int) -> None:
+    """Take the blocks of ``running`` and publish those that are filled in the order in which single ``steps`` would: a
+    block that is taken may be one that somebody else could have found."""
+    size = scheduler.block_tokens
+    first = [(0, place) for place in range(len(running))]
+    edges = [
+        (step, place)
+        for place, request in enumerate(running)
+        for step in range(1, steps)
+        if (request.cached + step) % size in (0, size - 1)
+    ]
+    for step, place in sorted(first + edges):
+        request, cached = running[place], running[place].cached + step
+        if cached >= len(request.blocks) * size:
+            request.blocks += scheduler.pool.take(1)
+        prefixes.publish(ScheduledChunk(request, cached, cached + 1, cached))
 
 
 def _that_fit(scheduler: Scheduler, steps: int) -> int:

@@ -9,7 +9,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import ClassVar
 
 from firsttoken import old_names
@@ -52,9 +51,6 @@ class SchedulerConfig:
                 raise ProfileError(f"engine: {name} must be above 0, not {getattr(self, name)}")
         if not self.stretch > 1:
             raise ProfileError(f"engine: stretch must be above 1, not {self.stretch}")
-
-
-_ORDER = attrgetter("order")
 
 
 class Scheduler(Queues, ABC):
@@ -154,11 +150,8 @@ class Scheduler(Queues, ABC):
     def decodes(self) -> list[ScheduledChunk]:
         """One token of every decoding request, the first come first; who finds no block left preempts others."""
         chunks: list[ScheduledChunk] = []
-        for request in sorted(self.running, key=_ORDER):
-            cached = request.cached
-            # As ``request.decoding``, without a call: a simulation comes here for each token.
-            decoding = request.phase is Phase.RUNNING and request.prompt_tokens <= cached == request.computed
-            if decoding and (cached < len(request.blocks) * self.block_tokens or self._grow(request)):
+        for request in sorted(self.running, key=lambda request: request.order):
+            if request.phase is Phase.RUNNING and request.decoding and self._grow(request):
                 chunks.append(self.chunk(request, 1))
         return chunks
 
@@ -339,7 +332,9 @@ class Scheduler(Queues, ABC):
         self._give_up_prefix(request)
 
     def _grow(self, request: Request) -> bool:
-        """Take the block that the next token of ``request`` needs; False when it had to give up its own."""
+        """Take the block that the next token of ``request`` may need; False when it had to give up its own."""
+        if request.cached < len(request.blocks) * self.block_tokens:
+            return True
         while (blocks := self.pool.take(self._missing(request, request.cached + 1))) is None:
             fixed = {chunk.request.number for chunk in self.planned}
             victim = self.victim([other for other in self.running if other.number not in fixed])
