@@ -51,12 +51,13 @@ def no_snapshots() -> str:
         return "CRIU restores processes for root alone; measure as root"
     if not (criu := shutil.which("criu")):
         return "criu is not installed; apt-get install criu"
-    done = subprocess.run([criu, "check"], capture_output=True, text=True, check=False)
-    if not done.returncode:
-        return ""
+    try:
+        done = subprocess.run([criu, "check"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        return f"criu cannot be run: {error}; apt-get install criu"
     told = [line for line in done.stderr.splitlines() if line.startswith("Error") and "exited, status" not in line]
     said = (told or ["no message"])[0]
-    return f"criu check fails: {said}; a newer criu may know this kernel (4.2 knows 6.18)"
+    return f"criu check fails: {said}; a newer criu may know this kernel (4.2 knows 6.18)" if done.returncode else ""
 
 
 def start_copy(spec: TrialSpec, variant: str) -> dict[str, Any]:
