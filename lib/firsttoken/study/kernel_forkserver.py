@@ -176,6 +176,7 @@ def _write_kernel(folder: Path, address: str) -> None:
 def serve(address: str, modules: Sequence[str]) -> None:
     """Import ``modules``, then make a copy for each client of the socket ``address``, until a signal ends it or whoever
     started it is gone."""
+    parent = os.getppid()
     for wanted in modules:
         module, _, function = wanted.partition(":")
         with suppress(ImportError, FirstTokenError):  # what fails here is not needed, or fails where it is
@@ -183,7 +184,6 @@ def serve(address: str, modules: Sequence[str]) -> None:
             if function:
                 getattr(imported, function)()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    parent = os.getppid()
     children: dict[int, socket.socket] = {}
     try:
         with socket.socket(socket.AF_UNIX) as listening, selectors.DefaultSelector() as selector:

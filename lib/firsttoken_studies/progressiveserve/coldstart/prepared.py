@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any, NoReturn
@@ -100,7 +99,7 @@ def restore(spec: TrialSpec) -> dict[str, Any]:
                 raise StageError(f"the process to dump ended: {resides.stderr.read().strip().splitlines()[-1]}")
             resides.stdout.close()
             resides.stderr.close()
-            _criu("dump", kept, ["--tree", str(resides.pid)])
+            _dump(resides.pid, kept)
         image = [path for path in Path(kept).iterdir() if path.suffix == ".img"]
         row = {"paid_s": time.monotonic() - begun, "kept_bytes": sum(path.stat().st_size for path in image)}
         row["resident_before_pct"] = _unread([*image, *_weights(spec)])
@@ -129,8 +128,8 @@ def _unread(files: Sequence[Path]) -> float | None:
     """Make ``files`` cold as every other trial finds them, which have been in memory until then; the largest share of
     one that is still there in %, None where unknown.
 
-    What the harness has freed before the preparation the host of a virtual machine has taken back meanwhile, and to read
-    into that takes the processor 0.2 s longer.
+    What the harness freed before the preparation the host of a virtual machine has taken back meanwhile: to read into
+    that takes the processor 0.2 s longer.
     """
     make_warm(files)
     left = make_cold(files)
@@ -154,23 +153,28 @@ def _short_folder() -> Iterator[Path]:
 
 @contextmanager
 def _process(command: list[str]) -> Iterator[subprocess.Popen]:
-    """The process of ``command``, killed with the block, and with this process."""
+    """The process of ``command``, killed with the block."""
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    tie = partial(ctypes.CDLL(None).prctl, _PARENT_DIES, signal.SIGKILL)  # of a restored process its dump has kept it
-    with subprocess.Popen(command, text=True, start_new_session=True, preexec_fn=tie, **streams) as process:
+    with subprocess.Popen(command, text=True, start_new_session=True, preexec_fn=_tie, **streams) as process:
         try:
             yield process
         finally:
             process.kill()
 
 
+def _tie() -> None:
+    """Have this process killed when its parent ends; a restored one is tied to the CRIU that restores it, too."""
+    ctypes.CDLL(None).prctl(_PARENT_DIES, signal.SIGKILL)
+
+
 def _words(verb: str, folder: str) -> list[str]:
     return ["criu", verb, "--images-dir", folder, "--log-file", f"{verb}.log"]
 
 
-def _criu(verb: str, folder: str, more: list[str]) -> None:
-    if subprocess.run([*_words(verb, folder), *more], capture_output=True, check=False).returncode:
-        raise StageError(_fault(verb, folder))
+def _dump(process: int, folder: str) -> None:
+    command = [*_words("dump", folder), "--tree", str(process)]
+    if subprocess.run(command, capture_output=True, check=False, preexec_fn=_tie).returncode:
+        raise StageError(_fault("dump", folder))
 
 
 def _fault(verb: str, folder: str) -> str:
