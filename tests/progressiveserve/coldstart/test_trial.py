@@ -217,7 +217,7 @@ def test_a_dump_that_fails_says_what_criu_said_and_leaves_nobody(spec, tmp_path,
     criu.write_text('#!/bin/sh\necho "(00.1) Error (criu/x.c:1): no such luck" > "$3/$5"\nexit 1\n')
     criu.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(StageError, match=r"^criu dump failed: .*no such luck$"):
+    with pytest.raises(StageError, match=r"^criu dump failed: .*no such luck; run again, or without criu on PATH$"):
         main(replace(spec, variant="restored"))
     assert list(paths.CACHE.iterdir()) == [] and not left_over(spec.stock)
 

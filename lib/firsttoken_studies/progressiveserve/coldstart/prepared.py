@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from firsttoken.study import paths
 from firsttoken.study.errors import StageError
@@ -77,6 +77,8 @@ def start_copy(spec: TrialSpec, variant: str) -> dict[str, Any]:
             ask(client, TRIAL, [json.dumps(asdict(asked))], [nothing.fileno(), out.fileno(), err.fileno()])
             while client.recv(64):  # its process id, its status, and then the end
                 pass
+        for file in (out, err):
+            file.seek(0)
         said = [["", *_lines(file)][-1] for file in (out, err)]
     if not said[0]:
         raise StageError(f"a copy of the fork server failed: {said[1]}")
@@ -96,7 +98,7 @@ def restore(spec: TrialSpec) -> dict[str, Any]:
         address, begun = str(folder / "asked"), time.monotonic()
         with _process([sys.executable, "-m", __name__, json.dumps(asdict(spec)), address]) as resides:
             if not resides.stdout.readline():
-                raise StageError(f"the process to dump ended: {resides.stderr.read().strip().splitlines()[-1]}")
+                raise StageError(f"the process to dump ended: {['killed', *_lines(resides.stderr)][-1]}")
             resides.stdout.close()
             resides.stderr.close()
             _dump(resides.pid, kept)
@@ -137,8 +139,7 @@ def _unread(files: Sequence[Path]) -> float | None:
     return None if left is None else round(100 * left, 1)
 
 
-def _lines(file: Any) -> list[str]:
-    file.seek(0)
+def _lines(file: TextIO) -> list[str]:
     return file.read().strip().splitlines()
 
 
@@ -178,10 +179,10 @@ def _dump(process: int, folder: str) -> None:
 
 
 def _fault(verb: str, folder: str) -> str:
-    """What CRIU's log says went wrong first."""
+    """What CRIU's log says went wrong first, and the mend."""
     log = Path(folder, f"{verb}.log")
     told = [line for line in log.read_text().splitlines() if "Error" in line] if log.is_file() else []
-    return f"criu {verb} failed: {(told or ['it left no log'])[0]}"
+    return f"criu {verb} failed: {(told or ['it left no log'])[0]}; run again, or without criu on PATH"
 
 
 def _connected(address: str, restored: subprocess.Popen, folder: str) -> socket.socket:
