@@ -19,8 +19,9 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from firsttoken.study import paths
@@ -72,29 +73,57 @@ def warmed(modules: Sequence[str] | None = None) -> Iterator[None]:
     if SOCKET in os.environ or not possible():
         yield
         return
-    folder = socket_folder()
-    try:
-        address, wanted = f"{folder}/warm", MODULES if modules is None else modules
-        server = subprocess.Popen(
-            [sys.executable, "-m", "firsttoken.study.kernel_forkserver", "--serve", address, *wanted],
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for whoever asked for a copy
-            env=surroundings() | _ENVIRONMENT,
-        )
+    with listening(MODULES if modules is None else modules, surroundings() | _ENVIRONMENT) as warm:
         before = {name: os.environ.get(name) for name in (SOCKET, "JUPYTER_PATH")}
         try:
-            if server.stdout.readline():  # it listens
-                _write_kernel(folder, address)
-                os.environ[SOCKET] = address
+            if warm:
+                folder = Path(warm.address).parent
+                _write_kernel(folder, warm.address)
+                os.environ[SOCKET] = warm.address
                 os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, (str(folder), before["JUPYTER_PATH"])))
             yield
         finally:
             for name, value in before.items():
                 os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+@dataclass(frozen=True)
+class Warm:
+    """A process that makes copies of itself: the ``address`` of its socket, and its process id."""
+
+    address: str
+    process: int
+
+
+@contextmanager
+def listening(modules: Sequence[str], environment: Mapping[str, str]) -> Iterator[Warm | None]:
+    """A process in ``environment`` that has imported ``modules`` as for :func:`warmed` and waits to be asked for copies
+    of itself, which all end with the block; None where it does not start. Raises StorageError as
+    :func:`socket_folder`."""
+    folder = socket_folder()
+    try:
+        address = f"{folder}/warm"
+        server = subprocess.Popen(
+            [sys.executable, "-m", "firsttoken.study.kernel_forkserver", "--serve", address, *modules],
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for whoever asked for a copy
+            env=environment,
+        )
+        try:
+            yield Warm(address, server.pid) if server.stdout.readline() else None
+        finally:
             server.terminate()
             server.wait()
     finally:
         remove_folder(folder)
+
+
+def ask(client: socket.socket, module: str, arguments: Sequence[str], streams: Sequence[int]) -> None:
+    """Ask the process that ``client`` is connected to for a copy that runs ``python -m module arguments`` with the
+    three open files ``streams``; its process id and then its exit status come back, a line each."""
+    asked = {"module": module, "arguments": list(arguments), "folder": os.getcwd(), "environment": dict(os.environ)}
+    asked["processors"] = sorted(os.sched_getaffinity(0))
+    socket.send_fds(client, [json.dumps(asked).encode()], list(streams))
 
 
 def surroundings() -> dict[str, str]:
@@ -147,6 +176,7 @@ def _write_kernel(folder: Path, address: str) -> None:
 def serve(address: str, modules: Sequence[str]) -> None:
     """Import ``modules``, then make a copy for each client of the socket ``address``, until a signal ends it or whoever
     started it is gone."""
+    parent = os.getppid()
     for wanted in modules:
         module, _, function = wanted.partition(":")
         with suppress(ImportError, FirstTokenError):  # what fails here is not needed, or fails where it is
@@ -154,7 +184,6 @@ def serve(address: str, modules: Sequence[str]) -> None:
             if function:
                 getattr(imported, function)()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    parent = os.getppid()
     children: dict[int, socket.socket] = {}
     try:
         with socket.socket(socket.AF_UNIX) as listening, selectors.DefaultSelector() as selector:

@@ -24,10 +24,9 @@ from firsttoken.link.shaped import LinkConfig
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.record import Rows
 from firsttoken.study.system.pagecache import evict, resident_fraction
-from firsttoken_studies.progressiveserve.coldstart.spec import TrialSpec
+from firsttoken_studies.progressiveserve.coldstart.spec import TRIAL, TrialSpec
 
 KERNEL, BUCKET, SERVER, NONE = "kernel", "bucket", "data server", "none"
-TRIAL = "firsttoken_studies.progressiveserve.coldstart.trial"
 A_LINK = " a link"  # of a name: there are several such links side by side
 
 
@@ -103,12 +102,13 @@ def one_trial(spec: TrialSpec, wire: TrialLink, timeout_s: float = 600.0, module
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise FirstTokenError(f"the cold start {spec.variant} failed: {reason}")
     row = json.loads(done.stdout.strip().splitlines()[-1])
+    left = None if resident is None else round(100 * resident, 1)
     return row | {
         "link": wire.name,
         "gbit_per_s": wire.gbit_per_s,
         "shaped_by": wire.shaped_by,
         "cold": wire.cold,
-        "resident_before_pct": None if resident is None else round(100 * resident, 1),
+        "resident_before_pct": row.get("resident_before_pct", left),  # of a trial that prepares: before its clock ran
     }
 
 

@@ -15,7 +15,6 @@ import json  # noqa: E402
 import socket  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
-import threading  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 from contextlib import ExitStack, contextmanager, nullcontext, suppress  # noqa: E402
 from dataclasses import replace  # noqa: E402
@@ -29,10 +28,9 @@ from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manif
 from firsttoken.progressiveserve.loading.read_plan import open_reader, part_blobs  # noqa: E402
 from firsttoken.progressiveserve.loading.reader import BlobReader  # noqa: E402
 from firsttoken.study.errors import StageError  # noqa: E402
-from firsttoken.study.system.direct_io import read_ahead  # noqa: E402
 from firsttoken.study.system.fast_exit import tell_and_end  # noqa: E402
 from firsttoken.study.system.footprint import MemoryGrowth, cpu_seconds  # noqa: E402
-from firsttoken_studies.progressiveserve.coldstart.spec import PhaseClock, TrialSpec  # noqa: E402
+from firsttoken_studies.progressiveserve.coldstart.spec import PhaseClock, TrialSpec, read_weights_ahead  # noqa: E402
 from firsttoken_studies.progressiveserve.coldstart.variants import StartVariant, find_variant  # noqa: E402
 
 ANSWER, LAST = 160, 8  # tokens, of which the last wait for the engine, where a small model is quicker than the import
@@ -47,6 +45,10 @@ def main(spec: TrialSpec) -> dict[str, Any]:
         return _read_alone(spec, variant, links)
     if variant.served:
         return _asked_over_http(spec, variant)
+    if variant.copied or variant.restored:
+        from firsttoken_studies.progressiveserve.coldstart import prepared
+
+        return prepared.start_copy(spec, variant.copied) if variant.copied else prepared.restore(spec)
     marks = PhaseClock(spec.spawned_s)
     marks.last = INTERPRETER_UP
     marks.phases["interpreter"] = INTERPRETER_UP - spec.spawned_s
@@ -54,7 +56,7 @@ def main(spec: TrialSpec) -> dict[str, Any]:
         return row
     manifest, reader, reading = None, None, time.monotonic()
     if variant.early and variant.peer:
-        _read_ahead(spec)
+        read_weights_ahead(spec)
     elif variant.early:
         manifest = read_manifest(Path(spec.staged))
         reader = _open(spec, variant, manifest, links)
@@ -102,7 +104,7 @@ def _start_before_torch(spec: TrialSpec, marks: PhaseClock) -> dict[str, Any] | 
     The answer goes on behind the first token, and is held against what the engine says alone. Raises ModelError for a
     folder that cannot be served.
     """
-    _read_ahead(spec)
+    read_weights_ahead(spec)
     from firsttoken.assets.servable import check_servable
     from firsttoken.engine.numpy_model import NumpyModel
     from firsttoken.engine.torch_behind import Takeover
@@ -217,11 +219,6 @@ def _connected(port: int, service: subprocess.Popen) -> http.client.HTTPConnecti
             return client
         time.sleep(0.002)
     raise StageError(f"the service ended: {service.stderr.read().strip()}")
-
-
-def _read_ahead(spec: TrialSpec) -> None:
-    for file in sorted(Path(spec.stock).glob("*.safetensors")):
-        threading.Thread(target=read_ahead, args=(file,), daemon=True).start()
 
 
 def _told(variant: StartVariant, torch_s: float) -> dict[str, Any]:
