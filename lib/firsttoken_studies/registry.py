@@ -32,6 +32,8 @@ _ALL = (
     _study("sizes", "What a block and its adapters weigh", "11", "progressiveserve.sizes", "sizes_summary"),
     _study("layer_distance", "Which layers change least", "11", "progressiveserve.layers", "distance_summary"),
     _study("families", "Three families of models", "11", "combined.families", "families_summary", _ON_A_CPU),
+    _study("families_trained", "Families of models, healed and sharing a cache", "11",
+           "combined.families_trained", "families_trained_summary", _ON_A_CPU),
     _study("stage_quality", "What each stage answers", "12", "progressiveserve.layers", "stage_summary"),
     _study("stage_tasks", "What each stage answers on a second task", "12",
            "progressiveserve.stage_tasks", "stage_tasks_summary"),

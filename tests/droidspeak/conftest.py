@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from byte_tokenizers import a_token_a_byte
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedModel, Qwen2Config
 
 ROPES = {
     "default": {},
@@ -24,6 +24,12 @@ ROPES = {
     },
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
     "dynamic": {"factor": 4.0},
+}
+GEMMA3 = {  # two bases, and a window that is shorter than the prefixes
+    "head_dim": 8,
+    "query_pre_attn_scalar": 8,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
 }
 MakeModel = Callable[..., PreTrainedModel]
 
@@ -40,7 +46,10 @@ def tiny() -> MakeModel:
     def make(
         seed: int, layers: int = 4, kind: str = "llama", rope: str = "default", vocabulary: int = 256
     ) -> PreTrainedModel:
-        config = {"llama": LlamaConfig, "qwen2": Qwen2Config}[kind](
+        kinds = {"llama": LlamaConfig, "qwen2": Qwen2Config, "gemma3": Gemma3TextConfig}
+        positions = {"rope_parameters": {"rope_type": rope, "rope_theta": 1e4} | ROPES[rope]}
+        config = kinds[kind](
+            **(positions if kind != "gemma3" else GEMMA3),
             vocab_size=vocabulary,
             hidden_size=32,
             intermediate_size=64,
@@ -48,7 +57,6 @@ def tiny() -> MakeModel:
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=128,
-            rope_parameters={"rope_type": rope, "rope_theta": 1e4} | ROPES[rope],
             tie_word_embeddings=False,
             bos_token_id=None,
             eos_token_id=None,

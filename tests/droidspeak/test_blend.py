@@ -15,7 +15,7 @@ from firsttoken.droidspeak.blend import blended_cache, tokens_per_layer
 from firsttoken.droidspeak.forward import Forward, layer_kv
 from firsttoken.droidspeak.prefill import full_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import Prefix, PrefixCache
-from firsttoken.study.errors import RequestError
+from firsttoken.study.errors import ModelError, RequestError
 
 DEPTH = 5
 LLAMA3 = {
@@ -270,3 +270,9 @@ def test_a_cache_that_does_not_fit_is_refused():
         blended_cache(RECEIVER, prefix, PrefixCache(sent.kv[:4], {}))
     with pytest.raises(RequestError, match="1 rows of 40 tokens, the prefix 1 of 12"):
         blended_cache(RECEIVER, Prefix.of([ROW[:12]]), sent)
+
+
+def test_layers_with_a_window_are_refused(tiny):
+    model, prefix = tiny(1, 4, "gemma3"), Prefix.of([ROW])
+    with pytest.raises(ModelError, match=r"^Gemma3ForCausalLM has layers with a window, which no blend has; reuse"):
+        blended_cache(model, prefix, full_prefill(model, prefix))

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache, MistralConfig, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
 from transformers.models.mistral import MistralForCausalLM
 
+from firsttoken.droidspeak import forward
 from firsttoken.droidspeak.forward import Forward, cache_of, check_supported, layer_kv
 from firsttoken.droidspeak.prefill import NOTHING, Group, full_prefill, partial_prefill, spans, suffix_logits
 from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
@@ -18,6 +20,7 @@ from firsttoken.study.errors import CacheError, ModelError, RequestError
 
 DEPTH = 4
 KINDS = [("llama", "default"), ("llama", "linear"), ("llama", "llama3"), ("llama", "yarn"), ("qwen2", "default")]
+KINDS += [("gemma3", "default")]
 GROUPS = [Group(lo, hi) for lo in range(DEPTH) for hi in range(lo + 1, DEPTH + 1)]
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}  # fp32: sums over a batch, or over padding, run in another order
 
@@ -136,6 +139,29 @@ def test_a_group_is_what_the_receiver_makes_of_the_sender_s_hidden_states(receiv
     assert same(cache, from_layer(receiver, PREFIX, group.lo, hidden), group.layers)
     assert same(cache, cache_of(sent.kv), set(range(DEPTH)) - set(group.layers))
     assert not same(cache, plain(receiver, PREFIX)[0]) or group == Group(0, DEPTH)
+
+
+@pytest.mark.parametrize("group", [NOTHING, *GROUPS], ids=str)
+def test_gemma_3_reuses_its_own_cache_bit_by_bit(tiny, group):
+    """Layers with a window and layers without; the prefix is longer than the window."""
+    model = tiny(1, DEPTH, "gemma3")
+    own = full_prefill(model, PREFIX, range(DEPTH))
+    cache = partial_prefill(model, PREFIX, own, group)
+    assert same(cache, cache_of(own.kv)) and same(cache, plain(model, PREFIX)[0])
+    with torch.inference_mode():
+        whole = model(torch.cat([PREFIX.ids, SUFFIX], 1)).logits[:, PREFIX.tokens :]
+    torch.testing.assert_close(suffix_logits(model, PREFIX, SUFFIX, cache), whole, **CLOSE)
+
+
+def test_gemma_3_hangs_on_its_windows_and_on_both_rotary_bases(tiny, monkeypatch):
+    """The control of what is held to the bit: without one of them the cache is another."""
+    model = tiny(1, DEPTH, "gemma3")
+    own = cache_of(full_prefill(model, PREFIX).kv)
+    alike = copy.deepcopy(model)
+    alike.config.layer_types = ["sliding_attention"] * DEPTH
+    assert not same(cache_of(full_prefill(alike, PREFIX).kv), own)
+    monkeypatch.setitem(forward._MASKS, "sliding_attention", create_causal_mask)
+    assert not same(cache_of(full_prefill(model, PREFIX).kv), own)
 
 
 def test_scaled_rope_turns_the_keys(tiny):

@@ -56,6 +56,13 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {  # by the experiment an
         ({"models": []}, "models"),
         ({"tasks": ["sciq"]}, "tasks"),
     ],
+    "families_trained": [
+        ({"models": []}, "models"),
+        ({"healing_steps": [1]}, r"families_trained\.healing_steps: give each of the 2 models 1 or more"),
+        ({"tuning_steps": [1, 0]}, r"families_trained\.tuning_steps: give each of the 2 models 1 or more"),
+        ({"shares_pct": [0, 33]}, "a share of the layers must be from 1 to 99 %"),
+        ({"shares_pct": [33, 100]}, "a share of the layers must be from 1 to 99 %"),
+    ],
     "five_at_once": [
         ({"arms": ["al"]}, r"no arm 'al'; .*'all'"),
         ({"requests": 1}, "must be at least 1"),

@@ -20,6 +20,7 @@ COUNTS = {"passages", "items", "eval_items", "windows", "prompts", "closed_book"
 COUNTS |= {"stories", "watch_questions", "watch_windows", "search_windows", "steps", "clients", "readers"}
 AGAIN = {"rounds", "few_rounds", "repeats", "recomputes", "runs", "trials", "draws", "seeds", "copy_mib", "disk_mib"}
 AGAIN |= {"starts", "few_starts", "together_times"}
+STEPS = {"healing_steps", "tuning_steps"}  # one for each model
 FIXED = {"resamples": 20, "matmul_n": 64, "duration_s": 0.6, "sample_s": 0.05, "preemptions": 10, "short": 4, "long": 4}
 LAYERS = {"distance": {"max_block", "block"}, "served": {"block_start", "block_size"}, "shapes": {"blocks"}}
 LAYERS |= {"one_engine": {"block_start", "block_end", "group_start", "group_end"}}
@@ -70,6 +71,7 @@ SMALL = {
     "five_at_once": {"requests": 5, "prompt_tokens": 12, "new_tokens": 6, "prefix_tokens": [16, 32], "limit_s": 30}
     | {"gbit_per_s": 100.0, "prefix_gbit_per_s": 100.0, "ttft_s": 30.0, "tbt_s": 30.0},
     "many_starts": {"replicas": [1, 100], "requests": 2, "longest": 48},
+    "families_trained": {"questions": 2},
     "five_simulated": {"requests": 6, "prefixes": 2},
     "stage_prefixes": {"requests": 2, "prefixes": 1, "new_tokens": 6},
     "under_chunks": {"streams": 3, "prompt_tokens": 100, "plain_tokens": 4, "budget": 24},
@@ -137,6 +139,8 @@ def scaled(section: str, key: str, value: Any) -> Any:
         return shorter(value)
     if key in COUNTS or key in AGAIN:
         return min(value, 2 if key in COUNTS else 1)
+    if key in STEPS:
+        return [1 for _ in value]
     if key == "cases":
         return list(dict.fromkeys(f"{case.split()[0]} 4" for case in value))
     if key == "tasks":

@@ -18,9 +18,10 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from firsttoken.assets.decoder_layers import layers_of
+from firsttoken.assets.servable import has_windows
 from firsttoken.droidspeak.forward import Forward, cache_of, layer_kv
 from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
-from firsttoken.study.errors import RequestError
+from firsttoken.study.errors import ModelError, RequestError
 
 SHARE = 0.15  # CacheBlend, 5.1
 _WIDEST = 1.5  # gradual filter: first share over mean share; the paper says "slightly higher" and gives no number
@@ -41,9 +42,11 @@ def blended_cache(
     The lowest ``whole`` layers are computed for all tokens, and the last of them chooses: once for all layers above, or
     with ``gradual`` again in every layer among the tokens still computed, so that fewer go on (``tokens_per_layer``).
     Padding is never chosen. ``sent`` is left as it is. Raises RequestError for a share outside [0, 1], for ``whole``
-    outside 1..depth, and for a cache that does not fit the prefix or the model.
+    outside 1..depth, and for a cache that does not fit the prefix or the model; ModelError for layers with a window.
     """
     forward = Forward(model, prefix)
+    if has_windows(model.config):
+        raise ModelError(f"{type(model).__name__} has layers with a window, which no blend has; reuse whole layers")
     _check(sent, prefix, forward.depth)
     real = torch.ones_like(prefix.ids, dtype=torch.bool) if prefix.mask is None else prefix.mask.bool()
     plans = [tokens_per_layer(int(n), forward.depth, share, gradual, whole) for n in real.sum(1)]

@@ -12,20 +12,22 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.positions import kinds_by_length
-from firsttoken.assets.servable import FULL, attention_kinds
+from firsttoken.assets.servable import FULL, SLIDING, attention_kinds, has_windows
 from firsttoken.droidspeak.prefix import LayerKV, Prefix
 from firsttoken.study.errors import ModelError
+
+_MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
 
 
 class Forward:
     """``model`` over the last ``new`` tokens of ``prefix`` (default: all); the others are in the cache already.
 
-    Mask and rotary tables are made once and serve every layer. Raises ModelError for a model that ``check_supported``
-    refuses.
+    Mask and rotary tables are made once and serve every layer of their kind: Gemma-3 has layers with a window and
+    layers without, and other angles in each. Raises ModelError for a model that ``check_supported`` refuses.
     """
 
     def __init__(self, model: PreTrainedModel, prefix: Prefix, new: int | None = None) -> None:
@@ -36,14 +38,21 @@ class Forward:
         self._layers = layers_of(model)
         self._positions = prefix.positions[:, -self.new :]
         like = torch.empty(prefix.ids.shape[0], self.new, 1, dtype=model.dtype, device=prefix.ids.device)
-        self._rope = self._decoder.rotary_emb(like, position_ids=self._positions)
-        self._mask = create_causal_mask(
-            config=model.config,
-            inputs_embeds=like,
-            attention_mask=prefix.mask,
-            past_key_values=_seen(prefix.tokens - self.new),
-            position_ids=self._positions,
-        )
+        windows = has_windows(model.config)
+        self._kinds = model.config.layer_types if windows else [FULL] * len(self._layers)
+        self._around = {
+            kind: {
+                "attention_mask": _MASKS[kind](
+                    config=model.config,
+                    inputs_embeds=like,
+                    attention_mask=prefix.mask,
+                    past_key_values=_seen(prefix.tokens - self.new),
+                    position_ids=self._positions,
+                ),
+                "position_embeddings": self._decoder.rotary_emb(like, self._positions, *[kind] * windows),
+            }
+            for kind in set(self._kinds)
+        }
 
     @property
     def depth(self) -> int:
@@ -70,11 +79,10 @@ class Forward:
                 before(index, hidden)
             hidden = self._layers[index](
                 hidden,
-                attention_mask=self._mask,
                 position_ids=self._positions,
                 past_key_values=cache,
                 use_cache=True,
-                position_embeddings=self._rope,
+                **self._around[self._kinds[index]],
             )
         return hidden
 
@@ -106,9 +114,10 @@ def layer_kv(cache: DynamicCache, index: int) -> LayerKV:
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Raise ModelError unless every layer of ``model`` attends to the whole prefix at fixed rotary angles."""
-    if kinds := attention_kinds(model.config) - {FULL}:
-        raise ModelError(f"{type(model).__name__} has {', '.join(kinds)} layers; full attention only")
+    """Raise ModelError unless every layer of ``model`` attends to the whole prefix, or to a window as in Gemma-3, at
+    fixed rotary angles."""
+    if kinds := attention_kinds(model.config) - {FULL, *([SLIDING] if has_windows(model.config) else [])}:
+        raise ModelError(f"{type(model).__name__} has {', '.join(kinds)} layers; full attention only, or Gemma-3's")
     if kinds := kinds_by_length(model.config):
         raise ModelError(
             f"rope type {kinds[0]!r} turns keys by the length seen so far, so they cannot be reused; "

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from firsttoken.assets.decoder_layers import layers_of
+from firsttoken.assets.servable import has_windows
 from firsttoken.droidspeak.tensor_bytes import bytes_of
 from firsttoken.study.errors import CacheError
 
@@ -41,7 +42,8 @@ class ModelIdentity:
     """What a KV cache depends on beside its tokens; ``key`` stands for all of it.
 
     ``weights``, ``adapters`` ("" without) and ``tokenizer`` ("" without) are hex sha256 sums, ``dtype`` is torch's name
-    ("bfloat16"), ``rope`` the rotary parameters as sorted JSON, ``hidden`` and ``head_dim`` count numbers a token.
+    ("bfloat16"), ``rope`` the rotary parameters and the windows as sorted JSON, ``hidden`` and ``head_dim`` count
+    numbers a token.
     ``owner`` says whose it is: nobody else may read what is stored under a name, and everybody what is under none.
     """
 
@@ -103,7 +105,7 @@ def identify(
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         hidden=config.hidden_size,
-        rope=json.dumps(_plain(getattr(config, "rope_parameters", None) or {}), sort_keys=True),
+        rope=json.dumps(_plain(_positions(config)), sort_keys=True),
         tokenizer=_tokenizer_sha256(tokenizer) if tokenizer is not None else "",
         owner=owner,
     )
@@ -148,6 +150,12 @@ def check_compatible(sender: ModelIdentity, receiver: ModelIdentity) -> None:
     """Raise CacheError, with the first reason, when ``receiver`` cannot use the KV cache of ``sender``."""
     if reason := difference(sender, receiver):
         raise CacheError(f"the cache of {sender} does not fit {receiver}: {reason}; prefill without it")
+
+
+def _positions(config: PretrainedConfig) -> dict[str, Any]:
+    """What a layer makes of positions: its rotary parameters, and the window that it sees, where it has one."""
+    windows = {name: getattr(config, name) for name in ("layer_types", "sliding_window") if has_windows(config)}
+    return (getattr(config, "rope_parameters", None) or {}) | windows
 
 
 def _plain(value: Any) -> Any:

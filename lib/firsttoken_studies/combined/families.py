@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from firsttoken.assets.choice_tasks import TASKS
 from firsttoken.assets.corpora import running_text, token_windows
@@ -74,6 +74,14 @@ class FamiliesConfig(ChoiceTasksConfig):
             Need("families.window_tokens", self.window_tokens, CONTEXT),
         ]
 
+    def waiting(self, model: PreTrainedModel) -> int:
+        """How many layers of ``model`` wait."""
+        return max(1, round(len(layers_of(model)) * self.waiting_pct / 100))
+
+    def calibration(self, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+        """The windows [passages, window_tokens] of training text on which a block is chosen."""
+        return token_windows(running_text("train"), tokenizer, self.window_tokens, self.passages)
+
 
 def families(profile: Profile) -> Outcome:
     """Rows of each model, {model, what: block, start, size, distance, text_nll} and {model, what: text, variant,
@@ -95,11 +103,8 @@ def families(profile: Profile) -> Outcome:
 
 @torch.inference_mode()
 def _family(config: FamiliesConfig, loaded: Loaded) -> Rows:
-    model, size = loaded.model, max(1, round(len(layers_of(loaded.model)) * config.waiting_pct / 100))
-    known, held_out = (
-        token_windows(running_text(split), loaded.tokenizer, config.window_tokens, count)
-        for split, count in (("train", config.passages), ("test", config.windows))
-    )
+    model, size, known = loaded.model, config.waiting(loaded.model), config.calibration(loaded.tokenizer)
+    held_out = token_windows(running_text("test"), loaded.tokenizer, config.window_tokens, config.windows)
     distances = angular_distances(model, known, config.batch)
     turned, rows = distances.block(size).mean(0).tolist(), []
     for start, distance in enumerate(tqdm(turned, desc="blocks", leave=False, disable=None)):

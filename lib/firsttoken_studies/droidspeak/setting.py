@@ -133,19 +133,23 @@ class Setting:
         return receiver, sender
 
     def items(self, run: Run, tokenizer: object) -> tuple[list[Encoded], list[Encoded]]:
-        """Held-out items to choose with and items to judge with, none in both.
+        """What ``chosen_and_judged`` gives of the profile's sizes."""
+        return chosen_and_judged(run, tokenizer, self.config.items, self.config.eval_items)
 
-        Raises CorpusError when the held-out splits have too few.
-        """
-        config = self.config
-        wanted = config.items + config.eval_items
-        found = [encode(item, tokenizer) for item in held_out_items(run.task, tokenizer, run.tokens)[:wanted]]
-        if len(found) < wanted:
-            raise CorpusError(
-                f"{run.name} has {len(found)} held-out items with prefixes of {run.tokens} tokens, not {wanted}; "
-                "lower reuse.items or reuse.eval_items, or allow longer prefixes"
-            )
-        return found[: config.items], found[config.items :]
+
+def chosen_and_judged(run: Run, tokenizer: object, items: int, eval_items: int) -> tuple[list[Encoded], list[Encoded]]:
+    """``items`` held-out items of ``run`` to choose with and ``eval_items`` to judge with, none in both.
+
+    Raises CorpusError when the held-out splits have too few.
+    """
+    wanted = items + eval_items
+    found = [encode(item, tokenizer) for item in held_out_items(run.task, tokenizer, run.tokens)[:wanted]]
+    if len(found) < wanted:
+        raise CorpusError(
+            f"{run.name} has {len(found)} held-out items with prefixes of {run.tokens} tokens, not {wanted}; "
+            "lower its section's items or eval_items, or allow longer prefixes"
+        )
+    return found[:items], found[items:]
 
 
 def held_out(task: str) -> dict[str, int]:

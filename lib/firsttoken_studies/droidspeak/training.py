@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel, get_scheduler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from firsttoken.assets.adapters import export_adapter, read_recipe
 from firsttoken.assets.models import as_stored, load_model
@@ -122,6 +122,14 @@ def tuned(
     return wanted | made
 
 
+def training_items(task: str, tokenizer: PreTrainedTokenizerBase, tokens: int, count: int) -> list[Encoded]:
+    """``count`` (0: all) training items of ``task`` with prefixes of at most ``tokens`` tokens.
+
+    Raises CorpusError as ``load_items``.
+    """
+    return [encode(item, tokenizer) for item in load_items(task, "train", tokenizer, tokens, count or None)]
+
+
 def answer_loss(model: PreTrainedModel, items: Sequence[Encoded]) -> Tensor:
     """Mean cross-entropy of the target's tokens, nats; logits are made at those positions only."""
     rows = [[*item.prefix, *item.suffix, *item.target] for item in items]
@@ -179,10 +187,8 @@ def reuse_training(profile: Profile) -> Outcome:
         as_stored(base.model, profile.stored_dtype(), profile.torch_dtype())
         model = half_the_layers(base.model) if name.startswith(HALF) else base.model
         data = {
-            Path(task).stem: [  # of a file its name only: the recipe is given away
-                encode(item, base.tokenizer)
-                for item in load_items(task, "train", base.tokenizer, config.tokens, config.items or None)
-            ]
+            # of a file its name only: the recipe is given away
+            Path(task).stem: training_items(task, base.tokenizer, config.tokens, config.items)
             for task in tasks
         }
         tuning = TuningConfig(config.rank, config.learning_rate, steps, config.batch, config.tokens, config.items)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import peft
@@ -103,6 +104,14 @@ def test_rope_has_one_form_for_each_meaning():
         len({plain, rope(rope_type="linear", factor=2.0, rope_theta=1e4), rope(rope_type="default", rope_theta=1e5)})
         == 3
     )
+
+
+def test_another_window_is_another_model_with_the_same_weights(tiny):
+    model = tiny(1, 4, "gemma3")
+    wider = copy.deepcopy(model)
+    wider.config.sliding_window = 32
+    with pytest.raises(CacheError, match=r"another rope scaling \(.*\"sliding_window\": 16.0.*, not .*32.0"):
+        check_compatible(identify(model, None, "aa"), identify(wider, None, "aa"))
 
 
 def test_the_hash_of_weights_follows_every_weight():
