@@ -34,7 +34,6 @@ COPIED = ("copied_first", "copied_behind")
 RESTORED = "restored"
 LINK = {"link": "unshaped"}
 WIRE = TrialLink(0.0, NONE)
-ROADMAP = "https://github.com/vllm-project/vllm/issues/48193"
 LANES: tuple[tuple[str, str, Sequence[str]], ...] = (
     ("1 runtime delivery", "not measured: the environment is installed", ()),
     ("2 model delivery", "from this disk, read alone", ("read",)),
@@ -44,7 +43,8 @@ LANES: tuple[tuple[str, str, Sequence[str]], ...] = (
     ("5 resident lifecycle", "not measured: a service here keeps its model awake", ()),
     ("6 live reconfiguration", "not measured: a start changes no running service", ()),
 )
-"""The lanes of vLLM's ``ROADMAP`` for cold starts, each with what its clock counts from here, and the starts in it."""
+"""The lanes of vLLM's roadmap (github.com/vllm-project/vllm/issues/48193), each with what its clock counts from here,
+and the starts in it."""
 PHASES = {
     "framework bootstrap": ("phase_interpreter_s", "phase_imports_s", "phase_restore_s"),
     "tokenizer": ("phase_config_and_tokenizer_s",),
