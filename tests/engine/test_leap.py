@@ -66,6 +66,26 @@ def test_the_outcome_is_the_same(lab, asked, scheduler: str, policy: str, spare,
     assert outcome(whole) == outcome(stepped)
 
 
+@settings(max_examples=60, deadline=None)
+@given(asked=WORKLOADS, scheduler=st.sampled_from(sorted(SCHEDULERS)), spare=st.integers(0, 60), drifting=st.booleans())
+def test_requests_end_alike_where_nobody_looks_at_single_steps(lab, asked, scheduler: str, spare, drifting) -> None:
+    def served(looked_at: bool) -> list[tuple]:
+        costs = {True: PublishedCosts(decode_s=0.9), False: PublishedCosts(decode_s=0.3, per_request_s=0.01)}
+        run = lab.simulated(
+            lab.smallest_pool([one[:2] for one in asked], 4) + spare,
+            costs=(lambda now_s: costs[now_s < 15]) if drifting else costs[False],
+            scheduler=scheduler,
+            token_budget=16,
+            requests=5,
+        ).offer(*asked)
+        if not looked_at:
+            run.engine.trace = None
+        run.engine.run()
+        return [(one.times_s, one.tokens, one.cached, one.preemptions) for one in run.requests]
+
+    assert served(looked_at=False) == served(looked_at=True)
+
+
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("steady", [True, False])
 def test_steps_are_taken_at_once_only_under_a_steady_scheduler(lab, steady: bool, shared: bool) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import ClassVar
 
 from firsttoken.engine.costs.cost_model import Costs
@@ -54,6 +57,7 @@ class SimulatedExecutor:
         context: int = NO_LIMIT,
     ) -> None:
         self.costs_at = (lambda now_s: costs) if isinstance(costs, Costs) else costs
+        self._steady = isinstance(costs, Costs)  # one model holds at all times
         self.blocks = blocks
         self.block_tokens = block_tokens
         self.limits = Limits(context, NO_LIMIT)
@@ -79,6 +83,21 @@ class SimulatedExecutor:
         """Let the time of a step of these shapes pass; what the clock says then."""
         self._now += self.costs_at(self._now).step_s(prefills, contexts)
         return self._now
+
+    def charge_decodes(self, contexts: Sequence[int], steps: int, until_s: float) -> list[float]:
+        """Let the time of up to ``steps`` steps pass in which requests with ``contexts`` cached tokens decode, of which
+        none begins at ``until_s`` or later; what the clock says after each."""
+        if self._now >= until_s or not steps:
+            return []
+        costs = self.costs_at(self._now)
+        if not self._steady:
+            steps = 1
+        elif until_s < math.inf:  # no more than begin before it, as steps hardly ever become shorter
+            steps = min(steps, int((until_s - self._now) / max(costs.step_s((), contexts), 1e-9)) + 1)
+        times = list(accumulate(costs.decode_steps_s(contexts, steps), initial=self._now))[1:]
+        times = times[: bisect_left(times, until_s) + 1]
+        self._now = times[-1] if times else self._now
+        return times
 
     def swap_out(self, request: Request) -> Charged | None:
         """Charge the way out, if the host pool has room."""

@@ -199,6 +199,14 @@ def test_more_decodes_never_cost_less(tables, context):
     assert costs.step_s([], []) == 0
 
 
+@pytest.mark.parametrize("contexts", [[1], [255, 1, 900], [300] * 5, [10] * 16, [900] * 40])
+def test_steps_of_decodes_take_what_each_takes_to_the_bit(tables, contexts):
+    costs = OperatorCosts.of(tables, SHAPE)
+    alone = [costs.step_s([], [tokens + step for tokens in contexts]) for step in range(1100)]
+    assert costs.decode_steps_s(contexts, 1100) == alone
+    assert costs.decode_steps_s(contexts, 3) == alone[:3] and costs.decode_steps_s([], 20) == [0.0] * 20
+
+
 def test_two_cards_halve_the_products_and_add_all_reduces(tables):
     one, two = (OperatorCosts.of(tables, SHAPE, gpus) for gpus in (1, 2))
     assert two.once[1] > one.once[1]  # a token: latencies and two all-reduces

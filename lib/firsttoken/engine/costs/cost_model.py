@@ -21,6 +21,11 @@ class Costs(ABC):
         A step without either costs nothing.
         """
 
+    def decode_steps_s(self, contexts: Sequence[int], steps: int) -> list[float]:
+        """Seconds of each of ``steps`` steps in which the same requests decode, who have ``contexts`` cached tokens in
+        the first of them."""
+        return [self.step_s((), [tokens + step for tokens in contexts]) for step in range(steps)]
+
     @abstractmethod
     def swap_out_s(self, tokens: int) -> float:
         """Seconds to move the keys and values of ``tokens`` tokens from the device to the host."""
