@@ -87,8 +87,7 @@ def fast_forward(engine: Engine, next_arrival_s: float) -> bool:
 
     The last one is that in which a request ends, or that begins after the next arrival. Call it after a step, or an
     earlier call, that decoded all running requests. It takes none where steps may differ: on a device, under a
-    scheduler that is not ``steady``, and while requests wait or are swapped out.
-    """
+    scheduler that is not ``steady``, and while requests wait or are swapped out."""
     scheduler, executor = engine.scheduler, engine.executor
     away = scheduler.waiting or scheduler.swapped or scheduler.restoring
     if not isinstance(executor, SimulatedExecutor) or not scheduler.steady or away:
@@ -97,9 +96,8 @@ def fast_forward(engine: Engine, next_arrival_s: float) -> bool:
     most = _that_fit(scheduler, min([one.sampling.max_tokens - len(one.times_s) for one in running], default=0))
     contexts, now, times = tuple([request.cached for request in running]), executor.now(), []
     if engine.trace is None and type(scheduler).completed is Scheduler.completed:  # nobody looks at single steps
-        times = executor.charge_decodes(contexts, most, next_arrival_s)
+        times, most = executor.charge_decodes(contexts, most, next_arrival_s), 0
         contexts = tuple([tokens + len(times) for tokens in contexts])
-        most = 0
     while len(times) < most and now < next_arrival_s:
         start, now = now, executor.charge((), contexts)
         times.append(now)
@@ -120,9 +118,8 @@ def fast_forward(engine: Engine, next_arrival_s: float) -> bool:
         if end > len(request.blocks) * size:
             request.blocks += scheduler.pool.take(-(-end // size) - len(request.blocks))
         request.advance(end)
-    for request in running:
-        if len(request.times_s) >= request.sampling.max_tokens:
-            engine.end(request)
+    for request in [one for one in running if len(one.times_s) >= one.sampling.max_tokens]:
+        engine.end(request)
     return True
 
 
@@ -130,14 +127,13 @@ def _share_in_turn(scheduler: Scheduler, prefixes: PrefixSharing, running: Seque
     """Take the blocks of ``running`` and publish those that are filled in the order in which single ``steps`` would: a
     block that is taken may be one that somebody else could have found."""
     size = scheduler.block_tokens
-    first = [(0, place) for place in range(len(running))]
     edges = [
         (step, place)
         for place, request in enumerate(running)
-        for step in range(1, steps)
-        if (request.cached + step) % size in (0, size - 1)
+        for step in range(steps)
+        if not step or (request.cached + step) % size in (0, size - 1)
     ]
-    for step, place in sorted(first + edges):
+    for step, place in sorted(edges):
         request, cached = running[place], running[place].cached + step
         if cached >= len(request.blocks) * size:
             request.blocks += scheduler.pool.take(1)
