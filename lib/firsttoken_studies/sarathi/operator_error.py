@@ -96,7 +96,7 @@ class MixtureErrorConfig(OperatorErrorConfig):
 class ServerRun:
     """One published run: a closed loop of ``clients``, each sending its next request when the last has ended.
 
-    Each draws from ``prompts`` texts, which were all sent before what is measured begins; 0: every prompt is a new one.
+    Each draws from ``prompts`` texts, of which some were sent before what is measured begins; 0: every prompt is new.
     """
 
     card: str

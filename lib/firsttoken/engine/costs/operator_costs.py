@@ -20,7 +20,7 @@ from firsttoken.study.errors import ProfileError
 
 MOST_TOKENS = 1 << 14  # tokens of a batch that are reckoned once; beyond them the last slope goes on
 MOST_REQUESTS = 1 << 11
-_ARRAYS_FROM = 12  # steps, from which on arrays are faster than one step after the other
+_ARRAYS_FROM = 8  # steps: arrays take 19 us for any number up to 24, one step after the other 2.7 us each
 _BYTES = {"bfloat16": 2, "fp8": 1}
 Line = tuple[list[float], list[float]]
 """A curve as lists, of which one number is read faster than of arrays."""
@@ -195,7 +195,7 @@ def _cache_steps_s(line: Line, contexts: np.ndarray) -> np.ndarray:
 
 
 def _between(line: Line, size: float) -> float:
-    """``numpy.interp``, which takes four times as long for one number."""
+    """What ``numpy.interp`` says, which takes four times as long for one number (0.73 and 0.19 us)."""
     sizes, seconds = line
     right = bisect_right(sizes, size)
     if right in (0, len(sizes)):
