@@ -22,10 +22,11 @@ def hold(model: nn.Module) -> nn.Module:
     """
     import torch
 
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # in what is shared, copies of the process would write, too
     for weight in [*model.parameters(), *model.buffers()]:
         if weight.device.type == "cpu" and weight.nbytes:
-            memory = torch.frombuffer(mmap.mmap(-1, weight.nbytes), dtype=weight.dtype).view(weight.shape)
-            weight.data = memory.copy_(weight.data)
+            memory = mmap.mmap(-1, weight.nbytes, flags=private)
+            weight.data = torch.frombuffer(memory, dtype=weight.dtype).view(weight.shape).copy_(weight.data)
     return model
 
 

@@ -128,6 +128,17 @@ class ScheduledChunk(NamedTuple):
         return self.request.prompt_tokens <= self.start == self.computed
 
     @property
+    def judged(self) -> range:
+        """The places of its prompt whose logits are kept, as they say how likely the token behind each is.
+
+        None where nobody asked, or where they were kept before: a request that was preempted reads its prompt again.
+        """
+        request = self.request
+        if not request.sampling.prompt_logprobs or self.redo is not None:
+            return range(0)
+        return range(max(self.start, len(request.prompt_logprobs)), min(self.end, request.prompt_tokens - 1))
+
+    @property
     def token_spans(self) -> list[TokenSpan]:
         """What is computed again, what is prefilled and what is decoded of it, in the order of its tokens."""
         if self.decodes:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from firsttoken.engine.native.library import NAMES, kernels
 from firsttoken.engine.request import LEAST, Request, ScheduledChunk, TokenLogprob
 from firsttoken.study.errors import OutputError
 
@@ -27,24 +28,13 @@ def no_number() -> OutputError:
     )
 
 
-def prompt_rows(chunk: ScheduledChunk) -> range:
-    """The places of a prompt whose logits are kept, as they say how likely the token behind each is.
-
-    None where nobody asked, or where they were kept before: a request that was preempted reads its prompt again.
-    """
-    request = chunk.request
-    if not request.sampling.prompt_logprobs or chunk.redo is not None:
-        return range(0)
-    return range(max(chunk.start, len(request.prompt_logprobs)), min(chunk.end, request.prompt_tokens - 1))
-
-
 def read_prompts(logits: torch.Tensor, chunks: Sequence[ScheduledChunk]) -> None:
-    """Note the chances of prompts' tokens; ``logits`` [rows, vocabulary] are those of :func:`prompt_rows` in turn. A
-    request that has one which is no finite number has a ``failure``."""
+    """Note the chances of prompts' tokens; ``logits`` [rows, vocabulary] are those of their ``judged`` places in
+    turn. A request that has one which is no finite number has a ``failure``."""
     largest, row = logits.max(-1).values.tolist() if len(logits) else [], 0
     for chunk in chunks:
         request = chunk.request
-        for place in prompt_rows(chunk):
+        for place in chunk.judged:
             most = request.sampling.logprobs or 0
             if not math.isfinite(largest[row]):
                 request.failure = no_number()
@@ -58,8 +48,7 @@ def next_tokens(logits: torch.Tensor, chunks: Sequence[ScheduledChunk]) -> list[
     A partial work draws nothing: what a request says must not hang on how its prompt was cut. Where the largest logit
     is no finite number the request has a ``failure`` instead of a token.
     """
-    best = logits.max(-1)  # the first of equals, as argmax, and in a quarter of its time on a CPU; NaN of any NaN
-    tokens, largest = best.indices.tolist(), best.values.tolist()
+    tokens, largest = (found.tolist() for found in _largest(logits))
     for row, chunk in enumerate(chunks):
         sampling = chunk.request.sampling
         if not chunk.completes:
@@ -72,6 +61,15 @@ def next_tokens(logits: torch.Tensor, chunks: Sequence[ScheduledChunk]) -> list[
         if sampling.logprobs is not None:
             chunk.request.token_logprobs.append(token_logprob(logits[row], tokens[row], sampling.logprobs))
     return tokens
+
+
+def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The place of the largest of ``logits`` [rows, vocabulary] in each row, the first of equals, and itself."""
+    plain = logits.device.type == "cpu" and logits.dtype in NAMES and logits.is_contiguous()
+    if plain and len(logits) and (native := kernels()) is not None:
+        return native.largest(logits)
+    best = logits.max(-1)  # as argmax, and in a quarter of its time on a CPU
+    return best.indices, best.values
 
 
 def argmax_tokens(logits: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,6 @@ from firsttoken.engine.attention import Attend
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.kv import KVPool
 from firsttoken.engine.request import ScheduledChunk
-from firsttoken.engine.sampling import prompt_rows
 
 
 @dataclass
@@ -58,7 +57,7 @@ class StepPlan:
         size = pool.shape.block_tokens
         for chunk in batch:
             request, new = chunk.request, range(chunk.start, chunk.end)
-            judged += [len(ids) + place - chunk.start for place in prompt_rows(chunk)]
+            judged += [len(ids) + place - chunk.start for place in chunk.judged]
             ids += request.tokens[chunk.start : chunk.end]
             positions += new
             blocks += [request.blocks[position // size] for position in new]

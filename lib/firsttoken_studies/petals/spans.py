@@ -99,9 +99,10 @@ def prompt_of(loaded: Loaded, tokens: int, seed: int) -> list[int]:
 
 @contextmanager
 def local_engine(model: nn.Module, tokens: int) -> Iterator[Engine]:
-    """The engine over all blocks in this process, fused as servers fuse theirs."""
+    """The engine over all blocks in this process, fused as servers fuse theirs, its head packed as a client's."""
     fused = LocalSegment([fuse_layer(layer) for layer in layers_of(model)])
     executor = LiveExecutor(model, -(-tokens // 16), segments=[fused])
+    executor.version.decoder.pack_head()
     try:
         yield Engine(executor)
     finally:

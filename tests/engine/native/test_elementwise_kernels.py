@@ -127,3 +127,28 @@ def test_two_threads_compute_what_one_does(native: Kernels, set_threads, dtype: 
         native.rotate(turned, cos, sin)
         said.append((native.rms_norm(states, weight, 1e-5), native.gated(states), turned))
     assert all(torch.equal(one, two) for one, two in zip(*said, strict=True))
+
+
+@FEW
+@given(
+    rows=st.sampled_from((1, 3, 5, 70)),
+    width=st.one_of(st.integers(1, 70), st.sampled_from((255, 256, 257, 1000))),
+    levels=st.sampled_from((1, 3, 10_000)),
+    odd=st.sampled_from((None, float("nan"), float("inf"), -float("inf"))),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**32),
+)
+def test_the_largest_is_the_first_of_equals(
+    native: Kernels, rows: int, width: int, levels: int, odd: float | None, dtype: torch.dtype, seed: int
+) -> None:
+    """As torch's ``max`` says it, whatever ``odd`` number is among them; of few ``levels`` many are equal."""
+    draw = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-levels, levels, (rows, width), generator=draw).to(dtype) / 8
+    if odd is not None:
+        logits[rows // 2, int(torch.randint(width, (1,), generator=draw))] = odd
+        logits[-1] = odd
+    places, values = native.largest(logits)
+    wanted = logits.max(-1)
+    torch.testing.assert_close(values, wanted.values.float(), rtol=0, atol=0, equal_nan=True)
+    finite = ~wanted.values.isnan()
+    assert torch.equal(places[finite], wanted.indices[finite])

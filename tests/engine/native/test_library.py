@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import warnings
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 from firsttoken.engine import sdpa_attention
 from firsttoken.engine.kv import KVShape
 from firsttoken.engine.native import exports
-from firsttoken.engine.native.exports import FUNCTIONS, STORAGE, WIDTHS, Exports
+from firsttoken.engine.native.exports import FUNCTIONS, STORAGE, WIDTHS, Exports, WeightMemory
 from firsttoken.engine.native.library import NAMES, Kernels, kernels
 from firsttoken.engine.sdpa_attention import supports
 from firsttoken.study import paths
@@ -220,3 +221,16 @@ def test_supports_what_the_kernels_are_compiled_for(monkeypatch: pytest.MonkeyPa
 def test_nothing_is_built_for_what_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sdpa_attention, "kernels", lambda: pytest.fail("seconds of compiling for nothing"))
     assert not supports(shape(head_dim=8), CPU)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not copied here")
+def test_what_a_copy_of_the_process_packs_is_its_own() -> None:
+    """A fork server's copies take from the rest of the same chunk: none may write into another's weights."""
+    memory = WeightMemory()
+    first = memory.take(64)
+    if not (copy := os.fork()):
+        memory.take(64)[:] = 1
+        first[:] = 1
+        os._exit(0)
+    assert os.waitpid(copy, 0)[1] == 0
+    assert not first.any() and not memory.take(64).any()

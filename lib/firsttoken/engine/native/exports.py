@@ -37,6 +37,7 @@ FUNCTIONS = {
     "rms_norm": [_POINTER] * 3 + [_COUNT] * 2 + [_REAL, _THREADS],
     "gated": [_POINTER] * 2 + [_COUNT] * 2 + [_THREADS],
     "rotate": [_POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _COUNT, _COUNT, _THREADS],
+    "largest": [_POINTER] + [_COUNT] * 2 + [_POINTER] * 2 + [_THREADS],
     "pack": [_POINTER, _POINTER, _THREADS],
     "pack_jobs": [_POINTER, _COUNT, _COUNT, _POINTER, _POINTER],
     "pack_adapter": [_POINTER, _POINTER, _COUNT, _POINTER, _POINTER, _POINTER],
@@ -151,7 +152,8 @@ class WeightMemory:
 
 
 def _zeros(size: int) -> np.ndarray:
-    memory = mmap.mmap(-1, size + _HUGE)
+    # Private: shared memory, Python's default, has no huge pages here, and copies of the process would write into it.
+    memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
         with suppress(OSError):  # a kernel that was built without them
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -2,6 +2,7 @@
 // torch. Sums are in float. The number of threads is torch's, and told: a compiler's OpenMP may have another runtime than
 // torch's.
 
+#include "largest.h"
 #include "layers.h"
 
 namespace {
@@ -53,6 +54,7 @@ int64_t widest(const Layer<T>& layer) {
 extern "C" int64_t panel_outputs() { return PANEL; }
 extern "C" int64_t multiplies_bfloat16() { return HAS_BF16; }
 
+constexpr int64_t FEW_ROWS = 4;  // of logits, likewise
 constexpr int64_t FEW = 32;  // tokens that are not worth a second thread, where they cost no product
 
 #define EXPORT(NAME, T)                                                                                              \
@@ -80,6 +82,11 @@ constexpr int64_t FEW = 32;  // tokens that are not worth a second thread, where
                                   int64_t heads, int64_t head_dim, int threads) {                                    \
         with_team(tokens < FEW ? 1 : threads, 1,                                                                     \
                   [&](Member& member) { rotate(member, states, step, cos, sin, tokens, heads, head_dim); });         \
+    }                                                                                                                \
+    extern "C" void largest_##NAME(const T* rows, int64_t count, int64_t width, int64_t* places, float* values,      \
+                                   int threads) {                                                                    \
+        with_team(count < FEW_ROWS ? 1 : threads, 1,                                                                 \
+                  [&](Member& member) { largest_of(member, rows, count, width, places, values); });                  \
     }                                                                                                                \
     extern "C" void pack_##NAME(const T* rows, const int64_t* weight, int threads) {                                 \
         with_team(threads, 1,                                                                                        \

@@ -66,6 +66,14 @@ class Kernels:
         """Rotate ``states`` [tokens, heads, head_dim] in place by ``cos`` and ``sin`` [tokens, head_dim]."""
         self._call("rotate", states.dtype, states, states.stride(0), cos, sin, *states.shape)
 
+    def largest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest of each of ``rows`` [count, width]: its place, the first of equals, int64 [count], and itself,
+        float32 [count]; a NaN where the row has one."""
+        count, width = rows.shape
+        places, values = torch.empty(count, dtype=torch.int64), torch.empty(count)
+        self._call("largest", rows.dtype, rows, count, width, places, values)
+        return places, values
+
     def pack(self, rows: Tensor, weight: np.ndarray) -> None:
         """Write ``rows`` [outputs, inputs] where ``weight``, the fields of a ``Weight``, says that its panels are."""
         self._call("pack", rows.dtype, rows, weight)
