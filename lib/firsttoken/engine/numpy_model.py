@@ -16,7 +16,16 @@ import numpy as np
 
 from firsttoken.assets.checkpoint import EMBEDDING, HEAD, ModelFiles
 from firsttoken.assets.held import seen
-from firsttoken.engine.native.exports import PANELS, PRODUCTS, STORAGE, WIDTHS, Exports, load_exports, narrowed, widened
+from firsttoken.engine.native.exports import (
+    PRODUCTS,
+    STORAGE,
+    WIDTHS,
+    Exports,
+    WeightMemory,
+    load_exports,
+    narrowed,
+    widened,
+)
 from firsttoken.lean.lean_config import LeanConfig, OtherWay, lean_config, scaled_frequencies
 from firsttoken.study.errors import LengthError, OutputError, RequestError
 from firsttoken.study.system.cgroup_limits import cores
@@ -57,6 +66,7 @@ class NumpyModel:
         self.files, self.seen = files, seen(files.files)
         self.threads = threads or cores()  # of the calls to come
         self._maps = {file: _mapped(file) for file in files.files}
+        self._memory = WeightMemory(huge=False)  # its first token waits for all of it
         self._jobs: list[list[int]] = []  # what the kernel packs, without the interpreter, which is importing meanwhile
         self._sources: list[np.ndarray] = []
         self._head = self._laid_out_head()  # the largest first, so that one thread packs it beside the layers
@@ -183,7 +193,7 @@ class NumpyModel:
         outputs, inputs = sum(map(len, weights)), weights[0].shape[1]
         step = self._exports.panel // 2 if gated else self._exports.panel
         count = -(-(outputs // 2 if gated else outputs) // step)
-        panels = PANELS.take(count * self._exports.panel * inputs * np.dtype(STORAGE[self.dtype]).itemsize)
+        panels = self._memory.take(count * self._exports.panel * inputs * np.dtype(STORAGE[self.dtype]).itemsize)
         told = [panels.ctypes.data, 0 if bias is None else bias.ctypes.data, outputs, inputs, gated, *[0] * 5]
         fields = np.array(told, dtype=np.int64)
         parts = [number for weight in weights for number in (weight.ctypes.data, len(weight))]

@@ -226,7 +226,7 @@ def test_nothing_is_built_for_what_is_not_supported(monkeypatch: pytest.MonkeyPa
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not copied here")
 def test_what_a_copy_of_the_process_packs_is_its_own() -> None:
     """A fork server's copies take from the rest of the same chunk: none may write into another's weights."""
-    memory = WeightMemory()
+    memory = WeightMemory(huge=False)
     first = memory.take(64)
     if not (copy := os.fork()):
         memory.take(64)[:] = 1

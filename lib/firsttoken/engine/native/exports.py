@@ -134,10 +134,16 @@ _LINE = 64
 
 
 class WeightMemory:
-    """Memory for weights, one behind the other, on huge pages where the system has them: every step reads all of it,
-    and of small pages each 4 KiB cost a walk through the page table."""
+    """Memory for weights, one behind the other, on ``huge`` pages where the system has them: every step reads all of
+    it, and of small pages each 4 KiB cost a walk through the page table.
 
-    def __init__(self) -> None:
+    A huge page is cleared as a whole before its first number is written, which leaves the caches meanwhile: a start
+    whose first token waits for the last weight has it sooner without. SmolLM2-135M in bf16, two cores of an AMD EPYC:
+    steps of 16 requests take 9.2 ms on huge pages and 9.6 on small ones, a start without torch 0.39 s and 0.29 s.
+    """
+
+    def __init__(self, huge: bool) -> None:
+        self._huge = huge
         self._lock = threading.Lock()
         self._rest = np.empty(0, np.uint8)
 
@@ -146,20 +152,19 @@ class WeightMemory:
         needed = -(-size // _LINE) * _LINE
         with self._lock:  # layers are packed by the thread that loads them
             if needed > len(self._rest):
-                self._rest = _zeros(max(needed, _CHUNK))
+                self._rest = self._zeros(max(needed, _CHUNK))
             taken, self._rest = self._rest[:size], self._rest[needed:]
         return taken
 
+    def _zeros(self, size: int) -> np.ndarray:
+        # Private: in shared memory, Python's default, copies of the process would write, too, and it has no huge pages.
+        memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if self._huge and hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
+            with suppress(OSError):  # a kernel that was built without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        whole = np.frombuffer(memory, np.uint8)
+        return whole[-whole.ctypes.data % _HUGE :][:size]
 
-def _zeros(size: int) -> np.ndarray:
-    # Private: shared memory, Python's default, has no huge pages here, and copies of the process would write into it.
-    memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
-        with suppress(OSError):  # a kernel that was built without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = np.frombuffer(memory, np.uint8)
-    return whole[-whole.ctypes.data % _HUGE :][:size]
 
-
-PANELS = WeightMemory()
-"""That of all packed weights of a process."""
+PANELS = WeightMemory(huge=True)
+"""That of all weights that torch packs in a process."""
