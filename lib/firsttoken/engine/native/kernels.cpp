@@ -54,8 +54,8 @@ int64_t widest(const Layer<T>& layer) {
 extern "C" int64_t panel_outputs() { return PANEL; }
 extern "C" int64_t multiplies_bfloat16() { return HAS_BF16; }
 
-constexpr int64_t FEW_ROWS = 4;  // of logits, likewise
 constexpr int64_t FEW = 32;  // tokens that are not worth a second thread, where they cost no product
+constexpr int64_t FEW_ROWS = 4;  // rows of logits that are not worth one
 
 #define EXPORT(NAME, T)                                                                                              \
     extern "C" void attend_##NAME(const T* query, int64_t query_step, T* pool, const int64_t* tables,                \
