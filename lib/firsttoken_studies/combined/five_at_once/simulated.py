@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -294,23 +295,32 @@ def simulated_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
 def _off(summary: Summary, windows: Rows) -> None:
     """Add how far the means of the simulated windows are off those of the live ones, in percent of these, and whether
     the arms stand in one order; draws are resampled, each with all its windows. An arm whose live mean is 0 is left out
-    of the former."""
+    of the former, and so is whatever some draws alone have no number for, as where no request was in time in them."""
     both = frame_of(windows, run=TWIN).merge(frame_of(windows, run=LIVE), on=["arm", "seed"], suffixes=("", "_live"))
     where = {"source": TWIN, "than": LIVE}
     for name in MEASURES:
         table = both.pivot(index="seed", columns="arm", values=[name, f"{name}_live"])
         values = table.to_numpy(float).reshape(len(table), 2, -1)  # [seeds, simulated or live, arms]
         measure = f"{name.rpartition('_')[0].removesuffix('_per')}"
-        for place, arm in enumerate(table[name].columns):
-            if np.nanmean(values[:, 1, place]) > 0:
-                entry = bootstrap(values[:, :, place], lambda sample: float(_share(sample)))
-                summary.add(f"{measure}_off_pct", entry.summary("%", 100), variant=arm, **where)
-        for across, of in (("median", np.nanmedian), ("worst", np.nanmax)):
-            entry = bootstrap(values, lambda sample, of=of: float(of(np.abs(_share(sample)))))
-            summary.add(f"{measure}_off_pct", entry.summary("%", 100), across=across, **where)
+        found = [
+            ({"variant": arm}, bootstrap(values[:, :, place], lambda sample: float(_share(sample))))
+            for place, arm in enumerate(table[name].columns)
+        ]
+        for across, of in (("median", np.median), ("worst", np.max)):
+            entry = bootstrap(values, lambda sample, of=of: _of_known(of, np.abs(_share(sample))))
+            found.append(({"across": across}, entry))
+        for whose, entry in found:
+            if np.isfinite([entry.estimate, entry.low, entry.high]).all():
+                summary.add(f"{measure}_off_pct", entry.summary("%", 100), **whose, **where)
         if values.shape[2] > 2:
             entry = bootstrap(values, lambda sample: rank_correlation(*np.nanmean(sample, 0)))
             summary.add(f"{measure}_rank_correlation", entry.summary(""), **where)
+
+
+def _of_known(of: Callable[[np.ndarray], Any], shares: np.ndarray) -> float:
+    """What ``of`` makes of those of ``shares`` [arms] that are numbers; no number where none is."""
+    known = shares[~np.isnan(shares)]
+    return float(of(known)) if len(known) else math.nan
 
 
 def _share(sample: np.ndarray) -> np.ndarray:
