@@ -140,7 +140,7 @@ void in_parts(int64_t group, Work&& work) {
 template <class T, int WIDTH>
 void attend_token(const T* query, const Cached<T>& cached, T* out, int64_t kv_heads, int64_t group, float scale,
                   std::vector<float>& room) {
-    const int64_t heads = kv_heads * group, context = cached.context, step = cached.token_step;
+    const int64_t heads = kv_heads * group, context = (cached.context + LANES - 1) / LANES * LANES, step = cached.token_step;
     room.resize(heads * (context + WIDTH + 1));
     float *const sums = room.data(), *const shares = sums + heads * WIDTH, *const weights = shares + heads;
     std::fill(sums, shares, 0.0f);
@@ -155,13 +155,18 @@ void attend_token(const T* query, const Cached<T>& cached, T* out, int64_t kv_he
             });
     });
     for (int64_t head = 0; head < heads; ++head) {
-        float* mine = weights + head * context;
-        float top = mine[0], sum = 0;
-#pragma omp simd reduction(max : top)
-        for (int64_t at = 0; at < context; ++at) top = mine[at] > top ? mine[at] : top;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t at = 0; at < context; ++at) sum += mine[at] = exponential((mine[at] - top) * scale);
-        shares[head] = 1 / sum;
+        float* const mine = weights + head * context;
+        std::fill(mine + cached.context, mine + context, -INFINITY);
+        Lane top = load(mine), sum = {};
+        for (int64_t at = LANES; at < context; at += LANES) top = load(mine + at) > top ? load(mine + at) : top;
+        float most = top[0];
+        for (int i = 1; i < LANES; ++i) most = std::max(most, top[i]);
+        for (int64_t at = 0; at < context; at += LANES) {
+            const Lane weight = exponential((load(mine + at) - most) * scale);
+            store(weight, mine + at);
+            sum += weight;
+        }
+        shares[head] = 1 / total(sum);
     }
     cached.each(values, cached.following, [&](int64_t at, const T* rows, const T* next, int64_t count) {
         for (int64_t kv_head = 0; kv_head < kv_heads; ++kv_head)

@@ -28,9 +28,10 @@ template <class T>
 void gated(Member& member, const T* states, T* out, int64_t tokens, int64_t width) {
     member.share(tokens, [&](int64_t token) {
         const T *gate = states + 2 * token * width, *up = gate + width;
-#pragma omp simd
-        for (int64_t i = 0; i < width; ++i)
-            narrow(rounded<T>(silu(widen(gate[i]))) * widen(up[i]), out[token * width + i]);
+        T* const mine = out + token * width;
+        int64_t i = 0;
+        for (; i + LANES <= width; i += LANES) store(rounded<T>(silu(load(gate + i))) * load(up + i), mine + i);
+        for (; i < width; ++i) narrow(rounded<T>(silu(widen(gate[i]))) * widen(up[i]), mine[i]);
     });
 }
 

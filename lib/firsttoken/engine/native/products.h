@@ -195,37 +195,38 @@ constexpr std::array<Multiply<T>, ROWS> multiplies(std::integer_sequence<int, CO
     return {multiply<T, LOCALITY, COUNTS + 1>...};
 }
 
-// What becomes of a row's sums of one panel; reduced [total] is the row times the adapter's a.
+// What becomes of a row's sums of one panel; reduced [total] is the row times the adapter's a. Rounded where Hugging Face
+// rounds.
 template <class T>
 void write(const Weight<T>& weight, int64_t panel, const Lane* sums, const Adapter& adapter, const float* reduced,
            const T* other, T* out) {
-    const int64_t first = panel * weight.step(), count = std::min(weight.step(), weight.width() - first);
-    float values[PANEL];
-    std::memcpy(values, sums, sizeof values);
-    if (weight.bias != nullptr)
-        for (int64_t i = 0; i < PANEL; ++i) {
-            const int64_t row = row_of(weight, panel, i);
-            values[i] += row < 0 ? 0.0f : widen(weight.bias[row]);
-        }
-    if (adapter.total) {
-        for (int64_t half = 0; half < 2; ++half) {
-            float* const mine = values + half * LANES;
-            for (int64_t i = 0; i < LANES; ++i) mine[i] = rounded<T>(mine[i]);
-            Lane sum = load(mine);
+    Lane values[2] = {sums[0], sums[1]};
+    for (int64_t half = 0; half < 2; ++half) {
+        if (weight.bias != nullptr)
+            for (int64_t i = 0; i < LANES; ++i) {
+                const int64_t row = row_of(weight, panel, half * LANES + i);
+                values[half][i] += row < 0 ? 0.0f : widen(weight.bias[row]);
+            }
+        if (adapter.total) {
+            values[half] = rounded<T>(values[half]);
             const int64_t at = 2 * panel + half;
             const float* const own = reduced + adapter.offsets[at];
-            for (int64_t k = 0; k < adapter.rank; ++k) sum += load(adapter.b + (at * adapter.rank + k) * LANES) * own[k];
-            std::memcpy(mine, &sum, sizeof sum);
+            for (int64_t k = 0; k < adapter.rank; ++k)
+                values[half] += load(adapter.b + (at * adapter.rank + k) * LANES) * own[k];
         }
     }
-    if (weight.gated) {  // rounded where Hugging Face rounds
-#pragma omp simd
-        for (int64_t i = 0; i < LANES; ++i)
-            values[i] = rounded<T>(silu(rounded<T>(values[i]))) * rounded<T>(values[LANES + i]);
+    if (weight.gated) values[0] = rounded<T>(silu(rounded<T>(values[0]))) * rounded<T>(values[1]);
+    for (int64_t half = 0; half < weight.step() / LANES; ++half) {
+        const int64_t first = panel * weight.step() + half * LANES, count = weight.width() - first;
+        if (count >= LANES) {
+            store(other == nullptr ? values[half] : rounded<T>(values[half]) + load(other + first), out + first);
+            continue;
+        }
+        for (int64_t i = 0; i < count; ++i) {
+            const float value = values[half][i];
+            narrow(other == nullptr ? value : rounded<T>(value) + widen(other[first + i]), out[first + i]);
+        }
     }
-    if (other != nullptr)
-        for (int64_t i = 0; i < count; ++i) values[i] = rounded<T>(values[i]) + widen(other[first + i]);
-    for (int64_t i = 0; i < count; ++i) narrow(values[i], out[first + i]);
 }
 
 // rows [tokens, inputs] times the weight, with other [tokens, width] added if it is given, to out [tokens, width]. An

@@ -72,6 +72,17 @@ inline Lane load(const float* from) {
     return lane;
 }
 
+// A register of numbers as they are stored, each rounded as narrow does; gcc 12 has no single instruction for either.
+inline void store(Lane lane, float* to) { std::memcpy(to, &lane, sizeof lane); }
+
+#if defined(__AVX512BF16__)
+inline Lane load(const bf16* from) {
+    const __m256i half = _mm256_loadu_si256((const __m256i*)from);
+    return (Lane)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
+}
+
+inline void store(Lane lane, bf16* to) { _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh((__m512)lane)); }
+#else
 inline Lane load(const bf16* from) {
     Half half;
     std::memcpy(&half, from, sizeof half);
@@ -79,6 +90,22 @@ inline Lane load(const bf16* from) {
     Lane lane;
     std::memcpy(&lane, &bits, sizeof lane);
     return lane;
+}
+
+inline void store(Lane lane, bf16* to) {
+    Bits bits;
+    std::memcpy(&bits, &lane, sizeof bits);
+    const Bits near = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, nan = (bits >> 16) | 0x40;
+    const Half half = __builtin_convertvector((bits & 0x7FFFFFFF) > 0x7F800000 ? nan : near, Half);
+    std::memcpy(to, &half, sizeof half);
+}
+#endif
+
+template <class T>
+inline Lane rounded(Lane lane) {
+    T stored[LANES];
+    store(lane, stored);
+    return load(stored);
 }
 
 inline float total(Lane lane) {
@@ -115,23 +142,33 @@ inline void totals(const Lane* lanes, float* out) {
     std::memcpy(out, &sums, 4 * sizeof(float));
 }
 
-// e to the x for x <= 0, to 2e-7 of 1 (Cephes' polynomial): compilers vectorise this, and few of them expf.
-inline float exponential(float x) {
-    x = x < -87.0f ? -87.0f : x;
-    const float whole = std::floor(x * 1.44269504f + 0.5f), rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-    float sum = 1.9875691500e-4f;
-    for (const float next : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-        sum = sum * rest + next;
-    const int32_t bits = (int32_t(whole) + 127) << 23;
-    float power;
-    std::memcpy(&power, &bits, sizeof power);
-    return (sum * rest * rest + rest + 1) * power;
+inline int32_t truncated(float x) { return int32_t(x); }
+inline Places truncated(Lane x) { return __builtin_convertvector(x, Places); }
+inline float real(int32_t x) { return float(x); }
+inline Lane real(Places x) { return __builtin_convertvector(x, Lane); }
+
+// e to the x for x <= 0, to 2e-7 of 1 (Cephes' polynomial), of a number or a register: compilers vectorise this, and few of
+// them expf.
+template <class Real>
+inline Real exponential(Real x) {
+    x = x < -87.0f ? Real{} - 87.0f : x;
+    const Real exact = x * 1.44269504f + 0.5f;
+    auto power = truncated(exact);
+    power = real(power) > exact ? power - 1 : power;  // rounded down
+    const Real rest = x - real(power) * 0.693359375f + real(power) * 2.12194440e-4f;
+    Real sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+    for (const float next : {8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) sum = sum * rest + next;
+    const auto bits = (power + 127) << 23;
+    Real two;  // to the power
+    std::memcpy(&two, &bits, sizeof two);
+    return (sum * rest * rest + rest + 1) * two;
 }
 
 // x times the logistic function of x.
-inline float silu(float x) {
-    const float small = exponential(x < 0 ? x : -x);  // never overflows
-    return x * (x < 0 ? small : 1.0f) / (1.0f + small);
+template <class Real>
+inline Real silu(Real x) {
+    const Real small = exponential(x < 0.0f ? x : -x);  // never overflows
+    return x * (x < 0.0f ? small : Real{} + 1.0f) / (1.0f + small);
 }
 
 }  // namespace
