@@ -6,6 +6,7 @@ import copy
 import random
 import re
 from collections.abc import Callable
+from contextlib import closing
 from itertools import pairwise
 from typing import Any
 
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from firsttoken.engine import decoder
 from firsttoken.engine.decoder import Decoder, LocalSegment, check_cover
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
-from firsttoken.engine.request import Request, Sampling
+from firsttoken.engine.request import Request, Sampling, ScheduledChunk
 from firsttoken.engine.scheduler_state import PendingPrefix
 from firsttoken.study.errors import ModelError, RequestError
 
@@ -48,6 +50,22 @@ def test_only_each_layer_once_and_in_order_covers() -> None:
         assert len(parts) == 1 or not covered(parts[::-1], range(depth))
         shorter = range(parts[one].start, parts[one].stop - 1)
         assert not covered([*parts[:one], shorter, *parts[one + 1 :]], range(depth))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_a_models_parts_give_the_logits_of_its_own_code(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit: the engine calls embedding, layers, norm and head by themselves where the model does no more."""
+    model = request.getfixturevalue(name).model
+    executor = LiveExecutor(model, 8)
+    one = Request(0, tuple(range(5, 25)), Sampling(1), 0.0)
+    one.blocks = [3, 1]
+    step = executor.plan(executor.version, [ScheduledChunk(one, 0, 20, 0)])
+    with closing(executor), torch.inference_mode():
+        by_parts = executor.version.decoder.logits(step)
+        monkeypatch.setattr(decoder, "_PLAIN", ())
+        assert torch.equal(by_parts, executor.version.decoder.logits(step))
 
 
 def test_a_view_that_loses_a_layer_computes_nothing(lab, llama) -> None:

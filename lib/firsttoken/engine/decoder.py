@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from firsttoken.engine.fused import fuse_layer, packed, packs, run_layers, run_together
+from firsttoken.engine.fused import fuse_layer, normed, packed, packs, run_layers, run_together
+from firsttoken.engine.native.library import NativeLinear
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.study.errors import ModelError, RequestError
 
@@ -47,6 +48,11 @@ def check_cover(segments: Sequence[Segment], layers: range) -> None:
             return
     held = ", ".join(f"[{one.layers.start}, {one.layers.stop})" for one in segments)
     raise ModelError(f"the segments {held} are not the model's layers [{layers.start}, {layers.stop}) in order")
+
+
+_PLAIN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+"""Models of which a step is embedding, rotary angles, layers, norm and head, and whose layers are told nothing else where
+attention is the engine's. Their own code for it takes 0.5 ms of a step more, of 4 with one request (transformers 5)."""
 
 
 class LocalSegment:
@@ -138,7 +144,19 @@ class Decoder:
             nowhere = both.through(range(0))
             self._decoder(**_inputs(nowhere))  # for what the model's code tells its layers of these tokens
             both.arguments = nowhere.arguments
+        elif type(self._model).__name__ in _PLAIN:
+            return self._plain_logits(step)
         return self._model(**_inputs(step), logits_to_keep=step.last).logits[0]
+
+    def _plain_logits(self, step: StepPlan) -> Tensor:
+        """The same by the model's parts, for one of ``_PLAIN``, and only the rows that are wanted through the norm."""
+        decoder, positions = self._decoder, step.positions
+        hidden = decoder.embed_tokens(step.ids)
+        turns = decoder.rotary_emb(hidden, positions)
+        told = {"attention_mask": None, "past_key_values": None, "use_cache": False}
+        hidden = decoder.layers[0](hidden, step=step, position_embeddings=turns, position_ids=positions, **told)
+        rows, head = hidden[0, step.last], self._model.lm_head
+        return head(normed(rows, decoder.norm) if type(head) is NativeLinear else decoder.norm(rows))
 
     def run(self, step: StepPlan) -> None:
         """Run ``step`` for the keys and values of its layers; what leaves them is thrown away.

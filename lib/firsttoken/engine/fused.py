@@ -127,7 +127,7 @@ class FusedLayer(nn.Module):
         """[batch, tokens, hidden] -> the same, as the stock layer."""
         native, module = kernels(), self.attention
         batch, tokens, _ = hidden_states.shape
-        states = self.joint(_normed(hidden_states, self.before_attention)).view(batch * tokens, -1, module.head_dim)
+        states = self.joint(normed(hidden_states, self.before_attention)).view(batch * tokens, -1, module.head_dim)
         cos, sin = (half.expand(batch, -1, -1).reshape(batch * tokens, -1) for half in position_embeddings)
         native.rotate(states[:, : -self.kv_heads], cos, sin)
         heads = states.view(batch, tokens, -1, module.head_dim).transpose(1, 2)
@@ -138,7 +138,7 @@ class FusedLayer(nn.Module):
             module, query, key, value, attention_mask, dropout=0.0, scaling=module.scaling, **keywords
         )
         hidden_states = self.out.plus(seen.reshape(batch, tokens, -1), hidden_states)
-        return self.down.plus(self.gate_up(_normed(hidden_states, self.before_mlp)), hidden_states)
+        return self.down.plus(self.gate_up(normed(hidden_states, self.before_mlp)), hidden_states)
 
 
 class _Gated(nn.Module):
@@ -268,7 +268,8 @@ def _kind(module: nn.Module) -> tuple[str, str]:
     return type(module).__module__, type(module).__name__
 
 
-def _normed(states: Tensor, norm: nn.Module) -> Tensor:
+def normed(states: Tensor, norm: nn.Module) -> Tensor:
+    """What ``norm``, a root-mean-square norm of Llama's kind, makes of ``states``, by the kernels."""
     return kernels().rms_norm(states.contiguous(), norm.weight, norm.variance_epsilon)
 
 
