@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.base_model import at_stage
 from firsttoken.progressiveserve.checkpoint.names import torch_dtype
 from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Stage, by_layers, whole
+from firsttoken.progressiveserve.loading import loader
 from firsttoken.progressiveserve.loading.read_plan import open_reader, parts_of
 from firsttoken.progressiveserve.loading.views import changed
 from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
@@ -191,7 +193,12 @@ def test_a_streamed_prefill_computes_while_the_rest_is_on_its_way(stage, ids):
     assert 0 < load.stalled_s < 30 and load.placing_s > 0
 
 
-def test_a_streamed_prefill_leaves_one_processor_to_the_load_until_all_is_there(stage, ids):
+@pytest.mark.parametrize(("costs_s", "afterwards"), [(0.0, 3), (math.inf, 2)])
+def test_a_streamed_prefill_leaves_one_processor_to_the_load_until_all_is_there(
+    stage, ids, costs_s: float, afterwards: int, monkeypatch: pytest.MonkeyPatch
+):
+    """And takes it back then if that saves more than it costs; after the block in any case."""
+    monkeypatch.setattr(loader, "_SWITCH_S", costs_s)
     staged, before, threads = stage(), torch.get_num_threads(), []
     loads = Loads(staged)
     link = Held(sum(part.bytes for part in parts_of(staged.manifest, ALL)[:2]))
@@ -205,7 +212,7 @@ def test_a_streamed_prefill_leaves_one_processor_to_the_load_until_all_is_there(
             loads.answer(ids, load.view)
             load.wait()
             loads.answer(ids, load.view)
-        assert threads[0] == 2 and threads[6:] == [3] * 6 and torch.get_num_threads() == 3
+        assert threads[0] == 2 and threads[6:] == [afterwards] * 6 and torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
 

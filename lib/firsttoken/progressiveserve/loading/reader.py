@@ -24,6 +24,7 @@ from firsttoken.study.system.direct_io import is_cached, open_uncached, read_no_
 if TYPE_CHECKING:
     from firsttoken.progressiveserve.loading.http_reader import RemoteFile, RemotePath
 
+_END_CHUNKS = 4  # the last so many are divided
 PAGE = 4096  # direct reads want offsets, lengths and addresses in multiples of the disk's block; none is larger
 
 
@@ -54,6 +55,11 @@ class BlobReader:
     All files are opened before the first reader runs: whoever waits keeps the interpreter busy (tokenizer, empty
     model), and each system call of a reader may then cost it one turn of 5 ms. Opened by the readers, 269 MB in 32
     files took 0.52 s instead of 0.45 s (medians of 20, two busy cores).
+
+    Chunks of all readers come at the same time over a slow link. So those of the end are a quarter as long: the last
+    files are whole one after the other, and whoever computes with them has little left to do when the last one is. (The
+    first bits of 135 M weights over 1 Gbit/s: a first token after 0.755 s instead of 0.763, medians of 14 and 20.)
+    Short ones throughout cost the whole model from a disk 0.02 s of 0.27.
     """
 
     def __init__(
@@ -70,7 +76,7 @@ class BlobReader:
         self._verify, self._allocate = verify, allocate
         self._lock = threading.Lock()  # of what is counted; never held while a reader waits for memory
         self._buffers: dict[int, memoryview] = {}
-        self._left = [max(1, -(-blob.bytes // chunk_bytes)) for blob in self.blobs]
+        self._left = [0] * len(self.blobs)  # chunks that have not come
         self._done = [threading.Event() for _ in self.blobs]
         self._files: list[_OpenFile | RemoteFile] = []
         self._error: Exception | None = None
@@ -78,7 +84,10 @@ class BlobReader:
         self._threads = []
         groups = even_groups([blob.bytes for blob in self.blobs], len(links))
         for link, group in zip(links, groups, strict=True):
-            turn = link, self._chunks(group, chunk_bytes), threading.Lock()
+            chunks = list(self._chunks(group, chunk_bytes))
+            for index, _, _ in chunks:
+                self._left[index] += 1
+            turn = link, iter(chunks), threading.Lock()
             self._threads += [
                 threading.Thread(target=self._work, args=turn, name=f"reader-{i}", daemon=True) for i in range(threads)
             ]
@@ -117,10 +126,14 @@ class BlobReader:
 
     def _chunks(self, group: range, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
         """(blob, offset, bytes), first to last."""
+        left = sum(self.blobs[index].bytes for index in group)
         for index in group:
-            size = self.blobs[index].bytes
-            for offset in range(0, max(1, size), chunk_bytes):
-                yield index, offset, min(chunk_bytes, size - offset)
+            size, offset = self.blobs[index].bytes, 0
+            while not offset or offset < size:
+                most = chunk_bytes if left > _END_CHUNKS * chunk_bytes else -(-chunk_bytes // 4 // PAGE) * PAGE
+                count = min(most, size - offset)
+                yield index, offset, count
+                offset, left = offset + max(1, count), left - count
 
     def _work(self, link: Link, chunks: Iterator[tuple[int, int, int]], turn: threading.Lock) -> None:
         try:
