@@ -14,6 +14,8 @@ from firsttoken.study.system.cgroup_limits import free_memory_bytes
 if TYPE_CHECKING:  # a model of ours needs none of it
     from transformers import PretrainedConfig
 
+_LINE = 64  # bytes of the cache
+
 
 @dataclass(frozen=True)
 class KVShape:
@@ -89,8 +91,11 @@ class KVPool:
         _check_room(blocks * shape.block_bytes, f"{blocks:,} blocks of {shape.block_tokens} tokens", self.device)
         if touched or self.device.type != "cpu":
             self.rows = torch.empty(size, dtype=shape.dtype, device=self.device).zero_()
-        else:  # numpy asks the system for zeros, torch writes them
-            self.rows = torch.from_numpy(np.zeros(blocks * shape.block_bytes, np.uint8)).view(shape.dtype).view(size)
+        else:  # numpy asks the system for zeros, torch writes them; rows begin at lines of the cache, as torch's do
+            wanted = blocks * shape.block_bytes
+            zeros = np.zeros(wanted + _LINE, np.uint8)
+            zeros = zeros[-zeros.ctypes.data % _LINE :][:wanted]
+            self.rows = torch.from_numpy(zeros).view(shape.dtype).view(size)
 
     @property
     def blocks(self) -> int:

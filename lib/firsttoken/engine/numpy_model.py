@@ -66,7 +66,7 @@ class NumpyModel:
         self.files, self.seen = files, seen(files.files)
         self.threads = threads or cores()  # of the calls to come
         self._maps = {file: _mapped(file) for file in files.files}
-        self._memory = WeightMemory(huge=False)  # its first token waits for all of it
+        self.memory = WeightMemory(huge=False)  # its first token waits for all of it
         self._jobs: list[list[int]] = []  # what the kernel packs, without the interpreter, which is importing meanwhile
         self._sources: list[np.ndarray] = []
         self._head = self._laid_out_head()  # the largest first, so that one thread packs it beside the layers
@@ -193,7 +193,7 @@ class NumpyModel:
         outputs, inputs = sum(map(len, weights)), weights[0].shape[1]
         step = self._exports.panel // 2 if gated else self._exports.panel
         count = -(-(outputs // 2 if gated else outputs) // step)
-        panels = self._memory.take(count * self._exports.panel * inputs * np.dtype(STORAGE[self.dtype]).itemsize)
+        panels = self.memory.take(count * self._exports.panel * inputs * np.dtype(STORAGE[self.dtype]).itemsize)
         told = [panels.ctypes.data, 0 if bias is None else bias.ctypes.data, outputs, inputs, gated, *[0] * 5]
         fields = np.array(told, dtype=np.int64)
         parts = [number for weight in weights for number in (weight.ctypes.data, len(weight))]

@@ -223,6 +223,16 @@ def test_nothing_is_built_for_what_is_not_supported(monkeypatch: pytest.MonkeyPa
     assert not supports(shape(head_dim=8), CPU)
 
 
+def test_weights_stay_what_they_are_on_huge_pages() -> None:
+    memory = WeightMemory(huge=False)
+    some = [memory.take(size) for size in (5 << 20, 3, 40 << 20)]
+    for number, one in enumerate(some, 1):
+        one[:] = number
+    memory.collapse()  # where the system can, and else it does nothing
+    assert all((one == number).all() for number, one in enumerate(some, 1))
+    assert not memory.take(1 << 20).any()
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not copied here")
 def test_what_a_copy_of_the_process_packs_is_its_own() -> None:
     """A fork server's copies take from the rest of the same chunk: none may write into another's weights."""
