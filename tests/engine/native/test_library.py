@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -231,6 +233,20 @@ def test_weights_stay_what_they_are_on_huge_pages() -> None:
     memory.collapse()  # where the system can, and else it does nothing
     assert all((one == number).all() for number, one in enumerate(some, 1))
     assert not memory.take(1 << 20).any()
+
+
+def test_memory_goes_with_the_last_weight_in_it() -> None:
+    memory = WeightMemory(huge=True)
+    one = memory.take(40 << 20)
+    lowest = one
+    while isinstance(lowest, np.ndarray):
+        lowest = lowest.base
+    there = weakref.ref(lowest.obj)  # what is mapped, of which this is a view
+    del lowest
+    memory.take(40 << 20)  # of which the memory keeps the rest
+    assert there() is not None
+    del one
+    assert there() is None
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not copied here")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -147,7 +148,7 @@ class WeightMemory:
         self._huge = huge
         self._lock = threading.Lock()
         self._rest = np.empty(0, np.uint8)
-        self._mapped: list[mmap.mmap] = []
+        self._mapped: WeakSet[mmap.mmap] = WeakSet()  # each goes with the last weight in it
 
     def take(self, size: int) -> np.ndarray:
         """``size`` bytes of zeros, which begin at a line of the cache."""
@@ -163,7 +164,7 @@ class WeightMemory:
         nothing where the system cannot (Linux can from 6.1 on)."""
         if not hasattr(mmap, "MADV_HUGEPAGE"):
             return
-        for memory in self._mapped:
+        for memory in list(self._mapped):
             first = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE
             for start in range(first, len(memory) - _HUGE + 1, _HUGE):
                 try:
@@ -177,7 +178,7 @@ class WeightMemory:
         if self._huge and hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
             with suppress(OSError):  # a kernel that was built without them
                 memory.madvise(mmap.MADV_HUGEPAGE)
-        self._mapped.append(memory)
+        self._mapped.add(memory)
         whole = np.frombuffer(memory, np.uint8)
         return whole[-whole.ctypes.data % _HUGE :][:size]
 
