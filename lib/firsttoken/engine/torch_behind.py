@@ -133,7 +133,7 @@ def take_over(model: NumpyModel, blocks: int, host_blocks: int = 0) -> LiveExecu
     executor = LiveExecutor(plain, blocks, segments=[segment], touched=False, **options)
     plain.model.layers = nn.ModuleList()
     executor.version.decoder.set_head(NativeLinear([plain.lm_head], panels=model.head))
-    threading.Thread(target=model.memory.collapse, name="huge pages", daemon=True).start()  # no token waits for it
+    threading.Thread(target=model.memory.collapse, name="huge pages", daemon=True).start()  # 5 ms a page
     return executor
 
 
