@@ -55,6 +55,11 @@ _PLAIN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 where attention is the engine's. Their own code for it takes 0.25 ms more, of 4 with one request (transformers 5)."""
 
 
+def _is_plain(model: nn.Module) -> bool:
+    """Whether ``model`` is one of ``_PLAIN`` as transformers has it: a checkpoint may bring other code by that name."""
+    return type(model).__name__ in _PLAIN and type(model).__module__.startswith("transformers.models.")
+
+
 class LocalSegment:
     """``modules`` in this process, the first of them layer ``lo``: stock decoder layers, adapted ones, or fused."""
 
@@ -144,7 +149,7 @@ class Decoder:
             nowhere = both.through(range(0))
             self._decoder(**_inputs(nowhere))  # for what the model's code tells its layers of these tokens
             both.arguments = nowhere.arguments
-        elif type(self._model).__name__ in _PLAIN:
+        elif _is_plain(self._model):
             return self._plain_logits(step)
         return self._model(**_inputs(step), logits_to_keep=step.last).logits[0]
 

@@ -72,7 +72,8 @@ inline Lane load(const float* from) {
     return lane;
 }
 
-// A register of numbers as they are stored, each rounded as narrow does; gcc 12 has no single instruction for either.
+// A register of numbers as they are stored, each rounded as narrow does, but that AVX-512 makes zeros of what is below 1.2e-38.
+// Its own instructions are named where it has them, as gcc 12 takes several in their place.
 inline void store(Lane lane, float* to) { std::memcpy(to, &lane, sizeof lane); }
 
 #if defined(__AVX512BF16__)
@@ -147,8 +148,7 @@ inline Places truncated(Lane x) { return __builtin_convertvector(x, Places); }
 inline float real(int32_t x) { return float(x); }
 inline Lane real(Places x) { return __builtin_convertvector(x, Lane); }
 
-// e to the x for x <= 0, to 2e-7 of 1 (Cephes' polynomial), of a number or a register: compilers vectorise this, and few of
-// them expf.
+// e to the x for x <= 0, to 2e-7 of 1 (Cephes' polynomial), of a number or of each in a register.
 template <class Real>
 inline Real exponential(Real x) {
     x = x < -87.0f ? Real{} - 87.0f : x;
