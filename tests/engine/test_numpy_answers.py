@@ -20,6 +20,7 @@ from firsttoken.engine.model_server import EngineServer
 from firsttoken.engine.native.library import kernels
 from firsttoken.engine.numpy_answers import NumpyAnswers
 from firsttoken.engine.numpy_model import NumpyModel
+from firsttoken.engine.numpy_weights import FolderWeights
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.engine.torch_behind import take_over
@@ -60,7 +61,7 @@ def model(tmp_path: Path) -> NumpyModel:
     if kernels() is None:
         pytest.skip("there is no C++ compiler")
     small_model("Llama").save_pretrained(tmp_path)
-    return NumpyModel(check_servable(tmp_path), threads=1)
+    return NumpyModel(FolderWeights(check_servable(tmp_path), 1), threads=1)
 
 
 @pytest.fixture

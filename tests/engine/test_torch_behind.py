@@ -19,13 +19,14 @@ from small_models import small_model
 from transformers import PreTrainedModel
 
 from firsttoken.assets.servable import check_servable
-from firsttoken.engine import numpy_model, torch_behind
+from firsttoken.engine import numpy_weights, torch_behind
 from firsttoken.engine.fused import FusedLayer
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.native import exports
 from firsttoken.engine.native.exports import Exports, load_exports, narrowed, widened
 from firsttoken.engine.native.library import kernels
 from firsttoken.engine.numpy_model import NumpyModel
+from firsttoken.engine.numpy_weights import FolderWeights
 from firsttoken.engine.request import Sampling, ScheduledChunk
 from firsttoken.engine.torch_behind import Takeover
 from firsttoken.lean.lean_config import OtherWay
@@ -65,7 +66,8 @@ def make(tmp_path: Path) -> Callable[..., Made]:
 
 
 def numpy_of(folder: Path, **options: Any) -> NumpyModel:
-    return NumpyModel(check_servable(folder), **({"threads": 1} | options))
+    threads = options.pop("threads", 1)
+    return NumpyModel(FolderWeights(check_servable(folder), threads), threads=threads, **options)
 
 
 def greedy(model: NumpyModel, count: int = ANSWER) -> list[int]:
@@ -108,12 +110,12 @@ def test_panels_are_those_that_the_engine_packs(make, monkeypatch, stored, halve
     """Bit for bit, by several threads, and where halves are stored and floats compute."""
     right = load_exports()
     monkeypatch.setattr(right, "has_bfloat16", halves and right.has_bfloat16)
-    monkeypatch.setattr(numpy_model, "load_exports", lambda: right)
+    monkeypatch.setattr(numpy_weights, "load_exports", lambda: right)
     for family, keys in SHAPES[2:]:
         stock, folder = make(family, stored, **keys)
         model = numpy_of(folder, threads=3)
         layers = stock.to(getattr(torch, model.dtype)).model.layers
-        for layer, panels in zip(layers, model.panels, strict=True):
+        for layer, panels in zip(layers, model.weights.panels, strict=True):
             packed = FusedLayer(layer)
             for name, mine in panels.items():
                 theirs = getattr(packed, name).panels.view(torch.uint8).numpy()
@@ -162,7 +164,7 @@ def test_nothing_is_computed_twice_and_no_weight_copied(make, by_turns, monkeypa
     engine = takeover.engine()
     assert steps == [1] * (ANSWER - takeover.tokens)
     (segment,) = engine.executor.version.decoder.segments
-    for layer, panels in zip(segment.modules, takeover.model.panels, strict=True):
+    for layer, panels in zip(segment.modules, takeover.model.weights.panels, strict=True):
         for name, packed in panels.items():
             assert getattr(layer, name).panels.data_ptr() == packed.ctypes.data
 
@@ -263,7 +265,7 @@ def test_a_processor_without_bfloat16(make, by_turns, monkeypatch) -> None:
         found.has_bfloat16 = False
         return found
 
-    monkeypatch.setattr(numpy_model, "load_exports", lacking)
+    monkeypatch.setattr(numpy_weights, "load_exports", lacking)
     takeover = Takeover(numpy_of(folder))
     said = by_turns(takeover, 5)
     assert takeover.model.dtype == "float32"
@@ -289,7 +291,8 @@ def test_the_first_token_finds_no_torch(make) -> None:
     code = (
         "import sys; from pathlib import Path; from firsttoken.assets.servable import check_servable; "
         "from firsttoken.engine.numpy_model import NumpyModel; from firsttoken.engine.torch_behind import Takeover; "
-        f"takeover = Takeover(NumpyModel(check_servable(Path({str(folder)!r})), threads=1)); "
+        "from firsttoken.engine.numpy_weights import FolderWeights; "
+        f"takeover = Takeover(NumpyModel(FolderWeights(check_servable(Path({str(folder)!r})), 1), threads=1)); "
         f"answer = takeover.answer({PROMPT}, 200); first = next(answer); "
         "before = [one for one in ('torch', 'transformers', 'safetensors') if one in sys.modules]; "
         "takeover.engine(); rest = list(answer); print(before, 'torch' in sys.modules, first, takeover.tokens)"

@@ -56,7 +56,7 @@ class NumpyAnswers:
             model = self._coming.result(PATIENCE_S)
         except Exception:  # it does not come, or its kernels are still being built: torch need not wait
             return
-        model.wait(until - time.monotonic())
+        model.weights.wait(until - time.monotonic())
         with self._change:
             self._change.wait_for(lambda: self._waiting, GREETING_S)
             self._change.wait_for(lambda: self._begun or self._next() is None, until - time.monotonic())

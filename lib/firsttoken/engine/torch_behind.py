@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from firsttoken.engine.engine import Engine
     from firsttoken.engine.live_executor import LiveExecutor
+    from firsttoken.engine.numpy_weights import FolderWeights
 
 _TURN_S = 0.0005  # after which the thread that imports lets go of the interpreter, if it can
 
@@ -107,8 +108,8 @@ def beside_an_import(model: NumpyModel) -> Iterator[None]:
 
 
 def take_over(model: NumpyModel, blocks: int, host_blocks: int = 0) -> LiveExecutor:
-    """What runs the weights of ``model``, all of which it has read, over a pool of ``blocks`` KV blocks, and as many
-    of ``host_blocks`` in host memory.
+    """What runs the weights of ``model``, those of a plain folder, over a pool of ``blocks`` KV blocks, and as many of
+    ``host_blocks`` in host memory.
 
     The packed weights are the same memory; what is small is copied, and so is the embedding, as its file may change.
     Layers are in the executor's version, fused; its plain model has none.
@@ -123,17 +124,18 @@ def take_over(model: NumpyModel, blocks: int, host_blocks: int = 0) -> LiveExecu
     from firsttoken.engine.native.library import NativeLinear
     from firsttoken.lean.build import lean_on_meta
 
-    plain = lean_on_meta(model.files.folder, dtypes.named(model.dtype))
-    for name in model.small:
-        put(plain, name, _tensor(model, model.parameter(name).copy()))
+    weights: FolderWeights = model.weights
+    plain = lean_on_meta(weights.files.folder, dtypes.named(model.dtype))
+    for name in weights.small:
+        put(plain, name, _tensor(model, weights.parameter(name).copy()))
     plain.tie_weights()
-    layers = zip(plain.model.layers, model.panels, strict=True)
+    layers = zip(plain.model.layers, weights.panels, strict=True)
     segment = LocalSegment([FusedLayer(layer, panels) for layer, panels in layers])
     options = {"block_tokens": BLOCK_TOKENS, "host_blocks": host_blocks, "device": torch.device("cpu")}
     executor = LiveExecutor(plain, blocks, segments=[segment], touched=False, **options)
     plain.model.layers = nn.ModuleList()
-    executor.version.decoder.set_head(NativeLinear([plain.lm_head], panels=model.head))
-    threading.Thread(target=model.memory.collapse, name="huge pages", daemon=True).start()  # 5 ms a page
+    executor.version.decoder.set_head(NativeLinear([plain.lm_head], panels=weights.head().panels["head"]))
+    threading.Thread(target=weights.packer.memory.collapse, name="huge pages", daemon=True).start()  # 5 ms a page
     return executor
 
 

@@ -22,6 +22,7 @@ from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.model_server import EngineServer, LoadingServer, ModelServer, files_alone
 from firsttoken.engine.numpy_answers import NumpyAnswers
 from firsttoken.engine.numpy_model import NumpyModel
+from firsttoken.engine.numpy_weights import FolderWeights
 from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
 from firsttoken.engine.request_limits import STALL_FREE, RequestLimits
 from firsttoken.engine.torch_behind import take_over
@@ -96,7 +97,7 @@ class PlainServer(LoadingServer):
             self._bytes_total = files.bytes
             stored = getattr(torch, stored_dtype(self._folder))
         early = None if self._numpy is None else self._numpy.model
-        with unchanged(files.files, "" if early is None else early.seen), files_alone():
+        with unchanged(files.files, "" if early is None else early.weights.seen), files_alone():
             dtype = dtypes.serving(dtypes.AUTO, stored, self._device)
             if early is not None and early.dtype == dtypes.name_of(dtype) and dtype in kernels().multiplied:
                 self._live = take_over(early, self.limits.blocks, self.limits.host_blocks)
@@ -160,7 +161,7 @@ def without_torch(config: ServiceConfig) -> Coming | None:
         return None
     bring(config.folder)
     maker = ThreadPoolExecutor(1, "reading")
-    coming = maker.submit(lambda: NumpyModel(check_servable(config.folder), config.max_len(context_in(config.folder))))
+    coming = maker.submit(lambda: NumpyModel(FolderWeights(check_servable(config.folder)), config.max_len(context_in(config.folder))))
     maker.shutdown(wait=False)
     return coming
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from firsttoken.engine.native.adapters import packed_adapter
 from firsttoken.engine.native.exports import PANELS, Exports, load_exports
 from firsttoken.study.errors import ModelError
 
@@ -26,7 +27,7 @@ class Kernels:
     and ``states`` of ``rotate``, whose tokens may be further apart."""
 
     def __init__(self, exports: Exports) -> None:
-        self._exports = exports
+        self.exports = exports
         self.panel = exports.panel
         bf16 = exports.has_bfloat16 and not torch.cpu._is_amx_tile_supported()
         self.multiplied = frozenset(
@@ -78,17 +79,6 @@ class Kernels:
         """Write ``rows`` [outputs, inputs] where ``weight``, the fields of a ``Weight``, says that its panels are."""
         self._call("pack", rows.dtype, rows, weight)
 
-    def pack_adapter(self, b: Tensor, offsets: Tensor, weight: np.ndarray, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """``b`` [outputs, rank] in fp32 and ``offsets`` int64 [outputs] as the kernels read them beside ``weight``.
-
-        That is of ``dtype``. Both are empty where two adapters share half of a panel."""
-        outputs, rank = b.shape
-        halves = 2 * (outputs // self.panel + 2)  # as many as a gated weight can have, too
-        packed = torch.zeros(halves * rank * self.panel // 2)
-        places = torch.zeros(halves, dtype=torch.int64)
-        fits = self._exports.call("pack_adapter", NAMES[dtype], b, offsets, rank, weight, packed, places)
-        return (packed, places) if fits else (packed[:0], places[:0])
-
     def product(self, rows: Tensor, weight: np.ndarray, other: Tensor | None, out: Tensor) -> Tensor:
         """``rows`` [..., inputs] times ``weight``; ``other``, of the shape of ``out`` [..., width], is added if given.
 
@@ -126,7 +116,7 @@ class Kernels:
 
     def _call(self, name: str, dtype: torch.dtype, *arguments: Tensor | np.ndarray | float | None) -> None:
         """Call the function ``name`` for ``dtype`` with as many threads as torch has."""
-        self._exports.call(name, NAMES[dtype], *arguments, torch.get_num_threads())
+        self.exports.call(name, NAMES[dtype], *arguments, torch.get_num_threads())
 
 
 def _are_right(exports: Exports, dtype: str) -> bool:
@@ -196,29 +186,17 @@ class NativeLinear(nn.Module):
     def with_adapter(self, halves: Sequence[Halves | None]) -> NativeLinear | None:
         """The same over the same weight with LoRA's correction, in fp32 as ``LoraLinear`` has it, of each of its linear
         layers, or None of one. None where the kernels cannot: where the outputs of two of them share half a panel."""
-        there = [pair for pair in halves if pair is not None]
-        if not there:
+        if not any(halves):
             return self
-        rank = max(len(a) for a, _ in there)
-        b = torch.zeros(sum(self.parts), rank)
-        offsets = torch.empty(len(b), dtype=torch.int64)
-        output = offset = 0
-        for outputs, pair in zip(self.parts, halves, strict=True):
-            offsets[output : output + outputs] = offset
-            if pair is not None:
-                b[output : output + outputs, : len(pair[0])] = pair[1]
-                offset += len(pair[0])
-            output += outputs
-        packed, places = kernels().pack_adapter(b, offsets, self.fields, self.panels.dtype)
-        if not len(places):
+        told = [pair and (pair[0].numpy(), pair[1].numpy()) for pair in halves]
+        dtype = NAMES[self.panels.dtype]
+        adapter = packed_adapter(kernels().exports, dtype, self.fields, self.parts, told)
+        if adapter is None:
             return None
-        # every output reads rank numbers from its offset on, one whose adapter is smaller and one that has none, too
-        a = torch.zeros(int(offsets.max()) + rank, self.in_features)
-        a[: sum(len(pair[0]) for pair in there)] = torch.cat([pair[0] for pair in there])
         twin = copy.copy(self)
-        twin.adapter = a, packed, places  # what the fields point at
+        twin.adapter = adapter
         twin.fields = self.fields.copy()
-        twin.fields[5:] = a.data_ptr(), packed.data_ptr(), places.data_ptr(), len(a), rank
+        twin.fields[5:] = adapter.fields
         return twin
 
     def __deepcopy__(self, memo: dict[int, object]) -> NativeLinear:

@@ -107,14 +107,16 @@ def _start_before_torch(spec: TrialSpec, marks: PhaseClock) -> dict[str, Any] | 
     read_weights_ahead(spec)
     from firsttoken.assets.servable import check_servable
     from firsttoken.engine.numpy_model import NumpyModel
+    from firsttoken.engine.numpy_weights import FolderWeights
     from firsttoken.engine.torch_behind import Takeover
     from firsttoken.lean.lean_config import OtherWay
     from firsttoken.lean.tokenizer import read_tokenizer
 
     marks.phase("imports")
     arrived, used, growth = marks.last, cpu_seconds(), MemoryGrowth()
+    threads = spec.threads or None
     try:
-        model = NumpyModel(check_servable(Path(spec.stock)), threads=spec.threads or None)
+        model = NumpyModel(FolderWeights(check_servable(Path(spec.stock)), threads), threads=threads)
         if spec.dtype not in ("stored", model.dtype):
             raise OtherWay(f"it computes in {model.dtype}, and {spec.dtype} is asked for")
     except OtherWay as reason:

@@ -1,0 +1,294 @@
+"""Weights as the kernels read them, laid out by numpy alone; those of a plain folder, which threads pack as they read.
+
+A model that computes without torch (``numpy_model.py``) asks for them layer by layer, and waits for no other.
+"""
+
+from __future__ import annotations
+
+import mmap
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from firsttoken.assets.checkpoint import EMBEDDING, HEAD, ModelFiles, StoredTensor
+from firsttoken.assets.held import seen
+from firsttoken.engine.native.adapters import Halves, packed_adapter
+from firsttoken.engine.native.exports import (
+    PRODUCTS,
+    STORAGE,
+    WIDTHS,
+    Exports,
+    WeightMemory,
+    load_exports,
+    widened,
+)
+from firsttoken.lean.lean_config import LeanConfig, OtherWay, lean_config
+from firsttoken.study.errors import StageError
+from firsttoken.study.system.cgroup_limits import cores
+
+READ = {"F32": "float32", "BF16": "bfloat16"}
+"""The dtypes that are packed, by safetensors' names."""
+
+NORM = "model.norm.weight"
+PARTS = 3  # of a product at most, as kernels.cpp has them
+POLL_S = 0.001
+NO_HALVES: Mapping[str, Halves] = {}
+
+
+class LaidOut(NamedTuple):
+    """Weights as the kernels read them: ``fields``, ``panels`` by product, and what else the fields point at."""
+
+    fields: np.ndarray
+    panels: dict[str, np.ndarray]
+    kept: list[Any]
+
+
+class Job(NamedTuple):
+    """A weight that is to be packed: ``row`` tells ``pack_jobs`` of it, and ``kept`` is what that points at."""
+
+    row: list[int]
+    kept: list[np.ndarray]
+
+
+class Packer:
+    """Lays the weights of the model of ``config`` out for the kernels, and packs them.
+
+    They are ``stored`` in a dtype and compute in ``dtype``: in the stored one, but in float32 where the processor has
+    no instructions for bfloat16. Raises OtherWay, in one line, for what the kernels do not run: a shape that they do
+    not have, no compiler, or products that are wrong here.
+    """
+
+    def __init__(self, config: LeanConfig, stored: str) -> None:
+        if config.head_dim not in WIDTHS:
+            raise OtherWay(f"its head_dim is {config.head_dim}")
+        if odd := [size for size in (config.hidden_size, config.intermediate_size) if size % 2]:
+            raise OtherWay(f"its products have {odd[0]} inputs, an odd number")
+        self.config, self.stored, self.exports = config, stored, _exports()
+        bf16 = stored == "bfloat16" and self.exports.has_bfloat16
+        self.dtype = "bfloat16" if bf16 else "float32"
+        if not self.exports.multiplies(self.dtype):
+            raise OtherWay(f"its {self.dtype} products are wrong on this processor")
+        self.memory = WeightMemory(huge=False)  # a first token waits for all of it
+
+    def computed(self, stored: np.ndarray) -> np.ndarray:
+        """``stored`` in the dtype that computes."""
+        return stored if self.stored == self.dtype else widened(stored)
+
+    def layer(
+        self, number: int, tensors: Mapping[str, np.ndarray], halves: Mapping[str, Halves] = NO_HALVES
+    ) -> tuple[LaidOut, list[Job]]:
+        """The layer ``number`` (0-based) of its ``tensors``, as stored, by their names in the layer, and what is to be
+        packed of them. ``halves`` are LoRA's by module, of which the kernels add the product.
+
+        Raises StageError for ``halves`` of a module that the layer does not have, or of other sizes, and OtherWay for
+        those that the kernels do not add.
+        """
+        norms = [self.computed(tensors[f"{name}_layernorm.weight"]) for name in ("input", "post_attention")]
+        fields, panels = [np.array([number, *(norm.ctypes.data for norm in norms)], dtype=np.int64)], {}
+        kept: list[Any] = norms
+        jobs = []
+        for product, parts in PRODUCTS.items():
+            biases = [tensors[name] for part in parts if (name := f"{part}.bias") in tensors]
+            bias = self.computed(np.concatenate(biases)) if biases else None
+            weights = [tensors[f"{part}.weight"] for part in parts]
+            panels[product], mine, job = self._to_pack(weights, bias, gated=product == "gate_up")
+            if any(part in halves for part in parts):
+                kept.append(self._adapt(mine, weights, [halves.get(part) for part in parts]))
+            fields.append(mine)
+            jobs.append(job)
+            kept += [bias, mine]
+        if unknown := halves.keys() - {part for parts in PRODUCTS.values() for part in parts}:
+            raise StageError(f"the adapter's {min(unknown)} does not fit this model's layers: train one for this model")
+        return LaidOut(np.concatenate(fields), panels, kept), jobs
+
+    def head(self, weight: np.ndarray, norm: np.ndarray) -> tuple[LaidOut, Job]:
+        """The head of its ``weight`` [vocabulary, hidden] behind the ``norm`` [hidden]; the first kept is the norm."""
+        panels, fields, job = self._to_pack([weight], None, gated=False)
+        return LaidOut(fields, {"head": panels}, [self.computed(norm)]), job
+
+    def pack(self, jobs: Sequence[Job], taken: np.ndarray | None = None, done: np.ndarray | None = None) -> None:
+        """Pack one after the other of ``jobs``, without the interpreter.
+
+        Several threads may call this with the same ``taken`` [1], of zeros: each job is then one thread's. Of those
+        that are done, ``done`` [jobs] is 1.
+        """
+        table = np.array([job.row for job in jobs], np.int64)
+        taken = np.zeros(1, np.int64) if taken is None else taken
+        done = np.zeros(len(jobs), np.int64) if done is None else done
+        self.exports.call("pack_jobs", self.dtype, table, len(jobs), self.stored == "bfloat16", taken, done)
+
+    def _to_pack(
+        self, weights: list[np.ndarray], bias: np.ndarray | None, *, gated: bool
+    ) -> tuple[np.ndarray, np.ndarray, Job]:
+        """Room for ``weights`` [outputs, inputs], one below the other, as panels, and the fields that name them."""
+        outputs, inputs = sum(map(len, weights)), weights[0].shape[1]
+        step = self.exports.panel // 2 if gated else self.exports.panel
+        count = -(-(outputs // 2 if gated else outputs) // step)
+        panels = self.memory.take(count * self.exports.panel * inputs * np.dtype(STORAGE[self.dtype]).itemsize)
+        told = [panels.ctypes.data, 0 if bias is None else bias.ctypes.data, outputs, inputs, gated, *[0] * 5]
+        fields = np.array(told, dtype=np.int64)
+        parts = [number for weight in weights for number in (weight.ctypes.data, len(weight))]
+        return panels, fields, Job([fields.ctypes.data, *parts, *[0] * (2 * PARTS - len(parts))], [fields, panels, *weights])
+
+    def _adapt(self, fields: np.ndarray, weights: Sequence[np.ndarray], halves: Sequence[Halves | None]) -> Any:
+        """Write to ``fields`` that the product has an adapter; returns what they point at then."""
+        for weight, pair in zip(weights, halves, strict=True):
+            if pair is not None and (len(pair[1]), pair[0].shape[1]) != weight.shape:
+                raise StageError("the adapter does not fit this model's layers: train one for this model")
+        adapter = packed_adapter(self.exports, self.dtype, fields, [len(weight) for weight in weights], halves)
+        if adapter is None:
+            raise OtherWay("its adapter's halves do not fit the panels of the kernels")
+        fields[5:] = adapter.fields
+        return adapter
+
+
+class NumpyWeights(ABC):
+    """The weights of a model, which are laid out by ``packer`` and come one layer after the other."""
+
+    packer: Packer
+    _joined: np.ndarray | None = None  # the fields of all layers
+
+    @property
+    @abstractmethod
+    def packed(self) -> bool:
+        """Whether all weights are there."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until all weights are there or cannot come, or until ``timeout_s`` is over."""
+
+    @abstractmethod
+    def rows(self, ids: np.ndarray) -> np.ndarray:
+        """The embedding's rows of ``ids`` as they are stored, in memory of their own. Raises as :meth:`layers`."""
+
+    @abstractmethod
+    def head(self) -> LaidOut:
+        """The head, packed. Raises as :meth:`layers`."""
+
+    @abstractmethod
+    def _laid_out(self) -> Iterator[LaidOut]:
+        """The layers, one at a time as they are packed. Raises what brings them."""
+
+    def layers(self) -> Iterator[np.ndarray]:
+        """The fields [1, layers, fields] of the layers, one at a time as they are packed, later all at once. Raises
+        what brings them."""
+        if self._joined is not None:
+            yield self._joined
+            return
+        found = []
+        for layer in self._laid_out():
+            found.append(layer.fields)
+            yield layer.fields[None, None]
+        self._joined = np.stack(found)[None]
+
+    def close(self) -> None:
+        """Bring no more; who waits for a layer gets an error. Nothing to do where none can be long."""
+
+
+class FolderWeights(NumpyWeights):
+    """All weights of the plain model folder of ``files``, read and packed by ``threads`` (all cores, unless given).
+
+    Raises OtherWay as :class:`Packer`, and for another architecture or stored dtype, and ModelError as
+    :func:`lean_config`.
+    """
+
+    def __init__(self, files: ModelFiles, threads: int | None = None) -> None:
+        config = lean_config(files.folder)
+        self.packer = Packer(config, _stored(files))
+        self.files, self.seen = files, seen(files.files)
+        self._maps = {file: _mapped(file) for file in files.files}
+        head = self._as_stored(EMBEDDING if config.tie_word_embeddings else HEAD)
+        self._head, first = self.packer.head(head, self._as_stored(NORM))
+        jobs = [first]  # the largest first, so that one thread packs it beside the layers
+        self._layers = []
+        for number in range(config.num_hidden_layers):
+            place = f"model.layers.{number}."
+            # mapped where they can be: to read them here would wait for the disk, and let nobody import meanwhile
+            mine = {name[len(place) :]: self._as_stored(name) for name in files.tensors if name.startswith(place)}
+            layer, more = self.packer.layer(number, mine)
+            self._layers.append(layer)
+            jobs += more
+        taken, self._done = np.zeros(1, np.int64), np.zeros(len(jobs), np.int64)
+        threads = threads or cores()
+        packing = ThreadPoolExecutor(threads, "packing")
+        self._packing = [packing.submit(self.packer.pack, jobs, taken, self._done) for _ in range(threads)]
+        packing.shutdown(wait=False)
+
+    @property
+    def packed(self) -> bool:
+        return bool(self._done.all())
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        wait(self._packing, timeout_s)
+
+    def rows(self, ids: np.ndarray) -> np.ndarray:
+        stored = self.files.tensors[EMBEDDING]
+        return self._bytes(stored).reshape(stored.entry.shape[0], -1)[ids].view(STORAGE[self.packer.stored])
+
+    def head(self) -> LaidOut:
+        self._wait_for(slice(1))
+        return self._head
+
+    def _laid_out(self) -> Iterator[LaidOut]:
+        for number, layer in enumerate(self._layers):
+            self._wait_for(slice(1 + number * len(PRODUCTS), 1 + (number + 1) * len(PRODUCTS)))
+            yield layer
+
+    @property
+    def panels(self) -> list[dict[str, np.ndarray]]:
+        """The packed weights of each layer by product."""
+        self._wait_for(slice(1, None))
+        return [layer.panels for layer in self._layers]
+
+    @property
+    def small(self) -> list[str]:
+        """The names of all parameters that are not packed."""
+        packed = {f"{part}.weight" for parts in PRODUCTS.values() for part in parts} | {HEAD}
+        return [name for name in self.files.tensors if not any(name.endswith(one) for one in packed)]
+
+    def parameter(self, name: str) -> np.ndarray:
+        """The tensor called ``name`` in the dtype that computes: a view of the mapped file where that is the stored."""
+        return self.packer.computed(self._as_stored(name))
+
+    def _wait_for(self, jobs: slice) -> None:
+        """Wait until these jobs are done. Raises what their thread raised."""
+        while not self._done[jobs].all():
+            if not wait(self._packing, POLL_S).not_done and not self.packed:
+                for ended in self._packing:
+                    ended.result()
+
+    def _as_stored(self, name: str) -> np.ndarray:
+        """The tensor called ``name``: a view of the mapped file, or a copy where it begins at an odd place."""
+        stored = self.files.tensors[name]
+        found = self._bytes(stored).view(STORAGE[self.packer.stored])
+        return np.require(found.reshape(stored.entry.shape), requirements="A")
+
+    def _bytes(self, stored: StoredTensor) -> np.ndarray:
+        start, end = stored.entry.start, stored.entry.end
+        return np.frombuffer(self._maps[stored.file], np.uint8, end - start, start)
+
+
+def _stored(files: ModelFiles) -> str:
+    """The dtype that the weights of ``files`` are stored in. Raises OtherWay for what is not packed."""
+    dtypes = {stored.entry.dtype for stored in files.tensors.values()}
+    if len(dtypes) != 1 or not dtypes <= READ.keys():
+        raise OtherWay(f"its weights are stored in {', '.join(sorted(dtypes))}")
+    if files.second is not None:
+        raise OtherWay("its head is tied to the embedding, and both are stored")
+    return READ[dtypes.pop()]
+
+
+def _exports() -> Exports:
+    try:
+        return load_exports()
+    except (OSError, AttributeError) as error:
+        raise OtherWay(f"its kernels cannot be built here ({error})") from error
+
+
+def _mapped(file: object) -> mmap.mmap:
+    """``file`` mapped so that nothing writes to it; what is written to the map stays there."""
+    with open(file, "rb") as opened:
+        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
