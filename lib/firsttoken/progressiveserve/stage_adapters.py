@@ -13,7 +13,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from firsttoken.assets.adapter_files import WEIGHTS, read_adapter
-from firsttoken.progressiveserve.loading.lora import slices
+from firsttoken.assets.lora_halves import lora_halves
 from firsttoken.study.errors import StageError
 from firsttoken.study.parsing.parse_errors import blaming, read_bytes
 
@@ -34,7 +34,7 @@ def check_fit(folder: Path, layers: Sequence[int], base_sha256: str | None) -> N
             f"adapter {folder.name} belongs to the base {made.base_sha256[:12]}, not {str(base_sha256)[:12]}"
         )
     with blaming(folder / WEIGHTS, StageError, "copy it again"):
-        found = set(slices(config, read_bytes(folder / WEIGHTS)))
+        found = set(lora_halves(config, read_bytes(folder / WEIGHTS)))
     if found != set(layers):
         raise StageError(f"adapter {folder.name} holds weights for layers {_spans(sorted(found))} only: copy it again")
 

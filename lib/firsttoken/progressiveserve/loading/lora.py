@@ -9,23 +9,18 @@ model does not notice and which rounding to bf16 would pay for with 0.1 % of per
 from __future__ import annotations
 
 import copy
-import re
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load
 from torch import Tensor, nn
 from torch.nn import functional
 
-from firsttoken.assets.adapter_files import LoraConfig, lora_config
+from firsttoken.assets.adapter_files import lora_config
+from firsttoken.assets.lora_halves import lora_halves
 from firsttoken.study.errors import StageError
-from firsttoken.study.parsing.parse_errors import Damaged, blaming, shown
-
-_NAME = re.compile(r"^base_model\.model\.model\.layers\.(0|[1-9]\d{0,5})\.(.+)\.lora_([AB])\.weight$")
+from firsttoken.study.parsing.parse_errors import blaming
 
 Slices = Mapping[str, tuple[Tensor, Tensor]]
 """Module path inside a layer ("self_attn.q_proj") -> A [rank, in] and B [out, rank] in fp32, B already scaled."""
@@ -45,34 +40,12 @@ def parse_adapter(name: str, config: bytes, weights: bytes, device: str | torch.
     Raises StageError for a file that is not whole, and for variants of LoRA that are not served here.
     """
     with blaming(f"adapter {name}", StageError, "copy it again"):
-        return Adapter(name, slices(lora_config(config), weights, device))
-
-
-def slices(config: LoraConfig, weights: bytes, device: str | torch.device = "cpu") -> dict[int, Slices]:
-    """The halves in a safetensors file, named as PEFT names them, by layer (0-based) and module, in fp32 on ``device``.
-
-    Raises Damaged for a file that is not whole, a name or a rank that no layer takes, a half that is missing, and
-    numbers that are not finite.
-    """
-    try:
-        tensors = load(weights)
-    except SafetensorError as error:
-        raise Damaged(f"its weights are not whole ({error})") from error
-    halves = defaultdict[tuple[int, str], dict[str, Tensor]](dict)  # by layer and module
-    for key, tensor in tensors.items():
-        found = _NAME.match(key)
-        if not found or tensor.dim() != 2 or tensor.shape["AB".index(found[3])] != config.r:
-            raise Damaged(f"holds {shown(key, 100)} {list(tensor.shape)}, which no layer takes at rank {config.r}")
-        halves[int(found[1]), found[2]][found[3]] = tensor.to(device, torch.float32)
-    layers: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}
-    for (layer, path), pair in halves.items():
-        if pair.keys() != {"A", "B"}:
-            raise Damaged(f"{path} of layer {layer} lacks one half of a pair")
-        a, b = pair["A"], pair["B"] * config.scale
-        if not (a.isfinite().all() and b.isfinite().all()):
-            raise Damaged(f"{path} of layer {layer} holds numbers that are not finite, or overflow when scaled")
-        layers.setdefault(layer, {})[path] = a, b
-    return layers
+        found = lora_halves(lora_config(config), weights)
+    layers = {
+        layer: {path: tuple(torch.from_numpy(half).to(device) for half in pair) for path, pair in mine.items()}
+        for layer, mine in found.items()
+    }
+    return Adapter(name, layers)
 
 
 class LoraLinear(nn.Module):
