@@ -43,8 +43,8 @@ class NumpyAnswers:
         """The model, once it has come; None where it cannot."""
         return self._coming.result() if self._coming.exception() is None else None
 
-    def begin(self) -> None:
-        """Answer from now on, and return when torch may be imported.
+    def begin(self) -> bool:
+        """Answer from now on, and return when torch may be imported: True, but False where no model comes.
 
         That is when the weights are packed, and after the first token of a request that has come by then or comes
         within ``GREETING_S``: until then the import would take a core from them. It is after ``PATIENCE_S`` at the
@@ -54,13 +54,16 @@ class NumpyAnswers:
         self._thread.start()
         try:
             model = self._coming.result(PATIENCE_S)
-        except Exception:  # it does not come, or its kernels are still being built: torch need not wait
-            return
+        except TimeoutError:  # its kernels are still being built: torch need not wait
+            return True
+        except Exception:
+            return False
         model.weights.wait(until - time.monotonic())
         with self._change:
             self._change.wait_for(lambda: self._waiting, GREETING_S)
             self._change.wait_for(lambda: self._begun or self._next() is None, until - time.monotonic())
         self._leaving.enter_context(beside_an_import(model))
+        return True
 
     def end(self) -> None:
         """Generate no more tokens. A request in the middle of its answer goes back to those that wait, with its tokens
@@ -72,6 +75,14 @@ class NumpyAnswers:
             self._thread.join()
         self._leaving.close()
 
+    def close(self) -> None:
+        """End, and let nobody wait for weights that have not come."""
+        with self._change:
+            self._ended = True
+        if self._coming.done() and (model := self.model) is not None:
+            model.weights.close()
+        self.end()
+
     def _answer(self) -> None:
         model = self.model
         while model is not None and (found := self._wait_next()) is not None:
@@ -79,6 +90,8 @@ class NumpyAnswers:
             try:
                 self._generate(model, stream, *asked)
             except Exception as error:
+                if self._ended or model.weights.fault is not None:
+                    break  # the server tells whoever is open, once its status says so
                 stream.end(error if isinstance(error, FirstTokenError) else step_failure(error))
         give_back_threads()  # for the engine's
 

@@ -85,9 +85,8 @@ class NumpyModel:
         normed = np.empty_like(states)
         said = np.empty(self.config.vocab_size, states.dtype)
         sizes = (1, self.config.hidden_size, self.config.rms_norm_eps, self.threads)
-        head = self.weights.head()
-        self._call("rms_norm", states, head.kept[0], normed, *sizes)
-        self._call("product", normed, 1, head.fields, None, said, self.threads)
+        self._call("rms_norm", states, self.weights.norm(), normed, *sizes)
+        self._call("product", normed, 1, self.weights.head().fields, None, said, self.threads)
         return widened(said)
 
     def _turns(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,10 +104,10 @@ class Packer:
             raise StageError(f"the adapter's {min(unknown)} does not fit this model's layers: train one for this model")
         return LaidOut(np.concatenate(fields), panels, kept), jobs
 
-    def head(self, weight: np.ndarray, norm: np.ndarray) -> tuple[LaidOut, Job]:
-        """The head of its ``weight`` [vocabulary, hidden] behind the ``norm`` [hidden]; the first kept is the norm."""
+    def head(self, weight: np.ndarray) -> tuple[LaidOut, Job]:
+        """The head of its ``weight`` [vocabulary, hidden], and what is to be packed of it."""
         panels, fields, job = self._to_pack([weight], None, gated=False)
-        return LaidOut(fields, {"head": panels}, [self.computed(norm)]), job
+        return LaidOut(fields, {"head": panels}, []), job
 
     def pack(self, jobs: Sequence[Job], taken: np.ndarray | None = None, done: np.ndarray | None = None) -> None:
         """Pack one after the other of ``jobs``, without the interpreter.
@@ -131,7 +131,8 @@ class Packer:
         told = [panels.ctypes.data, 0 if bias is None else bias.ctypes.data, outputs, inputs, gated, *[0] * 5]
         fields = np.array(told, dtype=np.int64)
         parts = [number for weight in weights for number in (weight.ctypes.data, len(weight))]
-        return panels, fields, Job([fields.ctypes.data, *parts, *[0] * (2 * PARTS - len(parts))], [fields, panels, *weights])
+        row = [fields.ctypes.data, *parts, *[0] * (2 * PARTS - len(parts))]
+        return panels, fields, Job(row, [fields, panels, *weights])
 
     def _adapt(self, fields: np.ndarray, weights: Sequence[np.ndarray], halves: Sequence[Halves | None]) -> Any:
         """Write to ``fields`` that the product has an adapter; returns what they point at then."""
@@ -156,6 +157,11 @@ class NumpyWeights(ABC):
     def packed(self) -> bool:
         """Whether all weights are there."""
 
+    @property
+    @abstractmethod
+    def fault(self) -> BaseException | None:
+        """Why some of them cannot come."""
+
     @abstractmethod
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until all weights are there or cannot come, or until ``timeout_s`` is over."""
@@ -167,6 +173,10 @@ class NumpyWeights(ABC):
     @abstractmethod
     def head(self) -> LaidOut:
         """The head, packed. Raises as :meth:`layers`."""
+
+    @abstractmethod
+    def norm(self) -> np.ndarray:
+        """The weight [hidden] of the last norm, in the dtype that computes. Raises as :meth:`layers`."""
 
     @abstractmethod
     def _laid_out(self) -> Iterator[LaidOut]:
@@ -184,8 +194,9 @@ class NumpyWeights(ABC):
             yield layer.fields[None, None]
         self._joined = np.stack(found)[None]
 
+    @abstractmethod
     def close(self) -> None:
-        """Bring no more; who waits for a layer gets an error. Nothing to do where none can be long."""
+        """Bring no more: who waits for a layer gets an error soon."""
 
 
 class FolderWeights(NumpyWeights):
@@ -200,8 +211,7 @@ class FolderWeights(NumpyWeights):
         self.packer = Packer(config, _stored(files))
         self.files, self.seen = files, seen(files.files)
         self._maps = {file: _mapped(file) for file in files.files}
-        head = self._as_stored(EMBEDDING if config.tie_word_embeddings else HEAD)
-        self._head, first = self.packer.head(head, self._as_stored(NORM))
+        self._head, first = self.packer.head(self._as_stored(EMBEDDING if config.tie_word_embeddings else HEAD))
         jobs = [first]  # the largest first, so that one thread packs it beside the layers
         self._layers = []
         for number in range(config.num_hidden_layers):
@@ -221,6 +231,10 @@ class FolderWeights(NumpyWeights):
     def packed(self) -> bool:
         return bool(self._done.all())
 
+    @property
+    def fault(self) -> BaseException | None:
+        return first_fault(self._packing)
+
     def wait(self, timeout_s: float | None = None) -> None:
         wait(self._packing, timeout_s)
 
@@ -231,6 +245,12 @@ class FolderWeights(NumpyWeights):
     def head(self) -> LaidOut:
         self._wait_for(slice(1))
         return self._head
+
+    def norm(self) -> np.ndarray:
+        return self.parameter(NORM)
+
+    def close(self) -> None:
+        """Do nothing: the system is reading already."""
 
     def _laid_out(self) -> Iterator[LaidOut]:
         for number, layer in enumerate(self._layers):
@@ -269,6 +289,11 @@ class FolderWeights(NumpyWeights):
     def _bytes(self, stored: StoredTensor) -> np.ndarray:
         start, end = stored.entry.start, stored.entry.end
         return np.frombuffer(self._maps[stored.file], np.uint8, end - start, start)
+
+
+def first_fault(futures: Iterable[Future[Any]]) -> BaseException | None:
+    """What the first of ``futures`` that has failed so far has raised."""
+    return next((fault for one in futures if one.done() and (fault := one.exception()) is not None), None)
 
 
 def _stored(files: ModelFiles) -> str:

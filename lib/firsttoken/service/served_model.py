@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from firsttoken.assets.checkpoint import ModelFiles, combined_sha256, stored_dtype, weight_files
 from firsttoken.assets.lock import first_line
@@ -19,8 +19,8 @@ from firsttoken.assets.servable import check_servable
 from firsttoken.cps.policies import make_policy
 from firsttoken.cps.policies.measured import MeasuredCrossPoint
 from firsttoken.engine.engine import EngineConfig
-from firsttoken.engine.model_server import EngineServer, LoadingServer, ModelServer, files_alone
-from firsttoken.engine.numpy_answers import NumpyAnswers
+from firsttoken.engine.loading_server import LoadingServer, files_alone
+from firsttoken.engine.model_server import EngineServer, ModelServer
 from firsttoken.engine.numpy_model import NumpyModel
 from firsttoken.engine.numpy_weights import FolderWeights
 from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
@@ -30,6 +30,7 @@ from firsttoken.lean.lean_config import OtherWay, lean_config
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.checkpoint.manifest import MANIFEST, check_files, read_manifest
 from firsttoken.progressiveserve.loading.read_plan import ends_of
+from firsttoken.progressiveserve.loading.stage_weights import StageWeights
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study import dtypes
 from firsttoken.study.errors import FirstTokenError, StageError
@@ -45,7 +46,13 @@ if TYPE_CHECKING:
     from firsttoken.engine.model_version import ModelVersion
     from firsttoken.service.variants import LateVariants
 
-Coming = Future[NumpyModel]
+
+class Coming(NamedTuple):
+    """A model that answers until torch is imported, and the links over which it is read."""
+
+    model: Future[NumpyModel]
+    links: tuple[Link, ...] = ()
+
 
 # A Hugging Face folder that was not staged: it is read whole, lean or by transformers itself.
 
@@ -65,19 +72,15 @@ class PlainServer(LoadingServer):
         store: Path | None = None,
         owner: str = "",
         variants: Mapping[str, Path] = MappingProxyType({}),
-        comes: Coming | None = None,
+        comes: Future[NumpyModel] | None = None,
     ) -> None:
-        super().__init__(limits, device, 1.0, broken)
+        super().__init__(limits, device, 1.0, broken, comes)
         self._folder, self._store, self._owner, self._variants = folder, store, owner, variants
         self._live: LiveExecutor
-        self._numpy = None if comes is None else NumpyAnswers(comes, self._change, self._open)
 
     def _read_ahead(self) -> None:
-        """Answer without torch where that has begun; else let the system read the files ahead of their mapping."""
-        if self._numpy is None:
-            bring(self._folder)
-        else:
-            self._numpy.begin()
+        """Let the system read the files ahead of their mapping."""
+        bring(self._folder)
 
     def _import(self) -> None:
         """Import all that loads, but not transformers, which only few folders ask for."""
@@ -116,16 +119,6 @@ class PlainServer(LoadingServer):
         self._run(self._live, versions=versions)
         return True
 
-    def _end_numpy(self) -> None:
-        """End answers without torch. Their model is freed once the engine has copied its keys and values."""
-        if self._numpy is not None:
-            self._numpy.end()
-            self._numpy = None
-
-    def _end_all(self, error: Exception) -> None:
-        self._end_numpy()
-        super()._end_all(error)
-
     def _host_variants(self, files: ModelFiles) -> dict[str, ModelVersion]:
         from firsttoken.service.variants import host_variants
 
@@ -150,20 +143,32 @@ class PlainServer(LoadingServer):
 
 
 def without_torch(config: ServiceConfig) -> Coming | None:
-    """The model of ``config`` that computes without torch, while a thread reads and packs its weights.
+    """The model of ``config`` that computes without torch, the first stage of one in stages, while threads read and
+    pack its weights.
 
     None where answers wait for torch: because it is imported already, because of ``torch_first``, or because this
-    process does not serve a whole model, without variants, on the CPU. The future raises OtherWay where the kernels do
-    not run the model.
+    process does not serve a model of its own, without variants, on the CPU. The future raises OtherWay where the
+    kernels do not run the model.
     """
-    elsewhere = config.swarm or config.worker or config.device != "cpu" or is_staged(config.folder)
+    elsewhere = config.swarm or config.worker or config.device != "cpu"
     if elsewhere or config.variants or config.torch_first or "torch" in sys.modules:
         return None
-    bring(config.folder)
+    staged = is_staged(config.folder)
+    links = (Link(LinkConfig(config.gbit_per_s)),) if staged else ()
+    if not staged:
+        bring(config.folder)
+
+    def made() -> NumpyModel:
+        if staged:
+            weights = StageWeights(config.folder, links, readers=config.threads)
+        else:
+            weights = FolderWeights(check_servable(config.folder))
+        return NumpyModel(weights, config.max_len(context_in(config.folder)))
+
     maker = ThreadPoolExecutor(1, "reading")
-    coming = maker.submit(lambda: NumpyModel(FolderWeights(check_servable(config.folder)), config.max_len(context_in(config.folder))))
+    coming = maker.submit(made)
     maker.shutdown(wait=False)
-    return coming
+    return Coming(coming, links)
 
 
 def bring(folder: Path) -> None:
@@ -304,7 +309,8 @@ def serve_model(
     if is_staged(config.folder):
         from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 
-        links, options = [Link(LinkConfig(config.gbit_per_s))], {"device": config.device, "broken": broken}
+        links = [Link(LinkConfig(config.gbit_per_s))] if comes is None else comes.links
+        options = {"device": config.device, "broken": broken, "comes": comes and comes.model}
         staged = StagedServer(config.folder, links, limits, dtype=dtypes.AUTO, threads=config.threads, **options)
         if variants := dict(config.variants):
             staged.variants = lambda: late_variants(variants, config.device)
@@ -317,7 +323,7 @@ def serve_model(
             )
         return staged
     options = {"device": config.device, "store": config.prefix_store, "owner": config.prefix_owner}
-    options |= {"variants": dict(config.variants), "comes": comes}
+    options |= {"variants": dict(config.variants), "comes": comes and comes.model}
     return PlainServer(config.folder, limits, broken=broken, **options)
 
 

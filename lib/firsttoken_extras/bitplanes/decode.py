@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from firsttoken.progressiveserve.checkpoint.part_formats import CodedPart
-from firsttoken.progressiveserve.loading.reader import host_memory
 from firsttoken.study.errors import ModelError
-from firsttoken_extras.bitplanes.codec import Decoding
 from firsttoken_extras.bitplanes.encode import STORED, plane_encoder
 from firsttoken_extras.bitplanes.layouts import BLOCK, SPLITS
+from firsttoken_extras.bitplanes.streams import Scratch, decodings
 
 AT_ONCE = 4 * BLOCK
 """Words that are merged between two steps: 8 MB, a few milliseconds on one core, less than a step takes."""
@@ -66,8 +63,8 @@ class LaterPlanes:
                 f"{part.name}: {name} is stored as {STORED[stored_as]} and computes as {weights.dtype}, which does not "
                 "hold it: choose the stored dtype, or float32"
             )
-        decodings = _decodings(part, name, file, len(weights), Scratch())
-        streams = [_on(weights.device, stream.take(stream.size)) for stream in decodings]
+        decoded = decodings(part, name, file, len(weights), Scratch())
+        streams = [_on(weights.device, stream.take(stream.size)) for stream in decoded]
         made, words = plane_encoder(coding.split, stored_as), _words(weights, STORED[stored_as])
         for start in range(done, len(words), AT_ONCE):
 
@@ -76,20 +73,6 @@ class LaterPlanes:
                 self._merged[key] = start + len(some)
 
             yield min(AT_ONCE, len(words) - start), merge
-
-
-class Scratch:
-    """Memory for pieces of decoded streams, for one tensor after the other: to map it for each waits for those who have
-    pages backed meanwhile."""
-
-    def __init__(self) -> None:
-        self._rooms: dict[int, memoryview] = {}
-
-    def room(self, number: int, size: int) -> memoryview:
-        """``size`` bytes for the streams that have this ``number`` in their plane."""
-        if len(self._rooms.get(number, b"")) < size:
-            self._rooms[number] = host_memory(size)
-        return self._rooms[number]
 
 
 class FirstPlanes:
@@ -105,7 +88,7 @@ class FirstPlanes:
         """
         split, dtype = part.coding.split, part.coding.cut[name].dtype
         made, kinds = plane_encoder(split, dtype), SPLITS[split][dtype].planes[part.coding.plane]
-        streams = _decodings(part, name, file, min(BLOCK, weights.numel()), self._scratch)
+        streams = decodings(part, name, file, min(BLOCK, weights.numel()), self._scratch)
         for block in _words(weights.view(-1), STORED[dtype]).split(BLOCK):
             pieces = [stream.take(kind.bytes(len(block))) for kind, stream in zip(kinds, streams, strict=True)]
             made.fill(block, [_on(block.device, piece) for piece in pieces])
@@ -118,15 +101,3 @@ def _words(weights: Tensor, stored: torch.dtype) -> Tensor:
 
 def _on(device: torch.device, data: memoryview) -> Tensor:
     return torch.frombuffer(data, dtype=torch.uint8).to(device)
-
-
-def _decodings(part: CodedPart, name: str, file: memoryview, most: int, scratch: Scratch) -> list[Decoding]:
-    """The streams of the plane of ``name`` that ``file`` holds, for ``most`` words at a time."""
-    coding = part.coding
-    tensor, count = coding.cut[name], math.prod(coding.cut[name].shape)
-    kinds = SPLITS[coding.split][tensor.dtype].planes[coding.plane]
-    streams = []
-    for number, (kind, key, codec) in enumerate(zip(kinds, coding.entries(name), tensor.codecs, strict=True)):
-        entry, what, room = part.tensors[key], f"{part.name}: {key}", partial(scratch.room, number, kind.bytes(most))
-        streams.append(Decoding(codec, file[entry.start : entry.end], kind.bytes(count), what, room))
-    return streams

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from firsttoken.study.errors import StageError
-from firsttoken_extras.bitplanes.layouts import BLOCK, SPLITS, Field, Layout
+from firsttoken_extras.bitplanes.layouts import BLOCK, INFINITE, SPLITS, Field, Layout
 from firsttoken_extras.bitplanes.native_words import merger
 
 # The two bytes of a 16-bit weight, and fields of them packed into streams.
@@ -77,7 +77,6 @@ def unpack_into(found: Halves, packed: Tensor, field: Field) -> None:
 
 
 MAGNITUDE = 0x7FFF  # all bits but the sign
-_INFINITE = {"F16": 0x7C00, "BF16": 0x7F80}
 STORED = {"F16": torch.float16, "BF16": torch.bfloat16}  # what is cut, by safetensors' words
 STORED_AS = {dtype: word for word, dtype in STORED.items()} | {torch.float32: "F32"}
 
@@ -89,7 +88,8 @@ class PlaneEncoder(ABC):
     """
 
     def __init__(self, layout: Layout, dtype: str) -> None:
-        self._planes, self._dtype, self._infinite = layout.planes, STORED[dtype], _INFINITE[dtype]
+        self._layout, self._stored = layout, dtype
+        self._planes, self._dtype, self._infinite = layout.planes, STORED[dtype], INFINITE[dtype]
         self._bits, self._apart = layout.code_bits, layout.exponent_apart
 
     def cut(self, words: Tensor, plane: int) -> list[Tensor]:
@@ -174,21 +174,14 @@ class BitPlaneEncoder(PlaneEncoder):
         known = weights.device.type == "cpu" and weights.dtype in (torch.int16, torch.float32)
         if not known or (merge := merger()) is None:
             return False
-        merge(
-            weights,
-            self._dtype,
-            self._planes[plane],
-            streams,
-            keep=-1 << self._unknown(plane - 1) if plane else 0,
-            middle=self._middle(plane),
-            infinite=self._infinite,
-            apart=self._apart,
-        )
+        told = (self._layout, self._stored, plane, (weights.data_ptr(), weights.numel()))
+        streams = [(stream.data_ptr(), stream.numel()) for stream in streams]
+        merge(*told, streams, floats=weights.dtype == torch.float32)
         return True
 
     def _begin(self, words: Tensor, streams: Sequence[Tensor]) -> None:
         high, *others = streams  # the first field is the upper byte, in every layout
-        middle = self._middle(0)
+        middle = self._layout.middle(0)
         found = Halves(high, torch.full_like(high, middle))
         for field, packed in zip(self._planes[0][1:], others, strict=True):
             unpack_into(found, packed, field)
@@ -198,24 +191,16 @@ class BitPlaneEncoder(PlaneEncoder):
             self._zero_infinities(words, middle)
 
     def _refine(self, words: Tensor, plane: int, streams: Sequence[Tensor]) -> None:
-        middle, low = self._middle(plane), torch.zeros(len(words), dtype=torch.uint8, device=words.device)
+        middle, low = self._layout.middle(plane), torch.zeros(len(words), dtype=torch.uint8, device=words.device)
         for field, packed in zip(self._planes[plane], streams, strict=True):
             unpack_into(Halves(low, low), packed, field)  # all in the lower byte: the upper came first
-        words &= -1 << self._unknown(plane - 1)
+        words &= -1 << self._layout.unknown(plane - 1)
         words |= (low | middle).to(torch.int16)
         if middle:
             self._zero_infinities(words, middle)
 
     def _zero_infinities(self, words: Tensor, middle: int) -> None:
         words[(words & MAGNITUDE) >= self._infinite] &= ~middle
-
-    def _unknown(self, plane: int) -> int:
-        """How many bits, the lowest, are not there with the planes up to ``plane``."""
-        seen = [field for fields in self._planes[: plane + 1] for field in fields]
-        return 16 - sum(field.width for field in seen)
-
-    def _middle(self, plane: int) -> int:
-        return 1 << unknown - 1 if (unknown := self._unknown(plane)) else 0
 
 
 class BlockPlaneEncoder(PlaneEncoder):

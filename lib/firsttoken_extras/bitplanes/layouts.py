@@ -48,6 +48,19 @@ class Layout:
     code_bits: int = 0
     exponent_apart: bool = False
 
+    def unknown(self, plane: int) -> int:
+        """How many bits of a word, the lowest, are not there with the planes up to ``plane`` (0-based), of a layout
+        whose fields are those of the word itself."""
+        return 16 - sum(field.width for fields in self.planes[: plane + 1] for field in fields)
+
+    def middle(self, plane: int) -> int:
+        """The bit that stands for those which are not there with ``plane``; 0 where all are."""
+        return 1 << unknown - 1 if (unknown := self.unknown(plane)) else 0
+
+
+INFINITE = {"F16": 0x7C00, "BF16": 0x7F80}
+"""The pattern of an infinity, by dtype; without its sign, a word from there on is that or a NaN."""
+
 
 BLOCK = 1 << 20
 """Words that are packed together, 2 MB of weights: so a tensor can be rebuilt and refined a block at a time, in the

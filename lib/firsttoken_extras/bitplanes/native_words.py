@@ -1,4 +1,4 @@
-"""Calls ``words.cpp``: fields of bits made weights, or merged into them, in one pass over memory.
+"""Calls ``words.cpp``: fields of bits made weights, or merged into them, in one pass over memory (no torch).
 
 Torch's operations fill float32 weights from bits of bf16 in 2.1 ns a word and refine them in 2.5 to 4; this takes 0.6
 and 0.5 (8 M words, one core with AVX2, the other busy).
@@ -12,14 +12,14 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from firsttoken.study.system.compiled import shared_library
-from firsttoken_extras.bitplanes.layouts import Field
+from firsttoken_extras.bitplanes.layouts import INFINITE, Layout
 
 SOURCE = Path(__file__).with_name("words.cpp")
-WIDENED = {torch.bfloat16: 1, torch.float16: 2}  # as words.cpp numbers what the words of float32 weights are
+WIDENED = {"BF16": 1, "F16": 2}  # as words.cpp numbers what the words of float32 weights are
+
+Memory = tuple[int, int]
+"""An address, and how many numbers lie there."""
 
 
 class _Packed(ctypes.Structure):
@@ -39,29 +39,20 @@ class Merger:
         self._call.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 5]
 
     def __call__(
-        self,
-        weights: Tensor,
-        stored: torch.dtype,
-        fields: Sequence[Field],
-        streams: Sequence[Tensor],
-        *,
-        keep: int,
-        middle: int,
-        infinite: int,
-        apart: bool,
+        self, layout: Layout, dtype: str, plane: int, weights: Memory, streams: Sequence[Memory], *, floats: bool
     ) -> None:
-        """Set the bits of ``fields`` in ``weights`` [count] (int16 words of ``stored``, or float32 made of them).
+        """Set the bits of ``plane`` (0-based) of ``layout`` in ``weights``, which hold those of the planes before it.
 
-        ``streams`` are theirs, uint8; ``keep`` is a mask of the bits that came before, 0 for weights that hold nothing
-        yet; ``middle`` the bit to stand for those that come later, but in words from ``infinite`` on; ``apart``: in
-        what comes, the sign lies before the mantissa.
+        They are words of ``dtype`` ("BF16"), or, ``floats``, float32 numbers made of them. ``streams`` are uint8. Bits
+        that come later stand at the middle of what they can be, but in words that may be infinite.
         """
-        kind = WIDENED[stored] if weights.dtype == torch.float32 else 0
+        fields = layout.planes[plane]
         packed = (_Packed * len(fields))(
-            *(_Packed(data.data_ptr(), data.numel(), f.width, f.low) for f, data in zip(fields, streams, strict=True))
+            *(_Packed(*data, field.width, field.low) for field, data in zip(fields, streams, strict=True))
         )
-        numbers = keep & 0xFFFF, middle, infinite, apart
-        if self._call(weights.data_ptr(), weights.numel(), kind, packed, len(fields), *numbers):
+        keep = -1 << layout.unknown(plane - 1) & 0xFFFF if plane else 0  # a mask of the bits that came before
+        numbers = keep, layout.middle(plane), INFINITE[dtype], layout.exponent_apart
+        if self._call(*weights, WIDENED[dtype] if floats else 0, packed, len(fields), *numbers):
             raise AssertionError(f"words.cpp does not know {len(fields)} fields")
 
 

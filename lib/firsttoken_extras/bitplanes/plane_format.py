@@ -1,7 +1,7 @@
 """Planes as a format of parts: what a manifest and a plan say of tensors that travel in them (standard library only).
 
 It is registered under its name, and the library's loader, writer and manifest find it there. What makes weights of
-planes needs torch, and is imported when the first weights are made.
+planes needs numpy or torch, and is imported when the first weights are made.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from firsttoken.progressiveserve.checkpoint.part_formats import CodedPart
 from firsttoken.progressiveserve.checkpoint.plan import Part
 from firsttoken.study.parsing.parse_errors import Damaged, shown
 from firsttoken.study.parsing.safetensors_header import TensorEntry
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from firsttoken.progressiveserve.checkpoint.sources import TensorSource
     from firsttoken_extras.bitplanes.decode import FirstPlanes, LaterPlanes
+    from firsttoken_extras.bitplanes.first_words import FirstWords
 
 FORMAT = "planes"
 
@@ -160,6 +162,13 @@ class PlaneFormat:
         from firsttoken_extras.bitplanes.decode import FirstPlanes
 
         return FirstPlanes()
+
+    def word_filler(self, parts: Sequence[CodedPart]) -> FirstWords | None:
+        """Return what makes words of the first planes of ``parts`` without torch; None where blocks are rounded, or
+        there is no compiler."""
+        from firsttoken_extras.bitplanes.first_words import FirstWords, fills
+
+        return FirstWords() if fills(parts) else None
 
     def merger(self, run: Callable[[Sequence[Callable[[], None]], int], None]) -> LaterPlanes:
         """Return what merges later planes into weights."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from firsttoken.assets.held import seen
-from firsttoken.engine.model_server import LoadingServer, files_alone
+from firsttoken.engine.loading_server import LoadingServer, files_alone
 from firsttoken.engine.request import LayerRecompute, Request
 from firsttoken.engine.request_limits import BLOCK_TOKENS, RequestLimits
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest

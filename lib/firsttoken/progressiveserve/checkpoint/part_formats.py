@@ -15,6 +15,7 @@ from firsttoken.study.extensions import extension, registered
 from firsttoken.study.parsing.safetensors_header import TensorEntry
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor, nn
 
 KIND = "PART_FORMATS"
@@ -63,6 +64,13 @@ class WeightFiller(Protocol):
         """Fill ``weights``, which have the shape of the tensor ``name``, from ``file``. Raises ModelError."""
 
 
+class WordFiller(Protocol):
+    """Makes words of the "add" parts of one format without torch, for one thread."""
+
+    def fill(self, part: CodedPart, name: str, file: memoryview, words: np.ndarray) -> None:
+        """Fill ``words``, flat, with the bits of the tensor ``name`` in its dtype, from ``file``. Raises ModelError."""
+
+
 class WeightMerger(Protocol):
     """Merges the "refine" parts of one format into weights that are there."""
 
@@ -78,6 +86,9 @@ class PartFormat(Protocol):
 
     def filler(self) -> WeightFiller:
         """Return a new filler."""
+
+    def word_filler(self, parts: Sequence[CodedPart]) -> WordFiller | None:
+        """Return a new filler that needs no torch; None where ``parts`` need it."""
 
     def merger(self, run: Callable[[Sequence[Callable[[], None]], int], None]) -> WeightMerger:
         """Return a new merger. It gives its merges to ``run``, some at a time, with the bytes of weights that they

@@ -6,10 +6,12 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +23,9 @@ from firsttoken.progressiveserve.loading.read_plan import ADAPTER_FILES, parts_o
 from firsttoken.progressiveserve.loading.reader import BlobReader
 from firsttoken.study.errors import LinkError
 from firsttoken.study.system.openmp import loops_on_one_core
+
+if TYPE_CHECKING:
+    from firsttoken.progressiveserve.loading.stage_weights import ReadBefore
 
 
 class BuiltPart(NamedTuple):
@@ -35,6 +40,8 @@ class BuiltPart(NamedTuple):
 class WeightBuilder:
     """Makes the weights of ``stages`` on ``device`` in ``dtype``, part by part, as ``reader`` brings them.
 
+    What has been ``decoded`` before, by name, in the dtype that it is stored in, is not decoded again.
+
     It needs no model, so it may begin while one is built: in a start of bits over 1 Gbit/s a third of all bytes had
     come by then, and the last were weights half a second after they came (one start, two cores).
     """
@@ -43,17 +50,18 @@ class WeightBuilder:
         self,
         manifest: Manifest,
         stages: Sequence[int],
-        reader: BlobReader,
+        reader: BlobReader | ReadBefore,
         device: torch.device,
         dtype: torch.dtype,
         memory: Memory | None = None,
+        decoded: Mapping[str, np.ndarray] = MappingProxyType({}),
     ) -> None:
         self._parts = parts_of(manifest, stages)
         self.manifest, self.reader = manifest, reader
         self.memory = memory or memory_for(device, max((part.bytes for part in self._parts), default=0), BUFFERS)
         self.seconds = 0.0  # that were spent on weights, not on waiting for bytes
         self._first = 0 if manifest.stages[max(stages) - 1].adapter is None else len(ADAPTER_FILES)
-        self._device, self._dtype, self._stopped = device, dtype, False
+        self._device, self._dtype, self._stopped, self._decoded = device, dtype, False, decoded
         self._made: queue.SimpleQueue[BuiltPart | Exception] = queue.SimpleQueue()
         rooms = [self._room(part) for part in self._parts]
         backing = threading.Thread(target=self._back, args=(deque(rooms),), name="rooms", daemon=True)
@@ -85,6 +93,7 @@ class WeightBuilder:
             entry.shape
             for name, entry in part.carried.items()
             if (not part.merged if name in part.coded else part.coded or torch_dtype(entry.dtype) != self._dtype)
+            and not (name in self._decoded and torch_dtype(entry.dtype) == self._dtype)
         ]
         return WeightRoom(sum(room_for(shape, self._dtype) for shape in moved), self._device)
 
@@ -122,6 +131,10 @@ class WeightBuilder:
                 weights = room.take(entry.shape, self._dtype).copy_(weights)
             found[name] = weights
         for name, tensor in part.coded.items() if not part.merged else ():
+            if name in self._decoded:
+                words = torch.from_numpy(self._decoded[name]).view(torch_dtype(tensor.dtype))
+                found[name] = words if words.dtype == self._dtype else room.take(tensor.shape, self._dtype).copy_(words)
+                continue
             found[name] = room.take(tensor.shape, self._dtype)
             if part.format not in fillers:
                 fillers[part.format] = format_of(part.format).filler()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from firsttoken.assets.model_config import CONFIG
 from firsttoken.engine.async_engine import step_failure
-from firsttoken.engine.model_server import LoadingServer, files_alone
+from firsttoken.engine.loading_server import LoadingServer, files_alone
 from firsttoken.engine.preemption.preemption_policy import MOVED, Recovery
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.link.shaped import Link
@@ -33,8 +34,10 @@ if TYPE_CHECKING:  # imported by the thread that loads, while requests are alrea
     from torch import nn
 
     from firsttoken.engine.model_version import ModelVersion
+    from firsttoken.engine.numpy_model import NumpyModel
     from firsttoken.progressiveserve.loading.loader import StageLoad
     from firsttoken.progressiveserve.loading.meta_model import MetaModel
+    from firsttoken.progressiveserve.loading.stage_weights import ReadBefore, StageWeights
     from firsttoken.progressiveserve.loading.views import StageView
     from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
     from firsttoken.progressiveserve.staged_serving.stage_versions import FusedBeside, StagedModelVersion
@@ -77,9 +80,9 @@ class StageLoader:
         )
         return len(stages), bytes_total
 
-    def build(self) -> MetaModel:
-        """The model before its weights, which are read meanwhile. Raises ModelError and StageError, or
-        PermanentFault."""
+    def build(self, read: ReadBefore | None = None) -> MetaModel:
+        """The model before its weights, which are read meanwhile, or have been ``read`` for another one. Raises
+        ModelError and StageError, or PermanentFault."""
         import torch
 
         from firsttoken.lean.build import build_lean
@@ -89,9 +92,11 @@ class StageLoader:
         manifest = self.manifest
         computing = dtypes.serving(self._dtype, torch_dtype(manifest.dtype), self._device)
         with self._lock:
-            if self._early_reader is not None and not isinstance(self._early_reader, WeightBuilder):
+            early = read or self._early_reader
+            if early is not None and not isinstance(early, WeightBuilder):
+                decoded = {} if read is None else read.decoded
                 self._early_reader = WeightBuilder(
-                    manifest, [1], self._early_reader, torch.device(self._device), computing
+                    manifest, [1], early, torch.device(self._device), computing, decoded=decoded
                 )
         # a file that is not there yet may still be on its way, as a part of the model may; what a file says stays
         with files_alone() if (self.folder / CONFIG).is_file() else nullcontext():
@@ -176,8 +181,9 @@ class StagedServer(LoadingServer):
         begin: int = 1,
         retry_s: float = 1.0,
         broken: Callable[[FirstTokenError], None] = lambda error: None,
+        comes: Future[NumpyModel] | None = None,
     ) -> None:
-        super().__init__(limits or RequestLimits(), device, retry_s, broken)
+        super().__init__(limits or RequestLimits(), device, retry_s, broken, comes)
         self._loader = StageLoader(folder, links, device=device, dtype=dtype, threads=threads)
         self._policy, self._recover, self._first = policy, recover, begin
         self._gates = ExitStack()  # at layers that have not arrived
@@ -195,6 +201,8 @@ class StagedServer(LoadingServer):
         with self._change:
             self._closing.set()
         self._loader.close()
+        if (numpy := self._numpy) is not None:
+            numpy.close()  # whose weights this server's thread may be waiting for
         super().close()
 
     @property
@@ -216,7 +224,8 @@ class StagedServer(LoadingServer):
         """Load the first stage, with requests computing behind its layers as they arrive."""
         self._gates.close()  # of an attempt that failed
         self._stages, self._bytes_total = self._loader.plan()
-        meta_model = self._loader.build()
+        early = self._early_weights()
+        meta_model = self._loader.build(early and early.read())
         if self.variants is not None:
             self._late = self.variants()
             with files_alone():
@@ -225,6 +234,10 @@ class StagedServer(LoadingServer):
         executor = self._executor(meta_model.model, meta_model.device)
         self._gates.enter_context(load.streaming())
         executor.version = self._last = self._view(load.view)
+        if early is not None:
+            self._loader.finish(load)  # it has nothing to read
+            self._take_packed(early)
+        self._end_numpy()
         self._told.clear()
         server = self._run(executor, self._explained, self._recovered)
         self._loader.finish(load)
@@ -232,6 +245,28 @@ class StagedServer(LoadingServer):
         server.versions = self._hosted()
         meta_model.merges.between = server.between
         return True
+
+    def _early_weights(self) -> StageWeights | None:
+        """The weights that answer without torch, if any do; they may still be on their way."""
+        model = None if self._numpy is None else self._numpy.model
+        if model is not None and self._closing.is_set():
+            model.weights.close()  # it has come after the server was closed
+        return None if model is None else model.weights
+
+    def _take_packed(self, early: StageWeights) -> None:
+        """Let the layers of stage 1 compute with the weights that ``early`` has packed, where the kernels multiply
+        them, and there is memory for twice what they take."""
+        from firsttoken.engine.fused import FusedLayer
+        from firsttoken.engine.native.library import kernels
+
+        dtype = self._loader.meta_model.dtype
+        right = early.packer.dtype == dtypes.name_of(dtype) and dtype in kernels().multiplied
+        if right and self._fits_twice():
+            layers = self._last.modules.base
+            fused = {i: (layers[i], FusedLayer(layers[i], panels)) for i, panels in early.panels.items()}
+            self._last.take_fused(fused)
+            if not self._merges:
+                self._fused |= fused
 
     def _go_on(self) -> None:
         """Bring the other stages, and fuse the last one's layers."""
@@ -266,13 +301,21 @@ class StagedServer(LoadingServer):
     def _fuse_beside(self) -> None:
         """Fuse the layers that serve, where nothing will be merged into them, and there is memory for twice what they
         take."""
-        merged = any(part.merged for stage in self._loader.manifest.stages for part in stage.parts)
-        free = free_memory_bytes()
-        if merged or (free is not None and free < 2 * self._bytes_total):
+        if self._merges or not self._fits_twice():
             return
         for _ in self._last.fuse_beside(self._fused):
             if self._closing.is_set():
                 return
+
+    @property
+    def _merges(self) -> bool:
+        """Whether a later stage changes weights that are there."""
+        return any(part.merged for stage in self._loader.manifest.stages for part in stage.parts)
+
+    def _fits_twice(self) -> bool:
+        """Whether there is memory for the weights once more."""
+        free = free_memory_bytes()
+        return free is None or free >= 2 * self._bytes_total
 
     def _view(self, modules: StageView) -> StagedModelVersion:
         from firsttoken.progressiveserve.staged_serving.stage_versions import StagedModelVersion

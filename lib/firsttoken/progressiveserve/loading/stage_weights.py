@@ -1,0 +1,227 @@
+"""The weights of a first stage, packed as its files arrive, for a model that computes before torch is there.
+
+What has been read serves twice: the kernels read the packed weights, and torch's own load of the stage, which comes
+behind, begins with the same files (:class:`ReadBefore`).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path
+
+import numpy as np
+
+from firsttoken.assets.adapter_files import lora_config
+from firsttoken.assets.lora_halves import HalvesByLayer, lora_halves
+from firsttoken.assets.model_config import read_config
+from firsttoken.assets.servable import model_shapes
+from firsttoken.engine.native.exports import STORAGE
+from firsttoken.engine.numpy_weights import NO_HALVES, READ, LaidOut, NumpyWeights, Packer, first_fault
+from firsttoken.lean.lean_config import OtherWay, lean_config
+from firsttoken.link.shaped import Link
+from firsttoken.progressiveserve.checkpoint.manifest import (
+    CONFIG,
+    PartFile,
+    check_complete,
+    check_header,
+    check_side,
+    read_manifest,
+)
+from firsttoken.progressiveserve.checkpoint.names import EMBEDDING, HEAD, NORM
+from firsttoken.progressiveserve.checkpoint.part_formats import WordFiller, format_of
+from firsttoken.progressiveserve.loading.read_plan import ADAPTER_FILES, Folder, open_reader, parts_of
+from firsttoken.progressiveserve.loading.reader import host_memory
+from firsttoken.study.errors import StageError
+from firsttoken.study.parsing.parse_errors import blaming
+from firsttoken.study.system.cgroup_limits import cores
+from firsttoken.study.system.direct_io import back
+
+Arrays = dict[str, np.ndarray]
+
+
+class ReadBefore:
+    """The ``files`` of a stage that have been read, as a reader gives them; ``decoded`` are the tensors, in the dtype
+    that they are stored in, which lie in a format in them."""
+
+    def __init__(self, files: Sequence[memoryview], decoded: Mapping[str, np.ndarray]) -> None:
+        self._files, self.decoded = files, decoded
+
+    def wait(self, index: int) -> memoryview:
+        """The file ``index``, which is there."""
+        return self._files[index]
+
+    def close(self) -> None:
+        """Do nothing: nothing is being read."""
+
+
+class StageWeights(NumpyWeights):
+    """The weights of stage 1 of the staged checkpoint in ``folder``, with its adapter.
+
+    From now on ``readers`` threads for each of ``links`` read its files, from ``source`` where that is given, and
+    ``threads`` (all cores, unless given) decode and pack what has come, in the order of the forward pass. ``verify``
+    holds files against their sha256.
+
+    Raises OtherWay, in one line, for a stage that needs torch: of another architecture or stored dtype, in a format
+    that is not decoded without, of shapes that the kernels do not have. Raises ModelError for a folder that is no
+    staged checkpoint of the model of its config.json.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        links: Sequence[Link],
+        *,
+        source: Folder | None = None,
+        readers: int = 8,
+        threads: int | None = None,
+        verify: bool = True,
+    ) -> None:
+        manifest = self.manifest = read_manifest(folder)
+        check_side(folder, manifest, CONFIG)
+        config = lean_config(folder)
+        check_complete(folder, manifest, model_shapes(folder, read_config(folder)))
+        self._parts = parts_of(manifest, [1])
+        self.packer = Packer(config, _stored(self._parts))
+        self.links, self._head_name = list(links), EMBEDDING if manifest.tied else HEAD
+        self._files: dict[int, memoryview] = {}
+        self._decoded: Arrays = {}
+        self._ends: Arrays = {}  # embedding, norm and head, as they are stored
+        self._head: LaidOut
+        self._adapter: Future[HalvesByLayer] = Future()
+        self._made: list[Future[LaidOut | None]] = [Future() for _ in self._parts]
+        self._first = len(ADAPTER_FILES) if manifest.stages[0].adapter else 0
+        turns = iter(range(-1, len(self._parts))), threading.Lock()
+        workers = [(turns, self._fillers()) for _ in range(threads or cores())]
+        self._reader = open_reader(source or folder, manifest, [1], self.links, threads=readers, verify=verify)
+        for told in workers:
+            threading.Thread(target=self._work, args=told, name="packing", daemon=True).start()
+
+    @property
+    def packed(self) -> bool:
+        return all(made.done() for made in self._made)
+
+    @property
+    def fault(self) -> BaseException | None:
+        return first_fault((self._adapter, *self._made))
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        wait(self._made, timeout_s)
+
+    def read(self) -> ReadBefore:
+        """What has been read, once all has come. Raises as :meth:`layers`."""
+        for made in (self._adapter, *self._made):
+            made.result()
+        self._reader.close()
+        return ReadBefore([self._files[index] for index in range(len(self._files))], self._decoded)
+
+    @property
+    def panels(self) -> dict[int, dict[str, np.ndarray]]:
+        """The packed weights of each layer (0-based) by product. Raises as :meth:`layers`."""
+        found = zip(self._parts, self._made, strict=True)
+        return {part.layer: made.result().panels for part, made in found if part.layer is not None}
+
+    def rows(self, ids: np.ndarray) -> np.ndarray:
+        self._await_ends(EMBEDDING)
+        return self._ends[EMBEDDING][ids]
+
+    def head(self) -> LaidOut:
+        self._await_ends(self._head_name)
+        return self._head
+
+    def norm(self) -> np.ndarray:
+        self._await_ends(NORM)
+        return self.packer.computed(self._ends[NORM])
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _laid_out(self) -> Iterator[LaidOut]:
+        for part, made in zip(self._parts, self._made, strict=True):
+            if part.layer is not None:
+                yield made.result()
+
+    def _await_ends(self, name: str) -> None:
+        for part, made in zip(self._parts, self._made, strict=True):
+            if name in part.carried:
+                made.result()
+
+    def _fillers(self) -> dict[str, WordFiller]:
+        """What decodes parts in a format, by its name, for one thread. Raises OtherWay for those that need torch."""
+        fillers = {}
+        for name in {part.format for part in self._parts} - {""}:
+            filler = format_of(name).word_filler([part for part in self._parts if part.format == name])
+            if filler is None:
+                raise OtherWay(f"its parts in {name!r} are decoded by torch")
+            fillers[name] = filler
+        return fillers
+
+    def _work(self, turns: tuple[Iterator[int], threading.Lock], fillers: Mapping[str, WordFiller]) -> None:
+        """Make of one file after the other what the model waits for; -1 are those of the adapter, which come first."""
+        indices, lock = turns
+        while True:
+            with lock:
+                if (index := next(indices, None)) is None:
+                    return
+            made = self._adapter if index < 0 else self._made[index]
+            try:
+                made.set_result(self._read_adapter() if index < 0 else self._make(index, fillers))
+            except Exception as error:
+                made.set_exception(error)
+
+    def _read_adapter(self) -> HalvesByLayer:
+        for index in range(self._first):
+            self._files[index] = self._reader.wait(index)
+        if not self._first:
+            return {}
+        stage = self.manifest.stages[0].name
+        with blaming(f"adapter of stage {stage}", StageError, "copy it again"):
+            config, weights = (bytes(self._files[index]) for index in range(self._first))
+            halves = lora_halves(lora_config(config), weights)
+        if odd := sorted(halves.keys() - {part.layer for part in self._parts}):
+            raise StageError(f"the adapter of stage {stage} is for layer {odd[0]} too, which stage 1 does not have")
+        return halves
+
+    def _make(self, index: int, fillers: Mapping[str, WordFiller]) -> LaidOut | None:
+        part, stored = self._parts[index], STORAGE[self.packer.stored]
+        sizes = {name: math.prod(tensor.shape) for name, tensor in part.coded.items()}
+        words = np.empty(0, stored)
+        if sizes:
+            room = host_memory(sum(sizes.values()) * words.itemsize)
+            back(room)  # while the file is on its way
+            words = np.frombuffer(room, stored)
+        file = self._files[self._first + index] = self._reader.wait(self._first + index)
+        check_header(part, bytes(file[: part.data_start]))
+        found = Arrays()
+        for name, entry in part.carried.items():
+            if name in part.coded:
+                mine, words = words[: sizes[name]], words[sizes[name] :]
+                fillers[part.format].fill(part, name, file, mine)
+                found[name] = self._decoded[name] = mine.reshape(entry.shape)
+            else:
+                raw = np.frombuffer(file, np.uint8, entry.end - entry.start, entry.start)
+                found[name] = np.require(raw.view(stored).reshape(entry.shape), requirements="A")
+        if part.layer is None:
+            return self._make_ends(found)
+        prefix = f"model.layers.{part.layer}."
+        halves = self._adapter.result().get(part.layer, NO_HALVES)
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+        laid_out, jobs = self.packer.layer(part.layer, tensors, halves)
+        self.packer.pack(jobs)
+        return laid_out
+
+    def _make_ends(self, found: Arrays) -> None:
+        self._ends |= found
+        if self._head_name in found:
+            self._head, job = self.packer.head(found[self._head_name])
+            self.packer.pack([job])
+
+
+def _stored(parts: Sequence[PartFile]) -> str:
+    """The dtype that the weights of ``parts`` are stored in. Raises OtherWay for what is not packed."""
+    dtypes = {entry.dtype for part in parts for entry in part.carried.values()}
+    if len(dtypes) != 1 or not dtypes <= READ.keys():
+        raise OtherWay(f"its weights are stored in {', '.join(sorted(dtypes))}")
+    return READ[dtypes.pop()]
