@@ -121,6 +121,10 @@ class LoadingServer(EngineServer):
     def _read_ahead(self) -> None:
         """Begin to read what is loaded first, where that can be done without torch; it raises nothing."""
 
+    def _read_on(self, answers: NumpyAnswers) -> None:
+        """Begin to read what comes behind the weights that ``answers`` compute with, while torch is imported: nothing,
+        unless there are stages."""
+
     @abstractmethod
     def _import(self) -> None:
         """Import what loads. Raises what an import raises."""
@@ -156,6 +160,8 @@ class LoadingServer(EngineServer):
         try:
             if self._numpy is None or not self._numpy.begin():
                 self._read_ahead()
+            else:
+                self._read_on(self._numpy)
             fresh = "torch" not in sys.modules
             with uncollected() if fresh else nullcontext():  # what a process in mid-life holds may be garbage
                 from firsttoken.engine import engine, live_executor  # noqa: F401

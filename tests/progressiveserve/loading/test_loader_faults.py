@@ -16,9 +16,9 @@ from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.base_model import at_stage
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest, write_manifest
 from firsttoken.progressiveserve.loading import loader as loading
-from firsttoken.progressiveserve.loading.host_memory import Memory
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
+from firsttoken.progressiveserve.loading.read_memory import Memory
 from firsttoken.progressiveserve.loading.read_plan import parts_of
 from firsttoken.study.errors import FirstTokenError, LinkError, ModelError, StageError
 

@@ -7,7 +7,8 @@ import threading
 import pytest
 import torch
 
-from firsttoken.progressiveserve.loading.host_memory import PassingMemory, WeightRoom, room_for
+from firsttoken.progressiveserve.loading.host_memory import WeightRoom, room_for
+from firsttoken.progressiveserve.loading.read_memory import PassingMemory
 from firsttoken.study.errors import LinkError
 
 CPU = torch.device("cpu")

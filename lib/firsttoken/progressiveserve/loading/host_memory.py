@@ -1,21 +1,20 @@
-"""Puts arriving bytes into memory: on a CPU into the memory they stay in, on CUDA through a few pinned buffers."""
+"""Memory for weights on the device that computes: on CUDA, files come through a few pinned buffers."""
 
 from __future__ import annotations
 
 import math
 import queue
-import threading
 from collections import deque
 
 import torch
 from torch import Tensor
 
+from firsttoken.progressiveserve.loading.read_memory import Memory
 from firsttoken.progressiveserve.loading.reader import host_memory
 from firsttoken.study.errors import LinkError
 from firsttoken.study.system.direct_io import back
 
 LINE = 64  # bytes
-AHEAD = 24 << 20  # bytes
 BUFFERS = 6  # pinned, of the size of the largest file
 
 
@@ -47,59 +46,6 @@ class WeightRoom:
 def room_for(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Bytes of a tensor in a ``WeightRoom``, where each begins at a line of the cache."""
     return -(-math.prod(shape) * dtype.itemsize // LINE) * LINE
-
-
-class Memory:
-    """A place for weights, which are used where they were read: no second copy, and a layer's memory goes when the
-    layer goes."""
-
-    def allocate(self, size: int) -> memoryview:
-        """``size`` bytes to read into; may wait until some are free."""
-        return host_memory(size)
-
-    def settle(self, data: memoryview) -> tuple[Tensor, torch.cuda.Event | None]:
-        """The bytes [n] as uint8 where the model computes, and the event after which they may be used."""
-        return torch.frombuffer(data, dtype=torch.uint8), None
-
-    def let_go(self, data: memoryview) -> None:
-        """What was read there has been merged into weights and is needed no more; this does nothing where the bytes go
-        with their last weight, or their buffer is free once it has been copied."""
-
-    def close(self) -> None:
-        """The load is over: who waits in :meth:`allocate` gets a LinkError."""
-
-
-class PassingMemory(Memory):
-    """Memory for files that are merged into weights and let go: ``most`` bytes of files wait for that, or one file.
-
-    Merges wait for the steps of an engine, so a link that is faster would pile up all that is still to come.
-    """
-
-    def __init__(self, most: int = AHEAD) -> None:
-        self._most, self._closed = most, False
-        self._held: dict[int, int] = {}
-        self._change = threading.Condition()
-
-    def allocate(self, size: int) -> memoryview:
-        with self._change:
-            self._change.wait_for(
-                lambda: self._closed or not self._held or sum(self._held.values()) + size <= self._most
-            )
-            if self._closed:
-                raise LinkError("the load was stopped")
-            data = host_memory(size)
-            self._held[id(data.obj)] = size
-        return data
-
-    def let_go(self, data: memoryview) -> None:
-        with self._change:
-            self._held.pop(id(data.obj), None)
-            self._change.notify_all()
-
-    def close(self) -> None:
-        with self._change:
-            self._closed = True
-            self._change.notify_all()
 
 
 class PinnedMemory(Memory):

@@ -20,9 +20,10 @@ from torch import nn
 from firsttoken.assets.empty_model import put
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, PartFile, check_side
-from firsttoken.progressiveserve.loading.host_memory import BUFFERS, Memory, PassingMemory, memory_for
+from firsttoken.progressiveserve.loading.host_memory import BUFFERS, memory_for
 from firsttoken.progressiveserve.loading.lora import Adapter, parse_adapter, shared_copy
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
+from firsttoken.progressiveserve.loading.read_memory import Memory, cpu_memory
 from firsttoken.progressiveserve.loading.read_plan import Folder, adapter_blobs, open_reader, part_blobs, parts_of
 from firsttoken.progressiveserve.loading.reader import Blob
 from firsttoken.progressiveserve.loading.views import StageView, check_whole, make_view
@@ -88,8 +89,8 @@ class StageLoad:
         self._placer = on_pinned_core("placer", self._place_all)
 
     def _memory_for(self, largest: int, files: int, links: int) -> Memory:
-        if links == 1 and self._meta_model.device.type == "cpu" and all(part.merged for part in self._parts):
-            return PassingMemory()
+        if self._meta_model.device.type == "cpu":
+            return cpu_memory(self._parts, links)
         # with several links files are read long before their turn, and hold their buffers until then
         return memory_for(self._meta_model.device, largest, BUFFERS if links == 1 else max(1, files))
 

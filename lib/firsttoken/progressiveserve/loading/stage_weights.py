@@ -80,12 +80,22 @@ class StageWeights(NumpyWeights):
         verify: bool = True,
     ) -> None:
         manifest = self.manifest = read_manifest(folder)
+        self._reader = open_reader(source or folder, manifest, [1], links, threads=readers, verify=verify)
+        try:
+            self._prepare(folder, threads or cores())
+        except BaseException:
+            self._reader.close()
+            raise
+
+    def _prepare(self, folder: Path, threads: int) -> None:
+        """What there is to do while the first bytes are on their way."""
+        manifest = self.manifest
         check_side(folder, manifest, CONFIG)
         config = lean_config(folder)
         check_complete(folder, manifest, model_shapes(folder, read_config(folder)))
         self._parts = parts_of(manifest, [1])
         self.packer = Packer(config, _stored(self._parts))
-        self.links, self._head_name = list(links), EMBEDDING if manifest.tied else HEAD
+        self._head_name = EMBEDDING if manifest.tied else HEAD
         self._files: dict[int, memoryview] = {}
         self._decoded: Arrays = {}
         self._ends: Arrays = {}  # embedding, norm and head, as they are stored
@@ -94,8 +104,7 @@ class StageWeights(NumpyWeights):
         self._made: list[Future[LaidOut | None]] = [Future() for _ in self._parts]
         self._first = len(ADAPTER_FILES) if manifest.stages[0].adapter else 0
         turns = iter(range(-1, len(self._parts))), threading.Lock()
-        workers = [(turns, self._fillers()) for _ in range(threads or cores())]
-        self._reader = open_reader(source or folder, manifest, [1], self.links, threads=readers, verify=verify)
+        workers = [(turns, self._fillers()) for _ in range(threads)]
         for told in workers:
             threading.Thread(target=self._work, args=told, name="packing", daemon=True).start()
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, PartFile, check_header
 from firsttoken.progressiveserve.checkpoint.names import torch_dtype
 from firsttoken.progressiveserve.checkpoint.part_formats import WeightFiller, format_of
-from firsttoken.progressiveserve.loading.host_memory import BUFFERS, Memory, WeightRoom, memory_for, room_for
+from firsttoken.progressiveserve.loading.host_memory import BUFFERS, WeightRoom, memory_for, room_for
+from firsttoken.progressiveserve.loading.read_memory import Memory
 from firsttoken.progressiveserve.loading.read_plan import ADAPTER_FILES, parts_of
 from firsttoken.progressiveserve.loading.reader import BlobReader
 from firsttoken.study.errors import LinkError

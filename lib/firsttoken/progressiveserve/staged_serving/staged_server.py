@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Protocol
 from firsttoken.assets.model_config import CONFIG
 from firsttoken.engine.async_engine import step_failure
 from firsttoken.engine.loading_server import LoadingServer, files_alone
+from firsttoken.engine.numpy_answers import NumpyAnswers
 from firsttoken.engine.preemption.preemption_policy import MOVED, Recovery
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest
 from firsttoken.progressiveserve.checkpoint.names import torch_dtype
-from firsttoken.progressiveserve.loading.read_plan import adapter_blobs, open_reader, part_blobs
+from firsttoken.progressiveserve.loading.read_memory import BEFORE_TORCH, Memory, cpu_memory
+from firsttoken.progressiveserve.loading.read_plan import adapter_blobs, open_reader, part_blobs, parts_of
 from firsttoken.progressiveserve.loading.reader import BlobReader
 from firsttoken.study import dtypes
 from firsttoken.study.errors import ClosedError, FirstTokenError
@@ -54,19 +56,27 @@ class StageLoader:
         self._lock = threading.Lock()
         self._closed = False
         self._loading: StageLoad | None = None
-        self._early_reader: BlobReader | WeightBuilder | None = None  # of stage 1, begun before there is a model
+        self._ahead: dict[int, tuple[BlobReader, Memory]] = {}  # by stage, begun before its turn
+        self._reached = 0  # the stage whose load has begun
+        self._builder: WeightBuilder | None = None  # of stage 1, begun before there is a model
         self.manifest: Manifest
         self.meta_model: MetaModel
 
-    def read_ahead(self) -> None:
-        """Begin to read stage 1, where that can be done without torch; what is wrong with it is for :meth:`plan`."""
+    def read_ahead(self, stage: int, manifest: Manifest | None = None) -> None:
+        """Begin to read ``stage`` before its turn, where that can be done without torch; what is wrong with it is for
+        :meth:`plan`. The folder's ``manifest`` is read unless it is given."""
         if self._device != "cpu":  # the load wants pinned memory
             return
         with suppress(FirstTokenError):
-            manifest = read_manifest(self.folder)
+            manifest = manifest or read_manifest(self.folder)
+            if stage > len(manifest.stages):
+                return
+            memory = cpu_memory(parts_of(manifest, [stage]), len(self.links), BEFORE_TORCH)
+            options = {"threads": self._threads, "allocate": memory.allocate}
             with self._lock:
-                if not self._closed:
-                    self._early_reader = open_reader(self.folder, manifest, [1], self.links, threads=self._threads)
+                if not self._closed and stage > self._reached:
+                    reader = open_reader(self.folder, manifest, [stage], self.links, **options)
+                    self._ahead[stage] = reader, memory
 
     def plan(self) -> tuple[int, int]:
         """The number of the stages, and of the bytes of all of them. Raises ModelError and StageError."""
@@ -91,13 +101,13 @@ class StageLoader:
 
         manifest = self.manifest
         computing = dtypes.serving(self._dtype, torch_dtype(manifest.dtype), self._device)
+        place = torch.device(self._device), computing
         with self._lock:
-            early = read or self._early_reader
-            if early is not None and not isinstance(early, WeightBuilder):
-                decoded = {} if read is None else read.decoded
-                self._early_reader = WeightBuilder(
-                    manifest, [1], early, torch.device(self._device), computing, decoded=decoded
-                )
+            if read is not None:
+                self._builder = WeightBuilder(manifest, [1], read, *place, decoded=read.decoded)
+            elif 1 in self._ahead:
+                reader, memory = self._ahead.pop(1)
+                self._builder = WeightBuilder(manifest, [1], reader, *place, memory)
         # a file that is not there yet may still be on its way, as a part of the model may; what a file says stays
         with files_alone() if (self.folder / CONFIG).is_file() else nullcontext():
             self.meta_model = MetaModel(self.folder, manifest, self._device, computing, build_lean)
@@ -106,12 +116,17 @@ class StageLoader:
     def load(self, stage: int, previous: StageView) -> StageLoad:
         """Begin to load all that brings ``previous`` to ``stage``, at once."""
         from firsttoken.progressiveserve.loading.loader import StageLoad
+        from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
 
+        stages, meta_model = range(previous.stage + 1, stage + 1), self.meta_model
         with self._lock:
-            early, self._early_reader = self._early_reader, None  # whose it is from now on
-        options = {"threads": self._threads, "builder": early}
-        stages = range(previous.stage + 1, stage + 1)
-        load = StageLoad(self.folder, self.manifest, stages, self.links, self.meta_model, previous, **options)
+            builder, self._builder = self._builder, None  # whose it is from now on
+            self._reached = stage
+            if builder is None and [*stages] == [stage] and stage in self._ahead:
+                reader, memory = self._ahead.pop(stage)
+                builder = WeightBuilder(self.manifest, stages, reader, meta_model.device, meta_model.dtype, memory)
+        options = {"threads": self._threads, "builder": builder}
+        load = StageLoad(self.folder, self.manifest, stages, self.links, meta_model, previous, **options)
         # ``close`` may have run while the load was being made, and found none that it could stop.
         with self._lock:
             self._loading, closed = load, self._closed
@@ -142,10 +157,13 @@ class StageLoader:
         """Stop the load that is under way, and begin no other."""
         with self._lock:
             self._closed = True
-            load, early = self._loading, self._early_reader
-        for reading in (load, early):
-            if reading:
+            loading, builder, ahead = self._loading, self._builder, [*self._ahead.values()]
+        for reading in (loading, builder):
+            if reading is not None:
                 reading.close()
+        for reader, memory in ahead:
+            memory.close()
+            reader.close()
 
 
 class LastStageVariants(Protocol):
@@ -211,7 +229,19 @@ class StagedServer(LoadingServer):
 
     def _read_ahead(self) -> None:
         if self._first == 1:
-            self._loader.read_ahead()
+            self._loader.read_ahead(1)
+
+    def _read_on(self, answers: NumpyAnswers) -> None:
+        """Begin to read the second stage as soon as the first one is there."""
+
+        def read() -> None:
+            if (model := answers.model) is not None:
+                model.weights.wait()
+                if model.weights.fault is None:
+                    self._loader.read_ahead(2, model.weights.manifest)
+
+        if self._recover:
+            threading.Thread(target=read, name="reading", daemon=True).start()
 
     def _import(self) -> None:
         from firsttoken.progressiveserve.loading import loader  # noqa: F401
