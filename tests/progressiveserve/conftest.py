@@ -42,10 +42,13 @@ def _private(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
 
 @pytest.fixture
 def make_model() -> MakeModel:
-    """Makes a tiny Llama or Qwen2 in eval mode with weights large enough that every layer changes the answer."""
+    """Makes a tiny Llama or Qwen2 in eval mode with weights large enough that every layer changes the answer; with
+    ``wide`` heads, which the kernels have."""
 
-    def make(kind: str = "llama", layers: int = 4, seed: int = 0) -> PreTrainedModel:
+    def make(kind: str = "llama", layers: int = 4, seed: int = 0, wide: bool = False) -> PreTrainedModel:
         config = shape_config(f"tiny-{layers}")
+        if wide:
+            config.update({"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16})
         if kind == "qwen2":
             config = Qwen2Config(**{k: v for k, v in config.to_dict().items() if k not in ("model_type", "head_dim")})
         config.update(
@@ -122,10 +125,11 @@ def stage(
         dtype: torch.dtype = torch.float32,
         block: Sequence[int] = (2, 3, 4),
         adapters: Sequence[int] = (),
+        wide: bool = False,
         plan: Callable[[dict[str, tuple[int, ...]]], LoadPlan] | None = None,
     ) -> Staged:
         folder = tmp_path / f"staged-{kind}"
-        model = make_model(kind, layers=6)
+        model = make_model(kind, layers=6, wide=wide)
         model.config.update({"tie_word_embeddings": tied, "eos_token_id": None})
         model.generation_config.eos_token_id = None
         draw = torch.Generator().manual_seed(5)
@@ -140,7 +144,7 @@ def stage(
         for number in adapters:
             layers = list(stages.present(number))
             recipe = {"layers": layers, "base_sha256": served.sha256, "curve": []}
-            peft = randomised(make_model(kind, layers=6), layers, seed=number)
+            peft = randomised(make_model(kind, layers=6, wide=wide), layers, seed=number)
             made[number] = export_adapter(peft, tmp_path / f"adapter-{number}", recipe)
         source = ModelSource(model, tokenizer, Origin("tiny", served.sha256, "real"))
         chosen = plan(source.shapes) if plan else staged(source.names, stages)

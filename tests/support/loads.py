@@ -39,10 +39,10 @@ class Held(Link):
 class Loads:
     """Loads one after another into one model."""
 
-    def __init__(self, staged, links: int = 1) -> None:
+    def __init__(self, staged, links: int = 1, dtype: torch.dtype | None = None) -> None:
         self.staged, self.links = staged, [Link() for _ in range(links)]
         self.manifest: Manifest = read_manifest(staged.folder)
-        self.meta_model = MetaModel(staged.folder, self.manifest)
+        self.meta_model = MetaModel(staged.folder, self.manifest, dtype=dtype)
         self.model = self.meta_model.model
         self.view = self.meta_model.empty_view()
 

@@ -58,7 +58,7 @@ class ReadBefore:
 
 
 class StageWeights(NumpyWeights):
-    """The weights of stage 1 of the staged checkpoint in ``folder``, with its adapter.
+    """The weights of ``stages`` (1-based, together) of the staged checkpoint in ``folder``, with their adapter.
 
     From now on ``readers`` threads for each of ``links`` read its files, from ``source`` where that is given, and
     ``threads`` (all cores, unless given) decode and pack what has come, in the order of the forward pass. ``verify``
@@ -74,35 +74,40 @@ class StageWeights(NumpyWeights):
         folder: Path,
         links: Sequence[Link],
         *,
+        stages: Sequence[int] = (1,),
         source: Folder | None = None,
         readers: int = 8,
         threads: int | None = None,
         verify: bool = True,
     ) -> None:
         manifest = self.manifest = read_manifest(folder)
-        self._reader = open_reader(source or folder, manifest, [1], links, threads=readers, verify=verify)
+        self._reader = open_reader(source or folder, manifest, stages, links, threads=readers, verify=verify)
         try:
-            self._prepare(folder, threads or cores())
+            self._prepare(folder, stages, threads or cores())
         except BaseException:
             self._reader.close()
             raise
 
-    def _prepare(self, folder: Path, threads: int) -> None:
+    def _prepare(self, folder: Path, stages: Sequence[int], threads: int) -> None:
         """What there is to do while the first bytes are on their way."""
         manifest = self.manifest
         check_side(folder, manifest, CONFIG)
         config = lean_config(folder)
         check_complete(folder, manifest, model_shapes(folder, read_config(folder)))
-        self._parts = parts_of(manifest, [1])
+        self._parts = parts_of(manifest, stages)
+        if any(part.merged for part in self._parts):
+            raise OtherWay("a later stage is merged into weights that are there")
         self.packer = Packer(config, _stored(self._parts))
         self._head_name = EMBEDDING if manifest.tied else HEAD
+        self._whole = False
         self._files: dict[int, memoryview] = {}
         self._decoded: Arrays = {}
         self._ends: Arrays = {}  # embedding, norm and head, as they are stored
         self._head: LaidOut
         self._adapter: Future[HalvesByLayer] = Future()
         self._made: list[Future[LaidOut | None]] = [Future() for _ in self._parts]
-        self._first = len(ADAPTER_FILES) if manifest.stages[0].adapter else 0
+        self._last = manifest.stages[max(stages) - 1]
+        self._first = len(ADAPTER_FILES) if self._last.adapter else 0
         turns = iter(range(-1, len(self._parts))), threading.Lock()
         workers = [(turns, self._fillers()) for _ in range(threads)]
         for told in workers:
@@ -110,7 +115,8 @@ class StageWeights(NumpyWeights):
 
     @property
     def packed(self) -> bool:
-        return all(made.done() for made in self._made)
+        self._whole = self._whole or all(made.done() and made.exception() is None for made in self._made)
+        return self._whole
 
     @property
     def fault(self) -> BaseException | None:
@@ -185,12 +191,11 @@ class StageWeights(NumpyWeights):
             self._files[index] = self._reader.wait(index)
         if not self._first:
             return {}
-        stage = self.manifest.stages[0].name
-        with blaming(f"adapter of stage {stage}", StageError, "copy it again"):
+        with blaming(f"adapter of stage {self._last.name}", StageError, "copy it again"):
             config, weights = (bytes(self._files[index]) for index in range(self._first))
             halves = lora_halves(lora_config(config), weights)
         if odd := sorted(halves.keys() - {part.layer for part in self._parts}):
-            raise StageError(f"the adapter of stage {stage} is for layer {odd[0]} too, which stage 1 does not have")
+            raise StageError(f"the adapter of stage {self._last.name} is for layer {odd[0]} too, which does not come")
         return halves
 
     def _make(self, index: int, fillers: Mapping[str, WordFiller]) -> LaidOut | None:

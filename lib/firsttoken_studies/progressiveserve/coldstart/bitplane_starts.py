@@ -20,7 +20,7 @@ from firsttoken.study.record import Outcome, Result, Rows, Table, distinct, rows
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Entry, Scalar, Summary
-from firsttoken_extras.bitplanes.layouts import planes_of
+from firsttoken_extras.bitplanes.layouts import SPLITS, planes_of
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import bare_checkpoint, planes_checkpoint
 from firsttoken_studies.progressiveserve.coldstart.experiments import disk_speed, trial_specs
 from firsttoken_studies.progressiveserve.coldstart.harness import one_trial, wire_for
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 
 WHOLE, LAYERS, LOSSLESS = "whole_streamed", "progressive", "lossless"
+BEHIND = ", torch behind"  # of a start whose first token comes before torch is imported
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,19 @@ def precision_start(profile: Profile) -> Outcome:
 def _starts(profile: Profile, config: PrecisionConfig, questions: str, served: ServedModel) -> list[Start]:
     served = replace(served, stored=named(config.stored))
     by_layer = trial_specs(profile, bare_checkpoint(served), questions, config.readers)
-    starts = [Start(name, replace(by_layer(name), lean=True, digest=True), 3) for name in (WHOLE, LAYERS)]
+    by_layer_names = {WHOLE: "whole_behind", LAYERS: "progressive_behind"}
+    starts = []
+    for name, behind in by_layer_names.items():
+        starts.append(Start(name, replace(by_layer(name), lean=True, digest=True), 3))
+        recover = starts[-1].spec.recover
+        starts.append(Start(name + BEHIND, replace(by_layer(behind), recover=recover, digest=True), 3))
     for split in config.start_splits:
-        spec = trial_specs(profile, planes_checkpoint(served, split), questions, config.readers)("progressive")
-        spec = replace(spec, lean=True, recover=planes_of(split) > 1, digest=True)
-        starts.append(Start(split, spec, planes_of(split)))
+        of_split = trial_specs(profile, planes_checkpoint(served, split), questions, config.readers)
+        options = {"lean": True, "recover": planes_of(split) > 1, "digest": True}
+        starts.append(Start(split, replace(of_split("progressive"), **options), planes_of(split)))
+        if not any(layout.code_bits for layout in SPLITS[split].values()):  # which torch alone decodes
+            spec = replace(of_split("progressive_behind"), **options)
+            starts.append(Start(split + BEHIND, spec, planes_of(split)))
     return starts
 
 
@@ -282,6 +291,8 @@ def record_rows(result: Result) -> Table:
 
 def plan_name(start: str) -> str:
     """What figures and tables call a start."""
+    if start.endswith(BEHIND):
+        return plan_name(start.removesuffix(BEHIND)) + BEHIND
     return STARTS.get(start, f"{start} first" if "bits" in start and start != "bits" else "low bits wait")
 
 
@@ -295,7 +306,8 @@ def starts(result: Result) -> Figure:
         whole = float(np.median(values(found, "read", "load_s")))
         for place, name in enumerate(names):
             entry = result.summary.of("ttft_p50_s", variant=name, link=key)
-            look = _LOOKS.get(name, "measured" if name == "bits" else "other")
+            plan = name.removesuffix(BEHIND)
+            look = _LOOKS.get(plan, "measured" if plan == "bits" else "other")
             floor = whole * result.summary.value("byte_share", variant=name, link=key)
             ax.plot(
                 [floor], [place], "|", color=COLOURS["floor"], markersize=16, markeredgewidth=2, label="its bytes alone"

@@ -52,8 +52,10 @@ def main(spec: TrialSpec) -> dict[str, Any]:
     marks = PhaseClock(spec.spawned_s)
     marks.last = INTERPRETER_UP
     marks.phases["interpreter"] = INTERPRETER_UP - spec.spawned_s
-    if variant.torch_behind and (row := _start_before_torch(spec, marks)):
+    if variant.torch_behind and variant.peer and (row := _start_before_torch(spec, marks)):
         return row
+    if variant.torch_behind and variant.stages:
+        return _stages_before_torch(spec, variant, links, marks)
     manifest, reader, reading = None, None, time.monotonic()
     if variant.early and variant.peer:
         read_weights_ahead(spec)
@@ -148,6 +150,41 @@ def _start_before_torch(spec: TrialSpec, marks: PhaseClock) -> dict[str, Any] | 
         "answer_s": last - spec.spawned_s,
         "same_answer": said == _alone(engine, ids),
     }
+
+
+def _stages_before_torch(
+    spec: TrialSpec, variant: StartVariant, links: list[Link], marks: PhaseClock
+) -> dict[str, Any]:
+    """The row of a trial of stages whose first token comes before torch, which then has the same weights. Raises
+    OtherWay for stages that need torch."""
+    from firsttoken.engine.numpy_model import NumpyModel
+    from firsttoken.lean.tokenizer import read_tokenizer
+    from firsttoken.progressiveserve.loading.stage_weights import StageWeights
+
+    marks.phase("imports")
+    arrived, used, growth = marks.last, cpu_seconds(), MemoryGrowth()
+    threads = {"readers": spec.readers, "threads": spec.threads or None}
+    told = {"stages": variant.stages, "source": spec.weights, "verify": variant.verify} | threads
+    weights = StageWeights(Path(spec.staged), links, **told)
+    model = NumpyModel(weights, threads=threads["threads"])
+    ids = list(range(1, spec.prompt_tokens + 1))
+    if spec.prompt:
+        ids = read_tokenizer(Path(spec.stock)).encode(spec.prompt).ids
+    marks.phase("config and tokenizer")
+    row = {"token_id": model.next_token(ids), "torch_at_first_token": "torch" in sys.modules}
+    marks.phase("prefill")
+    row |= _first_token(spec, marks, arrived, used) | {"lean": "transformers" not in sys.modules}
+    row["growth_bytes"] = growth.bytes()
+    read = weights.read()
+    with uncollected():
+        import torch
+
+        from firsttoken_studies.progressiveserve.coldstart import trial_variants
+
+        torch_s = time.monotonic() - marks.last
+    with torch.inference_mode():
+        row |= trial_variants.torch_behind(spec, variant, links, weights.manifest, read, marks.last)
+    return row | {"torch_s": torch_s}
 
 
 def _first_token(spec: TrialSpec, marks: PhaseClock, arrived: float, used: float) -> dict[str, Any]:

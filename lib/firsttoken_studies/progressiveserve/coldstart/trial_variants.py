@@ -25,6 +25,7 @@ from firsttoken_studies.progressiveserve.coldstart.spec import PhaseClock, Trial
 from firsttoken_studies.progressiveserve.coldstart.variants import StartVariant, find_variant
 
 if TYPE_CHECKING:
+    from firsttoken.progressiveserve.loading.stage_weights import ReadBefore
     from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
 
 
@@ -132,26 +133,69 @@ def start_ours(
         view = load.wait()
         row: dict[str, Any] = {"load_s": load.arrived_s - reading, "place_s": load.placing_s}
         row["bytes"] = sum(link.bytes_moved for link in links)
-        if spec.recover:
-            row |= _recover(spec, manifest, links, meta_model, view, variant, prompt)
-        if spec.digest:
-            row["weights_sha256"] = _digest(meta_model.model)
-        view.activate(meta_model.model)
-        return row | {"prefill_warm_s": _warm(meta_model.model, prompt)}
+        return row | _after(spec, manifest, links, meta_model, view, variant, prompt, time.monotonic())
 
     return token, more
 
 
-def _recover(
-    spec: TrialSpec, manifest: Any, links: list[Link], meta_model: Any, view: Any, variant: StartVariant, prompt: Any
+def torch_behind(
+    spec: TrialSpec, variant: StartVariant, links: list[Link], manifest: Manifest, read: ReadBefore, begun: float
 ) -> dict[str, Any]:
-    """Bring the later stages one after another, with nothing else to do; and what the whole model says then."""
+    """What is behind a first token of ``begun`` that came without torch: the same weights as torch has them, made of
+    what has been ``read``, and what :func:`start_ours` measures."""
+    from firsttoken.lean.build import build_lean
+    from firsttoken.progressiveserve.loading.loader import StageLoad
+    from firsttoken.progressiveserve.loading.meta_model import MetaModel
+    from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
+
+    folder = Path(spec.staged)
+    meta_model = MetaModel(folder, manifest, spec.device, _dtype(spec), build_lean)
+    place = meta_model.device, meta_model.dtype
+    builder = WeightBuilder(manifest, variant.stages, read, *place, decoded=read.decoded)
+    load = StageLoad(folder, manifest, variant.stages, links, meta_model, meta_model.empty_view(), builder=builder)
+    view, prompt = load.wait(), tokenize(spec, variant)
+    row = {"place_s": load.placing_s, "bytes": sum(link.bytes_moved for link in links)}
+    return row | _after(spec, manifest, links, meta_model, view, variant, prompt, begun)
+
+
+def _after(
+    spec: TrialSpec,
+    manifest: Manifest,
+    links: list[Link],
+    meta_model: Any,
+    view: Any,
+    variant: StartVariant,
+    prompt: Any,
+    begun: float,
+) -> dict[str, Any]:
+    """What comes when the first stage is whole, as :class:`TrialSpec` asks for it; stages since ``begun``."""
+    row: dict[str, Any] = {}
+    if spec.recover:
+        row |= _recover(spec, manifest, links, meta_model, view, variant, prompt, begun)
+    if spec.digest:
+        row["weights_sha256"] = _digest(meta_model.model)
+    view.activate(meta_model.model)
+    return row | {"prefill_warm_s": _warm(meta_model.model, prompt)}
+
+
+def _recover(
+    spec: TrialSpec,
+    manifest: Manifest,
+    links: list[Link],
+    meta_model: Any,
+    view: Any,
+    variant: StartVariant,
+    prompt: Any,
+    begun: float,
+) -> dict[str, Any]:
+    """Bring the later stages one after another, with nothing else to do, the first of them since ``begun``; and what
+    the whole model says then."""
     from firsttoken.progressiveserve.loading.loader import StageLoad
 
     row: dict[str, Any] = {}
     options = {"threads": spec.readers, "verify": variant.verify}
     for stage in range(max(variant.stages) + 1, len(manifest.stages) + 1):
-        begin = time.monotonic()
+        begin = begun if stage == max(variant.stages) + 1 else time.monotonic()
         view = StageLoad(spec.weights, manifest, [stage], links, meta_model, view, **options).wait()
         row[f"stage{stage}_s"] = time.monotonic() - begin
     row["cpu_full_s"], row["full_bytes"] = cpu_seconds(), sum(link.bytes_moved for link in links)

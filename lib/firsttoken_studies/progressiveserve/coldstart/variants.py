@@ -63,6 +63,17 @@ VARIANTS = {
         StartVariant(
             "torch_behind", "ours, plain folder, torch behind", peer="lean", early=True, lean=True, torch_behind=True
         ),
+        StartVariant(
+            "whole_behind", "ours, whole, torch behind", stages=WHOLE, streamed=True, lean=True, torch_behind=True
+        ),
+        StartVariant(
+            "progressive_behind",
+            "ours, progressive, torch behind",
+            stages=FIRST,
+            streamed=True,
+            lean=True,
+            torch_behind=True,
+        ),
         StartVariant("served_first", "firsttoken serve, torch first", peer="lean", lean=True, served=True),
         StartVariant(
             "served_behind", "firsttoken serve, torch behind", peer="lean", lean=True, torch_behind=True, served=True
