@@ -15,7 +15,7 @@ from firsttoken.progressiveserve.loading.read_plan import adapter_blobs, part_bl
 PROMPT = [20, 31, 42, 53, 64]
 MOVING = [PROMPT, PROMPT[:1], [7, 8, 9]]
 TIMEOUT_S = 120.0  # s; nothing here takes one of them
-OURS = ("firsttoken-engine", "loading", "placer", "reader-")
+OURS = ("firsttoken-engine", "loading", "placer", "reader-", "packing", "numpy", "reading")
 
 
 def events_of(session: Stream, stage: int = 0) -> list[TokenEvent]:

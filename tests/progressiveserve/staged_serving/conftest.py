@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from growing import OURS, TIMEOUT_S
@@ -12,9 +13,11 @@ from transformers import PreTrainedModel
 
 from firsttoken.assets.adapter_files import CONFIG, WEIGHTS
 from firsttoken.engine import loading_server
+from firsttoken.engine.numpy_model import NumpyModel
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.loading.lora import parse_adapter
+from firsttoken.progressiveserve.loading.stage_weights import StageWeights
 from firsttoken.progressiveserve.loading.views import StageView, make_view
 from firsttoken.progressiveserve.passlayer import PassLayer
 from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
@@ -47,7 +50,8 @@ def views() -> Views:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., StagedServer]]:
-    """Starts servers, and at the end holds them to having ended: none of their threads is left.
+    """Starts servers, and at the end holds them to having ended: none of their threads is left. With ``early`` the
+    first stage answers by numpy until torch's engine is there.
 
     What was mended is found soon, though a slow machine has failed many times by then: answers are open meanwhile.
     """
@@ -57,7 +61,12 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., StagedServe
     def start(staged, link: Link | None = None, policy: Transition | None = None, **config) -> StagedServer:
         own = {name: config.pop(name) for name in ("threads", "recover", "retry_s") if name in config}
         options = {"policy": policy, "retry_s": 0.02} | own
-        server = StagedServer(staged.folder, [link or Link()], RequestLimits(**config), **options)
+        link = link or Link()
+        if config.pop("early", False):
+            maker = ThreadPoolExecutor(1)
+            options["comes"] = maker.submit(lambda: NumpyModel(StageWeights(staged.folder, [link]), threads=1))
+            maker.shutdown(wait=False)
+        server = StagedServer(staged.folder, [link], RequestLimits(**config), **options)
         servers.append(server)
         server.start()
         return server
