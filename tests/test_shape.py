@@ -19,20 +19,20 @@ BUDGETS = {  # of each room at most: lines, modules that stand on each other, pe
     "firsttoken.assets": (3236, 7, 9.1),
     "firsttoken.cps": (821, 3, 10.6),
     "firsttoken.droidspeak": (3566, 7, 8.7),
-    "firsttoken.engine": (8985, 8, 6.5),
+    "firsttoken.engine": (9019, 8, 6.5),
     "firsttoken.lean": (605, 4, 7.7),
     "firsttoken.link": (378, 2, 6.7),
     "firsttoken.petals": (6380, 7, 8.7),
     "firsttoken.progressiveserve": (4602, 8, 10.1),
     "firsttoken.sarathi": (492, 2, 11.2),
-    "firsttoken.service": (3873, 8, 10.2),
+    "firsttoken.service": (3874, 8, 10.2),
     "firsttoken.study": (6758, 8, 8.3),
     "firsttoken_extras": (100, 1, 12),
     "firsttoken_extras.bitplanes": (1299, 6, 9.3),
     "firsttoken_extras.layer_borrowing": (590, 3, 11.2),
     "firsttoken_extras.min_move_rebalancing": (89, 1, 7.9),
     "firsttoken_extras.vllm_cross_point": (340, 3, 12.4),
-    "firsttoken_extras.worker": (1288, 3, 12.2),
+    "firsttoken_extras.worker": (1286, 3, 12.1),
     "firsttoken_studies": (1690, 4, 9.5),
     "firsttoken_studies.combined": (5422, 4, 12.1),
     "firsttoken_studies.cps": (1804, 3, 10.6),
@@ -45,7 +45,7 @@ BUDGETS = {  # of each room at most: lines, modules that stand on each other, pe
     "firsttoken_studies.trying": (471, 2, 16.8),
 }
 LONGEST = 400  # lines of a file; a study that would be longer is measured in one and drawn in another
-SHORTER_THAN_60 = 40  # files of the library, which is a concept that hardly deserves one
+SHORTER_THAN_60 = 41  # files of the library, which is a concept that hardly deserves one
 NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no part of it
     "firsttoken.droidspeak.tiers": "more than 400 lines together",
     "firsttoken.options": "more than 400 lines together",
@@ -59,7 +59,7 @@ NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no p
     "firsttoken_extras.vllm_cross_point.settings": "tested without vLLM",
 }
 NEIGHBOURING_STUDIES = 29  # a study whose numbers another file draws, or whose settings another study shares
-BEHIND_A_NOTEBOOK = 23_181  # lines of the library that the studies of one notebook import
+BEHIND_A_NOTEBOOK = 23_205  # lines of the library that the studies of one notebook import
 NO_SUBJECT = 0  # docstrings of one line that the name of the function has to begin
 _NO_SUBJECT = re.compile(
     r"(Of|As|By|From|Where|Who|Whose|That|Those|So|Until|At|In|Out|On|For|Behind|Before|After|Beside|None|Also)\b"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 
 from firsttoken.engine.request import Request, Sampling, ScheduledChunk
 from firsttoken.engine.sampling import next_tokens
+from firsttoken.study.errors import RequestError
 
 SHARES = torch.tensor([0.02, 0.4, 0.05, 0.3, 0.13, 0.1])
 LOGITS = SHARES.log() + 3.0
@@ -88,6 +90,24 @@ def test_each_draw_moves_on_and_a_seed_repeats_them_all() -> None:
     assert series(7) == first
 
 
+def test_a_request_goes_on_behind_its_output() -> None:
+    """Where another process knows it with what it has said, and where its output became the prompt of another."""
+    sampling = Sampling(50, temperature=1.2, top_p=0.95, seed=9)
+    whole = Request(0, [1, 2], sampling, 0.0)
+    for _ in range(50):
+        whole.append(next_tokens(LOGITS[None], [whole.chunk()])[0], 0.0)
+    for said in (0, 1, 17, 49):
+        moved = Request(0, whole.tokens[: 2 + said], sampling, 0.0)
+        moved.prompt_tokens = 2
+        follower = Request(0, whole.tokens[: 2 + said], replace(sampling, max_tokens=50 - said, drawn=said), 0.0)
+        for request in (moved, follower):
+            for _ in range(50 - said):
+                request.append(next_tokens(LOGITS[None], [request.chunk()])[0], 0.0)
+            assert request.tokens == whole.tokens
+    with pytest.raises(RequestError, match="drawn must be 0 or more, not -1"):
+        Sampling(drawn=-1)
+
+
 def test_half_a_prompt_draws_nothing() -> None:
     request = Request(0, [1, 2, 3], Sampling(temperature=1.0, seed=3), 0.0)
     whole = [next_tokens(LOGITS[None], [request.chunk(3)])[0] for _ in range(20)]
@@ -129,6 +149,14 @@ def test_company_and_preemption_change_no_draw(lab, llama, alone, blocks: int, p
     assert outputs[::2] == alone
     assert outputs[1::2] == [list(one.answer) for one in llama.known[-5:]]
     assert bool(run.trace.recoveries) == (blocks == 26 and scheduler == "prefill_first")
+
+
+def test_an_answer_in_two_requests(lab, llama, alone) -> None:
+    run = lab.live(llama.model, 200)
+    for n, (one, sampling) in enumerate(zip(llama.known[-5:], SAMPLED, strict=True)):
+        said = 5 * n + 1
+        run.submit([*one.prompt, *alone[n][:said]], replace(sampling, max_tokens=24 - said, drawn=said))
+    assert run.finish() == [output[5 * n + 1 :] for n, output in enumerate(alone)]
 
 
 def test_other_seeds_say_something_else(lab, llama) -> None:

@@ -13,7 +13,7 @@ from firsttoken import old_names
 from firsttoken.study.errors import RequestError
 
 if TYPE_CHECKING:
-    import torch
+    import numpy as np
     from torch import Tensor
 
 
@@ -187,9 +187,9 @@ class Sampling:
 
     ``temperature`` 0 is greedy; ``top_p`` keeps the likeliest tokens that make up this share; ``stop`` are token ids
     that end the request, and are part of its output. ``seed`` makes a request's draws its own: they do not depend on
-    what else is in the batch. With ``logprobs`` each token's :class:`TokenLogprob` is kept, and so many of the
-    likeliest with it; with ``prompt_logprobs`` those of the prompt's tokens too, but the first's, which nothing comes
-    before.
+    what else is in the batch. ``drawn`` tokens were drawn with it before, and are in the prompt. With ``logprobs`` each
+    token's :class:`TokenLogprob` is kept, and so many of the likeliest with it; with ``prompt_logprobs`` those of the
+    prompt's tokens too, but the first's, which nothing comes before.
     """
 
     max_tokens: int = 16
@@ -199,6 +199,7 @@ class Sampling:
     seed: int = 0
     logprobs: int | None = None
     prompt_logprobs: bool = False
+    drawn: int = 0
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -211,6 +212,17 @@ class Sampling:
             raise RequestError(f"seed must have at most 64 bits, not {self.seed}")
         if self.logprobs is not None and self.logprobs < 0:
             raise RequestError(f"logprobs must be 0 or more, not {self.logprobs}")
+        if self.drawn < 0:
+            raise RequestError(f"drawn must be 0 or more, not {self.drawn}")
+
+    def numbers(self, said: int = 0) -> np.random.Generator:
+        """The random numbers of its draws, one for each, behind those of the first ``said`` tokens of the output.
+
+        The first call in a process imports ``numpy.random``.
+        """
+        import numpy as np
+
+        return np.random.Generator(np.random.PCG64(self.seed % 2**64).advance(self.drawn + said))
 
 
 GREEDY = Sampling()
@@ -257,7 +269,7 @@ class Request:
         self.preemptions = 0
         self.losses = 0  # of the device it ran on, since its last token
         self.failure: Exception | None = None  # why it ended early, where it was not the client's wish
-        self._generator: torch.Generator | None = None
+        self._generator: np.random.Generator | None = None
 
     @property
     def output(self) -> list[int]:
@@ -313,12 +325,10 @@ class Request:
         return self.phase is Phase.FINISHED
 
     @property
-    def generator(self) -> torch.Generator:
-        """The source of this request's draws, made on first use."""
+    def generator(self) -> np.random.Generator:
+        """The source of this request's draws, made on first use: behind those of the output that it has by then."""
         if self._generator is None:
-            import torch
-
-            self._generator = torch.Generator().manual_seed(self.sampling.seed)
+            self._generator = self.sampling.numbers(len(self.output))
         return self._generator
 
     def append(self, token: int, now_s: float) -> bool:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
+from firsttoken.engine.draws import draw
 from firsttoken.engine.native.library import NAMES, kernels
-from firsttoken.engine.request import LEAST, Request, ScheduledChunk, TokenLogprob
+from firsttoken.engine.request import LEAST, ScheduledChunk, TokenLogprob
 from firsttoken.study.errors import OutputError
 
 # How likely the model thought what was said: logarithms of shares, as OpenAI's interface reports them.
@@ -57,7 +58,8 @@ def next_tokens(logits: torch.Tensor, chunks: Sequence[ScheduledChunk]) -> list[
             chunk.request.failure = no_number()
             continue
         if sampling.temperature > 0:
-            tokens[row] = _draw(logits[row].double().cpu(), chunk.request)
+            said, numbers = logits[row].double().cpu().numpy(), chunk.request.generator
+            tokens[row] = draw(said, sampling.temperature, sampling.top_p, numbers)
         if sampling.logprobs is not None:
             chunk.request.token_logprobs.append(token_logprob(logits[row], tokens[row], sampling.logprobs))
     return tokens
@@ -79,25 +81,3 @@ def argmax_tokens(logits: torch.Tensor) -> torch.Tensor:
     if not best.values.isfinite().all():
         raise no_number()
     return best.indices
-
-
-def pass_over(request: Request, vocabulary: int) -> None:
-    """Let the generator of ``request`` stand where it does after the draws that have made its output.
-
-    A draw takes as many numbers as the ``vocabulary`` has tokens, whatever the shares are.
-    """
-    if request.sampling.temperature > 0:
-        shares = torch.ones(vocabulary, dtype=torch.float64)
-        for _ in request.output:
-            torch.multinomial(shares, 1, generator=request.generator)
-
-
-def _draw(logits: torch.Tensor, request: Request) -> int:
-    """One draw from the tempered distribution, cut to the nucleus (Holtzman et al., ICLR 2020)."""
-    sampling = request.sampling
-    below = logits - logits.max()  # never above 0, and in double: the smallest temperature leaves the largest alone
-    shares, order = (below / float(sampling.temperature)).softmax(-1).sort(descending=True)
-    if sampling.top_p < 1:
-        before = shares.cumsum(0) - shares
-        shares = shares.masked_fill(before >= sampling.top_p, 0.0)
-    return int(order[torch.multinomial(shares, 1, generator=request.generator)])

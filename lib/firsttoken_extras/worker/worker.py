@@ -18,7 +18,6 @@ import zmq
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.request import Request, Sampling, ScheduledChunk
-from firsttoken.engine.sampling import pass_over
 from firsttoken.engine.swap.block_copier import Movement
 from firsttoken.engine.swap.host_pool import Span
 from firsttoken.study.dtypes import named
@@ -91,7 +90,6 @@ class WorkerExecutor:
             request.prompt_tokens = told.fresh.prompt_tokens
             request.prompt_logprobs = [None] * told.fresh.judged  # the engine has them
             request.version = self._versions[told.fresh.variant]
-            pass_over(request, self.executor.limits.vocabulary)
             self._known[told.number] = request
         else:
             request = self._known[told.number]
