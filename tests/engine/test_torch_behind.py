@@ -19,7 +19,8 @@ from small_models import small_model
 from transformers import PreTrainedModel
 
 from firsttoken.assets.servable import check_servable
-from firsttoken.engine import numpy_weights, torch_behind
+from firsttoken.engine import live_executor, numpy_weights, torch_behind
+from firsttoken.engine.engine import Engine
 from firsttoken.engine.fused import FusedLayer
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.native import exports
@@ -28,7 +29,7 @@ from firsttoken.engine.native.library import kernels
 from firsttoken.engine.numpy_model import NumpyModel
 from firsttoken.engine.numpy_weights import FolderWeights
 from firsttoken.engine.request import Sampling, ScheduledChunk
-from firsttoken.engine.torch_behind import Takeover
+from firsttoken.engine.torch_behind import CacheSource, Takeover, take_over
 from firsttoken.lean.lean_config import OtherWay
 from firsttoken.study.errors import LengthError, ModelError, OutputError, RequestError, StageError
 
@@ -148,6 +149,33 @@ def test_the_engine_takes_an_answer_over(make, by_turns, dtype, before) -> None:
         assert takeover.tokens is None and takeover.took_s is None
     else:
         assert takeover.tokens == before and takeover.took_s > 0
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_logits_are_the_engines(make, monkeypatch, dtype) -> None:
+    """Over the same cache and over one of its own: what is drawn hangs on all of them. In bfloat16 bit for bit; floats
+    show that torch and numpy round the cosines of angles differently."""
+    _, folder = make(dtype=dtype)
+    model, seen, right = numpy_of(folder), [], live_executor.next_tokens
+
+    def noted(logits: torch.Tensor, chunks: Sequence[ScheduledChunk]) -> list[int]:
+        seen.append(logits[0].double().numpy())
+        return right(logits, chunks)
+
+    monkeypatch.setattr(live_executor, "next_tokens", noted)
+    tokens, logits = list(PROMPT), [model.logits(PROMPT)]
+    source = CacheSource(model)
+    while len(logits) < ANSWER:
+        tokens.append(int(logits[-1].argmax()))
+        logits.append(model.logits(tokens[-1:]))
+    engine = Engine(take_over(model, 64))
+    engine.submit(PROMPT, Sampling(ANSWER))
+    engine.run()
+    engine.submit(tokens[: len(PROMPT) + 1], Sampling(ANSWER - 1), source=source)
+    engine.run()
+    assert logits[0].dtype == np.float32 and len(seen) == 2 * ANSWER - 1
+    most = 1e-4 if model.dtype == "float32" else 0.0
+    assert np.abs(np.stack([*logits, *logits[1:]]) - np.stack(seen)).max() <= most
 
 
 def test_nothing_is_computed_twice_and_no_weight_copied(make, by_turns, monkeypatch) -> None:

@@ -48,11 +48,11 @@ class Gate:
 sys.meta_path.insert(0, Gate())
 from firsttoken.engine.numpy_model import NumpyModel
 
-def paced(self, tokens, right=NumpyModel.next_token, pace_s=float(sys.argv[2])):
+def paced(self, tokens, right=NumpyModel.logits, pace_s=float(sys.argv[2])):
     time.sleep(pace_s)  # an engine is there before the answer ends
     return right(self, tokens)
 
-NumpyModel.next_token = paced
+NumpyModel.logits = paced
 sys.argv[1:] = sys.argv[3:]
 from firsttoken.__main__ import main
 sys.exit(main())

@@ -43,10 +43,14 @@ class NumpyModel:
         self._frequencies = scaled_frequencies(config, steps, np.where).astype(np.float32)
 
     def next_token(self, tokens: Sequence[int]) -> int:
-        """The likeliest token after ``tokens``, which follow those that are cached, and are cached then.
+        """The likeliest token after ``tokens``. Caches them, and raises, as :meth:`logits`."""
+        return int(self.logits(tokens).argmax())
+
+    def logits(self, tokens: Sequence[int]) -> np.ndarray:
+        """The logits [vocabulary] in float32 after ``tokens``, which follow those that are cached, and are cached then.
 
         Raises RequestError for none, or for one outside the vocabulary; LengthError for more than fit; OutputError
-        where a logit is no finite number; and what the weights raise that do not come.
+        where the largest logit is no finite number; and what the weights raise that do not come.
         """
         ids = np.array(tokens, dtype=np.int64)
         if ids.ndim != 1 or not ids.size or ids.min() < 0 or ids.max() >= self.config.vocab_size:
@@ -59,10 +63,9 @@ class NumpyModel:
             self._run(fields, states, turns, places)
         self.cached += len(ids)
         logits = self._logits(states[-1:])
-        best = int(logits.argmax())
-        if not np.isfinite(logits[best]):
+        if not np.isfinite(logits.max()):
             raise OutputError("the model's output is no finite number; copy its weights again")
-        return best
+        return logits
 
     def _run(
         self, fields: np.ndarray, states: np.ndarray, turns: tuple[np.ndarray, np.ndarray], places: np.ndarray
