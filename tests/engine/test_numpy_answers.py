@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from small_models import small_model
 
@@ -28,6 +29,11 @@ from firsttoken.lean.lean_config import OtherWay
 from firsttoken.study.errors import EngineError, RequestError
 
 PROMPT, ANSWER = list(range(3, 32)), 24
+DRAWN = [
+    {"temperature": 0.8, "seed": 5},
+    {"temperature": 1.3, "top_p": 0.9, "seed": -7},
+    {"temperature": 1.0, "top_p": 0.95, "seed": 2**64 - 1, "drawn": 3},
+]
 
 
 class Served(EngineServer):
@@ -76,19 +82,19 @@ def served(model: NumpyModel) -> Iterator[Served]:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], tuple[threading.Event, threading.Event]]:
     """Let the model wait before its call of that number (from 0 on): when it does, and until when."""
-    right, calls = NumpyModel.next_token, []
+    right, calls = NumpyModel.logits, []
 
     def hold(number: int) -> tuple[threading.Event, threading.Event]:
         there, go = threading.Event(), threading.Event()
 
-        def slowly(self: NumpyModel, tokens: list[int]) -> int:
+        def slowly(self: NumpyModel, tokens: list[int]) -> np.ndarray:
             calls.append(len(tokens))
             if len(calls) > number:
                 there.set()
                 assert go.wait(60)
             return right(self, tokens)
 
-        monkeypatch.setattr(NumpyModel, "next_token", slowly)
+        monkeypatch.setattr(NumpyModel, "logits", slowly)
         return there, go
 
     return hold
@@ -100,6 +106,14 @@ def alone(model: NumpyModel, prompt: list[int], count: int = ANSWER) -> list[int
     while len(said) < count:
         said.append(model.next_token(said[-1:]))
     return said
+
+
+def by_the_engine(model: NumpyModel, prompt: list[int], **sampling: object) -> list[int]:
+    """What an engine that computes everything says."""
+    engine = Engine(take_over(model, 64))
+    request = engine.submit(prompt, Sampling(ANSWER, **sampling))
+    engine.run()
+    return request.output
 
 
 def ended_during(served: Served, there: threading.Event, go: threading.Event) -> None:
@@ -169,8 +183,50 @@ def test_a_client_that_leaves_makes_room(served, model, held) -> None:
     assert list(after) == wanted and len(list(stream)) == 4
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0.5}, {"logprobs": 0}, {"prompt_logprobs": True}])
-def test_what_is_drawn_or_scored_waits(served, model, sampling) -> None:
+def test_draws_are_those_of_the_engine(served, model) -> None:
+    """Beside greedy answers, by seed, and up to a stop."""
+    wanted = [by_the_engine(model, PROMPT, **sampling) for sampling in DRAWN]
+    greedy = alone(model, PROMPT)
+    assert len({tuple(one) for one in (*wanted, greedy)}) == 4
+    served.answers.begin()
+    streams = [served.ask(**sampling) for sampling in (*DRAWN, {}, *DRAWN)]
+    assert [list(stream) for stream in streams] == [*wanted, greedy, *wanted]
+    assert list(served.ask(**DRAWN[0] | {"seed": 6})) != wanted[0]
+    stop = wanted[1][7]
+    assert list(served.ask(stop=(stop,), **DRAWN[1])) == wanted[1][: wanted[1].index(stop) + 1]
+
+
+@pytest.mark.parametrize("sampling", DRAWN)
+@pytest.mark.parametrize("calls", [0, 1, 5, 20])
+def test_the_engine_draws_on(served, model, held, calls, sampling) -> None:
+    """Behind the draws that numpy has made, also in a prompt's last piece and where others were made before."""
+    wanted, other = by_the_engine(model, PROMPT, **sampling), by_the_engine(model, PROMPT[3:], **sampling)
+    there, go = held(calls)
+    stream, after = served.ask(**sampling), served.ask(PROMPT[3:], **sampling)
+    threading.Thread(target=served.answers.begin).start()
+    ended_during(served, there, go)
+    with served.engine():
+        assert list(stream) == wanted and list(after) == other
+    assert stream.request.prompt_tokens == len(PROMPT) + calls + 1 and stream.request.fell_back == ""
+    assert stream.request.sampling.drawn == sampling.get("drawn", 0) + calls + 1
+
+
+@pytest.mark.parametrize("calls", [2, 4, 9])
+def test_pieces_of_a_prompt_draw_nothing(served, model, held, monkeypatch, calls) -> None:
+    """The engine comes in the middle of a prompt, behind its last piece, and in the answer."""
+    monkeypatch.setattr(numpy_answers, "PIECE", 7)
+    wanted = by_the_engine(model, PROMPT, **DRAWN[0])
+    there, go = held(calls)
+    stream = served.ask(**DRAWN[0])
+    threading.Thread(target=served.answers.begin).start()
+    ended_during(served, there, go)
+    assert model.cached == min(7 * (calls + 1), len(PROMPT)) + max(0, calls - 4)
+    with served.engine():
+        assert list(stream) == wanted
+
+
+@pytest.mark.parametrize("sampling", [{"logprobs": 0}, {"prompt_logprobs": True}, DRAWN[0] | {"logprobs": 2}])
+def test_what_is_scored_waits(served, model, sampling) -> None:
     wanted = alone(model, PROMPT)
     served.answers.begin()
     waits = served.ask(**sampling)
@@ -190,10 +246,10 @@ def test_a_request_that_fails_is_the_only_one(served, model) -> None:
 
 
 def test_an_error_that_nobody_foresaw(served, model, monkeypatch) -> None:
-    def broken(self: NumpyModel, tokens: list[int]) -> int:
+    def broken(self: NumpyModel, tokens: list[int]) -> np.ndarray:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(NumpyModel, "next_token", broken)
+    monkeypatch.setattr(NumpyModel, "logits", broken)
     served.answers.begin()
     with pytest.raises(EngineError, match="the engine failed: no room"):
         list(served.ask())

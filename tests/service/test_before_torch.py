@@ -29,6 +29,7 @@ from firsttoken.engine.native.library import kernels
 
 pytestmark = pytest.mark.long(seconds=60)
 LONG, PACE_S = 1000, 0.03  # tokens that numpy would say in half a minute
+DRAWN = {"temperature": 0.9, "top_p": 0.95, "seed": 5}
 STREAM = {"prompt": "the inn", "max_tokens": LONG, "stream": True} | GREEDY
 SHORT = [{"prompt": prompt, "max_tokens": 12} | GREEDY for prompt in ("the inn", "in the hat", "a")]
 CHAT = {"messages": [{"role": "user", "content": "the inn"}], "max_tokens": 12} | GREEDY
@@ -83,12 +84,14 @@ def complete(client: httpx.Client) -> bool:
     return client.get("/stage").json()["state"] == "complete"
 
 
-def test_the_engine_goes_on_in_the_middle_of_a_stream(folder, ordinary, tmp_path) -> None:
+@pytest.mark.parametrize("chosen", [GREEDY, DRAWN])
+def test_the_engine_goes_on_in_the_middle_of_a_stream(folder, ordinary, tmp_path, chosen) -> None:
     """With the same tokens, and without a trace of numpy's model."""
+    body = STREAM | chosen
     with gated(folder, tmp_path / "held", pace_s=PACE_S) as service, asked(service) as client:
         modules = json.loads((service.place / "modules.json").read_text())
         assert not [name for name in modules if name.split(".")[0] in ("torch", "transformers", "peft")]
-        with client.stream("POST", COMPLETIONS, json=STREAM) as answer:
+        with client.stream("POST", COMPLETIONS, json=body) as answer:
             came = pieces(answer)
             said = [next(came) for _ in range(5)]
             assert client.get("/health").status_code == 503
@@ -99,7 +102,7 @@ def test_the_engine_goes_on_in_the_middle_of_a_stream(folder, ordinary, tmp_path
                 times.append(time.monotonic())
         assert times[-1] - times[-101] < 100 * PACE_S
         assert {piece["stage"] for piece in said} == {1}
-        wanted = choices(ordinary.post(COMPLETIONS, json=STREAM | {"stream": False}))[0]
+        wanted = choices(ordinary.post(COMPLETIONS, json=body | {"stream": False}))[0]
         assert "".join(piece["text"] for piece in said) == wanted["text"]
         assert said[-1]["finish_reason"] == wanted["finish_reason"] == "length"
         assert complete(client) and choices(client.post(COMPLETIONS, json=SHORT[0]))
@@ -110,9 +113,10 @@ def test_the_engine_goes_on_in_the_middle_of_a_stream(folder, ordinary, tmp_path
 
 
 def test_several_requests_before_torch(folder, ordinary, tmp_path) -> None:
-    """They are answered one after the other, chats and several answers to one request too, and up to a stop."""
+    """They are answered one after the other, chats and several answers to one request too, up to a stop, and drawn."""
     text = choices(ordinary.post(COMPLETIONS, json=SHORT[0]))[0]["text"]
     bodies = [*SHORT, SHORT[0] | {"n": 2}, SHORT[0] | {"stop": text[5:7]}, SHORT[1] | {"echo": True}]
+    bodies += [SHORT[1] | DRAWN | {"n": 2}, SHORT[2] | {"temperature": 1, "seed": -3}]
     wanted = [choices(ordinary.post(COMPLETIONS, json=body)) for body in bodies]
     assert wanted[4][0]["finish_reason"] == "stop" and wanted[4][0]["text"] == text[: text.index(text[5:7])]
     chat = choices(ordinary.post(CHATS, json=CHAT))
@@ -126,7 +130,7 @@ def test_several_requests_before_torch(folder, ordinary, tmp_path) -> None:
 
 def test_what_numpy_does_not_say_waits_for_torch(folder, ordinary, tmp_path) -> None:
     bodies = [
-        SHORT[0] | {"temperature": 1, "seed": 5},
+        SHORT[0] | DRAWN | {"logprobs": 1},
         SHORT[0] | {"logprobs": 1},
         SHORT[0] | {"max_tokens": 0, "echo": True, "logprobs": 0},
     ]

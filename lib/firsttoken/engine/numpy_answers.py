@@ -1,5 +1,5 @@
-"""Greedy answers of a service before torch is imported: numpy computes one request after the other, and the engine
-goes on with them as soon as it is there.
+"""Answers of a service before torch is imported: numpy computes one request after the other, and the engine goes on
+with them as soon as it is there.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from firsttoken.engine.async_engine import Asked, Stream, TokenEvent, step_failure
+from firsttoken.engine.draws import draw
 from firsttoken.engine.numpy_model import NumpyModel
-from firsttoken.engine.request import KVSource, Sampling
+from firsttoken.engine.request import GREEDY, KVSource, Sampling
 from firsttoken.engine.torch_behind import CacheSource, beside_an_import
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.system.openmp import give_back_threads
@@ -25,11 +26,11 @@ _STAGE = 1  # the whole model
 
 
 class NumpyAnswers:
-    """Answers the greedy requests in ``waiting``, first come, first served, with the model that is ``coming``.
+    """Answers the requests in ``waiting``, first come, first served, with the model that is ``coming``.
 
     ``waiting`` holds the requests of a server by stream until its engine takes them; ``change`` guards it and is
-    notified of each new one. Requests that sample, ask for logprobs or name a variant stay there for the engine, and
-    all of them do when the model cannot be loaded without torch.
+    notified of each new one. Requests that ask for logprobs or name a variant stay there for the engine, and all of
+    them do when the model cannot be loaded without torch.
     """
 
     def __init__(self, coming: Future[NumpyModel], change: threading.Condition, waiting: dict[Stream, Asked]) -> None:
@@ -55,15 +56,18 @@ class NumpyAnswers:
         try:
             model = self._coming.result(PATIENCE_S)
         except TimeoutError:  # its kernels are still being built: torch need not wait
-            return True
+            comes = True
         except Exception:
-            return False
-        model.weights.wait(until - time.monotonic())
-        with self._change:
-            self._change.wait_for(lambda: self._waiting, GREETING_S)
-            self._change.wait_for(lambda: self._begun or self._next() is None, until - time.monotonic())
-        self._leaving.enter_context(beside_an_import(model))
-        return True
+            comes = False
+        else:
+            comes = True
+            model.weights.wait(until - time.monotonic())
+            with self._change:
+                self._change.wait_for(lambda: self._waiting, GREETING_S)
+                self._change.wait_for(lambda: self._begun or self._next() is None, until - time.monotonic())
+            self._leaving.enter_context(beside_an_import(model))
+        GREEDY.numbers()  # imports numpy.random, which is not to be imported beside torch
+        return comes
 
     def end(self) -> None:
         """Generate no more tokens. A request in the middle of its answer goes back to those that wait, with its tokens
@@ -117,10 +121,13 @@ class NumpyAnswers:
         """Generate tokens after ``prompt`` until the last one, until the client leaves or until :meth:`end`."""
         output: list[int] = []
         rest, model.cached = list(prompt), 0
+        numbers = sampling.numbers()
         while self._goes_on(stream):
-            token, rest = model.next_token(rest[:PIECE]), rest[PIECE:]
+            logits, rest = model.logits(rest[:PIECE]), rest[PIECE:]
             if rest:  # of the prompt
                 continue
+            drawn = sampling.temperature > 0
+            token = draw(logits, sampling.temperature, sampling.top_p, numbers) if drawn else int(logits.argmax())
             output.append(token)
             rest = [token]
             if not self._put(stream, token):
@@ -130,7 +137,8 @@ class NumpyAnswers:
                 return
         with self._change:
             if stream in self._waiting and model.cached:
-                left = replace(sampling, max_tokens=sampling.max_tokens - len(output))
+                said = len(output)
+                left = replace(sampling, max_tokens=sampling.max_tokens - said, drawn=sampling.drawn + said)
                 self._waiting[stream] = [*prompt, *output], left, moves, variant, CacheSource(model)
 
     def _goes_on(self, stream: Stream) -> bool:
@@ -148,6 +156,6 @@ class NumpyAnswers:
 
 
 def _can(asked: Asked) -> bool:
-    """Whether the request is a greedy one of the model itself, without logprobs."""
+    """Whether the request is one of the model itself, without logprobs."""
     _, sampling, _, variant, _ = asked
-    return not (sampling.temperature or sampling.prompt_logprobs or variant) and sampling.logprobs is None
+    return not (sampling.prompt_logprobs or variant) and sampling.logprobs is None
