@@ -24,8 +24,13 @@ pytest.importorskip("uvicorn")
 from gated import KEY, Gated, gated
 from services import CHATS, COMPLETIONS, GREEDY, TIMEOUT_S, free_port, serving, tiny_tokenizer, until
 from small_models import small_model
+from transformers import AutoModelForCausalLM
 
 from firsttoken.engine.native.library import kernels
+from firsttoken.progressiveserve.checkpoint.plan import staged
+from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
+from firsttoken.progressiveserve.checkpoint.writer import write_staged
+from firsttoken.progressiveserve.stages import StagePlan
 
 pytestmark = pytest.mark.long(seconds=60)
 LONG, PACE_S = 1000, 0.03  # tokens that numpy would say in half a minute
@@ -49,6 +54,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small_model("Llama", **sizes).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def stages(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model in three stages of a layer each."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    source = ModelSource(model, tiny_tokenizer(), Origin("tiny", "5e12" * 16, "real"))
+    place = tmp_path_factory.mktemp("before") / "stages"
+    write_staged(source, staged(source.names, StagePlan.from_block(3, range(1, 3))), place)
+    return place
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +124,24 @@ def test_the_engine_goes_on_in_the_middle_of_a_stream(folder, ordinary, tmp_path
         assert str(folder) not in Path(f"/proc/{service.process.pid}/maps").read_text()
         service.process.send_signal(signal.SIGINT)
         assert service.process.wait(TIMEOUT_S) == 0
+        assert service.strays == "" and (service.place / "errors").read_text() == ""
+
+
+def test_a_first_stage_answers_before_torch(stages, ordinary, tmp_path) -> None:
+    """Who stays with it gets its tokens to the end, and the next ones are the whole model's."""
+    with gated(stages, tmp_path / "held", pace_s=PACE_S) as service, asked(service) as client:
+        modules = json.loads((service.place / "modules.json").read_text())
+        assert not [name for name in modules if name.split(".")[0] in ("torch", "transformers", "peft")]
+        with client.stream("POST", COMPLETIONS, json=STREAM) as answer:
+            came = pieces(answer)
+            said = [next(came) for _ in range(5)]
+            assert client.get("/stage").json()["state"] == "starting"
+            service.open()
+            said += came
+        assert {piece["stage"] for piece in said} == {1} and said[-1]["finish_reason"] == "length"
+        until(lambda: complete(client), "all stages serve")
+        whole = [choices(one.post(COMPLETIONS, json=SHORT[0]))[0]["text"] for one in (client, ordinary)]
+        assert whole[0] == whole[1] and not "".join(piece["text"] for piece in said).startswith(whole[0])
         assert service.strays == "" and (service.place / "errors").read_text() == ""
 
 

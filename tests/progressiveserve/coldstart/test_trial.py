@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from firsttoken.engine.native.library import kernels
 from firsttoken.link.kernel import available
 from firsttoken.progressiveserve.base_model import at_stage
 from firsttoken.progressiveserve.checkpoint.manifest import FileEntry, read_manifest, write_manifest
@@ -134,6 +135,26 @@ def test_a_start_before_torch(spec, tmp_path):
     assert phases.keys() == PHASES - {"load"}
 
 
+@pytest.mark.skipif(kernels() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize(("variant", "first"), [("progressive_behind", "progressive"), ("whole_behind", "lean")])
+def test_stages_before_torch(stage, tokenizer, tmp_path, variant, first):
+    """Their first token is that of a start with torch first, and so are all weights in the end; nothing comes twice."""
+    staged = stage(adapters=(1, 2), wide=True)
+    source = ModelSource(staged.served.model, tokenizer, Origin("tiny", staged.served.sha256, "real"))
+    stock = write_stock(source, tmp_path / "stock")
+    spec = TrialSpec(variant, str(staged.folder), str(stock), PROMPT, threads=1, readers=2, digest=True, lean=True)
+    spec = replace(spec, recover=variant.startswith("progressive"))
+    row, other = (one_trial(replace(spec, variant=name), COLD) for name in (variant, first))
+    assert row["torch_at_first_token"] is False and row["lean"] is True
+    same = ("token_id", "weights_sha256", "bytes", *(("full_token_id", "full_bytes") if spec.recover else ()))
+    assert [row[key] for key in same] == [other[key] for key in same]
+    phases = phases_of(row)
+    assert phases.keys() == PHASES - {"load"}
+    assert sum(phases.values()) == pytest.approx(row["ttft_process_s"], abs=0.005)
+    if spec.recover:
+        assert row["stage2_s"] > row["torch_s"], "the import of torch is in it"
+
+
 @pytest.mark.skipif(not possible(), reason="processes are not copied here")
 def test_a_copy_of_a_fork_server(staged, spec, tokenizer):
     """It finds its imports done, and says what they took and hold."""
@@ -227,6 +248,12 @@ def test_a_start_before_torch_that_needs_it_after_all(spec, capsys):
     row = main(replace(spec, variant="torch_behind"))
     assert "torch_at_first_token" not in row and row["load_s"] > 0
     assert capsys.readouterr().err.count("stock starts with torch: its head_dim is 8\n") == 1
+
+
+def test_stages_before_torch_that_need_it_after_all(spec, capsys):
+    row = main(replace(spec, variant="progressive_behind"))
+    assert "torch_at_first_token" not in row and row["load_s"] > 0
+    assert capsys.readouterr().err.count("staged-llama starts with torch: its head_dim is 8\n") == 1
 
 
 def test_a_start_that_is_asked_to_be_lean(staged, spec, tokenizer):

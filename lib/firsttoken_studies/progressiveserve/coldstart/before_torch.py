@@ -1,6 +1,6 @@
-"""A first token before torch is imported, against the same start with torch first; all read a plain folder. Both are
-tried as a process of their own, as `firsttoken serve`, asked over HTTP, and as copies of a fork server. Where CRIU can,
-a process that has its model is restored, too.
+"""A first token before torch is imported, against the same start with torch first, of a plain folder. Both are tried
+as a process of their own, as `firsttoken serve`, asked over HTTP, and as copies of a fork server; `serve` also with
+the model in stages. Where CRIU can, a process that has its model is restored, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from firsttoken_studies.progressiveserve.coldstart.summary import link_floor
 from firsttoken_studies.progressiveserve.coldstart.variants import find_variant
 
 STARTS = ("torch_behind", "lean_folder")
-SERVED = ("served_behind", "served_first")
+SERVED = ("served_behind", "served_first", "served_stages_behind", "served_stages_first")
 COPIED = ("copied_first", "copied_behind")
 RESTORED = "restored"
 LINK = {"link": "unshaped"}

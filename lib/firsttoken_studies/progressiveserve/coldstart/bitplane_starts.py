@@ -95,9 +95,11 @@ def _starts(profile: Profile, config: PrecisionConfig, questions: str, served: S
 
 def precision_start_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
     """By link and start: TTFT from arrival and from process creation, over the plain whole model's and the losslessly
-    coded one's; bytes before the first token and in all; time until every weight is exact over the whole model's."""
+    coded one's; bytes before the first token and in all; time until every weight is exact over the whole model's. A
+    start with torch behind is held against the same with torch first, and one that needed torch is left out."""
     summary = Summary()
     for key, found in by_link(rows).items():
+        found = [row for row in found if not row["variant"].endswith(BEHIND) or "torch_at_first_token" in row]
         plain = values(found, "read", "bytes")[0]
         complete = [row | {REQUEST: row[REQUEST] + _later(row)} for row in found if row["variant"] != "read"]
         exact = {*distinct(found, "weights_sha256", variant=WHOLE)}
@@ -107,6 +109,8 @@ def precision_start_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
             summary.add("process_ttft_p50_s", bootstrap(values(found, name, PROCESS), "median").summary("s"), **place)
             share = values(found, name, "bytes")[0] / plain
             summary.add("byte_share", {"value": share, "unit": "of the bytes"}, **place)
+            if name.endswith(BEHIND):
+                _behind(summary, found, name, key, share)
             if name == WHOLE:
                 continue
             beside = place | {"than": WHOLE}
@@ -121,6 +125,17 @@ def precision_start_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
                 share = values(found, name, "full_bytes")[0] / plain
                 summary.add("full_byte_share", {"value": share, "unit": "of the bytes"}, **place)
     return summary
+
+
+def _behind(summary: Summary, found: Rows, name: str, key: str, share: float) -> None:
+    """What a start with torch behind takes from the creation of its process: of the same start with torch first, and
+    beyond what its ``share`` of the bytes takes where they are read alone."""
+    place, base = {"variant": name, "link": key}, name.removesuffix(BEHIND)
+    if rows_where(found, variant=base):
+        summary.add("process_ttft_x", ratio(found, name, base, PROCESS).summary("x"), **place, than=base)
+    bytes_s = share * float(np.median(values(found, "read", "load_s")))
+    above = bootstrap([s - bytes_s for s in values(found, name, PROCESS)], "median")
+    summary.add("process_ttft_above_bytes_s", above.summary("s"), **place, than="bytes")
 
 
 def _later(row: dict[str, Any]) -> float:

@@ -22,6 +22,8 @@ STARTS = {"ttft": REQUEST, "process_ttft": PROCESS}
 """First tokens are timed from the request's arrival, and from the creation of the process, as in the report (3.4.3)."""
 LEAN = {"lean": "whole_streamed", "lean_progressive": "progressive"}
 """Starts without transformers, and what each is held against: the same with it."""
+SERVED = {"served_behind": "served_first", "served_stages_behind": "served_stages_first"}
+"""Services that answer before torch, and what each is held against: the same with torch first."""
 PREPARED = {name for name, variant in VARIANTS.items() if variant.copied or variant.restored}
 
 Add = Callable[..., Entry]  # Summary.add, the link filled in
@@ -121,8 +123,9 @@ def link_summary(rows: Rows) -> Summary:
     _lean(add, rows, rate)
     if "lean_folder" in there and any("same_answer" in row for row in rows):
         _before_torch(add, rows, size / rate)
-    if {"served_behind", "served_first"} <= there:
-        _served(add, rows, size / rate)
+    for name, base in SERVED.items():
+        if {name, base} <= there:
+            _served(add, rows, name, base, size / rate)
     for name in sorted(there & PREPARED if "lean_folder" in there else ()):
         _prepared(add, rows, name, size, rate)
     for name, variant in VARIANTS.items():
@@ -199,11 +202,14 @@ def _before_torch(add: Add, rows: Rows, bytes_s: float) -> None:
         add(column, bootstrap(values(rows, name, column), "median").summary("s"), variant=name)
 
 
-def _served(add: Add, rows: Rows, bytes_s: float) -> None:
+def _served(add: Add, rows: Rows, name: str, base: str, bytes_s: float) -> None:
     """The service that answers before torch, to the first byte of its answer, against the same with torch first, and
-    against the bytes, which take ``bytes_s``."""
-    name, base = "served_behind", "served_first"
-    pair = _against(add, rows, name, base, bytes_s)
+    that of the whole model against its bytes, which take ``bytes_s``."""
+    pair = {"variant": name, "than": base}
+    if VARIANTS[name].stages:
+        add("process_ttft_x", ratio(rows, name, base, PROCESS).summary("x"), **pair)
+    else:
+        _against(add, rows, name, base, bytes_s)
     texts = {row["text"] for row in rows if row["variant"] in (name, base)}
     add("same_answer", {"value": len(texts) == 1, "unit": f"the answers of {name} and {base} are equal"}, **pair)
     for one in (name, base):

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress  # noqa:
 from dataclasses import replace  # noqa: E402
 from itertools import pairwise  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 from firsttoken.lean.importing import uncollected  # noqa: E402
 from firsttoken.link.shaped import Link, LinkConfig  # noqa: E402
@@ -32,6 +32,9 @@ from firsttoken.study.system.fast_exit import tell_and_end  # noqa: E402
 from firsttoken.study.system.footprint import MemoryGrowth, cpu_seconds  # noqa: E402
 from firsttoken_studies.progressiveserve.coldstart.spec import PhaseClock, TrialSpec, read_weights_ahead  # noqa: E402
 from firsttoken_studies.progressiveserve.coldstart.variants import StartVariant, find_variant  # noqa: E402
+
+if TYPE_CHECKING:
+    from firsttoken.engine.numpy_model import NumpyModel
 
 ANSWER, LAST = 160, 8  # tokens, of which the last wait for the engine, where a small model is quicker than the import
 
@@ -52,10 +55,10 @@ def main(spec: TrialSpec) -> dict[str, Any]:
     marks = PhaseClock(spec.spawned_s)
     marks.last = INTERPRETER_UP
     marks.phases["interpreter"] = INTERPRETER_UP - spec.spawned_s
-    if variant.torch_behind and variant.peer and (row := _start_before_torch(spec, marks)):
-        return row
-    if variant.torch_behind and variant.stages:
-        return _stages_before_torch(spec, variant, links, marks)
+    if variant.torch_behind:
+        row = _stages_before_torch(spec, variant, links, marks) if variant.stages else _start_before_torch(spec, marks)
+        if row is not None:
+            return row
     manifest, reader, reading = None, None, time.monotonic()
     if variant.early and variant.peer:
         read_weights_ahead(spec)
@@ -112,21 +115,19 @@ def _start_before_torch(spec: TrialSpec, marks: PhaseClock) -> dict[str, Any] | 
     from firsttoken.engine.numpy_weights import FolderWeights
     from firsttoken.engine.torch_behind import Takeover
     from firsttoken.lean.lean_config import OtherWay
-    from firsttoken.lean.tokenizer import read_tokenizer
+    from firsttoken.lean.tokenizer import read_tokenizer  # noqa: F401
 
     marks.phase("imports")
     arrived, used, growth = marks.last, cpu_seconds(), MemoryGrowth()
     threads = spec.threads or None
     try:
-        model = NumpyModel(FolderWeights(check_servable(Path(spec.stock)), threads), threads=threads)
-        if spec.dtype not in ("stored", model.dtype):
-            raise OtherWay(f"it computes in {model.dtype}, and {spec.dtype} is asked for")
+        model = _in_the_dtype(
+            spec, NumpyModel(FolderWeights(check_servable(Path(spec.stock)), threads), threads=threads)
+        )
     except OtherWay as reason:
         print(f"firsttoken: {Path(spec.stock).name} starts with torch: {reason}", file=sys.stderr)
         return None
-    ids = list(range(1, spec.prompt_tokens + 1))
-    if spec.prompt:
-        ids = read_tokenizer(Path(spec.stock)).encode(spec.prompt).ids
+    ids = _prompt(spec)
     marks.phase("config and tokenizer")
     takeover = Takeover(model)
     answer = takeover.answer(ids, ANSWER)
@@ -154,22 +155,25 @@ def _start_before_torch(spec: TrialSpec, marks: PhaseClock) -> dict[str, Any] | 
 
 def _stages_before_torch(
     spec: TrialSpec, variant: StartVariant, links: list[Link], marks: PhaseClock
-) -> dict[str, Any]:
-    """The row of a trial of stages whose first token comes before torch, which then has the same weights. Raises
-    OtherWay for stages that need torch."""
+) -> dict[str, Any] | None:
+    """The row of a trial of stages whose first token comes before torch, which then has the same weights; None, after a
+    line on stderr, for stages that need torch. Raises ModelError for a folder that cannot be served."""
     from firsttoken.engine.numpy_model import NumpyModel
-    from firsttoken.lean.tokenizer import read_tokenizer
+    from firsttoken.lean.lean_config import OtherWay
+    from firsttoken.lean.tokenizer import read_tokenizer  # noqa: F401
     from firsttoken.progressiveserve.loading.stage_weights import StageWeights
 
     marks.phase("imports")
     arrived, used, growth = marks.last, cpu_seconds(), MemoryGrowth()
-    threads = {"readers": spec.readers, "threads": spec.threads or None}
-    told = {"stages": variant.stages, "source": spec.weights, "verify": variant.verify} | threads
-    weights = StageWeights(Path(spec.staged), links, **told)
-    model = NumpyModel(weights, threads=threads["threads"])
-    ids = list(range(1, spec.prompt_tokens + 1))
-    if spec.prompt:
-        ids = read_tokenizer(Path(spec.stock)).encode(spec.prompt).ids
+    threads = spec.threads or None
+    told = {"stages": variant.stages, "source": spec.weights, "verify": variant.verify, "readers": spec.readers}
+    try:
+        weights = StageWeights(Path(spec.staged), links, threads=threads, **told)
+        model = _in_the_dtype(spec, NumpyModel(weights, threads=threads))
+    except OtherWay as reason:
+        print(f"firsttoken: {Path(spec.staged).name} starts with torch: {reason}", file=sys.stderr)
+        return None
+    ids = _prompt(spec)
     marks.phase("config and tokenizer")
     row = {"token_id": model.next_token(ids), "torch_at_first_token": "torch" in sys.modules}
     marks.phase("prefill")
@@ -185,6 +189,24 @@ def _stages_before_torch(
     with torch.inference_mode():
         row |= trial_variants.torch_behind(spec, variant, links, weights.manifest, read, marks.last)
     return row | {"torch_s": torch_s}
+
+
+def _in_the_dtype(spec: TrialSpec, model: NumpyModel) -> NumpyModel:
+    """``model``. Raises OtherWay where another dtype is asked for."""
+    from firsttoken.lean.lean_config import OtherWay
+
+    if spec.dtype not in ("stored", model.dtype):
+        model.weights.close()
+        raise OtherWay(f"it computes in {model.dtype}, and {spec.dtype} is asked for")
+    return model
+
+
+def _prompt(spec: TrialSpec) -> list[int]:
+    from firsttoken.lean.tokenizer import read_tokenizer
+
+    if not spec.prompt:
+        return list(range(1, spec.prompt_tokens + 1))
+    return read_tokenizer(Path(spec.stock)).encode(spec.prompt).ids
 
 
 def _first_token(spec: TrialSpec, marks: PhaseClock, arrived: float, used: float) -> dict[str, Any]:
@@ -206,14 +228,16 @@ def _alone(engine: Any, ids: list[int]) -> list[int]:
 
 
 def _asked_over_http(spec: TrialSpec, variant: StartVariant) -> dict[str, Any]:
-    """The row of a service of the plain folder, which is asked for a streamed answer as soon as it listens.
+    """The row of a service of the plain folder, or of the stages, which is asked for a streamed answer as soon as it
+    listens.
 
     Its process is not this one, and counts from its own creation to the first byte of the answer. Raises StageError
     when it ends, or answers with another status than 200.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "firsttoken", "serve", spec.stock, "--port", str(port)]
+    folder = spec.staged if variant.stages else spec.stock
+    command = [sys.executable, "-m", "firsttoken", "serve", folder, "--port", str(port)]
     asked = {"prompt": spec.prompt, "max_tokens": ANSWER, "temperature": 0, "ignore_eos": True, "stream": True}
     said, times = [], []
     with _running([*command, *([] if variant.torch_behind else ["--torch-first"])]) as (spawned, service):

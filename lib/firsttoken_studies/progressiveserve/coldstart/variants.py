@@ -78,6 +78,17 @@ VARIANTS = {
         StartVariant(
             "served_behind", "firsttoken serve, torch behind", peer="lean", lean=True, torch_behind=True, served=True
         ),
+        StartVariant(
+            "served_stages_first", "firsttoken serve of stages, torch first", stages=FIRST, lean=True, served=True
+        ),
+        StartVariant(
+            "served_stages_behind",
+            "firsttoken serve of stages, torch behind",
+            stages=FIRST,
+            lean=True,
+            torch_behind=True,
+            served=True,
+        ),
         StartVariant("copied_first", "a fork server's copy", peer="lean", lean=True, copied="lean_folder"),
         StartVariant(
             "copied_behind", "a fork server's copy, first token by numpy", peer="lean", lean=True, copied="torch_behind"
