@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from firsttoken.engine.loading_server import LoadingServer
+    from firsttoken.engine.model_server import LoadingServer
 
 TIMEOUT_S = 300.0  # s; nothing here takes one of them, on a quiet machine
 

@@ -2,109 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from firsttoken import old_names
-from firsttoken.assets.lock import first_line
 from firsttoken.engine.request import GREEDY, Sampling
-from firsttoken.study.errors import BusyError, EngineError, FirstTokenError, RequestError
+from firsttoken.engine.stream import Asked, Stream, TokenEvent, step_failure
+from firsttoken.study.errors import BusyError, RequestError
 from firsttoken.study.system.openmp import give_back_threads
 
 if TYPE_CHECKING:
     from firsttoken.engine.engine import Engine
     from firsttoken.engine.executor import Transition, Version
-    from firsttoken.engine.request import KVSource, Request, TokenLogprob
-
-
-Asked = tuple[Sequence[int], Sampling, bool, str, "KVSource | None"]  # as AsyncEngine.add has them
-
-# The tokens of a request on their way from the engine's thread to whoever asked for them.
-
-
-class TokenSink(Protocol):
-    """Receives the tokens of a stream one after the other, and then None, or the error that ended the stream."""
-
-    def put(self, item: TokenEvent | Exception | None) -> None:
-        """Take one item. The engine's thread calls this."""
-
-
-@dataclass(frozen=True)
-class TokenEvent:
-    """A generated token, the stage that computed it (0 if the model has no stages), when it came (``time.monotonic``
-    seconds), and its likelihood if that was asked for."""
-
-    token_id: int
-    stage: int
-    at_s: float
-    token_logprob: TokenLogprob | None = None
-
-
-class Stream:
-    """The tokens of one request, in order; iterating waits for the next. ``request`` is None until an engine has it.
-
-    A client that goes away closes the stream (or leaves its ``with`` block): the request ends and its blocks are free.
-    ``leave`` is called for it, and ``ended`` before the client can know that there is no more. What goes to another
-    ``inbox`` cannot be read here.
-    """
-
-    def __init__(
-        self,
-        leave: Callable[[Stream, bool], None],
-        ended: Callable[[Stream], None] | None = None,
-        inbox: TokenSink | None = None,
-    ) -> None:
-        self.request: Request | None = None
-        self._leave = leave
-        self._ended = ended
-        self._events: queue.SimpleQueue = queue.SimpleQueue()
-        self._inbox = inbox or self._events
-
-    def __iter__(self) -> Iterator[int]:
-        """The tokens' ids; raises as ``events``."""
-        for event in self.events():
-            yield event.token_id
-
-    def events(self) -> Iterator[TokenEvent]:
-        """The tokens as they come. Raises what ended the request before it was done: a RequestError when the server was
-        closed or could not take it."""
-        while (event := self._events.get()) is not None:
-            if isinstance(event, Exception):
-                self._events.put(event)
-                raise event
-            yield event
-        self._events.put(None)  # who asks again does not wait for ever
-
-    def close(self) -> None:
-        """End the request, and wait until it has ended; does nothing when it is over."""
-        self._leave(self, True)
-
-    def cancel(self) -> None:
-        """End the request before the engine's next step, without waiting for it."""
-        self._leave(self, False)
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def put(self, event: TokenEvent) -> None:
-        """Hand a token to the client."""
-        self._inbox.put(event)
-
-    def end(self, error: Exception | None = None) -> None:
-        """Tell the client that no more tokens come."""
-        if self._ended is not None:
-            self._ended(self)
-        self._inbox.put(error)
+    from firsttoken.engine.request import KVSource
 
 
 @dataclass(frozen=True)
@@ -115,15 +31,6 @@ class EngineStats:
     waiting: int = 0
     blocks_used: int = 0
     blocks: int = 0
-
-
-def step_failure(error: Exception) -> FirstTokenError:
-    """What clients of a step that raised ``error`` are told: the error if it was foreseen, else an EngineError, also
-    for a RequestError, which belongs to ``submit``. The traceback goes to the log."""
-    if isinstance(error, FirstTokenError) and not isinstance(error, RequestError):
-        return error
-    logging.getLogger(__name__).error("a step failed", exc_info=error)
-    return EngineError(f"the engine failed: {first_line(error)}; ask again, and if it stays, look at the server's log")
 
 
 class AsyncEngine:

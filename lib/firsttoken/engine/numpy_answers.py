@@ -11,11 +11,10 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 
-from firsttoken.engine.async_engine import Asked, Stream, TokenEvent, step_failure
 from firsttoken.engine.draws import draw
-from firsttoken.engine.numpy_model import NumpyModel
+from firsttoken.engine.numpy_model import CacheSource, NumpyModel, beside_an_import
 from firsttoken.engine.request import GREEDY, KVSource, Sampling
-from firsttoken.engine.torch_behind import CacheSource, beside_an_import
+from firsttoken.engine.stream import Asked, Stream, TokenEvent, step_failure
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.system.openmp import give_back_threads
 

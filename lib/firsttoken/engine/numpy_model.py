@@ -7,18 +7,25 @@ whose layers are packed and run in the order of the model, and for neither torch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from firsttoken.engine.native.exports import STORAGE, narrowed, widened
 from firsttoken.engine.numpy_weights import NumpyWeights
 from firsttoken.lean.lean_config import scaled_frequencies
+from firsttoken.study import dtypes
 from firsttoken.study.errors import LengthError, OutputError, RequestError
 from firsttoken.study.system.cgroup_limits import cores
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 BLOCK_TOKENS = 16  # of the cache
+_TURN_S = 0.0005  # after which the thread that imports lets go of the interpreter, if it can
 
 
 class NumpyModel:
@@ -100,3 +107,53 @@ class NumpyModel:
 
     def _call(self, name: str, *arguments: Any) -> None:
         self.weights.packer.exports.call(name, self.dtype, *arguments)
+
+
+@contextmanager
+def beside_an_import(model: NumpyModel) -> Iterator[None]:
+    """Within the block ``model`` computes with one core less and the interpreter switches threads more often, so that a
+    thread can import torch beside it."""
+    before, model.threads = model.threads, max(1, model.threads - 1)
+    turn = sys.getswitchinterval()
+    sys.setswitchinterval(_TURN_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(turn)
+        model.threads = before
+
+
+def as_tensor(model: NumpyModel, array: np.ndarray) -> Tensor:
+    """``array``, numbers of the dtype that ``model`` computes in, as a tensor in the same memory."""
+    import torch
+
+    return torch.from_numpy(array).view(dtypes.named(model.dtype))
+
+
+class CacheSource:
+    """The cache of ``model``, as a source of how a request begins: there at once, and copied layer by layer."""
+
+    redo = range(0)
+    complete = True
+
+    def __init__(self, model: NumpyModel) -> None:
+        self._model, self.tokens, self._told = model, model.cached, False
+
+    def begin(self) -> None:
+        """Do nothing: it is here."""
+
+    def hidden_states(self) -> None:
+        """Bring none, as no layer is computed again."""
+
+    def arrived(self) -> list[tuple[int, Tensor]]:
+        """All layers, the first time that it is asked."""
+        if self._told:
+            return []
+        self._told = True
+        rows = as_tensor(self._model, self._model.cache[: -(-self.tokens // BLOCK_TOKENS)])
+        blocks, layers, _, block_tokens, heads, width = rows.shape
+        laid = rows.permute(1, 2, 4, 0, 3, 5).reshape(layers, 2, 1, heads, blocks * block_tokens, width)
+        return list(enumerate(laid))
+
+    def close(self) -> None:
+        """Do nothing: the model keeps its cache."""

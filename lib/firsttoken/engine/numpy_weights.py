@@ -15,14 +15,15 @@ import numpy as np
 
 from firsttoken.assets.checkpoint import EMBEDDING, HEAD, ModelFiles, StoredTensor
 from firsttoken.assets.held import seen
-from firsttoken.engine.native.adapters import Halves, packed_adapter
 from firsttoken.engine.native.exports import (
     PRODUCTS,
     STORAGE,
     WIDTHS,
     Exports,
+    Halves,
     WeightMemory,
     load_exports,
+    packed_adapter,
     widened,
 )
 from firsttoken.lean.lean_config import LeanConfig, OtherWay, lean_config

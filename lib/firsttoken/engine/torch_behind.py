@@ -5,29 +5,21 @@ Nothing here imports torch but the thread that runs behind the answer.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from firsttoken.engine.numpy_model import BLOCK_TOKENS, NumpyModel
+from firsttoken.engine.numpy_model import BLOCK_TOKENS, CacheSource, NumpyModel, as_tensor, beside_an_import
 from firsttoken.engine.request import Sampling
 from firsttoken.lean.importing import uncollected
 from firsttoken.study import dtypes
 from firsttoken.study.errors import RequestError, StageError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from firsttoken.engine.engine import Engine
     from firsttoken.engine.live_executor import LiveExecutor
     from firsttoken.engine.numpy_weights import FolderWeights
-
-_TURN_S = 0.0005  # after which the thread that imports lets go of the interpreter, if it can
 
 
 class Takeover:
@@ -93,20 +85,6 @@ class Takeover:
         self.ready_s = time.monotonic()
 
 
-@contextmanager
-def beside_an_import(model: NumpyModel) -> Iterator[None]:
-    """Within the block ``model`` computes with one core less and the interpreter switches threads more often, so that a
-    thread can import torch beside it."""
-    before, model.threads = model.threads, max(1, model.threads - 1)
-    turn = sys.getswitchinterval()
-    sys.setswitchinterval(_TURN_S)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(turn)
-        model.threads = before
-
-
 def take_over(model: NumpyModel, blocks: int, host_blocks: int = 0) -> LiveExecutor:
     """What runs the weights of ``model``, those of a plain folder, over a pool of ``blocks`` KV blocks, and as many of
     ``host_blocks`` in host memory.
@@ -127,7 +105,7 @@ def take_over(model: NumpyModel, blocks: int, host_blocks: int = 0) -> LiveExecu
     weights: FolderWeights = model.weights
     plain = lean_on_meta(weights.files.folder, dtypes.named(model.dtype))
     for name in weights.small:
-        put(plain, name, _tensor(model, weights.parameter(name).copy()))
+        put(plain, name, as_tensor(model, weights.parameter(name).copy()))
     plain.tie_weights()
     layers = zip(plain.model.layers, weights.panels, strict=True)
     segment = LocalSegment([FusedLayer(layer, panels) for layer, panels in layers])
@@ -137,38 +115,3 @@ def take_over(model: NumpyModel, blocks: int, host_blocks: int = 0) -> LiveExecu
     executor.version.decoder.set_head(NativeLinear([plain.lm_head], panels=weights.head().panels["head"]))
     threading.Thread(target=weights.packer.memory.collapse, name="huge pages", daemon=True).start()  # 5 ms a page
     return executor
-
-
-def _tensor(model: NumpyModel, array: np.ndarray) -> Tensor:
-    import torch
-
-    return torch.from_numpy(array).view(dtypes.named(model.dtype))
-
-
-class CacheSource:
-    """The cache of ``model``, as a source of how a request begins: there at once, and copied layer by layer."""
-
-    redo = range(0)
-    complete = True
-
-    def __init__(self, model: NumpyModel) -> None:
-        self._model, self.tokens, self._told = model, model.cached, False
-
-    def begin(self) -> None:
-        """Do nothing: it is here."""
-
-    def hidden_states(self) -> None:
-        """Bring none, as no layer is computed again."""
-
-    def arrived(self) -> list[tuple[int, Tensor]]:
-        """All layers, the first time that it is asked."""
-        if self._told:
-            return []
-        self._told = True
-        rows = _tensor(self._model, self._model.cache[: -(-self.tokens // BLOCK_TOKENS)])
-        blocks, layers, _, block_tokens, heads, width = rows.shape
-        laid = rows.permute(1, 2, 4, 0, 3, 5).reshape(layers, 2, 1, heads, blocks * block_tokens, width)
-        return list(enumerate(laid))
-
-    def close(self) -> None:
-        """Do nothing: the model keeps its cache."""

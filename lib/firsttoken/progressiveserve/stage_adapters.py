@@ -12,8 +12,7 @@ from pathlib import Path
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from firsttoken.assets.adapter_files import WEIGHTS, read_adapter
-from firsttoken.assets.lora_halves import lora_halves
+from firsttoken.assets.adapter_files import WEIGHTS, lora_halves, read_adapter
 from firsttoken.study.errors import StageError
 from firsttoken.study.parsing.parse_errors import blaming, read_bytes
 

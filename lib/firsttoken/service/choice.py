@@ -14,8 +14,8 @@ from firsttoken.service.spelling import Spelling
 from firsttoken.service.text import StopFilter, TextStream, Vocabulary
 
 if TYPE_CHECKING:
-    from firsttoken.engine.async_engine import Stream, TokenEvent
     from firsttoken.engine.request import Request
+    from firsttoken.engine.stream import Stream, TokenEvent
 
 
 # Where in a text its tokens begin, when some of them are parts of a character.

@@ -19,8 +19,8 @@ from firsttoken.assets.servable import check_servable
 from firsttoken.cps.policies import make_policy
 from firsttoken.cps.policies.measured import MeasuredCrossPoint
 from firsttoken.engine.engine import EngineConfig
-from firsttoken.engine.loading_server import LoadingServer, files_alone
-from firsttoken.engine.model_server import EngineServer, ModelServer
+from firsttoken.engine.model_server import EngineServer, LoadingServer, ModelServer
+from firsttoken.engine.numpy_answers import NumpyAnswers
 from firsttoken.engine.numpy_model import NumpyModel
 from firsttoken.engine.numpy_weights import FolderWeights
 from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
@@ -33,7 +33,7 @@ from firsttoken.progressiveserve.loading.read_plan import ends_of
 from firsttoken.progressiveserve.loading.stage_weights import StageWeights
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study import dtypes
-from firsttoken.study.errors import FirstTokenError, StageError
+from firsttoken.study.errors import FirstTokenError, StageError, files_alone
 from firsttoken.study.extensions import extension
 from firsttoken.study.system.direct_io import read_ahead
 
@@ -78,9 +78,10 @@ class PlainServer(LoadingServer):
         self._folder, self._store, self._owner, self._variants = folder, store, owner, variants
         self._live: LiveExecutor
 
-    def _read_ahead(self) -> None:
-        """Let the system read the files ahead of their mapping."""
-        bring(self._folder)
+    def _read_ahead(self, answers: NumpyAnswers | None) -> None:
+        """Let the system read the files ahead of their mapping, which has begun where there are answers."""
+        if answers is None:
+            bring(self._folder)
 
     def _import(self) -> None:
         """Import all that loads, but not transformers, which only few folders ask for."""

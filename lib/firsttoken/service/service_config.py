@@ -41,8 +41,8 @@ HELP = {
     "device": "the device that computes: cpu, cuda or cuda:1 (default: cpu)",
     "worker": "compute in a process of its own, which is replaced when it crashes or hangs (needs firsttoken[worker])",
     "torch_first": "answer nothing before torch is imported. Without this option, requests without"
-    " logprobs for a whole model on a CPU are answered by numpy and the engine's compiled kernels until then, and the"
-    " engine goes on with them",
+    " logprobs for a model on a CPU, or for its first stage, are answered by numpy and the engine's compiled kernels"
+    " until then, and the engine goes on with them",
     "scheduler": "the policy that chooses the requests of each step: request_level, iteration_level, prefill_first,"
     " sarathi, chunked_only, hybrid_only, prefill_cap, deadline, adaptive_budget, shortest_first (default: sarathi)",
     "token_budget": "with a scheduler that cuts prompts, the most tokens of a step; at least --max-running (default:"

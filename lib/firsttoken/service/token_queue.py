@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from firsttoken.engine.async_engine import TokenEvent
+    from firsttoken.engine.stream import TokenEvent
 
     Item = TokenEvent | Exception | None
 

@@ -1,5 +1,8 @@
 """The exceptions that a user can mend. Each message names the thing and the mend in one line."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class FirstTokenError(Exception):
     """Base of every error that the command line, and a notebook, show as one line instead of a traceback."""
@@ -83,3 +86,20 @@ class NotebookError(FirstTokenError):
 
 class SwarmError(FirstTokenError):
     """No chain of servers covers the layers, or what a server or client sent cannot be what was asked."""
+
+
+class PermanentFault(Exception):
+    """Why a load fails each time: ``fault`` follows from files that do not change by themselves."""
+
+    def __init__(self, fault: FirstTokenError) -> None:
+        super().__init__(str(fault))
+        self.fault = fault
+
+
+@contextmanager
+def files_alone() -> Iterator[None]:
+    """Inside the block nothing is brought: what a user could mend there does not pass. Raises PermanentFault."""
+    try:
+        yield
+    except FirstTokenError as error:
+        raise PermanentFault(error) from error

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from firsttoken.progressiveserve.checkpoint.sources import TensorSource
     from firsttoken_extras.bitplanes.decode import FirstPlanes, LaterPlanes
-    from firsttoken_extras.bitplanes.first_words import FirstWords
+    from firsttoken_extras.bitplanes.streams import FirstWords
 
 FORMAT = "planes"
 
@@ -166,7 +166,7 @@ class PlaneFormat:
     def word_filler(self, parts: Sequence[CodedPart]) -> FirstWords | None:
         """Return what makes words of the first planes of ``parts`` without torch; None where blocks are rounded, or
         there is no compiler."""
-        from firsttoken_extras.bitplanes.first_words import FirstWords, fills
+        from firsttoken_extras.bitplanes.streams import FirstWords, fills
 
         return FirstWords() if fills(parts) else None
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from firsttoken.assets.held import seen
-from firsttoken.engine.loading_server import LoadingServer, files_alone
+from firsttoken.engine.model_server import LoadingServer
 from firsttoken.engine.request import LayerRecompute, Request
 from firsttoken.engine.request_limits import BLOCK_TOKENS, RequestLimits
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest
@@ -22,7 +22,7 @@ from firsttoken.progressiveserve.checkpoint.names import torch_dtype
 from firsttoken.service.served_model import receivers, use_prefixes
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study import dtypes
-from firsttoken.study.errors import FirstTokenError, ModelError, RequestError
+from firsttoken.study.errors import FirstTokenError, ModelError, RequestError, files_alone
 from firsttoken_extras.worker.forkserver import WorkerGone
 from firsttoken_extras.worker.remote_executor import RemoteExecutor, RemoteVariant
 from firsttoken_extras.worker.worker_config import WorkerConfig
@@ -149,7 +149,7 @@ class StagedWorkerServer(LoadingServer):
         if self._remote is not None:
             self._remote.close()
 
-    def _read_ahead(self) -> None:
+    def _read_ahead(self, answers: object) -> None:
         """Do nothing: the worker reads."""
 
     def _import(self) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from firsttoken.assets.adapter_files import CONFIG, WEIGHTS
-from firsttoken.engine import loading_server
+from firsttoken.engine import model_server
 from firsttoken.engine.numpy_model import NumpyModel
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.link.shaped import Link
@@ -55,7 +55,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., StagedServe
 
     What was mended is found soon, though a slow machine has failed many times by then: answers are open meanwhile.
     """
-    monkeypatch.setattr(loading_server, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(model_server, "LONGEST_PAUSE_S", 0.05)
     servers: list[StagedServer] = []
 
     def start(staged, link: Link | None = None, policy: Transition | None = None, **config) -> StagedServer:

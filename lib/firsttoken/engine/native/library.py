@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from firsttoken.engine.native.adapters import packed_adapter
-from firsttoken.engine.native.exports import PANELS, Exports, load_exports
+from firsttoken.engine.native.exports import PANELS, Exports, load_exports, packed_adapter
 from firsttoken.study.errors import ModelError
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}

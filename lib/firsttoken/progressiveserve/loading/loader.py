@@ -90,7 +90,7 @@ class StageLoad:
 
     def _memory_for(self, largest: int, files: int, links: int) -> Memory:
         if self._meta_model.device.type == "cpu":
-            return cpu_memory(self._parts, links)
+            return cpu_memory(all(part.merged for part in self._parts), links)
         # with several links files are read long before their turn, and hold their buffers until then
         return memory_for(self._meta_model.device, largest, BUFFERS if links == 1 else max(1, files))
 

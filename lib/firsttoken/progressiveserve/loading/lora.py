@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from firsttoken.assets.adapter_files import lora_config
-from firsttoken.assets.lora_halves import lora_halves
+from firsttoken.assets.adapter_files import lora_config, lora_halves
 from firsttoken.study.errors import StageError
 from firsttoken.study.parsing.parse_errors import blaming
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from firsttoken.progressiveserve.checkpoint.manifest import PartFile
 from firsttoken.progressiveserve.loading.reader import host_memory
 from firsttoken.study.errors import LinkError
 
@@ -73,7 +71,7 @@ class PassingMemory(Memory):
             self._change.notify_all()
 
 
-def cpu_memory(parts: Sequence[PartFile], links: int, most: int = AHEAD) -> Memory:
-    """The memory for ``parts`` that come over as many ``links`` to where a CPU computes; ``most`` bytes of those that
-    are merged wait for it."""
-    return PassingMemory(most) if links == 1 and all(part.merged for part in parts) else Memory()
+def cpu_memory(merged: bool, links: int, most: int = AHEAD) -> Memory:
+    """The memory for files that come over as many ``links`` to where a CPU computes; of those that are all ``merged``
+    into weights, ``most`` bytes wait for it."""
+    return PassingMemory(most) if merged and links == 1 else Memory()

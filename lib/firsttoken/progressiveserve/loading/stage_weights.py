@@ -14,8 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from firsttoken.assets.adapter_files import lora_config
-from firsttoken.assets.lora_halves import HalvesByLayer, lora_halves
+from firsttoken.assets.adapter_files import HalvesByLayer, lora_config, lora_halves
 from firsttoken.assets.model_config import read_config
 from firsttoken.assets.servable import model_shapes
 from firsttoken.engine.native.exports import STORAGE
@@ -33,28 +32,13 @@ from firsttoken.progressiveserve.checkpoint.manifest import (
 from firsttoken.progressiveserve.checkpoint.names import EMBEDDING, HEAD, NORM
 from firsttoken.progressiveserve.checkpoint.part_formats import WordFiller, format_of
 from firsttoken.progressiveserve.loading.read_plan import ADAPTER_FILES, Folder, open_reader, parts_of
-from firsttoken.progressiveserve.loading.reader import host_memory
+from firsttoken.progressiveserve.loading.reader import ReadBefore, host_memory
 from firsttoken.study.errors import StageError
 from firsttoken.study.parsing.parse_errors import blaming
 from firsttoken.study.system.cgroup_limits import cores
 from firsttoken.study.system.direct_io import back
 
 Arrays = dict[str, np.ndarray]
-
-
-class ReadBefore:
-    """The ``files`` of a stage that have been read, as a reader gives them; ``decoded`` are the tensors, in the dtype
-    that they are stored in, which lie in a format in them."""
-
-    def __init__(self, files: Sequence[memoryview], decoded: Mapping[str, np.ndarray]) -> None:
-        self._files, self.decoded = files, decoded
-
-    def wait(self, index: int) -> memoryview:
-        """The file ``index``, which is there."""
-        return self._files[index]
-
-    def close(self) -> None:
-        """Do nothing: nothing is being read."""
 
 
 class StageWeights(NumpyWeights):

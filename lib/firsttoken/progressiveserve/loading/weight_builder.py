@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,12 +21,9 @@ from firsttoken.progressiveserve.checkpoint.part_formats import WeightFiller, fo
 from firsttoken.progressiveserve.loading.host_memory import BUFFERS, WeightRoom, memory_for, room_for
 from firsttoken.progressiveserve.loading.read_memory import Memory
 from firsttoken.progressiveserve.loading.read_plan import ADAPTER_FILES, parts_of
-from firsttoken.progressiveserve.loading.reader import BlobReader
+from firsttoken.progressiveserve.loading.reader import BlobReader, ReadBefore
 from firsttoken.study.errors import LinkError
 from firsttoken.study.system.openmp import loops_on_one_core
-
-if TYPE_CHECKING:
-    from firsttoken.progressiveserve.loading.stage_weights import ReadBefore
 
 
 class BuiltPart(NamedTuple):

@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from firsttoken.assets.model_config import CONFIG
-from firsttoken.engine.async_engine import step_failure
-from firsttoken.engine.loading_server import LoadingServer, files_alone
+from firsttoken.engine.model_server import LoadingServer
 from firsttoken.engine.numpy_answers import NumpyAnswers
 from firsttoken.engine.preemption.preemption_policy import MOVED, Recovery
 from firsttoken.engine.request_limits import RequestLimits
+from firsttoken.engine.stream import step_failure
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest
 from firsttoken.progressiveserve.checkpoint.names import torch_dtype
 from firsttoken.progressiveserve.loading.read_memory import BEFORE_TORCH, Memory, cpu_memory
 from firsttoken.progressiveserve.loading.read_plan import adapter_blobs, open_reader, part_blobs, parts_of
-from firsttoken.progressiveserve.loading.reader import BlobReader
+from firsttoken.progressiveserve.loading.reader import BlobReader, ReadBefore
 from firsttoken.study import dtypes
-from firsttoken.study.errors import ClosedError, FirstTokenError
+from firsttoken.study.errors import ClosedError, FirstTokenError, files_alone
 from firsttoken.study.system.cgroup_limits import free_memory_bytes
 
 if TYPE_CHECKING:  # imported by the thread that loads, while requests are already taken
@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # imported by the thread that loads, while requests are alrea
     from firsttoken.engine.numpy_model import NumpyModel
     from firsttoken.progressiveserve.loading.loader import StageLoad
     from firsttoken.progressiveserve.loading.meta_model import MetaModel
-    from firsttoken.progressiveserve.loading.stage_weights import ReadBefore, StageWeights
+    from firsttoken.progressiveserve.loading.stage_weights import StageWeights
     from firsttoken.progressiveserve.loading.views import StageView
     from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
     from firsttoken.progressiveserve.staged_serving.stage_versions import FusedBeside, StagedModelVersion
@@ -71,7 +71,8 @@ class StageLoader:
             manifest = manifest or read_manifest(self.folder)
             if stage > len(manifest.stages):
                 return
-            memory = cpu_memory(parts_of(manifest, [stage]), len(self.links), BEFORE_TORCH)
+            merged = all(part.merged for part in parts_of(manifest, [stage]))
+            memory = cpu_memory(merged, len(self.links), BEFORE_TORCH)
             options = {"threads": self._threads, "allocate": memory.allocate}
             with self._lock:
                 if not self._closed and stage > self._reached:
@@ -227,21 +228,19 @@ class StagedServer(LoadingServer):
     def _bytes_moved(self) -> int:
         return sum(link.bytes_moved for link in self._loader.links)
 
-    def _read_ahead(self) -> None:
-        if self._first == 1:
-            self._loader.read_ahead(1)
+    def _read_ahead(self, answers: NumpyAnswers | None) -> None:
+        """Begin with the first stage, or with the second one as soon as that which answers is there."""
 
-    def _read_on(self, answers: NumpyAnswers) -> None:
-        """Begin to read the second stage as soon as the first one is there."""
-
-        def read() -> None:
+        def behind(answers: NumpyAnswers) -> None:
             if (model := answers.model) is not None:
                 model.weights.wait()
                 if model.weights.fault is None:
                     self._loader.read_ahead(2, model.weights.manifest)
 
-        if self._recover:
-            threading.Thread(target=read, name="reading", daemon=True).start()
+        if answers is None and self._first == 1:
+            self._loader.read_ahead(1)
+        elif answers is not None and self._recover:
+            threading.Thread(target=behind, args=(answers,), name="reading", daemon=True).start()
 
     def _import(self) -> None:
         from firsttoken.progressiveserve.loading import loader  # noqa: F401

@@ -313,16 +313,16 @@ def plan_name(start: str) -> str:
 
 def starts(result: Result) -> Figure:
     """Seconds from the request's arrival to the first token and until every weight is exact, by plan and link, over
-    what the bytes of each take at the rate read alone."""
+    what the bytes of each take at the rate read alone; of starts with torch first."""
     links = by_link(result.rows)
     fig, axes = panels(1, len(links), figsize=(min(11, 3.4 * len(links) + 3), 3.6), sharey=True, squeeze=False)
     for ax, (key, found) in zip(axes[0], links.items(), strict=True):
-        names = [name for name in distinct(found, "variant") if name != "read"]
+        # the clock begins behind the imports, so those whose torch comes behind have nothing to show here
+        names = [name for name in distinct(found, "variant") if name != "read" and not name.endswith(BEHIND)]
         whole = float(np.median(values(found, "read", "load_s")))
         for place, name in enumerate(names):
             entry = result.summary.of("ttft_p50_s", variant=name, link=key)
-            plan = name.removesuffix(BEHIND)
-            look = _LOOKS.get(plan, "measured" if plan == "bits" else "other")
+            look = _LOOKS.get(name, "measured" if name == "bits" else "other")
             floor = whole * result.summary.value("byte_share", variant=name, link=key)
             ax.plot(
                 [floor], [place], "|", color=COLOURS["floor"], markersize=16, markeredgewidth=2, label="its bytes alone"

@@ -17,7 +17,7 @@ import torch
 from firsttoken.lean.tokenizer import read_tokenizer
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest
-from firsttoken.progressiveserve.loading.reader import BlobReader
+from firsttoken.progressiveserve.loading.reader import BlobReader, ReadBefore
 from firsttoken.study.dtypes import DTYPES, named
 from firsttoken.study.system.footprint import cpu_seconds
 from firsttoken.study.timing import timed
@@ -25,7 +25,6 @@ from firsttoken_studies.progressiveserve.coldstart.spec import PhaseClock, Trial
 from firsttoken_studies.progressiveserve.coldstart.variants import StartVariant, find_variant
 
 if TYPE_CHECKING:
-    from firsttoken.progressiveserve.loading.stage_weights import ReadBefore
     from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
 
 
