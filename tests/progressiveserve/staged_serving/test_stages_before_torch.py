@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from firsttoken.engine import numpy_weights
 from firsttoken.engine.fused import FusedLayer
 from firsttoken.engine.native.library import kernels
 from firsttoken.link.shaped import Link
+from firsttoken.progressiveserve.checkpoint.manifest import read_manifest, write_manifest
 from firsttoken.progressiveserve.loading import read_memory
 from firsttoken.progressiveserve.staged_serving import staged_server
 from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
@@ -160,6 +162,20 @@ def test_a_bad_shard_of_stage_1(wide, serve, fault):
     path.write_bytes(content)
     assert wait_stage(server, 3, TIMEOUT_S)
     check_greedy(tokens_of(server.submit(PROMPT, 8)), greedy(staged.folder, PROMPT, 8))
+
+
+def test_a_folder_that_is_staged_anew_meanwhile(wide, serve, torch_comes):
+    """What numpy has read is of another model then: its answers end, and the next ones are the new model's."""
+    staged = wide()
+    server = serve(staged, early=True, recover=False)
+    session = server.submit(PROMPT, 1000)
+    assert first_event(session)
+    manifest = read_manifest(staged.folder)
+    write_manifest(staged.folder, replace(manifest, plan_sha256="ab" * 32))
+    torch_comes.set()
+    with pytest.raises(ModelError, match="was staged anew while it was read; it is read again"):
+        events_of(session)
+    assert wait_stage(server, 1, TIMEOUT_S) and len(tokens_of(server.submit(PROMPT, 4))) == 4
 
 
 def test_a_link_that_dies_in_the_middle_of_stage_1(wide, serve):

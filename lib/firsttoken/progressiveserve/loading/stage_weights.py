@@ -93,9 +93,10 @@ class StageWeights(NumpyWeights):
         self._last = manifest.stages[max(stages) - 1]
         self._first = len(ADAPTER_FILES) if self._last.adapter else 0
         turns = iter(range(-1, len(self._parts))), threading.Lock()
-        workers = [(turns, self._fillers()) for _ in range(threads)]
-        for told in workers:
-            threading.Thread(target=self._work, args=told, name="packing", daemon=True).start()
+        told = [(turns, self._fillers()) for _ in range(threads)]
+        self._workers = [threading.Thread(target=self._work, args=one, name="packing", daemon=True) for one in told]
+        for worker in self._workers:
+            worker.start()
 
     @property
     def packed(self) -> bool:
@@ -113,7 +114,7 @@ class StageWeights(NumpyWeights):
         """What has been read, once all has come. Raises as :meth:`layers`."""
         for made in (self._adapter, *self._made):
             made.result()
-        self._reader.close()
+        self.close()
         return ReadBefore([self._files[index] for index in range(len(self._files))], self._decoded)
 
     @property
@@ -136,6 +137,8 @@ class StageWeights(NumpyWeights):
 
     def close(self) -> None:
         self._reader.close()
+        for worker in self._workers:
+            worker.join()
 
     def _laid_out(self) -> Iterator[LaidOut]:
         for part, made in zip(self._parts, self._made, strict=True):

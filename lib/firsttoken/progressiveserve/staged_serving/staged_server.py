@@ -28,7 +28,7 @@ from firsttoken.progressiveserve.loading.read_memory import BEFORE_TORCH, Memory
 from firsttoken.progressiveserve.loading.read_plan import adapter_blobs, open_reader, part_blobs, parts_of
 from firsttoken.progressiveserve.loading.reader import BlobReader, ReadBefore
 from firsttoken.study import dtypes
-from firsttoken.study.errors import ClosedError, FirstTokenError, files_alone
+from firsttoken.study.errors import ClosedError, FirstTokenError, ModelError, files_alone
 from firsttoken.study.system.cgroup_limits import free_memory_bytes
 
 if TYPE_CHECKING:  # imported by the thread that loads, while requests are already taken
@@ -209,6 +209,7 @@ class StagedServer(LoadingServer):
         self._told = threading.Event()  # the status says what the clients are about to hear
         self._last: StagedModelVersion  # that was made; stage 1 makes the first
         self._fused: FusedBeside = {}
+        self._reading: threading.Thread | None = None  # that begins with the second stage
         self.whole: Callable[[torch.dtype, str], str] | None = None
         """Called by the thread that loads, with dtype and sha256 of the weights, once the last stage serves; what it
         returns is an event."""
@@ -221,8 +222,10 @@ class StagedServer(LoadingServer):
             self._closing.set()
         self._loader.close()
         if (numpy := self._numpy) is not None:
-            numpy.close()  # whose weights this server's thread may be waiting for
+            numpy.close()  # whose weights this server's threads may be waiting for
         super().close()
+        if self._reading is not None:
+            self._reading.join()
 
     @property
     def _bytes_moved(self) -> int:
@@ -233,14 +236,16 @@ class StagedServer(LoadingServer):
 
         def behind(answers: NumpyAnswers) -> None:
             if (model := answers.model) is not None:
-                model.weights.wait()
-                if model.weights.fault is None:
-                    self._loader.read_ahead(2, model.weights.manifest)
+                weights: StageWeights = model.weights
+                weights.wait()
+                if weights.fault is None:
+                    self._loader.read_ahead(2, weights.manifest)
 
         if answers is None and self._first == 1:
             self._loader.read_ahead(1)
         elif answers is not None and self._recover:
-            threading.Thread(target=behind, args=(answers,), name="reading", daemon=True).start()
+            self._reading = threading.Thread(target=behind, args=(answers,), name="reading", daemon=True)
+            self._reading.start()
 
     def _import(self) -> None:
         from firsttoken.progressiveserve.loading import loader  # noqa: F401
@@ -276,11 +281,17 @@ class StagedServer(LoadingServer):
         return True
 
     def _early_weights(self) -> StageWeights | None:
-        """The weights that answer without torch, if any do; they may still be on their way."""
+        """The weights that answer without torch, if any do; they may still be on their way. Raises ModelError where
+        other files have taken the place of theirs."""
         model = None if self._numpy is None else self._numpy.model
-        if model is not None and self._closing.is_set():
+        if model is None:
+            return None
+        if self._closing.is_set():
             model.weights.close()  # it has come after the server was closed
-        return None if model is None else model.weights
+        weights: StageWeights = model.weights
+        if weights.manifest.plan_sha256 != self._loader.manifest.plan_sha256:
+            raise ModelError(f"{self._loader.folder} was staged anew while it was read; it is read again")
+        return weights
 
     def _take_packed(self, early: StageWeights) -> None:
         """Let the layers of stage 1 compute with the weights that ``early`` has packed, where the kernels multiply
