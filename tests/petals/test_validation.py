@@ -18,8 +18,9 @@ from firsttoken.assets.models import load_model
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.keys import public_hex, read_said, server_key
+from firsttoken.petals.keys import public_hex, read_said, server_key, signature_of
 from firsttoken.petals.swarm import Conduct
+from firsttoken.petals.trust import commitments
 from firsttoken.petals.trust.arbitration import TOLERANCE, Ruling
 from firsttoken.petals.trust.auditor import AGREED, CONVICTED, INCONCLUSIVE, WITNESS, Audits
 from firsttoken.petals.trust.commitments import Charge, Evidence, digest_rows, read_commitment
@@ -255,7 +256,8 @@ def test_an_accusation_costs_the_accuser_first(here, client):
     assert said[:4] == [False] * 4
     assert all("too much was asked from 127.0.0.1: ask again in" in one for one in said[4:])
     stranger = evidence.charge.commitment
-    fresh = replace(stranger, server=public_hex(CLIENT)).signed(CLIENT)
+    fresh = replace(stranger, server=public_hex(CLIENT))
+    fresh = replace(fresh, signature=signature_of(CLIENT, commitments._DOMAIN, asdict(fresh)))
     made_up = replace(evidence, charge=replace(evidence.charge, commitment=fresh))
     assert "is not a server that this keeper has met" in wait_for(accuse(made_up, 1))[0]
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save
+from safetensors.torch import load, save
 
+from firsttoken.petals import wire
 from firsttoken.petals.states import MOST_TOKENS, most_bytes
 from firsttoken.petals.wire import CODINGS, Stretch, decode, encode
 from firsttoken.study.errors import SwarmError
@@ -94,3 +96,35 @@ def test_a_damaged_message_is_refused_or_a_message(data):
         except SwarmError:
             continue
         assert message.hidden is None or message.hidden.shape == (2, WIDTH)
+
+
+SHORT = st.integers(0, 3) | st.integers(-1, 1 << 34)
+COMMITMENTS = st.text(st.sampled_from('{}:, "\\/aé\n\x7f')) | st.sampled_from(["", '{"server": "ab"}'])
+
+
+@given(st.data(), st.lists(st.tuples(SHORT, SHORT, SHORT), max_size=3), COMMITMENTS)
+def test_the_short_way_of_a_usual_message_says_what_the_long_one_says(data, stretches, commitment):
+    """Whole, as another writes it, or with bytes that are not its own: the same message, or the same fault."""
+    whole = bytearray(encode(FINE, "float32", stretches, commitment=commitment))
+    assert torch.equal(load(bytes(whole))["hidden"], FINE)
+    for place in data.draw(st.lists(st.integers(0, len(whole) - 1), max_size=2)):
+        whole[place] = data.draw(st.sampled_from(b'0129 ,[]{}":\\aF') | st.integers(0, 255))
+    cut, tokens = data.draw(st.just(0) | st.integers(0, len(whole))), data.draw(st.none() | st.integers(0, 3))
+    said = []
+    for short_way in (wire._usual, lambda *_: None):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(wire, "_usual", short_way)
+            try:
+                message = decode(bytes(whole[: cut or None]), "float32", WIDTH, torch.float32, tokens)
+                said.append((repr(replace(message, hidden=None)), message.hidden is None or message.hidden.tolist()))
+            except SwarmError as error:
+                said.append(str(error))
+    assert said[0] == said[1]
+
+
+def test_the_usual_messages_go_the_short_way(monkeypatch):
+    monkeypatch.delattr(wire, "header_of")
+    commitment = json.dumps({"server": "ab", "steps": [[1, 2]]})
+    assert decode(encode(FINE, "bfloat16", TWO[:1]), "bfloat16", WIDTH, torch.float32).stretches == TWO[:1]
+    answer = decode(encode(FINE, "float32", commitment=commitment), "float32", WIDTH, torch.float32, 2)
+    assert answer.commitment == commitment and torch.equal(answer.hidden, FINE)
