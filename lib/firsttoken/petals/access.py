@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 
 Channel: TypeAlias = "grpc.aio.Channel"
 """A connection to a server. Its package is imported when the first one is made."""
+
+# The thread that waits for a message reads it from its connection itself, instead of being woken by another that does:
+# one of a step takes 0.08 ms from here to a process beside instead of 0.13 (gRPC 1.85, which reads this when imported).
+os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
 
 _LONGEST = 1 << 16  # bytes of a file that is read here
 _KEEPALIVE = (("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 5_000))
