@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from firsttoken.petals.kv_slots import KVSlots
 from firsttoken.study.errors import SwarmError
 
 Answer = TypeVar("Answer")
+Computed: TypeAlias = "Future[list[Tensor | Exception]]"
+"""What is said to each step of a batch, or why not."""
+
 _ENDS = "this server ends: ask another"
 
 
@@ -79,12 +83,11 @@ class Batcher:
                 await self._came.wait()
                 self._came.clear()
                 while self._waiting:
-                    batch = self._next()
-                    job = loop.run_in_executor(self._thread, self._compute, batch)
-                    job.add_done_callback(partial(self._ran, batch))  # also where this is cancelled meanwhile
-                    # A plain ``await`` would pass a cancellation on to the job: ``_ran`` would then find no result, and
-                    # would neither answer the steps of this batch nor give their blocks back.
-                    await asyncio.wait([job])
+                    batch, ran = self._next(), loop.create_future()
+                    # Not awaited itself: a cancellation would be passed on to it, and ``_ran`` would neither answer the
+                    # steps of this batch nor give their blocks back.
+                    self._thread.submit(self._compute, batch).add_done_callback(partial(self._tell, loop, batch, ran))
+                    await ran
         finally:
             self._ended = True
             for one in self._waiting:
@@ -117,13 +120,22 @@ class Batcher:
             one = heads[min(heads, key=self._turns.tag)] if heads else None
         return batch
 
-    def _ran(self, batch: Sequence[Waiting], job: asyncio.Future[list[Tensor | Exception]]) -> None:
+    def _tell(
+        self, loop: asyncio.AbstractEventLoop, batch: Sequence[Waiting], ran: asyncio.Future[None], job: Computed
+    ) -> None:
+        """Go on in the loop, at the first look that it takes, from the thread that has computed."""
+        with suppress(RuntimeError):  # it is closed, and nobody waits any more
+            loop.call_soon_threadsafe(self._ran, batch, ran, job)
+
+    def _ran(self, batch: Sequence[Waiting], ran: asyncio.Future[None], job: Computed) -> None:
         error = job.exception()
         for one, said in zip(batch, [error] * len(batch) if error else job.result(), strict=True):
             self.slots.release(one.chunks)
             if one.answer.done():  # its session has ended
                 continue
             one.answer.set_exception(said) if isinstance(said, BaseException) else one.answer.set_result(said)
+        if not ran.done():
+            ran.set_result(None)
 
     def _compute(self, batch: Sequence[Waiting]) -> list[Tensor | Exception]:
         """What is said to each step, or why not: one that cannot be computed fails no other of its batch."""
