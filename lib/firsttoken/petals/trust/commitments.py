@@ -76,7 +76,7 @@ def digest_rows(rows: Tensor, layer: int, before: bytes = b"") -> list[bytes]:
 
 def digest_of(rows: Tensor) -> str:
     """The sha256 (hex) of outputs [tokens, hidden] float32."""
-    return hashlib.sha256(rows.detach().contiguous().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(rows.detach().contiguous().numpy().data).hexdigest()
 
 
 def committed(step: CommittedStep, layer: int, inputs: Tensor, outputs: Tensor) -> bool:
