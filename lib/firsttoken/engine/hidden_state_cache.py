@@ -40,7 +40,10 @@ class HiddenStateCache:
 
     def keep(self, request: int, layer: int, start: int, rows: Tensor) -> None:
         """``rows`` [tokens, hidden] of the tokens from ``start`` on enter ``layer``, which is one of those kept."""
-        self._kept[request].setdefault(layer, _CachedStates(rows[:0])).write(start, rows)
+        kept = self._kept[request]
+        if layer not in kept:
+            kept[layer] = _CachedStates(rows[:0])
+        kept[layer].write(start, rows)
 
     def whole(self, request: int, layer: int, tokens: int) -> bool:
         """Whether what entered ``layer`` was kept of all its first ``tokens`` tokens, not of later ones only."""

@@ -113,7 +113,6 @@ class Chain:
         async with self._turn:
             for one, rows in zip(stretches, hidden.split([one.end - one.start for one in stretches]), strict=True):
                 self._hidden_cache.keep(one.number, self.layers.start, one.start, rows)
-            await self._fill_gaps()
             if new := {one.number: keyed[one.number] for one in stretches if not one.start and one.number in keyed}:
                 await self._adopt(new)
             keys = {number: one.keys for number, one in keyed.items()}
