@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, TypeVar
 
-import torch
 from torch import Tensor
 
 from firsttoken.engine.request import ScheduledChunk
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.fairness import HERE, Client, Turns
 from firsttoken.petals.kv_slots import KVSlots
+from firsttoken.petals.states import end_to_end
 from firsttoken.study.errors import SwarmError
 
 Answer = TypeVar("Answer")
@@ -123,7 +123,7 @@ class Batcher:
     def _tell(
         self, loop: asyncio.AbstractEventLoop, batch: Sequence[Waiting], ran: asyncio.Future[None], job: Computed
     ) -> None:
-        """Go on in the loop, at the first look that it takes, from the thread that has computed."""
+        """Go on in the loop, from the thread that has computed."""
         with suppress(RuntimeError):  # it is closed, and nobody waits any more
             loop.call_soon_threadsafe(self._ran, batch, ran, job)
 
@@ -141,9 +141,14 @@ class Batcher:
         """What is said to each step, or why not: one that cannot be computed fails no other of its batch."""
         try:
             chunks = [chunk for one in batch for chunk in one.chunks]
-            rows = [rows for one in batch for rows in one.hidden.split([chunk.tokens for chunk in one.chunks])]
+            rows = [rows for one in batch for rows in _apart(one)]
             adapters = [one.adapter for one in batch for _ in one.chunks]
             out = iter(self.backend.run(batch[0].layers, chunks, rows, *([adapters] if any(adapters) else [])))
-            return [torch.cat([next(out) for _ in one.chunks]) for one in batch]
+            return [end_to_end([next(out) for _ in one.chunks]) for one in batch]
         except Exception as error:  # out of memory: these sessions learn it, the next may run
             return [error] if len(batch) == 1 else [said for one in batch for said in self._compute([one])]
+
+
+def _apart(one: Waiting) -> Sequence[Tensor]:
+    """The hidden states of each of its chunks."""
+    return one.hidden.split([chunk.tokens for chunk in one.chunks]) if len(one.chunks) > 1 else [one.hidden]

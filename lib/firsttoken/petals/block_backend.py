@@ -22,7 +22,7 @@ from firsttoken.engine.sdpa_attention import fastest_attend
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.petals.checkpoint_blocks import load_span
 from firsttoken.petals.kv_slots import KVSlots
-from firsttoken.petals.states import Stretch
+from firsttoken.petals.states import Stretch, end_to_end
 from firsttoken.study.errors import ModelError, SwarmError
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class BlockBackend:
         order = sorted(range(len(chunks)), key=lambda place: chunks[place].tokens)  # as a step lays them
         step = StepPlan.of(chunks, self.pool, self._attend)
         step.layers = range(layers.start - self.blocks.start, layers.stop - self.blocks.start)
-        states, where = torch.cat([hidden[place] for place in order])[None], step.positions
+        states, where = end_to_end([hidden[place] for place in order])[None], step.positions
         turns = (
             self._rotary(states, where)
             if self._turns is None

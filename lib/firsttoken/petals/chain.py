@@ -34,7 +34,7 @@ from firsttoken.engine.request import KVSource
 from firsttoken.petals.records import Record
 from firsttoken.petals.routing import check_cover, gaps
 from firsttoken.petals.server_session import DoubtFault, ServerFault, ServerSession
-from firsttoken.petals.states import MOST_TOKENS, Stretch, check_states
+from firsttoken.petals.states import MOST_TOKENS, Stretch, check_states, end_to_end
 from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.wire import NAMED_TOKENS
 from firsttoken.study.errors import CacheError, FirstTokenError, SwarmError
@@ -277,7 +277,7 @@ class Chain:
         for message in messages_of(behind):
             rows = [cache.of(one.number, layer, one.start)[0, : one.end - one.start] for one in message]
             begun = time.monotonic()
-            said = await session.run(message, _end_to_end(rows), keys=keys)
+            said = await session.run(message, end_to_end(rows), keys=keys)
             announced_s = self.swarm.announced_s(record, session.layers, len(said))
             self.swarm.conduct.took(record.server, time.monotonic() - begun, announced_s)
             self.swarm.served[record.server] += len(said) * len(session.layers)
@@ -289,7 +289,7 @@ class Chain:
                 if session.layers.stop != self.layers.stop:
                     cache.keep(one.number, session.layers.stop, one.start, part)
         wanted = (one.end - one.start for one in stretches)
-        return _end_to_end([_end_to_end(parts)[-tokens:] for parts, tokens in zip(out, wanted, strict=True)])
+        return end_to_end([end_to_end(parts)[-tokens:] for parts, tokens in zip(out, wanted, strict=True)])
 
     async def _fill_gaps(self) -> None:
         """Put servers where the chain has none: at first everywhere, later where one was lost without a successor."""
@@ -349,11 +349,6 @@ def _read(stored: KVSource, layers: range) -> Tensor:
     if sorted(came) != list(layers) or len({kv.shape for kv in came.values()}) > 1:
         raise CacheError(f"a stored prefix has layers {sorted(came)} of {len(layers)}; store it again")
     return torch.stack([came[layer] for layer in layers])
-
-
-def _end_to_end(parts: Sequence[Tensor]) -> Tensor:
-    """``parts`` [tokens, hidden] as one; of a step of one token there is nothing to copy."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def messages_of(stretches: Sequence[Stretch]) -> list[list[Stretch]]:
