@@ -19,10 +19,10 @@ BUDGETS = {  # of each room at most: lines, modules that stand on each other, pe
     "firsttoken.assets": (3288, 7, 9.1),
     "firsttoken.cps": (821, 3, 10.6),
     "firsttoken.droidspeak": (3566, 7, 8.7),
-    "firsttoken.engine": (9213, 8, 6.7),
+    "firsttoken.engine": (9217, 8, 6.7),
     "firsttoken.lean": (605, 4, 7.7),
     "firsttoken.link": (378, 2, 6.7),
-    "firsttoken.petals": (6380, 7, 8.7),
+    "firsttoken.petals": (6474, 7, 8.6),
     "firsttoken.progressiveserve": (4947, 8, 10.3),
     "firsttoken.sarathi": (492, 2, 11.2),
     "firsttoken.service": (3882, 8, 10.2),
@@ -59,7 +59,7 @@ NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no p
     "firsttoken_extras.vllm_cross_point.settings": "tested without vLLM",
 }
 NEIGHBOURING_STUDIES = 29  # a study whose numbers another file draws, or whose settings another study shares
-BEHIND_A_NOTEBOOK = 23_328  # lines of the library that the studies of one notebook import
+BEHIND_A_NOTEBOOK = 23_393  # lines of the library that the studies of one notebook import
 NO_SUBJECT = 0  # docstrings of one line that the name of the function has to begin
 _NO_SUBJECT = re.compile(
     r"(Of|As|By|From|Where|Who|Whose|That|Those|So|Until|At|In|Out|On|For|Behind|Before|After|Beside|None|Also)\b"
