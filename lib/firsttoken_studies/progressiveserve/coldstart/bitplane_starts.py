@@ -131,7 +131,7 @@ def _behind(summary: Summary, found: Rows, name: str, key: str, share: float) ->
     """What a start with torch behind takes from the creation of its process: of the same start with torch first, and
     beyond what its ``share`` of the bytes takes where they are read alone."""
     place, base = {"variant": name, "link": key}, name.removesuffix(BEHIND)
-    if rows_where(found, variant=base):
+    if base != WHOLE:  # against which every start is held
         summary.add("process_ttft_x", ratio(found, name, base, PROCESS).summary("x"), **place, than=base)
     bytes_s = share * float(np.median(values(found, "read", "load_s")))
     above = bootstrap([s - bytes_s for s in values(found, name, PROCESS)], "median")
