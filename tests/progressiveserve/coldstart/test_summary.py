@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from firsttoken_studies.progressiveserve import timeline
+from firsttoken_studies.progressiveserve.coldstart.bitplane_starts import BEHIND, plan_name, precision_start_summary
 from firsttoken_studies.progressiveserve.coldstart.summary import (
     cold_start_summary,
     full_rows,
@@ -217,3 +218,24 @@ def test_tokens_of_a_timeline_lie_in_the_rows_of_their_requests() -> None:
     assert sorted(found, key=key) == sorted(rounded, key=key)
     assert timeline.unpacked([*tokens, *others]) == [*tokens, *others]
     assert timeline.packed(others) == others
+
+
+def test_starts_with_torch_behind_are_held_against_the_same_with_torch_first():
+    """The whole model's once, as every start is held against it; one that needed torch after all is left out."""
+    found = []
+    for round_ in range(3):
+        found.append(read(round_))
+        for name, at in (("whole_streamed", 2.0), ("bits", 1.0), ("lossless", 1.5)):
+            told = {"stages": 2, "weights_sha256": "same", "bytes": 500}
+            found.append(trial(name, round_, at, **told))
+            before = trial(name + BEHIND, round_, at, **told) | {"ttft_process_s": at + 0.2}
+            found.append(before | ({} if name == "lossless" else {"torch_at_first_token": False}))
+    summary = precision_start_summary(found, {})
+    bits = {"variant": "bits" + BEHIND, "link": "1gbit"}
+    assert summary.value("process_ttft_x", **bits, than="bits") == pytest.approx(1.2 / 4.0)
+    assert summary.value("process_ttft_x", **bits, than="whole_streamed") == pytest.approx(1.2 / 5.0)
+    assert summary.value("process_ttft_above_bytes_s", **bits, than="bytes") == pytest.approx(1.2 - 0.5)
+    whole = bits | {"variant": "whole_streamed" + BEHIND}
+    assert summary.value("process_ttft_x", **whole, than="whole_streamed") == pytest.approx(2.2 / 5.0)
+    assert not summary.all("ttft_p50_s", variant="lossless" + BEHIND)
+    assert plan_name("bits" + BEHIND) == "low bits wait, torch behind"
