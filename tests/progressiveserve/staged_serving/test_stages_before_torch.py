@@ -224,6 +224,16 @@ def test_closing_before_torch(wide, serve, torch_comes):
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(OURS)]
 
 
+def test_an_adapter_that_the_kernels_do_not_add(wide, serve, monkeypatch, capfd):
+    """Whoever has asked by then is answered by torch, and hears of nothing."""
+    monkeypatch.setattr(numpy_weights, "packed_adapter", lambda *told: None)
+    staged = wide(adapters=(1,))
+    server = serve(staged, early=True, recover=False)
+    check_stage(staged, 1, PROMPT, tokens_of(server.submit(PROMPT, 8)), 8)
+    assert not any("failed" in event["what"] for event in server.status()["events"])
+    assert "starts with torch: its adapter's halves do not fit the panels of the kernels\n" in capfd.readouterr().err
+
+
 def test_a_stage_that_needs_torch_waits_for_it(wide, serve):
     staged = wide(dtype=torch.bfloat16, planes="8 bits")
     server = serve(staged, early=True)

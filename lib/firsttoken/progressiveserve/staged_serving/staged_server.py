@@ -7,6 +7,7 @@ What happens to open ones is their policy's affair (``transitions.py``).
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -21,6 +22,7 @@ from firsttoken.engine.numpy_answers import NumpyAnswers
 from firsttoken.engine.preemption.preemption_policy import MOVED, Recovery
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.engine.stream import step_failure
+from firsttoken.lean.lean_config import OtherWay
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest
 from firsttoken.progressiveserve.checkpoint.names import torch_dtype
@@ -69,8 +71,6 @@ class StageLoader:
             return
         with suppress(FirstTokenError):
             manifest = manifest or read_manifest(self.folder)
-            if stage > len(manifest.stages):
-                return
             merged = all(part.merged for part in parts_of(manifest, [stage]))
             memory = cpu_memory(merged, len(self.links), BEFORE_TORCH)
             options = {"threads": self._threads, "allocate": memory.allocate}
@@ -238,7 +238,7 @@ class StagedServer(LoadingServer):
             if (model := answers.model) is not None:
                 weights: StageWeights = model.weights
                 weights.wait()
-                if weights.fault is None:
+                if weights.fault is None and len(weights.manifest.stages) > 1:
                     self._loader.read_ahead(2, weights.manifest)
 
         if answers is None and self._first == 1:
@@ -281,14 +281,19 @@ class StagedServer(LoadingServer):
         return True
 
     def _early_weights(self) -> StageWeights | None:
-        """The weights that answer without torch, if any do; they may still be on their way. Raises ModelError where
+        """The weights that answer without torch, if any do, once they have come or cannot. Raises ModelError where
         other files have taken the place of theirs."""
-        model = None if self._numpy is None else self._numpy.model
-        if model is None:
+        if self._numpy is None or (model := self._numpy.model) is None:
             return None
-        if self._closing.is_set():
-            model.weights.close()  # it has come after the server was closed
         weights: StageWeights = model.weights
+        if self._closing.is_set():
+            weights.close()  # it has come after the server was closed
+        weights.wait()
+        if isinstance(weights.fault, OtherWay):
+            print(f"firsttoken: {self._loader.folder.name} starts with torch: {weights.fault}", file=sys.stderr)
+            self._numpy.close()
+            self._numpy = None
+            return None
         if weights.manifest.plan_sha256 != self._loader.manifest.plan_sha256:
             raise ModelError(f"{self._loader.folder} was staged anew while it was read; it is read again")
         return weights
