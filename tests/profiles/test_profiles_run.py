@@ -213,6 +213,7 @@ SMALLER = {  # claims whose places the rule's shapes have not:
     *("petals.overhead-8", "petals.overhead-32"),  # smaller batches
     "together.stage-takes-cache",  # fewer right answers than a share of them needs
     *("progressive.before-torch", "progressive.before-torch-s"),  # heads that are too narrow for the kernels
+    *("progressive.planes-before-torch", "progressive.planes-before-torch-s"),  # the same
 }
 LEFT_OUT = {  # of the quick profile: more links, a second task
     "progressive.paraserve-links",

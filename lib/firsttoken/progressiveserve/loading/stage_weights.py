@@ -65,23 +65,19 @@ class StageWeights(NumpyWeights):
         verify: bool = True,
     ) -> None:
         manifest = self.manifest = read_manifest(folder)
-        self._reader = open_reader(source or folder, manifest, stages, links, threads=readers, verify=verify)
-        try:
-            self._prepare(folder, stages, threads or cores())
-        except BaseException:
-            self._reader.close()
-            raise
-
-    def _prepare(self, folder: Path, stages: Sequence[int], threads: int) -> None:
-        """What there is to do while the first bytes are on their way."""
-        manifest = self.manifest
         check_side(folder, manifest, CONFIG)
         config = lean_config(folder)
-        check_complete(folder, manifest, model_shapes(folder, read_config(folder)))
         self._parts = parts_of(manifest, stages)
         if any(part.merged for part in self._parts):
             raise OtherWay("a later stage is merged into weights that are there")
-        self.packer = Packer(config, _stored(self._parts))
+        stored, fillers = _stored(self._parts), [self._fillers() for _ in range(threads or cores())]
+        self._reader = open_reader(source or folder, manifest, stages, links, threads=readers, verify=verify)
+        try:  # while the first bytes are on their way
+            check_complete(folder, manifest, model_shapes(folder, read_config(folder)))
+            self.packer = Packer(config, stored)
+        except BaseException:
+            self._reader.close()
+            raise
         self._head_name = EMBEDDING if manifest.tied else HEAD
         self._whole = False
         self._files: dict[int, memoryview] = {}
@@ -93,7 +89,7 @@ class StageWeights(NumpyWeights):
         self._last = manifest.stages[max(stages) - 1]
         self._first = len(ADAPTER_FILES) if self._last.adapter else 0
         turns = iter(range(-1, len(self._parts))), threading.Lock()
-        told = [(turns, self._fillers()) for _ in range(threads)]
+        told = [(turns, mine) for mine in fillers]
         self._workers = [threading.Thread(target=self._work, args=one, name="packing", daemon=True) for one in told]
         for worker in self._workers:
             worker.start()
