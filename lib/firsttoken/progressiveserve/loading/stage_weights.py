@@ -70,11 +70,12 @@ class StageWeights(NumpyWeights):
         self._parts = parts_of(manifest, stages)
         if any(part.merged for part in self._parts):
             raise OtherWay("a later stage is merged into weights that are there")
-        stored, fillers = _stored(self._parts), [self._fillers() for _ in range(threads or cores())]
+        # what needs torch is known before bytes are asked for: over a slow link it takes seconds to stop its readers
+        self.packer = Packer(config, _stored(self._parts))
+        fillers = [self._fillers() for _ in range(threads or cores())]
         self._reader = open_reader(source or folder, manifest, stages, links, threads=readers, verify=verify)
         try:  # while the first bytes are on their way
             check_complete(folder, manifest, model_shapes(folder, read_config(folder)))
-            self.packer = Packer(config, stored)
         except BaseException:
             self._reader.close()
             raise
