@@ -146,7 +146,10 @@ def adapter_of(layer: nn.Module, ranks: dict[str, int], generator: torch.Generat
     """LoRA's halves for the modules of a layer that ``ranks`` names."""
     shapes = {path: layer.get_submodule(path).weight.shape for path in ranks}
     return {
-        path: (torch.randn(rank, shapes[path][1], generator=generator), torch.randn(shapes[path][0], rank) * 0.1)
+        path: tuple(
+            scale * torch.randn(size, generator=generator)
+            for scale, size in ((1.0, (rank, shapes[path][1])), (0.1, (shapes[path][0], rank)))
+        )
         for path, rank in ranks.items()
     }
 
