@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from firsttoken.assets import corpora
 from firsttoken.assets.adapters import export_adapter
 from firsttoken.assets.shapes import shape_config
+from firsttoken.engine import numpy_weights
+from firsttoken.engine.native.library import kernels
 from firsttoken.progressiveserve import training
 from firsttoken.progressiveserve.base_model import ServedModel
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest
@@ -27,6 +29,8 @@ from firsttoken.progressiveserve.recipe import Recipe
 from firsttoken.progressiveserve.stages import StagePlan
 from firsttoken.study import paths
 from firsttoken.study.profile import Profile, load_profile
+from firsttoken_extras.bitplanes.plan_spec import PlanSpec
+from firsttoken_extras.bitplanes.plane_plan import by_planes
 
 VOCABULARY = 260  # end of text, 256 bytes, three merges
 MakeModel = Callable[..., PreTrainedModel]
@@ -149,6 +153,26 @@ def stage(
         source = ModelSource(model, tokenizer, Origin("tiny", served.sha256, "real"))
         chosen = plan(source.shapes) if plan else staged(source.names, stages)
         return Staged(served, folder, write_staged(source, chosen, folder, made), made)
+
+    return make
+
+
+@pytest.fixture
+def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels are built once, though each test has a cache of its own; without a compiler it is skipped."""
+    if (native := kernels()) is None:
+        pytest.skip("there is no C++ compiler")
+    monkeypatch.setattr(numpy_weights, "load_exports", lambda: native.exports)
+
+
+@pytest.fixture
+def wide(stage: Callable[..., Staged]) -> Callable[..., Staged]:
+    """Stages a model whose heads the kernels have, by planes where a ``planes`` plan says so."""
+
+    def make(*told: Any, planes: str = "", **options: Any) -> Staged:
+        if planes:
+            options["plan"] = lambda shapes: by_planes(shapes, PlanSpec.parse(planes))
+        return stage(*told, wide=True, **options)
 
     return make
 

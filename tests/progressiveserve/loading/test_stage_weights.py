@@ -5,10 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +21,6 @@ from firsttoken.assets.lock import file_sha256
 from firsttoken.engine import numpy_weights
 from firsttoken.engine.fused import FusedLayer
 from firsttoken.engine.native.exports import load_exports
-from firsttoken.engine.native.library import kernels
 from firsttoken.engine.numpy_model import NumpyModel
 from firsttoken.lean.lean_config import OtherWay
 from firsttoken.link.shaped import Link
@@ -32,32 +29,11 @@ from firsttoken.progressiveserve.checkpoint.manifest import ADAPTER_WEIGHTS
 from firsttoken.progressiveserve.loading.stage_weights import StageWeights
 from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
 from firsttoken.study.errors import LinkError, ModelError, StageError
-from firsttoken_extras.bitplanes.plan_spec import PlanSpec
-from firsttoken_extras.bitplanes.plane_plan import by_planes
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
 BF16, F32 = torch.bfloat16, torch.float32
 PROMPT, ANSWER = [20, 31, 42, 53, 64, 75, 86], 20
 TOLERANCES = {F32: 1e-3, BF16: 0.5}  # of a logit; what bf16 rounds to in two ways differs by a few of its steps
-
-
-@pytest.fixture(autouse=True)
-def _compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels are built once, though each test has a cache of its own."""
-    if (native := kernels()) is None:
-        pytest.skip("there is no C++ compiler")
-    monkeypatch.setattr(numpy_weights, "load_exports", lambda: native.exports)
-
-
-@pytest.fixture
-def wide(stage) -> Callable[..., Any]:
-    """Stages a model whose heads the kernels have, by planes where a ``planes`` plan says so."""
-
-    def make(*told: Any, planes: str = "", **options: Any) -> Any:
-        if planes:
-            options["plan"] = lambda shapes: by_planes(shapes, PlanSpec.parse(planes))
-        return stage(*told, wide=True, **options)
-
-    return make
 
 
 def numpy_of(staged, **options) -> NumpyModel:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -29,37 +28,15 @@ from waiting import until, wait_stage
 
 from firsttoken.engine import numpy_weights
 from firsttoken.engine.fused import FusedLayer
-from firsttoken.engine.native.library import kernels
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest, write_manifest
 from firsttoken.progressiveserve.loading import read_memory
 from firsttoken.progressiveserve.staged_serving import staged_server
 from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.study.errors import BusyError, LinkError, ModelError
-from firsttoken_extras.bitplanes.plan_spec import PlanSpec
-from firsttoken_extras.bitplanes.plane_plan import by_planes
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
 BITS = {"dtype": torch.bfloat16, "planes": "bits"}
-
-
-@pytest.fixture(autouse=True)
-def _compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels are built once, though each test has a cache of its own."""
-    if (native := kernels()) is None:
-        pytest.skip("there is no C++ compiler")
-    monkeypatch.setattr(numpy_weights, "load_exports", lambda: native.exports)
-
-
-@pytest.fixture
-def wide(stage) -> Callable[..., Any]:
-    """Stages a model whose heads the kernels have, by planes where a ``planes`` plan says so."""
-
-    def make(planes: str = "", **options: Any) -> Any:
-        if planes:
-            options["plan"] = lambda shapes: by_planes(shapes, PlanSpec.parse(planes))
-        return stage(wide=True, **options)
-
-    return make
 
 
 @pytest.fixture

@@ -115,7 +115,7 @@ def _start_before_torch(spec: TrialSpec, marks: PhaseClock) -> dict[str, Any] | 
     from firsttoken.engine.numpy_weights import FolderWeights
     from firsttoken.engine.torch_behind import Takeover
     from firsttoken.lean.lean_config import OtherWay
-    from firsttoken.lean.tokenizer import read_tokenizer  # noqa: F401
+    from firsttoken.lean.tokenizer import read_tokenizer  # noqa: F401 its import belongs to this phase
 
     marks.phase("imports")
     arrived, used, growth = marks.last, cpu_seconds(), MemoryGrowth()
@@ -160,7 +160,7 @@ def _stages_before_torch(
     line on stderr, for stages that need torch. Raises ModelError for a folder that cannot be served."""
     from firsttoken.engine.numpy_model import NumpyModel
     from firsttoken.lean.lean_config import OtherWay
-    from firsttoken.lean.tokenizer import read_tokenizer  # noqa: F401
+    from firsttoken.lean.tokenizer import read_tokenizer  # noqa: F401 its import belongs to this phase
     from firsttoken.progressiveserve.loading.stage_weights import StageWeights
 
     marks.phase("imports")
