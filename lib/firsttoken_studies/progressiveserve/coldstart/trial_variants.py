@@ -167,39 +167,23 @@ def _after(
     prompt: Any,
     begun: float,
 ) -> dict[str, Any]:
-    """What comes when the first stage is whole, as :class:`TrialSpec` asks for it; stages since ``begun``."""
-    row: dict[str, Any] = {}
-    if spec.recover:
-        row |= _recover(spec, manifest, links, meta_model, view, variant, prompt, begun)
-    if spec.digest:
-        row["weights_sha256"] = _digest(meta_model.model)
-    view.activate(meta_model.model)
-    return row | {"prefill_warm_s": _warm(meta_model.model, prompt)}
-
-
-def _recover(
-    spec: TrialSpec,
-    manifest: Manifest,
-    links: list[Link],
-    meta_model: Any,
-    view: Any,
-    variant: StartVariant,
-    prompt: Any,
-    begun: float,
-) -> dict[str, Any]:
-    """Bring the later stages one after another, with nothing else to do, the first of them since ``begun``; and what
-    the whole model says then."""
+    """What comes when the first stage is whole, as :class:`TrialSpec` asks for it: the later stages one after another,
+    with nothing else to do, the first of them since ``begun``, and what the whole model says then; the digest."""
     from firsttoken.progressiveserve.loading.loader import StageLoad
 
     row: dict[str, Any] = {}
     options = {"threads": spec.readers, "verify": variant.verify}
-    for stage in range(max(variant.stages) + 1, len(manifest.stages) + 1):
-        begin = begun if stage == max(variant.stages) + 1 else time.monotonic()
+    for stage in range(max(variant.stages) + 1, len(manifest.stages) + 1) if spec.recover else ():
         view = StageLoad(spec.weights, manifest, [stage], links, meta_model, view, **options).wait()
-        row[f"stage{stage}_s"] = time.monotonic() - begin
-    row["cpu_full_s"], row["full_bytes"] = cpu_seconds(), sum(link.bytes_moved for link in links)
+        now = time.monotonic()
+        row[f"stage{stage}_s"], begun = now - begun, now
     view.activate(meta_model.model)
-    return row | {"full_token_id": _prefill(meta_model.model, prompt)}
+    if spec.recover:
+        row["cpu_full_s"], row["full_bytes"] = cpu_seconds(), sum(link.bytes_moved for link in links)
+        row["full_token_id"] = _prefill(meta_model.model, prompt)
+    if spec.digest:
+        row["weights_sha256"] = _digest(meta_model.model)
+    return row | {"prefill_warm_s": _warm(meta_model.model, prompt)}
 
 
 def _dtype(spec: TrialSpec) -> torch.dtype | None:
