@@ -24,7 +24,7 @@ from firsttoken.engine.request import Request, Sampling
 from firsttoken.link.shaped import Link
 from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.wire import Stretch
+from firsttoken.petals.states import Stretch
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import MetaModel

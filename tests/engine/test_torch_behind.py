@@ -138,7 +138,7 @@ def test_the_engine_takes_an_answer_over(make, by_turns, dtype, before) -> None:
     stock, folder = make(dtype=dtype)
     takeover = Takeover(numpy_of(folder))
     said = by_turns(takeover, before)
-    engine = takeover.engine()
+    engine = takeover.made()
     alone = engine.submit(PROMPT, Sampling(ANSWER))
     while not alone.finished:
         engine.step()
@@ -189,7 +189,7 @@ def test_nothing_is_computed_twice_and_no_weight_copied(make, by_turns, monkeypa
     monkeypatch.setattr(LiveExecutor, "execute", noted)
     takeover = Takeover(numpy_of(folder))
     assert len(by_turns(takeover, 2)) == ANSWER
-    engine = takeover.engine()
+    engine = takeover.made()
     assert steps == [1] * (ANSWER - takeover.tokens)
     (segment,) = engine.executor.version.decoder.segments
     for layer, panels in zip(segment.modules, takeover.model.weights.panels, strict=True):
@@ -323,7 +323,7 @@ def test_the_first_token_finds_no_torch(make) -> None:
         f"takeover = Takeover(NumpyModel(FolderWeights(check_servable(Path({str(folder)!r})), 1), threads=1)); "
         f"answer = takeover.answer({PROMPT}, 200); first = next(answer); "
         "before = [one for one in ('torch', 'transformers', 'safetensors') if one in sys.modules]; "
-        "takeover.engine(); rest = list(answer); print(before, 'torch' in sys.modules, first, takeover.tokens)"
+        "takeover.made(); rest = list(answer); print(before, 'torch' in sys.modules, first, takeover.tokens)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     first = numpy_of(folder).next_token(PROMPT)

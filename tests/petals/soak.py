@@ -32,10 +32,12 @@ from swarms import DEPTH, opening, varied
 from firsttoken.petals.access import Access
 from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.contacts import tell
+from firsttoken.petals.message_headers import EXCHANGE, PASS, SESSION
 from firsttoken.petals.server import Running, ServerConfig, serving
 from firsttoken.petals.session import ServerLimits
+from firsttoken.petals.states import MOST_TOKENS, Stretch
 from firsttoken.petals.tuning.passes import Pass, encode_pass
-from firsttoken.petals.wire import EXCHANGE, MOST_TOKENS, PASS, SESSION, Stretch, encode
+from firsttoken.petals.wire import encode
 
 AT_ONCE = 24  # clients, of which 14 have a session, 4 wait for one, and the others are refused
 LIMITS = ServerLimits(sessions=14, waiting=4, sequences=20, kv_tokens=1024, idle_s=0.5, expiry_s=5.0)

@@ -15,8 +15,9 @@ from swarms import opening
 from waiting import reached
 
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.states import most_bytes
-from firsttoken.petals.wire import EXCHANGE, SESSION, Stretch, encode
+from firsttoken.petals.message_headers import EXCHANGE, SESSION
+from firsttoken.petals.states import Stretch, most_bytes
+from firsttoken.petals.wire import encode
 
 WIDTH = 32
 

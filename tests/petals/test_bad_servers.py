@@ -197,7 +197,7 @@ def test_a_step_that_was_broken_off_leaves_no_answer_to_the_next(pair, client, a
         return await run(*step)
 
     async def broken_off() -> None:
-        from firsttoken.petals.wire import Stretch
+        from firsttoken.petals.states import Stretch
 
         step = asyncio.ensure_future(model.chain.run([Stretch(999, 0, 3)], torch.randn(3, 32)))
         await asyncio.sleep(0.2)

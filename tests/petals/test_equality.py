@@ -20,9 +20,9 @@ from firsttoken.petals.access import Access
 from firsttoken.petals.block_backend import _turns
 from firsttoken.petals.chain import Chain
 from firsttoken.petals.event_loop import wait_for
+from firsttoken.petals.states import MOST_TOKENS, Stretch
 from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.timeouts import Timeouts
-from firsttoken.petals.wire import MOST_TOKENS, Stretch
 
 TOLERANCE = 1e-4
 CUTS = [cuts for count in range(DEPTH) for cuts in combinations(range(1, DEPTH), count)]

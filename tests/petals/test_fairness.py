@@ -22,9 +22,11 @@ from firsttoken.engine.request import Sampling
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.fairness import HERE, Client, Turns, client_of, who_yields
 from firsttoken.petals.kv_slots import KVSlots
+from firsttoken.petals.message_headers import PASS, SESSION
+from firsttoken.petals.states import Stretch
 from firsttoken.petals.tuning.frozen import MOST_WAITING
 from firsttoken.petals.tuning.passes import Pass, encode_pass
-from firsttoken.petals.wire import PASS, SESSION, Stretch, decode, encode
+from firsttoken.petals.wire import decode, encode
 from firsttoken.study.errors import BusyError, SwarmError
 
 WIDTH = 32

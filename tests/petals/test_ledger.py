@@ -180,8 +180,8 @@ def test_who_has_served_is_served_first(here, client, asked):
 
     async def race() -> str:
         """The poor one comes first, and is outbid; the rich one gets the place that the first one leaves."""
-        poor_line = poor.swarm.open_session(up.record, range(6), "float32")
-        await poor_line._call.write(b"")  # as a client does, which then waits
+        poor_line = poor.swarm.open_session(up.record, range(6), "float32")._call
+        await poor_line.tell(b"")  # as a client does, which then waits
         await reached(lambda: up.sessions.queue._queue)
         rich_line = rich.swarm.open_session(up.record, range(6), "float32")
         said = await poor_line._call.details()

@@ -19,7 +19,9 @@ from waiting import reached
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.kv_slots import KVSlots
-from firsttoken.petals.wire import SESSION, Stretch, decode, encode
+from firsttoken.petals.message_headers import SESSION
+from firsttoken.petals.states import Stretch
+from firsttoken.petals.wire import decode, encode
 
 WIDTH = 32
 

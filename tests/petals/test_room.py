@@ -12,7 +12,7 @@ from slots import check_slots
 
 from firsttoken.petals.fairness import Client
 from firsttoken.petals.kv_slots import CachedSequence, KVSlots, LostError
-from firsttoken.petals.wire import Stretch
+from firsttoken.petals.states import Stretch
 from firsttoken.study.errors import BusyError, FirstTokenError, RequestError
 
 STEP = st.tuples(st.integers(0, 1), st.integers(0, 4), st.integers(0, 30), st.integers(1, 20), st.booleans())

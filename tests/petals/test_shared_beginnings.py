@@ -22,10 +22,12 @@ from firsttoken.engine.request import Sampling
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.fairness import Client
 from firsttoken.petals.kv_slots import KVSlots
+from firsttoken.petals.message_headers import SESSION
 from firsttoken.petals.placement import Rebalancing
 from firsttoken.petals.server_session import ServerSession
+from firsttoken.petals.states import Stretch
 from firsttoken.petals.trust.auditor import Audits
-from firsttoken.petals.wire import SESSION, Stretch, decode, encode
+from firsttoken.petals.wire import decode, encode
 from firsttoken.study.errors import BusyError, FirstTokenError, SwarmError
 
 SHARED = EngineConfig(share_prefixes=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from firsttoken.petals.states import LARGEST, check_states
+from firsttoken.petals.states import LARGEST, Stretch, check_states
 from firsttoken.petals.tuning.passes import Pass, decode_pass, encode_pass
-from firsttoken.petals.wire import CODINGS, Stretch, decode, encode
+from firsttoken.petals.wire import CODINGS, decode, encode
 from firsttoken.study.errors import SwarmError
 
 NONSENSE = (3e38, -1e38, 1e30, 2 * LARGEST, float("nan"), float("inf"), -float("inf"))

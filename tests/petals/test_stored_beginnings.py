@@ -17,7 +17,9 @@ from swarms import opening
 from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.wire import SESSION, Stretch, decode, encode
+from firsttoken.petals.message_headers import SESSION
+from firsttoken.petals.states import Stretch
+from firsttoken.petals.wire import decode, encode
 from firsttoken.study.errors import CacheError, SwarmError
 
 

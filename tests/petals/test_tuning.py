@@ -16,11 +16,11 @@ from peft import PeftModel
 
 from firsttoken.assets.models import load_model
 from firsttoken.petals.event_loop import wait_for
+from firsttoken.petals.states import MOST_TOKENS
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.tuning.client_adapters import Lora, SoftPrompt
 from firsttoken.petals.tuning.passes import Pass, decode_pass, encode_pass
 from firsttoken.petals.tuning.remote_training import IGNORED, RemoteTraining
-from firsttoken.petals.wire import MOST_TOKENS
 from firsttoken.study.errors import RequestError, SwarmError
 
 NEAR = 1e-4

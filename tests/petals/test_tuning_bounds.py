@@ -13,13 +13,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from waiting import reached
 
 from firsttoken.petals.event_loop import wait_for
+from firsttoken.petals.message_headers import PASS
+from firsttoken.petals.states import MOST_TOKENS
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.tuning import frozen as blocks
 from firsttoken.petals.tuning.client_adapters import Lora, module_widths
 from firsttoken.petals.tuning.frozen import MOST_WAITING, FrozenBlocks
 from firsttoken.petals.tuning.passes import Pass, encode_pass
 from firsttoken.petals.tuning.remote_training import RemoteTraining
-from firsttoken.petals.wire import MOST_TOKENS, PASS
 from firsttoken.study.errors import RequestError
 
 TOKENS = 48

@@ -19,13 +19,14 @@ from firsttoken.engine.request import Sampling
 from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.keys import public_hex, read_said, server_key, signature_of
+from firsttoken.petals.message_headers import ACCUSE
+from firsttoken.petals.states import Stretch
 from firsttoken.petals.swarm import Conduct
 from firsttoken.petals.trust import commitments
 from firsttoken.petals.trust.arbitration import TOLERANCE, Ruling
 from firsttoken.petals.trust.auditor import AGREED, CONVICTED, INCONCLUSIVE, WITNESS, Audits
 from firsttoken.petals.trust.commitments import Charge, Evidence, digest_rows, read_commitment
 from firsttoken.petals.trust.ledger import Order, Receipt, signed_slip, tell_slip
-from firsttoken.petals.wire import ACCUSE, Stretch
 from firsttoken.study.errors import SwarmError
 from firsttoken_studies.petals.swarm_validation import LIES, ByzantineBackend
 

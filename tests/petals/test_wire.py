@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from firsttoken.petals import wire
-from firsttoken.petals.states import MOST_TOKENS, most_bytes
-from firsttoken.petals.wire import CODINGS, Stretch, decode, encode
+from firsttoken.petals.states import MOST_TOKENS, Stretch, most_bytes
+from firsttoken.petals.wire import CODINGS, decode, encode
 from firsttoken.study.errors import SwarmError
 
 WIDTH = 32

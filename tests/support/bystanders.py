@@ -19,10 +19,12 @@ from swarms import APART, DEPTH, Asked, Here, asking, opening, varied
 
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.event_loop import begin, wait_for
+from firsttoken.petals.message_headers import SESSION
 from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import Running
+from firsttoken.petals.states import Stretch
 from firsttoken.petals.timeouts import Timeouts
-from firsttoken.petals.wire import SESSION, Stretch, encode
+from firsttoken.petals.wire import encode
 
 WIDTH, HALF = 32, DEPTH // 2
 SPANS = ((0, HALF), (HALF, DEPTH))

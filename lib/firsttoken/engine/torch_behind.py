@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from firsttoken.engine.numpy_model import BLOCK_TOKENS, CacheSource, NumpyModel, as_tensor, beside_an_import
 from firsttoken.engine.request import Sampling
@@ -22,11 +23,14 @@ if TYPE_CHECKING:
     from firsttoken.engine.numpy_weights import FolderWeights
 
 
-class Takeover:
-    """Imports torch in a thread, which then makes an engine of the weights of ``model``, and lets it go on.
+Made = TypeVar("Made")
 
-    ``ready_s`` is when the engine was there (``time.monotonic``), ``tokens`` how many the model had said when it took
-    over, and ``took_s`` the seconds from then to its first token; all are None before.
+
+class TorchBehind(ABC, Generic[Made]):
+    """Imports torch in a thread behind one answer of ``model``, and lets what that thread makes go on with it.
+
+    ``ready_s`` is when that was there (``time.monotonic``), ``tokens`` how many the model had said when it took over,
+    and ``took_s`` the seconds from then to its first token; all are None before.
     """
 
     def __init__(self, model: NumpyModel) -> None:
@@ -34,55 +38,79 @@ class Takeover:
         self.ready_s: float | None = None
         self.tokens: int | None = None
         self.took_s: float | None = None
-        self._engine: Engine | None = None
+        self._made: Made | None = None
         self._fault: Exception | None = None
         self._thread = threading.Thread(target=self._import, name="importing", daemon=True)
 
     def answer(self, prompt: Sequence[int], count: int) -> Iterator[int]:
-        """Yield ``count`` greedy tokens after ``prompt``: the model's until the engine is there, and then the engine's.
+        """Yield ``count`` greedy tokens after ``prompt``: the model's until torch is there, and then the other's.
 
         The import begins behind the first token, which has both cores to itself. Raises RequestError for a count below
-        1, what :meth:`NumpyModel.next_token` raises, and StageError when torch or the engine cannot be imported.
+        1, what :meth:`NumpyModel.next_token` raises, and StageError when torch or what computes cannot be imported.
         """
         if count < 1:
             raise RequestError(f"an answer has at least 1 token, not {count}")
-        said = [self.model.next_token(prompt)]
-        self._thread.start()
-        yield said[0]
-        with beside_an_import(self.model):
-            while len(said) < count and self._thread.is_alive():
-                said.append(self.model.next_token(said[-1:]))
-                yield said[-1]
+        said: list[int] = []
+        for token in self._before(prompt, count):
+            said.append(token)
+            yield token
         if len(said) < count:
-            yield from self._go_on([*prompt, *said], count - len(said), len(said))
-
-    def engine(self) -> Engine:
-        """The engine over the model's weights, once both are imported. Raises StageError when they cannot be."""
-        self._thread.join()
-        if self._engine is None:
-            raise StageError(f"what computes cannot be imported: {self._fault}; install firsttoken again")
-        return self._engine
-
-    def _go_on(self, tokens: Sequence[int], count: int, said: int) -> Iterator[int]:
-        begun = time.monotonic()
-        request = self.engine().submit(tokens, Sampling(count), source=CacheSource(self.model))
-        self.tokens = said
-        while not request.finished:
-            for _, token in self.engine().step():
+            begun, made, self.tokens = time.monotonic(), self.made(), len(said)
+            for token in self._go_on(made, [*prompt, *said], count - len(said)):
                 self.took_s = self.took_s or time.monotonic() - begun
                 yield token
-        if request.failure is not None:
-            raise request.failure
+
+    def made(self) -> Made:
+        """What goes on, once it is there. Raises StageError when it cannot be made."""
+        self._thread.join()
+        if self._made is None:
+            raise StageError(f"what computes cannot be imported: {self._fault}; install firsttoken again")
+        return self._made
+
+    def _before(self, prompt: Sequence[int], count: int) -> Iterator[int]:
+        """Yield at most ``count`` tokens of the model."""
+        token = self.model.next_token(prompt)
+        self._thread.start()
+        yield token
+        with beside_an_import(self.model):
+            for _ in range(count - 1):
+                if not self._thread.is_alive():
+                    return
+                token = self.model.next_token([token])
+                yield token
 
     def _import(self) -> None:
         try:
             with uncollected():
-                from firsttoken.engine.engine import Engine
-
-                self._engine = Engine(take_over(self.model, -(-self.model.context // BLOCK_TOKENS)))
+                self._made = self._make()
         except Exception as error:
             self._fault = error
         self.ready_s = time.monotonic()
+
+    @abstractmethod
+    def _make(self) -> Made:
+        """Import torch, and make what goes on."""
+
+    @abstractmethod
+    def _go_on(self, made: Made, tokens: list[int], count: int) -> Iterator[int]:
+        """Yield ``count`` more tokens after ``tokens``, of which the model has computed all but the last."""
+
+
+class Takeover(TorchBehind["Engine"]):
+    """An answer of a ``model`` that has all of its weights, which an engine takes over with them."""
+
+    def _make(self) -> Engine:
+        from firsttoken.engine.engine import Engine
+
+        return Engine(take_over(self.model, -(-self.model.context // BLOCK_TOKENS)))
+
+    def _go_on(self, made: Engine, tokens: list[int], count: int) -> Iterator[int]:
+        request = made.submit(tokens, Sampling(count), source=CacheSource(self.model))
+        while not request.finished:
+            for _, token in made.step():
+                yield token
+        if request.failure is not None:
+            raise request.failure
 
 
 def take_over(model: NumpyModel, blocks: int, host_blocks: int = 0) -> LiveExecutor:

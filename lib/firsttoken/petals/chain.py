@@ -31,12 +31,13 @@ from torch import Tensor
 
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.request import KVSource
+from firsttoken.petals.message_headers import NAMED_TOKENS
 from firsttoken.petals.records import Record
 from firsttoken.petals.routing import check_cover, gaps
-from firsttoken.petals.server_session import DoubtFault, ServerFault, ServerSession
+from firsttoken.petals.server_call import DoubtFault, ServerFault
+from firsttoken.petals.server_session import ServerSession
 from firsttoken.petals.states import MOST_TOKENS, Stretch, check_states, end_to_end
 from firsttoken.petals.swarm import Swarm
-from firsttoken.petals.wire import NAMED_TOKENS
 from firsttoken.study.errors import CacheError, FirstTokenError, SwarmError
 
 

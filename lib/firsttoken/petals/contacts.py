@@ -15,8 +15,8 @@ from firsttoken.petals.access import Access, Channel
 from firsttoken.petals.addresses import check_kind, check_name, is_loopback, spot_of
 from firsttoken.petals.fairness import Shares, remember
 from firsttoken.petals.keys import ServerKey, check_signature, read_said, signature_of
+from firsttoken.petals.message_headers import EXCHANGE
 from firsttoken.petals.records import MOST, Record, Registry, StaleError, TwinError, UnprovenError, read_record
-from firsttoken.petals.wire import EXCHANGE
 from firsttoken.study.errors import BusyError, SwarmError
 from firsttoken.study.parsing.schema import digits
 

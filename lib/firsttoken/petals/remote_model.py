@@ -24,11 +24,13 @@ from firsttoken.petals.access import Access
 from firsttoken.petals.chain import Chain, Keyed
 from firsttoken.petals.checkpoint_blocks import load_ends, model_sha256
 from firsttoken.petals.event_loop import begin, wait_for
+from firsttoken.petals.message_headers import NAMED_TOKENS
+from firsttoken.petals.states import Stretch
 from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.trust.auditor import Auditor, Audits
 from firsttoken.petals.trust.priority_queue import Bid
-from firsttoken.petals.wire import CODINGS, NAMED_TOKENS, Stretch
+from firsttoken.petals.wire import CODINGS
 from firsttoken.study.errors import FirstTokenError, RequestError, SwarmError
 
 UNAUDITED = (

@@ -25,6 +25,7 @@ from firsttoken.petals.contacts import ASKED_BYTES, TALK, Contacts, hear
 from firsttoken.petals.fairness import client_of
 from firsttoken.petals.keys import public_hex, server_key
 from firsttoken.petals.kv_slots import KVSlots, LostError
+from firsttoken.petals.message_headers import SERVICE
 from firsttoken.petals.placement import Rebalancing
 from firsttoken.petals.records import Record, Registry, TwinError
 from firsttoken.petals.session import IdleError, ServerLimits, Sessions
@@ -33,7 +34,6 @@ from firsttoken.petals.trust.commitments import Committer, read_evidence
 from firsttoken.petals.trust.ledger import Ledger
 from firsttoken.petals.trust.priority_queue import PriorityQueue
 from firsttoken.petals.tuning.frozen import FrozenBlocks
-from firsttoken.petals.wire import SERVICE
 from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, SwarmError
 from firsttoken.study.system.openmp import loops_elsewhere
 

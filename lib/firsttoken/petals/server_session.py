@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
@@ -11,63 +10,36 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from firsttoken.petals.access import Channel
-from firsttoken.petals.timeouts import Timeouts
-from firsttoken.petals.wire import HEADERS, MOST_NAMES, NAMED_TOKENS, SESSION, VERSION, Message, Stretch, decode, encode
-from firsttoken.study.errors import SwarmError
-
-REFUSALS = frozenset({"INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED", "OUT_OF_RANGE"})
-"""The names of gRPC's codes by which a server says that what it was asked is wrong, whoever is asked."""
-
-
-class ServerFault(SwarmError):
-    """This server cannot go on with this; ``lasting`` unless it only has lost its sequences.
-
-    One that has ``refused`` says that the client is wrong. Whether it is, only another server can tell.
-    """
-
-    def __init__(self, text: str, lasting: bool = True, refused: bool = False) -> None:
-        super().__init__(text)
-        self.lasting = lasting
-        self.refused = refused
-
-
-class DoubtFault(ServerFault):
-    """This server is not to be believed: what it has answered so far may be wrong, too."""
+from firsttoken.petals.message_headers import MOST_NAMES, NAMED_TOKENS
+from firsttoken.petals.server_call import ServerCall, ServerFault
+from firsttoken.petals.states import Stretch
+from firsttoken.petals.wire import Message, decode, encode
 
 
 class ServerSession:
-    """``layers`` of ``model`` (sha256) on the server that ``name`` tells and ``channel`` leads to.
+    """What ``call`` leads to, by hidden states: its layers of a model on a server.
 
-    Hidden states travel in ``coding``. ``known`` are the tokens of each sequence that the server has seen,
-    ``commitment`` what it vouches for of its latest answer. Blocks of shared beginnings have names that are of this
-    ``server`` (its subkey) alone; keys and values go to it in pieces of ``room`` bytes.
+    ``known`` are the tokens of each sequence that the server has seen, ``commitment`` what it vouches for of its latest
+    answer. Blocks of shared beginnings have names that are of this ``server`` (its subkey) alone; keys and values go to
+    it in pieces of ``room`` bytes.
     """
 
-    def __init__(
-        self,
-        name: str,
-        channel: Channel,
-        layers: range,
-        model: str,
-        coding: str,
-        timeouts: Timeouts,
-        headers: Sequence[tuple[str, str]] = (),
-        server: str = "",
-        room: int = 1 << 16,
-    ) -> None:
-        self.name = name
-        self.layers = layers
-        self.known: dict[int, int] = {}
+    def __init__(self, call: ServerCall, server: str = "", room: int = 1 << 16) -> None:
+        self.name, self.layers, self.known = call.name, call.layers, call.known
+        self._call, self._server, self._room = call, server.encode(), room
         self._over: set[int] = set()  # sequences that the server was not yet told to be over
-        self.steps = 0
         self.answered_s = 0.0  # when it did so last, on the monotonic clock
         self.commitment = ""
-        self.moved_bytes = 0  # of messages, both ways
-        self._coding, self._timeouts, self._server, self._room = coding, timeouts, server.encode(), room
-        opened = zip(HEADERS, (VERSION, model, f"{layers.start}:{layers.stop}", coding), strict=True)
-        self._call = channel.stream_stream(SESSION)(metadata=(*opened, *headers))
-        self._turn = asyncio.Lock()
+
+    @property
+    def steps(self) -> int:
+        """Steps that were answered."""
+        return self._call.steps
+
+    @property
+    def moved_bytes(self) -> int:
+        """The bytes of messages, both ways."""
+        return self._call.moved_bytes
 
     async def run(
         self,
@@ -82,7 +54,7 @@ class ServerSession:
         does not answer in time, or nonsense, or refuses.
         """
         answer = await self._answer(hidden, stretches, first, self._filled(stretches, keys))
-        self.steps += 1
+        self._call.steps += 1
         for one in stretches:
             self.known[one.number] = one.end
         self.commitment = answer.commitment
@@ -120,24 +92,15 @@ class ServerSession:
 
     async def forget(self, numbers: Sequence[int]) -> None:
         """Tell the server that these sequences are over; one that is not there any more knows anyway."""
-        import grpc
-
         self._over.update(number for number in numbers if self.known.pop(number, None) is not None)
         if not (over := list(self._over)):
             return
-        try:
-            async with asyncio.timeout(self._timeouts.answer_s), self._turn:
-                await self._call.write(encode(None, self._coding, over=over))
-            self._over.difference_update(over)
-        except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError, TimeoutError):
-            pass  # the next step tells it, or finds out
-        except asyncio.CancelledError:  # of the call, as the session was ended meanwhile, or of whoever asks
-            if asyncio.current_task().cancelling():
-                raise
+        if await self._call.tell(encode(None, self._call.coding, over=over)):
+            self._over.difference_update(over)  # else the next step tells it, or finds out
 
     def close(self) -> None:
         """End the session."""
-        self._call.cancel()
+        self._call.close()
 
     def _filled(self, stretches: Sequence[Stretch], keys: Mapping[int, Sequence[bytes]]) -> dict[int, list[str]]:
         """The names of the blocks that ``stretches`` fill, of sequences in ``keys``."""
@@ -159,45 +122,12 @@ class ServerSession:
         """What the server says to ``hidden`` [tokens, hidden], or without tokens to ``kv`` or ``names`` alone. Raises
         as ``run``."""
         rows, over = hidden.shape[0], list(self._over)
-        limit_s = self._timeouts.limit_s(rows)
-        message = encode(hidden if rows else None, self._coding, stretches, over, first, names=names, kv=kv)
-        try:
-            async with asyncio.timeout(limit_s):
-                data = await self._exchange(message)
-        except TimeoutError:
-            raise ServerFault(f"{self.name} did not answer within {limit_s:.1f} s") from None
+        message = encode(hidden if rows else None, self._call.coding, stretches, over, first, names=names, kv=kv)
+        data = await self._call.ask(message, rows)
         self._over.difference_update(over)
-        self.moved_bytes += len(message) + len(data)
         try:
-            answer = decode(data, self._coding, hidden.shape[1], hidden.dtype, rows)
+            answer = decode(data, self._call.coding, hidden.shape[1], hidden.dtype, rows)
         except Exception as error:  # whatever goes wrong with its answer is this server's fault
             raise ServerFault(f"{self.name}: {error}") from error
         self.answered_s = time.monotonic()
         return answer
-
-    async def _exchange(self, message: bytes) -> bytes:
-        import grpc
-
-        try:
-            # The lock is not held while the answer is awaited: ``forget`` writes, too, and must not wait for a step.
-            async with self._turn:
-                await self._call.write(message)
-            data = await self._call.read()
-            if data is not grpc.aio.EOF:
-                return data
-            code, said = await self._call.code(), await self._call.details()
-        except grpc.aio.AioRpcError as error:
-            code, said = error.code(), error.details()
-        except grpc.aio.BaseError as error:
-            raise ServerFault(f"{self.name}: its connection was closed ({error})", lasting=False) from None
-        except asyncio.InvalidStateError:  # the call is over, and its status says why
-            code, said = await self._call.code(), await self._call.details()
-        except asyncio.CancelledError:
-            if asyncio.current_task().cancelling():
-                raise
-            raise ServerFault(f"{self.name}: its connection was closed", lasting=False) from None
-        if code.name in REFUSALS:
-            raise ServerFault(f"{self.name} refuses: {said or code.name}", refused=True)
-        said = "it ended the session without a word" if code is grpc.StatusCode.OK else said or code.name
-        # a session that was never answered has nothing that could be lost
-        raise ServerFault(f"{self.name}: {said}", lasting=code is not grpc.StatusCode.ABORTED or not self.steps)

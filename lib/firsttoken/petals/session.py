@@ -17,10 +17,11 @@ from firsttoken.petals.batcher import Batcher
 from firsttoken.petals.checkpoint_blocks import parse_blocks
 from firsttoken.petals.fairness import Client, Ending, client_of, who_yields
 from firsttoken.petals.kv_slots import LostError, Sequences
+from firsttoken.petals.message_headers import ADAPTER, HEADERS, NAMED_TOKENS, VERSION
 from firsttoken.petals.states import check_states
 from firsttoken.petals.trust.commitments import Committer
 from firsttoken.petals.trust.priority_queue import OFFER, PriorityQueue
-from firsttoken.petals.wire import ADAPTER, CODINGS, HEADERS, NAMED_TOKENS, VERSION, Message, decode, encode
+from firsttoken.petals.wire import CODINGS, Message, decode, encode
 from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, SwarmError
 from firsttoken.study.parsing.parse_errors import shown
 

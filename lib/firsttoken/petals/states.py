@@ -4,12 +4,12 @@ answers."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from firsttoken.study.errors import SwarmError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_TOKENS = 512  # of a message; a client cuts what is longer
 _ROOM = 1 << 16  # bytes of a message beside its numbers
@@ -36,7 +36,12 @@ def check_states(hidden: Tensor, what: str = "hidden states hold") -> None:
     at most ``LARGEST``, of either sign."""
     if not hidden.numel():
         return
-    low, high = (float(end) for end in hidden.aminmax())  # both are NaN where any number is
+    low, high = hidden.aminmax()  # both are NaN where any number is
+    check_range(float(low), float(high), what)
+
+
+def check_range(low: float, high: float, what: str = "hidden states hold") -> None:
+    """Raise as ``check_states``, for states whose smallest and largest numbers these are."""
     if low >= -LARGEST and high <= LARGEST:
         return
     finite = max(-low, high) < float("inf")
@@ -47,7 +52,11 @@ def check_states(hidden: Tensor, what: str = "hidden states hold") -> None:
 def end_to_end(parts: Sequence[Tensor]) -> Tensor:
     """``parts`` [tokens, hidden] as one; of one alone nothing is copied, which a step of one token would do six
     times."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if len(parts) == 1:
+        return parts[0]
+    import torch
+
+    return torch.cat(parts)
 
 
 def most_bytes(width: int, trained: int = 0) -> int:

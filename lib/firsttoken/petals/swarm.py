@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from firsttoken.petals.access import Access, Channel
 from firsttoken.petals.addresses import check_name, is_loopback
 from firsttoken.petals.contacts import Contacts
+from firsttoken.petals.message_headers import ADAPTER
 from firsttoken.petals.records import Record, Registry
 from firsttoken.petals.routing import Hop, best_chain, chain_s
+from firsttoken.petals.server_call import ServerCall
 from firsttoken.petals.server_session import ServerSession
 from firsttoken.petals.states import MOST_TOKENS
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.trust.priority_queue import Bid
-from firsttoken.petals.wire import ADAPTER
 from firsttoken.study.errors import SwarmError
 
 # How servers have behaved towards a client: who failed is not asked for a while, and who is late is told from others.
@@ -263,8 +264,8 @@ class Swarm:
         channel, headers = self.channel(record.address), self.access.headers
         headers += self.bid.headers(record.server) if self.bid is not None else ()
         headers += ((ADAPTER, adapter),) if adapter else ()
-        common = self.model, coding, self.timeouts, headers, record.server
-        return ServerSession(record.name, channel, layers, *common, MOST_TOKENS * self._width * 4)
+        call = ServerCall(record.name, channel, layers, self.model, coding, self.timeouts, headers)
+        return ServerSession(call, record.server, MOST_TOKENS * self._width * 4)
 
     async def reconnect(self, address: str) -> None:
         """Give the connection to ``address`` up: another is made when it is asked for."""

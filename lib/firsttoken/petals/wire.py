@@ -3,8 +3,7 @@ that they belong to and against a limit before memory is taken for what it names
 
 from __future__ import annotations
 
-import json
-import re
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,25 +15,13 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from firsttoken.petals.int8_transport import pack, unpack
+from firsttoken.petals.message_headers import laid_out, told_step, usual_message
 from firsttoken.petals.states import MOST_TOKENS, Stretch, check_states
 from firsttoken.study.errors import SwarmError
 from firsttoken.study.parsing.json_text import parse_json
 from firsttoken.study.parsing.parse_errors import Damaged
-from firsttoken.study.parsing.safetensors_header import METADATA, header_of
+from firsttoken.study.parsing.safetensors_header import header_of
 from firsttoken.study.parsing.schema import between, digits, shaped
-
-SERVICE = "firsttoken.Swarm"
-SESSION, PASS, EXCHANGE, ACCUSE, ACCOUNT = (
-    f"/{SERVICE}/{call}" for call in ("Session", "Pass", "Exchange", "Accuse", "Account")
-)
-"""The calls of a server over gRPC."""
-
-VERSION = "2"
-HEADERS = ("swarm-version", "swarm-model", "swarm-blocks", "swarm-coding")
-"""What a session is opened with, in this order: version of the messages, sha256 of the model, a:b, coding."""
-
-ADAPTER = "swarm-adapter"
-"""And, for a variant of the model, the name of its adapter, as servers announce it."""
 
 CODINGS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 """What hidden states travel in, by the name that a session is opened with."""
@@ -44,10 +31,6 @@ _SHORT = 1024  # characters of a step that is remembered
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _Count = Annotated[int, between(0, 1 << 31)]
 _Name = Annotated[str, digits(32)]
-
-NAMED_TOKENS = 16
-"""Tokens of a block of keys and values that has a name. A server whose blocks have other sizes finds none."""
-MOST_NAMES = 1024  # of a message that asks for the beginnings of sequences
 
 
 @dataclass(frozen=True)
@@ -93,28 +76,15 @@ def encode(
 ) -> bytes:
     """The bytes of a message; an answer has neither ``stretches`` nor ``over``, and a ``commitment`` where it has
     one. Raises SwarmError as ``pack``."""
-    told: dict[str, object] = {"stretches": list(stretches), "over": list(over)}
-    more = {"first": first, "names": list(names.items()), "shared": list(shared.items())}
-    told |= {name: value for name, value in more.items() if value}
-    metadata = ({"commitment": commitment} if commitment else {}) | {"step": json.dumps(told)}
+    metadata = {"commitment": commitment} if commitment else {}
+    metadata |= {"step": told_step(stretches, over, first, names, shared)}
     if hidden is not None and kv is None and coding != "int8":
-        return _laid(hidden.detach().to(CODINGS[coding]).contiguous(), metadata)
+        states = hidden.detach().to(CODINGS[coding]).contiguous()
+        numbers = states.view(torch.int16) if states.dtype is torch.bfloat16 else states  # numpy has none
+        return laid_out(numbers.numpy().data, _NAMES[states.dtype], states.shape, metadata)
     tensors = {} if hidden is None else pack(hidden) if coding == "int8" else {"hidden": hidden.to(CODINGS[coding])}
     tensors |= {} if kv is None else {"kv": kv.contiguous()}
     return save(tensors, metadata)
-
-
-def _laid(hidden: Tensor, metadata: Mapping[str, str]) -> bytes:
-    """The safetensors file of ``hidden`` [tokens, hidden] alone.
-
-    Between two steps the weights of a span have gone through the processor's caches, and a call costs what it takes to
-    come from memory: 0.02 ms as it is here, by ``save`` 0.1.
-    """
-    entry = {"dtype": _NAMES[hidden.dtype], "shape": list(hidden.shape), "data_offsets": [0, hidden.nbytes]}
-    header = json.dumps({METADATA: metadata, "hidden": entry}, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)  # what follows is aligned, as the format wants it
-    numbers = hidden.view(torch.int16) if hidden.dtype is torch.bfloat16 else hidden  # numpy has none
-    return b"".join((len(header).to_bytes(8, "little"), header, numbers.numpy().data))
 
 
 def decode(
@@ -166,38 +136,20 @@ def decode(
     return Message(stretches, hidden, told.over, told.first, header.metadata.get("commitment", ""), told.names)
 
 
-_NUMBER = "(?:0|[1-9][0-9]{0,8})"  # below 1 << 31
-_STEP = rf"\[{_NUMBER}, {_NUMBER}, {_NUMBER}\]"
-_PLAIN = r"[ !#-\[\]-~]*"  # in a JSON string, none of these is escaped
-_USUAL = re.compile(
-    rf"""\{{"{METADATA}":\{{(?:"commitment":"({_PLAIN}(?:\\"{_PLAIN})*)",)?"""
-    rf""""step":"\{{\\"stretches\\": \[({_STEP}(?:, {_STEP})*)?\], \\"over\\": \[\]\}}"\}},"""
-    rf""""hidden":\{{"dtype":"([A-Z0-9]+)","shape":\[({_NUMBER}),({_NUMBER})\],"""
-    rf""""data_offsets":\[0,({_NUMBER})\]\}}\}} *""".encode()
-)
-"""The header of a step or its answer, as ``encode`` writes it."""
-
-
 def _usual(data: bytes, coding: str, width: int, dtype: torch.dtype, tokens: int | None) -> Message | None:
-    """What ``decode`` makes of hidden states alone whose header is written as here; None where it has to look closer.
+    """What ``decode`` makes of hidden states alone whose header is the usual; None where it has to look closer.
 
-    With caches that are cold, as in ``_laid``, a step is read in 0.04 ms, and in 0.14 by the way of any JSON.
+    With caches that are cold, as in ``laid_out``, a step is read in 0.04 ms, and in 0.14 by the way of any JSON.
     """
-    start, kind = 8 + int.from_bytes(data[:8], "little"), CODINGS[coding]
-    if start % 8 or (found := _USUAL.fullmatch(data, 8, start)) is None:  # numbers are aligned
+    kind, said = CODINGS[coding], usual_message(data)
+    if said is None or said.dtype != _NAMES[kind] or len(data) - said.start != math.prod(said.shape) * kind.itemsize:
         return None
-    commitment, listed, named, *counts = found.groups()
-    *shape, size = map(int, counts)
-    if named.decode() != _NAMES[kind] or not size == len(data) - start == shape[0] * shape[1] * kind.itemsize:
+    rows = _rows(said.stretches) if tokens is None else tokens
+    if not rows or said.shape != (rows, width):
         return None
-    steps = listed[1:-1].split(b"], [") if listed else []
-    stretches = tuple(Stretch(*map(int, one.split(b", "))) for one in steps)
-    rows = _rows(stretches) if tokens is None else tokens
-    if not rows or shape != [rows, width]:
-        return None
-    hidden = torch.frombuffer(bytearray(data), dtype=kind, offset=start).view(rows, width).to(dtype)
+    hidden = torch.frombuffer(bytearray(data), dtype=kind, offset=said.start).view(rows, width).to(dtype)
     check_states(hidden)
-    return Message(stretches, hidden, commitment=commitment.decode().replace('\\"', '"') if commitment else "")
+    return Message(said.stretches, hidden, commitment=said.commitment)
 
 
 def _told(text: str) -> _ToldStep:

@@ -18,22 +18,54 @@ from firsttoken.petals.access import Access
 from firsttoken.petals.chain import messages_of
 from firsttoken.petals.event_loop import begin, wait_for
 from firsttoken.petals.routing import check_cover
-from firsttoken.petals.server_session import ServerFault
+from firsttoken.petals.server_call import ServerFault
+from firsttoken.petals.server_session import ServerSession
+from firsttoken.petals.states import Stretch
 from firsttoken.petals.timeouts import Timeouts
-from firsttoken.petals.wire import Stretch
-from firsttoken.study.errors import FirstTokenError, SwarmError
-from firsttoken_extras.layer_borrowing.lender import Lender, LentSpan, check_lenders
+from firsttoken.study.errors import FirstTokenError
+from firsttoken_extras.layer_borrowing.lender import Lender, Lending, NeighbourGone, OpenSession, check_lenders
 
 HURRY_S = 0.5  # that an answer may still take when all layers have come
 
 
-class NeighbourGone(SwarmError):
-    """Nothing is lent any more, for the reason that it says."""
+class LentSpan:
+    """The layers of a lender, for as long as it goes on; ``lending`` opens another session where it has lost one
+    without fault. The first one is ``begun`` where that is given, and goes on with what its lender has.
+
+    To be made and used where gRPC's event loop runs. Raises SwarmError for an address that may not be asked.
+    """
+
+    def __init__(self, lending: Lending, begun: OpenSession | None = None) -> None:
+        self.address, self.layers = lending.lender
+        self._lending = lending
+        self._channel, call = begun or lending.open()
+        self.sessions = [ServerSession(call)]  # the last one is open
+
+    def known(self, request: int) -> int:
+        """Tokens of the request that it has seen."""
+        return self.sessions[-1].known.get(request, 0)
+
+    async def run(self, stretches: Sequence[Stretch], hidden: Tensor, first: int) -> Tensor:
+        """Run as ``ServerSession.run`` does, through its layers from ``first`` on. Where it has only lost its
+        sequences, the ServerFault is not lasting, and a session is open that knows of none."""
+        try:
+            return await self.sessions[-1].run(stretches, hidden, max(first, self.layers.start))
+        except ServerFault as fault:
+            if not fault.lasting:
+                self.sessions[-1].close()
+                self.sessions.append(ServerSession(self._lending.open(self._channel).call))
+            raise
+
+    async def close(self) -> None:
+        """End the session."""
+        self.sessions[-1].close()
+        await self._channel.close()
 
 
 class Lease:
     """The layers of ``lenders``, one behind the other, up to the last of the ``depth`` of ``model`` (the lenders' name
-    of it); states are ``width`` wide. Nobody lends those below ``first``.
+    of it); states are ``width`` wide. Nobody lends those below ``first``. A session that was ``begun`` with the only
+    lender goes on.
 
     Opening it waits for nobody: a lender that cannot be reached is found out by the first step. When one of them is
     gone, all is. Raises SwarmError for lenders that leave a layer out or have one twice, and for an address that may
@@ -49,6 +81,7 @@ class Lease:
         *,
         access: Access | None = None,
         timeouts: Timeouts | None = None,
+        begun: OpenSession | None = None,
     ) -> None:
         check_lenders(lenders, depth)
         self.first = lenders[0].layers.start
@@ -56,7 +89,8 @@ class Lease:
         self._depth = depth
         self._spans: list[LentSpan] = []
         self._asked = lenders[0].address  # who was asked last
-        wait_for(self._connect(lenders, model, width, access or Access(), timeouts or Timeouts()))
+        patience = access or Access(), timeouts or Timeouts()
+        wait_for(self._connect([Lending(one, model, width, *patience) for one in lenders], begun))
 
     @property
     def steps(self) -> int:
@@ -101,11 +135,9 @@ class Lease:
             self.gone = why
             wait_for(self._end())
 
-    async def _connect(
-        self, lenders: Sequence[Lender], model: str, width: int, access: Access, timeouts: Timeouts
-    ) -> None:
-        for lender in lenders:
-            self._spans.append(LentSpan(lender, model, width, access, timeouts))
+    async def _connect(self, lenders: Sequence[Lending], begun: OpenSession | None) -> None:
+        for lending in lenders:
+            self._spans.append(LentSpan(lending, begun))
 
     async def _end(self) -> None:
         for span in self._spans:

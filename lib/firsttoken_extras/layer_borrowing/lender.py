@@ -1,19 +1,24 @@
-"""A server that lends layers, and the session with it."""
+"""Servers that lend layers, and how a session with one is opened: without torch, which may not be there yet."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from firsttoken.petals.access import Access
+from firsttoken.petals.access import Access, Channel
 from firsttoken.petals.routing import check_cover, named
-from firsttoken.petals.server_session import ServerFault, ServerSession
+from firsttoken.petals.server_call import ServerCall
 from firsttoken.petals.timeouts import Timeouts
-from firsttoken.petals.wire import Stretch
 from firsttoken.study.errors import SwarmError
+
+CODING = "float32"
+"""What states travel in. Every dtype that is served fits into it, so none is rounded on its way: each token has to be
+the one that the whole model says."""
+
+
+class NeighbourGone(SwarmError):
+    """Nothing is lent any more, for the reason that it says."""
 
 
 class Lender(NamedTuple):
@@ -21,6 +26,34 @@ class Lender(NamedTuple):
 
     address: str
     layers: range
+
+
+class OpenSession(NamedTuple):
+    """A session with a lender: its ``channel``, and the ``call`` over it."""
+
+    channel: Channel
+    call: ServerCall
+
+
+@dataclass(frozen=True)
+class Lending:
+    """What ``lender`` is asked for: its layers of ``model`` (its name of it), whose states are ``width`` wide."""
+
+    lender: Lender
+    model: str
+    width: int
+    access: Access = field(default_factory=Access)
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+    def open(self, channel: Channel | None = None) -> OpenSession:
+        """A session, over ``channel`` where there is one; to be called where gRPC's event loop runs.
+
+        It waits for nobody. Raises SwarmError for an address that may not be asked.
+        """
+        address, layers = self.lender
+        channel = channel or self.access.channel(address, self.width)
+        told = self.model, CODING, self.timeouts, self.access.headers
+        return OpenSession(channel, ServerCall(address, channel, layers, *told))
 
 
 def check_lenders(lenders: Sequence[Lender], depth: int) -> None:
@@ -31,46 +64,3 @@ def check_lenders(lenders: Sequence[Lender], depth: int) -> None:
     except SwarmError:
         told = f"lenders have layers {named(spans)}; name them in order up to the end of [0, {depth}), each layer once"
         raise SwarmError(told) from None
-
-
-class LentSpan:
-    """The layers of ``lender``, for as long as it goes on: one session after another, as it may lose one without fault.
-
-    To be made and used where gRPC's event loop runs. Raises SwarmError for an address that may not be asked.
-    """
-
-    def __init__(self, lender: Lender, model: str, width: int, access: Access, timeouts: Timeouts) -> None:
-        self.address, self.layers = lender
-        self.sessions: list[ServerSession] = []  # the last one is open
-        self._model, self._access, self._timeouts = model, access, timeouts
-        self._channel = access.channel(self.address, width)
-        self._open()
-
-    def known(self, request: int) -> int:
-        """Tokens of the request that it has seen."""
-        return self.sessions[-1].known.get(request, 0)
-
-    async def run(self, stretches: Sequence[Stretch], hidden: Tensor, first: int) -> Tensor:
-        """Run as ``ServerSession.run`` does, through its layers from ``first`` on. Where it has only lost its
-        sequences, the ServerFault is not lasting, and a session is open that knows of none."""
-        try:
-            return await self.sessions[-1].run(stretches, hidden, max(first, self.layers.start))
-        except ServerFault as fault:
-            if not fault.lasting:
-                self.sessions[-1].close()
-                self._open()
-            raise
-
-    async def close(self) -> None:
-        """End the session."""
-        self.sessions[-1].close()
-        await self._channel.close()
-
-    def _open(self) -> None:
-        # Every dtype that is served fits into float32, so no state is rounded on its way: each token has to be the one
-        # that the whole model says.
-        coding = str(torch.float32).removeprefix("torch.")
-        session = ServerSession(
-            self.address, self._channel, self.layers, self._model, coding, self._timeouts, self._access.headers
-        )
-        self.sessions.append(session)

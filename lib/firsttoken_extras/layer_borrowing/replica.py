@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from firsttoken.engine.decoder import Decoder, LocalSegment
@@ -24,10 +25,11 @@ from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
 from firsttoken.engine.request import GREEDY, Request, Sampling
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.engine.trace import Trace
-from firsttoken.petals.wire import Stretch
+from firsttoken.petals.states import Stretch
 from firsttoken.study.errors import RequestError, SwarmError
 from firsttoken_extras.layer_borrowing.arrivals import LayerArrivals
-from firsttoken_extras.layer_borrowing.lease import Lease, NeighbourGone
+from firsttoken_extras.layer_borrowing.lease import Lease
+from firsttoken_extras.layer_borrowing.lender import NeighbourGone
 from firsttoken_extras.layer_borrowing.prefix_offer import PrefixOffer
 
 if TYPE_CHECKING:
@@ -64,6 +66,29 @@ class BorrowedSegment:
     def drop(self, request: int) -> None:
         """Forget the request of this number, here and there."""
         self._lease.forget(request)
+
+
+class LentPrefix:
+    """The first ``tokens`` of a request at a replica without own layers: its lenders have their keys and values."""
+
+    redo = range(0)
+    complete = True
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def begin(self) -> None:
+        """Do nothing: it is there."""
+
+    def hidden_states(self) -> None:
+        """Bring none, as none is needed."""
+
+    def arrived(self) -> list[tuple[int, Tensor]]:
+        """No layer is here."""
+        return []
+
+    def close(self) -> None:
+        """Do nothing: nothing was opened."""
 
 
 class BorrowingVersion(ModelVersion):
@@ -114,6 +139,7 @@ class BorrowingReplica:
         self.engine = Engine(executor, config, policy=policy, trace=trace)
         self._executor, self._layers, self._arrivals = executor, list(layers), arrivals
         self._open: list[Request] = []
+        self._begun: Request | None = None  # one that was taken over, until its first token
         self._here = lease.first
         self._head: Decoder | None = None  # whose head is packed, once the model's ends are here
         executor.version = self._view()
@@ -139,6 +165,19 @@ class BorrowingReplica:
         self._open.append(request)
         return request
 
+    def take_over(self, tokens: Sequence[int], sampling: Sampling = GREEDY) -> Request:
+        """A request that others began: the lenders, which lend all layers, have seen all ``tokens`` but the last one.
+
+        Waits for the ends. Raises as :meth:`submit`, and what ended the load.
+        """
+        self._begin()
+        begun = len(tokens) - 1
+        self._begun = request = self.engine.submit(tokens, sampling, moves=True, source=LentPrefix(begun))
+        entered = self._executor.model.model.embed_tokens(torch.tensor(tokens[:begun]))
+        self._executor.version.hidden_cache.keep(request.number, 0, 0, entered)
+        self._open.append(request)
+        return request
+
     def step(self) -> list[tuple[Request, int]]:
         """Take over what has come, and process one batch; the tokens it produced, as ``Engine.step``.
 
@@ -146,12 +185,12 @@ class BorrowingReplica:
         the load.
         """
         if self._here < len(self._layers):
-            self._arrivals.wait(len(self._layers) if self.lease.gone else self.lease.first)
-            if self._head is None:  # the ends and the layers that nobody lends are here, and nothing was computed yet
-                self._executor.version = self._ready_view()
+            self._begin()
             self._switch_to(self._arrivals.layers)
         try:
-            return self.engine.step()
+            said = self.engine.step()
+            self._begun = None if said else self._begun
+            return said
         except NeighbourGone:  # the step has left nothing behind, and is taken again without it
             return []
 
@@ -175,6 +214,12 @@ class BorrowingReplica:
         self.lease.close("the replica was closed")
         self._executor.close()
 
+    def _begin(self) -> None:
+        """Wait for the ends and the layers that nobody lends, for all of them when a lender is gone."""
+        self._arrivals.wait(len(self._layers) if self.lease.gone else self.lease.first)
+        if self._head is None:  # nothing was computed yet
+            self._executor.version = self._ready_view()
+
     def _switch_to(self, come: int) -> None:
         """Compute with the first ``come`` layers from here on, once nobody is about earlier ones."""
         self._open = [request for request in self._open if not request.finished]
@@ -192,6 +237,8 @@ class BorrowingReplica:
     def _between(self, request: Request) -> bool:
         """Whether it computes layers again, or has computed upon a prefix that is still on its way: if it moved then,
         it would have to compute all of it."""
+        if request is self._begun:  # its prefix is all of what the lenders have
+            return True
         return request.redo is not None or (request.version is not None and self.engine.awaits_prefix(request))
 
     def _ready_view(self) -> ModelVersion:

@@ -17,9 +17,10 @@ from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check
 from firsttoken.petals.contacts import exchange, tell
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.remote_model import RemoteModel
+from firsttoken.petals.server_call import ServerCall
 from firsttoken.petals.server_session import ServerSession
+from firsttoken.petals.states import MOST_TOKENS, Stretch
 from firsttoken.petals.timeouts import Timeouts
-from firsttoken.petals.wire import MOST_TOKENS, Stretch
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
@@ -181,7 +182,7 @@ class _Study:
 
         async def probe() -> None:
             session = ServerSession(
-                record.name, swarm.channel(record.address), span, swarm.model, chain.coding, timeouts, ()
+                ServerCall(record.name, swarm.channel(record.address), span, swarm.model, chain.coding, timeouts)
             )
             with Stopwatch() as watch:
                 await session.run([Stretch(0, 0, tokens)], hidden)

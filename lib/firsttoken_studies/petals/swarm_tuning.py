@@ -24,10 +24,10 @@ from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, te
 from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.event_loop import wait_for
+from firsttoken.petals.states import MOST_TOKENS
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.tuning.client_adapters import Lora, SoftPrompt
 from firsttoken.petals.tuning.remote_training import RemoteTraining
-from firsttoken.petals.wire import MOST_TOKENS
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Rows, frame_of, rows_where

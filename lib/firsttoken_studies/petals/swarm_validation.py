@@ -26,13 +26,13 @@ from firsttoken.petals.keys import public_hex, server_key
 from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import Running, ServerConfig, serving
 from firsttoken.petals.session import ServerLimits
+from firsttoken.petals.states import Stretch
 from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.trust.arbitration import TOLERANCE, difference
 from firsttoken.petals.trust.auditor import INCONCLUSIVE, Auditor, Audits
 from firsttoken.petals.trust.ledger import Order, Receipt, signed_slip
 from firsttoken.petals.trust.receipts import tell_keeper
-from firsttoken.petals.wire import Stretch
 from firsttoken.study.errors import ProfileError, SwarmError
 from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.record import Outcome, Rows, frame_of

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from firsttoken.petals.keys import read_said
+from firsttoken.petals.message_headers import ACCUSE
 from firsttoken.petals.records import Record
 from firsttoken.petals.routing import Hop, Reachable, best_chain
-from firsttoken.petals.server_session import DoubtFault, ServerSession
+from firsttoken.petals.server_call import DoubtFault
+from firsttoken.petals.server_session import ServerSession
 from firsttoken.petals.states import MOST_TOKENS, Stretch
 from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.trust.arbitration import TOLERANCE, Ruling, difference
 from firsttoken.petals.trust.commitments import Charge, Evidence, committed, read_commitment
-from firsttoken.petals.wire import ACCUSE
 from firsttoken.study.errors import FirstTokenError, SwarmError
 
 UNDECIDED, UNWITNESSED = 0.5, 1.0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from firsttoken.petals.keys import ServerKey, public_hex
+from firsttoken.petals.message_headers import ACCOUNT
 from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.trust.ledger import Order, Receipt, signed_slip, tell_slip
-from firsttoken.petals.wire import ACCOUNT
 from firsttoken.study.errors import SwarmError
 
 

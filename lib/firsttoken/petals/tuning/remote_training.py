@@ -16,15 +16,15 @@ from torch import Tensor
 from firsttoken.petals.access import Access
 from firsttoken.petals.checkpoint_blocks import load_ends, model_sha256
 from firsttoken.petals.event_loop import begin, wait_for
+from firsttoken.petals.message_headers import HEADERS, PASS, VERSION
 from firsttoken.petals.records import Record
 from firsttoken.petals.routing import Hop, check_cover
-from firsttoken.petals.server_session import REFUSALS
+from firsttoken.petals.server_call import REFUSALS
 from firsttoken.petals.states import MOST_TOKENS, most_bytes
 from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.tuning.client_adapters import Lora, SoftPrompt
 from firsttoken.petals.tuning.passes import Adapters, Pass, decode_pass, encode_pass
-from firsttoken.petals.wire import HEADERS, PASS, VERSION
 from firsttoken.study.errors import RequestError, SwarmError
 
 # A client's way through the servers for training: what entered each is kept until the gradient comes back.

@@ -183,18 +183,22 @@ class BlobReader:
 
 
 class ReadBefore:
-    """The ``files`` of a stage that have been read, as a reader gives them; ``decoded`` are the tensors, in the dtype
-    that they are stored in, which lie in a format in them."""
+    """The ``files`` of a stage that have been read, by place, as a reader gives them, and what ``rest`` still reads;
+    ``decoded`` are the tensors, in the dtype that they are stored in, which lie in a format in the files."""
 
-    def __init__(self, files: Sequence[memoryview], decoded: Mapping[str, np.ndarray]) -> None:
-        self._files, self.decoded = files, decoded
+    def __init__(
+        self, files: Mapping[int, memoryview], decoded: Mapping[str, np.ndarray], rest: BlobReader | None = None
+    ) -> None:
+        self._files, self.decoded, self._rest = files, decoded, rest
 
     def wait(self, index: int) -> memoryview:
-        """The file ``index``, which is there."""
-        return self._files[index]
+        """The file ``index``. Raises as ``BlobReader.wait`` for one that has not been read."""
+        return self._rest.wait(index) if self._rest is not None and index not in self._files else self._files[index]
 
     def close(self) -> None:
-        """Do nothing: nothing is being read."""
+        """Stop reading what has not come."""
+        if self._rest is not None:
+            self._rest.close()
 
 
 def even_groups(sizes: Sequence[int], count: int) -> list[range]:

@@ -22,13 +22,13 @@ from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Scalar, Summary
 from firsttoken_studies.combined.borrowed.neighbour import own_request, shaped, warm_server
 from firsttoken_studies.combined.borrowed.setting import StartSetting, start_setting
-from firsttoken_studies.combined.borrowed.trial import BORROWED, PRUNED, WAYS, WHOLE, BorrowSpec
+from firsttoken_studies.combined.borrowed.spec import BEHIND, BORROWED, PRUNED, WAYS, WHOLE, BorrowSpec
 from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, TrialLink, one_trial
 from firsttoken_studies.progressiveserve.coldstart.summary import ratio, values
 
 # What starts that borrow say: first tokens by link and round trip, whose they are, and what the neighbour lost.
 
-TTFT, LAST = "ttft_request_s", "last_token_s"
+TTFT, TTFT_PROCESS, LAST = "ttft_request_s", "ttft_process_s", "last_token_s"
 ALONE = "alone"
 
 
@@ -53,9 +53,32 @@ def borrowed_start_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary
         for rtt in asked["rtt_ms"]:
             near = [row for row in here if row["variant"] != BORROWED or row["rtt_ms"] == rtt]
             _borrowed(summary, near, variant=BORROWED, gbit_per_s=rate, rtt_ms=rtt)
+    _from_creation(summary, starts, asked)
     _whose(summary, starts)
     _neighbour(summary, rows)
     return summary
+
+
+def _from_creation(summary: Summary, starts: Rows, asked: Mapping[str, Any]) -> None:
+    """Add TTFT from the creation of the process over the main link, and that with torch behind the first token over the
+    others; the answer's tokens before torch was there."""
+    here = rows_where(starts, gbit_per_s=asked["main_gbit_per_s"])
+    near = [row for row in here if row["rtt_ms"] in (0.0, asked["main_rtt_ms"])]
+    if not rows_where(near, variant=BEHIND):  # a run of before there were such starts
+        return
+    for way in (*WAYS, BEHIND):
+        first = bootstrap(values(near, way, TTFT_PROCESS), "median").summary("s")
+        summary.add("ttft_process_s", first, variant=way)
+    for other in (BORROWED, WHOLE):
+        over = ratio(near, BEHIND, other, TTFT_PROCESS).summary("x")
+        summary.add("ttft_process_x", over, variant=BEHIND, than=other)
+    for way in (WHOLE, BORROWED, BEHIND):
+        last = [row[TTFT_PROCESS] - row[TTFT] + row[LAST] for row in rows_where(near, variant=way)]
+        summary.add("last_token_process_s", bootstrap(last, "median").summary("s"), variant=way)
+    before = bootstrap(values(near, BEHIND, "before_torch"), "median").summary("tokens")
+    summary.add("tokens_before_torch", before, variant=BEHIND)
+    early = [row["torch_at_first_token"] for row in rows_where(starts, variant=BEHIND)]
+    summary.add("torch_at_first_token_pct", bootstrap(early).summary("% of starts", 100), variant=BEHIND)
 
 
 def _borrowed(summary: Summary, rows: Rows, **place: Scalar) -> None:
@@ -78,13 +101,16 @@ def _whose(summary: Summary, starts: Rows) -> None:
     """Add the share of starts whose tokens, all and the first, equal those of starts that wait for the whole model."""
     wanted = {tuple(row["tokens"]) for row in rows_where(starts, variant=WHOLE)}
     summary.add("answers", {"value": len(wanted), "unit": "answers of starts that wait"}, variant=WHOLE)
-    for variant in (PRUNED, BORROWED):
+    for variant in (PRUNED, BORROWED, BEHIND):
+        if not rows_where(starts, variant=variant):
+            continue
         mine = [tuple(row["tokens"]) for row in rows_where(starts, variant=variant)]
         same = [tokens in wanted for tokens in mine]
         first = [tokens[0] in {one[0] for one in wanted} for tokens in mine]
         for measure, found in (("same_tokens_pct", same), ("same_first_token_pct", first)):
             summary.add(measure, bootstrap(found).summary("% of starts", 100), variant=variant, than=WHOLE)
-    refused = sum("all layers" not in row["gone"] for row in rows_where(starts, variant=BORROWED))
+    lent = [row for row in starts if row["variant"] in (BORROWED, BEHIND)]
+    refused = sum(not any(why in row["gone"] for why in ("all layers", "is over")) for row in lent)
     summary.add("loans_that_failed", {"value": refused, "unit": "starts"})
 
 
@@ -103,6 +129,7 @@ def _neighbour(summary: Summary, rows: Rows) -> None:
 
 
 TRIAL = "firsttoken_studies.combined.borrowed.trial"
+TRIAL_BEHIND = "firsttoken_studies.combined.borrowed.before_torch_trial"
 
 
 @dataclass(frozen=True)
@@ -143,7 +170,7 @@ def borrowed_start(profile: Profile) -> Outcome:
     rows: Rows = []
     depth = setting.checkpoint.plan.depth
     with warm_server(setting.folder, depth, setting.theirs, setting.threads) as (address, _):
-        ways = ((WHOLE, 0.0), (PRUNED, 0.0), *((BORROWED, rtt) for rtt in config.rtt_ms))
+        ways = ((WHOLE, 0.0), (PRUNED, 0.0), *((BORROWED, rtt) for rtt in config.rtt_ms), (BEHIND, config.main_rtt_ms))
         starts = [
             (variant, rate, rtt, round_)
             for rate, (variant, rtt) in product(config.gbit_per_s, ways)
@@ -163,7 +190,7 @@ def borrowed_start(profile: Profile) -> Outcome:
 
 
 def _rounds(config: BorrowedConfig, variant: str, rate: float, rtt: float) -> int:
-    main = rate == config.main_gbit_per_s and (variant != BORROWED or rtt == config.main_rtt_ms)
+    main = rate == config.main_gbit_per_s and rtt in (0.0, config.main_rtt_ms)
     return config.main_rounds if main else config.rounds
 
 
@@ -171,7 +198,8 @@ def _start(setting: StartSetting, variant: str, rate: float, neighbour: str) -> 
     """One start over a link of ``rate`` whose bytes wait in memory. Raises FirstTokenError when it fails."""
     folder = setting.checkpoint.staged if variant == PRUNED else setting.folder
     spec = BorrowSpec(**{**setting.common, "variant": variant, "staged": str(folder), "neighbour": neighbour})
-    return one_trial(spec, TrialLink(rate, BUCKET, cold=False), module=TRIAL)
+    module = TRIAL_BEHIND if variant == BEHIND else TRIAL
+    return one_trial(spec, TrialLink(rate, BUCKET, cold=False), module=module)
 
 
 def _beside(config: BorrowedConfig, setting: StartSetting, addresses: tuple[str, str], round_: int) -> Rows:
@@ -283,14 +311,36 @@ def start_rows(recorded: Result | None, now: Result) -> Table:
             yield line | {"whose": drawn.who()}
 
 
+def creation_rows(recorded: Result | None, now: Result) -> Table:
+    """The table of first and last tokens from the creation of the process, over the main link; nothing of a run that
+    had no start with torch behind its first token."""
+    names = {WHOLE: "the whole model first, torch first", BORROWED: "borrowing, torch first"}
+    for drawn in over(recorded, now):
+        summary = drawn.result.summary
+        if summary.get("ttft_process_s", variant=BEHIND) is None:
+            continue
+        for way, name in (names | {BEHIND: "borrowing, torch behind"}).items():
+            yield {
+                "start": name,
+                "first token, s": interval(summary.get("ttft_process_s", variant=way), 2),
+                "over borrowing, torch first": interval(summary.get("ttft_process_x", variant=way, than=BORROWED), 2),
+                "last token, s": interval(summary.get("last_token_process_s", variant=way), 2),
+                "tokens before torch": interval(summary.get("tokens_before_torch", variant=way), 0),
+                "whose": drawn.who(),
+            }
+
+
 def whose_rows(recorded: Result | None, now: Result) -> Table:
     """Return rows that say how often a start's tokens are the whole model's."""
+    ways = {PRUNED: WAYS[PRUNED], BORROWED: WAYS[BORROWED], BEHIND: "borrowing, torch behind"}
     for drawn in over(recorded, now):
-        for way in (PRUNED, BORROWED):
+        for way, name in ways.items():
+            if drawn.result.summary.get("same_tokens_pct", variant=way, than=WHOLE) is None:
+                continue
             same = drawn.result.summary.of("same_tokens_pct", variant=way, than=WHOLE)
             first = drawn.result.summary.value("same_first_token_pct", variant=way, than=WHOLE)
             told = {"first token is the whole model's, %": first, "all tokens are, %": same["value"]}
-            yield {"start": WAYS[way], "starts": same["n"], **told, "whose": drawn.who()}
+            yield {"start": name, "starts": same["n"], **told, "whose": drawn.who()}
 
 
 def neighbour_rows(recorded: Result | None, now: Result) -> Table:

@@ -12,7 +12,6 @@ INTERPRETER_UP = time.monotonic()
 import json  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Callable, Sequence  # noqa: E402
-from dataclasses import dataclass  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any, TypeAlias  # noqa: E402
 
@@ -36,34 +35,12 @@ from firsttoken_extras.layer_borrowing.embeddings import neighbours_name  # noqa
 from firsttoken_extras.layer_borrowing.lease import Lease  # noqa: E402
 from firsttoken_extras.layer_borrowing.lender import Lender  # noqa: E402
 from firsttoken_extras.layer_borrowing.replica import CONFIG, BorrowingReplica  # noqa: E402
-from firsttoken_studies.progressiveserve.coldstart.spec import TrialSpec  # noqa: E402
+from firsttoken_studies.combined.borrowed.spec import BORROWED, BorrowSpec, StartSpec  # noqa: E402
 from firsttoken_studies.progressiveserve.coldstart.trial_variants import tokenize  # noqa: E402
 from firsttoken_studies.progressiveserve.coldstart.variants import VARIANTS  # noqa: E402
 
 Lenders: TypeAlias = "Callable[[int], Sequence[Lender]]"
 """Who lends layers of a model of so many."""
-
-WHOLE, PRUNED, BORROWED = "whole", "pruned", "borrowed"
-WAYS = {
-    WHOLE: "the whole model first",
-    PRUNED: "ProgressiveServe's stage 1",
-    BORROWED: "borrowing",
-}
-
-
-@dataclass(frozen=True)
-class StartSpec(TrialSpec):
-    """``tokens`` are generated, on ``cores`` (none: wherever the system likes)."""
-
-    tokens: int = 1
-    cores: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class BorrowSpec(StartSpec):
-    """``variant`` is one of WAYS; ``neighbour`` is the address of a server of all layers, for a start that borrows."""
-
-    neighbour: str = ""
 
 
 def main(spec: BorrowSpec) -> dict[str, Any]:

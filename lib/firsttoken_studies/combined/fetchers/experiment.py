@@ -21,7 +21,7 @@ from firsttoken.study.show import cells, interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_studies.combined.borrowed.setting import start_setting
-from firsttoken_studies.combined.borrowed.trial import WHOLE
+from firsttoken_studies.combined.borrowed.spec import WHOLE
 from firsttoken_studies.combined.fetchers.division import bytes_of, divided
 from firsttoken_studies.combined.fetchers.trial import FETCHED, FetchSpec
 from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, TrialLink, one_trial

@@ -22,7 +22,8 @@ from firsttoken.study.errors import SwarmError
 from firsttoken.study.system.fast_exit import tell_and_end
 from firsttoken_extras.layer_borrowing.lender import Lender
 from firsttoken_studies.combined.borrowed.neighbour import process_of
-from firsttoken_studies.combined.borrowed.trial import WHOLE, StartSpec, prepare, start
+from firsttoken_studies.combined.borrowed.spec import WHOLE, StartSpec
+from firsttoken_studies.combined.borrowed.trial import prepare, start
 from firsttoken_studies.combined.fetchers.division import divided
 
 # The fetchers behind the first process of a start: told to begin, asked where they listen, and let go.

@@ -61,6 +61,15 @@ def read_weights_ahead(spec: TrialSpec) -> None:
         threading.Thread(target=read_ahead, args=(file,), daemon=True).start()
 
 
+def prompt_ids(spec: TrialSpec) -> list[int]:
+    """The prompt's ids; with an empty prompt as many arbitrary ones as ``spec`` says."""
+    from firsttoken.lean.tokenizer import read_tokenizer
+
+    if not spec.prompt:
+        return list(range(1, spec.prompt_tokens + 1))
+    return read_tokenizer(Path(spec.stock)).encode(spec.prompt).ids
+
+
 @dataclass
 class PhaseClock:
     """Phases in seconds, one after another, and what the process had used by then."""

@@ -30,7 +30,7 @@ from firsttoken.progressiveserve.loading.reader import BlobReader  # noqa: E402
 from firsttoken.study.errors import StageError  # noqa: E402
 from firsttoken.study.system.fast_exit import tell_and_end  # noqa: E402
 from firsttoken.study.system.footprint import MemoryGrowth, cpu_seconds  # noqa: E402
-from firsttoken_studies.progressiveserve.coldstart.spec import PhaseClock, TrialSpec, read_weights_ahead  # noqa: E402
+from firsttoken_studies.progressiveserve.coldstart.spec import PhaseClock, TrialSpec, prompt_ids, read_weights_ahead  # noqa: E402
 from firsttoken_studies.progressiveserve.coldstart.variants import StartVariant, find_variant  # noqa: E402
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _start_before_torch(spec: TrialSpec, marks: PhaseClock) -> dict[str, Any] | 
     except OtherWay as reason:
         print(f"firsttoken: {Path(spec.stock).name} starts with torch: {reason}", file=sys.stderr)
         return None
-    ids = _prompt(spec)
+    ids = prompt_ids(spec)
     marks.phase("config and tokenizer")
     takeover = Takeover(model)
     answer = takeover.answer(ids, ANSWER)
@@ -142,7 +142,7 @@ def _start_before_torch(spec: TrialSpec, marks: PhaseClock) -> dict[str, Any] | 
         gaps.append(time.monotonic() - last)
         last += gaps[-1]
         if len(said) == ANSWER - LAST:
-            engine = takeover.engine()
+            engine = takeover.made()
     return row | {
         "torch_s": takeover.ready_s - spec.spawned_s,
         "tokens_before_torch": takeover.tokens,
@@ -173,7 +173,7 @@ def _stages_before_torch(
     except OtherWay as reason:
         print(f"firsttoken: {Path(spec.staged).name} starts with torch: {reason}", file=sys.stderr)
         return None
-    ids = _prompt(spec)
+    ids = prompt_ids(spec)
     marks.phase("config and tokenizer")
     row = {"token_id": model.next_token(ids), "torch_at_first_token": "torch" in sys.modules}
     marks.phase("prefill")
@@ -199,14 +199,6 @@ def _in_the_dtype(spec: TrialSpec, model: NumpyModel) -> NumpyModel:
         model.weights.close()
         raise OtherWay(f"it computes in {model.dtype}, and {spec.dtype} is asked for")
     return model
-
-
-def _prompt(spec: TrialSpec) -> list[int]:
-    from firsttoken.lean.tokenizer import read_tokenizer
-
-    if not spec.prompt:
-        return list(range(1, spec.prompt_tokens + 1))
-    return read_tokenizer(Path(spec.stock)).encode(spec.prompt).ids
 
 
 def _first_token(spec: TrialSpec, marks: PhaseClock, arrived: float, used: float) -> dict[str, Any]:

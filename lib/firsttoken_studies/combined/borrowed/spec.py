@@ -1,0 +1,31 @@
+"""What a start of a replica is asked: nothing here imports torch, as one of them does without at first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from firsttoken_studies.progressiveserve.coldstart.spec import TrialSpec
+
+WHOLE, PRUNED, BORROWED, BEHIND = "whole", "pruned", "borrowed", "borrowed_behind"
+WAYS = {
+    WHOLE: "the whole model first",
+    PRUNED: "ProgressiveServe's stage 1",
+    BORROWED: "borrowing",
+}
+"""The ways to start whose clock begins when the libraries are imported; BEHIND imports torch behind its first token."""
+
+
+@dataclass(frozen=True)
+class StartSpec(TrialSpec):
+    """``tokens`` are generated, on ``cores`` (none: wherever the system likes)."""
+
+    tokens: int = 1
+    cores: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class BorrowSpec(StartSpec):
+    """``variant`` is BEHIND or one of WAYS; ``neighbour`` is the address of a server of all layers, for a start that
+    borrows."""
+
+    neighbour: str = ""
