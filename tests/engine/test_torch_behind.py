@@ -88,7 +88,7 @@ def by_turns(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
         answer = takeover.answer(PROMPT, count)
         said = [next(answer) for _ in range(before)]
         wanted.set()
-        takeover._thread.join()
+        takeover.made()
         return [*said, *answer]
 
     return said_by
@@ -309,9 +309,9 @@ def test_an_engine_that_cannot_be_made(make, monkeypatch) -> None:
     takeover = Takeover(numpy_of(folder))
     answer = takeover.answer(PROMPT, ANSWER)
     assert next(answer) == numpy_of(folder).next_token(PROMPT)
-    takeover._thread.join()
-    with pytest.raises(StageError, match="cannot be imported: libtorch is of another version; install"):
-        list(answer)
+    for use in (takeover.made, lambda: list(answer)):
+        with pytest.raises(StageError, match="cannot be imported: libtorch is of another version; install"):
+            use()
 
 
 def test_the_first_token_finds_no_torch(make) -> None:

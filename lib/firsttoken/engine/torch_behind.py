@@ -41,12 +41,14 @@ class TorchBehind(ABC, Generic[Made]):
         self._made: Made | None = None
         self._fault: Exception | None = None
         self._thread = threading.Thread(target=self._import, name="importing", daemon=True)
+        self._begun = False
 
     def answer(self, prompt: Sequence[int], count: int) -> Iterator[int]:
         """Yield ``count`` greedy tokens after ``prompt``: the model's until torch is there, and then the other's.
 
-        The import begins behind the first token, which has both cores to itself. Raises RequestError for a count below
-        1, what :meth:`NumpyModel.next_token` raises, and StageError when torch or what computes cannot be imported.
+        The import begins when the second token is asked for, or :meth:`made`: the first one has all cores to itself
+        until somebody has it. Raises RequestError for a count below 1, what :meth:`NumpyModel.next_token` raises, and
+        StageError when torch or what computes cannot be imported.
         """
         if count < 1:
             raise RequestError(f"an answer has at least 1 token, not {count}")
@@ -62,6 +64,7 @@ class TorchBehind(ABC, Generic[Made]):
 
     def made(self) -> Made:
         """What goes on, once it is there. Raises StageError when it cannot be made."""
+        self._begin()
         self._thread.join()
         if self._made is None:
             raise StageError(f"what computes cannot be imported: {self._fault}; install firsttoken again")
@@ -70,14 +73,19 @@ class TorchBehind(ABC, Generic[Made]):
     def _before(self, prompt: Sequence[int], count: int) -> Iterator[int]:
         """Yield at most ``count`` tokens of the model."""
         token = self.model.next_token(prompt)
-        self._thread.start()
         yield token
+        self._begin()
         with beside_an_import(self.model):
             for _ in range(count - 1):
                 if not self._thread.is_alive():
                     return
                 token = self.model.next_token([token])
                 yield token
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self._thread.start()
 
     def _import(self) -> None:
         try:

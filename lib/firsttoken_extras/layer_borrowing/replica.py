@@ -7,6 +7,7 @@ above stay with their lenders. Every token is the whole model's.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -19,8 +20,10 @@ from firsttoken.engine.decoder import Decoder, LocalSegment
 from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.fused import fuse_layer
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
+from firsttoken.engine.kv import KVPool
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
+from firsttoken.engine.native.exports import WeightMemory, packed_in
 from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
 from firsttoken.engine.request import GREEDY, Request, Sampling
 from firsttoken.engine.step_plan import StepPlan
@@ -69,13 +72,20 @@ class BorrowedSegment:
 
 
 class LentPrefix:
-    """The first ``tokens`` of a request at a replica without own layers: its lenders have their keys and values."""
+    """The first ``tokens`` of a request at a replica of ``pool`` without own layers, whose lenders have seen them.
+
+    The engine wants keys and values of every layer. It is given zeros, as nothing here reads those of a lent layer:
+    when that has come, they are computed from the hidden states that entered it.
+    """
 
     redo = range(0)
     complete = True
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, pool: KVPool, tokens: int) -> None:
         self.tokens = tokens
+        shape = pool.shape
+        nothing = torch.zeros(1, dtype=shape.dtype).expand(2, 1, shape.kv_heads, tokens, shape.head_dim)
+        self._left = [(layer, nothing) for layer in range(shape.layers)]
 
     def begin(self) -> None:
         """Do nothing: it is there."""
@@ -84,8 +94,9 @@ class LentPrefix:
         """Bring none, as none is needed."""
 
     def arrived(self) -> list[tuple[int, Tensor]]:
-        """No layer is here."""
-        return []
+        """All layers, the first time that it is asked."""
+        came, self._left = self._left, []
+        return came
 
     def close(self) -> None:
         """Do nothing: nothing was opened."""
@@ -141,7 +152,10 @@ class BorrowingReplica:
         self._open: list[Request] = []
         self._begun: Request | None = None  # one that was taken over, until its first token
         self._here = lease.first
-        self._head: Decoder | None = None  # whose head is packed, once the model's ends are here
+        self._ready = False  # once the model's ends are here, and the layers that nobody lends
+        # A huge page is cleared before it is written to, for which a virtual machine may wait 5 ms: with 13 MB a layer
+        # and one core, tokens waited for up to 0.6 s in all while layers were taken over.
+        self._panels = WeightMemory(huge=False)
         executor.version = self._view()
 
     @property
@@ -172,7 +186,9 @@ class BorrowingReplica:
         """
         self._begin()
         begun = len(tokens) - 1
-        self._begun = request = self.engine.submit(tokens, sampling, moves=True, source=LentPrefix(begun))
+        self._begun = request = self.engine.submit(
+            tokens, sampling, moves=True, source=LentPrefix(self._executor.pool, begun)
+        )
         entered = self._executor.model.model.embed_tokens(torch.tensor(tokens[:begun]))
         self._executor.version.hidden_cache.keep(request.number, 0, 0, entered)
         self._open.append(request)
@@ -217,8 +233,8 @@ class BorrowingReplica:
     def _begin(self) -> None:
         """Wait for the ends and the layers that nobody lends, for all of them when a lender is gone."""
         self._arrivals.wait(len(self._layers) if self.lease.gone else self.lease.first)
-        if self._head is None:  # nothing was computed yet
-            self._executor.version = self._ready_view()
+        if not self._ready:  # nothing was computed yet
+            self._executor.version, self._ready = self._ready_view(), True
 
     def _switch_to(self, come: int) -> None:
         """Compute with the first ``come`` layers from here on, once nobody is about earlier ones."""
@@ -242,15 +258,14 @@ class BorrowingReplica:
         return request.redo is not None or (request.version is not None and self.engine.awaits_prefix(request))
 
     def _ready_view(self) -> ModelVersion:
-        """The model as it is now, with its own layers fused and its head packed, both once for all versions. What has
-        not come can be neither."""
-        self._layers[: self._here] = map(fuse_layer, self._layers[: self._here])  # fused ones stay as they are
-        version = self._view()
-        if self._head is None:
-            version.decoder.pack_head()
-        else:
-            version.decoder.take_head(self._head)
-        self._head = version.decoder
+        """The model as it is now, with its own layers fused. Its head is packed when all of them are here: before the
+        first token it would take longer than to multiply it."""
+        with packed_in(self._panels):
+            self._layers[: self._here] = map(fuse_layer, self._layers[: self._here])  # fused ones stay as they are
+            version = self._view()
+            if self._here == len(self._layers):
+                version.decoder.pack_head()
+                threading.Thread(target=self._panels.collapse, name="huge pages", daemon=True).start()
         return version
 
     def _view(self) -> ModelVersion:

@@ -43,8 +43,6 @@ class BorrowedAnswer(TorchBehind[OwnLayers]):
     def _before(self, prompt: Sequence[int], count: int) -> Iterator[int]:
         with suppress(NeighbourGone):
             yield from super()._before(prompt, count)
-        if self._thread.ident is None:  # no token was said
-            self._thread.start()
 
     def _make(self) -> OwnLayers:
         from firsttoken.engine.decoder import LocalSegment

@@ -7,8 +7,9 @@ import importlib.util
 import mmap
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -223,5 +224,20 @@ class WeightMemory:
         return whole[-whole.ctypes.data % _HUGE :][:size]
 
 
-PANELS = WeightMemory(huge=True)
-"""That of all weights that torch packs in a process."""
+_PANELS = WeightMemory(huge=True)
+_OTHER: ContextVar[WeightMemory | None] = ContextVar("_OTHER", default=None)
+
+
+def panel_memory() -> WeightMemory:
+    """The memory of all weights that torch packs in a process, but those that are :func:`packed_in` another."""
+    return _OTHER.get() or _PANELS
+
+
+@contextmanager
+def packed_in(memory: WeightMemory) -> Iterator[None]:
+    """Within the block this thread packs weights in ``memory``."""
+    before = _OTHER.set(memory)
+    try:
+        yield
+    finally:
+        _OTHER.reset(before)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from firsttoken.engine.native.exports import PANELS, Exports, load_exports, packed_adapter
+from firsttoken.engine.native.exports import Exports, load_exports, packed_adapter, panel_memory
 from firsttoken.study.errors import ModelError
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -173,7 +173,7 @@ class NativeLinear(nn.Module):
         if fresh:
             step = kernels().panel // 2 if gated else kernels().panel
             count = -(-self.out_features // step) * kernels().panel
-            panels = PANELS.take(count * self.in_features * dtype.itemsize)
+            panels = panel_memory().take(count * self.in_features * dtype.itemsize)
         self.panels = torch.from_numpy(panels).view(dtype)
         bias = 0 if self.bias is None else self.bias.data_ptr()
         self.fields = np.array(
