@@ -12,12 +12,9 @@ import pytest
 import torch
 from plain_tokens import check_greedy
 from swarms import DEPTH, Here, part
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.access import Access
-from firsttoken.petals.block_backend import _turns
 from firsttoken.petals.chain import Chain
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.states import MOST_TOKENS, Stretch
@@ -137,17 +134,3 @@ def test_hidden_states_travel_in_8_bits(everyone, client, asked):
     with torch.no_grad():
         model = client(everyone[0, 1].address, coding="int8")
         assert model.generate(torch.tensor([one.prompt]), 6).shape == (1, 18)
-
-
-@pytest.mark.parametrize("kind", ["default", "llama3", "dynamic"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_angles_that_are_there_before_a_step_are_those_that_it_would_compute(kind, dtype):
-    more = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-    told = {"rope_type": kind, "rope_theta": 1e4} | (more if kind != "default" else {})
-    rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=192, num_attention_heads=8, rope_parameters=told))
-    table = _turns(rotary, 300, dtype)
-    assert (table is None) == (kind == "dynamic")  # these change with what is asked
-    for start, tokens in [(0, 1), (7, 1), (8, 5), (283, 17)] if table else ():
-        where = torch.arange(start, start + tokens)
-        wanted = rotary(torch.empty(0, dtype=dtype), where[None])
-        assert all(torch.equal(half[:, where], other) for half, other in zip(table, wanted, strict=True))

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from firsttoken.engine.fused import fuse_layer, normed, packed, packs, run_layers, run_together
+from firsttoken.engine.fused import JoinedLayers, fuse_layer, normed, packed, packs, run_layers, run_together
 from firsttoken.engine.native.library import NativeLinear
+from firsttoken.engine.rotary_table import RotaryTable
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.study.errors import ModelError, RequestError
 
@@ -66,6 +67,7 @@ class LocalSegment:
     def __init__(self, modules: Sequence[nn.Module], lo: int = 0) -> None:
         self.modules = list(modules)  # one may be put in the place of another that computes the same, at any time
         self._lo = lo
+        self._joined: dict[tuple[int, int], JoinedLayers] = {}  # by layers, as long as these are the same
 
     @property
     def layers(self) -> range:
@@ -85,10 +87,14 @@ class LocalSegment:
             modules = self.modules[part]
             if step.variants is not None:
                 fields, whose = step.variants
-                hidden = run_layers(modules, hidden, step.paged, turns, (np.ascontiguousarray(fields[:, part]), whose))
+                hidden = run_layers(modules, hidden, step.paged, turns, np.ascontiguousarray(fields[:, part]), whose)
                 layer = end
-            elif together := run_together(modules, hidden, step.paged, turns):
-                hidden = run_layers(modules[:together], hidden, step.paged, turns)
+                continue
+            joined = self._joined.get((layer, end))
+            if joined is None or joined.layers != modules:
+                joined = self._joined[layer, end] = JoinedLayers.of(modules)
+            if together := run_together(joined, hidden, step.paged, turns):
+                hidden = run_layers(modules[:together], hidden, step.paged, turns, joined.fields)
                 layer += together
             else:
                 own = {"position_embeddings": turns[layer]} if isinstance(turns, dict) else {}
@@ -132,6 +138,7 @@ class Decoder:
         self._decoder = _twin(decoder, [lists[0]], nn.ModuleList([through]))
         self._model = _twin(model, way.split("."), self._decoder) if way else self._decoder
         self._width = model.config.hidden_size
+        self._turns: RotaryTable | None = None
 
     @property
     def depth(self) -> int:
@@ -155,14 +162,21 @@ class Decoder:
 
     def _plain_logits(self, step: StepPlan) -> Tensor:
         """The same by the model's parts, for one of ``_PLAIN``, and only the rows that are wanted through the norm."""
-        decoder, positions = self._decoder, step.positions
+        decoder = self._decoder
         hidden = decoder.embed_tokens(step.ids)
-        away = step.paged.pool.rows.is_meta  # layers in other processes, which have their own angles: 0.08 ms of a step
-        turns = None if away else decoder.rotary_emb(hidden, positions)
+        turns = self._angles(hidden, step)
         told = {"attention_mask": None, "past_key_values": None, "use_cache": False}
-        hidden = decoder.layers[0](hidden, step=step, position_embeddings=turns, position_ids=positions, **told)
-        rows, head = hidden[0, step.last], self._model.lm_head
+        hidden = decoder.layers[0](hidden, step=step, position_embeddings=turns, position_ids=step.positions, **told)
+        rows, head = hidden[0].index_select(0, step.last), self._model.lm_head
         return head(normed(rows, decoder.norm) if type(head) is NativeLinear else decoder.norm(rows))
+
+    def _angles(self, hidden: Tensor, step: StepPlan) -> tuple[Tensor, Tensor] | None:
+        """The cosines and sines of the positions; None where layers are in other processes, which have their own."""
+        if step.paged.pool.rows.is_meta:
+            return None
+        if self._turns is None:
+            self._turns = RotaryTable(self._decoder.rotary_emb, hidden.dtype, hidden.device)
+        return self._turns.of(hidden, step.positions, max(chunk.end for chunk in step.chunks))
 
     def run(self, step: StepPlan) -> None:
         """Run ``step`` for the keys and values of its layers; what leaves them is thrown away.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -152,21 +152,34 @@ class _Gated(nn.Module):
         return kernels().gated(self.both(states))
 
 
-def run_together(
-    layers: Sequence[nn.Module], hidden: Tensor, paged: Attend, turns: tuple[Tensor, Tensor] | None
-) -> int:
-    """How many of ``layers``, from the first on, one call of the kernels can run over ``hidden`` [1, tokens, hidden].
+class JoinedLayers(NamedTuple):
+    """``layers``, of which the first ``count`` are fused and alike, so that the kernels can run them in one call; and
+    the ``fields`` [1, count, fields] of these."""
 
-    They are fused, alike, and multiplied by the kernels; ``paged``, the step's attention, reads all of its tokens by
-    them; ``turns`` are the cosines and sines of its positions.
+    layers: list[nn.Module]
+    count: int
+    fields: np.ndarray
+
+    @classmethod
+    def of(cls, layers: list[nn.Module]) -> JoinedLayers:
+        """Count and join them."""
+        kind = getattr(layers[0], "kind", None)
+        alike = (type(layer) is FusedLayer and kind is not None and layer.kind == kind for layer in layers)
+        count = next((i for i, same in enumerate(alike) if not same), len(layers))
+        return cls(layers, count, np.array([[layer.fields for layer in layers[:count]]]))
+
+
+def run_together(joined: JoinedLayers, hidden: Tensor, paged: Attend, turns: tuple[Tensor, Tensor] | None) -> int:
+    """How many of the ``joined`` layers, from the first on, one call of the kernels runs over ``hidden``
+    [1, tokens, hidden].
+
+    ``paged``, the step's attention, must read all of its tokens by the kernels; ``turns`` are the cosines and sines of
+    its positions.
     """
-    if turns is None or paged.read_by_kernels(hidden.shape[1]) is None:
+    if not joined.count or turns is None or paged.read_by_kernels(hidden.shape[1]) is None:
         return 0
-    kind = getattr(layers[0], "kind", None)
-    if kind is None or hidden.dtype != paged.pool.shape.dtype or hidden.dtype != layers[0].joint.panels.dtype:
-        return 0
-    alike = (type(layer) is FusedLayer and layer.kind == kind for layer in layers)
-    return next((i for i, same in enumerate(alike) if not same), len(layers))
+    same = hidden.dtype == paged.pool.shape.dtype == joined.layers[0].joint.panels.dtype
+    return joined.count if same else 0
 
 
 def layer_table(variants: Sequence[Sequence[nn.Module]]) -> np.ndarray | None:
@@ -187,17 +200,19 @@ def run_layers(
     hidden: Tensor,
     paged: Attend,
     turns: tuple[Tensor, Tensor],
-    variants: tuple[np.ndarray, Tensor] | None = None,
+    fields: np.ndarray,
+    variant_of: Tensor | None = None,
 ) -> Tensor:
     """``hidden`` [1, tokens, hidden] through ``layers``, which :func:`run_together` has counted -> the same shape.
 
-    Each token goes through those of its own variant, if there are ``variants`` of all these layers: their
-    :func:`layer_table`, and int64 [tokens], whose a token is.
+    ``fields`` [variants, layers, fields] are theirs. Each token goes through those of its own variant, if there are
+    several: ``variant_of``, int64 [tokens], says whose a token is.
     """
     first, states = layers[0], hidden[0].clone(memory_format=torch.contiguous_format)
     room = first.joint.in_features + first.joint.out_features + first.out.in_features + first.down.in_features
     kernels().run_layers(
-        *((np.stack([layer.fields for layer in layers])[None], None) if variants is None else variants),
+        fields,
+        variant_of,
         states,
         tuple(half[0].contiguous() for half in turns),
         paged.pool.rows,

@@ -180,7 +180,9 @@ class NativeLinear(nn.Module):
             [self.panels.data_ptr(), bias, outputs, self.in_features, gated, *[0] * 5], dtype=np.int64
         )
         if fresh:
-            kernels().pack(torch.cat([linear.weight.detach() for linear in linears]).contiguous(), self.fields)
+            weights = [linear.weight.detach() for linear in linears]
+            whole = weights[0] if len(weights) == 1 else torch.cat(weights)  # a head is large, and its copy too
+            kernels().pack(whole.contiguous(), self.fields)
 
     def with_adapter(self, halves: Sequence[Halves | None]) -> NativeLinear | None:
         """The same over the same weight with LoRA's correction, in fp32 as ``LoraLinear`` has it, of each of its linear
