@@ -15,7 +15,8 @@ from senders import STORED, Senders
 from swarms import DEPTH, Asked
 
 from firsttoken.cps.policies import make_policy
-from firsttoken.droidspeak.prefill import Group, full_prefill, partial_prefill, suffix_logits
+from firsttoken.droidspeak.layer_group import Group
+from firsttoken.droidspeak.prefill import full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.request import Sampling

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 from borrowing import TIMEOUTS, nothing_is_left
 from dying_link import DyingLink
@@ -182,24 +183,21 @@ def test_a_lender_that_does_not_lend(begin, asked, address, model, said) -> None
         answer.model.lent.run(None, 0)
 
 
-LIES = {
-    "no message": (b"\x10" + bytes(7) + b"{}", "is no float32 states"),
-    "another width": (("F32", (1, 16), 0.0), "is no float32 states"),
-    "another dtype": (("F16", (1, 64), 0.0), "is no float32 states"),
-    "too large": (("F32", (1, 32), 3e38), "beyond 16,777,216"),
-    "no number": (("F32", (1, 32), float("nan")), "NaN or infinity"),
+LIES = {  # dtype, shape, and the numbers that come
+    "another width": ("F32", (1, 16), [0.0] * 16, "is no float32 states"),
+    "fewer numbers than it says": ("F32", (1, 32), [0.0] * 16, "is no float32 states"),
+    "another dtype": ("F16", (1, 64), [0.0] * 32, "is no float32 states"),
+    "too large": ("F32", (1, 32), [3e38] * 32, "beyond 16,777,216"),
+    "no number": ("F32", (1, 32), [float("nan")] * 32, "NaN or infinity"),
+    "no message": ("", (), [], "is no float32 states"),
 }
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_an_answer_that_cannot_be_one(begin, monkeypatch, asked, lie) -> None:
-    import numpy as np
-
-    told, said = LIES[lie]
-    if isinstance(told, tuple):
-        dtype, shape, number = told
-        numbers = np.full(32, number, np.float32) if shape != (1, 16) else np.full(16, number, np.float32)
-        told = laid_out(numbers.data, dtype, shape, {"step": told_step()})
+def test_an_answer_that_cannot_be_one(begin, monkeypatch, lie) -> None:
+    dtype, shape, numbers, said = LIES[lie]
+    data = np.array(numbers, np.float32).data
+    told = laid_out(data, dtype, shape, {"step": told_step()}) if dtype else b"\x10" + bytes(7) + b"{}"
 
     async def answered(call: ServerCall, message: bytes, tokens: int) -> bytes:
         return told

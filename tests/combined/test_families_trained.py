@@ -10,7 +10,7 @@ from byte_tokenizers import a_token_a_byte
 from small_models import small_model
 
 from firsttoken.droidspeak.answer_decoding import greedy
-from firsttoken.droidspeak.prefill import Group
+from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.droidspeak.reuse_items import TaskItem, encode
 from firsttoken.study import paths

@@ -19,7 +19,7 @@ from everything import EXACT, STAGES, VARIANTS, Models, Watched
 from swarms import DEPTH, Here
 
 from firsttoken.cps.policies import make_policy
-from firsttoken.droidspeak.prefill import Group
+from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.source import StoredPrefix
 from firsttoken.engine import live_executor
 from firsttoken.engine.engine import Engine, EngineConfig

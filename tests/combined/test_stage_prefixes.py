@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from firsttoken.droidspeak.prefill import NOTHING, Group
+from firsttoken.droidspeak.layer_group import NOTHING, Group
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.record import Result
 from firsttoken_studies.combined.five_at_once.stage_prefixes import (

@@ -18,8 +18,8 @@ from firsttoken.droidspeak.group_selection import (
     choose_group,
     slo_rule,
 )
+from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.pipeline.schedule import ReuseRequest, Schedule, simulate
-from firsttoken.droidspeak.prefill import Group
 from firsttoken.study.errors import RequestError
 
 DEPTH = 10

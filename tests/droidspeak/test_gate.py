@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from firsttoken.assets.models import load_model
 from firsttoken.droidspeak.forward import layer_kv
 from firsttoken.droidspeak.gate import Gate, auc, auc_interval, calibrate, gated_cache, rates, roc
-from firsttoken.droidspeak.prefill import NOTHING, full_prefill, partial_prefill, suffix_logits
+from firsttoken.droidspeak.layer_group import NOTHING
+from firsttoken.droidspeak.prefill import full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.study.errors import RequestError
 

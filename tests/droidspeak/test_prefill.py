@@ -14,7 +14,8 @@ from transformers.models.mistral import MistralForCausalLM
 
 from firsttoken.droidspeak import forward
 from firsttoken.droidspeak.forward import Forward, cache_of, check_supported, layer_kv
-from firsttoken.droidspeak.prefill import NOTHING, Group, full_prefill, partial_prefill, spans, suffix_logits
+from firsttoken.droidspeak.layer_group import NOTHING, Group
+from firsttoken.droidspeak.prefill import full_prefill, partial_prefill, spans, suffix_logits
 from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
 from firsttoken.study.errors import CacheError, ModelError, RequestError
 

@@ -9,7 +9,8 @@ import torch
 
 from firsttoken.assets.models import load_model
 from firsttoken.droidspeak.forward import cache_of, layer_kv
-from firsttoken.droidspeak.prefill import NOTHING, Group, full_prefill, partial_prefill, suffix_logits
+from firsttoken.droidspeak.layer_group import NOTHING, Group
+from firsttoken.droidspeak.prefill import full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.droidspeak.probes import answer_doubt, answer_entropy, head_deviation, tail_divergence
 from firsttoken.study.errors import RequestError

@@ -14,7 +14,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from firsttoken.droidspeak.identity import ModelIdentity, identify
-from firsttoken.droidspeak.prefill import Group, full_prefill, partial_prefill, suffix_logits
+from firsttoken.droidspeak.layer_group import Group
+from firsttoken.droidspeak.prefill import full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.droidspeak.served_prefix import served_prefix
 from firsttoken.droidspeak.source import StoredPrefix

@@ -16,7 +16,8 @@ from dying_link import DyingLink
 from plain_tokens import Plain, check_greedy, judged
 
 from firsttoken.droidspeak.identity import identify
-from firsttoken.droidspeak.prefill import Group, full_prefill, partial_prefill, suffix_logits
+from firsttoken.droidspeak.layer_group import Group
+from firsttoken.droidspeak.prefill import full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.droidspeak.source import StoredPrefix
 from firsttoken.droidspeak.store import KVStore

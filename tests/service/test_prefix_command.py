@@ -35,8 +35,9 @@ from waiting import until
 from firsttoken.__main__ import main
 from firsttoken.assets.checkpoint import combined_sha256, weight_files
 from firsttoken.droidspeak.identity import identify
+from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.pair_profile import PairProfile, keep_profile, read_profiles
-from firsttoken.droidspeak.prefill import Group, full_prefill, partial_prefill, suffix_logits
+from firsttoken.droidspeak.prefill import full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
 from firsttoken.droidspeak.prefix_link import LIST, Offer, PrefixPeer, PrefixServer, pull
 from firsttoken.droidspeak.store import KVStore

@@ -13,8 +13,8 @@ import torch
 from transformers import Qwen2Config
 
 from firsttoken.cps.costs.arithmetic import LinkModel
+from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.pipeline.schedule import ReuseRequest
-from firsttoken.droidspeak.prefill import Group
 from firsttoken.engine.costs.published import decomposed
 from firsttoken.engine.kv import KVShape
 from firsttoken.study.errors import FirstTokenError

@@ -9,7 +9,7 @@ import torch
 from layered import Layered
 from torch import Tensor
 
-from firsttoken.droidspeak.prefill import Group
+from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.prefix import PrefixCache
 from firsttoken.engine.request import Phase, Request
 

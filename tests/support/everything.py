@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from firsttoken.assets.adapter_files import CONFIG, WEIGHTS
-from firsttoken.droidspeak.prefill import Group
+from firsttoken.droidspeak.layer_group import Group
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.native.library import kernels

@@ -9,7 +9,8 @@ from swarms import DEPTH
 from transformers import PreTrainedModel
 
 from firsttoken.droidspeak.identity import identify
-from firsttoken.droidspeak.prefill import Group, full_prefill
+from firsttoken.droidspeak.layer_group import Group
+from firsttoken.droidspeak.prefill import full_prefill
 from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.droidspeak.source import StoredPrefix
 from firsttoken.droidspeak.store import KVStore

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 
+from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.pipeline.schedule import Schedule
-from firsttoken.droidspeak.prefill import Group
 from firsttoken.study.errors import RequestError
 
 

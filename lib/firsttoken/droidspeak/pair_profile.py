@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from firsttoken.droidspeak.forward import Forward, cache_of
 from firsttoken.droidspeak.identity import ModelIdentity, check_compatible
-from firsttoken.droidspeak.prefill import Group
+from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.droidspeak.profile.layer_profiler import LayerProfiler, Questions
 from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within

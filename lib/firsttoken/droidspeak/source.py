@@ -16,11 +16,11 @@ from torch import Tensor
 
 from firsttoken.droidspeak.entry import e_cache_name, layer_name
 from firsttoken.droidspeak.identity import ModelIdentity, check_compatible, difference
+from firsttoken.droidspeak.layer_group import NOTHING, Group
 from firsttoken.droidspeak.pair_profile import read_profiles
 from firsttoken.droidspeak.pipeline.kv_transfer import Buffers, Transfer
 from firsttoken.droidspeak.pipeline.live_loading import sent_pieces
 from firsttoken.droidspeak.pipeline.schedule import Schedule
-from firsttoken.droidspeak.prefill import NOTHING, Group
 from firsttoken.droidspeak.store import KVStore
 from firsttoken.link.shaped import Link
 from firsttoken.study.errors import FirstTokenError

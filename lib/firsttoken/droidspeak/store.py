@@ -22,7 +22,7 @@ from firsttoken.droidspeak.entry import Entry, e_cache_name, layer_name
 from firsttoken.droidspeak.forward import Forward
 from firsttoken.droidspeak.identity import ModelIdentity, check_compatible, difference
 from firsttoken.droidspeak.kvfile import KVFile, read_piece
-from firsttoken.droidspeak.prefill import Group
+from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
 from firsttoken.droidspeak.prefix_index import Hit, PrefixIndex, token_bytes
 from firsttoken.droidspeak.tiers import DiskTier, MemoryTier

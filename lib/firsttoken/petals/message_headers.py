@@ -30,6 +30,10 @@ NAMED_TOKENS = 16
 MOST_NAMES = 1024  # of a message that asks for the beginnings of sequences
 
 
+SIZES = {"F32": 4, "BF16": 2, "F16": 2}
+"""Bytes of a number in each dtype that hidden states travel in, by safetensors' names."""
+
+
 class UsualMessage(NamedTuple):
     """A message that holds hidden states alone: of ``stretches``, in ``dtype`` (safetensors' name) and ``shape``, whose
     numbers begin at ``start``. An answer has no stretches, and a ``commitment`` where its server vouches for it."""
@@ -80,16 +84,17 @@ _USUAL = re.compile(
 
 
 def usual_message(data: bytes) -> UsualMessage | None:
-    """What ``data`` says where its header is written as here, and its numbers are all of the rest; None where somebody
-    has to look closer."""
+    """What ``data`` says where its header is written as here, and the rest is as many numbers as it says; None where
+    somebody has to look closer."""
     start = 8 + int.from_bytes(data[:8], "little")
     if start % 8 or (found := _USUAL.fullmatch(data, 8, start)) is None:  # numbers are aligned
         return None
     commitment, listed, named, *counts = found.groups()
     tokens, width, size = map(int, counts)
-    if size != len(data) - start:
+    dtype = named.decode()
+    if not size == len(data) - start == tokens * width * SIZES.get(dtype, 0):
         return None
     steps = listed[1:-1].split(b"], [") if listed else []
     stretches = tuple(Stretch(*map(int, one.split(b", "))) for one in steps)
     said = commitment.decode().replace('\\"', '"') if commitment else ""
-    return UsualMessage(stretches, named.decode(), (tokens, width), start, said)
+    return UsualMessage(stretches, dtype, (tokens, width), start, said)

@@ -21,7 +21,7 @@ from firsttoken.assets.checkpoint import combined_sha256
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check
 from firsttoken.droidspeak.identity import ModelIdentity, identify
-from firsttoken.droidspeak.prefill import NOTHING, Group
+from firsttoken.droidspeak.layer_group import NOTHING, Group
 from firsttoken.droidspeak.reuse_items import Encoded, encode
 from firsttoken.droidspeak.served_prefix import served_prefix
 from firsttoken.droidspeak.source import StoredPrefix

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from tqdm import tqdm
 
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
-from firsttoken.droidspeak.prefill import NOTHING, Group
+from firsttoken.droidspeak.layer_group import NOTHING, Group
 from firsttoken.progressiveserve.base_model import ServedModel, at_stage
 from firsttoken.progressiveserve.distance import angular_distances, choose_block
 from firsttoken.progressiveserve.evaluation import Evaluation, QualityConfig

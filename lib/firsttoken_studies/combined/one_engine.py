@@ -22,10 +22,11 @@ from transformers import PreTrainedModel
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check
 from firsttoken.droidspeak.identity import identify
+from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.pipeline.kv_transfer import Buffers
 from firsttoken.droidspeak.pipeline.live_loading import first_token, sent_pieces
 from firsttoken.droidspeak.pipeline.schedule import Schedule
-from firsttoken.droidspeak.prefill import Group, full_prefill
+from firsttoken.droidspeak.prefill import full_prefill
 from firsttoken.droidspeak.source import StoredPrefix
 from firsttoken.droidspeak.store import KVStore
 from firsttoken.engine.engine import Engine, EngineConfig

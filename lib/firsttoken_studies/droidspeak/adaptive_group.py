@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from firsttoken.droidspeak.group_selection import Choice, Conditions, GroupCosts, LinkEstimate, Scored, choose_group
+from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.pipeline.schedule import Schedule
-from firsttoken.droidspeak.prefill import Group
 from firsttoken.link.shaped import LinkConfig
 from firsttoken.study.overlay import Drawn, legend, over
 from firsttoken.study.plot import COLOURS, LOOKS, Axes, Figure, panels, ticks

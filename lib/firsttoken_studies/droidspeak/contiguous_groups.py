@@ -12,7 +12,8 @@ import numpy as np
 from tqdm import tqdm
 
 from firsttoken.assets.needs import LAYERS, Need
-from firsttoken.droidspeak.prefill import Group, spans
+from firsttoken.droidspeak.layer_group import Group
+from firsttoken.droidspeak.prefill import spans
 from firsttoken.droidspeak.profile.layer_profiler import LayerProfiler, Questions
 from firsttoken.droidspeak.profile.pareto import Profiled, frontier, smallest_within
 from firsttoken.study.errors import ProfileError

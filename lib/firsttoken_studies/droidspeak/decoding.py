@@ -18,7 +18,8 @@ from transformers import DynamicCache
 
 from firsttoken.droidspeak.answer_decoding import greedy
 from firsttoken.droidspeak.forward import cache_of, layer_kv
-from firsttoken.droidspeak.prefill import NOTHING, Group, full_prefill, partial_prefill
+from firsttoken.droidspeak.layer_group import NOTHING, Group
+from firsttoken.droidspeak.prefill import full_prefill, partial_prefill
 from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
 from firsttoken.droidspeak.reuse_items import Encoded
 from firsttoken.study import paths, timing

@@ -17,7 +17,8 @@ from transformers import DynamicCache
 from firsttoken.assets.needs import Need, check
 from firsttoken.droidspeak import gate
 from firsttoken.droidspeak.forward import cache_of, layer_kv
-from firsttoken.droidspeak.prefill import NOTHING, Group, full_prefill, partial_prefill, suffix_logits
+from firsttoken.droidspeak.layer_group import NOTHING, Group
+from firsttoken.droidspeak.prefill import full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.droidspeak.probes import TOKENS, answer_doubt, answer_entropy, head_deviation, tail_divergence
 from firsttoken.droidspeak.profile.pareto import frontier, smallest_within

@@ -21,7 +21,8 @@ from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check
 from firsttoken.droidspeak.blend import blended_cache, tokens_per_layer
 from firsttoken.droidspeak.forward import cache_of
-from firsttoken.droidspeak.prefill import Group, full_prefill, partial_prefill, suffix_logits
+from firsttoken.droidspeak.layer_group import Group
+from firsttoken.droidspeak.prefill import full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import Prefix, PrefixCache
 from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
 from firsttoken.study.overlay import Drawn, legend, over

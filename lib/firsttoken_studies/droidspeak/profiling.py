@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from firsttoken.droidspeak.prefill import NOTHING, Group
+from firsttoken.droidspeak.layer_group import NOTHING, Group
 from firsttoken.droidspeak.profile.layer_profiler import LayerProfiler, Questions, Score
 from firsttoken.droidspeak.profile.pareto import Profiled, critical_layers, smallest_within
 from firsttoken.droidspeak.reuse_items import Encoded

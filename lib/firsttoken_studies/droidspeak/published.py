@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.pipeline.schedule import ReuseRequest, Schedule
-from firsttoken.droidspeak.prefill import Group
 
 # layers of 32, as printed: whether they count from 0 or from 1 is not said
 PAPER_DEPTH = 32

@@ -19,7 +19,7 @@ import numpy as np
 from firsttoken.assets.needs import LAYERS, Need
 from firsttoken.droidspeak.blend import blended_cache, tokens_per_layer
 from firsttoken.droidspeak.forward import cache_of
-from firsttoken.droidspeak.prefill import NOTHING, Group
+from firsttoken.droidspeak.layer_group import NOTHING, Group
 from firsttoken.droidspeak.profile.pareto import Profiled, frontier, smallest_within
 from firsttoken.droidspeak.profile.profile_transfer import resampled
 from firsttoken.droidspeak.reuse_items import Encoded

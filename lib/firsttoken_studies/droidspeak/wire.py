@@ -11,10 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from firsttoken.assets.needs import CONTEXT, Need
+from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.pipeline.kv_transfer import Buffers
 from firsttoken.droidspeak.pipeline.live_loading import FirstToken, first_token, sent_pieces
 from firsttoken.droidspeak.pipeline.schedule import Schedule
-from firsttoken.droidspeak.prefill import Group, full_prefill
+from firsttoken.droidspeak.prefill import full_prefill
 from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.droidspeak.store import KVStore
 from firsttoken.link.shaped import Link, LinkConfig

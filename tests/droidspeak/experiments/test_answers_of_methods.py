@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from firsttoken.droidspeak.prefill import Group
+from firsttoken.droidspeak.layer_group import Group
 from firsttoken.study import paths
 from firsttoken.study.errors import ProfileError, RequestError
 from firsttoken_studies.droidspeak import decoding, gating

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from firsttoken.droidspeak.prefill import Group
+from firsttoken.droidspeak.layer_group import Group
 from firsttoken_studies.droidspeak import profiling
 from firsttoken_studies.droidspeak.profiling import layer_profile, profile_summary, profiled_groups
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.pipeline.schedule import Schedule
-from firsttoken.droidspeak.prefill import Group
 from firsttoken_studies.droidspeak import profiling
 from firsttoken_studies.droidspeak.adaptive_group import adaptive_group
 from firsttoken_studies.droidspeak.pipelined_loading import loading_summary, pipelined_loading

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from firsttoken.droidspeak.group_selection import GroupCosts, Scored
-from firsttoken.droidspeak.prefill import Group
+from firsttoken.droidspeak.layer_group import Group
 from firsttoken.study import paths
 from firsttoken_studies.droidspeak import adaptive_group
 from firsttoken_studies.droidspeak.adaptive_group import Plan, scaled_rows

@@ -17,10 +17,11 @@ from safetensors.torch import save_file
 
 from firsttoken.assets.models import load_model
 from firsttoken.droidspeak.identity import identify
+from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.pipeline.kv_transfer import Buffers
 from firsttoken.droidspeak.pipeline.live_loading import FirstToken, first_token
 from firsttoken.droidspeak.pipeline.schedule import Schedule
-from firsttoken.droidspeak.prefill import Group, full_prefill, partial_prefill, suffix_logits
+from firsttoken.droidspeak.prefill import full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import Prefix, PrefixCache
 from firsttoken.droidspeak.store import KVStore
 from firsttoken.droidspeak.tensor_bytes import CachePiece

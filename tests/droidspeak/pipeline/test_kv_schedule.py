@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.pipeline.schedule import LINK, PROCESSOR, BusySpan, ReuseRequest, Schedule, simulate
-from firsttoken.droidspeak.prefill import Group
 from firsttoken.study.errors import RequestError
 
 FIGURE_13 = [ReuseRequest("A", 0, 10, Group(3, 10)), ReuseRequest("B", 2, 10, Group(0, 3))]

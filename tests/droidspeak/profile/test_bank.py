@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from firsttoken.droidspeak.forward import cache_of, layer_kv
-from firsttoken.droidspeak.prefill import NOTHING, Group, full_prefill, partial_prefill, spans
+from firsttoken.droidspeak.layer_group import NOTHING, Group
+from firsttoken.droidspeak.prefill import full_prefill, partial_prefill, spans
 from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
 from firsttoken.droidspeak.profile.layer_profiler import LayerProfiler, Questions, Score
 from firsttoken.droidspeak.reuse_items import Encoded, TaskItem

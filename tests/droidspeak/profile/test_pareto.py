@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.droidspeak.prefill import Group
+from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.profile.pareto import Profiled, critical_layers, frontier, smallest_within
 from firsttoken.study.errors import RequestError
 

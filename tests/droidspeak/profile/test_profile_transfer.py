@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.droidspeak.prefill import NOTHING, Group
+from firsttoken.droidspeak.layer_group import NOTHING, Group
 from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
 from firsttoken.droidspeak.profile.profile_transfer import best_of_size, halves, resampled, taken, transfer
 from firsttoken.study.errors import RequestError

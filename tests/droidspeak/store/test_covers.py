@@ -22,7 +22,7 @@ from torch import Tensor
 from firsttoken.droidspeak.entry import Entry
 from firsttoken.droidspeak.identity import ModelIdentity
 from firsttoken.droidspeak.kvfile import file_name
-from firsttoken.droidspeak.prefill import Group
+from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.source import StoredPrefix
 from firsttoken.droidspeak.store import KVStore
 from firsttoken.droidspeak.tensor_bytes import bytes_of

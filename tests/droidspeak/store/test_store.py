@@ -12,7 +12,8 @@ from firsttoken.assets.models import load_model
 from firsttoken.droidspeak import prefill
 from firsttoken.droidspeak.forward import layer_kv
 from firsttoken.droidspeak.identity import identify, weights_sha256
-from firsttoken.droidspeak.prefill import Group, full_prefill, suffix_logits
+from firsttoken.droidspeak.layer_group import Group
+from firsttoken.droidspeak.prefill import full_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
 from firsttoken.droidspeak.store import KVStore
 from firsttoken.study.errors import CacheError, RequestError

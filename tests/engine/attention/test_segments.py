@@ -21,7 +21,8 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from firsttoken.droidspeak.forward import layer_kv
-from firsttoken.droidspeak.prefill import Group, full_prefill, partial_prefill, suffix_logits
+from firsttoken.droidspeak.layer_group import Group
+from firsttoken.droidspeak.prefill import full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import LayerKV, Prefix
 from firsttoken.engine.decoder import LocalSegment
 from firsttoken.engine.fused import fuse_layer

@@ -16,9 +16,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from firsttoken.droidspeak.entry import e_cache_name, layer_name
 from firsttoken.droidspeak.forward import Forward, cache_of, fill
+from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.pipeline.kv_transfer import Buffers, Transfer
 from firsttoken.droidspeak.pipeline.schedule import Schedule
-from firsttoken.droidspeak.prefill import Group
 from firsttoken.droidspeak.prefix import LayerKV, Prefix
 from firsttoken.droidspeak.tensor_bytes import CachePiece
 from firsttoken.link.shaped import Link

@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from firsttoken.droidspeak.forward import Forward, cache_of, fill, layer_kv
-from firsttoken.droidspeak.prefill import NOTHING, Group, full_prefill, spans, start_of
+from firsttoken.droidspeak.layer_group import NOTHING, Group
+from firsttoken.droidspeak.prefill import full_prefill, spans, start_of
 from firsttoken.droidspeak.prefix import LayerKV, Prefix
 from firsttoken.droidspeak.reuse_items import Encoded
 from firsttoken.engine.sampling import argmax_tokens

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from firsttoken.droidspeak.prefill import Group
+from firsttoken.droidspeak.layer_group import Group
 from firsttoken.study.errors import RequestError
 from firsttoken.study.stats import Interval, paired_bootstrap
 

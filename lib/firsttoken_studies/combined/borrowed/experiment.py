@@ -223,7 +223,7 @@ def _beside(config: BorrowedConfig, setting: StartSetting, addresses: tuple[str,
 
 # The figures and tables of notebook 56, drawn from a result alone.
 
-WAY_LOOKS = {WHOLE: "S3", PRUNED: "S1", BORROWED: "measured"}
+WAY_LOOKS = {WHOLE: "S3", PRUNED: "S1", BORROWED: "measured", BEHIND: "measured"}
 
 
 def first_tokens(recorded: Result | None, now: Result) -> Figure:
@@ -268,12 +268,12 @@ def taking_over(recorded: Result | None, now: Result) -> Figure:
         taken = chosen[BORROWED]["taken"]
         times = [0.0, *(at for at, _ in taken)]
         shares = [0.0, *(100 * layers / taken[-1][1] for _, layers in taken)]
-        end = max(row["times_s"][-1] for row in chosen.values())
+        end = max(chosen[way]["times_s"][-1] for way in WAYS)
         upper.fill_between([*times, end], [*shares, 100], step="post", color=COLOURS["single"], alpha=0.5, linewidth=0)
         upper.step([*times, end], [*shares, 100], where="post", color=COLOURS["measured"])
         upper.set(ylim=(0, 104), title=drawn.who())
-        for place, (way, row) in enumerate(chosen.items()):
-            look, at = LOOKS[WAY_LOOKS[way]], row["times_s"]
+        for place, way in enumerate(WAYS):
+            look, at = LOOKS[WAY_LOOKS[way]], chosen[way]["times_s"]
             lower.plot(at, [place] * len(at), "|", color=look.colour, markersize=14, markeredgewidth=1.5)
         lower.set(xlim=(0, None), xlabel="after the request, s")
     axes[0, 0].set_ylabel("layers computed locally, %")
@@ -283,13 +283,38 @@ def taking_over(recorded: Result | None, now: Result) -> Figure:
 
 
 def main_starts(result: Result) -> dict[str, dict[str, Any]]:
-    """Return for each way the start over the main link whose time to the first token is the median."""
+    """Return for each way, and for BEHIND where it was run, the start over the main link whose time to the first token
+    is the median."""
     asked, chosen = result.parameters["borrowed"], {}
-    for way in WAYS:
-        trip = {"rtt_ms": asked["main_rtt_ms"]} if way == BORROWED else {}
-        rows = rows_where(result.rows, what="start", variant=way, gbit_per_s=asked["main_gbit_per_s"], **trip)
-        chosen[way] = sorted(rows, key=lambda row: row[TTFT])[(len(rows) - 1) // 2]
+    for way in (*WAYS, BEHIND):
+        trip = {"rtt_ms": asked["main_rtt_ms"]} if way in (BORROWED, BEHIND) else {}
+        if rows := rows_where(result.rows, what="start", variant=way, gbit_per_s=asked["main_gbit_per_s"], **trip):
+            chosen[way] = sorted(rows, key=lambda row: row[TTFT])[(len(rows) - 1) // 2]
     return chosen
+
+
+def from_creation(recorded: Result | None, now: Result) -> Figure:
+    """The tokens of one start of each way over the main link, from the creation of its process on; where libraries are
+    imported before anything else, for how long."""
+    results = [drawn for drawn in over(recorded, now) if rows_where(drawn.result.rows, variant=BEHIND)]
+    names = [f"{WAYS[WHOLE]}, torch first", f"{WAYS[BORROWED]}, torch first", f"{WAYS[BORROWED]}, torch behind"]
+    fig, axes = panels(1, len(results), figsize=(9, 2.7), sharex=True, sharey=True, squeeze=False)
+    for drawn, ax in zip(results, axes[0], strict=True):
+        chosen = main_starts(drawn.result)
+        for place, way in enumerate((WHOLE, BORROWED, BEHIND)):
+            row = chosen[way]
+            arrived = row[TTFT_PROCESS] - row[TTFT]
+            ax.barh(place, arrived, height=0.5, color=COLOURS["other"], linewidth=0)
+            ticks = [arrived + at for at in row["times_s"]]
+            ax.plot(
+                ticks, [place] * len(ticks), "|", color=LOOKS[WAY_LOOKS[way]].colour, markersize=14, markeredgewidth=1.5
+            )
+        ax.set(xlim=(0, None), xlabel="after the creation of the process, s", title=drawn.who())
+    categories(axes[0, 0], names, 0.4)
+    fig.suptitle(
+        "Nobody waits for torch where it is imported behind the first token (grey: imports before the request)"
+    )
+    return fig
 
 
 def start_rows(recorded: Result | None, now: Result) -> Table:

@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from firsttoken.droidspeak.identity import ModelIdentity
-from firsttoken.droidspeak.prefill import NOTHING, Group
+from firsttoken.droidspeak.layer_group import NOTHING, Group
 from firsttoken.droidspeak.source import StoredPrefix
 from firsttoken.droidspeak.store import KVStore
 from firsttoken.engine.engine import Engine

@@ -22,7 +22,7 @@ import torch
 
 from firsttoken.cps.policies import make_policy
 from firsttoken.droidspeak.identity import ModelIdentity
-from firsttoken.droidspeak.prefill import Group
+from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.source import StoredPrefix
 from firsttoken.droidspeak.store import KVStore
 from firsttoken.engine.engine import Engine, EngineConfig

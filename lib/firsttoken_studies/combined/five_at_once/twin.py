@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from firsttoken.cps.policies import make_policy
-from firsttoken.droidspeak.prefill import Group
+from firsttoken.droidspeak.layer_group import Group
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.request import LayerRecompute, Request, ScheduledChunk, shapes
