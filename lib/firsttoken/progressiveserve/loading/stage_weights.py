@@ -85,7 +85,9 @@ class StageWeights(NumpyWeights):
         self._whole = False
         self._files: dict[int, memoryview] = {}
         self._decoded: Arrays = {}
-        self._ends: Arrays = {}  # embedding, norm and head, as they are stored
+        ends = [part for part in self._parts if part.layer is None]
+        # embedding, norm and head as they are stored, which are there before the head is packed
+        self._ends: dict[str, Future[np.ndarray]] = {name: Future() for part in ends for name in part.carried}
         self._head: LaidOut
         self._adapter: Future[HalvesByLayer] = Future()
         self._made: dict[int, Future[LaidOut | None]] = {
@@ -125,16 +127,16 @@ class StageWeights(NumpyWeights):
         return {layer: made.result().panels for layer, made in made if layer is not None}
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
-        self._await_ends(EMBEDDING)
-        return self._ends[EMBEDDING][ids]
+        return self._ends[EMBEDDING].result()[ids]
 
     def head(self) -> LaidOut:
-        self._await_ends(self._head_name)
+        for index, made in self._made.items():
+            if self._head_name in self._parts[index].carried:
+                made.result()
         return self._head
 
     def norm(self) -> np.ndarray:
-        self._await_ends(NORM)
-        return self.packer.computed(self._ends[NORM])
+        return self.packer.computed(self._ends[NORM].result())
 
     def close(self) -> None:
         self._reader.close()
@@ -145,11 +147,6 @@ class StageWeights(NumpyWeights):
         for index, made in self._made.items():
             if self._parts[index].layer is not None:
                 yield made.result()
-
-    def _await_ends(self, name: str) -> None:
-        for index, made in self._made.items():
-            if name in self._parts[index].carried:
-                made.result()
 
     def _packs(self, part: PartFile) -> bool:
         """Whether the model computes with ``part`` before torch is there."""
@@ -177,6 +174,9 @@ class StageWeights(NumpyWeights):
                 made.set_result(self._read_adapter() if index < 0 else self._make(index, fillers))
             except Exception as error:
                 made.set_exception(error)
+                for name in self._ends.keys() & self._parts[index].carried.keys() if index >= 0 else ():
+                    if not self._ends[name].done():
+                        self._ends[name].set_exception(error)
 
     def _read_adapter(self) -> HalvesByLayer:
         for index in range(self._first):
@@ -219,7 +219,8 @@ class StageWeights(NumpyWeights):
         return laid_out
 
     def _make_ends(self, found: Arrays) -> None:
-        self._ends |= found
+        for name, tensor in found.items():
+            self._ends[name].set_result(tensor)
         if self._head_name in found:
             self._head, job = self.packer.head(found[self._head_name])
             self.packer.pack([job])
