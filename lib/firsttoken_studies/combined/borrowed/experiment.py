@@ -311,9 +311,7 @@ def from_creation(recorded: Result | None, now: Result) -> Figure:
             )
         ax.set(xlim=(0, None), xlabel="after the creation of the process, s", title=drawn.who())
     categories(axes[0, 0], names, 0.4)
-    fig.suptitle(
-        "Nobody waits for torch where it is imported behind the first token (grey: imports before the request)"
-    )
+    fig.suptitle("Nobody waits for torch where it is imported behind the first token")
     return fig
 
 
