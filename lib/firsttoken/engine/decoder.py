@@ -67,7 +67,7 @@ class LocalSegment:
     def __init__(self, modules: Sequence[nn.Module], lo: int = 0) -> None:
         self.modules = list(modules)  # one may be put in the place of another that computes the same, at any time
         self._lo = lo
-        self._joined: dict[tuple[int, int], JoinedLayers] = {}  # by layers, as long as these are the same
+        self._joined: dict[tuple[int, int], JoinedLayers] = {}  # of layers that are all fused, by their numbers
 
     @property
     def layers(self) -> range:
@@ -92,7 +92,9 @@ class LocalSegment:
                 continue
             joined = self._joined.get((layer, end))
             if joined is None or joined.layers != modules:
-                joined = self._joined[layer, end] = JoinedLayers.of(modules)
+                joined = JoinedLayers.of(modules)
+                if joined.count == len(modules):  # others will be replaced, and must go then
+                    self._joined[layer, end] = joined
             if together := run_together(joined, hidden, step.paged, turns):
                 hidden = run_layers(modules[:together], hidden, step.paged, turns, joined.fields)
                 layer += together

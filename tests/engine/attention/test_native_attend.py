@@ -6,6 +6,8 @@ Measured with tiny random models in fp32: 1e-5 at most, held to 1e-4.
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -229,3 +231,22 @@ def test_the_number_of_threads_does_not_show(make_model) -> None:
         torch.set_num_threads(before)
         executor.close()
     assert all(torch.equal(one, seen[0]) for one in seen)
+
+
+def test_a_layer_that_is_fused_goes_though_no_step_follows(make_model) -> None:
+    """What a segment remembers of layers that run in one call holds none that another will stand for."""
+    model = make_model(config("llama", 16, 3, depth=3))
+    layers = [fuse_layer(layer) if i == 0 else layer for i, layer in enumerate(model.model.layers)]
+    segment = decoder.LocalSegment(layers)
+    executor = LiveExecutor(model, 4, segments=[segment])
+    request = Request(0, [1, 2, 3], Sampling(4), 0.0)
+    request.blocks = [0]
+    logits_of(executor, [ScheduledChunk(request, 0, 3, 0)])
+    plain = weakref.ref(model.model.layers[1])
+    model.model.layers = torch.nn.ModuleList()
+    del layers
+    for _ in segment.fuse():
+        pass
+    gc.collect()
+    assert plain() is None
+    executor.close()
