@@ -76,7 +76,7 @@ def begin(ends_folder: Path, neighbour) -> Iterator[Begin]:
             weights = EndsWeights(ends_folder, [link], dtype="float32", readers=1, threads=1)
             held.callback(weights.close)
             answer = HeldAnswer(LentModel(weights, lent, CONTEXT, threads=1), link)
-            held.callback(lambda: answer.replica and answer.replica.close())
+            held.callback(answer.close)
             return answer
 
         yield made
@@ -94,7 +94,7 @@ def test_a_replica_goes_on_with_the_lenders_session(begin, neighbour, asked, bef
     assert check_greedy(answer.by_turns(one.prompt, before), one.plain) == ANSWER
     if before == ANSWER:
         assert answer.replica is None and answer.tokens is None
-        answer.model.lent.close()
+        answer.close()
     else:
         answer.replica.settle()
         assert answer.tokens == before and answer.replica.here == DEPTH
@@ -256,7 +256,7 @@ there = [one for one in ("torch", "transformers", "safetensors") if one in sys.m
 said = [first, *tokens]
 if answer.replica is not None:
     answer.replica.settle()
-    answer.replica.close()
+answer.close()
 print(json.dumps([there, said]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

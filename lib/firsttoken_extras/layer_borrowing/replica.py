@@ -153,8 +153,8 @@ class BorrowingReplica:
         self._begun: Request | None = None  # one that was taken over, until its first token
         self._here = lease.first
         self._ready = False  # once the model's ends are here, and the layers that nobody lends
-        # A huge page is cleared before it is written to, for which a virtual machine may wait 5 ms: with 13 MB a layer
-        # and one core, tokens waited for up to 0.6 s in all while layers were taken over.
+        # A huge page is cleared before it is written to, for which a virtual machine may wait 5 ms: with 14 MB a layer
+        # and one core, a token waited for up to 0.7 s while layers were taken over.
         self._panels = WeightMemory(huge=False)
         executor.version = self._view()
 

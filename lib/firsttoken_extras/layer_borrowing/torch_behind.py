@@ -40,6 +40,11 @@ class BorrowedAnswer(TorchBehind[OwnLayers]):
         self.replica: BorrowingReplica | None = None
         self._links = links
 
+    def close(self) -> None:
+        """End the replica or, before there is one, the session with the lender; what still reads stops."""
+        (self.model.lent if self.replica is None else self.replica).close()
+        self.model.weights.close()
+
     def _before(self, prompt: Sequence[int], count: int) -> Iterator[int]:
         with suppress(NeighbourGone):
             yield from super()._before(prompt, count)

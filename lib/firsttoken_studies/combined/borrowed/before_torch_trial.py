@@ -74,11 +74,11 @@ def _lent(answer: BorrowedAnswer, session: OpenSession, arrived: float) -> dict[
     """When ``answer`` took layers over, since it ``arrived``, and what was lent; all is ended."""
     replica, lent = answer.replica, answer.model.lent
     if replica is None:  # all was said before torch was there
-        lent.close()
+        answer.close()
         told = {"lent_steps": session.call.steps, "lent_bytes": session.call.moved_bytes, "gone": lent.gone}
         return told | {"taken": [], "local_s": None}
     replica.settle()
-    replica.close()
+    answer.close()
     between = time.monotonic() - time.perf_counter()  # the clocks
     taken = [(at + between - arrived, layers) for at, layers in replica.taken]
     lease = replica.lease

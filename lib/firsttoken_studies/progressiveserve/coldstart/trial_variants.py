@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from firsttoken.lean.tokenizer import read_tokenizer
+from firsttoken.lean.tokenizer import read_tokenizer  # noqa: F401 imported with the libraries, before the clock of a request
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest
 from firsttoken.progressiveserve.loading.reader import BlobReader, ReadBefore
 from firsttoken.study.dtypes import DTYPES, named
 from firsttoken.study.system.footprint import cpu_seconds
 from firsttoken.study.timing import timed
-from firsttoken_studies.progressiveserve.coldstart.spec import PhaseClock, TrialSpec
+from firsttoken_studies.progressiveserve.coldstart.spec import PhaseClock, TrialSpec, prompt_ids
 from firsttoken_studies.progressiveserve.coldstart.variants import StartVariant, find_variant
 
 if TYPE_CHECKING:
@@ -62,9 +62,7 @@ def tokenize(spec: TrialSpec, variant: StartVariant) -> Any:
 
         tokenizer = AutoTokenizer.from_pretrained(spec.stock, local_files_only=True)
         return tokenizer(spec.prompt, return_tensors="pt")["input_ids"].to(spec.device)
-    if not spec.prompt:
-        return torch.arange(1, spec.prompt_tokens + 1)[None].to(spec.device)
-    return torch.tensor([read_tokenizer(Path(spec.stock)).encode(spec.prompt).ids]).to(spec.device)
+    return torch.tensor([prompt_ids(spec)]).to(spec.device)
 
 
 def answering(spec: TrialSpec) -> Callable[[], int]:
