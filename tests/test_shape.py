@@ -1,4 +1,4 @@
-"""The shape of the house, in numbers that only fall: a change that needs more room raises its budget and says why.
+"""The shape of the house. Its size has a ceiling that is kept outside of this repository (`.ci/run`).
 
 What is not yet where it should be stands in the lists of exceptions; nothing is added to them.
 """
@@ -10,40 +10,10 @@ import re
 from collections import Counter, defaultdict
 
 import pytest
-from the_library import behind, circles, floors, imported_anywhere, is_folder, rooms, sources
+from the_library import circles, floors, imported_anywhere, is_folder, rooms, sources
 
-from firsttoken_studies.registry import EXPERIMENTS
-
-BUDGETS = {  # of each room at most: lines, modules that stand on each other, percent of its lines that import
-    "firsttoken": (633, 4, 8.6),
-    "firsttoken.assets": (3288, 7, 9.1),
-    "firsttoken.cps": (821, 3, 10.6),
-    "firsttoken.droidspeak": (3574, 7, 8.8),
-    "firsttoken.engine": (9349, 8, 6.6),
-    "firsttoken.lean": (605, 4, 7.7),
-    "firsttoken.link": (378, 2, 6.7),
-    "firsttoken.petals": (6568, 8, 8.8),
-    "firsttoken.progressiveserve": (4962, 8, 10.3),
-    "firsttoken.sarathi": (492, 2, 11.2),
-    "firsttoken.service": (3882, 8, 10.2),
-    "firsttoken.study": (6778, 8, 8.3),
-    "firsttoken_extras": (100, 1, 12),
-    "firsttoken_extras.bitplanes": (1342, 6, 9.6),
-    "firsttoken_extras.layer_borrowing": (885, 4, 12.4),
-    "firsttoken_extras.min_move_rebalancing": (89, 1, 7.9),
-    "firsttoken_extras.vllm_cross_point": (340, 3, 12.4),
-    "firsttoken_extras.worker": (1286, 3, 12.1),
-    "firsttoken_studies": (1690, 4, 9.5),
-    "firsttoken_studies.combined": (5596, 4, 12.2),
-    "firsttoken_studies.cps": (1804, 3, 10.6),
-    "firsttoken_studies.droidspeak": (4173, 7, 9.8),
-    "firsttoken_studies.engine": (962, 1, 11.1),
-    "firsttoken_studies.petals": (3362, 4, 10),
-    "firsttoken_studies.progressiveserve": (4879, 5, 11),
-    "firsttoken_studies.sarathi": (3847, 4, 11.3),
-    "firsttoken_studies.site": (838, 3, 10.3),
-    "firsttoken_studies.trying": (471, 2, 16.8),
-}
+FLOORS = 8  # modules of a room that stand on each other
+IMPORTING = 17  # percent of a room's lines that import
 LONGEST = 400  # lines of a file; a study that would be longer is measured in one and drawn in another
 SHORTER_THAN_60 = 43  # files of the library, which is a concept that hardly deserves one
 NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no part of it
@@ -59,7 +29,6 @@ NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no p
     "firsttoken_extras.vllm_cross_point.settings": "tested without vLLM",
 }
 NEIGHBOURING_STUDIES = 29  # a study whose numbers another file draws, or whose settings another study shares
-BEHIND_A_NOTEBOOK = 23_623  # lines of the library that the studies of one notebook import
 NO_SUBJECT = 0  # docstrings of one line that the name of the function has to begin
 _NO_SUBJECT = re.compile(
     r"(Of|As|By|From|Where|Who|Whose|That|Those|So|Until|At|In|Out|On|For|Behind|Before|After|Beside|None|Also)\b"
@@ -71,19 +40,16 @@ def lines_of(module: str) -> int:
 
 
 @pytest.mark.parametrize("room", rooms())
-def test_a_room_keeps_to_its_budget(room: str) -> None:
+def test_a_room_has_few_floors_and_few_imports(room: str) -> None:
     modules = rooms()[room]
-    lines, stories, percent = BUDGETS[room]
     nodes = (node for module in modules for node in ast.walk(ast.parse(sources()[module])))
     importing = sum(
         (node.end_lineno or node.lineno) - node.lineno + 1
         for node in nodes
         if isinstance(node, (ast.Import, ast.ImportFrom))
     )
-    whole = sum(map(lines_of, modules))
-    assert whole <= lines
-    assert floors(modules, imported_anywhere()) <= stories
-    assert 100 * importing / whole <= percent
+    assert floors(modules, imported_anywhere()) <= FLOORS
+    assert 100 * importing / sum(map(lines_of, modules)) <= IMPORTING
 
 
 def test_nothing_leads_back_to_itself() -> None:
@@ -120,14 +86,6 @@ def test_what_one_neighbour_uses_is_part_of_it() -> None:
 
 def _folder(module: str) -> str:
     return module.rpartition(".")[0]
-
-
-def test_a_notebook_needs_a_part_of_the_library() -> None:
-    by_notebook = defaultdict[str, set[str]](set)
-    for experiment in EXPERIMENTS.values():
-        by_notebook[experiment.notebook] |= behind(experiment.module)
-    own = {nb: [m for m in modules if m.startswith("firsttoken.")] for nb, modules in by_notebook.items()}
-    assert max(sum(map(lines_of, modules)) for modules in own.values()) <= BEHIND_A_NOTEBOOK
 
 
 def test_docstrings_have_a_subject() -> None:
