@@ -13,8 +13,8 @@ from the_library import LIB, named, sources
 
 REPORTS = {"progressiveserve", "cps", "sarathi", "droidspeak", "petals"}
 FLOORS = {  # who lives on one may use all below it, and none beside it: a system never imports another
-    "firsttoken": ({"study", "old_names"}, {"assets", "link", "scoring"}, {"lean"}, {"engine"}, REPORTS, {"service"}),
-    "firsttoken_extras": ({"bitplanes", "layer_borrowing", "min_move_rebalancing", "vllm_cross_point", "worker"},),
+    "firsttoken": ({"study"}, {"assets", "link", "scoring"}, {"lean"}, {"engine"}, REPORTS, {"service"}),
+    "firsttoken_extras": ({"bitplanes", "layer_borrowing", "min_move_rebalancing", "vllm_cross_point"},),
     "firsttoken_studies": ({"engine", "multiple_choice", "tricks"}, REPORTS, {"combined"}, {"trying"}),
 }
 PACKAGES = tuple(FLOORS)  # each may import those before it

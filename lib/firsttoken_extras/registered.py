@@ -2,7 +2,3 @@
 
 PART_FORMATS = {"planes": "firsttoken_extras.bitplanes.plane_format:PlaneFormat"}
 REBALANCING = {"fewest-moves": "firsttoken_extras.min_move_rebalancing.rule:MinMoveRebalancing"}
-SERVERS = {
-    "worker": "firsttoken_extras.worker.worker_server:WorkerServer",
-    "staged worker": "firsttoken_extras.worker.staged_worker:StagedWorkerServer",
-}

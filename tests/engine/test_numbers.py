@@ -7,8 +7,6 @@ import math
 import random
 import sys
 from collections.abc import Sequence
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +21,6 @@ from firsttoken.engine.request import LEAST, Request, Sampling, ScheduledChunk
 from firsttoken.engine.sampling import argmax_tokens, next_tokens, token_logprob
 from firsttoken.engine.sdpa_attention import NativeAttend, PaddedAttend
 from firsttoken.study.errors import OutputError, RequestError
-from firsttoken_extras.worker.remote_executor import RemoteExecutor
-from firsttoken_extras.worker.worker_config import WorkerConfig
 
 ANSWER = 24
 NAN, INF = math.nan, math.inf
@@ -173,14 +169,6 @@ class PoisonedNative(Poisoned):
 def test_nothing_is_read_that_was_not_written(lab, whole, kind: type[LiveExecutor]) -> None:
     for seed in range(24):
         perform(lab, whole, draw_schedule(seed, len(whole.known), arrivals=False), kind=kind)
-
-
-def test_a_worker_tells_of_it(lab, whole, tmp_path: Path) -> None:
-    damaged = Damaged(whole, NAN)
-    damaged.model.save_pretrained(tmp_path)
-    with closing(RemoteExecutor(WorkerConfig(str(tmp_path), 40, block_tokens=4, host_blocks=40))) as executor:
-        for sampling in (MODES[0], MODES[3]):
-            in_company(lab.on(executor, requests=8, scheduler="sarathi", token_budget=16), damaged, sampling)
 
 
 def test_a_stream_ends_with_it_and_the_others_go_on(lab, damaged) -> None:

@@ -92,10 +92,9 @@ def half_a_request(url: str, ends: bool = True) -> Iterator[None]:
             assert client.recv(1 << 16).startswith(b"HTTP/1.1 503")
 
 
-@pytest.mark.parametrize("options", [[], ["--worker"]], ids=["here", "worker"])
-def test_streams_that_run_end_whole_and_nothing_new_is_taken(folder: Path, options: list[str]) -> None:
+def test_streams_that_run_end_whole_and_nothing_new_is_taken(folder: Path) -> None:
     """Sixteen streams and a whole answer are under way when SIGTERM comes."""
-    with service(folder, *options, "--grace-s", str(TIMEOUT_S)) as (url, process), ThreadPoolExecutor() as pool:
+    with service(folder, "--grace-s", str(TIMEOUT_S)) as (url, process), ThreadPoolExecutor() as pool:
         alone = httpx.post(f"{url}/v1/completions", json=asked(TOKENS), timeout=TIMEOUT_S).json()["choices"][0]["text"]
         with half_a_request(url):
             streams = list(pool.map(lambda _: Held(url, TOKENS), range(STREAMS)))

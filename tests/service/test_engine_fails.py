@@ -65,7 +65,7 @@ def test_over_http_it_is_a_500_and_the_next_is_answered(plain: Path, failing) ->
         assert f'outcome="failed"}} {2 * len(ERRORS)}' in counted, counted
 
 
-def test_it_is_over_a_worker_or_a_swarm_too(failing) -> None:
+def test_it_is_over_a_swarm_too(failing) -> None:
     executor = LiveExecutor(tiny_model(), 40)
     server = StaticServer(Engine(executor), RequestLimits(), executor.close)
     try:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
-from services import GREEDY, TIMEOUT_S, serving, workers
-from waiting import until
+from services import GREEDY, TIMEOUT_S, serving
 
 from firsttoken.assets.checkpoint import weight_files
 from firsttoken.assets.held import unchanged
@@ -55,20 +53,6 @@ def test_answers_stay(folder: Path, damage: Damage) -> None:
         assert str(folder) not in Path("/proc/self/maps").read_text()
         damage(folder / "model.safetensors")
         assert ask(url).json()["choices"] == before
-
-
-@pytest.mark.parametrize("damage", [overwritten, cut])
-def test_a_worker_that_takes_anothers_place_hosts_the_same_or_none(plain: Path, tmp_path: Path, damage: Damage) -> None:
-    """Its answers stay until it is killed; from then on there is an error."""
-    folder, there = Path(shutil.copytree(plain, tmp_path / "model")), workers()
-    with serving(folder, worker=True) as url:
-        before = ask(url).json()["choices"]
-        damage(folder / "model.safetensors")
-        assert ask(url).json()["choices"] == before
-        for worker in workers() - there:
-            os.kill(worker, signal.SIGKILL)
-        until(lambda: ask(url).status_code != 200, "it is noticed")
-        assert ask(url).status_code >= 500
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(plain: Path, tmp_path: Path) -> None:

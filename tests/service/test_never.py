@@ -75,10 +75,10 @@ def test_it_ends_with_one_line(name: str, plain: Path, tmp_path: Path, capsys: p
     assert "Traceback" not in told.err and "staged" not in last and "it is tried again" not in told.err
 
 
-@pytest.mark.parametrize("options", [["--worker"], ["--replicas", "2"], ["--swarm", "127.0.0.1:9"]], ids=" ".join)
+@pytest.mark.parametrize("options", [["--replicas", "2"], ["--swarm", "127.0.0.1:9"]], ids=" ".join)
 @pytest.mark.parametrize("name", ["a window", "an unknown dtype"])
 def test_however_it_is_served(name: str, options: list[str], plain: Path, tmp_path: Path, capsys) -> None:
-    """Before a worker, a replica or a swarm is asked."""
+    """Before a replica or a swarm is asked."""
     change, line = NEVER[name]
     folder = Path(shutil.copytree(plain, tmp_path / "model"))
     change(folder)
@@ -87,7 +87,7 @@ def test_however_it_is_served(name: str, options: list[str], plain: Path, tmp_pa
     assert told.out == "" and line in told.err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("options", [[], ["--worker"], ["--replicas", "2"]], ids=["here", "worker", "replicas"])
+@pytest.mark.parametrize("options", [[], ["--replicas", "2"]], ids=["here", "replicas"])
 @pytest.mark.parametrize("device", ["nonsense", "cuda:99"])
 def test_a_device_that_is_not_here(device: str, options: list[str], plain: Path, capsys) -> None:
     """One line, no traceback."""

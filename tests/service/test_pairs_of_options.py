@@ -36,7 +36,6 @@ from firsttoken.study.machine import identity
 pytest.importorskip("starlette")
 pytest.importorskip("peft")
 pytest.importorskip("grpc")
-pytest.importorskip("zmq")
 pytestmark = pytest.mark.long(seconds=240)
 
 TEXT = "the inn in the hat is a long way from here, and "
@@ -51,7 +50,6 @@ OPTIONS = (
     "--share-prefixes",
     "--swarm",
     "--variant",
-    "--worker",
     STAGES,
 )
 PAIRS = list(combinations(OPTIONS, 2))

@@ -25,7 +25,6 @@ from services import (
     tiny_model,
     tiny_tokenizer,
     with_prefixes,
-    workers,
     write_endless,
     write_staged_endless,
 )
@@ -38,7 +37,7 @@ from firsttoken.droidspeak.identity import identify
 from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.pair_profile import PairProfile, keep_profile, read_profiles
 from firsttoken.droidspeak.prefill import full_prefill, partial_prefill, suffix_logits
-from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
+from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.droidspeak.prefix_link import LIST, Offer, PrefixPeer, PrefixServer, pull
 from firsttoken.droidspeak.store import KVStore
 from firsttoken.link.shaped import Link
@@ -188,27 +187,6 @@ def test_the_last_stage_takes_what_the_whole_model_has_computed(tmp_path, base, 
     put(store, base)
     with with_prefixes(tmp_path / "staged", store) as url:
         assert answered(url) == expected_alone and restored(url) == 1
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="finds the worker by /proc")
-def test_a_worker_that_takes_anothers_place_is_given_it_again(base, expected_alone, store) -> None:
-    put(store, base)
-    with with_prefixes(base, store, worker=True) as url:
-        for asked in range(1, 4):
-            assert answered(url) == expected_alone
-            status = httpx.get(f"{url}/stage").json()
-            assert (status["restored"], status["workers_lost"]) == (asked, asked - 1)
-            os.kill(*workers(), signal.SIGKILL)
-    until(lambda: not workers(), "no worker is left")
-
-
-def test_a_worker_goes_on_from_what_is_stored(base, expected_alone, store) -> None:
-    """The control: keys and values of nothing, stored as the model's own, show in what it says."""
-    (model, whose), prompt = stock(base), ids(TEXT)
-    nothing = tuple(LayerKV(kv.keys * 0, kv.values * 0) for kv in full_prefill(model, Prefix.of([prompt])).kv)
-    KVStore(store, memory_bytes=0, disk_bytes=1 << 30).store(prompt, whose, PrefixCache(nothing, {}))
-    with with_prefixes(base, store, worker=True) as url:
-        assert answered(url) != expected_alone and restored(url) == 1
 
 
 def test_a_chat_takes_what_was_stored_of_its_system_message(base, store, capsys) -> None:

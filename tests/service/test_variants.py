@@ -6,8 +6,6 @@ Tiny random models in fp32. A token of a variant is the same to the bit whoever 
 
 from __future__ import annotations
 
-import os
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import pytest
 import torch
 from edited import set_keys
 from fine_tunes import SHAPE, adapter_in, greedy, shared, tuned, written
-from services import TIMEOUT_S, free_port, said, serving, tiny_model, workers
+from services import TIMEOUT_S, free_port, said, serving, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 from waiting import until
@@ -111,10 +109,9 @@ def plain_adapters(plain, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return {name: written(tuned(model, seed), folder / name) for seed, name in enumerate(("qa", "chat"))}
 
 
-@pytest.mark.parametrize("worker", [False, True], ids=["here", "in a worker"])
-def test_a_service_has_each_variant_under_its_name(plain, plain_adapters, worker: bool) -> None:
+def test_a_service_has_each_variant_under_its_name(plain, plain_adapters) -> None:
     model = tiny_model()
-    with serving(plain, variants=tuple(plain_adapters.items()), worker=worker) as url:
+    with serving(plain, variants=tuple(plain_adapters.items())) as url:
         listed = [entry["id"] for entry in httpx.get(f"{url}/v1/models").json()["data"]]
         assert listed == ["plain", "qa", "chat"]
         assert httpx.get(f"{url}/v1/models/chat").json()["id"] == "chat"
@@ -141,24 +138,12 @@ def test_a_service_has_each_variant_under_its_name(plain, plain_adapters, worker
         assert texts[name] == tiny_tokenizer().decode(ids)
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="finds the worker by /proc")
-def test_a_worker_that_is_lost_is_given_its_variants_again(plain, plain_adapters) -> None:
-    names, prompt = (None, "qa", "chat"), [10, 20, 30, 40]
-    with serving(plain, variants=tuple(plain_adapters.items()), worker=True) as url:
-        before = [said(url, prompt, name) for name in names]
-        os.kill(*workers(), signal.SIGKILL)
-        assert [said(url, prompt, name) for name in names] == before
-        assert httpx.get(f"{url}/stage").json()["workers_lost"] == 1
-    until(lambda: not workers(), "no worker is left")
-
-
-@pytest.mark.parametrize("worker", [False, True])
-def test_the_last_stage_of_a_model_has_its_variants(tiny, plain, plain_adapters, worker: bool) -> None:
+def test_the_last_stage_of_a_model_has_its_variants(tiny, plain, plain_adapters) -> None:
     """Each answers as on the same model that is whole; until that is here, whoever asks for one is told so."""
     prompt, variants = [10, 20, 30, 40], tuple(plain_adapters.items())
     with serving(plain, variants=variants) as url:
         right = [said(url, prompt, name) for name in ("qa", "chat")]
-    options = {"variants": variants, "gbit_per_s": 0.001 if worker else 0.02, "worker": worker}
+    options = {"variants": variants, "gbit_per_s": 0.02}
     with running(ServiceConfig(tiny, port=free_port(), **options)) as url:
         early = httpx.post(f"{url}/v1/completions", json={"model": "qa", "prompt": prompt}, timeout=TIMEOUT_S)
         assert early.status_code == 429 and "qa answers once the whole model is here" in early.text
@@ -212,15 +197,11 @@ def test_a_model_in_stages_says_at_once_that_an_adapter_does_not_fit(tiny, base,
         assert "does not fit this model's layers" in httpx.get(f"{url}/stage").json()["error"]
 
 
-@pytest.mark.parametrize(
-    ("folder", "worker"),
-    [("plain", False), ("tiny", False), ("plain", True)],
-    ids=["whole", "in stages", "in a worker"],
-)
-def test_a_service_whose_variant_cannot_be_read_says_why_and_ends(folder, worker, request, tmp_path) -> None:
+@pytest.mark.parametrize("folder", ["plain", "tiny"], ids=["whole", "in stages"])
+def test_a_service_whose_variant_cannot_be_read_says_why_and_ends(folder, request, tmp_path) -> None:
     told: list[FirstTokenError] = []
     model = request.getfixturevalue(folder)
-    config = ServiceConfig(model, port=free_port(), variants=(("qa", tmp_path / "nowhere"),), worker=worker)
+    config = ServiceConfig(model, port=free_port(), variants=(("qa", tmp_path / "nowhere"),))
     with pytest.raises(FirstTokenError) as raised, running(config) as url:
         until(lambda: httpx.get(f"{url}/stage").json()["state"] == "failed", "it gives up")
         told.append(FirstTokenError(httpx.get(f"{url}/stage").json()["error"]))

@@ -50,13 +50,12 @@ def told(*arguments: str) -> str:
 # Another base.
 
 
-@pytest.mark.parametrize("worker", [False, True], ids=["here", "in a worker"])
-def test_an_adapter_of_another_base(base, tmp_path, worker: bool) -> None:
+def test_an_adapter_of_another_base(base, tmp_path) -> None:
     """It has the model's shape, and its recipe says that it was trained on other weights."""
     folder = write_adapter(tmp_path / "qa")
     (folder / "recipe.json").write_text(json.dumps({"base_sha256": "5e12" * 16, "tasks": ["qa"]}))
     found = combined_sha256(weight_files(base))[:12]
-    line = told(str(base), "--variant", f"qa={folder}", *(["--worker"] if worker else []))
+    line = told(str(base), "--variant", f"qa={folder}")
     assert line == (
         "firsttoken: --variant qa: its adapter was trained on the base 5e125e125e12, and base is "
         f"{found}; name an adapter of this model"
@@ -106,24 +105,23 @@ def test_names_that_cannot_be(base, tmp_path, capsys, names: tuple[str, ...], wh
 # A variant that is served no more, of which a store still has what it computed.
 
 
-@pytest.mark.parametrize("worker", [False, True], ids=["here", "in a worker"])
-def test_a_prefix_of_a_variant_that_was_removed(base, tmp_path, capsys, worker: bool) -> None:
+def test_a_prefix_of_a_variant_that_was_removed(base, tmp_path, capsys) -> None:
     """The model and the other variant compute the prompt; once the variant is back, it takes what it had stored."""
     qa, chat = (write_adapter(tmp_path / name, seed) for seed, name in enumerate(("qa", "chat")))
     store = tmp_path / "store"
-    with serving(base, variants=(("qa", qa), ("chat", chat)), worker=worker) as url:
+    with serving(base, variants=(("qa", qa), ("chat", chat))) as url:
         own = {name: said(url, PROMPT, name) for name in ("base", "qa", "chat")}
     assert len(set(own.values())) == 3, "else a prefix of another would not show"
     assert main(["prefix", "put", str(store), TEXT, "--model", str(base), "--adapter", str(qa)]) == 0
-    with with_prefixes(base, store, variants=(("chat", chat),), worker=worker) as url:
+    with with_prefixes(base, store, variants=(("chat", chat),)) as url:
         assert said(url, PROMPT) == own["base"] and said(url, PROMPT, "chat") == own["chat"] and not restored(url)
         body = {"prompt": TEXT, "model": "qa", "max_tokens": 1}
         gone = httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S)
         message = "model: 'qa' is not served here; 'base' and 'chat' are"
         assert gone.status_code == 404 and gone.json()["error"]["message"] == message
-    with with_prefixes(base, store, variants=(("qa", chat),), worker=worker) as url:
+    with with_prefixes(base, store, variants=(("qa", chat),)) as url:
         assert said(url, PROMPT, "qa") == own["chat"] and not restored(url), "another adapter has its name now"
-    with with_prefixes(base, store, variants=(("qa", qa),), worker=worker) as url:
+    with with_prefixes(base, store, variants=(("qa", qa),)) as url:
         assert said(url, PROMPT, "qa") == own["qa"] and restored(url) == 1
     capsys.readouterr()
     (file,) = store.iterdir()

@@ -57,9 +57,9 @@ def test_it_says_what_transformers_says(folder: Path) -> None:
     assert choice["text"] == said(folder) != said(folder, sliding_window=1000)
 
 
-@pytest.mark.parametrize("option", ["--prefix-store", "--swarm", "--worker"])
+@pytest.mark.parametrize("option", ["--prefix-store", "--swarm"])
 def test_what_has_no_windows_says_so(option: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    values = {"--prefix-store": [str(tmp_path)], "--swarm": ["127.0.0.1:9"], "--worker": []}
+    values = {"--prefix-store": [str(tmp_path)], "--swarm": ["127.0.0.1:9"]}
     assert main(["serve", str(folder), "--port", str(free_port()), option, *values[option]]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert "has layers of sliding_attention, and only models of full_attention are served" in last

@@ -47,8 +47,8 @@ class Guard:
         self._pool, self._rows = engine.pool, engine.executor.pool.rows
         self._kept: dict[int, Tensor] = {}
         self._rows.fill_(NOTHING)
-        self._take, self._give, self._forget = self._pool.take, self._pool.give, self._pool.forget
-        self._pool.take, self._pool.give, self._pool.forget = self._taken, self._given, self._forgotten
+        self._take, self._give = self._pool.take, self._pool.give
+        self._pool.take, self._pool.give = self._taken, self._given
         self._arena = engine.executor.host_pool
         if self._arena is not None:
             self._arena.all_rows.fill_(NOTHING)
@@ -86,11 +86,6 @@ class Guard:
                 self._kept[block] = self._rows[block].clone()
             elif not self._pool.owners(block):
                 self._rows[block] = NOTHING
-
-    def _forgotten(self) -> None:
-        self._rows[list(self._pool._kept)] = NOTHING
-        self._kept.clear()
-        self._forget()
 
     def _span_taken(self, blocks: int) -> Span | None:
         span = self._span(blocks)

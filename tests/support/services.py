@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import socket
 from collections.abc import Iterator
@@ -96,17 +95,6 @@ def free_port() -> int:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
-
-
-def workers() -> set[int]:
-    """Copies of processes that this one has started for it."""
-    parents = {}
-    for status in Path("/proc").glob("[0-9]*/status"):
-        with suppress(OSError):
-            parents[int(status.parent.name)] = int(status.read_text().split("PPid:")[1].split()[0])
-    found = {process for process, parent in parents.items() if parents.get(parent) == os.getpid()}
-    name = b"firsttoken_extras.worker.worker"
-    return {process for process in found if name in Path(f"/proc/{process}/cmdline").read_bytes()}
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from firsttoken import old_names
 from firsttoken.engine.request import GREEDY, Sampling
 from firsttoken.engine.stream import Asked, Stream, TokenEvent, step_failure
 from firsttoken.study.errors import BusyError, RequestError
@@ -98,11 +97,6 @@ class AsyncEngine:
         """Do what :meth:`Engine.publish` does; called between two steps. A request that cannot move is told why."""
         for request, error in self._engine.publish(version, transition):
             self._streams.pop(request.number).end(error)
-
-    def asking(self, what: Callable[[], None]) -> None:
-        """Do what :meth:`Engine.asking` does; called between two steps."""
-        self._engine.asking(what)
-        self._end_failed()
 
     def between(self, what: Callable[[], Any]) -> Any:
         """Let the engine's thread call ``what`` between two steps, and return or raise what that returns or raises."""
@@ -199,6 +193,3 @@ class AsyncEngine:
             stream.end(error)
         self._streams.clear()
         self._engine.failed()  # they were among them
-
-
-__getattr__ = old_names.classes(__name__, Server="AsyncEngine", Standing="EngineStats")

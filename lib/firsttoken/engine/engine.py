@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from firsttoken.engine.block_pool import BlockPool, PrefixSharing
-from firsttoken.engine.executor import DeviceLost, Executor, Transition, Version
+from firsttoken.engine.executor import Executor, Transition, Version
 from firsttoken.engine.preemption import POLICIES, policy_of
 from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy, Preemptor, Recovery
 from firsttoken.engine.request import GREEDY, Kind, KVSource, Request, Sampling, ScheduledChunk, split_decodes
@@ -235,20 +235,12 @@ class Engine:
         return request.number in self.scheduler.pending
 
     def cancel(self, request: Request) -> None:
-        """End a request early, in any state, and free its blocks at once. A device that is found to be lost in this is
-        lost for all requests, as in a step."""
+        """End a request early, in any state, and free its blocks at once."""
         if self._open.pop(request.number, None) is None:
             return
         self._coming = [entry for entry in self._coming if entry[1] is not request]
         heapq.heapify(self._coming)
-        self.asking(lambda: self.scheduler.end(request))
-
-    def asking(self, what: Callable[[], None]) -> None:
-        """Call ``what``, which asks the executor. A device that is found to be lost in this is lost as in a step."""
-        try:
-            what()
-        except DeviceLost as lost:
-            self._begin_again(lost)
+        self.scheduler.end(request)
 
     def publish(self, version: Version, transition: Transition) -> list[tuple[Request, Exception]]:
         """Let new requests begin with ``version`` from the next step on, and open ones move to it as ``transition``
@@ -273,17 +265,9 @@ class Engine:
         """Process one batch and return the (request, token) pairs that it made. It waits when nothing can run yet; for
         a stored prefix only until it is worth looking again.
 
-        When the device is lost its requests begin again. A request that did so too often ends with a ``failure``, and
-        so does one whose logits are not finite. Other errors of the executor are passed on, and nothing of that step
-        counts then: without shared prefixes the next step takes the same work again.
+        A request whose logits are not finite ends with a ``failure``. Other errors of the executor are passed on, and
+        nothing of that step counts then: without shared prefixes the next step takes the same work again.
         """
-        try:
-            return self._step()
-        except DeviceLost as lost:
-            self._begin_again(lost)
-            return []
-
-    def _step(self) -> list[tuple[Request, int]]:
         chunks = self._next_chunks()
         if not chunks:
             return []
@@ -385,10 +369,6 @@ class Engine:
     def _salt(self, request: Request) -> str:
         version = request.version or self.executor.version
         return self.executor.salt if version is None else f"{self.executor.salt} {version.key}"
-
-    def _begin_again(self, lost: DeviceLost) -> None:
-        for request in filter(lost.ends, self.scheduler.lose()):
-            self._fail(request)
 
     def _fail(self, request: Request) -> None:
         self.end(request)

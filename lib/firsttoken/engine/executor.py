@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from firsttoken.engine.request import LayerRecompute, Request, ScheduledChunk
-from firsttoken.study.errors import WorkerError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,25 +38,6 @@ class SwapIn(Protocol):
         """Wait until they have arrived, and return the seconds that this took."""
 
 
-class DeviceLost(Exception):
-    """All that an executor held of the requests is gone. Later calls work again, or raise this again.
-
-    Requests that had something there begin again, up to ``retries`` times without a new token in between.
-    """
-
-    def __init__(self, reason: str, retries: int) -> None:
-        super().__init__(reason)
-        self._retries = retries
-
-    def ends(self, request: Request) -> bool:
-        """Count this loss for ``request``, and return whether it was one too many, which ends the request with it."""
-        request.losses += 1
-        if request.losses <= self._retries:
-            return False
-        request.failure = WorkerError(f"the request was begun {request.losses} times without a token between: {self}")
-        return True
-
-
 class Version(Protocol):
     """What requests compute with: a model as it is now. ``key`` tells it from every other, ``stage`` (0: it has none)
     says how far it has grown, and ``depth`` how many layers it has."""
@@ -79,10 +59,7 @@ Transition = Callable[[Version, Version], range | None]
 
 
 class Executor(Protocol):
-    """Runs steps and moves keys and values, on a clock of its own.
-
-    ``execute``, ``swap_out``, ``swap_in`` and what this returns may raise DeviceLost.
-    """
+    """Runs steps and moves keys and values, on a clock of its own."""
 
     limits: Limits
     block_tokens: int

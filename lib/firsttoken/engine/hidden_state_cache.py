@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from firsttoken import old_names
 from firsttoken.engine.request import ScheduledChunk
 from firsttoken.study.errors import RequestError
 
@@ -99,6 +98,3 @@ class _CachedStates:
             self.rows = torch.cat([self.rows, more])
         self.rows[start:end] = states
         self.end = end
-
-
-__getattr__ = old_names.classes(__name__, Edges="HiddenStateCache")

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from itertools import count
 from typing import ClassVar
 
-from firsttoken import old_names
 from firsttoken.engine.decoder import Decoder, LocalSegment
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.request import LayerRecompute, Request
@@ -80,6 +79,3 @@ class ModelVersion:
                 yield from segment.fuse()
         self.decoder.pack_head()
         yield
-
-
-__getattr__ = old_names.classes(__name__, View="ModelVersion")

@@ -9,7 +9,6 @@ from enum import StrEnum
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from firsttoken import old_names
 from firsttoken.study.errors import RequestError
 
 if TYPE_CHECKING:
@@ -234,8 +233,6 @@ class Request:
     It computes with the ``version`` that it began with, unless it ``moves`` to what is published while it is open.
     """
 
-    todo = old_names.OldMember("remaining")  # as readers' policies have it
-
     def __init__(
         self, number: int, prompt: Sequence[int], sampling: Sampling, arrival_s: float, *, moves: bool = False
     ) -> None:
@@ -267,7 +264,6 @@ class Request:
         self.token_logprobs: list[TokenLogprob] = []  # of the output, where they were asked for
         self.prompt_logprobs: list[TokenLogprob] = []  # of the prompt from its second token on
         self.preemptions = 0
-        self.losses = 0  # of the device it ran on, since its last token
         self.failure: Exception | None = None  # why it ended early, where it was not the client's wish
         self._generator: np.random.Generator | None = None
 
@@ -335,7 +331,6 @@ class Request:
         """Take the next token, and return whether it is the last."""
         self.tokens.append(token)
         self.times_s.append(now_s)
-        self.losses = 0
         return len(self.times_s) >= self.sampling.max_tokens or token in self.sampling.stop
 
     @property
@@ -348,8 +343,3 @@ class Request:
         """Mean seconds per token after the first; None for a single token."""
         gaps = len(self.times_s) - 1
         return (self.times_s[-1] - self.times_s[0]) / gaps if gaps else None
-
-
-__getattr__ = old_names.classes(
-    __name__, Work="ScheduledChunk", Redo="LayerRecompute", Chance="TokenLogprob", PrefixSource="KVSource"
-)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from firsttoken import old_names
 from firsttoken.study.errors import SwarmError
 
 
@@ -34,6 +33,3 @@ class Timeouts:
     def limit_s(self, tokens: int) -> float:
         """Seconds that a server has for ``tokens`` at once."""
         return self.step_s + tokens * self.token_s
-
-
-__getattr__ = old_names.classes(__name__, Patience="Timeouts")

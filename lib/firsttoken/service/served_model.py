@@ -1,4 +1,4 @@
-"""What serves a model folder: a plain server, which is here, a staged one, a swarm's or a worker's; this chooses."""
+"""What serves a model folder: a plain server, which is here, a staged one or a swarm's; this chooses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ from firsttoken.progressiveserve.loading.stage_weights import StageWeights
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study import dtypes
 from firsttoken.study.errors import FirstTokenError, StageError, files_alone
-from firsttoken.study.extensions import extension
 from firsttoken.study.system.direct_io import read_ahead
 
 if TYPE_CHECKING:
@@ -151,7 +150,7 @@ def without_torch(config: ServiceConfig) -> Coming | None:
     process does not serve a model of its own, without variants, on the CPU. The future raises OtherWay where the
     kernels do not run the model.
     """
-    elsewhere = config.swarm or config.worker or config.device != "cpu"
+    elsewhere = config.swarm or config.device != "cpu"
     if elsewhere or config.variants or config.torch_first or "torch" in sys.modules:
         return None
     staged = is_staged(config.folder)
@@ -265,7 +264,7 @@ def check_model(config: ServiceConfig) -> None:
     elif staged:
         check_files(config.folder, read_manifest(config.folder), stages=(1,))
     else:
-        alone = not (config.swarm or config.worker or config.prefix_store or config.variants)
+        alone = not (config.swarm or config.prefix_store or config.variants)
         check_servable(config.folder, in_8_bits=bool(config.swarm), windows=alone)
 
 
@@ -305,8 +304,6 @@ def serve_model(
         if (store := config.prefix_store) is not None:
             swarm.prefixes = lambda: use_prefixes(swarm, store, lambda: _of_servers(config), "cpu", others=False)
         return swarm
-    if config.worker:
-        return _by_a_worker(config, limits, broken)
     if is_staged(config.folder):
         from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 
@@ -352,21 +349,6 @@ def late_variants(folders: Mapping[str, Path], device: str) -> LateVariants:
 def _preemption(config: ServiceConfig, engine: EngineConfig) -> PreemptionPolicy:
     """The policy of ``config``; no threshold of another machine serves. Raises ProfileError for an unknown one."""
     if config.preemption == MeasuredCrossPoint.name:
-        way = f"{config.device} in a worker" if config.worker else config.device
-        options = {"way": way, "again": config.measure_again, "whole": not is_staged(config.folder)}
+        options = {"way": config.device, "again": config.measure_again, "whole": not is_staged(config.folder)}
         return MeasuredCrossPoint(config.folder, engine, **options)
     return make_policy(config.preemption, **({"start": 0} if config.preemption == "online" else {}))
-
-
-def _by_a_worker(
-    config: ServiceConfig, limits: RequestLimits, broken: Callable[[FirstTokenError], None]
-) -> ModelServer:
-    """Raises StageError where a worker, or what it needs, is not installed."""
-    staged = is_staged(config.folder)
-    try:
-        server = extension("SERVERS", "staged worker" if staged else "worker")
-    except KeyError as error:
-        raise StageError("serve --worker needs firsttoken_extras: install firsttoken with all its packages") from error
-    except ImportError as error:
-        raise StageError('serve --worker needs pyzmq and msgpack: pip install "firsttoken[worker]"') from error
-    return server(config, limits, broken) if staged else server(config, limits)

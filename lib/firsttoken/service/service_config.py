@@ -22,7 +22,6 @@ KEY_VARIABLE = "FIRSTTOKEN_API_KEY"
 STAGES, WHOLE = "a model in stages", "a model that is whole"
 REFUSED = {
     ("--swarm", "--preemption"): "the keys and values are with its servers, and this process can swap none of them",
-    ("--swarm", "--worker"): "its servers compute the blocks, and a worker would have none",
     ("--gbit-per-s", WHOLE): "only what `firsttoken stage` has written is read over a link",
 }
 """Pairs of options that are not served together, and why; ``tests/service/test_pairs_of_options.py`` tries all."""
@@ -39,7 +38,6 @@ HELP = {
     " only)",
     "port": "the port to listen on (default: 8000)",
     "device": "the device that computes: cpu, cuda or cuda:1 (default: cpu)",
-    "worker": "compute in a process of its own, which is replaced when it crashes or hangs (needs firsttoken[worker])",
     "torch_first": "answer nothing before torch is imported. Without this option, requests without"
     " logprobs for a model on a CPU, or for its first stage, are answered by numpy and the engine's compiled kernels"
     " until then, and the engine goes on with them",
@@ -107,7 +105,6 @@ class ServiceConfig:
     host: str = option("127.0.0.1", values.host)
     port: int = option(8000, values.whole(0, 65535))
     device: str = option("cpu")
-    worker: bool = option(False)
     torch_first: bool = option(False)
     scheduler: str = option("sarathi", metavar="NAME", group=ENGINE)
     token_budget: int | None = option(None, _COUNT, "N", group=ENGINE)
@@ -177,7 +174,6 @@ class ServiceConfig:
             "--share-prefixes": self.share_prefixes,
             "--swarm": bool(self.swarm),
             "--variant": bool(self.variants),
-            "--worker": self.worker,
             STAGES: staged is True,
             WHOLE: staged is False,
         }

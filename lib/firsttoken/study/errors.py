@@ -72,10 +72,6 @@ class ClosedError(BusyError):
     """The server shuts down: it takes nothing new, or ended what was open."""
 
 
-class WorkerError(FirstTokenError):
-    """A worker process does not start, or was lost more often than a request is begun again."""
-
-
 class StorageError(FirstTokenError):
     """A disk is full, or a folder cannot be written."""
 

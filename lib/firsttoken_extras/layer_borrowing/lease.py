@@ -12,7 +12,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 import torch
 from torch import Tensor
 
-from firsttoken import old_names
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.petals.access import Access
 from firsttoken.petals.chain import messages_of
@@ -170,6 +169,3 @@ class Lease:
             for one, part in zip(message, said.split([one.end - one.start for one in message]), strict=True):
                 parts[one.number].append(part)
         return torch.cat([torch.cat(parts[one.number])[one.start - one.end :] for one in stretches])
-
-
-__getattr__ = old_names.classes(__name__, Loan="Lease")

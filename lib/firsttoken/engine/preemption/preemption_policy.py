@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import ClassVar
 
-from firsttoken.engine.executor import DeviceLost, Executor
+from firsttoken.engine.executor import Executor
 from firsttoken.engine.request import Request, ScheduledChunk
 from firsttoken.study.errors import RequestError
 
 MOVED = "moved to another view"
-LOST = "device lost"
 
 
 class Action(StrEnum):
@@ -67,8 +67,8 @@ class PreemptionPolicy(ABC):
 class Recovery:
     """One preemption and what undoing it took, in seconds; the parts as CPS Table 2 has them.
 
-    ``reason`` says who decided: "policy", or the engine for a "partial prefill", a "host pool full", ``MOVED`` or
-    ``LOST``. ``tokens`` were swapped, or processed again in however many steps until all that was lost was there (the
+    ``reason`` says who decided: "policy", or the engine for a "partial prefill", a "host pool full", or ``MOVED``.
+    ``tokens`` were swapped, or processed again in however many steps until all that was lost was there (the
     last step's may be more); ``recompute_s`` is their share of these steps, by tokens. Who is preempted again on the
     way has two recoveries.
     """
@@ -129,17 +129,6 @@ class Preemptor:
         self._interrupt(request)
         self._open[request.number] = Recovery(request.number, Action.RECOMPUTE, MOVED, 0, self.executor.now())
 
-    def lose(self, request: Request) -> None:
-        """Note that what the request had cached on device or host is gone; a recovery that was open teaches nothing."""
-        request.transfer = request.host = None
-        self._prefills.pop(request.number, None)
-        interrupted = self._open.pop(request.number, None)
-        if interrupted is not None and self._recovered is not None:
-            self._recovered(interrupted)
-        request.forget()
-        if request.computed:
-            self._open[request.number] = Recovery(request.number, Action.RECOMPUTE, LOST, 0, self.executor.now())
-
     def restore(self, request: Request) -> None:
         """Begin to bring a swapped request back into the blocks it has been given."""
         request.transfer = self.executor.swap_in(request)
@@ -176,24 +165,20 @@ class Preemptor:
             self._learn(Action.RECOMPUTE, tokens, seconds, chunk.end)
 
     def forget(self, request: Request) -> None:
-        """The request ended, wherever it stood. Raises DeviceLost where that is noticed now, once all is forgotten."""
+        """The request ended, wherever it stood."""
         self._open.pop(request.number, None)
         self._prefills.pop(request.number, None)
         self.executor.forget(request)
         self._give_up(request)
 
     def _give_up(self, request: Request) -> None:
-        """Nothing comes back from the host any more. Raises DeviceLost: the copy is gone then, with all others."""
+        """Nothing comes back from the host any more."""
         transfer, host = request.transfer, request.host
         request.transfer = request.host = None
         # A copy that is under way still reads the host's rows and writes to the blocks: both must stay until it ends.
         if transfer is not None:
-            try:
+            with suppress(Exception):  # one that failed is over too
                 transfer.wait()
-            except DeviceLost:
-                raise
-            except Exception:  # one that failed is over too
-                pass
         if host is not None:
             self.executor.drop(host)
 

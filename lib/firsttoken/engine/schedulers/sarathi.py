@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from firsttoken import old_names
 from firsttoken.engine.costs.cost_model import step_parts
 from firsttoken.engine.request import Request, ScheduledChunk
 from firsttoken.engine.schedulers.scheduler import Scheduler, SchedulerConfig
@@ -320,6 +319,3 @@ def scheduler_named(name: str | type[Scheduler]) -> type[Scheduler]:
     if found := SCHEDULERS.get(name) or REPORTED.get(name):
         return found
     raise ProfileError(f"engine: no scheduler {name!r}; {unknown(name, [*SCHEDULERS, *REPORTED])}")
-
-
-__getattr__ = old_names.classes(__name__, Pace="StepTimeModel")

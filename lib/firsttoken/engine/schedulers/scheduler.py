@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from firsttoken import old_names
 from firsttoken.engine.block_pool import BlockPool, PrefixSharing
 from firsttoken.engine.executor import Version
 from firsttoken.engine.preemption.preemption_policy import Action, Preemptor
@@ -64,7 +63,6 @@ class Scheduler(Queues, ABC):
 
     name: ClassVar[str]
     steady: ClassVar[bool] = False
-    work, bounds = old_names.OldMember("chunk"), old_names.OldMember("config")  # as readers' schedulers have them
 
     def __init__(
         self,
@@ -242,7 +240,7 @@ class Scheduler(Queues, ABC):
                 wait = False
 
     def end(self, request: Request) -> None:
-        """The request is over, wherever it stands; its blocks are free again. Raises DeviceLost, once it is."""
+        """The request is over, wherever it stands; its blocks are free again."""
         try:
             self._give_up_prefix(request)
             self.preemptor.forget(request)
@@ -285,18 +283,6 @@ class Scheduler(Queues, ABC):
             else:
                 self.move_to(request, Phase.RUNNING)
         request.switch_to(version, None if again and elsewhere else redo)
-
-    def lose(self) -> list[Request]:
-        """The device is lost, with all keys and values: who had any there, or in its host, waits before all who never
-        ran, and computes them again. Those requests, the first come first."""
-        self.pool.forget()
-        had = sorted([*self.running, *self.restoring, *self.swapped], key=lambda request: request.order)
-        for request in reversed(had):
-            self.preemptor.lose(request)
-            self._give_up_prefix(request)
-            self._release(request)
-            self.requeue_first(request)
-        return had
 
     def withdraw(self) -> None:
         """The step failed: what it was to write is not there. Nobody may find it, and who has it from another, admitted
@@ -357,6 +343,3 @@ class Scheduler(Queues, ABC):
     def _release(self, request: Request) -> None:
         self.pool.give(request.blocks)
         request.blocks = []
-
-
-__getattr__ = old_names.classes(__name__, Bounds="SchedulerConfig")
