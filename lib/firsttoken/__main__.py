@@ -99,9 +99,7 @@ def serve(options: argparse.Namespace) -> int:
 def swarm(options: argparse.Namespace) -> int:
     """Serve blocks of a model, or use and list the servers that do."""
     wait_briefly()
-    if options.action == "serve" and (options.servers > 1 or options.cluster is not None):
-        from firsttoken.service.swarm_servers import serve_all as act
-    elif options.action == "serve" and options.variant:
+    if options.action == "serve" and options.variant:
         from firsttoken.petals.actions import run
         from firsttoken.service.swarm_variants import with_variants
 

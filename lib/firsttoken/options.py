@@ -60,15 +60,6 @@ def add_options(swarm: argparse.ArgumentParser) -> None:
     serve.add_argument("--address", default="", metavar="HOST:PORT", help=told)
     key = "the file of this server's private key; it is made if it does not exist (default: a new key at each start)"
     serve.add_argument("--key", type=Path, metavar="FILE", help=key)
-    serve.add_argument(
-        "--servers",
-        type=values.whole(1, 64),
-        default=1,
-        metavar="N",
-        help="how many servers to start, each in a Ray process (needs firsttoken[serve]; not together with --host,"
-        " --port, --address or --key) (default: 1, without Ray)",
-    )
-    serve.add_argument("--cluster", metavar="HOST:PORT", help=HELP["cluster"])
     variant = "also compute the blocks with this LoRA adapter, for clients that ask for it; may be repeated"
     serve.add_argument(
         "--variant", type=values.named_folder, action="append", default=[], metavar="NAME=DIR", help=variant

@@ -6,16 +6,10 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.assets.models import load_model
-from firsttoken.droidspeak.forward import layer_kv
-from firsttoken.droidspeak.gate import Gate, auc, auc_interval, calibrate, gated_cache, rates, roc
-from firsttoken.droidspeak.layer_group import NOTHING
-from firsttoken.droidspeak.prefill import full_prefill, partial_prefill, suffix_logits
-from firsttoken.droidspeak.prefix import Prefix
+from firsttoken.droidspeak.gate import Gate, auc, auc_interval, calibrate, rates, roc
 from firsttoken.study.errors import RequestError
 
 SIGNALS = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
@@ -137,34 +131,3 @@ def test_what_cannot_be_calibrated_on_is_refused(signals, failed, why):
 def test_rates_of_nothing_are_refused():
     with pytest.raises(RequestError, match="0 signals"):
         rates(Gate("doubt", 0.5), [], [])
-
-
-class TestFallback:
-    receiver, sender = (load_model("random:tiny-4", seed=seed).model for seed in (1, 2))
-    prefix = Prefix.of([list(range(10, 40)), list(range(50, 62)), list(range(70, 90))])
-
-    def mixed(self):
-        return partial_prefill(self.receiver, self.prefix, full_prefill(self.sender, self.prefix), NOTHING)
-
-    def test_only_the_refused_rows_are_computed_again(self):
-        cache, own = self.mixed(), full_prefill(self.receiver, self.prefix)
-        gated = gated_cache(self.receiver, self.prefix, cache, [True, False, True])
-        for layer, exact in enumerate(own.kv):
-            for held, before, mine in zip(layer_kv(gated, layer), layer_kv(cache, layer), exact, strict=True):
-                assert torch.equal(held[[0, 2]], before[[0, 2]])
-                torch.testing.assert_close(held[1, :, -12:], mine[1, :, -12:])
-                assert not torch.allclose(held[1, :, -12:], before[1, :, -12:])
-
-    def test_all_refused_is_full_prefill_and_none_is_the_cache(self):
-        cache, own = self.mixed(), full_prefill(self.receiver, self.prefix)
-        gated = gated_cache(self.receiver, self.prefix, cache, [False] * 3)
-        assert all(torch.equal(layer_kv(gated, layer).keys, kv.keys) for layer, kv in enumerate(own.kv))
-        assert gated_cache(self.receiver, self.prefix, cache, [True] * 3) is cache
-
-    def test_what_does_not_fit_is_refused(self):
-        with pytest.raises(RequestError, match="2 verdicts for 3 rows"):
-            gated_cache(self.receiver, self.prefix, self.mixed(), [True, False])
-        cache = self.mixed()
-        suffix_logits(self.receiver, self.prefix, torch.ones(3, 2, dtype=torch.long), cache)
-        with pytest.raises(RequestError, match="holds 32 tokens, the prefix 30"):
-            gated_cache(self.receiver, self.prefix, cache, [True, True, False])

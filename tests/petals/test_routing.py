@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from firsttoken.petals.routing import Hop, Reachable, best_chain, chain_s, parallel_chains, split_rows
+from firsttoken.petals.routing import Hop, Reachable, best_chain, chain_s
 from firsttoken.study.errors import SwarmError
 
 LAYERS = 6
@@ -90,35 +88,6 @@ def test_the_blocks_nobody_serves_are_named() -> None:
         best_chain(servers, range(7))
     with pytest.raises(SwarmError, match="a range of layers, not"):
         best_chain(servers, range(3, 3))
-
-
-@settings(max_examples=100, deadline=None)
-@given(servers=swarms(most=4), rows=st.integers(0, 7))
-def test_no_other_split_of_the_rows_ends_earlier(servers: list[Reachable], rows: int) -> None:
-    chains = [[Hop(server, server.blocks)] for server in servers]
-    shares = split_rows(rows, chains)
-
-    def end(parts: tuple[int, ...]) -> float:
-        return max((chain_s(chain, part) for chain, part in zip(chains, parts, strict=True) if part), default=0.0)
-
-    others = (parts for parts in itertools.product(range(rows + 1), repeat=len(chains)) if sum(parts) == rows)
-    assert sum(shares) == rows and end(tuple(shares)) == pytest.approx(min(map(end, others)), abs=1e-12)
-
-
-@settings(max_examples=50, deadline=None)
-@given(servers=swarms())
-def test_parallel_chains_share_no_server(servers: list[Reachable]) -> None:
-    assume(every_chain(servers, 0, LAYERS))
-    chains = parallel_chains(servers, range(LAYERS))
-    names = [name for chain in chains for name in {hop.server.name for hop in chain}]
-    assert len(names) == len(set(names)) and chains[0] == best_chain(servers, range(LAYERS))
-
-
-def test_large_batches_go_by_throughput() -> None:
-    slow, fast = Reachable("a", range(0, 2), 0.0, 10.0), Reachable("b", range(0, 2), 0.0, 30.0)
-    assert split_rows(64, parallel_chains([slow, fast], range(2))) == [48, 16]
-    with pytest.raises(SwarmError, match="4 rows cannot be split over 0 chains"):
-        split_rows(4, [])
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import torch
-from transformers import DynamicCache, PreTrainedModel
 
-from firsttoken.droidspeak.forward import cache_of, layer_kv
-from firsttoken.droidspeak.prefill import full_prefill
-from firsttoken.droidspeak.prefix import LayerKV, Prefix
 from firsttoken.study.errors import RequestError
 from firsttoken.study.stats import Interval
 
@@ -125,27 +120,6 @@ def auc_interval(signals: Sequence[float], failed: Sequence[bool], resamples: in
     wins = (values[bad][:, None] > values[~bad]) + 0.5 * (values[bad][:, None] == values[~bad])
     drawn = [wins[np.ix_(*(rng.integers(0, n, n) for n in wins.shape))].mean() for _ in range(resamples)]
     return Interval(area, *map(float, np.percentile(drawn, [2.5, 97.5])), len(values))
-
-
-@torch.inference_mode()
-def gated_cache(model: PreTrainedModel, prefix: Prefix, cache: DynamicCache, accepted: Sequence[bool]) -> DynamicCache:
-    """``cache`` with the rows that are not ``accepted`` replaced by the receiver's full prefill of them.
-
-    Raises RequestError unless there is one verdict a row, and the cache holds the prefix and no more.
-    """
-    if len(accepted) != len(prefix.ids):
-        raise RequestError(f"{len(accepted)} verdicts for {len(prefix.ids)} rows; give one each")
-    if cache.get_seq_length() != prefix.tokens:
-        raise RequestError(f"the cache holds {cache.get_seq_length()} tokens, the prefix {prefix.tokens}")
-    rows = [row for row, good in enumerate(accepted) if not good]
-    if not rows:
-        return cache
-    index = torch.tensor(rows, device=prefix.ids.device)
-    own = full_prefill(model, prefix.rows(index)).kv
-    return cache_of(
-        LayerKV(*(mixed.index_copy(0, index, mine) for mixed, mine in zip(layer_kv(cache, layer), kv, strict=True)))
-        for layer, kv in enumerate(own)
-    )
 
 
 def _arrays(signals: Sequence[float], failed: Sequence[bool]) -> tuple[np.ndarray, np.ndarray]:

@@ -6,7 +6,6 @@ times. The paper searches it by beam; an exact shortest path costs no more, as b
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -92,38 +91,6 @@ def best_chain(servers: Collection[Reachable], layers: range, without: Collectio
         chain.append(hop)
     check_cover([hop.blocks for hop in chain], layers)
     return chain
-
-
-def parallel_chains(servers: Collection[Reachable], layers: range) -> list[list[Hop]]:
-    """Chains through ``layers`` that share no server, the fastest first: what a large batch is split over.
-
-    Raises SwarmError where not even one exists.
-    """
-    chains = [best_chain(servers, layers)]
-    taken = {hop.server.name for hop in chains[0]}
-    while True:
-        try:
-            chains.append(best_chain(servers, layers, without=taken))
-        except SwarmError:
-            return chains
-        taken |= {hop.server.name for hop in chains[-1]}
-
-
-def split_rows(rows: int, chains: Sequence[Sequence[Hop]]) -> list[int]:
-    """Return how many of ``rows`` equal rows each chain takes so that the last is back soonest.
-
-    Each row goes where it is done first: no other share ends earlier. Raises SwarmError for no chain or rows below 0.
-    """
-    if not chains or rows < 0:
-        raise SwarmError(f"{rows} rows cannot be split over {len(chains)} chains")
-    shares = [0] * len(chains)
-    ends = [(chain_s(chain), index) for index, chain in enumerate(chains)]
-    heapq.heapify(ends)
-    for _ in range(rows):
-        _, index = ends[0]
-        shares[index] += 1
-        heapq.heapreplace(ends, (chain_s(chains[index], shares[index] + 1), index))
-    return shares
 
 
 # Whether the parts of a way through a model are the whole of it: each of its layers, once, in order. Every composition
