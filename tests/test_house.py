@@ -141,7 +141,6 @@ def test_the_commands_of_the_pages_run_as_they_stand(monkeypatch):
     monkeypatch.setattr(ran, lambda name, profile, because: asked.append((name, profile)) or RESULT)
     for module in (main_module, studies):
         monkeypatch.setattr(module, "check_used", lambda settings, used: None)
-    monkeypatch.setattr("firsttoken_extras.commands.measured_plan", lambda *a: "bits")  # a minute of measuring
     monkeypatch.setattr("firsttoken.progressiveserve.staging.stage_model", lambda *a: asked.append((a[0], a)) or STAGED)
     for words in found:
         options = parser(main_module.COMMANDS).parse_args(words)

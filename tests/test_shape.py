@@ -20,6 +20,7 @@ NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no p
     "firsttoken.droidspeak.tiers": "more than 400 lines together",
     "firsttoken.options": "more than 400 lines together",
     "firsttoken.petals.announcer": "more than 400 lines together",
+    "firsttoken.service.cluster": "imported where replicas are asked for, as Ray is optional",
     "firsttoken.service.neutral": "more than 400 lines together",
     "firsttoken.service.over_swarm": "imported where a swarm is asked for, as grpc is optional",
     "firsttoken.service.responses": "more than 400 lines together",
