@@ -109,6 +109,17 @@ def test_the_table() -> None:
     ]
 
 
+def test_an_interval_of_few_draws_ends_where_its_quantity_does() -> None:
+    rows = {
+        "mine.py": [
+            {"within, %": share, "s": second}
+            for share, second in zip((0, 0, 100, 100, 0), (0, 0, 0, 0, 9), strict=True)
+        ]
+    }
+    (line,) = [line for line in Tried("a setting", rows).told().splitlines() if line.startswith(">")]
+    assert line.split("mine.py")[1].split("]")[:2] == ["  40 [0, 100", "  1.80 [0.00, 6.80"]
+
+
 def test_layers_in_several_runs_turn_the_stream_by_their_sum() -> None:
     import torch
 

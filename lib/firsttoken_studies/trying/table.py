@@ -30,7 +30,7 @@ class Tried:
         what = "95 % interval" if n >= FEWEST else "range"
         columns = [["", *(f"{'  ' if at else '> '}{name}" for at, name in enumerate(names))]]
         for heading in self.rows[names[0]][0]:
-            columns.append([heading, *_cells([[draw[heading] for draw in self.rows[name]] for name in names])])
+            columns.append([heading, *_cells(heading, [[draw[heading] for draw in self.rows[name]] for name in names])])
         widths = [max(map(len, column)) for column in columns]
         padded = [[cell.ljust(widths[0]) for cell in columns[0]]]
         padded += [
@@ -68,9 +68,20 @@ def held(
     return rows
 
 
-def _cells(columns: Sequence[Sequence[float]]) -> list[str]:
-    """Three digits of the largest value, so that a column's numbers stand below each other."""
-    largest = max(abs(value) for values in columns for value in values)
+def _cells(heading: str, columns: Sequence[Sequence[float]]) -> list[str]:
+    """Three digits of the largest value, so that a column's numbers stand below each other.
+
+    Of few draws the interval is Student's, which knows no limits: it ends at 0 where no draw is below 0, as times and
+    counts never are, and at 100 where ``heading`` is of percent.
+    """
+    values = [value for column in columns for value in column]
+    lowest, highest = (0.0 if min(values) >= 0 else -math.inf), (100.0 if heading.endswith("%") else math.inf)
+    largest = max(map(abs, values))
     digits = max(0, 2 - math.floor(math.log10(largest))) if largest else 0
-    entries = [bootstrap(values).summary() for values in columns]
-    return [interval(one, digits) if one["low"] < one["high"] else f"{one['value']:.{digits}f}" for one in entries]
+    cells = []
+    for column in columns:
+        entry = bootstrap(column).summary()
+        low, high = max(entry["low"], lowest), min(entry["high"], highest)
+        number = f"{entry['value']:.{digits}f}"
+        cells.append(interval(entry | {"low": low, "high": high}, digits) if low < high else number)
+    return cells
