@@ -57,6 +57,24 @@ def write(tmp_path):
     return write
 
 
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_json_list_is_read_as_its_lines_are(write, indent) -> None:
+    """On one line, which may have more than a megabyte, or on many."""
+    requests = [json.loads(line) for line in MOONCAKE.splitlines()]
+    requests[1]["hash_ids"] = list(range(300_000))
+    listed = load_trace(write(json.dumps(requests, indent=indent), "listed.json"))
+    assert listed == load_trace(write(MOONCAKE, "lines.jsonl"))
+    with pytest.raises(CorpusError, match="entry 2: input_length is 'many', no number"):
+        load_trace(write(json.dumps([requests[0], requests[1] | {"input_length": "many"}])))
+    with pytest.raises(CorpusError, match="it is an empty list"):
+        load_trace(write("[]"))
+
+
+def test_utf_16_is_named(write) -> None:
+    with pytest.raises(CorpusError, match=r"it is UTF-16 text; save it as UTF-8 \(`iconv"):
+        load_trace(write(AZURE_2023.encode("utf-16")))
+
+
 @pytest.mark.parametrize(
     ("text", "name", "items", "dropped"),
     [

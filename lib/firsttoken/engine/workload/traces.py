@@ -6,6 +6,7 @@ asks: a trace in seconds that is read as milliseconds is a load a thousand times
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from firsttoken.engine.workload.workload_items import Item
 from firsttoken.study import paths
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.parsing.csv_text import Lines, columns, numbered, plain_number, records
-from firsttoken.study.parsing.json_text import parse_json
-from firsttoken.study.parsing.parse_errors import Damaged, blaming, shown
+from firsttoken.study.parsing.json_text import parse_json, read_json
+from firsttoken.study.parsing.parse_errors import Damaged, blaming, regular_size, shown
 
 _MOST = 1e15  # a time in ms; tokens have a limit of their own
 _MOST_TOKENS = 10**8
@@ -121,9 +122,9 @@ def load_trace(path: str | Path, unit: str | None = None) -> RequestTrace:
     rows: list[tuple[float, int, int]] = []
     dropped = 0
     with blaming(path, CorpusError, "mend the line, or download the file again"), closing(numbered(path)) as lines:
-        shape, values = _opened(lines)
-        for line, row in values:
-            time, prompt, output = _parsed(line, shape, row)
+        shape, values = _json_rows(_json_list(path)) if _is_list(path) else _opened(lines)
+        for place, row in values:
+            time, prompt, output = _parsed(place, shape, row)
             if prompt and output:
                 rows.append((time, prompt, output))
             else:
@@ -159,13 +160,13 @@ def _doubt(shape: _Format, times: list[float]) -> str | None:
     return None
 
 
-def _opened(lines: Lines) -> tuple[_Format, Iterator[tuple[int, list[Any]]]]:
-    """The format, and (line, [time, prompt, output]) of every request."""
+def _opened(lines: Lines) -> tuple[_Format, Iterator[tuple[str, list[Any]]]]:
+    """The format, and (place in the file, [time, prompt, output]) of every request."""
     first = next(lines, None)
     if first is None:
         raise Damaged("it is empty")
     if first[1].startswith("{"):
-        return _json_rows(chain([first], lines))
+        return _json_rows(_json_objects(chain([first], lines)))
     number, header = first
     names = columns(number, header)
     shape = max((_AZURE, _BURSTGPT), key=lambda known: len({*known.columns} & {*names}))
@@ -177,33 +178,50 @@ def _opened(lines: Lines) -> tuple[_Format, Iterator[tuple[int, list[Any]]]]:
         )
     if missing:
         raise Damaged(f"line {number}: the header lacks {', '.join(missing)}, which a trace of {shape.name} has")
-    return shape, ((at, [row[name] for name in shape.columns]) for at, row in records(lines, names))
+    return shape, ((f"line {at}", [row[name] for name in shape.columns]) for at, row in records(lines, names))
 
 
-def _json_rows(lines: Lines) -> tuple[_Format, Iterator[tuple[int, list[Any]]]]:
-    """The format of the first line, and (line, [time, prompt, output]) of every one; all must be of that format."""
-    first = next(opened := _json_objects(lines))
+def _json_rows(requests: Iterator[tuple[str, dict[str, Any]]]) -> tuple[_Format, Iterator[tuple[str, list[Any]]]]:
+    """The format of the first request, and (place, [time, prompt, output]) of every one; all must be of that format."""
+    first = next(requests)
     shape = _json_format(first[1])
 
-    def values() -> Iterator[tuple[int, list[Any]]]:
-        for number, row in chain([first], opened):
+    def values() -> Iterator[tuple[str, list[Any]]]:
+        for place, row in chain([first], requests):
             missing = [name for name in (*shape.columns, *shape.own) if name not in row]
             if missing:
-                raise Damaged(f"line {number}: it lacks {', '.join(missing)}, which a line of {shape.name} has")
+                raise Damaged(f"{place}: it lacks {', '.join(missing)}, which a line of {shape.name} has")
             if (other := _json_format(row)) is not shape:
-                raise Damaged(f"line {number}: it is a line of {other.name}, and those before are of {shape.name}")
-            yield number, [row[name] for name in shape.columns]
+                raise Damaged(f"{place}: it is a line of {other.name}, and those before are of {shape.name}")
+            yield place, [row[name] for name in shape.columns]
 
     return shape, values()
 
 
-def _json_objects(lines: Lines) -> Iterator[tuple[int, dict[str, Any]]]:
+def _json_objects(lines: Lines) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The request on each line."""
     for number, line in lines:
         try:
             row = parse_json(line)
         except ValueError as error:
             raise Damaged(f"line {number}: it is no complete JSON") from error
-        yield number, row if isinstance(row, dict) else {}
+        yield f"line {number}", row if isinstance(row, dict) else {}
+
+
+def _is_list(path: Path) -> bool:
+    """Whether the file is one JSON list, on one line or on many."""
+    regular_size(path)
+    with path.open("rb") as file:
+        return file.read(64).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
+
+
+def _json_list(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The requests of a file that is one JSON list."""
+    rows = read_json(path)
+    if not rows:
+        raise Damaged("it is an empty list")
+    for number, row in enumerate(rows, 1):
+        yield f"entry {number}", row if isinstance(row, dict) else {}
 
 
 def _json_format(row: dict[str, Any]) -> _Format:
@@ -211,7 +229,7 @@ def _json_format(row: dict[str, Any]) -> _Format:
     return next((shape for shape in (_BAILIAN, _MOONCAKE) if any(name in row for name in shape.own)), _UNNAMED)
 
 
-def _parsed(number: int, shape: _Format, row: list[Any]) -> tuple[float, int, int]:
+def _parsed(place: str, shape: _Format, row: list[Any]) -> tuple[float, int, int]:
     """Seconds, prompt and output tokens of a row."""
     numbers = []
     for name, value, convert in zip(shape.columns, row, (shape.number, _number, _number), strict=True):
@@ -219,8 +237,8 @@ def _parsed(number: int, shape: _Format, row: list[Any]) -> tuple[float, int, in
             numbers.append(convert(value))
         except (ValueError, TypeError, OverflowError) as error:
             kind = "time" if convert is _clock else "number"
-            raise Damaged(f"line {number}: {name} is {shown(value)}, no {kind}") from error
+            raise Damaged(f"{place}: {name} is {shown(value)}, no {kind}") from error
     for name, tokens in zip(shape.columns[1:], numbers[1:], strict=True):
         if not 0 <= tokens <= _MOST_TOKENS or tokens != int(tokens):
-            raise Damaged(f"line {number}: {name} is {tokens:g}, it must be a whole number from 0 on")
+            raise Damaged(f"{place}: {name} is {tokens:g}, it must be a whole number from 0 on")
     return numbers[0], int(numbers[1]), int(numbers[2])

@@ -1,5 +1,6 @@
 """Texts line by line, and CSV with a header among them: columns by name, every line as wide as the header."""
 
+import codecs
 import csv
 import math
 import re
@@ -27,6 +28,8 @@ def numbered(path: Path) -> Lines:
         while raw := file.readline(_LONGEST):
             number += 1
             bar.update(len(raw))
+            if number == 1 and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise Damaged("it is UTF-16 text; save it as UTF-8 (`iconv -f UTF-16 -t UTF-8`)")
             if len(raw) == _LONGEST and not raw.endswith(b"\n"):
                 raise Damaged(f"line {number}: it has more than {_LONGEST:,} bytes")
             try:

@@ -90,8 +90,9 @@ def _header(text: bytes, size: int) -> Header:
     table, length = parse_json(text), len(text)
     if not isinstance(table, dict):
         raise Damaged("its header is no mapping")
-    metadata = shaped(dict[str, str], table.pop(METADATA, {}), METADATA)
-    stored = {name: shaped(_Stored, entry, name) for name, entry in table.items()}
+    metadata = shaped(dict[str, str], table.pop(METADATA, None) or {}, METADATA)
+    # the reference takes no metadata for null, and passes over what else an entry says
+    stored = {name: shaped(_Stored, entry, name, others=True) for name, entry in table.items()}
     entries = {
         name: shaped(TensorEntry, _spanned(entry, 8 + length), name)
         for name, entry in sorted(stored.items(), key=lambda item: item[1].data_offsets)
