@@ -103,7 +103,9 @@ def opened(name: str, folder: Path) -> Iterator[Lab]:
     with _server(folder) as url, visiting(f"{url}/lab/tree/{path.name}") as page:
         page.browser.set_window_size(1280, 1000)
         lab = Lab(page, len(code_cells))
-        until(lambda: lab.prompts() == ["[ ]:"] * len(code_cells), "the notebook is open")
+        folded = [cell["metadata"].get("jupyter", {}).get("source_hidden", False) for cell in code_cells]
+        fresh = ["" if hidden else "[ ]:" for hidden in folded]  # a cell whose source is folded shows no prompt
+        until(lambda: lab.prompts() == fresh, "the notebook is open")
         until(lambda: page.browser.execute_script(STATUS) == "idle", "its kernel is ready")
         yield lab
 
