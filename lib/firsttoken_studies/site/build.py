@@ -107,7 +107,7 @@ def _scheduler(folder: Path, notebooks: list[NotebookPage]) -> str:
         python = scheduler_page.pyodide()
         scene, setting = scheduler_page.scene()
     except (AssetError, CorpusError) as error:
-        return str(error)
+        return str(error).replace("`", "")  # the page is no Markdown
     write_text(data, scheduler_page.script(scene, python))
     content = {"title": "Write a scheduler", "setting": setting, "policy": scheduler_page.POLICY}
     content |= {"siblings": scheduler_page.SIBLINGS, "headings": COLUMNS, "version": python.version}
