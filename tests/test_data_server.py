@@ -88,6 +88,15 @@ def test_nothing_outside_the_folder_and_no_folder(connection: http.client.HTTPCo
     assert get(connection, path)[0] == 404
 
 
+@pytest.mark.parametrize("path", ["/" + "a" * 300, "/" + "a/" * 3000, "/%ff%fe", "/circle", "//[::1", "/%ed%a0%80"])
+def test_a_name_that_no_file_can_have_is_not_found_and_nothing_is_printed(
+    connection: http.client.HTTPConnection, folder: Path, path: str, capfd: pytest.CaptureFixture
+) -> None:
+    (folder / "circle").symlink_to(folder / "circle")
+    assert get(connection, path)[0] == 404 and get(connection, "/empty")[0] == 200
+    assert capfd.readouterr().err == ""
+
+
 def test_all_connections_together_are_held_to_the_rate(folder: Path) -> None:
     command = [sys.executable, "-m", "firsttoken.link.data_server", str(folder), "--gbit-per-s", "0.02"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:

@@ -6,18 +6,19 @@ import re
 import socket
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from certificates import certificate
 from strangers import keyed, said
+from swarms import says
 
 from firsttoken.__main__ import main
 from firsttoken.petals import announcer, server
 from firsttoken.petals.access import Access
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.keys import public_hex
+from firsttoken.petals.records import steady_s
 from firsttoken.petals.tuning.remote_training import RemoteTraining
 from firsttoken.study.errors import SwarmError
 
@@ -38,23 +39,29 @@ def warned(capsys, words: str) -> str:
     return text
 
 
-@pytest.mark.parametrize(("ahead_s", "why"), [(60.0, "of a time 6.* s ahead"), (-60.0, "expired 3.* s ago")])
-def test_clocks_that_differ_are_named_by_the_server_its_peer_and_the_client(
-    ahead_s, why, here, client, capsys, monkeypatch
-):
+@pytest.mark.parametrize("ahead_s", [3600.0, -3600.0])
+def test_clocks_that_differ_by_an_hour_part_nobody(ahead_s, here, client, asked, monkeypatch):
     (door,) = here.serve((0, 3))
     door.announcer._renew = lambda _: None  # its clock is right
-    clock = SimpleNamespace(time=lambda: time.time() + ahead_s, monotonic=time.monotonic)
-    for module in (announcer, server):
-        monkeypatch.setattr(module, "time", clock)
-    (other,) = here.serve((3, 6), peers=[door.record.address])
-    text = warned(capsys, "not known to others")
-    assert re.search(f"{door.record.address}: .*{why}.*set the clocks", text)
-    model = client(door.record.address, timeouts={"find_s": 0.2})
-    at = other.record.address
-    with pytest.raises(SwarmError, match=f"blocks 3 to 5: .*{door.record.address} refuses {at}: .*{why}.*set the clo"):
-        model.generate(torch.tensor([[1, 2]]), 2)
-    assert capsys.readouterr().err.count("not known to others") == 0  # once for each reason
+    with monkeypatch.context() as patched:
+        for module in (announcer, server):
+            patched.setattr(module, "steady_s", lambda: steady_s() + ahead_s)
+        (other,) = here.serve((3, 6), peers=[door.record.address])
+    assert abs(other.record.issued - steady_s() - ahead_s) < 30
+    says(client(other.record.address), asked(5, 4))
+    assert door.registry.live(steady_s()) and not other.failed.done()
+
+
+def test_a_wall_clock_that_is_set_ends_no_server_and_keeps_no_client_out(here, client, asked, monkeypatch):
+    """Forwards by a minute, right again, and back by half a minute, each for longer than a record lives."""
+    ups, true = here.serve((0, 3), (3, 6), limits={"expiry_s": 0.6}), time.time
+    for off_s in (60.0, 0.0, -30.0, -1e9):
+        monkeypatch.setattr(time, "time", lambda off_s=off_s: true() + off_s)
+        issued = [up.record.issued for up in ups]
+        time.sleep(1.0)
+        assert all(up.record.issued > before for up, before in zip(ups, issued, strict=True))
+        assert not any(up.failed.done() for up in ups)
+        says(client(ups[0].record.address), asked(5, 4))
 
 
 def test_a_server_says_who_does_not_know_it_and_says_it_again_when_the_reason_changes(here, capsys):
@@ -126,7 +133,7 @@ def test_a_token_or_a_certificate_that_does_not_fit_is_named(here, client, capsy
 def test_members_of_another_version_are_named(here, client):
     (up,) = here.serve((0, 6))
     up.announcer.answer = lambda *_: b'{"server": null, "records": []}'  # as the first version answered
-    with pytest.raises(SwarmError, match="speaks version 1 of records, not 2: have one version on all members"):
+    with pytest.raises(SwarmError, match="speaks version 1 of records, not 3: have one version on all members"):
         client(up.record.address)
 
 

@@ -193,7 +193,7 @@ def test_a_member_that_names_a_strangers_port_leads_each_there_once(here, client
     async def lies(data: bytes, _: object) -> bytes:
         said = hear(data)
         own = record(1, time.time(), model=here.model, address=address[0])
-        proof = proof_of(key, own.server, said.nonce) if said.nonce else None
+        proof = proof_of(key, own, said.nonce) if said.nonce else None
         first = int(said.after or 0)  # pages that never end
         page = told[first : first + 60]
         return tell([own, *page] if not first else page, own.server, proof=proof, after=str(first + 60).zfill(4))

@@ -14,10 +14,13 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 import urllib.parse
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import FileIO
 from pathlib import Path
+from typing import Any
 
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.study.errors import LinkError
@@ -46,6 +49,11 @@ class DataServer(ThreadingHTTPServer):
         """What its clients are told."""
         return f"http://{self.server_address[0]}:{self.server_address[1]}"
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up in the middle is nobody's error."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
 
 class _Handler(BaseHTTPRequestHandler):
     server: DataServer
@@ -56,12 +64,10 @@ class _Handler(BaseHTTPRequestHandler):
         """A line for every chunk would be thousands."""
 
     def do_GET(self) -> None:
-        name = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path).lstrip("/")
-        path = (self.server.folder / name.replace("\0", "")).resolve()
-        if not path.is_relative_to(self.server.folder) or not path.is_file():
+        if (opened := self._opened()) is None:
             self.send_error(404)
             return
-        with path.open("rb", buffering=0) as file:
+        with opened as file:
             size = os.fstat(file.fileno()).st_size
             status, begin, end = asked_range(self.headers.get("Range"), size)
             self.send_response(status)
@@ -78,6 +84,16 @@ class _Handler(BaseHTTPRequestHandler):
                     self.wfile.write(piece)
             except (ConnectionError, LinkError):  # the reader has gone, or the file was cut: hang up
                 self.close_connection = True
+
+    def _opened(self) -> FileIO | None:
+        """The file that the path names; None where the folder has none of this name that can be read."""
+        try:
+            name = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path).lstrip("/")
+            path = (self.server.folder / name.replace("\0", "")).resolve()
+            inside = path.is_relative_to(self.server.folder) and path.is_file()
+            return path.open("rb", buffering=0) if inside else None
+        except (OSError, ValueError, RuntimeError):  # no address, a name that no file can have, links in a circle
+            return None
 
 
 def asked_range(header: str | None, size: int) -> tuple[int, int, int]:

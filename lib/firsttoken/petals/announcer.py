@@ -19,7 +19,7 @@ from typing import Any
 from firsttoken.petals.addresses import check_name
 from firsttoken.petals.contacts import ANSWER_S, PROVE_S, Contacts, Exchanged, page_of, proof_of, tell
 from firsttoken.petals.keys import ServerKey
-from firsttoken.petals.records import Record, TwinError
+from firsttoken.petals.records import Record, TwinError, steady_s
 from firsttoken.study.errors import SwarmError
 
 PEERS = 8  # that one round asks beside the addresses given
@@ -58,8 +58,8 @@ class Announcer:
     def answer(self, told: Exchanged, refused: str) -> bytes:
         """What this member answers to one that has ``told`` it something, and why its record was ``refused``."""
         own = self._record
-        page, after = page_of(self._registry.live(time.time()), own, told.after)
-        proof = proof_of(self._key, own.server, told.nonce) if told.nonce else None
+        page, after = page_of(self._registry.live(steady_s()), own, told.after)
+        proof = proof_of(self._key, own, told.nonce) if told.nonce else None
         others = [] if told.after else self._contacts.refused()
         return tell(page, own.server, after=after, proof=proof, refused=refused, others=others)
 
@@ -67,7 +67,7 @@ class Announcer:
         """Exchange with every member that is known, and those of which they tell; the subkeys of who answered."""
         asked, answered = {self._record.address}, set()
         while True:
-            known = {*self._peers, *(one.address for one in self._registry.live(time.time()) if one.counted())}
+            known = {*self._peers, *(one.address for one in self._registry.live(steady_s()) if one.counted())}
             new = (known | set(self._contacts.due(set(asked)))) - asked
             if not new:
                 return {one for one, _ in answered if one}
@@ -115,13 +115,13 @@ class Announcer:
         await asyncio.gather(*map(self._meet, self._whom()))
 
     def _whom(self) -> list[str]:
-        known = [one.address for one in self._registry.live(time.time())]
+        known = [one.address for one in self._registry.live(steady_s())]
         asked = dict.fromkeys([*self._peers, *random.sample(known, min(PEERS, len(known)))])
         return [address for address in asked if address != self._record.address]
 
     def _renew(self, record: Record) -> None:
-        now = time.time()
-        issued = max(now, self._record.issued + _TICK_S)  # the clock may stand, or have been set
+        now = steady_s()
+        issued = max(now, self._record.issued + _TICK_S)  # of two that are said at once the later counts
         self._record = replace(record, issued=issued, expires=issued + self._expiry_s).signed(self._key)
         try:
             self._registry.take(self._record, now)
@@ -132,7 +132,7 @@ class Announcer:
         """Exchange with one; its subkey and why it refuses the record of this server, None where it does not answer."""
         contacts = self._contacts
         try:
-            if address not in self._peers and self._registry.at(address, time.time()) is None:
+            if address not in self._peers and self._registry.at(address, steady_s()) is None:
                 await check_name(address)
             async with contacts.access.channel(address, contacts.width) as channel:
                 told, _ = await contacts.ask(channel, address, ANSWER_S + PROVE_S, self._record)

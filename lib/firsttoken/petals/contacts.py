@@ -16,7 +16,16 @@ from firsttoken.petals.addresses import check_kind, check_name, is_loopback, spo
 from firsttoken.petals.fairness import Shares, remember
 from firsttoken.petals.keys import ServerKey, check_signature, read_said, signature_of
 from firsttoken.petals.message_headers import EXCHANGE
-from firsttoken.petals.records import MOST, Record, Registry, StaleError, TwinError, UnprovenError, read_record
+from firsttoken.petals.records import (
+    MOST,
+    Record,
+    Registry,
+    StaleError,
+    TwinError,
+    UnprovenError,
+    read_record,
+    steady_s,
+)
 from firsttoken.study.errors import BusyError, SwarmError
 from firsttoken.study.parsing.schema import digits
 
@@ -25,14 +34,14 @@ from firsttoken.study.parsing.schema import digits
 # A list of any length travels in pages of PAGE_BYTES, each a message that every member takes; who asks names the subkey
 # behind which the next page begins.
 
-TALK = 2  # the version of these messages
+TALK = 3  # the version of these messages
 ANSWER_S = 2.0  # within which a member answers
 PAGE_BYTES = 1 << 15  # of the records of one message: half of the smallest limit of a connection
 MOST_PAGES = 32  # that are asked of one member
 ASKED_BYTES = 4096  # of a message that asks, which holds one record at most
 _MOST_RECORDS = 128  # of a page: a record is 500 bytes or more
 _MOST_TEXT = 300  # characters of what is said of a record
-_PROOF = b"firsttoken swarm proof 1\n"
+_PROOF = b"firsttoken swarm proof 2\n"
 
 
 def _short(value: str) -> str:
@@ -65,9 +74,15 @@ class Exchanged:
     talk: int = 1
 
     def check_proof(self, nonce: str) -> None:
-        """Raise SwarmError unless who says this has the key of ``server``, and signed ``nonce`` with it."""
-        said = {"server": self.server, "nonce": nonce, "signature": self.proof or "0" * 128}
+        """Raise SwarmError unless who says this has the key of ``server``, and signed ``nonce`` and its record with
+        it: what it said of itself once is not its word of now."""
+        said = _statement(self.server or "", nonce, self.speaker) | {"signature": self.proof or "0" * 128}
         check_signature(self.server or "", _PROOF, said, f"the answer of {(self.server or '')[:8]}")
+
+    @property
+    def speaker(self) -> Record | None:
+        """What who says this says of itself."""
+        return next((one for one in self.records if one.server == self.server), None)
 
 
 @dataclass(frozen=True)
@@ -82,9 +97,13 @@ def line_of(said: str, most: int = _MOST_TEXT) -> str:
     return line if len(line) <= most else line[: most - 3] + "..."
 
 
-def proof_of(key: ServerKey, server: str, nonce: str) -> str:
-    """The signature of ``nonce`` by who is ``server``."""
-    return signature_of(key, _PROOF, {"server": server, "nonce": nonce})
+def proof_of(key: ServerKey, record: Record, nonce: str) -> str:
+    """The signature of ``nonce`` by the server of ``record``, which it says of itself now."""
+    return signature_of(key, _PROOF, _statement(record.server, nonce, record))
+
+
+def _statement(server: str, nonce: str, record: Record | None) -> dict[str, str]:
+    return {"server": server, "nonce": nonce, "record": record.signature if record is not None else ""}
 
 
 def tell(records: Iterable[Record], server: str | None = None, **more: object) -> bytes:
@@ -125,12 +144,13 @@ async def exchange(channel: Channel, access: Access, said: bytes, seconds: float
 
     codes = grpc.StatusCode
     try:
-        told = hear(await channel.unary_unary(EXCHANGE)(said, timeout=seconds, metadata=access.headers))
+        async with asyncio.timeout(seconds):  # gRPC's own ends by the wall clock
+            told = hear(await channel.unary_unary(EXCHANGE)(said, metadata=access.headers))
+    except TimeoutError:
+        raise SwarmError(f"it did not answer within {seconds:g} s") from None
     except grpc.aio.AioRpcError as error:
         if error.code() is codes.ALREADY_EXISTS:
             raise TwinError(error.details()) from error
-        if error.code() is codes.DEADLINE_EXCEEDED:
-            raise SwarmError(f"it did not answer within {seconds:g} s") from error
         if error.code() is codes.UNAVAILABLE:
             raise SwarmError(_unreached(error.details() or "", access)) from error
         raise SwarmError(error.details() or error.code().name) from error
@@ -242,7 +262,7 @@ class Contacts:
 
     def _may_ask(self, address: str) -> bool:
         spot = spot_of(address)
-        if spot == spot_of(self.own) or self.registry.at(address, time.time()) is not None:
+        if spot == spot_of(self.own) or self.registry.at(address, steady_s()) is not None:
             return False
         try:
             check_kind(address, self.near, self.far)
@@ -263,7 +283,7 @@ class Contacts:
 
         A new server is called back. Raises TwinError as the registry.
         """
-        now = time.time()
+        now = steady_s()
         try:
             if not self.registry.knows(record, now) or not self._strangers.left(source):
                 self._strangers.take(source)
@@ -290,14 +310,15 @@ class Contacts:
     async def _check(self, record: Record, source: str, now: float) -> None:
         if self.registry.knows(record, now):
             try:
-                self.registry.take(record, now)
+                return self.registry.renew(record, now)
             except StaleError:
                 raise
+            except UnprovenError:  # another run of it, or it stood still meanwhile: it is called back
+                self._strangers.take(source)
             except SwarmError:
                 self._strangers.take(source)  # forged: the next one costs this source, too
                 raise
-            return
-        record.check_time(now)
+        record.check_life()
         check_kind(record.address, self.near, self.far)
         if spot_of(record.address) == spot_of(self.own):
             raise SwarmError(f"{record.address} is this server's own address: name your own with --address")
@@ -327,7 +348,7 @@ class Contacts:
             raise SwarmError(f"{address} did not answer within {PROVE_S:g} s when it was called back") from None
         except SwarmError as error:
             raise SwarmError(f"{address} does not answer when it is called back: {error}") from error
-        if told.server != record.server or not self.registry.knows(record, time.time()):
+        if told.server != record.server or not self.registry.knows(record, steady_s()):
             raise SwarmError(f"another server than {record.server[:8]} answers at {address}: mend --address")
 
     def _proven(self, address: str, told: Exchanged, nonce: str) -> None:
@@ -335,18 +356,17 @@ class Contacts:
         if told.server is None:
             return
         told.check_proof(nonce)
-        own = next((one for one in told.records if one.server == told.server), None)
-        if own is None or spot_of(own.address) != spot_of(address):
+        if (speaker := told.speaker) is None or spot_of(speaker.address) != spot_of(address):
             return
         try:
-            self.registry.take(own, time.time())
+            self.registry.take(speaker, steady_s())
         except StaleError:
-            if not self.registry.knows(own, time.time()):
+            if not self.registry.knows(speaker, steady_s()):
                 raise
         self._asked.pop(spot_of(address), None)
 
     def _passed_on(self, told: Exchanged) -> list[Record]:
-        wrong = self.registry.take_all(told.records, time.time())
+        wrong = self.registry.take_all(told.records, steady_s())
         for one in told.records:
             error = wrong.get(one.server)
             if error is not None and not isinstance(error, UnprovenError | StaleError):

@@ -123,6 +123,7 @@ class KVSlots:
                 self._homes[id(sequence)] = mine, one.number, sequence
             sequence.blocks += [taken.pop() for _ in range(need)]
             sequence.cached, sequence.first, sequence.used = one.start, first, now  # what lies behind is written anew
+            del sequence.trail[one.start :]  # by whoever does: nothing is signed of what was there
             rows = Rows(one.number, list(sequence.blocks), range(self.context))
             chunks.append(ScheduledChunk(rows, one.start, one.end, one.start))
         return chunks

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from firsttoken.assets.model_config import MOST_LAYERS
 from firsttoken.petals.addresses import fault_of, network_of, spot_of
@@ -21,14 +22,22 @@ from firsttoken.study.parsing.parse_errors import Damaged, shown
 from firsttoken.study.parsing.schema import at_least, between, digits, shaped
 
 LONGEST_S = 300.0  # that a record may live
-SKEW_S = 5.0  # that two clocks may differ by
 _DOMAIN = b"firsttoken swarm record 2\n"
 _Block = Annotated[int, between(0, MOST_LAYERS)]
 MOST_ADAPTERS = 16  # of a server: a record is one message
 _ADAPTER = re.compile(r"[\w.-]{1,64}@[0-9a-f]{64}", re.ASCII)
 MOST = 512  # records that a member keeps
-_MOST_FLOORS = 4 * MOST
+_MOST_MET = 4 * MOST
 _MOST_FORGED = 4  # records of one teller: who passes more of them on is not listened to
+
+
+_BEGUN_S = time.time() - time.monotonic()
+
+
+def steady_s() -> float:
+    """The time [s] by which members count: the wall clock when this process began, and what has passed since. Whoever
+    sets the wall clock moves it neither forwards nor back."""
+    return _BEGUN_S + time.monotonic()
 
 
 def adapter_name(name: str, sha256: str) -> str:
@@ -59,10 +68,10 @@ class Record:
     """A server's announcement: under its subkey ``server`` (its Ed25519 public key, hex) nobody else can write.
 
     It holds ``blocks`` [start, stop) of ``model`` (sha256), computes ``throughput`` tokens a second through one block,
-    and runs since ``started``. Of two records the later ``issued`` counts, until it ``expires``; all are seconds of the
-    wall clock. One that ``moves`` may take other blocks: since ``wishes`` it means to hold ``target``, and with
-    no ``blocks`` it loads them. Equal ends of both: the server leaves. It also computes its blocks with each of the
-    ``adapters`` (``adapter_name``).
+    and runs since ``started``. Of two records of a run the later ``issued`` counts, until it ``expires``; all are
+    seconds of its server's own steady clock, and another's may be an hour off. One that ``moves`` may take other
+    blocks: since ``wishes`` it means to hold ``target``, and with no ``blocks`` it loads them. Equal ends of both: the
+    server leaves. It also computes its blocks with each of the ``adapters`` (``adapter_name``).
     """
 
     server: Annotated[str, digits(64)]
@@ -85,6 +94,16 @@ class Record:
         return range(*self.blocks)
 
     @property
+    def run(self) -> tuple[str, float]:
+        """Where the server is and since when: another run of the same server may count by another clock."""
+        return self.address, self.started
+
+    @property
+    def life_s(self) -> float:
+        """The seconds for which the record counts."""
+        return self.expires - self.issued
+
+    @property
     def turn(self) -> tuple[float, str]:
         """The place among servers that mean to move: of two the lower one goes, and the other asks itself again."""
         return self.wishes, self.server
@@ -104,25 +123,19 @@ class Record:
         """This with the signature of its server's ``key``."""
         return replace(self, signature=signature_of(key, _DOMAIN, self.as_dict()))
 
-    def check(self, now: float) -> None:
-        """Raise SwarmError unless its server signed it, and it is of ``now``: see ``check_time``."""
-        self.check_time(now)
+    def check(self) -> None:
+        """Raise SwarmError unless its server signed it, and ``check_life``."""
+        self.check_life()
         check_signature(self.server, _DOMAIN, self.as_dict(), f"the record of {self.name}")
 
-    def check_time(self, now: float) -> None:
-        """Raise SwarmError where it has expired, is of the future, or lives longer than records do.
+    def check_life(self) -> None:
+        """Raise SwarmError where its blocks end before they begin, or it lives longer than records do.
 
         This is what costs nothing: it is asked before the signature is.
         """
         backwards = self.blocks[0] > self.blocks[1] or self.target[0] > self.target[1]
-        if backwards or not 0 < self.expires - self.issued <= LONGEST_S:
+        if backwards or not 0 < self.life_s <= LONGEST_S:
             raise SwarmError(f"the record of {self.name} has no blocks, or a life of more than {LONGEST_S:.0f} s")
-        if self.expires <= now:
-            raise SwarmError(
-                f"the record of {self.name} expired {now - self.expires:.1f} s ago: set the clocks if it still runs"
-            )
-        if self.issued > now + SKEW_S:
-            raise SwarmError(f"the record of {self.name} is of a time {self.issued - now:.1f} s ahead: set the clocks")
 
     def reachable(self, ping_s: float, blocks: range | None = None) -> Reachable:
         """The server as routes are searched, or as one of other ``blocks``."""
@@ -146,55 +159,74 @@ def read_record(value: Any) -> Record:
         raise SwarmError(f"{shown(value)} is no record of a server: {error}") from error
 
 
+class _Entry(NamedTuple):
+    record: Record
+    network: str
+    ahead_s: float  # of this member's steady clock, by which its server's is at most
+    until: float  # by this member's clock
+
+
 class Registry:
     """Holds up to ``MOST`` records, each said to this member by its server at the address that it names.
 
     Every member of a swarm has a registry. A new server always finds room: where it is full, the network with
-    most records loses the one that was longest not heard of.
+    most records loses the one that was longest not heard of. Each ``now`` is this member's ``steady_s``, and a record
+    counts for its life from when it was issued, as far as its server's own word has shown what that clock says: clocks
+    of members need not agree.
     """
 
     def __init__(self) -> None:
-        self._records: dict[str, Record] = {}  # by subkey, who was heard of last at the end
+        self._entries: dict[str, _Entry] = {}  # by subkey, who was heard of last at the end
         self._spots: dict[str, str] = {}  # by address, the subkey of who answers there
-        self._networks: dict[str, str] = {}  # by subkey
-        self._floors: dict[str, float] = {}  # the latest issue that was seen of each, as long as a replay could live
+        self._met: dict[str, float] = {}  # by subkey, when it was believed last
 
     def take(self, record: Record, now: float) -> bool:
-        """Believe ``record``, which its server has said at its address; return whether it is news.
+        """Believe ``record``, which its server says now at its address; return whether it is news.
 
         A server that was known at that address is forgotten. Raises SwarmError as ``check``.
         """
         self._forget(now)
-        if self._records.get(record.server) == record:
-            self._records[record.server] = self._records.pop(record.server)
+        entry = self._entries.get(record.server)
+        if entry is not None and entry.record == record:
+            self._entries[record.server] = self._entries.pop(record.server)
             return False
         self.check(record, now)
-        self._drop(record.server)
-        if (before := self._spots.get(spot_of(record.address))) is not None:
-            self._drop(before)
-        if len(self._records) >= MOST:
-            self._drop(self._longest_silent())
-        self._records[record.server] = record
-        self._spots[spot_of(record.address)] = record.server
-        self._networks[record.server] = network_of(record.address)
-        remember(self._floors, record.server, record.issued, _MOST_FLOORS)
+        ahead_s = record.issued - now
+        if entry is not None and entry.record.run == record.run and entry.ahead_s - ahead_s < record.life_s:
+            ahead_s = max(ahead_s, entry.ahead_s)  # the least time that one of its records took to come here
+        self._believe(record, ahead_s, now)
         return True
 
+    def renew(self, record: Record, now: float) -> None:
+        """Believe ``record``, which anybody passes on, where it renews what its server has said here itself.
+
+        Raises UnprovenError where it does not, or is older than its life by that server's clock, StaleError for one
+        that is not newer, SwarmError for a forged one.
+        """
+        entry = self._entries.get(record.server)
+        if entry is None or entry.until <= now or entry.record.run != record.run:
+            raise UnprovenError(f"the record of {record.name} was not heard at its address yet")
+        if record.issued <= entry.record.issued:
+            raise StaleError(f"the record of {record.name} is older than the one that is known")
+        if record.expires - entry.ahead_s <= now:
+            raise UnprovenError(f"the record of {record.name} expired on its way here")
+        record.check()
+        self._believe(record, entry.ahead_s, now)
+
     def check(self, record: Record, now: float) -> None:
-        """Raise SwarmError for a record that is forged, expired or of the future; StaleError for one that is older than
-        what is known of its server, as a replayed one is; TwinError for one whose key is in use at another address
-        since an earlier time. The signature, which takes longest, is looked at last."""
-        record.check_time(now)
-        if record.issued <= self._floors.get(record.server, 0.0):
+        """Raise SwarmError for a record that is forged or lives too long; StaleError for one that is older than what is
+        known of the same run of its server; TwinError for one whose key is in use at another address since an earlier
+        time. The signature, which takes longest, is looked at last."""
+        record.check_life()
+        entry = self._entries.get(record.server)
+        known = entry.record if entry is not None and entry.until > now else None
+        if known is not None and known.run == record.run and record.issued <= known.issued:
             raise StaleError(f"the record of {record.name} is older than the one that is known: it is replayed")
-        record.check(now)
-        known = self._records.get(record.server)
-        if known is None or known.expires <= now or known.address == record.address:
-            return
-        if known.counted() and known.started < record.started:
+        record.check()
+        if known is not None and known.address != record.address and known.counted() and known.started < record.started:
             raise TwinError(
                 f"the key of {record.name} is in use at {known.address}: give each server a key of its own, or wait "
-                f"{known.expires - now:.0f} s for the record of an earlier life to expire"
+                f"{entry.until - now:.0f} s for the record of an earlier life to expire"
             )
 
     def take_all(self, records: Iterable[Record], now: float) -> dict[str, SwarmError]:
@@ -206,58 +238,66 @@ class Registry:
         wrong: dict[str, SwarmError] = {}
         forged = 0
         for record in records:
-            known = self._records.get(record.server)
+            entry = self._entries.get(record.server)
+            if entry is not None and entry.record == record:
+                continue
             try:
-                if known == record:
-                    continue
-                if known is None or known.address != record.address:
-                    raise UnprovenError(f"the record of {record.name} was not heard at its address yet")
-                if record.issued <= known.issued:
-                    raise StaleError(f"the record of {record.name} is older than the one that is known")
-                record.check_time(now)
                 if forged >= _MOST_FORGED:
                     raise UnprovenError(f"the record of {record.name} came behind {forged} forged ones")
-                try:
-                    self.take(record, now)
-                except SwarmError:
-                    forged += 1
-                    raise
+                self.renew(record, now)
             except SwarmError as error:
+                forged += not isinstance(error, UnprovenError | StaleError)
                 wrong[record.server] = error
         return wrong
 
     def knows(self, record: Record, now: float) -> bool:
         """Whether this server has proven this address, and its record there has not expired."""
-        known = self._records.get(record.server)
-        return known is not None and known.address == record.address and known.expires > now
+        entry = self._entries.get(record.server)
+        return entry is not None and entry.record.address == record.address and entry.until > now
 
     def at(self, address: str, now: float) -> Record | None:
         """Return the record of the server that has proven ``address``; None where there is none, or it has expired."""
-        known = self._records.get(self._spots.get(spot_of(address), ""))
-        return known if known is not None and known.expires > now else None
+        entry = self._entries.get(self._spots.get(spot_of(address), ""))
+        return entry.record if entry is not None and entry.until > now else None
 
     def met(self, server: str, now: float) -> bool:
         """Whether the server of this subkey was believed here within the longest life of a record."""
-        return self._floors.get(server, 0.0) > now - LONGEST_S - SKEW_S
+        return self._met.get(server, -LONGEST_S) > now - LONGEST_S
+
+    def left_s(self, server: str, now: float) -> float:
+        """The seconds until what is known of the server of this subkey expires; 0 where nothing is."""
+        entry = self._entries.get(server)
+        return max(0.0, entry.until - now) if entry is not None else 0.0
 
     def live(self, now: float) -> list[Record]:
         """The records that have not expired, those of servers that leave included."""
-        return [one for one in list(self._records.values()) if one.expires > now]  # any thread may ask
+        return [one.record for one in list(self._entries.values()) if one.until > now]  # any thread may ask
 
     def serving(self, model: str, now: float) -> list[Record]:
         """Return the records of the servers that serve blocks of ``model`` (sha256) now."""
         return [record for record in self.live(now) if record.model == model and record.span]
 
+    def _believe(self, record: Record, ahead_s: float, now: float) -> None:
+        self._drop(record.server)
+        spot = spot_of(record.address)
+        if (before := self._spots.get(spot)) is not None:
+            self._drop(before)
+        if len(self._entries) >= MOST:
+            self._drop(self._longest_silent())
+        until = min(now, record.issued - ahead_s) + record.life_s
+        self._entries[record.server] = _Entry(record, network_of(record.address), ahead_s, until)
+        self._spots[spot] = record.server
+        remember(self._met, record.server, now, _MOST_MET)
+
     def _longest_silent(self) -> str:
-        ((largest, _),) = Counter(self._networks.values()).most_common(1)
-        return next(server for server in self._records if self._networks[server] == largest)
+        ((largest, _),) = Counter(entry.network for entry in self._entries.values()).most_common(1)
+        return next(server for server, entry in self._entries.items() if entry.network == largest)
 
     def _drop(self, server: str) -> None:
-        if (one := self._records.pop(server, None)) is not None:
-            del self._spots[spot_of(one.address)], self._networks[server]
+        if (entry := self._entries.pop(server, None)) is not None:
+            del self._spots[spot_of(entry.record.address)]
 
     def _forget(self, now: float) -> None:
-        for server in [name for name, one in self._records.items() if one.expires <= now]:
+        for server in [server for server, entry in self._entries.items() if entry.until <= now]:
             self._drop(server)
-        oldest = now - LONGEST_S - SKEW_S  # what was issued before this has expired, whoever sends it again
-        self._floors = {name: at for name, at in self._floors.items() if at > oldest}
+        self._met = {server: when for server, when in self._met.items() if when > now - LONGEST_S}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -27,7 +26,7 @@ from firsttoken.petals.keys import public_hex, server_key
 from firsttoken.petals.kv_slots import KVSlots, LostError
 from firsttoken.petals.message_headers import SERVICE
 from firsttoken.petals.placement import Rebalancing
-from firsttoken.petals.records import Record, Registry, TwinError
+from firsttoken.petals.records import Record, Registry, TwinError, steady_s
 from firsttoken.petals.session import IdleError, ServerLimits, Sessions
 from firsttoken.petals.trust.arbitration import Arbitrator
 from firsttoken.petals.trust.commitments import Committer, read_evidence
@@ -221,7 +220,7 @@ class Rebalancer:
         """Move if the swarm gains enough by it, and return whether it moved. Raises as ``run``."""
         target = self._wanted()
         while target is not None:
-            self._announcer.say(target=(target.start, target.stop), wishes=time.time())
+            self._announcer.say(target=(target.start, target.stop), wishes=steady_s())
             answered = await self._announcer.tell_all()
             again = self._wanted(answered)
             if again == target:  # no await until the record says so: who asks hears of a wish, or of a move
@@ -233,7 +232,7 @@ class Rebalancer:
         return False
 
     def _wanted(self, answered: Collection[str] | None = None) -> range | None:
-        known, depth = self._registry.live(time.time()), self._sessions.batcher.backend.depth
+        known, depth = self._registry.live(steady_s()), self._sessions.batcher.backend.depth
         return wanted(self._rule, self._announcer.record, known, depth, answered)
 
     async def _move(self, blocks: range) -> None:
@@ -331,7 +330,7 @@ async def serving(
     service = BlockService(sessions, contacts, arbitrator, frozen)
     throughput = await batcher.aside(backend.measured_throughput)
     server, port = await service.start(config.host, config.port)
-    now = time.time()
+    now = steady_s()
     record = Record(
         public_hex(key),
         config.address or (f"[{config.host}]:{port}" if ":" in config.host else f"{config.host}:{port}"),

@@ -13,7 +13,7 @@ from firsttoken.petals.access import Access, Channel
 from firsttoken.petals.addresses import check_name, is_loopback
 from firsttoken.petals.contacts import Contacts
 from firsttoken.petals.message_headers import ADAPTER
-from firsttoken.petals.records import Record, Registry
+from firsttoken.petals.records import Record, Registry, steady_s
 from firsttoken.petals.routing import Hop, best_chain, chain_s
 from firsttoken.petals.server_call import ServerCall
 from firsttoken.petals.server_session import ServerSession
@@ -159,7 +159,7 @@ class Swarm:
             await asyncio.gather(*map(self._ask, new))
             first = {*(one.address for one in self._records()), *self.contacts.due(asked)}
             if len(self._names) > 1 and not self._records():
-                served = (name for name in self._names if self.registry.serving(name, time.time()))
+                served = (name for name in self._names if self.registry.serving(name, steady_s()))
                 self.model = next(served, self.model)
         for address in self._channels.keys() - asked:
             await self.reconnect(address)
@@ -279,7 +279,7 @@ class Swarm:
 
     def unseen(self) -> str:
         """What was seen of the swarm that serves nothing here, and why: other models, refused records, silence."""
-        now, faults = time.time(), self.contacts.faults
+        now, faults = steady_s(), self.contacts.faults
         others = [one for one in self.registry.live(now) if one.span and one.model != self.model]
         silent = {one.address for one in self._records() if one.address not in self._pings}
         seen = [f"{len(others)} of another model, as at {others[0].address}"] if others else []
@@ -292,7 +292,7 @@ class Swarm:
         return "; ".join([*seen[:_SEEN], *more]) or "no other server"
 
     def _records(self) -> list[Record]:
-        return self.registry.serving(self.model, time.time())
+        return self.registry.serving(self.model, steady_s())
 
     def _covers(self, layers: range, without: set[str], adapter: str) -> bool:
         with suppress(SwarmError):
@@ -312,7 +312,7 @@ class Swarm:
 
     async def _ask(self, address: str) -> None:
         try:
-            if address not in self.peers and self.registry.at(address, time.time()) is None:
+            if address not in self.peers and self.registry.at(address, steady_s()) is None:
                 await check_name(address)
             _, ping_s = await self.contacts.ask(self.channel(address), address, self.timeouts.answer_s)
         except SwarmError as error:

@@ -15,7 +15,7 @@ _STATES = ("serves", "shunned", "silent", "convicted", "another version")
 
 
 def swarm_status(chain: Chain, now: float) -> dict[str, Any]:
-    """What is known of the swarm of ``chain`` at ``now`` (seconds of the wall clock), as JSON takes it.
+    """What is known of the swarm of ``chain`` at ``now`` (``steady_s``), as JSON takes it.
 
     ``servers``, those of the chain first, ``more`` that are left out, the blocks that are ``unserved``, and who was
     ``replaced`` by whom. Of ``audits`` it says how many ended how, and why the last one showed nothing. A server's
@@ -37,7 +37,8 @@ def swarm_status(chain: Chain, now: float) -> dict[str, Any]:
         "layers": len(chain.layers),
         "version": swarm.model,
         "servers": [
-            _told(one, asked.get(one.server, ()), *states[one.server], now) | {"served": swarm.served[one.server]}
+            _told(one, asked.get(one.server, ()), *states[one.server], swarm.registry.left_s(one.server, now))
+            | {"served": swarm.served[one.server]}
             for one in sorted(known.values(), key=rank)[:MOST_SERVERS]
         ],
         "more": max(0, len(known) - MOST_SERVERS),
@@ -50,7 +51,9 @@ def swarm_status(chain: Chain, now: float) -> dict[str, Any]:
     }
 
 
-def _told(one: Record, sessions: list[ServerSession], state: str, ping_s: float | None, now: float) -> dict[str, Any]:
+def _told(
+    one: Record, sessions: list[ServerSession], state: str, ping_s: float | None, left_s: float
+) -> dict[str, Any]:
     return _named(one) | {
         "blocks": list(one.blocks),
         "version": one.model,
@@ -59,7 +62,7 @@ def _told(one: Record, sessions: list[ServerSession], state: str, ping_s: float 
         "ping_s": ping_s,
         "asked": [_ends(session.layers) for session in sessions],
         "requests": max((len(session.known) for session in sessions), default=0),
-        "expires_s": one.expires - now,
+        "expires_s": left_s,
     }
 
 

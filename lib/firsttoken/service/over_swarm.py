@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -22,6 +21,7 @@ from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.petals.access import Access, check_installed
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.keys import public_hex, server_key
+from firsttoken.petals.records import steady_s
 from firsttoken.petals.remote_model import UNAUDITED, UNSHARED, Ends, RemoteModel
 from firsttoken.petals.routing import unserved
 from firsttoken.petals.swarm_status import swarm_status
@@ -141,7 +141,7 @@ class SwarmServer(StaticServer):
 
     def swarm_status(self) -> dict[str, Any]:
         """The swarm as this service knows it."""
-        return swarm_status(self._model.chain, time.time())
+        return swarm_status(self._model.chain, steady_s())
 
     def status(self) -> dict[str, Any]:
         """One stage, which is there while all blocks are served; the ``servers`` of the chain, in order, and as

@@ -6,7 +6,6 @@ import asyncio
 import os
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -21,7 +20,7 @@ from torch import Tensor
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.fairness import Shares, remember
 from firsttoken.petals.kv_slots import KVSlots
-from firsttoken.petals.records import Registry
+from firsttoken.petals.records import Registry, steady_s
 from firsttoken.petals.states import Stretch
 from firsttoken.petals.trust.commitments import Evidence
 from firsttoken.petals.trust.ledger import Ledger
@@ -88,7 +87,7 @@ class Arbitrator:
             raise SwarmError(f"this keeper has the model {self.model[:12]}, not {commitment.model[:12]}")
         if commitment.server in self._convicted:
             return Ruling(True, 0.0, 0)
-        if not self._registry.met(commitment.server, time.time()):
+        if not self._registry.met(commitment.server, steady_s()):
             raise SwarmError(f"{commitment.server[:8]} is not a server that this keeper has met: ask another")
         compute = partial(recomputed, self.folder, range(*commitment.layers), evidence.inputs)
         there = await asyncio.get_running_loop().run_in_executor(self._thread, compute)

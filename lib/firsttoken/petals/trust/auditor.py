@@ -6,6 +6,7 @@ at, as every answer is signed and the draw is made when it is here.
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -200,7 +201,10 @@ class Auditor:
         swarm, messages = self.swarm, iter(list(evidence.messages()))
         call = swarm.channel(self.audits.keeper).stream_unary(ACCUSE)
         try:
-            data = await call(messages, timeout=swarm.timeouts.find_s, metadata=swarm.access.headers)
+            async with asyncio.timeout(swarm.timeouts.find_s):
+                data = await call(messages, metadata=swarm.access.headers)
+        except TimeoutError:
+            raise SwarmError(f"it did not judge within {swarm.timeouts.find_s:g} s") from None
         except grpc.aio.AioRpcError as error:
             raise SwarmError(error.details() or error.code().name) from error
         convicted = read_said(Ruling, data, "the keeper's ruling cannot be read").convicted

@@ -142,7 +142,8 @@ class TrainingChain:
         headers = (*opened, *swarm.access.headers)
         try:
             call = swarm.channel(record.address).unary_unary(PASS)
-            data = await call(message, timeout=limit_s, metadata=headers)
+            async with asyncio.timeout(limit_s):
+                data = await call(message, metadata=headers)
             said = _answer(decode_pass(data, asked.hidden.shape[2]), asked)
             self.moved_bytes += len(message) + len(data)
             return said
@@ -151,6 +152,8 @@ class TrainingChain:
             if error.code().name in REFUSALS:
                 failing.refused.add(record.server)
                 why = f"refuses: {why}"
+        except TimeoutError:
+            why = f"did not answer within {limit_s:.1f} s"
         except (SwarmError, grpc.aio.BaseError) as error:
             why = str(error)
         except asyncio.CancelledError:

@@ -1,0 +1,131 @@
+"""An honest server stands, whatever a client does to its sequences before it accuses: what is signed of an answer is of
+the keys and values that it was computed from."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import grpc
+import pytest
+import torch
+from swarms import opening
+
+from firsttoken.petals.event_loop import wait_for
+from firsttoken.petals.message_headers import NAMED_TOKENS, SESSION
+from firsttoken.petals.states import Stretch
+from firsttoken.petals.trust.arbitration import TOLERANCE, difference, recomputed
+from firsttoken.petals.trust.commitments import Charge, Evidence, read_commitment
+from firsttoken.petals.wire import decode, encode
+from firsttoken.study.errors import SwarmError
+
+WIDTH, LAYERS, MOST, NUMBERS = 32, 6, 96, range(2)
+
+
+@dataclass
+class Accuser:
+    """A client that keeps the rows which it has sent of each sequence last, and holds every signed answer against them:
+    what it fills, adopts and goes back over is what the server has to know."""
+
+    here: object
+    server: object
+    draw: random.Random
+    rows: dict[int, torch.Tensor] = field(default_factory=lambda: {n: torch.zeros(MOST, WIDTH) for n in NUMBERS})
+    cached: Counter[int] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)
+
+    async def act(self, steps: int) -> None:
+        async with grpc.aio.insecure_channel(self.server.record.address) as channel:
+            call = None
+            for _ in range(steps):
+                if call is None:
+                    call = channel.stream_stream(SESSION)(metadata=opening(self.here.model))
+                    self.cached.clear()
+                try:
+                    await self.draw.choice([self.step, self.step, self.step, self.fill, self.adopt, self.forget])(call)
+                except grpc.aio.AioRpcError as error:
+                    self.ends[error.code().name] += 1
+                    call = None
+
+    def stretch(self, number: int) -> Stretch:
+        """Behind what is there, or over it from anywhere or from the end of a block on."""
+        cached = min(self.cached[number], MOST - 1)
+        start = self.draw.choice([cached, cached, cached // NAMED_TOKENS * NAMED_TOKENS, self.draw.randint(0, cached)])
+        return Stretch(number, start, min(MOST, start + self.draw.choice([1, 2, NAMED_TOKENS, 20])))
+
+    def names(self, number: int, blocks: range) -> list[str]:
+        return [f"{self.draw.randrange(2) * 100 + block:032x}" for block in blocks]
+
+    async def step(self, call) -> None:
+        numbers = self.draw.sample(NUMBERS, self.draw.choice([1, 1, 2]))
+        stretches, first = [self.stretch(number) for number in numbers], self.draw.choice([0, 0, 0, 3])
+        parts = [torch.randn(one.end - one.start, WIDTH) * self.draw.choice([1, 1, 1, 0.01, 1000]) for one in stretches]
+        names = {}
+        if self.draw.random() < 0.4:
+            filled = [(one, range(one.start // NAMED_TOKENS, one.end // NAMED_TOKENS)) for one in stretches]
+            names = {one.number: self.names(one.number, blocks) for one, blocks in filled if blocks}
+        hidden = torch.cat(parts)
+        await call.write(encode(hidden, "float32", stretches, first=first, names=names))
+        answer = decode(await self.heard(call), "float32", WIDTH, torch.float32, len(hidden))
+        for one, part in zip(stretches, parts, strict=True):
+            self.rows[one.number][one.start : one.end] = part
+            self.cached[one.number] = one.end
+        self.ends["signed" if answer.commitment else "unsigned"] += 1
+        if answer.commitment:
+            self.accuse(answer.commitment, stretches, answer.hidden)
+
+    def accuse(self, text: str, stretches: list[Stretch], hidden: torch.Tensor) -> None:
+        commitment = read_commitment(text)
+        outputs = hidden.split([one.end - one.start for one in stretches])
+        for place, one in enumerate(stretches):
+            inputs = self.rows[one.number][: one.end]
+            evidence = Evidence(Charge(commitment, place, "a" * 64), inputs, outputs[place])
+            try:
+                evidence.check()
+            except SwarmError:
+                self.ends["no evidence"] += 1  # of other rows than were sent last
+                continue
+            self.ends["judged"] += 1
+            honest = recomputed(self.here.folder, range(*commitment.layers), inputs)[one.start :]
+            assert difference(outputs[place], honest) <= TOLERANCE, (one, self.ends)
+
+    async def fill(self, call) -> None:
+        one, shape = self.stretch(self.draw.choice(NUMBERS)), self.server.sessions.batcher.backend.pool.shape
+        kv = torch.randn(LAYERS, 2, shape.kv_heads, one.end - one.start, shape.head_dim)
+        blocks = range(one.start // NAMED_TOKENS, one.end // NAMED_TOKENS)
+        names = {one.number: self.names(one.number, blocks)} if blocks and self.draw.random() < 0.5 else {}
+        await call.write(encode(None, "float32", [one], kv=kv, names=names))
+        self.cached[one.number] = await self.shared(call)
+        self.ends["filled"] += 1
+
+    async def adopt(self, call) -> None:
+        number = self.draw.choice(NUMBERS)
+        await call.write(encode(None, "float32", names={number: self.names(number, range(self.draw.randint(1, 4)))}))
+        self.cached[number] = await self.shared(call)
+        self.ends["adopted"] += self.cached[number] > 0
+
+    async def forget(self, call) -> None:
+        number = self.draw.choice(NUMBERS)
+        await call.write(encode(None, "float32", over=[number]))
+        self.cached[number] = 0
+
+    async def shared(self, call) -> int:
+        ((_, tokens),) = decode(await self.heard(call), "float32", 0, torch.float32, 0).shared
+        return tokens
+
+    async def heard(self, call) -> bytes:
+        if (data := await call.read()) is grpc.aio.EOF:
+            none = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(await call.code(), none, none, await call.details())
+        return data
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_a_client_steps_fills_adopts_and_goes_back_over_convicts_no_honest_server(here, seed):
+    (server,) = here.serve((0, LAYERS))
+    accuser = Accuser(here, server, random.Random(seed))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        wait_for(accuser.act(120))
+    assert min(accuser.ends[end] for end in ("judged", "unsigned", "filled", "adopted")) > 0, accuser.ends
