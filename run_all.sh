@@ -10,7 +10,7 @@ usage: ./run_all.sh [--profile NAME] [--only NN ...] [--again] [--list]
 
   --profile NAME   quick (default; minutes on 2 CPU cores), review (one to three hours, to judge most claims),
                    full, gpu or paper
-  --only NN ...    only the notebooks with these numbers, e.g. --only 10 12
+  --only NN ...    only the notebooks with these numbers, e.g. --only 01 12
   --again          run those too of which nothing has changed since they ran
   --list           list the notebooks and stop
   -h, --help       this text
@@ -32,7 +32,7 @@ while (($#)); do
             shift
             ;;
         --profile=* | --only=* | --again) ;;
-        -*) echo "firsttoken: no option $1; see ./run_all.sh --help" >&2 && exit 2 ;;
+        -*) echo "firsttoken: no option $1; known: --profile, --only, --again, --list, --help" >&2 && exit 2 ;;
     esac
     shift
 done

@@ -5,8 +5,6 @@
 set -euo pipefail
 unset CDPATH  # with it, cd may go elsewhere, and says where it went
 
-# pip would install elsewhere, or refuse, and Python look elsewhere first
-unset PIP_TARGET PIP_PREFIX PIP_ROOT PIP_USER PIP_REQUIRE_VIRTUALENV PIP_NO_DEPS PYTHONHOME PYTHONUSERBASE
 readonly FIRSTTOKEN_PIP="26.3"
 firsttoken_root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 

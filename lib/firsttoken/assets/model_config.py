@@ -1,6 +1,7 @@
 """config.json of a model, as far as it is used before transformers reads it: sizes within what a machine can build."""
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ KINDS = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
 """The model_type of an architecture whose tensors are known here without transformers."""
 
 _CAUSAL = "ForCausalLM"
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _STORED = ("float64", "float32", "float16", "bfloat16", "float8_e5m2", "float8_e4m3fn")
 _Width = Annotated[int, between(1, 1 << 20)]
 
@@ -84,12 +86,25 @@ class ModelConfig:
         return None if named == "auto" else named
 
 
+def _on_the_hub(folder: Path) -> str:
+    """What to do about a ``folder`` that is not there: named as on the Hugging Face Hub, it may be a model of it."""
+    name = os.path.relpath(folder) if len(str(folder)) < 4096 else ""
+    if not _HUB_NAME.fullmatch(name) or os.path.isdir(os.path.dirname(name)):
+        return f"give a folder with {CONFIG} and *.safetensors"
+    home = Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"))
+    cached = sorted((home / "hub" / f"models--{name.replace('/', '--')}" / "snapshots").glob(f"*/{CONFIG}"))
+    if cached:
+        return f"the Hub's cache has this model: name {cached[-1].parent}"
+    model = name.partition("/")[2]
+    return f"is it on the Hub, `hf download {name} --local-dir {model}`, then name {model}"
+
+
 def check_folder(folder: Path) -> None:
     """Raise ModelError unless ``folder`` is one, and has a config.json."""
     if os.path.isfile(folder):
         raise ModelError(f"{folder} is a file; give a folder with {CONFIG} and *.safetensors (GGUF is not read)")
     if not os.path.isdir(folder):  # of a name that is too long pathlib's own raises
-        raise ModelError(f"no model folder {folder}; give a folder with {CONFIG} and *.safetensors")
+        raise ModelError(f"no model folder {folder}; {_on_the_hub(folder)}")
     if not (folder / CONFIG).is_file():
         raise ModelError(f"{folder} has no {CONFIG}; a model folder holds {CONFIG} and *.safetensors")
 

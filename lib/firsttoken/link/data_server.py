@@ -11,7 +11,6 @@ prints its address as one line when it is ready. The standard library only.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from firsttoken.link.shaped import Link, LinkConfig
+from firsttoken.study.command_line import CommandLine
 from firsttoken.study.errors import LinkError
 
 _PIECE = 256 << 10  # read, then sent: about one turn of a link of 1 Gbit/s
@@ -113,7 +113,7 @@ def asked_range(header: str | None, size: int) -> tuple[int, int, int]:
 
 def main() -> None:
     """The command; ends with one line where it cannot serve."""
-    parser = argparse.ArgumentParser(prog="python -m firsttoken.link.data_server", description=__doc__.splitlines()[0])
+    parser = CommandLine(prog="python -m firsttoken.link.data_server", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="the folder whose files are served")
     rate = "the rate of all connections together in Gbit/s (default: 0, no limit)"
     parser.add_argument("--gbit-per-s", type=float, default=0.0, help=rate)
