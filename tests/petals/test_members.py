@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -20,6 +21,7 @@ from waiting import until
 
 from firsttoken.__main__ import main
 from firsttoken.assets.models import load_model
+from firsttoken.engine.engine import Engine
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.access import Access
 from firsttoken.petals.event_loop import wait_for
@@ -177,7 +179,7 @@ def test_the_command_serves_and_says_what_is_wrong(here, folder, imported, capsy
 
 
 @pytest.mark.parametrize("end", [None, "</s>"])
-def test_an_answer_of_a_folder_as_it_is_published(here, folder, imported, capsys, tmp_path, end):
+def test_an_answer_of_a_folder_as_it_is_published(here, folder, imported, capsys, tmp_path, end, monkeypatch):
     """A tokenizer.json is all that is needed: neither the name of an end, nor that of a class of transformers."""
     up = here.serve((0, 6))[0]
     copy = tmp_path / "copy"
@@ -197,7 +199,19 @@ def test_an_answer_of_a_folder_as_it_is_published(here, folder, imported, capsys
     settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"eos_token": end} if end else {})
     (copy / "tokenizer_config.json").write_text(json.dumps(settings))
     assert main(words) == 0
-    assert capsys.readouterr().out.strip()
+    assert (text := capsys.readouterr().out.strip()).startswith("[unk] t")
+    if end is None:  # what was generated before a fault is there
+        steps, pieces, step = itertools.count(), [], Engine.step
+        monkeypatch.setattr("builtins.print", lambda *said, **how: pieces.extend(said if how.get("end") == "" else ()))
+
+        def fails(engine):
+            if next(steps) == 2:
+                raise SwarmError("nobody has block 3")
+            return step(engine)
+
+        monkeypatch.setattr(Engine, "step", fails)
+        assert main(words) == 2
+        assert len(pieces) > 1 and text.startswith("".join(pieces)) and len(text) > len("".join(pieces))
 
 
 @pytest.mark.parametrize("kind", [ServerLimits, Timeouts])

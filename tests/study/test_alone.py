@@ -44,7 +44,11 @@ for _ in range(40):
 PYTHON = f"""#!/bin/sh
 here="$(dirname -- "$0")/../.."
 case "$*" in
-    *"pip install"*) echo "$$" >>"$here/installed"; env >"$here/environment"; while [ ! -e "$here/go" ]; do sleep 0.02; done ;;
+    *"pip install"*)
+        echo "$$" >>"$here/installed"
+        env >"$here/environment"
+        while [ ! -e "$here/go" ]; do sleep 0.02; done
+        ;;
     *"-m pip"* | *compileall* | "- "* | "-c import openai" | "-c import firsttoken") ;;
     *) exec {sys.executable} "$@" ;;
 esac

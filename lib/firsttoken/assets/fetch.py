@@ -31,9 +31,12 @@ from firsttoken.study.system.alone import alone
 __all__ = ["Asset", "Member", "asset_path", "fetch", "load_lock"]
 
 PIP_KEEPS = frozenset(
-    "INDEX_URL EXTRA_INDEX_URL FIND_LINKS NO_INDEX TRUSTED_HOST PROXY CERT CLIENT_CERT KEYRING_PROVIDER CACHE_DIR"
-    " NO_CACHE_DIR TIMEOUT DEFAULT_TIMEOUT RETRIES RESUME_RETRIES CONFIG_FILE NO_INPUT PROGRESS_BAR QUIET VERBOSE LOG"
-    " NO_COLOR DISABLE_PIP_VERSION_CHECK ROOT_USER_ACTION USE_FEATURE USE_DEPRECATED".split()
+    re.findall(
+        r"\w+",
+        "INDEX_URL EXTRA_INDEX_URL FIND_LINKS NO_INDEX TRUSTED_HOST PROXY CERT CLIENT_CERT KEYRING_PROVIDER CACHE_DIR"
+        " NO_CACHE_DIR TIMEOUT DEFAULT_TIMEOUT RETRIES RESUME_RETRIES CONFIG_FILE NO_INPUT PROGRESS_BAR QUIET VERBOSE"
+        " LOG NO_COLOR DISABLE_PIP_VERSION_CHECK ROOT_USER_ACTION USE_FEATURE USE_DEPRECATED",
+    )
 )
 """What pip is told by variables that a download keeps, without PIP_ in front, as ``env/alone.sh`` does: where packages
 come from, by which road, and what it prints. A constraint is of somebody's own packages."""

@@ -7,9 +7,11 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,6 +31,9 @@ from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.study import dtypes
 from firsttoken.study.extensions import extension
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 def run(options: argparse.Namespace, make_backend: Callable[..., BlockBackend] = BlockBackend) -> None:
@@ -150,8 +155,8 @@ def _generate(options: argparse.Namespace) -> None:
         access=Access.read(options.token_file, options.tls_ca, None, None),
         audits=audits,
     ) as model:
-        said = model.generate(ids, options.max_tokens, eos_token_id=ends)
-        print(tokenizer.decode(said[0].tolist(), skip_special_tokens=True))
+        with _spoken(tokenizer, ids[0].tolist()) as hear:
+            model.generate(ids, options.max_tokens, eos_token_id=ends, hear=hear)
         for server, why in model.chain.faults:
             print(f"replaced {server[:8]}: {why}", file=sys.stderr)
         if model.chain.auditor is None:
@@ -161,6 +166,29 @@ def _generate(options: argparse.Namespace) -> None:
             print(f"audits: {ends or 'none'}", file=sys.stderr)
             if why := model.chain.auditor.why:
                 print(f"the last audit that showed nothing: {why}", file=sys.stderr)
+
+
+@contextmanager
+def _spoken(tokenizer: Tokenizer, ids: list[int]) -> Iterator[Callable[[int, int], None]]:
+    """What prints the text of ``ids`` and of each token that comes, whole characters of it, and at the end the rest."""
+    printed = ""
+
+    def show(text: str) -> None:
+        nonlocal printed
+        if text.startswith(printed):  # else a run of bytes reads otherwise now: the next token may mend it
+            print(text[len(printed) :], end="", flush=True)
+            printed = text
+
+    def hear(row: int, token: int) -> None:
+        ids.append(token)
+        show(tokenizer.decode(ids, skip_special_tokens=True).rstrip("\ufffd"))
+
+    try:
+        yield hear
+    finally:
+        if printed:
+            show(tokenizer.decode(ids, skip_special_tokens=True))
+            print()
 
 
 def _list(options: argparse.Namespace) -> None:

@@ -174,9 +174,10 @@ class RemoteModel:
         pad_token_id: int = 0,
         seed: int = 0,
         variant: str = "",
+        hear: Callable[[int, int], None] | None = None,
     ) -> Tensor:
         """``input_ids`` [batch, tokens] -> [batch, tokens + at most ``max_new_tokens``], rows that end early padded; by
-        the ``variant`` of this name, if one is named.
+        the ``variant`` of this name, if one is named. ``hear`` is called with each token as it comes, and its row.
 
         Row i draws with ``seed`` + i; temperature 0 is greedy. Raises RequestError for ids that are no batch or that
         the model cannot take, SwarmError when blocks stay unserved.
@@ -190,6 +191,9 @@ class RemoteModel:
             for row, prompt in enumerate(input_ids.tolist()):
                 sampling = Sampling(max_new_tokens, temperature, top_p, stop, seed + row)
                 requests.append(engine.submit(prompt, sampling, version=self.versions[variant] if variant else None))
+            while hear is not None and engine.busy:
+                for request, token in engine.step():
+                    hear(requests.index(request), token)
             engine.run()
         finally:
             for request in requests:
