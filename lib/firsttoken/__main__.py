@@ -18,6 +18,9 @@ from firsttoken.study.profile import check_used, load_profile
 from firsttoken.study.system.openmp import wait_briefly
 from firsttoken.terminal import ended_as_interrupted, show_what_it_can, size_text
 
+ANYWHERE = ("serve", "swarm", "prefix", "doctor", "assemble")
+"""Commands that work on folders which they are given; all others work on a clone's own files."""
+
 OK, USAGE, INTERRUPTED, READER_GONE = 0, 2, 128 + signal.SIGINT, 128 + signal.SIGPIPE
 
 
@@ -26,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show_what_it_can()
     options = parser(COMMANDS).parse_args(arguments)
     try:
+        if options.command.__name__ not in ANYWHERE:
+            check_clone(f"`firsttoken {options.command.__name__}`")
         with storage.storing(paths.OUT), ended_as_interrupted(options.command.__name__):
             return options.command(options)
     except FirstTokenError as error:
@@ -37,6 +42,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `firsttoken doctor | head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to say goes nowhere
         return READER_GONE
+
+
+def check_clone(what: str) -> None:
+    """Raise AssetError where the package alone is installed, and ``what`` works on a clone's files."""
+    if not paths.IS_CLONE:
+        raise AssetError(
+            f"{what} works on the files of a clone, and {paths.ROOT} is none: clone the project and run it there after"
+            " `pip install -e .`, or set FIRSTTOKEN_ROOT to the clone"
+        )
 
 
 def fetch(options: argparse.Namespace) -> int:
@@ -86,6 +100,7 @@ def serve(options: argparse.Namespace) -> int:
         from firsttoken.service.service_config import ServiceConfig, read_key
 
     if options.folder is None:
+        check_clone("`firsttoken serve` without a FOLDER")
         from firsttoken.assets.gguf import PINNED, converted
 
         options.folder = converted(PINNED, hashed=False)

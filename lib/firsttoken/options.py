@@ -15,7 +15,7 @@ _WHAT = (
     "Five research reports on serving language models: their figures, their measurements and a server, on one machine."
 )
 _FIRST = "Begin with `firsttoken doctor` and `firsttoken run --only 01`. Each command has a --help of its own."
-_SERVE = "Serve a model over HTTP by OpenAI's protocol, while its weights still arrive (needs firsttoken[serve])."
+_SERVE = "Serve a model over HTTP by OpenAI's protocol, while its weights still arrive (needs the extra serve)."
 _PREFIX = "Store what a model computes for a text, so that it and others of its shape need not (DroidSpeak)."
 _INT8 = "Write a copy of a model whose blocks are stored in 8 bits. Servers and clients then take it as their --model."
 
@@ -208,7 +208,7 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
     serve.set_defaults(grace_s=30.0)
     serve.elsewhere = ELSEWHERE
     add_prefix_options(command("prefix", _PREFIX))
-    add_options(command("swarm", "Run a model over several servers that hold its blocks (needs firsttoken[swarm])."))
+    add_options(command("swarm", "Run a model over several servers that hold its blocks (needs the extra swarm)."))
 
     for extension in EXTENSIONS:
         for name, add in getattr(extension, "MORE_OPTIONS", {}).items():

@@ -189,6 +189,9 @@ def doctor(options: argparse.Namespace) -> int:
         print(f"{package}: {version or 'not installed'}")
     print(f"dtype: auto is {dtypes.why('cuda' if machine['gpu'] else 'cpu')}")
     print(f"C++ compiler: {' '.join(compiler() or []) or 'none, so the engine does without its CPU kernels'}")
+    if not paths.IS_CLONE:
+        print(f"clone: none at {paths.ROOT}; FIRSTTOKEN_ROOT names one, whose notebooks, profiles and models are used")
+        return OK
     for asset in load_lock():
         print(f"asset {asset.name}: {'missing, run `firsttoken fetch`' if asset.missing() else 'present'}")
     here = paths.CACHE if paths.CACHE.exists() else paths.ROOT

@@ -107,7 +107,7 @@ def test_a_package_that_is_not_here(tiny, port, monkeypatch, module, replicas, n
         monkeypatch.setenv(key, "")  # so that what is set meanwhile is taken back
     monkeypatch.setitem(sys.modules, module, None)
     assert str(refusal(ServiceConfig(tiny, replicas=replicas, port=port))) == (
-        f'serve needs {needed}: pip install "firsttoken[serve]"'
+        f'serve needs {needed}: pip install -e ".[serve]" in the clone'
     )
 
 

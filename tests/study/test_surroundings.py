@@ -135,3 +135,44 @@ def test_the_end_of_a_batch_job_is_an_interruption(monkeypatch, capsys, command:
     assert main([command, *needed]) == INTERRUPTED and cleaned
     assert "interrupted" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_wheel_serves_folders_and_says_which_commands_are_a_clones(tmp_path: Path) -> None:
+    """The packages lie alone, as `pip install .` puts them; one process tries every command."""
+    site = tmp_path / "lib" / "python3" / "site-packages"
+    shutil.copytree(paths.ROOT / "lib", site, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    tried = {
+        "fetch": [],
+        "run": ["--list"],
+        "measure": ["sizes"],
+        "capacity": ["--scheduler", "sarathi"],
+        "try": ["victim", "x.py"],
+        "claims": [],
+        "record": [],
+        "site": ["out"],
+        "stage": ["out"],
+        "serve": [],
+        "doctor": [],
+        "prefix": ["list", "nowhere"],
+        "assemble": ["nowhere", "out"],
+        "swarm": ["list", "--model", "nowhere", "--registry", "127.0.0.1:1"],
+    }
+    assert tried.keys() == {one.__name__ for one in program.COMMANDS}
+    script = "import sys; from firsttoken.__main__ import main\nfor words in eval(sys.argv[1]): print(main(words))"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FIRSTTOKEN_")}
+    ran = subprocess.run(
+        [sys.executable, "-c", script, repr([[name, *words] for name, words in tried.items()] + [["serve", "nowhere"]])],
+        env=environment | {"PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    lines = ran.stderr.splitlines()
+    clones = [name for name in tried if name not in program.ANYWHERE]
+    mends = [f"firsttoken: `firsttoken {name}` works on the files of a clone" for name in clones]
+    mends += ["firsttoken: `firsttoken serve` without a FOLDER works on the files of a clone"]
+    assert [line.split(", and ")[0] for line in lines[: len(mends)]] == mends
+    assert all(line.endswith("or set FIRSTTOKEN_ROOT to the clone") for line in lines[: len(mends)])
+    assert len(lines) == len(mends) + 4 and all("nowhere" in line for line in lines[len(mends) :]), lines
+    assert f"clone: none at {tmp_path / 'lib' / 'python3'}; FIRSTTOKEN_ROOT names one" in ran.stdout

@@ -105,7 +105,7 @@ class Access:
 def check_installed() -> None:
     """Raises SwarmError where a swarm's packages are not installed."""
     if missing := [name for name in ("grpc", "cryptography") if find_spec(name) is None]:
-        raise SwarmError(f"{missing[0]} is not installed: pip install 'firsttoken[swarm]'")
+        raise SwarmError(f'{missing[0]} is not installed: pip install -e ".[swarm]" in the clone')
 
 
 def server_options(width: int, trained: int = 0) -> list[tuple[str, int]]:

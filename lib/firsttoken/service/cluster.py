@@ -224,7 +224,7 @@ def import_ray(alone: bool) -> tuple[ModuleType, ModuleType]:
         import ray
         from ray import serve
     except ImportError as error:
-        raise StageError('serve needs ray for replicas: pip install "firsttoken[serve]"') from error
+        raise StageError('serve needs ray for replicas: pip install -e ".[serve]" in the clone') from error
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     if ray.is_initialized():
         raise StageError("ray runs in this process already: end it with ray.shutdown() first")

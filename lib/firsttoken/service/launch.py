@@ -71,7 +71,7 @@ def _one_process(config: ServiceConfig, broken: Callable[[FirstTokenError], None
             from firsttoken.service.app import build_replica
             from firsttoken.service.unread import MOST_HEAD_BYTES, limited_protocol
         except ImportError as error:
-            raise StageError('serve needs uvicorn and starlette: pip install "firsttoken[serve]"') from error
+            raise StageError('serve needs uvicorn and starlette: pip install -e ".[serve]" in the clone') from error
         app = build_replica(config, "replica-0", broken, comes)
         del comes  # it holds the weights, of which the engine will have its own
         settings = uvicorn.Config(

@@ -1,7 +1,8 @@
 """Every folder, named once.
 
 The package is installed in editable mode from a clone, so the repository is found from this file, unless
-``FIRSTTOKEN_ROOT`` names another. What is written goes there, too, unless ``FIRSTTOKEN_OUT`` names a folder for it (a
+``FIRSTTOKEN_ROOT`` names another. Where the package alone is installed there is none: what serves a folder works, and
+what can be had again goes to the user's cache. What is written goes there, too, unless ``FIRSTTOKEN_OUT`` names a folder for it (a
 read-only checkout), and ``FIRSTTOKEN_CACHE`` one for what can be had again (a larger disk). Without the latter
 the cache is the clone's own, whatever ``FIRSTTOKEN_OUT`` says, and lies under that only where the clone cannot be
 written.
@@ -29,8 +30,10 @@ def cache_of(root: Path, out: Path) -> Path:
 
 
 ROOT = named("FIRSTTOKEN_ROOT", Path(__file__).resolve().parents[3])
+IS_CLONE = (ROOT / "env" / "assets.yaml").is_file()
 OUT = named("FIRSTTOKEN_OUT", ROOT)
-CACHE = named("FIRSTTOKEN_CACHE", cache_of(ROOT, OUT))  # assets and converted models; git-ignored
+_CACHE = cache_of(ROOT, OUT) if IS_CLONE else named("XDG_CACHE_HOME", Path("~/.cache")) / "firsttoken"
+CACHE = named("FIRSTTOKEN_CACHE", _CACHE)  # assets and converted models; git-ignored
 NOTEBOOKS = ROOT / "notebooks"
 EXECUTED = OUT / "executed"  # copies that papermill wrote, by profile; git-ignored
 ENV = ROOT / "env"

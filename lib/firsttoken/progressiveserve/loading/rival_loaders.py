@@ -159,7 +159,8 @@ def import_peer(peer: str) -> None:
         raise StageError(f"no peer is called {peer!r}; known: {', '.join(PEERS)}")
     module = PEERS[peer].module
     if not installed(peer):
-        raise StageError(f"peer {peer} needs the package {module.replace('_', '-')}: pip install 'firsttoken[peers]'")
+        mend = 'pip install -e ".[peers]" in the clone'
+        raise StageError(f"peer {peer} needs the package {module.replace('_', '-')}: {mend}")
     if module:
         importlib.import_module(module)
 
