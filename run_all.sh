@@ -15,8 +15,8 @@ usage: ./run_all.sh [--profile NAME] [--only NN ...] [--again] [--list]
   --list           list the notebooks and stop
   -h, --help       this text
 
-The first run makes an environment in .venv and downloads about 265 MB of model and text into .cache;
-FIRSTTOKEN_CACHE names another folder for the latter, FIRSTTOKEN_OUT one for results, figures and executed notebooks,
+The first run makes an environment in .venv, of some 700 MB of packages and a few GB more where torch brings CUDA, and
+downloads about 350 MB of model and text into .cache. Afterwards both hold 5 GB. FIRSTTOKEN_CACHE names another folder for the latter, FIRSTTOKEN_OUT one for results, figures and executed notebooks,
 PYTHON the interpreter to start from.
 TEXT
 }
