@@ -81,29 +81,11 @@ def test_the_policy_of_the_readme_runs_as_the_one_that_is_there(write: Write, be
     assert not (Path(write("")).parent / "__pycache__").exists(), "nothing is left beside the reader's file"
 
 
-OLD = """from firsttoken.engine.request import Work
-from firsttoken.engine.schedulers.scheduler import Scheduler
-
-
-class Mine(Scheduler):
-    name = "mine"
-
-    def schedule(self) -> list[Work]:
-        steps, left = self.decodes(), self.bounds.token_budget - len(self.running)
-        for one in self.running:
-            if one.todo > 1 and left > 0:
-                steps.append(self.work(one, min(left, one.todo)))
-                left -= steps[-1].tokens
-        if left > 0 and (one := self.admit()):
-            steps.append(self.work(one, min(left, one.todo)))
-        return steps
-"""
-
-
-def test_a_policy_with_the_names_of_before_runs(write: Write, bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    assert all(len(one.times_s) == 8 for one in served(bench, write(OLD) + " 64"))
-    told = capsys.readouterr().err
-    assert "firsttoken.engine.request.Work is called firsttoken.engine.request.ScheduledChunk now" in told
+def test_the_policy_of_contributing_runs_as_half_of_the_budget(write: Write, bench: Bench) -> None:
+    page = (paths.ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    halved = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Halved" in block)
+    there = [one.times_s for one in served(bench, "sarathi 32")]
+    assert [one.times_s for one in served(bench, write(halved) + " 64")] == there
 
 
 @pytest.mark.parametrize(

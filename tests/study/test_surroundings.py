@@ -160,8 +160,9 @@ def test_a_wheel_serves_folders_and_says_which_commands_are_a_clones(tmp_path: P
     assert tried.keys() == {one.__name__ for one in program.COMMANDS}
     script = "import sys; from firsttoken.__main__ import main\nfor words in eval(sys.argv[1]): print(main(words))"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FIRSTTOKEN_")}
+    words = [[name, *more] for name, more in tried.items()] + [["serve", "nowhere"]]
     ran = subprocess.run(
-        [sys.executable, "-c", script, repr([[name, *words] for name, words in tried.items()] + [["serve", "nowhere"]])],
+        [sys.executable, "-c", script, repr(words)],
         env=environment | {"PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path / "cache")},
         cwd=tmp_path,
         capture_output=True,

@@ -1,11 +1,11 @@
 """Every folder, named once.
 
 The package is installed in editable mode from a clone, so the repository is found from this file, unless
-``FIRSTTOKEN_ROOT`` names another. Where the package alone is installed there is none: what serves a folder works, and
-what can be had again goes to the user's cache. What is written goes there, too, unless ``FIRSTTOKEN_OUT`` names a folder for it (a
+``FIRSTTOKEN_ROOT`` names another. What is written goes there, too, unless ``FIRSTTOKEN_OUT`` names a folder for it (a
 read-only checkout), and ``FIRSTTOKEN_CACHE`` one for what can be had again (a larger disk). Without the latter
 the cache is the clone's own, whatever ``FIRSTTOKEN_OUT`` says, and lies under that only where the clone cannot be
-written.
+written. Where the package alone is installed there is no clone: what serves a folder works, and the cache is the
+user's.
 """
 
 import os
