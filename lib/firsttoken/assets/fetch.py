@@ -132,8 +132,8 @@ def _by_pip(asset: Asset, folder: Path) -> Path:
     command += ["--only-binary", ":all:", "--require-hashes", "-r", str(requirements), "-d", str(folder)]
     command += _platform(asset.file)
     # its temporary files go where the space was checked; options set this way are ignored by a pip that lacks them
-    named = {name: value for name, value in os.environ.items() if name[:4] != "PIP_" or name[4:] in PIP_KEEPS}
-    environment = {"PIP_RESUME_RETRIES": "5", **named, "TMPDIR": str(folder)}
+    variables = {name: value for name, value in os.environ.items() if name[:4] != "PIP_" or name[4:] in PIP_KEEPS}
+    environment = {"PIP_RESUME_RETRIES": "5", **variables, "TMPDIR": str(folder)}
     # pip's progress goes to stdout; its warnings and errors are kept back and condensed to one line on failure
     done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
     wheel = folder / asset.file

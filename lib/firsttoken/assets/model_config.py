@@ -92,9 +92,9 @@ def _on_the_hub(folder: Path) -> str:
     if not _HUB_NAME.fullmatch(name) or os.path.isdir(os.path.dirname(name)):
         return f"give a folder with {CONFIG} and *.safetensors"
     home = Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"))
-    cached = sorted((home / "hub" / f"models--{name.replace('/', '--')}" / "snapshots").glob(f"*/{CONFIG}"))
-    if cached:
-        return f"the Hub's cache has this model: name {cached[-1].parent}"
+    snapshots = sorted((home / "hub" / f"models--{name.replace('/', '--')}" / "snapshots").glob(f"*/{CONFIG}"))
+    if snapshots:
+        return f"the Hub's cache has this model: name {snapshots[-1].parent}"
     model = name.partition("/")[2]
     return f"is it on the Hub, `hf download {name} --local-dir {model}`, then name {model}"
 

@@ -64,10 +64,10 @@ class _Handler(BaseHTTPRequestHandler):
         """A line for every chunk would be thousands."""
 
     def do_GET(self) -> None:
-        if (opened := self._opened()) is None:
+        if (file := self._opened()) is None:
             self.send_error(404)
             return
-        with opened as file:
+        with file:
             size = os.fstat(file.fileno()).st_size
             status, begin, end = asked_range(self.headers.get("Range"), size)
             self.send_response(status)

@@ -171,13 +171,13 @@ def _generate(options: argparse.Namespace) -> None:
 @contextmanager
 def _spoken(tokenizer: Tokenizer, ids: list[int]) -> Iterator[Callable[[int, int], None]]:
     """What prints the text of ``ids`` and of each token that comes, whole characters of it, and at the end the rest."""
-    printed = ""
+    output = ""
 
     def show(text: str) -> None:
-        nonlocal printed
-        if text.startswith(printed):  # else a run of bytes reads otherwise now: the next token may mend it
-            print(text[len(printed) :], end="", flush=True)
-            printed = text
+        nonlocal output
+        if text.startswith(output):  # else a run of bytes reads otherwise now: the next token may mend it
+            print(text[len(output) :], end="", flush=True)
+            output = text
 
     def hear(row: int, token: int) -> None:
         ids.append(token)
@@ -186,7 +186,7 @@ def _spoken(tokenizer: Tokenizer, ids: list[int]) -> Iterator[Callable[[int, int
     try:
         yield hear
     finally:
-        if printed:
+        if output:
             show(tokenizer.decode(ids, skip_special_tokens=True))
             print()
 

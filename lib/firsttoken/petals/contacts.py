@@ -76,8 +76,8 @@ class Exchanged:
     def check_proof(self, nonce: str) -> None:
         """Raise SwarmError unless who says this has the key of ``server``, and signed ``nonce`` and its record with
         it: what it said of itself once is not its word of now."""
-        said = _statement(self.server or "", nonce, self.speaker) | {"signature": self.proof or "0" * 128}
-        check_signature(self.server or "", _PROOF, said, f"the answer of {(self.server or '')[:8]}")
+        statement = _statement(self.server or "", nonce, self.speaker) | {"signature": self.proof or "0" * 128}
+        check_signature(self.server or "", _PROOF, statement, f"the answer of {(self.server or '')[:8]}")
 
     @property
     def speaker(self) -> Record | None:

@@ -95,7 +95,7 @@ class Record:
 
     @property
     def run(self) -> tuple[str, float]:
-        """Where the server is and since when: another run of the same server may count by another clock."""
+        """Return where the server is and since when: another run of it may count by another clock."""
         return self.address, self.started
 
     @property
@@ -159,7 +159,7 @@ def read_record(value: Any) -> Record:
         raise SwarmError(f"{shown(value)} is no record of a server: {error}") from error
 
 
-class _Entry(NamedTuple):
+class _Believed(NamedTuple):
     record: Record
     network: str
     ahead_s: float  # of this member's steady clock, by which its server's is at most
@@ -176,7 +176,7 @@ class Registry:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[str, _Entry] = {}  # by subkey, who was heard of last at the end
+        self._entries: dict[str, _Believed] = {}  # by subkey, who was heard of last at the end
         self._spots: dict[str, str] = {}  # by address, the subkey of who answers there
         self._met: dict[str, float] = {}  # by subkey, when it was believed last
 
@@ -219,13 +219,15 @@ class Registry:
         time. The signature, which takes longest, is looked at last."""
         record.check_life()
         entry = self._entries.get(record.server)
-        known = entry.record if entry is not None and entry.until > now else None
-        if known is not None and known.run == record.run and record.issued <= known.issued:
+        latest = entry.record if entry is not None and entry.until > now else None
+        if latest is not None and latest.run == record.run and record.issued <= latest.issued:
             raise StaleError(f"the record of {record.name} is older than the one that is known: it is replayed")
         record.check()
-        if known is not None and known.address != record.address and known.counted() and known.started < record.started:
+        if latest is None or latest.address == record.address:
+            return
+        if latest.counted() and latest.started < record.started:
             raise TwinError(
-                f"the key of {record.name} is in use at {known.address}: give each server a key of its own, or wait "
+                f"the key of {record.name} is in use at {latest.address}: give each server a key of its own, or wait "
                 f"{entry.until - now:.0f} s for the record of an earlier life to expire"
             )
 
@@ -285,7 +287,7 @@ class Registry:
         if len(self._entries) >= MOST:
             self._drop(self._longest_silent())
         until = min(now, record.issued - ahead_s) + record.life_s
-        self._entries[record.server] = _Entry(record, network_of(record.address), ahead_s, until)
+        self._entries[record.server] = _Believed(record, network_of(record.address), ahead_s, until)
         self._spots[spot] = record.server
         remember(self._met, record.server, now, _MOST_MET)
 
