@@ -54,10 +54,10 @@ def test_an_option_cut_short_or_mistyped_is_one_line_that_names_it(made, capsys)
         ("serve --model m", "serve: no option --model: the folder stands by itself: `firsttoken serve FOLDER`"),
         ("serve --xyzzy", "serve: no option --xyzzy; see `firsttoken serve --help`"),
         ("serve a b", "serve: 'b' is one word too many; see"),
-        ("serve --port", "serve: argument --port: expected one argument; see"),
+        ("serve --port", "serve: argument --port: expected one argument"),
         ("swarm serve --modle m", "swarm serve: no option --modle; did you mean --model?"),
         ("--profile quick run", "no option --profile; see `firsttoken --help`"),
-        ("srve", "argument COMMAND: no 'srve'; known: .* \\(did you mean 'serve'\\?\\); see"),
+        ("srve", "argument COMMAND: no 'srve'; known: .* \\(did you mean 'serve'\\?\\)"),
     ],
 )
 def test_what_is_wrong_with_a_command_line_is_one_line(typed, line, capsys):

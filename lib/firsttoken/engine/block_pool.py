@@ -91,6 +91,13 @@ class BlockPool:
             if (key := self._keys.pop(block, None)) is not None:
                 del self._found[key]
 
+    def forget(self) -> None:
+        """Let no block be found until it is published again, because all have lost what they held."""
+        self._blank += self._kept
+        self._kept.clear()
+        self._keys.clear()
+        self._found.clear()
+
     def check(self) -> None:
         """Assert that every block is free or has owners, none is both or twice, and keys and blocks are pairs."""
         free = [*self._blank, *self._kept]

@@ -36,9 +36,9 @@ class CommandLine(argparse.ArgumentParser):
         return options, more
 
     def error(self, message: str) -> NoReturn:
-        """End with one line that says what is wrong."""
-        text = " ".join(message.split())
-        self.exit(2, f"{self.prog}: {text}; see `{self.prog} --help`\n")
+        """End with one line that says what is wrong; one about a value says what is right itself."""
+        more = "" if message.startswith("argument ") else f"; see `{self.prog} --help`"
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}{more}\n")
 
     def _strange(self, words: Iterable[str]) -> Iterable[str]:
         """The options among ``words`` that this parser has not."""
