@@ -77,7 +77,8 @@ def _announce(notebooks: Sequence[Path], profile: Profile, expected: notebook_ca
     if whole is None:
         print("no record of how long these notebooks take; quick takes minutes, review one to three hours, full many\n")
         return
-    print(f"expected, if all must run: {_minutes(whole)}, by {expected.source}")
+    least = "" if expected.records(notebooks) else "at least "
+    print(f"expected, if all must run: {least}{_minutes(whole)}, by {expected.source}")
     if expected.slower >= notebook_cache.SLOWER:
         print(f"firsttoken: this processor multiplies {expected.slower:.1f} times slower than that; what to expect:")
         for path in notebooks:

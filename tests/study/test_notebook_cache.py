@@ -121,7 +121,8 @@ def test_the_expected_minutes_are_those_of_the_last_run_here(ran, capsys) -> Non
     assert main(["run", "--only", "01"]) == 0
     assert "no record of how long" in (said := capsys.readouterr().out) and "01_first" in said
     assert main(["run", "--again"]) == 0
-    assert "no record" in capsys.readouterr().out, "02 has not run yet"
+    out = capsys.readouterr().out  # 02 has not run yet
+    assert "must run: at least 2 min, by the last run here" in out and "about 60 s left" in out
     assert main(["run", "--again"]) == 0
     out = capsys.readouterr().out
     assert "must run: 2 min, by the last run here" in out and "about 60 s left" in out
@@ -138,6 +139,18 @@ def test_a_slower_machine_is_told_before_it_begins(ran, make_result, capsys, mon
     assert "must run: 8 min, by the run recorded on test-cpu-2c" in out
     assert "multiplies 4.0 times slower" in out and f"{'  01_first':<42} 4 min" in out
     assert out.index("4.0 times slower") < out.index("60.0 s")
+
+
+def test_what_ran_here_lies_over_what_is_recorded_elsewhere(ran, make_result, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(machine, "cores", lambda: 2)
+    monkeypatch.setattr(notebook_cache, "cores", lambda: 2)
+    summary = [entry("products", value=400.0, n=1, unit="GFLOP/s")]
+    rows = [{"notebook": "02_second", "seconds": 60.0}]
+    write_result(make_result(experiment="run", rows=rows, summary=summary))
+    assert main(["run", "--only", "01"]) == 0
+    assert "must run: at least 4 min, by the run recorded on test-cpu-2c\n" in capsys.readouterr().out
+    assert main(["run", "--again"]) == 0
+    assert "must run: 5 min, by the run recorded on test-cpu-2c and the last one here" in capsys.readouterr().out
 
 
 def test_a_whole_run_is_recorded_with_what_the_processor_can_do(ran, monkeypatch) -> None:

@@ -7,6 +7,7 @@ the last run here, else those of a recorded run, stretched by how much slower th
 import hashlib
 import json
 import re
+import statistics
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,29 +32,37 @@ _FIGURE = re.compile(r'plot\.save\(fig, \\?"([\w-]+)\\?"')
 
 @dataclass(frozen=True)
 class Expected:
-    """Seconds by notebook (its file's stem), by what factor this machine is slower, and whose seconds they are."""
+    """Seconds here by notebook (its file's stem), by what factor this machine is slower than where they were measured,
+    and whose they are."""
 
     seconds: Mapping[str, float]
     slower: float = 1.0
     source: str = ""
 
     def of(self, notebooks: Iterable[Path]) -> float | None:
-        """Seconds that ``notebooks`` will take here; None where one has no record."""
-        known = [self.seconds.get(path.stem) for path in notebooks]
-        return None if None in known else self.slower * sum(filter(None, known))
+        """Seconds that ``notebooks`` will take here, those of which nothing is recorded by the median of the others;
+        None where nothing is recorded at all."""
+        if not self.seconds:
+            return None
+        usual = statistics.median(self.seconds.values())
+        return sum(self.seconds.get(path.stem, usual) for path in notebooks)
+
+    def records(self, notebooks: Iterable[Path]) -> bool:
+        """Whether each of ``notebooks`` has run where these seconds are from."""
+        return self.seconds.keys() >= {path.stem for path in notebooks}
 
 
 def expected(profile: Profile) -> Expected:
-    """What is known of the minutes of ``profile``: from this machine, else from the latest recorded run of another."""
-    stamps = _stamps(profile.name)
-    if mine := {stem: stamp["seconds"] for stem, stamp in stamps.items()}:
-        return Expected(mine, source="the last run here")
+    """Return the minutes of ``profile``: of this machine, and of what has not run here those of the latest recorded
+    run of another."""
+    latest = {stem: stamp["seconds"] for stem, stamp in _stamps(profile.name).items()}
     recorded = load_result(RUN, profile.name) or load_result(RUN, profile.name, machine="any")
-    if recorded is None:
-        return Expected({})
-    seconds = {row["notebook"]: row["seconds"] for row in recorded.rows}
-    slower = recorded.summary.value("products") / products_gflop_per_s(profile)
-    return Expected(seconds, max(1.0, slower), f"the run recorded on {recorded.slug}")
+    rows = {row["notebook"]: row["seconds"] for row in recorded.rows} if recorded is not None else {}
+    if latest.keys() >= rows.keys():
+        return Expected(latest, source="the last run here")
+    slower = max(1.0, recorded.summary.value("products") / products_gflop_per_s(profile))
+    seconds = {stem: slower * took for stem, took in rows.items()} | latest
+    return Expected(seconds, slower, f"the run recorded on {recorded.slug}{' and the last one here' * bool(latest)}")
 
 
 def products_gflop_per_s(profile: Profile) -> float:
