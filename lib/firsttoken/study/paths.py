@@ -30,7 +30,7 @@ def cache_of(root: Path, out: Path) -> Path:
 
 
 ROOT = named("FIRSTTOKEN_ROOT", Path(__file__).resolve().parents[3])
-IS_CLONE = (ROOT / "env" / "assets.yaml").is_file()
+IS_CLONE = (ROOT / "env" / "profiles").is_dir()
 OUT = named("FIRSTTOKEN_OUT", ROOT)
 _CACHE = cache_of(ROOT, OUT) if IS_CLONE else named("XDG_CACHE_HOME", Path("~/.cache")) / "firsttoken"
 CACHE = named("FIRSTTOKEN_CACHE", _CACHE)  # assets and converted models; git-ignored
