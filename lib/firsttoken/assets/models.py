@@ -18,6 +18,7 @@ from firsttoken.assets.lock import first_line
 from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.assets.servable import check_tensors
 from firsttoken.assets.shapes import shape_config
+from firsttoken.assets.text_tokenizer import check_same_ids
 from firsttoken.assets.weights import tensors_of
 from firsttoken.study import paths
 from firsttoken.study.dtypes import name_of
@@ -139,7 +140,9 @@ def _from_folder(files: ModelFiles, dtype: torch.dtype, with_tokenizer: bool) ->
             if (folder / _GENERATION).is_file():
                 model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if with_tokenizer else None
-    except (MemoryError, torch.OutOfMemoryError):
+        if tokenizer is not None:
+            check_same_ids(folder, tokenizer)
+    except (MemoryError, torch.OutOfMemoryError, ModelError):
         raise
     except ImportError as error:
         raise ModelError(f"cannot load the model in {folder}: {first_line(error)}; install what it names") from error

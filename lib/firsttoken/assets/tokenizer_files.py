@@ -6,60 +6,89 @@ The rules are those of transformers 5 (``PreTrainedTokenizerBase.from_pretrained
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from firsttoken.assets.model_config import CONFIG
 from firsttoken.study.errors import ModelError
 from firsttoken.study.parsing.json_text import parse_json, read_json
-from firsttoken.study.parsing.parse_errors import Damaged, blaming, read_bytes
+from firsttoken.study.parsing.parse_errors import Damaged, blaming, read_bytes, shown
 from firsttoken.study.parsing.schema import shaped
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
 TOKENIZER, SETTINGS, SPECIAL_MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+_OLD_ADDED = "added_tokens.json"
 TEMPLATE, TEMPLATES, DEFAULT = "chat_template.jinja", "additional_chat_templates", "default"
 NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 MEND = "copy the model's own"
 _MOST_BYTES = 1 << 26
 _MOST_TEMPLATE_BYTES = 1 << 20
 _DIGITS = 31  # transformers writes 10 ** 30 for a length without limit
+BACKEND = "TokenizersBackend"  # transformers' name for a tokenizer.json that is taken as it is
 _EXTRA = ("extra_special_tokens", "additional_special_tokens")  # the second is the name before transformers 5
 _TEXT_END = "<|endoftext|>"
 CLASS_TOKENS: dict[str, dict[str, str]] = {
     "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
     "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), _TEXT_END),
     "GPT2Tokenizer": dict.fromkeys(("unk_token", "bos_token", "eos_token"), _TEXT_END),
+    BACKEND: {},
 }
-"""The special tokens that a class of tokenizer in transformers has where its files name none."""
-_OWN_CLASS = {"qwen2": "Qwen2Tokenizer"}  # by model_type, where no file names a class
-_OTHER_CLASS = {"llama", "qwen2"}  # model types whose files may name any class; of others transformers takes none
+"""The classes of tokenizer in transformers that are read here as they are there, and the special tokens that each has
+where its files name none."""
+_BACKENDS = (None, BACKEND, "PreTrainedTokenizerFast", "PreTrainedTokenizer")  # config.json may not name the last
+_CLASSES: dict[
+    str, dict[str | None, str]
+] = {  # what transformers makes of the class that a folder names, by model_type
+    "llama": dict.fromkeys(_BACKENDS, BACKEND)
+    | {f"{name}{fast}": name for name in CLASS_TOKENS if name != BACKEND for fast in ("", "Fast")},
+    "qwen2": dict.fromkeys((None, "Qwen2Tokenizer", "Qwen2TokenizerFast"), "Qwen2Tokenizer"),
+}
+_KNOWN_SETTINGS = {  # keys that are read here, and those that change neither ids nor text
+    *("tokenizer_class", "chat_template", "added_tokens_decoder", "legacy", "add_prefix_space", *_EXTRA, *NAMED),
+    *("add_bos_token", "add_eos_token"),  # which transformers does not read beside a tokenizer.json
+    *("clean_up_tokenization_spaces", "model_max_length", "max_length", "padding_side", "truncation_side", "stride"),
+    *("truncation_strategy", "pad_to_multiple_of", "pad_token_type_id", "model_input_names", "sp_model_kwargs"),
+    *("use_default_system_prompt", "spaces_between_special_tokens", "processor_class", "name_or_path", "backend"),
+    *("is_local", "local_files_only", "errors", "use_fast"),
+}
 
 
 @dataclass(frozen=True)
-class _Token:
+class SideToken:
+    """A token that a side file names; ``normalized`` None: unless it is special, as tokenizers has it."""
+
     content: str
     single_word: bool = False
     lstrip: bool = False
     rstrip: bool = False
-    normalized: bool | None = None  # None: as tokenizers decides, by whether it is special
+    normalized: bool | None = None
     special: bool = False
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """``special`` tokens by name ("bos_token"), ``added`` ones in the order of their ids, and ``templates`` by name."""
+    """``special`` tokens by name ("bos_token"), ``numbered`` ones in the order of their ids, all that are ``named`` as
+    special, and ``templates`` by name.
+
+    ``made_as`` is the class in ``CLASS_TOKENS`` that transformers makes of the files, with its ``settings``; it is ""
+    where only transformers can tell, and ``why`` then says so in half a sentence.
+    """
 
     special: dict[str, str]
-    added: tuple[_Token, ...]
+    numbered: tuple[SideToken, ...]
+    named: tuple[SideToken, ...]
     templates: dict[str, str]
+    settings: Mapping[str, Any]
+    made_as: str
+    why: str = ""
 
     def complete(self, tokenizer: Tokenizer) -> None:
         """Add to ``tokenizer`` what it does not know as a token of its own: a special token is one token."""
         known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-        for token in self.added:
+        for token in (*self.numbered, *self.named):
             if token.content and token.content not in known:
                 known.add(token.content)
                 tokenizer.add_tokens([_added(token, token.content in self.special.values())])
@@ -75,7 +104,9 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     path = folder / SETTINGS
     with blaming(path, ModelError, MEND):
         if "added_tokens_decoder" in settings:
-            decoder = shaped(dict[str, _Token], settings["added_tokens_decoder"], "added_tokens_decoder", others=True)
+            decoder = shaped(
+                dict[str, SideToken], settings["added_tokens_decoder"], "added_tokens_decoder", others=True
+            )
             if odd := next((key for key in decoder if not key.isdecimal()), ""):
                 raise Damaged(f"added_tokens_decoder: {odd!r} is no token id")
     told = settings
@@ -83,10 +114,13 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
         told = settings | _mapping(path := folder / SPECIAL_MAP)
     with blaming(path, ModelError, MEND):
         special, extra = _special_tokens(settings, told)
-    special = {key: value for key, value in (_class_tokens(folder, settings) | special).items() if value is not None}
-    added = [decoder[key] for key in sorted(decoder, key=int)]
-    added += [_Token(content, special=True) for content in special.values()] + list(extra)
-    return TokenizerFiles(special, tuple(added), _templates(folder, settings))
+    made_as, why = _class_of(folder, settings)
+    by_name = {name: SideToken(text, special=True) for name, text in CLASS_TOKENS.get(made_as, {}).items()} | special
+    order = sorted(by_name, key=lambda name: NAMED.index(name) if name in NAMED else len(NAMED))
+    tokens = {name: token for name in order if (token := by_name[name]) is not None}
+    numbered, named = tuple(decoder[key] for key in sorted(decoder, key=int)), (*tokens.values(), *extra)
+    texts = {name: token.content for name, token in tokens.items()}
+    return TokenizerFiles(texts, numbered, named, _templates(folder, settings), settings, made_as, why)
 
 
 def _mapping(path: Path) -> dict[str, Any]:
@@ -96,51 +130,61 @@ def _mapping(path: Path) -> dict[str, Any]:
         return shaped(dict[str, Any], parse_json(read_bytes(path, _MOST_BYTES), digits=_DIGITS))
 
 
-def _special_tokens(settings: Mapping[str, Any], told: Mapping[str, Any]) -> tuple[dict[str, str | None], list[_Token]]:
+def _special_tokens(
+    settings: Mapping[str, Any], told: Mapping[str, Any]
+) -> tuple[dict[str, SideToken | None], list[SideToken]]:
     """By name, in the order in which transformers adds them, and those without names. ``told`` is ``settings`` and what
     the map of special tokens says."""
-    special: dict[str, str | None] = {name: told[name] for name in NAMED if name in told}
+    special: dict[str, SideToken | None] = dict.fromkeys(name for name in NAMED if name in told)
     own = [key for key in told if key not in NAMED and key.endswith("_token") and isinstance(told[key], str | dict)]
     own.sort(key=lambda key: isinstance(settings.get(key), str))  # as texts they come after those that are objects
     for key in [*special, *own]:
-        special[key] = None if told[key] is None else _content(key, told[key]).content
+        special[key] = None if told[key] is None else _content(key, told[key])
     extra = next((told[key] for key in _EXTRA if told.get(key)), [])
     if isinstance(extra, dict):
-        special |= {name: _content(f"{_EXTRA[0]}.{name}", value).content for name, value in extra.items()}
+        special |= {name: _content(f"{_EXTRA[0]}.{name}", value) for name, value in extra.items()}
         extra = []
     if not isinstance(extra, list):
         raise Damaged(f"{_EXTRA[0]}: expected a list of tokens")
     return special, [_content(_EXTRA[0], value) for value in extra]
 
 
-def _content(key: str, value: Any) -> _Token:
+def _content(key: str, value: Any) -> SideToken:
     if isinstance(value, str):
-        return _Token(value, special=True)
-    return shaped(_Token, value, key, others=True)
+        return SideToken(value, special=True)
+    return replace(shaped(SideToken, value, key, others=True), special=True)
 
 
-def _added(token: _Token, named: bool) -> AddedToken:
+def _added(token: SideToken, named: bool) -> AddedToken:
     from tokenizers import AddedToken
 
     options = {key: getattr(token, key) for key in ("single_word", "lstrip", "rstrip")}
-    if token.normalized is not None:
-        options["normalized"] = token.normalized
+    options["normalized"] = not token.special if token.normalized is None else token.normalized
     return AddedToken(token.content, special=token.special or named, **options)
 
 
-def _class_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """What the class of tokenizer that transformers takes for these files adds."""
+def _class_of(folder: Path, settings: Mapping[str, Any]) -> tuple[str, str]:
+    """The class of tokenizer that transformers makes of these files; or "", and why it is not known here."""
     with blaming(folder / CONFIG, ModelError, MEND):
         config = shaped(dict[str, Any], read_json(folder / CONFIG, 1 << 24))
-    kind = config.get("model_type")
-    named = settings.get("tokenizer_class") or config.get("tokenizer_class")
-    if isinstance(named, str) and kind in _OTHER_CLASS:
-        name = named.removesuffix("Fast")
-    else:
-        name = _OWN_CLASS.get(kind, "") if isinstance(kind, str) and not named else ""
-    if name == "LlamaTokenizer" and _is_byte_level(folder):
-        return {}
-    return CLASS_TOKENS.get(name, {})
+    kind, named = config.get("model_type"), settings.get("tokenizer_class") or config.get("tokenizer_class")
+    if not isinstance(kind, str) or kind not in _CLASSES:
+        return "", ""
+    name = _CLASSES[kind].get(named, "") if named is None or isinstance(named, str) else ""
+    if not name or (named == _BACKENDS[-1] and not settings.get("tokenizer_class")):
+        return "", f"its tokenizer_class is {shown(named)}"
+    if "model_name" in config:  # by which transformers overrules a class
+        return "", f"its model_name is {shown(config['model_name'])}"
+    told = (key for key in settings if key not in _KNOWN_SETTINGS and not key.endswith("_token"))
+    if key := next((key for key in told if settings[key] is not None and settings[key] is not False), ""):
+        return "", f"its {shown(key)} is {shown(settings[key])}"
+    if key := next((key for key in NAMED if isinstance(settings.get(key), dict) and "__type" not in settings[key]), ""):
+        return "", f"its {key} is {shown(settings[key])}"
+    if name == "GPT2Tokenizer" and settings.get("add_prefix_space", False) is None:
+        return "", "its add_prefix_space is null"
+    if "added_tokens_decoder" not in settings and (folder / _OLD_ADDED).is_file():
+        return "", f"it has {_OLD_ADDED}"
+    return (BACKEND if name == "LlamaTokenizer" and _is_byte_level(folder) else name), ""
 
 
 def _is_byte_level(folder: Path) -> bool:

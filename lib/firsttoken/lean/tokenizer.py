@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder by its own library, without transformers."""
+"""The tokenizer of a model folder by its own library, for a start that is timed."""
 
 from __future__ import annotations
 
@@ -6,18 +6,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from firsttoken.study.errors import ModelError
-from firsttoken.study.parsing.parse_errors import Damaged, blaming, read_bytes
-
-FILE = "tokenizer.json"
-_MOST_BYTES = 1 << 28  # the largest published vocabularies take 35 MB
+from firsttoken.assets.text_tokenizer import read_text_tokenizer
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer in ``folder``. Raises ModelError when its file is missing, no tokenizer, or truncated."""
-    with blaming(folder / FILE, ModelError, "copy the model's own"):
-        text = read_bytes(folder / FILE, _MOST_BYTES).decode("utf-8")
-        try:
-            return Tokenizer.from_str(text)
-        except Exception as error:  # the library raises nothing narrower
-            raise Damaged(f"it is truncated or no tokenizer ({error})") from error
+    """The tokenizer in ``folder``. Raises ModelError as :func:`read_text_tokenizer`."""
+    return read_text_tokenizer(folder).tokenizer

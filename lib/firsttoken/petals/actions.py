@@ -17,8 +17,7 @@ import torch
 
 from firsttoken.assets.chat_template import chat_ends
 from firsttoken.assets.model_config import read_config
-from firsttoken.assets.tokenizer_files import read_tokenizer_files
-from firsttoken.lean.tokenizer import read_tokenizer
+from firsttoken.assets.text_tokenizer import read_text_tokenizer
 from firsttoken.petals.access import Access, check_installed
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.checkpoint_blocks import model_sha256, parse_blocks, write_8_bits
@@ -138,8 +137,7 @@ def _generate(options: argparse.Namespace) -> None:
     from firsttoken.petals.trust.auditor import Audits
 
     folder = Path(options.model)
-    tokenizer, files = read_tokenizer(folder), read_tokenizer_files(folder)
-    files.complete(tokenizer)
+    tokenizer, files = read_text_tokenizer(folder)
     ids = torch.tensor([tokenizer.encode(options.prompt).ids])
     ends = chat_ends(folder, tokenizer, files)
     audits = None
