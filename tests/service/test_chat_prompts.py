@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
 from firsttoken.assets import tokenizer_files
-from firsttoken.assets.chat_template import read_template
+from firsttoken.assets.chat_template import ChatTemplate, read_template
+from firsttoken.assets.template_renderer import RENDERER
 from firsttoken.service.text import read_vocabulary
 from firsttoken.study.errors import RequestError
 
@@ -251,3 +252,113 @@ def test_answers_in_a_chat_end_where_the_model_the_tokenizer_or_the_template_say
     ids = [one if isinstance(one, int) else vocabulary.tokenizer.token_to_id(one) for one in expected]
     assert vocabulary.chat_stop_ids == tuple(ids)
     assert vocabulary.stop_ids == tuple(one for one in expected if isinstance(one, int))
+
+
+TIME, MEMORY, SIZE = (
+    "takes more than 2 s",
+    "takes more than 512 MiB of memory",
+    "writes more than 16,777,216 characters",
+)
+ENDLESS = {
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}x": TIME,
+    "{% set n = namespace(x='a') %}{% for i in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}": MEMORY,
+    "{% set n = namespace(x=[1]) %}{% for i in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n }}": MEMORY,
+    "{{ 'a' * 4000000000 }}": MEMORY,
+    "{{ 'a'|center(10 ** 10) }}": MEMORY,
+    "{{ '%9999999999s' % 'a' }}": MEMORY,
+    "{{ ('a' * 1000000)|replace('a', 'a' * 1000000) }}": MEMORY,
+    "{{ range(99999)|map('string')|join('a' * 100000) }}": MEMORY,
+    "{{ 'a' * 17000000 }}": SIZE,
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}": "says maximum recursion depth exceeded",
+}
+
+
+@pytest.mark.parametrize("template", ENDLESS)
+def test_a_template_without_an_end_is_named_in_one_line(template: str) -> None:
+    """It may be a loop, or one product within which nothing else runs; the next template is rendered as ever."""
+    chat = ChatTemplate({"default": template}, {})
+    with pytest.raises(RequestError, match=f"messages: the model's chat template {ENDLESS[template]}") as refused:
+        chat.prompt(USER)
+    assert "\n" not in str(refused.value)
+    assert ChatTemplate({"default": "{{ messages[0].content }}"}, {}).prompt(USER) == USER[0]["content"]
+
+
+def test_a_conversation_may_take_no_longer_than_a_trial() -> None:
+    """A template that is quick with one question is ended with others, and then goes on."""
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    chat = ChatTemplate(
+        {"default": f"{{{{ messages[0].content }}}}{{% if messages|length > 2 %}}{loops}{{% endif %}}"}, {}
+    )
+    with pytest.raises(RequestError, match=TIME):
+        chat.prompt(TURNS)
+    assert chat.prompt(USER) == USER[0]["content"]
+
+
+def test_templates_are_rendered_anew_where_their_process_was_ended() -> None:
+    chat = ChatTemplate({"default": CHATML}, {})
+    before = chat.prompt(USER)
+    process = RENDERER._running()
+    process.kill()
+    process.wait()
+    assert chat.prompt(USER) == before
+    RENDERER.close()
+    assert chat.prompt(USER) == before
+
+
+PARTS = {  # what walks over parts of a turn's content, of which a text has none
+    "all roles": "{% for m in messages %}{{ m.role }}: {% for c in m.content %}{{ c.text }}{% endfor %};{% endfor %}",
+    "by key": (
+        "{% for m in messages %}<|{{ m['role'] }}|>{% for c in m['content'] if c['type'] == 'text' %}"
+        "{{ c['text'] | trim }}{% if not loop.last %}+{% endif %}{% endfor %}\n{% endfor %}"
+    ),
+    "selected": (
+        "{% for m in messages %}{% for c in m['content'] | selectattr('type', 'equalto', 'text') %}"
+        "{% generation %}{{ c['text'] + '\n' }}{% endgeneration %}{% endfor %}{% endfor %}"
+    ),
+    "the first": "{% for m in messages %}{{ m.content[0].text }}/{% endfor %}",
+    "a macro": (
+        "{% macro say(content) %}{% for c in content %}{{ c.text }}{% endfor %}{% endmacro %}"
+        "{% for m in messages %}{{ say(m.content) }};{% endfor %}"
+    ),
+    "strict": (
+        "{% for m in messages %}{% if m.content is string %}{{ raise_exception('give parts') }}{% endif %}"
+        "{% for c in m.content %}{{ c.text }}{% endfor %}{% endfor %}"
+    ),
+}
+EITHER = {  # what takes both, and answers in texts alone
+    "both": (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for c in m.content %}{{ c.text }}{% endfor %}{% endif %};{% endfor %}"
+    ),
+    "a user's parts": (
+        "{% for m in messages %}{% if m.role == 'user' %}{% for c in m.content %}{{ c.text }}{% endfor %}"
+        "{% else %}{{ m.content }}{% endif %};{% endfor %}"
+    ),
+}
+
+
+def in_parts(turn: dict[str, Any]) -> dict[str, Any]:
+    return turn | {"content": [{"type": "text", "text": turn["content"]}]}
+
+
+@pytest.mark.parametrize("name", PARTS | EITHER)
+def test_a_template_gets_the_form_of_content_that_it_reads(name: str, tmp_path: Path) -> None:
+    """As a text and in parts, as transformers renders what the template can read."""
+    write(tmp_path / "model", {FILE: (PARTS | EITHER)[name]})
+    theirs, template = AutoTokenizer.from_pretrained(tmp_path / "model"), read_template(tmp_path / "model")
+    for turns in (USER, TURNS, TURNS[1:]):
+        readable = [in_parts(turn) if name in PARTS or turn["role"] == "user" else turn for turn in turns]
+        expected = theirs.apply_chat_template(readable, tokenize=False, add_generation_prompt=True)
+        assert all(turn["content"].strip() in expected for turn in turns)
+        assert template.prompt(turns) == template.prompt(list(map(in_parts, turns))) == expected
+
+
+def test_several_parts_stay_several_where_the_template_walks_over_them(tmp_path: Path) -> None:
+    """And are one text where it reads texts."""
+    turns = [{"role": "user", "content": [{"type": "text", "text": text} for text in ("the", "inn")]}]
+    write(tmp_path / "model", {FILE: PARTS["by key"]})
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "model")
+    expected = theirs.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert read_template(tmp_path / "model").prompt(turns) == expected
+    assert "the+inn" in expected
+    assert ChatTemplate({"default": CHATML}, {}).prompt(turns).startswith("<|im_start|>user\ntheinn<|im_end|>")

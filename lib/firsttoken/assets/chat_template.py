@@ -5,17 +5,16 @@ An answer ends at the tokens that the model's own files name, and in a chat at t
 
 from __future__ import annotations
 
-import encodings.unicode_escape  # noqa: F401  # which Jinja's lexer asks for, when torch may be on its way in
-import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from firsttoken.assets.lock import first_line
 from firsttoken.assets.model_config import CONFIG, read_config
+from firsttoken.assets.template_renderer import RENDERER, TemplateLimit, TemplateRefusal
 from firsttoken.assets.tokenizer_files import DEFAULT, MEND, TokenizerFiles, read_tokenizer_files
 from firsttoken.study.errors import ModelError, RequestError
 from firsttoken.study.parsing.json_text import read_json
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 GENERATION, _KEY = "generation_config.json", "eos_token_id"
 _ANSWER = "An answer to find again."
-_ASKED = {"role": "user", "content": "A question."}
+_QUESTION = {"role": "user", "content": "A question."}
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,14 @@ class ChatTemplate:
     special: Mapping[str, str]
 
     def prompt(self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
-        """What the model reads before it says the next turn; the template is told ``variables``, too.
+        """What the model reads before it says the next turn; the template is told ``variables``, too. The content of a
+        turn is a text, or a list of parts of text; the template gets the form that it reads.
 
         Raises RequestError where there is no template that can be used, and for a conversation that it refuses.
         """
         if self.fault:
             raise RequestError(f"messages: {self.fault}; ask /v1/completions")
-        return self._rendered(messages, variables or {}, add_generation_prompt=True)
+        return self._rendered(self._as_read(messages), variables or {}, add_generation_prompt=True)
 
     @cached_property
     def fault(self) -> str:
@@ -57,9 +57,13 @@ class ChatTemplate:
         if DEFAULT not in self.templates:
             return f"of this model's chat templates ({', '.join(sorted(self.templates))}) none is called {DEFAULT!r}"
         try:
-            _ = self._compiled
-        except Exception as error:  # the template came with the model, and its compiler raises many kinds
-            return f"the model's chat template is none: {first_line(error)}"
+            RENDERER.render(self.templates[DEFAULT], None)
+            with suppress(TemplateRefusal):
+                RENDERER.render(self.templates[DEFAULT], self._names([_QUESTION], {}, add_generation_prompt=True))
+        except TemplateRefusal as error:
+            return f"the model's chat template is none: {error}"
+        except TemplateLimit as error:
+            return f"the model's chat template {error}"
         return ""
 
     def turn_end(self) -> str:
@@ -67,34 +71,67 @@ class ChatTemplate:
         be told."""
         if self.fault:
             return ""
+        turns = self._as_read([_QUESTION, {"role": "assistant", "content": _ANSWER}])
         try:
-            turns = [_ASKED, {"role": "assistant", "content": _ANSWER}]
-            said = self._rendered(turns, {}, add_generation_prompt=False)
+            text = self._rendered(turns, {}, add_generation_prompt=False)
         except RequestError:
             return ""
-        return said.rpartition(_ANSWER)[2].strip()
+        return text.rpartition(_ANSWER)[2].strip()
 
     def trial(self) -> str:
         """What goes wrong with a conversation of one short question; "" where nothing does."""
         try:
-            self.prompt([_ASKED])
+            self.prompt([_QUESTION])
         except RequestError as error:
             return first_line(error).removeprefix("messages: ").removesuffix("; ask /v1/completions")
         return ""
 
-    def _rendered(
-        self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool
-    ) -> str:
+    def _as_read(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The turns without what is None, their content as the template reads that of their role."""
         turns = [{key: value for key, value in turn.items() if value is not None} for turn in messages]
-        own = {"messages": turns, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
-        try:
-            return self._compiled.render({**variables, **self.special, **own})
-        except Exception as error:  # as above
-            raise RequestError(f"messages: the model's chat template says {first_line(error)}") from error
+        for turn in turns:
+            content = turn.get("content")
+            if isinstance(content, str) and self._reads_parts(turn["role"]):
+                turn["content"] = [{"type": "text", "text": content}]
+            elif isinstance(content, list) and not self._reads_parts(turn["role"]):
+                turn["content"] = "".join(part["text"] for part in content)
+        return turns
+
+    def _reads_parts(self, role: str) -> bool:
+        """Whether the template walks over parts where a turn of ``role`` has a text, of which it would say nothing."""
+        if role not in self._parts:
+            question = [] if role == "user" else self._as_read([_QUESTION])
+            before, behind = ([], question) if role in ("system", "developer") else (question, [])
+            for form in (_ANSWER, [{"type": "text", "text": _ANSWER}]):
+                with suppress(RequestError):
+                    turns = [*before, {"role": role, "content": form}, *behind]
+                    if _ANSWER in self._rendered(turns, {}, add_generation_prompt=True):
+                        self._parts[role] = form is not _ANSWER
+                        break
+            else:  # it refuses such turns, or leaves them out
+                self._parts[role] = self._parts.get("user", False)
+        return self._parts[role]
 
     @cached_property
-    def _compiled(self) -> Any:
-        return _world().from_string(self.templates[DEFAULT])
+    def _parts(self) -> dict[str, bool]:
+        return {}
+
+    def _rendered(
+        self, turns: Sequence[dict[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool
+    ) -> str:
+        names = self._names(turns, variables, add_generation_prompt=add_generation_prompt)
+        try:
+            return RENDERER.render(self.templates[DEFAULT], names)
+        except TemplateRefusal as error:
+            raise RequestError(f"messages: the model's chat template says {error}") from error
+        except TemplateLimit as error:
+            raise RequestError(f"messages: the model's chat template {error}; ask /v1/completions") from error
+
+    def _names(
+        self, turns: Sequence[dict[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool
+    ) -> dict[str, Any]:
+        own = {"messages": turns, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+        return {**variables, **self.special, **own}
 
 
 def read_template(folder: Path, files: TokenizerFiles | None = None) -> ChatTemplate:
@@ -104,64 +141,6 @@ def read_template(folder: Path, files: TokenizerFiles | None = None) -> ChatTemp
     """
     files = files or read_tokenizer_files(folder)
     return ChatTemplate(files.templates, files.special)
-
-
-def _world() -> Any:
-    """What a template finds around it, as in transformers; a sandbox, as the template came with the model."""
-    from jinja2 import nodes
-    from jinja2.exceptions import SecurityError, TemplateError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-    from jinja2.utils import Namespace
-
-    class Generation(Extension):
-        """``{% generation %}`` marks for a training what the model says; the text is the same."""
-
-        tags = frozenset(["generation"])
-
-        def parse(self, parser: Parser) -> nodes.CallBlock:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            return nodes.CallBlock(self.call_method("said"), [], [], body).set_lineno(line)
-
-        def said(self, caller: Any) -> str:
-            return caller()
-
-    class OwnNames(Namespace):
-        """A namespace without underscored names, by which a template could reach Python."""
-
-        def __init__(*given: Any, **names: Any) -> None:
-            self, *given = given
-            attributes = dict(*given, **names)
-            for name in attributes:
-                _check(name)
-            Namespace.__init__(self, attributes)
-
-        def __setitem__(self, name: str, value: Any) -> None:
-            _check(name)
-            Namespace.__setitem__(self, name, value)
-
-    def _check(name: Any) -> None:
-        if isinstance(name, str) and name.startswith("_"):
-            raise SecurityError(f"the name {name!r} begins with an underscore")
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    def as_json(
-        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    world = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    world.filters["tojson"] = as_json
-    world.globals |= {
-        "raise_exception": refuse,
-        "strftime_now": lambda shape: datetime.now().strftime(shape),
-        "namespace": OwnNames,
-    }
-    return world
 
 
 def model_ends(folder: Path) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 from firsttoken.engine.model_server import ModelServer
 from firsttoken.engine.request import Sampling
@@ -16,7 +17,7 @@ from firsttoken.service.token_queue import Inbox
 from firsttoken.study.errors import RequestError
 
 _SEEDS = 2**63
-_USUAL = ("system", "user", "assistant")
+_USUAL = {"system", "user", "assistant"}
 
 
 class Answers:
@@ -136,20 +137,24 @@ class Answers:
 
     def _chat_ids(self, asked: ChatRequest) -> list[int]:
         """Raises RequestError for turns of a rare role that the model's template leaves out without a word."""
-        turns = [vars(message) for message in asked.messages]
-        ids = self._vocabulary.chat_ids(turns, asked.chat_template_kwargs)
-        for number, turn in enumerate(turns):
-            if turn["role"] not in _USUAL and self._reads(turns[:number] + turns[number + 1 :], asked) == ids:
+        turns, vocabulary = [vars(message) for message in asked.messages], self._vocabulary
+        text = vocabulary.chat_text(turns, asked.chat_template_kwargs)
+        first = {turn["role"]: number for number, turn in reversed(list(enumerate(turns)))}
+        for role in sorted(
+            first.keys() - _USUAL
+        ):  # its turns together: one by one they take the square of their number
+            if self._text_without(role, turns, asked) == text:
                 raise RequestError(
-                    f"messages[{number}].role: this model's chat template leaves out what {turn['role']!r} says; "
+                    f"messages[{first[role]}].role: this model's chat template leaves out what {role!r} says; "
                     "say it as 'system' or 'user'"
                 )
-        return ids
+        return vocabulary.prompt_ids(text, special=False)
 
-    def _reads(self, turns: list[dict[str, str]], asked: ChatRequest) -> list[int] | None:
-        """What the template makes of them; None where it refuses to."""
+    def _text_without(self, role: str, turns: list[dict[str, Any]], asked: ChatRequest) -> str | None:
+        """What the template makes of the turns of others; None where it refuses to."""
+        others = [turn for turn in turns if turn["role"] != role]
         try:
-            return self._vocabulary.chat_ids(turns, asked.chat_template_kwargs)
+            return self._vocabulary.chat_text(others, asked.chat_template_kwargs)
         except RequestError:
             return None
 

@@ -344,4 +344,6 @@ def build_replica(
     :func:`without_torch` returns it."""
     vocabulary = read_vocabulary(config.folder, config.max_prompt_tokens)
     server = serve_model(config, broken, vocabulary.context, comes)
-    return build_app(Replica(server, vocabulary, config, name), server, config)
+    app = build_app(Replica(server, vocabulary, config, name), server, config)
+    app.state.template = vocabulary.template
+    return app

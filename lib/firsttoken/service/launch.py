@@ -12,7 +12,7 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from firsttoken.assets.chat_template import read_template
+from firsttoken.assets.chat_template import ChatTemplate, read_template
 from firsttoken.assets.positions import shortened
 from firsttoken.lean.importing import uncollected
 from firsttoken.service.served_model import check_model, without_torch
@@ -45,14 +45,14 @@ def _serving(config: ServiceConfig, broken: Callable[[FirstTokenError], None]) -
         return _one_process(config, broken)
     from firsttoken.service.cluster import replicas
 
-    _try_template(config)
+    _try_template(config.model, read_template(config.folder))
     return replicas(config, broken)
 
 
-def _try_template(config: ServiceConfig) -> None:
+def _try_template(model: str, template: ChatTemplate) -> None:
     """Say what goes wrong with a conversation, if anything does."""
-    if fault := read_template(config.folder).trial():
-        print(f"firsttoken: {config.model}: {fault}; /v1/completions is served", file=sys.stderr, flush=True)
+    if fault := template.trial():
+        print(f"firsttoken: {model}: {fault}; /v1/completions is served", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -90,7 +90,8 @@ def _one_process(config: ServiceConfig, broken: Callable[[FirstTokenError], None
                 if not thread.is_alive():
                     raise StageError(f"the service did not start on {config.host}:{config.port}: choose another --port")
                 time.sleep(0.005)
-            _try_template(config)  # 30 ms, in which weights arrive, and before torch: nothing is imported beside it
+            trial = (config.model, app.state.template)  # which is another process, and nothing waits for it
+            threading.Thread(target=_try_template, args=trial, name="template", daemon=True).start()
             starting.close()
             app.state.begin()
             yield

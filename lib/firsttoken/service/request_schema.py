@@ -36,19 +36,19 @@ _TEXT = ("text", "input_text", "output_text")  # how the chat's interface, and t
 class ChatMessage:
     """One turn of a conversation, as the model's template is handed it.
 
-    Several parts of text are read as one. A turn of the assistant may have no text. Whether the template can show a
-    role, only the template knows.
+    Its content may be several parts of text, of which a template that reads texts gets one. A turn of the assistant
+    may have no text. Whether the template can show a role, only the template knows.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str
+    content: str | list[dict[str, str]]
     name: str | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
 
 def as_message(turn: Any, where: str) -> Any:
-    """The fields of a turn that is named ``where``, less what only describes an answer, with its parts as one text.
+    """The fields of a turn that is named ``where``, less what only describes an answer, each part as a text.
 
     Raises RequestError for what would change the prompt and is not served, and for a part that is no text.
     """
@@ -60,7 +60,9 @@ def as_message(turn: Any, where: str) -> Any:
         message.setdefault("content", "")
     if isinstance(message.get("content"), list):
         parts = enumerate(message["content"])
-        message["content"] = "".join(_text(part, f"{where}.content[{number}]") for number, part in parts)
+        texts = [_text(part, f"{where}.content[{number}]") for number, part in parts]
+        several = [{"type": "text", "text": text} for text in texts]
+        message["content"] = several if len(texts) > 1 else "".join(texts)
     return message
 
 

@@ -40,7 +40,7 @@ class Vocabulary:
     ) -> None:
         self.tokenizer, self.size, self.most_tokens = tokenizer, size, most_tokens
         self.stop_ids, self._chat_stop_ids = tuple(stop_ids), chat_stop_ids
-        self.context, self._template = context, template
+        self.context, self.template = context, template
         self.spelling = Spelling(tokenizer)
         tokenizer.no_truncation()  # a file may ask for either, and a prompt is neither cut nor filled up
         tokenizer.no_padding()
@@ -61,7 +61,11 @@ class Vocabulary:
     def chat_ids(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any] | None = None) -> list[int]:
         """The ids of a conversation under the model's template, up to where it answers. Raises RequestError as
         ``prompt_ids``, and as :meth:`ChatTemplate.prompt`."""
-        return self.prompt_ids(self._template.prompt(messages, variables), special=False)
+        return self.prompt_ids(self.chat_text(messages, variables), special=False)
+
+    def chat_text(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any] | None = None) -> str:
+        """What :meth:`chat_ids` reads. Raises RequestError as :meth:`ChatTemplate.prompt`."""
+        return self.template.prompt(messages, variables)
 
     def prompt_ids(self, prompt: str | Sequence[int], special: bool = True) -> list[int]:
         """The ids of a prompt, which is a text or already ids; between 1 and ``most_tokens`` of them. With ``special``
