@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from tokenizers import Tokenizer
 
 from firsttoken.service.logprobs_format import AnswerToken, answer_token
-from firsttoken.service.spelling import Spelling
+from firsttoken.service.spelling import INCOMPLETE, LAST, Spelling
 from firsttoken.service.text import StopFilter, TextStream, Vocabulary
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Where in a text its tokens begin, when some of them are parts of a character.
 
-_LAST = 32  # tokens of a prompt: a character is four at most, and what is no text seldom more
+_HALF = 0xD800  # the first of 2,048 halves of characters
 
 
 class Offsets:
@@ -33,7 +33,7 @@ class Offsets:
     def __init__(self, begin: int = 0, before: bytes = b"") -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         read = self._decoder.decode(before)
-        self._whole = begin + len(read) - len(read.rstrip("\ufffd"))  # characters
+        self._whole = begin + len(read) - len(read.rstrip(INCOMPLETE))  # characters
 
     def take(self, spelt: bytes) -> int:
         """The place of the character that the first of these bytes belongs to."""
@@ -48,8 +48,19 @@ class Offsets:
 
 def after(spelling: Spelling, prompt_ids: Sequence[int], begin: int) -> Offsets:
     """What counts the text behind a prompt, which starts at ``begin``: the prompt may end within a character."""
-    ends = [i for i in prompt_ids[-_LAST:] if not spelling.special(i)]
+    ends = [i for i in prompt_ids[spelling.settled(prompt_ids) :][-LAST:] if not spelling.special(i)]
     return Offsets(begin, b"".join(map(spelling.spelt, ends)))
+
+
+def stop_filter(spelling: Spelling, stops: Sequence[str]) -> tuple[StopFilter, dict[int, str]]:
+    """The filter of ``stops``, and by id what it is given for a special token that stands in one of them, which no text
+    shows: half of a character that no bytes decode to."""
+    marks = {name: chr(_HALF + number) for number, name in enumerate(spelling.specials_in("\n".join(stops)))}
+    marked = list(stops)
+    for name, mark in marks.items():  # the longest name first
+        marked = [stop.replace(name, mark) for stop in marked]
+    filtered = StopFilter(list(dict.fromkeys([*stops, *marked])), "".join(marks.values()))
+    return filtered, {spelling.specials_in(name)[name]: mark for name, mark in marks.items()}
 
 
 def of_prompt(tokenizer: Tokenizer, spelling: Spelling, prompt_ids: Sequence[int], text: str) -> list[int]:
@@ -130,7 +141,8 @@ class AnswerChoice:
         self.tokens, self.finished, self.scored = 0, False, scored
         self._vocabulary, self._prompt_ids, self._echo, self._judged = vocabulary, prompt_ids, echo, judged
         self._ends, self._begun = ends, False
-        self._text, self._stops = TextStream(vocabulary.tokenizer, prompt_ids), StopFilter(stops)
+        self._text = TextStream(vocabulary.tokenizer, prompt_ids)
+        self._stops, self._marks = stop_filter(vocabulary.spelling, stops)
         self._places = after(vocabulary.spelling, prompt_ids, len(echo))
         self._waiting: list[AnswerToken] = []  # whose text has not been said yet
         self._stage, self._shown = 0, 0  # characters
@@ -152,7 +164,10 @@ class AnswerChoice:
             spelling = self._vocabulary.spelling
             shown = b"" if spelling.special(event.token_id) else spelling.spelt(event.token_id)
             self._waiting.append(answer_token(spelling, event.token_id, self._places.take(shown), event.token_logprob))
-        deltas.append(self._delta(self._stops.push(self._text.push(event.token_id))))
+        text = self._text.push(event.token_id)
+        if mark := self._marks.get(event.token_id, ""):
+            text += self._text.finish() + mark
+        deltas.append(self._delta(self._stops.push(text)))
         if self._stops.stopped:
             deltas.append(self._last("stop"))
         return deltas

@@ -19,6 +19,9 @@ _ODD = [byte for byte in range(256) if byte not in _PLAIN]
 _ALPHABET = {chr(byte): byte for byte in _PLAIN} | {chr(256 + place): byte for place, byte in enumerate(_ODD)}
 _Piece = str | bytes
 
+INCOMPLETE = "\ufffd"  # what bytes that are no character decode to, be it that the rest is yet to come
+LAST = 32  # tokens of a prompt: a character is four at most, and what is no text seldom more
+
 
 class Spelling:
     """Says what a decoder of ``tokenizer``'s kind makes of each token by itself, as bytes."""
@@ -34,6 +37,20 @@ class Spelling:
     def special(self, token_id: int) -> bool:
         """Whether it stands for nothing in a text, such as the end of a turn."""
         return token_id in self._special
+
+    def specials_in(self, text: str) -> dict[str, int]:
+        """Return the special tokens whose names stand in ``text``, the longest first."""
+        names = {str(self._tokenizer.id_to_token(i)): i for i in self._special}
+        return {name: names[name] for name in sorted(names, key=len, reverse=True) if name and name in text}
+
+    def settled(self, token_ids: Sequence[int]) -> int:
+        """Return how many of the ids there are up to the last U+FFFD that is written as one, 0 where there is none near
+        the end. Any other stands for bytes that may go on."""
+        count, raw = 0, b""
+        for number, token_id in enumerate(token_ids[-LAST:], 1 + max(0, len(token_ids) - LAST)):
+            raw += b"" if self.special(token_id) else self.spelt(token_id)
+            count = number if raw.endswith(INCOMPLETE.encode()) else count
+        return count
 
     def spelt(self, token_id: int) -> bytes:
         """Its bytes, those of its name where it is special; b"" for an id that no token has."""

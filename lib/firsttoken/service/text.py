@@ -17,10 +17,8 @@ from firsttoken.assets.lock import first_line
 from firsttoken.assets.model_config import read_config
 from firsttoken.assets.positions import context_in
 from firsttoken.assets.text_tokenizer import read_text_tokenizer
-from firsttoken.service.spelling import Spelling
+from firsttoken.service.spelling import INCOMPLETE, Spelling
 from firsttoken.study.errors import LengthError, RequestError
-
-_INCOMPLETE = "\ufffd"  # what bytes that are no character decode to, be it that the rest is yet to come
 
 
 class Vocabulary:
@@ -119,22 +117,28 @@ class TextStream:
     """The text that generated tokens add to a prompt. What ``push`` and ``finish`` return, joined, is all of it.
 
     A token may end in the middle of a character, so text that may still change waits. How a token reads can depend on
-    the one before it (SentencePiece drops the space of the first), so the prompt is decoded along.
+    the one before it (SentencePiece drops the space of the first), so the prompt is decoded along; where it ends within
+    a character, that is sent as a whole.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._ids = list(prompt_ids)  # since one piece of text back: enough to read the next token in its context
-        text = tokenizer.decode(self._ids)
-        self._sent = text.rstrip(_INCOMPLETE)  # of the text of those ids
-        self._piece = len(self._ids) if text == self._sent else 0  # where in them the piece begins that was not sent
+        self._sent = tokenizer.decode(self._ids)  # of the text of those ids
+        if open_end := self._sent.endswith(INCOMPLETE):  # which the prompt may really say
+            settled = Spelling(tokenizer).settled(prompt_ids)
+            self._ids = self._ids[:settled]
+            self._sent = tokenizer.decode(self._ids)
+        self._piece = len(self._ids)  # where in them the piece begins that was not sent
+        for token_id in prompt_ids[self._piece :] if open_end else ():
+            self.push(token_id)
 
     def push(self, token_id: int) -> str:
         """The text that is certain now, "" while a character is incomplete."""
         self._ids.append(token_id)
         text = self._tokenizer.decode(self._ids)
         # all at the end, not the last alone: a decoder of single bytes may read a whole run anew when a byte comes
-        return self._send(text, len(text.rstrip(_INCOMPLETE)))
+        return self._send(text, len(text.rstrip(INCOMPLETE)))
 
     def finish(self) -> str:
         """What was still waiting: no more tokens will come."""
@@ -159,10 +163,11 @@ class TextStream:
 
 
 class StopFilter:
-    """Cuts text before the first of ``stops`` that is completed, even when it comes in pieces."""
+    """Cuts text before the first of ``stops`` that is completed, even when it comes in pieces. Characters of ``unseen``
+    are compared and not returned."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+    def __init__(self, stops: Sequence[str], unseen: str = "") -> None:
+        self._stops, self._unseen = tuple(stops), dict.fromkeys(map(ord, unseen))
         self._held = ""  # may be the beginning of a stop
         self.stopped = False
 
@@ -175,12 +180,12 @@ class StopFilter:
         found = min(((at + len(s), at) for s in self._stops if (at := held.find(s)) >= 0), default=None)
         if found:
             self.stopped, self._held = True, ""
-            return held[: found[1]]
+            return held[: found[1]].translate(self._unseen)
         keep = max((n for s in self._stops for n in range(1, len(s)) if held.endswith(s[:n])), default=0)
         self._held = held[len(held) - keep :]
-        return held[: len(held) - keep]
+        return held[: len(held) - keep].translate(self._unseen)
 
     def finish(self) -> str:
         """What was held back: no more text will come."""
         held, self._held = self._held, ""
-        return held
+        return held.translate(self._unseen)
