@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from services import byte_level
+from services import CHATS, COMPLETIONS, byte_level, serving
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
@@ -362,3 +364,16 @@ def test_several_parts_stay_several_where_the_template_walks_over_them(tmp_path:
     assert read_template(tmp_path / "model").prompt(turns) == expected
     assert "the+inn" in expected
     assert ChatTemplate({"default": CHATML}, {}).prompt(turns).startswith("<|im_start|>user\ntheinn<|im_end|>")
+
+
+def test_a_template_without_an_end_holds_up_no_start(plain: Path, tmp_path: Path, capfd: Any) -> None:
+    """Completions are answered, and chats refused in one line, which the terminal says, too."""
+    folder = Path(shutil.copytree(plain, tmp_path / "model"))
+    (folder / FILE).write_text(next(iter(ENDLESS)))
+    with serving(folder) as url:
+        refused = httpx.post(f"{url}{CHATS}", json={"messages": USER}, timeout=120)
+        answered = httpx.post(f"{url}{COMPLETIONS}", json={"prompt": "the", "max_tokens": 2}, timeout=120)
+    line = f"the model's chat template {TIME}"
+    assert answered.status_code == 200
+    assert refused.status_code == 400 and refused.json()["error"]["message"] == f"messages: {line}; ask /v1/completions"
+    assert f"firsttoken: model: {line}; /v1/completions is served\n" in capfd.readouterr().err

@@ -22,6 +22,7 @@ from services import CHATS, COMPLETIONS, GREEDY, byte_level, events, serving
 
 from firsttoken.__main__ import COMMANDS
 from firsttoken.assets.chat_template import ChatTemplate
+from firsttoken.assets.template_renderer import RENDERER
 from firsttoken.engine.request_limits import POOL_TOKENS
 from firsttoken.options import parser
 from firsttoken.service.answer import Answers
@@ -209,6 +210,14 @@ class TestRoles:
         assert (
             self.ids(self.ALL, turns)[-len(role) - 3 :] == byte_level().encode(f"{role} 4<end>").ids[-len(role) - 3 :]
         )
+
+    def test_a_history_of_tools_is_rendered_once_for_each_role(self, monkeypatch):
+        """And not once for each of its turns, which takes the square of their number."""
+        rendered, real = [], RENDERER.render
+        monkeypatch.setattr(RENDERER, "render", lambda *names: rendered.append(1) or real(*names))
+        turns = [{"role": role, "content": "a"} for role in ("user", "tool", "developer") * 30]
+        assert len(self.ids("{% for m in messages %}{{ m.content }}{% endfor %}", turns)) == 90
+        assert len(rendered) <= 12
 
     def test_variables_are_the_templates(self):
         assert self.ids(self.ALL, TURN, chat_template_kwargs={"mood": "in"})[-1] == byte_level().encode("in").ids[0]

@@ -95,6 +95,16 @@ class TestAnswers:
         assert len(chat) == len(ids)
 
     @same_fixture
+    @given(TEXTS, st.integers(0, 20))
+    @example("日", 1)
+    @example("the \ufffd", 5)
+    def test_bytes_of_an_answer_that_is_cut_within_a_character_are_what_it_shows(self, vocabulary, text, count):
+        ids = vocabulary.tokenizer.encode(text).ids[: 1 + count]
+        deltas = answered(vocabulary, vocabulary.tokenizer.encode("in").ids, ids)
+        chat = as_chat(tokens_of(deltas))["content"]
+        assert b"".join(bytes(one["bytes"]) for one in chat) == text_of(deltas).encode() and len(chat) == len(ids)
+
+    @same_fixture
     @given(TEXTS, TEXTS)
     def test_an_echo_comes_first_and_is_counted(self, vocabulary, before, text):
         prompt, ids = vocabulary.tokenizer.encode(before).ids, vocabulary.tokenizer.encode(text).ids

@@ -101,6 +101,17 @@ def _characters(raw: bytes) -> list[int]:
     return [*numbers, count + 1]
 
 
+def _cut_within(tokens: Sequence[AnswerToken], text: str) -> list[AnswerToken]:
+    """The last tokens of an answer, which may end within a character: their bytes, joined, are ``text``, which shows
+    U+FFFD for it."""
+    raw, spelt = text.encode(), [answer.token.spelt for answer in tokens]
+    for number, letters in enumerate(spelt):
+        fits = raw.startswith(letters)
+        spelt[number], raw = (letters, raw[len(letters) :]) if fits else (raw, b"")
+    pairs = zip(tokens, [*spelt[:-1], *(last + raw for last in spelt[-1:])], strict=True)
+    return [answer._replace(token=answer.token._replace(spelt=letters)) for answer, letters in pairs]
+
+
 @dataclass(frozen=True)
 class TextDelta:
     """What one token adds to ``choice``: ``text``, perhaps "", and the ``stage`` that computed it.
@@ -186,6 +197,8 @@ class AnswerChoice:
         self._shown += len(text)
         if reason is not None and not self._stops.stopped:
             ready, self._waiting = [one._replace(offset=min(one.offset, self._shown)) for one in self._waiting], []
+            if text.endswith(INCOMPLETE):
+                ready = _cut_within(ready, text)
         else:
             count = next((n for n, one in enumerate(self._waiting) if one.offset >= self._shown), len(self._waiting))
             ready, self._waiting = self._waiting[:count], self._waiting[count:]
