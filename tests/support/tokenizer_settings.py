@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer
 
 from firsttoken.assets.quiet import quiet_transformers
+from firsttoken.assets.text_tokenizer import check_same_ids
 from firsttoken.service.text import TextStream, read_vocabulary
 from firsttoken.study.errors import FirstTokenError, RequestError
 
@@ -119,7 +120,7 @@ OTHER_KEYS: tuple[dict[str, Any], ...] = (
     {"spaces_between_special_tokens": False},
     {"split_special_tokens": True},
     {"sp_model_kwargs": {}, "use_default_system_prompt": False},
-    {"errors": "replace"},
+    {"errors": "replace", "vocab_size": 600, "special_tokens_map_file": "/a/special_tokens_map.json"},
     {"add_bos_token": True},
     {"add_bos_token": False, "add_eos_token": True},
     {"add_eos_token": True},
@@ -237,6 +238,10 @@ def examine(folder: Path) -> tuple[str, str]:
             theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         return "wrong", f"transformers: {str(error)[:200]!r}, and here it is read"
+    try:
+        check_same_ids(folder, theirs)
+    except FirstTokenError as error:
+        return ("refused" if "cannot read" in str(error) else "wrong"), str(error)
     for text in TEXTS:
         try:
             expected = theirs(text)["input_ids"]

@@ -16,7 +16,7 @@ from firsttoken.assets.lock import first_line
 from firsttoken.assets.model_config import CONFIG, read_config
 from firsttoken.assets.template_renderer import RENDERER, TemplateLimit, TemplateRefusal
 from firsttoken.assets.tokenizer_files import DEFAULT, MEND, TokenizerFiles, read_tokenizer_files
-from firsttoken.study.errors import ModelError, RequestError
+from firsttoken.study.errors import FirstTokenError, ModelError, RequestError
 from firsttoken.study.parsing.json_text import read_json
 from firsttoken.study.parsing.parse_errors import blaming
 from firsttoken.study.parsing.schema import Fault, between, shaped
@@ -82,7 +82,7 @@ class ChatTemplate:
         """What goes wrong with a conversation of one short question; "" where nothing does."""
         try:
             self.prompt([_QUESTION])
-        except RequestError as error:
+        except FirstTokenError as error:
             return first_line(error).removeprefix("messages: ").removesuffix("; ask /v1/completions")
         return ""
 

@@ -46,7 +46,7 @@ class TemplateRenderer:
     def render(self, template: str, names: Mapping[str, Any] | None) -> str:
         """The text that ``template`` makes of ``names``; without them it is only compiled.
 
-        Raises TemplateRefusal and TemplateLimit.
+        Raises TemplateRefusal and TemplateLimit, and BusyError where the system starts no process now.
         """
         line = json.dumps([template, names]).encode() + b"\n"
         with self._turn:
@@ -72,10 +72,12 @@ class TemplateRenderer:
 
     def close(self) -> None:
         """End the process, if there is one."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._forget()
+        if (process := self._process) is not None:
+            process.kill()
+            with self._turn:  # whoever waits for an answer hears of it first
+                if self._process is process:
+                    process.wait()
+                    self._forget()
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is not None:  # somebody has ended it
@@ -83,7 +85,12 @@ class TemplateRenderer:
         if self._process is None:
             command = [sys.executable, "-P", __file__]  # -P: its folder is no place for the names of libraries
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-            self._process = subprocess.Popen(command, **pipes)
+            try:
+                self._process = subprocess.Popen(command, **pipes)
+            except OSError as error:
+                from firsttoken.study.errors import BusyError  # not at the top: the file is run by itself, too
+
+                raise BusyError(f"no process can be started that renders a chat ({error}); ask again") from error
         return self._process
 
     def _forget(self) -> None:

@@ -56,6 +56,42 @@ def read_text_tokenizer(folder: Path) -> TextTokenizer:
     """
     if not (folder / TOKENIZER).is_file():
         raise ModelError(f"{folder} has no {TOKENIZER}, and serving needs text; copy it there")
+    read, why = _read_here(folder)
+    if not read.files.made_as:
+        if why:
+            print(f"firsttoken: {folder.name} starts with transformers' own tokenizer: {why}", file=sys.stderr)
+        read = _by_transformers(folder, read.files)
+    settings, tokenizer = read.files.settings, read.tokenizer
+    if settings.get(_CLEANED) and (type(tokenizer.model).__name__ != "BPE" or settings.get(_CLEANED_TOO)):
+        raise ModelError(
+            f"{folder / SETTINGS}: {_CLEANED} takes spaces out of text that has been sent; set it to false"
+        )
+    tokenizer.no_truncation()  # a file may ask for either, and a prompt is neither cut nor filled up
+    tokenizer.no_padding()
+    return read
+
+
+def check_same_ids(folder: Path, theirs: Any) -> None:
+    """Raise ModelError unless ``theirs``, which transformers has made of ``folder``, reads texts with blanks, special
+    tokens and turns as the service does, and has the same names for special tokens."""
+    if not (folder / TOKENIZER).is_file():
+        return
+    read, _ = _read_here(folder)
+    if read.files.made_as:  # else it is theirs
+        read.tokenizer.no_truncation()
+        read.tokenizer.no_padding()
+        _check(folder, read.tokenizer, theirs)
+        if read.files.special != theirs.special_tokens_map:
+            mine, expected = shown(read.files.special, 200), shown(theirs.special_tokens_map, 200)
+            raise ModelError(
+                f"{folder}: special tokens are {mine} to `firsttoken serve` and {expected} to transformers; name them "
+                f"in {SETTINGS}"
+            )
+
+
+def _read_here(folder: Path) -> tuple[TextTokenizer, str]:
+    """What the tokenizers' own library makes of ``folder``; it is not made as any class where only transformers can
+    tell, and then with the reason, if it is one."""
     with blaming(folder / TOKENIZER, ModelError, "copy the model's own"):
         text = read_bytes(folder / TOKENIZER, _MOST_BYTES).decode("utf-8")
         try:
@@ -63,34 +99,13 @@ def read_text_tokenizer(folder: Path) -> TextTokenizer:
         except Exception as error:  # the library raises nothing narrower
             raise Damaged(f"it is truncated or no tokenizer ({error})") from error
     files = read_tokenizer_files(folder)
-    if (why := files.why) or not files.made_as or (why := _unusual(raw, files)):
-        if why:
-            print(f"firsttoken: {folder.name} starts with transformers' own tokenizer: {why}", file=sys.stderr)
-        read = _by_transformers(folder, files)
-    else:
-        read = TextTokenizer(_made(raw, files), files)
-    if read.files.settings.get(_CLEANED) and (
-        type(read.tokenizer.model).__name__ != "BPE" or read.files.settings.get(_CLEANED_TOO)
-    ):
-        raise ModelError(
-            f"{folder / SETTINGS}: {_CLEANED} takes spaces out of text that has been sent; set it to false"
-        )
-    return read
-
-
-def check_same_ids(folder: Path, theirs: Any) -> None:
-    """Raise ModelError unless ``theirs``, which transformers has made of ``folder``, reads texts with blanks, special
-    tokens and turns as the service does."""
-    if not (folder / TOKENIZER).is_file():
-        return
-    tokenizer, files = read_text_tokenizer(folder)
-    if files.made_as:  # else it is theirs
-        _check(folder, tokenizer, theirs)
+    why = files.why or (_unusual(raw, files) if files.made_as else "")
+    if why or not files.made_as:
+        return TextTokenizer(raw, replace(files, made_as="")), why
+    return TextTokenizer(_made(raw, files), files), ""
 
 
 def _check(folder: Path, tokenizer: Tokenizer, theirs: Any) -> None:
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     for text in (trial.format(theirs.eos_token or "") for trial in _TRIALS):
         try:
             ids, expected = tokenizer.encode(text).ids, theirs(text)["input_ids"]
@@ -119,10 +134,12 @@ def _by_transformers(folder: Path, files: TokenizerFiles) -> TextTokenizer:
     backend = getattr(made, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise ModelError(f"{folder}: {type(made).__name__} has no form in the tokenizers library; use another model")
+    backend.no_truncation()
+    backend.no_padding()
     if not made.clean_up_tokenization_spaces:
         _check(folder, backend, made)
     settings = files.settings | {_CLEANED: made.clean_up_tokenization_spaces}
-    return TextTokenizer(backend, replace(files, special=dict(made.special_tokens_map), made_as="", settings=settings))
+    return TextTokenizer(backend, replace(files, special=dict(made.special_tokens_map), settings=settings))
 
 
 # What a class of transformers makes of a vocabulary with merges.

@@ -52,7 +52,7 @@ _KNOWN_SETTINGS = {  # keys that are read here, and those that change neither id
     *("clean_up_tokenization_spaces", "model_max_length", "max_length", "padding_side", "truncation_side", "stride"),
     *("truncation_strategy", "pad_to_multiple_of", "pad_token_type_id", "model_input_names", "sp_model_kwargs"),
     *("use_default_system_prompt", "spaces_between_special_tokens", "processor_class", "name_or_path", "backend"),
-    *("is_local", "local_files_only", "errors", "use_fast"),
+    *("is_local", "local_files_only", "errors", "use_fast", "vocab_size", "special_tokens_map_file"),
 }
 
 

@@ -40,8 +40,6 @@ class Vocabulary:
         self.stop_ids, self._chat_stop_ids = tuple(stop_ids), chat_stop_ids
         self.context, self.template = context, template
         self.spelling = Spelling(tokenizer)
-        tokenizer.no_truncation()  # a file may ask for either, and a prompt is neither cut nor filled up
-        tokenizer.no_padding()
         if hasattr(tokenizer.model, "_resize_cache"):  # each thread remembers words for good: 10,000 of them take 4 MB
             tokenizer.model._resize_cache(1000)
 
