@@ -23,17 +23,17 @@ _NAMES = re.compile(r"/\S+|'[^']*'|\d[\d,]*|\[[^\]]*\]")
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--number", type=int, default=300)
-    options.add_argument("--seed", type=int, default=1)
-    asked = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--number", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
     counted, reasons, lean, began = Counter[str](), Counter[str](), 0, time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tokenizers-") as scratch:
-        for index, drawn in enumerate(draw(asked.seed, asked.number)):
-            with contextlib.redirect_stderr(io.StringIO()) as said:
+        for index, drawn in enumerate(draw(options.seed, options.number)):
+            with contextlib.redirect_stderr(io.StringIO()) as terminal:
                 outcome, line = examine(write(drawn, Path(scratch) / f"{index}"))
             counted[outcome] += 1
-            lean += outcome == "equal" and not said.getvalue()
+            lean += outcome == "equal" and not terminal.getvalue()
             if outcome == "refused":
                 reasons[_NAMES.sub("...", line)[:110]] += 1
             elif outcome == "wrong":
@@ -41,7 +41,7 @@ def main() -> int:
     for reason, times in reasons.most_common():
         print(f"{times:5}  {reason}")
     print(*(f"{outcome} {times}," for outcome, times in sorted(counted.items())), f"{lean} of them without a line,")
-    print(f"{asked.number} of seed {asked.seed} in {time.monotonic() - began:.0f} s")
+    print(f"{options.number} of seed {options.seed} in {time.monotonic() - began:.0f} s")
     return bool(counted["wrong"])
 
 

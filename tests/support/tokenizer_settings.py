@@ -254,9 +254,9 @@ def examine(folder: Path) -> tuple[str, str]:
         if ids != expected:
             return "wrong", f"{text!r}: {ids}, not {expected}"
         stream = TextStream(vocabulary.tokenizer)
-        said = "".join([*map(stream.push, ids), stream.finish()])
-        if said != theirs.decode(ids, skip_special_tokens=True):
-            return "wrong", f"{ids} say {said!r}, not {theirs.decode(ids, skip_special_tokens=True)!r}"
+        spoken = "".join([*map(stream.push, ids), stream.finish()])
+        if spoken != theirs.decode(ids, skip_special_tokens=True):
+            return "wrong", f"{ids} say {spoken!r}, not {theirs.decode(ids, skip_special_tokens=True)!r}"
     try:
         expected = theirs.apply_chat_template(TURNS, add_generation_prompt=True)["input_ids"]
     except Exception:

@@ -130,8 +130,8 @@ class ChatTemplate:
     def _names(
         self, turns: Sequence[dict[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool
     ) -> dict[str, Any]:
-        own = {"messages": turns, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
-        return {**variables, **self.special, **own}
+        given = {"messages": turns, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+        return {**variables, **self.special, **given}
 
 
 def read_template(folder: Path, files: TokenizerFiles | None = None) -> ChatTemplate:

@@ -82,9 +82,9 @@ def check_same_ids(folder: Path, theirs: Any) -> None:
         read.tokenizer.no_padding()
         _check(folder, read.tokenizer, theirs)
         if read.files.special != theirs.special_tokens_map:
-            mine, expected = shown(read.files.special, 200), shown(theirs.special_tokens_map, 200)
+            served, expected = shown(read.files.special, 200), shown(theirs.special_tokens_map, 200)
             raise ModelError(
-                f"{folder}: special tokens are {mine} to `firsttoken serve` and {expected} to transformers; name them "
+                f"{folder}: special tokens are {served} to `firsttoken serve` and {expected} to transformers; name them "
                 f"in {SETTINGS}"
             )
 

@@ -175,8 +175,8 @@ def _class_of(folder: Path, settings: Mapping[str, Any]) -> tuple[str, str]:
         return "", f"its tokenizer_class is {shown(named)}"
     if "model_name" in config:  # by which transformers overrules a class
         return "", f"its model_name is {shown(config['model_name'])}"
-    told = (key for key in settings if key not in _KNOWN_SETTINGS and not key.endswith("_token"))
-    if key := next((key for key in told if settings[key] is not None and settings[key] is not False), ""):
+    unknown = (key for key in settings if key not in _KNOWN_SETTINGS and not key.endswith("_token"))
+    if key := next((key for key in unknown if settings[key] is not None and settings[key] is not False), ""):
         return "", f"its {shown(key)} is {shown(settings[key])}"
     if key := next((key for key in NAMED if isinstance(settings.get(key), dict) and "__type" not in settings[key]), ""):
         return "", f"its {key} is {shown(settings[key])}"

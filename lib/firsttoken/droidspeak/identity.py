@@ -20,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.servable import has_windows
+from firsttoken.assets.text_tokenizer import check_same_ids
 from firsttoken.droidspeak.tensor_bytes import bytes_of
 from firsttoken.study.errors import CacheError
 
@@ -114,13 +115,14 @@ def identify(
 def identify_folder(folder: Path, dtype: torch.dtype, weights: str, owner: str = "") -> ModelIdentity:
     """The identity of the model in ``folder``, computing in ``dtype``; no weight is read. It imports transformers.
 
-    Raises ModelError for a folder that transformers does not know.
+    Raises ModelError for a folder that transformers does not know, or whose text it reads otherwise than the service.
     """
     from transformers import AutoTokenizer
 
     from firsttoken.assets.empty_model import build_on_meta
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    check_same_ids(folder, tokenizer)
     return identify(build_on_meta(folder, dtype), tokenizer, weights, owner=owner)
 
 

@@ -48,8 +48,8 @@ class Offsets:
 
 def after(spelling: Spelling, prompt_ids: Sequence[int], begin: int) -> Offsets:
     """What counts the text behind a prompt, which starts at ``begin``: the prompt may end within a character."""
-    ends = [i for i in prompt_ids[spelling.settled(prompt_ids) :][-LAST:] if not spelling.special(i)]
-    return Offsets(begin, b"".join(map(spelling.spelt, ends)))
+    tail = [i for i in prompt_ids[spelling.settled(prompt_ids) :][-LAST:] if not spelling.special(i)]
+    return Offsets(begin, b"".join(map(spelling.spelt, tail)))
 
 
 def stop_filter(spelling: Spelling, stops: Sequence[str]) -> tuple[StopFilter, dict[int, str]]:
