@@ -112,6 +112,17 @@ CLASSES = (
 )
 TYPES = ("llama", "llama", "llama", "qwen2", "qwen2", "mistral", "gemma", "qwen3", "granite", "phi3", "olmo2")
 TYPES += ("gpt_neox", "starcoder2", "cohere")
+OBJECT = {"__type": "AddedToken", "content": "<s>", "lstrip": False, "normalized": True, "rstrip": False}
+RARE: tuple[dict[str, Any], ...] = (
+    {"added_tokens_decoder": {}},
+    {"extra_special_tokens": None, "additional_special_tokens": None},
+    {"additional_special_tokens": [OBJECT | {"content": "<|im_end|>"}, "<new>"]},
+    {"extra_special_tokens": ["<new>", "</s>"]},
+    {"tokenizer_class": None, "unk_token": None, "bos_token": None},
+    {"eos_token": "the", "pad_token": "the"},
+    {"image_token": "<new>", "eot_token": "<|im_end|>"},
+    {"mask_token": OBJECT | {"content": "<mask>", "lstrip": True}},
+)
 OTHER_KEYS: tuple[dict[str, Any], ...] = (
     {"model_max_length": 10**30},
     {"padding_side": "left", "truncation_side": "left"},
@@ -223,7 +234,13 @@ def _settings(rng: random.Random, made: Tokenizer) -> dict[str, Any]:
         settings["extra_special_tokens"] = rng.choice((["<extra>"], {"image_token": "<extra>"}, []))
     elif rng.random() < 0.2:
         settings["additional_special_tokens"] = ["<|im_start|>", "<|im_end|>"]
+    if rng.random() < 0.1:
+        settings[rng.choice(("bos_token", "eos_token", "sep_token"))] = OBJECT
+    if rng.random() < 0.1:
+        settings |= rng.choice(RARE)
     settings["chat_template"] = rng.choice((CHATML, INST))
+    if rng.random() < 0.05:
+        del files["tokenizer_config.json"]
     return files
 
 

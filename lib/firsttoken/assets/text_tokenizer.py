@@ -84,8 +84,8 @@ def check_same_ids(folder: Path, theirs: Any) -> None:
         if read.files.special != theirs.special_tokens_map:
             served, expected = shown(read.files.special, 200), shown(theirs.special_tokens_map, 200)
             raise ModelError(
-                f"{folder}: special tokens are {served} to `firsttoken serve` and {expected} to transformers; name them "
-                f"in {SETTINGS}"
+                f"{folder}: special tokens are {served} to `firsttoken serve` and {expected} to transformers; name "
+                f"them in {SETTINGS}"
             )
 
 
