@@ -55,7 +55,7 @@ def read_text_tokenizer(folder: Path) -> TextTokenizer:
     Raises ModelError where a file is missing, damaged or no tokenizer, and for what decodes as no stream of text can.
     """
     if not (folder / TOKENIZER).is_file():
-        raise ModelError(f"{folder} has no {TOKENIZER}, and serving needs text; copy it there")
+        raise ModelError(f"{folder} has no {TOKENIZER}, which reads its text; copy the model's own")
     read, why = _read_here(folder)
     if not read.files.made_as:
         if why:
