@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from services import tiny_model
 from tokenizer_settings import INST, KINDS, draw, examine, write
 from transformers import AutoTokenizer
 
 from firsttoken.assets import text_tokenizer
 from firsttoken.assets.text_tokenizer import check_same_ids, read_text_tokenizer
+from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
 from firsttoken.study.errors import ModelError
 
 
@@ -105,3 +107,17 @@ def test_a_folder_that_reads_otherwise_by_transformers_is_refused_where_it_is_im
     monkeypatch.setitem(text_tokenizer._PIECES, "LlamaTokenizer", text_tokenizer._gpt2)
     with pytest.raises(ModelError, match=r"'the inn' is .* to `firsttoken serve` and .* to transformers' LlamaTok"):
         check_same_ids(folder, theirs)
+
+
+def test_a_staged_folder_reads_as_the_model_that_was_staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or is not written: transformers does not read all that it saves as it was."""
+    theirs = AutoTokenizer.from_pretrained(folder_of("llama2", tmp_path / "model", tokenizer_class="LlamaTokenizer"))
+    source = ModelSource(tiny_model(), theirs, Origin("tiny", "5e12" * 16, "real"))
+    source.write_side_files(tmp_path / "staged")
+    assert (
+        read_text_tokenizer(tmp_path / "staged").tokenizer.encode(" the a</s>b").ids
+        == theirs(" the a</s>b")["input_ids"]
+    )
+    monkeypatch.setattr(theirs, "_tokenizer", KINDS["smollm"]())
+    with pytest.raises(ModelError, match="to `firsttoken serve` and"):
+        source.write_side_files(tmp_path / "other")

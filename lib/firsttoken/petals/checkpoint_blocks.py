@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 SCALES = "scales"
 _WEIGHT = re.compile(r"(model\.layers\.\d{1,6}\..+)\.weight")
 _BESIDE = (CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-_BESIDE += ("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja")
+_BESIDE += ("vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json", "chat_template.jinja")
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(.+)")
 
 

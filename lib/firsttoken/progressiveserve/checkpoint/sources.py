@@ -18,6 +18,7 @@ from firsttoken.assets.empty_model import stock_config
 from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.assets.servable import check_servable, model_shapes
 from firsttoken.assets.shapes import shape_config
+from firsttoken.assets.text_tokenizer import check_same_ids
 from firsttoken.assets.weights import check_tied
 from firsttoken.progressiveserve.checkpoint.names import SERVED, torch_dtype
 from firsttoken.study.errors import ModelError
@@ -124,6 +125,8 @@ class ModelSource:
         for part in (self.config, self._model.generation_config, self._tokenizer):
             if part is not None:
                 part.save_pretrained(folder)
+        if self._tokenizer is not None:  # transformers does not read all that it saves as it was
+            check_same_ids(folder, self._tokenizer)
 
 
 class RandomSource:
