@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from firsttoken.assets.known_models import check_keys
 from firsttoken.assets.lock import first_line
 from firsttoken.assets.model_config import CONFIG, read_config
 from firsttoken.study.errors import ModelError
@@ -44,22 +45,25 @@ def stock_config(folder: Path) -> tuple[type[PreTrainedModel], PretrainedConfig]
             f"{folder / CONFIG}: the model_type {told.model_type} is not that of {told.architecture}; copy the model's "
             "own"
         )
+    # A key that the class does not read is an attribute all the same, and one of an older name that it reads is none
+    names = dict.fromkeys((*config.attribute_map, *config.attribute_map.values(), *vars(kind.config_class())))
+    check_keys(folder / CONFIG, {key: content[key] for key in content if key in vars(config) or key in names}, names)
     return kind, config
 
 
 def build_on_meta(folder: Path, dtype: torch.dtype, layers: range | None = None) -> PreTrainedModel:
     """The model that ``folder/config.json`` describes, with every parameter on the meta device and in ``dtype``.
 
-    With ``layers`` it has these only, numbered from 0. Only the rotary tables are real: no file holds them.
-    Raises ModelError as :func:`stock_config`, and for a model that is not built as Llama is.
+    With ``layers`` it has these only, each as the whole model has it, under its own number there. Only what no file
+    holds is real: rotary tables and other buffers. Raises ModelError as :func:`stock_config`, and for a model that is
+    not built as Llama is.
     """
     kind, config = stock_config(folder)
-    if layers is not None:
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[layers.start : layers.stop]
-        config.num_hidden_layers = len(layers)
     try:
-        return empty_model(kind, config, dtype)
+        model = empty_model(kind, config, dtype)
+        if layers is not None:
+            model.model.layers = model.model.layers[layers.start : layers.stop]
+        return model
     except Exception as error:  # of many kinds, as above
         reason = first_line(error)
         raise ModelError(f"{folder}: its {CONFIG} is of no Llama-like {kind.__name__} ({reason}); use one") from error
@@ -72,6 +76,12 @@ def empty_model(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype) ->
         model = kind(config)
     rotary = model.model.rotary_emb
     model.model.rotary_emb = type(rotary)(config=config)
+    for module in model.modules():
+        if absent := {
+            name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta
+        }:
+            module._buffers |= {name: torch.empty_like(buffer, device="cpu") for name, buffer in absent.items()}
+            model._init_weights(module)  # which transformers calls, too, for what no file holds
     return model.eval().requires_grad_(False)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from firsttoken.assets.checkpoint import CODES, EMBEDDING, HEAD, STORED, ModelFiles, model_files
+from firsttoken.assets.known_models import FIELDS, Way, check_family, check_keys
 from firsttoken.assets.model_config import CONFIG, ModelConfig, read_config
 from firsttoken.study.errors import ModelError
 from firsttoken.study.parsing.json_text import read_json
@@ -29,33 +30,37 @@ MEND = f"copy {CONFIG} and weights of one model"
 Shapes = dict[str, tuple[int, ...]]
 
 
-def check_servable(folder: Path, *, in_8_bits: bool = False, windows: bool = False) -> ModelFiles:
-    """The files of the plain model folder ``folder``, of which the engine can serve every layer; with ``windows``, also
-    layers that see a window, of the models of ``WINDOWED``.
+def check_servable(folder: Path, *, in_8_bits: bool = False, way: Way = "spans") -> ModelFiles:
+    """The files of the plain model folder ``folder``, of which the engine can serve every layer in this ``way``.
 
     Raises ModelError, in one line, as ``model_files``, :func:`check_attention` and :func:`check_tensors` do. A staged
-    folder is not asked here but by its manifest; of it :func:`check_attention` tells the rest.
+    folder is not asked here but by its manifest.
     """
     files = model_files(folder, in_8_bits=in_8_bits)
-    check_attention(folder, windows=windows)
+    check_attention(folder, way)
     check_tensors(files)
     return files
 
 
-def check_attention(folder: Path, *, windows: bool = False) -> None:
-    """Raise ModelError unless every layer that config.json describes attends to the whole context, or, with
-    ``windows``, to a window that the engine has."""
+def check_attention(folder: Path, way: Way = "spans") -> None:
+    """Raise ModelError unless the model of config.json is of a family that was compared in this ``way``, all of its
+    keys are known, and every layer attends to the whole context, or to a window that the engine has."""
     config = read_config(folder)
+    try:
+        check_family(config.architecture, way)
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from None
     windowed = False
     if config.is_known:
         with blaming(folder / CONFIG, ModelError, "copy the model's own"):
             told = read_json(folder / CONFIG, 1 << 24)
         kinds, name = _known_kinds(config, told), config.architecture
+        check_keys(folder / CONFIG, told, FIELDS[name])
     else:
         from firsttoken.assets.empty_model import stock_config
 
         kind, stock = stock_config(folder)
-        kinds, name, windowed = attention_kinds(stock), kind.__name__, windows and has_windows(stock)
+        kinds, name, windowed = attention_kinds(stock), kind.__name__, has_windows(stock)
     if odd := kinds - {FULL, *([SLIDING] if windowed else [])}:
         raise ModelError(
             f"{folder}: {name} has layers of {min(odd)}, and only models of {FULL} are served; use another model"

@@ -22,6 +22,15 @@ from firsttoken.lean.lean_model import LeanModel
 from firsttoken.study.errors import ModelError
 
 NAME = "firsttoken_paged"
+_WITHOUT_EFFECT = (
+    "dropout",
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "output_attentions",
+    "output_router_logits",
+)
+_CACHE_LAYER = "_firsttoken_cache_layer"
 
 
 class Attend(ABC):
@@ -87,22 +96,36 @@ def paged_attention(
     *,
     sliding_window: int | None = None,
     paged: Attend | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function that every layer calls. Raises ModelError when ``paged`` did not come through."""
+    """The function that every layer calls. Raises ModelError when ``paged`` did not come through, and for a layer whose
+    attention is more than this one: with a mask of its own, or a keyword that is not known to be without effect."""
+    keywords = {"attention_mask": attention_mask} | others
+    if more := [name for name, value in keywords.items() if value is not None and name not in _WITHOUT_EFFECT]:
+        raise ModelError(f"{type(module).__name__} asks its attention for {more[0]}, which the engine's does not have")
     if paged is None:
         raise ModelError(
             f"{type(module).__name__} was called without an engine's step: close the engine to use the model itself,"
             " or take a model whose layers pass keywords on"
         )
-    return paged(module.layer_idx, query, key, value, scaling, sliding_window), None
+    return paged(cache_layer(module), query, key, value, scaling, sliding_window), None
+
+
+def cache_layer(module: nn.Module) -> int:
+    """The layer of the pool that has the keys and values of an attention ``module``: its own number, unless
+    :func:`page` was told of another."""
+    return getattr(module, _CACHE_LAYER, module.layer_idx)
 
 
 INTERFACES[NAME] = paged_attention
 
 
-def page(model: nn.Module) -> None:
-    """Let the layers of ``model``, stock or lean, call :func:`paged_attention`."""
+def page(model: nn.Module, first: int = 0) -> None:
+    """Let the layers of ``model``, stock or lean, call :func:`paged_attention`; the pool begins with the layer of the
+    number ``first``."""
+    for module in model.modules() if first else ():
+        if isinstance(getattr(module, "layer_idx", None), int):
+            setattr(module, _CACHE_LAYER, module.layer_idx - first)
     if not isinstance(model, LeanModel):
         from transformers import AttentionInterface
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from firsttoken.engine.attention import Attend, interface
+from firsttoken.engine.attention import Attend, cache_layer, interface
 from firsttoken.engine.linear8 import Linear8
 from firsttoken.engine.native.exports import PRODUCTS
 from firsttoken.engine.native.library import NAMES, Halves, NativeLinear, kernels, multiplies
@@ -94,7 +94,7 @@ class FusedLayer(nn.Module):
         if norms[0].variance_epsilon != norms[1].variance_epsilon:
             return
         pointers = [[norm.weight.data_ptr() for norm in norms], *(product.fields for product in products)]
-        self.fields = np.concatenate([[self.attention.layer_idx], *pointers])
+        self.fields = np.concatenate([[cache_layer(self.attention)], *pointers])
         sizes = [size for product in products for size in (product.in_features, product.out_features)]
         self.kind = (*sizes, self.attention.head_dim, self.attention.scaling, norms[0].variance_epsilon)
 

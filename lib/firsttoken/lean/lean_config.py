@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from firsttoken.assets.known_models import is_silent
 from firsttoken.assets.model_config import CONFIG, KINDS, MOST_LAYERS
 from firsttoken.study.errors import ModelError
 from firsttoken.study.parsing.json_text import read_json
@@ -18,17 +19,6 @@ from firsttoken.study.parsing.schema import between, shaped
 
 MEND = "copy the model's own"
 ROTARY = ("default", "linear", "llama3")
-
-# what says nothing of how tokens become logits: names, token ids, how weights were drawn, what training dropped out
-_SILENT = frozenset(
-    {
-        *("_name_or_path", "_model_name_or_path", "transformers_version", "is_llama_config", "id2label", "label2id"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"),
-        *("dtype", "torch_dtype", "initializer_range", "attention_dropout", "pretraining_tp", "problem_type"),
-        *("use_cache", "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward"),
-        "max_window_layers",
-    }
-)
 
 _Width = Annotated[int, between(1, 1 << 20)]
 _Positive = Annotated[float, between(1e-12, 1e12)]
@@ -122,7 +112,7 @@ def _told(content: dict[str, Any], names: list[str]) -> dict[str, Any]:
         if key in known:
             if (value := content.pop(key)) is not None:
                 told[key] = value
-        elif key in _SILENT or content[key] is None or content[key] is False:
+        elif is_silent(key, content[key]):
             content.pop(key)
     if content:
         key = min(content)

@@ -59,7 +59,7 @@ def parse_blocks(text: str, depth: int) -> range:
 
 
 def load_span(folder: Path, blocks: range, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with ``blocks`` only, numbered from 0, in ``dtype``; its ends stay without memory.
+    """The model with ``blocks`` only, as the whole model has them, in ``dtype``; its ends stay without memory.
 
     Only the bytes of these blocks are read. Raises ModelError for a folder that cannot be served.
     """

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from firsttoken.assets.empty_model import stock_config
+from firsttoken.assets.known_models import check_family
 from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.assets.servable import check_servable, model_shapes
 from firsttoken.assets.shapes import shape_config
@@ -61,7 +62,7 @@ class FolderSource:
     def __init__(self, folder: Path) -> None:
         """Raises ModelError for a folder that cannot be served, a tensor of no dtype that is served, a tied head that
         is not the embedding, and where F16 and BF16 are mixed."""
-        self._folder, self._files = folder, check_servable(folder)
+        self._folder, self._files = folder, check_servable(folder, way="stages")
         self.config: PretrainedConfig = stock_config(folder)[1]
         self.shapes = model_shapes(folder, self._files.config)
         self.names = list(self.shapes)
@@ -106,7 +107,9 @@ class ModelSource:
         dtype: torch.dtype | None = None,
     ) -> None:
         """``provenance.sha256`` must stand for these weights: the same one means that nothing is staged again.
-        ``dtype`` is the one to write, where the model computes in another."""
+        ``dtype`` is the one to write, where the model computes in another. Raises ModelError for a family that is not
+        staged."""
+        check_family(type(model).__name__, "stages")
         self._model, self._tokenizer, self.provenance = model, tokenizer, provenance
         self._dtype = dtype
         self._tensors = dict(model.named_parameters())  # each once, so no tied head
