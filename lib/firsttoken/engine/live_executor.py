@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from torch import nn
 from firsttoken.assets.positions import context_of
 from firsttoken.assets.servable import FULL, SLIDING, attention_kinds, has_windows
 from firsttoken.engine.attention import NAME, Attend, page
+from firsttoken.engine.compared_step import Comparison, check_rows, engine_rows, prompt_of, reference_rows
 from firsttoken.engine.decoder import Decoder, LocalSegment, Segment
 from firsttoken.engine.executor import Limits
 from firsttoken.engine.fused import layer_table
@@ -27,6 +30,7 @@ from firsttoken.engine.step_plan import StepPlan, fuse_recompute
 from firsttoken.engine.swap import make_path
 from firsttoken.engine.swap.block_copier import Moved, Movement, SwapPath
 from firsttoken.engine.swap.host_pool import HostPool, Span
+from firsttoken.lean.lean_model import LeanModel
 from firsttoken.study.dtypes import name_of
 from firsttoken.study.errors import CacheError, ModelError, RequestError
 
@@ -39,10 +43,10 @@ class LiveExecutor:
     hidden states; this is the ``version`` that requests begin with until another is set. ``device`` is where the
     weights will be (where they are, unless given), and ``touched`` and ``elsewhere`` as of ``KVPool``.
 
-    Raises ModelError for a model other than Gemma-3 whose layers do not all see the whole context, whose attention
-    cannot be replaced, whose rotary positions are of an unknown kind, that PEFT learned a prompt for, or that runs in
-    an engine already, for an ``attend`` without the windows that it needs, and for other layers in ``segments``;
-    RequestError for a pool or block size below 1.
+    Raises ModelError for a model that is another in the engine than by its own modules, a model other than Gemma-3
+    whose layers do not all see the whole context, whose attention cannot be replaced, whose rotary positions are of an
+    unknown kind, that PEFT learned a prompt for, or that runs in an engine already, for an ``attend`` without the
+    windows that it needs, and for other layers in ``segments``; RequestError for a pool or block size below 1.
     """
 
     def __init__(
@@ -61,12 +65,12 @@ class LiveExecutor:
         elsewhere: bool = False,
     ) -> None:
         config = model.config
+        self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
         kinds = attention_kinds(config)
         if odd := kinds - {FULL, *([SLIDING] if has_windows(config) else [])}:
             raise ModelError(
                 f"{config.model_type} has layers of {min(odd)}; the engine runs {FULL} only, and Gemma-3's windows"
             )
-        self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._stock = self._base.config._attn_implementation
         if self._stock == NAME:
             raise ModelError(f"the {config.model_type} model runs in an engine already; close that one first")
@@ -89,10 +93,55 @@ class LiveExecutor:
         self._attend = attend or (PaddedAttend if windowed else fastest_attend(self.pool))
         if windowed and not self._attend.has_windows:
             raise ModelError(f"{self._attend.__name__} has no windows, which {config.model_type} needs; leave it out")
+        if segments is None and self._adapted is None and not isinstance(model, LeanModel):
+            self._compare()
+        else:
+            self._page()
+
+    def _page(self) -> None:
         page(self._base)
         if self._base.config._attn_implementation != NAME:  # transformers only warns; each token would see all others
             self.close()
-            raise ModelError(f"{config.model_type} has an attention that cannot read KV blocks; use a Llama-like model")
+            name = self._base.config.model_type
+            raise ModelError(f"{name} has an attention that cannot read KV blocks; use a Llama-like model")
+
+    def _compare(self) -> None:
+        """Switch the attention, and hold a step to what transformers' own modules compute, unless it was before or the
+        weights are still to come."""
+        config, dtype = self._base.config, self.pool.shape.dtype
+        if any(weight.is_meta for weight in self.model.parameters()):
+            self._page()
+            return
+        files = sorted(Path(config.name_or_path).glob("*.safetensors")) if config.name_or_path else []
+        settings = {
+            key: value
+            for key, value in config.to_dict().items()
+            if key not in ("_name_or_path", "transformers_version")
+        }
+        comparison = Comparison(files, settings, str(dtype), self.pool.device.type, self._attend.__name__)
+        prompt = prompt_of(self.limits)
+        reference = reference_rows(self.model, prompt) if comparison.due else None
+        self._page()
+        if reference is not None:
+            try:
+                check_rows(f"the {config.model_type} model", partial(self.rows_of, prompt), reference, dtype)
+            except ModelError:
+                self.close()
+                raise
+            comparison.right()
+
+    @contextmanager
+    def stock_attention(self) -> Iterator[None]:
+        """Inside the block, in which no step runs, the model's own modules have their own attention."""
+        self._base.set_attn_implementation(self._stock)
+        try:
+            yield
+        finally:
+            self._base.set_attn_implementation(NAME)
+
+    def rows_of(self, prompt: Sequence[int], version: ModelVersion | None = None) -> torch.Tensor:
+        """The logits of ``version``, or of its own, as :func:`engine_rows`."""
+        return engine_rows((version or self.version).decoder, self.pool, self._attend, prompt)
 
     @property
     def blocks(self) -> int:

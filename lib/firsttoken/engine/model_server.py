@@ -264,14 +264,14 @@ class LoadingServer(EngineServer):
         if not self._prepare():
             return
         try:
-            there = self._insist(self._first, self._begin, self._end_all)
+            if self._insist(self._first, self._begin, self._end_all):
+                self._serving(self._first)
+                self._go_on()
+                self._closing.wait()
         except PermanentFault as error:
-            self._give_up(error.fault)
-            return
-        if there:
-            self._serving(self._first)
-            self._go_on()
-            self._closing.wait()
+            if not self._closing.is_set():
+                self._give_up(error.fault)
+                return
         self._end_all(ClosedError("the server was closed"))
 
     def _prepare(self) -> bool:

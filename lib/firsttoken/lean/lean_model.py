@@ -88,6 +88,10 @@ class LeanModel(nn.Module):
         """All but the head."""
         return self.model
 
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding."""
+        return self.model.embed_tokens
+
     def get_output_embeddings(self) -> nn.Module:
         """Return the language model head."""
         return self.lm_head

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from firsttoken.assets.model_config import read_config
+from firsttoken.assets.checkpoint import model_files
+from firsttoken.assets.model_config import CONFIG, read_config
 from firsttoken.assets.positions import context_of
 from firsttoken.engine.attention import page
+from firsttoken.engine.compared_step import Comparison, check_rows, chunks_of, prompt_of, span_rows
 from firsttoken.engine.decoder import LocalSegment
+from firsttoken.engine.executor import Limits
 from firsttoken.engine.fused import fuse_layer, layer_table
 from firsttoken.engine.kv import KVPool, KVShape
 from firsttoken.engine.request import ScheduledChunk
@@ -72,6 +75,7 @@ class BlockBackend:
         self._turns = RotaryTable(model.model.rotary_emb, dtype, self.pool.device, tokens)
         self._segment = LocalSegment(model.model.layers)
         self._attend = fastest_attend(self.pool)
+        self._compare()
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -139,17 +143,40 @@ class BlockBackend:
         may use the pool meanwhile. Raises ModelError, and holds nothing then, for blocks that cannot be loaded."""
         self.blocks, self._segment, self._adapted = blocks, LocalSegment([]), {}
         self._segment = LocalSegment(self._span(blocks).model.layers)
+        self._compare()
 
     def _span(self, blocks: range) -> PreTrainedModel:
-        """The model with ``blocks`` as its only layers, numbered from 0, as a step runs them."""
+        """The model with ``blocks`` as its only layers, as a step runs them."""
         model = load_span(self._folder, blocks, self.dtype)
-        page(model)
+        files = [self._folder / CONFIG, *model_files(self._folder, in_8_bits=True).files]
+        self._comparison = Comparison(files, "span", blocks.start, blocks.stop, str(self.dtype))
+        if self._comparison.due:
+            tokens = prompt_of(Limits(context_of(model.config), model.config.vocab_size))
+            draw = torch.Generator().manual_seed(0)
+            states = 0.25 * torch.randn(len(tokens), model.config.hidden_size, generator=draw)
+            self._reference = tokens, states.to(self.dtype), span_rows(model, states.to(self.dtype))
+        page(model, blocks.start)
         plain, fused = list(model.model.layers), [fuse_layer(layer) for layer in model.model.layers]
         if self._adapters is not None:
             adapted = self._adapters.adapted(blocks, plain, fused)
             self._adapted = {name: LocalSegment(layers) for name, layers in adapted.items()}
         model.model.layers = nn.ModuleList(fused)
         return model
+
+    def _compare(self) -> None:
+        """Hold the layers that will serve to the model's own, unless they were before. Raises ModelError."""
+        if self._comparison.due:
+            tokens, states, reference = self._reference
+            tokens = tokens[: self.pool.blocks * self.pool.shape.block_tokens]
+
+            def rows() -> Tensor:
+                chunks = chunks_of(tokens, self.pool.shape.block_tokens)
+                parts = [self.run(self.blocks, [chunk], [states[chunk.start : chunk.end]])[0] for chunk in chunks]
+                return torch.cat(parts) - states[: len(tokens)]
+
+            name = f"[{self.blocks.start}, {self.blocks.stop}) of {self._folder.name}"
+            check_rows(name, rows, reference._replace(rows=reference.rows[: len(tokens)]), self.dtype)
+            self._comparison.right()
 
     def measured_throughput(self) -> float:
         """Tokens a second through one block, from steps of one token; nobody may use the pool meanwhile."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from firsttoken.assets.checkpoint import ModelFiles, combined_sha256, stored_dtype, weight_files
 from firsttoken.assets.lock import first_line
+from firsttoken.assets.model_config import CONFIG
 from firsttoken.assets.positions import context_in
 from firsttoken.assets.servable import check_servable
 from firsttoken.cps.policies import make_policy
@@ -96,7 +97,7 @@ class PlainServer(LoadingServer):
 
         self._stages = 1
         with files_alone():
-            files = check_servable(self._folder, windows=not (self._store or self._variants))
+            files = check_servable(self._folder, way="spans" if self._store or self._variants else "alone")
             self._bytes_total = files.bytes
             stored = getattr(torch, stored_dtype(self._folder))
         early = None if self._numpy is None else self._numpy.model
@@ -117,7 +118,24 @@ class PlainServer(LoadingServer):
                 pass
         self._end_numpy()
         self._run(self._live, versions=versions)
+        self._compare(files, dtype)
         return True
+
+    def _compare(self, files: ModelFiles, dtype: torch.dtype) -> None:
+        """Hold a step to the lean modules' own, unless it was before; others than lean ones the executor has held to
+        transformers'. Requests run meanwhile. Raises PermanentFault."""
+        from firsttoken.assets.held import unchanged
+        from firsttoken.engine.compared_step import Comparison, check_rows, lean_rows, prompt_of
+        from firsttoken.lean.lean_model import LeanModel
+
+        live, server = self._live, self._server
+        comparison = Comparison([files.folder / CONFIG, *files.files], "lean", str(dtype), self._device)
+        if comparison.due and isinstance(live.model, LeanModel):
+            prompt = prompt_of(live.limits)
+            with unchanged(files.files), files_alone():
+                reference = lean_rows(files, dtype, self._device, prompt)
+                check_rows(files.folder.name, lambda: server.between(lambda: live.rows_of(prompt)), reference, dtype)
+            comparison.right()
 
     def _host_variants(self, files: ModelFiles) -> dict[str, ModelVersion]:
         from firsttoken.service.variants import host_variants
@@ -265,7 +283,7 @@ def check_model(config: ServiceConfig) -> None:
         check_files(config.folder, read_manifest(config.folder), stages=(1,))
     else:
         alone = not (config.swarm or config.prefix_store or config.variants)
-        check_servable(config.folder, in_8_bits=bool(config.swarm), windows=alone)
+        check_servable(config.folder, in_8_bits=bool(config.swarm), way="alone" if alone else "spans")
 
 
 def serve_model(

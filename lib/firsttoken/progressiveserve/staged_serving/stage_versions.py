@@ -3,21 +3,28 @@ take or in their place once nothing will change them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
 
+from firsttoken.engine.compared_step import Comparison, check_rows, prompt_of, reference_rows
 from firsttoken.engine.decoder import Decoder, LocalSegment
 from firsttoken.engine.executor import Transition as EngineTransition
 from firsttoken.engine.fused import FusedLayer, fuse_layer, fuses
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.model_version import ModelVersion
+from firsttoken.lean.lean_model import LeanModel
+from firsttoken.progressiveserve.checkpoint.manifest import CONFIG, MANIFEST
 from firsttoken.progressiveserve.loading.views import StageView
 from firsttoken.progressiveserve.staged_serving.transitions import Transition
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from firsttoken.engine.live_executor import LiveExecutor
 
 
 FusedBeside = dict[int, tuple[nn.Module, FusedLayer]]
@@ -34,6 +41,29 @@ class StagedModelVersion(ModelVersion):
             Decoder(model, [LocalSegment(modules.layers)]), HiddenStateCache(kept) if kept else None, modules.stage
         )
         self.modules = modules
+
+    def compare(
+        self, executor: LiveExecutor, between: Callable[[Callable[[], None]], None], folder: Path, last: bool
+    ) -> None:
+        """Hold a step of this stage of the model in ``folder`` to the model's own modules ``between`` two steps of
+        ``executor``, unless it was before. Of a lean model only the ``last`` stage is: requests are open meanwhile.
+
+        Raises ModelError for another model.
+        """
+        model, dtype = executor.model, executor.pool.shape.dtype
+        files = folder / CONFIG, folder / MANIFEST
+        comparison = Comparison(files, self.modules.stage, str(dtype), executor.pool.device.type)
+        if not comparison.due or (isinstance(model, LeanModel) and not last):
+            return
+
+        def compare() -> None:
+            prompt = prompt_of(executor.limits)
+            with executor.stock_attention():
+                reference = reference_rows(model, prompt)
+            check_rows(folder.name, partial(executor.rows_of, prompt, self), reference, dtype)
+            comparison.right()
+
+        between(compare)
 
     def fuse_beside(self, known: FusedBeside) -> Iterator[None]:
         """Put fused layers with the stage's adapter in the place of those that are here, one after another: a token of

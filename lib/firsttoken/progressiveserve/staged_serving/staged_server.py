@@ -83,13 +83,8 @@ class StageLoader:
         """The number of the stages, and of the bytes of all of them. Raises ModelError and StageError."""
         manifest = self.manifest = read_manifest(self.folder)
         stages = range(1, len(manifest.stages) + 1)
-        bytes_total = sum(
-            blob.bytes
-            for stage in stages
-            for blobs in (adapter_blobs, part_blobs)
-            for blob in blobs(self.folder, manifest, [stage])
-        )
-        return len(stages), bytes_total
+        every = [blobs(self.folder, manifest, [stage]) for stage in stages for blobs in (adapter_blobs, part_blobs)]
+        return len(stages), sum(blob.bytes for blobs in every for blob in blobs)
 
     def build(self, read: ReadBefore | None = None) -> MetaModel:
         """The model before its weights, which are read meanwhile, or have been ``read`` for another one. Raises
@@ -265,7 +260,7 @@ class StagedServer(LoadingServer):
             with files_alone():
                 self._late.read(self._loader.folder, self._loader.manifest.source_sha256 or "", meta_model.layers)
         load = self._loader.load(self._first, meta_model.empty_view())
-        executor = self._executor(meta_model.model, meta_model.device)
+        executor = self._live = self._executor(meta_model.model, meta_model.device)
         self._gates.enter_context(load.streaming())
         executor.version = self._last = self._view(load.view)
         if early is not None:
@@ -276,6 +271,7 @@ class StagedServer(LoadingServer):
         server = self._run(executor, self._explained, self._recovered)
         self._loader.finish(load)
         server.between(self._gates.close)  # the gates go while no step passes them
+        self._compare(self._first)
         server.versions = self._hosted()
         meta_model.merges.between = server.between
         return True
@@ -340,8 +336,13 @@ class StagedServer(LoadingServer):
         self._note(stage, "arrived", **loader.merging())
         self._last = self._view(view)
         self._last.take_fused(self._fused)
+        self._compare(stage)
         self._server.soon(partial(self._switch_to, self._last, self._hosted()))
         return True
+
+    def _compare(self, stage: int) -> None:
+        with files_alone():
+            self._last.compare(self._live, self._server.between, self._loader.folder, stage == self._stages)
 
     def _fuse_beside(self) -> None:
         """Fuse the layers that serve, where nothing will be merged into them, and there is memory for twice what they
