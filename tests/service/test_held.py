@@ -41,7 +41,7 @@ def folder(request: pytest.FixtureRequest, plain: Path, tmp_path: Path) -> Path:
     at = Path(shutil.copytree(plain, tmp_path / "model"))
     if request.param == "transformers":
         config = (at / "config.json").read_text()
-        (at / "config.json").write_text(config.replace("{", '{"unknown_here": 1,', 1))
+        (at / "config.json").write_text(config.replace("{", '{"partial_rotary_factor": 1.0,', 1))
     return at
 
 

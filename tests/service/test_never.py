@@ -50,7 +50,7 @@ NEVER: dict[str, tuple[Change, str]] = {
     "an unknown dtype": (config(dtype="float12"), "dtype: 'float12' is none of weights"),
     "an unknown architecture": (
         config(model_type="odd", architectures=["OddForCausalLM"]),
-        "knows no Odd",
+        "OddForCausalLM was not compared with transformers, and is not served",
     ),
     "a package that is not here": (config(quantization_config={"quant_method": "awq", "bits": 4}), "model"),
     "torn weights": (lambda folder: os.truncate(folder / "model.safetensors", 1000), "model.safetensors"),

@@ -62,4 +62,4 @@ def test_what_has_no_windows_says_so(option: str, folder: Path, tmp_path: Path, 
     values = {"--prefix-store": [str(tmp_path)], "--swarm": ["127.0.0.1:9"]}
     assert main(["serve", str(folder), "--port", str(free_port()), option, *values[option]]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "has layers of sliding_attention, and only models of full_attention are served" in last
+    assert "is served from its own folder alone, and neither by a swarm nor with variants or stored prefixes" in last
