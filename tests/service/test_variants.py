@@ -15,6 +15,7 @@ import pytest
 import torch
 from edited import set_keys
 from fine_tunes import SHAPE, adapter_in, greedy, shared, tuned, written
+from peft_kinds import examine, write
 from services import TIMEOUT_S, free_port, said, serving, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -167,7 +168,10 @@ def cut_off(folder: Path) -> None:
     [
         (without_weights, "name a folder with adapter_config.json and adapter_model.safetensors for --variant qa"),
         (cut_off, "adapter of the variant qa"),
-        (lambda folder: set_keys(folder / "adapter_config.json", use_dora=True), "it is not plain LoRA"),
+        (
+            lambda folder: set_keys(folder / "adapter_config.json", use_dora=True),
+            "its 'use_dora' True is none of plain LoRA",
+        ),
     ],
 )
 def test_an_adapter_that_cannot_be_read_is_told(plain, tmp_path, spoil, message: str) -> None:
@@ -176,6 +180,26 @@ def test_an_adapter_that_cannot_be_read_is_told(plain, tmp_path, spoil, message:
     with pytest.raises(StageError) as raised:
         read_variants({"qa": folder}, model_files(plain), "cpu")
     assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "refused"),
+    [
+        *(
+            (kind, False)
+            for kind in ("eva", "rslora", "rank_pattern, expressions", "both patterns, rslora", "bfloat16")
+        ),
+        *((kind, False) for kind in ("exclude_modules", "two patterns of layers", "keys of 0.5")),
+        *((kind, True) for kind in ("pissa", "olora", "alora, called", "alora, not called", "layer_replication")),
+        *((kind, True) for kind in ("fewer targets", "loftq", "a key of the future", "a slow expression")),
+        ("a module away", True),
+    ],
+)
+def test_an_adapter_of_each_kind_answers_as_with_peft_or_is_refused(base, tmp_path, kind: str, refused: bool) -> None:
+    """All kinds: ``adapters_soak.py`` beside this file."""
+    assert write(kind, base, tmp_path / "a")
+    outcome = examine(base, tmp_path / "a")
+    assert not outcome.wrong and bool(outcome.line) == refused
 
 
 def test_an_adapter_of_another_shape_is_told(base, tmp_path) -> None:

@@ -9,38 +9,20 @@ from typing import Annotated, Any, TypeVar
 
 import numpy as np
 
+from firsttoken.assets.adapter_config import MEND, LoraConfig, lora_config
 from firsttoken.study.errors import StageError
-from firsttoken.study.parsing.json_text import parse_json, read_json
+from firsttoken.study.parsing.json_text import read_json
 from firsttoken.study.parsing.parse_errors import Damaged, blaming, read_bytes, shown
 from firsttoken.study.parsing.safetensors_header import TensorEntry, header_of
-from firsttoken.study.parsing.schema import at_least, between, digits, shaped
+from firsttoken.study.parsing.schema import at_least, digits, shaped
 
 CONFIG, WEIGHTS, RECIPE = "adapter_config.json", "adapter_model.safetensors", "recipe.json"
 Kind = TypeVar("Kind")
-_MEND = "copy it again"
-_UNSUPPORTED = ("use_dora", "use_rslora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern")
-
-
 HalvesByLayer = dict[int, dict[str, tuple[np.ndarray, np.ndarray]]]
 """Layer (0-based) -> module in it ("self_attn.q_proj") -> A [rank, in] and B [out, rank] in float32, B scaled."""
 
-_NAME = re.compile(r"^base_model\.model\.model\.layers\.(0|[1-9]\d{0,5})\.(.+)\.lora_([AB])\.weight$")
+_NAME = re.compile(r"^base_model\.model\.(model\.layers\.(0|[1-9]\d{0,5})\.([\w.]{1,64}))\.lora_([AB])\.weight$")
 _NUMBERS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-
-
-@dataclass(frozen=True)
-class LoraConfig:
-    """What of PEFT's configuration makes the arithmetic; the strongest published alpha is 64 times its rank."""
-
-    r: Annotated[int, between(1, 4096)]
-    lora_alpha: Annotated[float, between(1e-3, 1e5)]
-    peft_type: str | None
-    bias: str = "none"
-
-    @property
-    def scale(self) -> float:
-        """What the product of both halves is multiplied by."""
-        return self.lora_alpha / self.r
 
 
 @dataclass(frozen=True)
@@ -68,38 +50,36 @@ class TunedFrom:
     tasks: tuple[str, ...]
 
 
-def lora_config(content: bytes) -> LoraConfig:
-    """The configuration in the bytes of an adapter_config.json. Raises Damaged and other ValueErrors."""
-    options = parse_json(content)
-    config = shaped(LoraConfig, options, others=True)
-    odd = [key for key in _UNSUPPORTED if options.get(key)]
-    if odd or config.peft_type != "LORA" or config.bias != "none":
-        raise Damaged(f"it is not plain LoRA ({', '.join(odd) or 'type or bias'}); train a plain one")
-    return config
-
-
 def lora_halves(config: LoraConfig, weights: bytes) -> HalvesByLayer:
     """What a safetensors file holds, named as PEFT names it.
 
-    Raises Damaged for a file that is not whole, a name, a rank or a dtype that no layer takes, a half that is missing,
-    and numbers that are not finite.
+    Raises Damaged for a file that is not whole, a name, a rank or a dtype that no layer takes, a module that the
+    configuration does not name (PEFT would drop it without a word), a half that is missing, and numbers that are not
+    finite.
     """
     try:
         header = header_of(weights)
     except ValueError as error:  # Damaged is one
         raise Damaged(f"its weights are not whole ({error})") from error
-    halves = defaultdict[tuple[int, str], dict[str, np.ndarray]](dict)  # by layer and module
+    halves = defaultdict[str, dict[str, np.ndarray]](dict)  # by module
+    positions: dict[str, tuple[int, str]] = {}
     for key, entry in header.tensors.items():
-        found = _NAME.match(key)
-        if not found or len(entry.shape) != 2 or entry.shape["AB".index(found[3])] != config.r:
-            raise Damaged(f"holds {shown(key, 100)} {list(entry.shape)}, which no layer takes at rank {config.r}")
-        halves[int(found[1]), found[2]][found[3]] = _numbers(key, entry, weights)
+        match = _NAME.match(key)
+        module = match[1] if match else ""
+        rank = config.rank(module)
+        if not match or len(entry.shape) != 2 or entry.shape["AB".index(match[4])] != rank:
+            raise Damaged(f"holds {shown(key, 100)} {list(entry.shape)}, which no layer takes at rank {rank}")
+        if module not in positions and not config.targets(module):
+            raise Damaged(f"holds {shown(key, 100)}, which the target_modules of its {CONFIG} do not name")
+        positions[module] = int(match[2]), match[3]
+        halves[module][match[4]] = _numbers(key, entry, weights)
     layers: HalvesByLayer = {}
-    for (layer, path), pair in halves.items():
+    for module, (layer, path) in positions.items():
+        pair = halves[module]
         if pair.keys() != {"A", "B"}:
             raise Damaged(f"{path} of layer {layer} lacks one half of a pair")
         with np.errstate(over="ignore"):
-            a, b = pair["A"], pair["B"] * np.float32(config.scale)
+            a, b = pair["A"], pair["B"] * np.float32(config.scale(module))
         if not (np.isfinite(a).all() and np.isfinite(b).all()):
             raise Damaged(f"{path} of layer {layer} holds numbers that are not finite, or overflow when scaled")
         layers.setdefault(layer, {})[path] = a, b
@@ -123,7 +103,7 @@ def read_adapter(folder: Path) -> tuple[MadeFrom, LoraConfig]:
     Raises StageError for a file that is missing or damaged, and where the two say different things.
     """
     made = made_from(folder, MadeFrom)
-    with blaming(folder / CONFIG, StageError, _MEND):
+    with blaming(folder / CONFIG, StageError, MEND):
         config = lora_config(read_bytes(folder / CONFIG))
         said = made.recipe and (made.recipe.rank, made.recipe.alpha)
         if said and said != (config.r, config.lora_alpha):
@@ -131,6 +111,12 @@ def read_adapter(folder: Path) -> tuple[MadeFrom, LoraConfig]:
                 f"its rank {config.r} and alpha {config.lora_alpha:g} are not the {said[0]} and {said[1]:g} of {RECIPE}"
             )
     return made, config
+
+
+def check_plain(folder: Path) -> None:
+    """Raise StageError unless the adapter in ``folder`` is plain LoRA that is whole, whoever attaches it then."""
+    with blaming(folder, StageError, MEND):
+        lora_halves(lora_config(read_bytes(folder / CONFIG)), read_bytes(folder / WEIGHTS))
 
 
 def made_from(folder: Path, kind: type[Kind]) -> Kind:

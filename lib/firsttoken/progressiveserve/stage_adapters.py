@@ -12,6 +12,7 @@ from pathlib import Path
 from peft import PeftModel
 from transformers import PreTrainedModel
 
+from firsttoken.assets.adapter_config import MEND
 from firsttoken.assets.adapter_files import WEIGHTS, lora_halves, read_adapter
 from firsttoken.study.errors import StageError
 from firsttoken.study.parsing.parse_errors import blaming, read_bytes
@@ -32,7 +33,7 @@ def check_fit(folder: Path, layers: Sequence[int], base_sha256: str | None) -> N
         raise StageError(
             f"adapter {folder.name} belongs to the base {made.base_sha256[:12]}, not {str(base_sha256)[:12]}"
         )
-    with blaming(folder / WEIGHTS, StageError, "copy it again"):
+    with blaming(folder / WEIGHTS, StageError, MEND):
         found = set(lora_halves(config, read_bytes(folder / WEIGHTS)))
     if found != set(layers):
         raise StageError(f"adapter {folder.name} holds weights for layers {_spans(sorted(found))} only: copy it again")

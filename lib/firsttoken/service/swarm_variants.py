@@ -77,13 +77,13 @@ class AdapterFolders:
         depth = self._files.config.num_hidden_layers
         if odd := sorted(number for number in adapter.layers if number >= depth):
             raise StageError(f"adapter {adapter.name} is for layer {odd[-1]}, and this model has {depth}; name its own")
-        here = {number - blocks.start: slices for number, slices in adapter.layers.items() if number in blocks}
-        layers = adapted_layers(plain, replace(adapter, layers=here))
-        for number, layer in enumerate(fused):
-            if number not in here:
-                layers[number] = layer
-            elif isinstance(layer, FusedLayer) and (adapted := layer.with_adapter(here[number])) is not None:
-                layers[number] = adapted
+        slices = {number: adapter.layers[number] for number in blocks if number in adapter.layers}
+        layers = adapted_layers(plain, replace(adapter, layers=slices), blocks.start)
+        for index, (number, layer) in enumerate(zip(blocks, fused, strict=False)):
+            if number not in slices:
+                layers[index] = layer
+            elif isinstance(layer, FusedLayer) and (adapted := layer.with_adapter(slices[number])) is not None:
+                layers[index] = adapted
         return layers
 
 

@@ -82,17 +82,23 @@ def host_variants(
     return {name: base.variant(executor.model, adapter) for name, adapter in adapters.items()}
 
 
-def adapted_layers(layers: Sequence[nn.Module], adapter: Adapter) -> list[nn.Module]:
-    """``layers`` of a model with ``adapter``, of shared weights. Raises StageError for one that does not fit."""
-    if odd := sorted(number for number in adapter.layers if number >= len(layers)):
+def adapted_layers(layers: Sequence[nn.Module], adapter: Adapter, first: int = 0) -> list[nn.Module]:
+    """``layers`` of a model, from the number ``first`` (0-based) on, with ``adapter``, of shared weights.
+
+    Raises StageError for an adapter that does not fit, or that lacks a module which its configuration names.
+    """
+    if odd := sorted(number for number in adapter.layers if number >= first + len(layers)):
         raise StageError(
             f"adapter {adapter.name} is for layer {odd[-1]}, and this model has {len(layers)}; name one that was "
             "trained on it"
         )
-    return [
+    adapted = [
         _adapted(layer, adapter.layers[number], adapter.name) if number in adapter.layers else layer
-        for number, layer in enumerate(layers)
+        for number, layer in enumerate(layers, first)
     ]
+    for number, layer in enumerate(layers, first):
+        adapter.check_whole(layer, number)
+    return adapted
 
 
 def _adapted(layer: nn.Module, slices: Slices, name: str) -> nn.Module:

@@ -17,7 +17,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from firsttoken.assets.adapter_files import WEIGHTS, TunedFrom, made_from
+from firsttoken.assets.adapter_files import WEIGHTS, TunedFrom, check_plain, made_from
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.lock import file_sha256
 from firsttoken.assets.models import PINNED, as_stored, load_model
@@ -125,6 +125,7 @@ class Models:
                 f"{str(provenance.sha256)[:12]}: train it for this one (firsttoken measure reuse_training)"
             )
         model = half_the_layers(base.model) if name.startswith(HALF) else base.model
+        check_plain(folder)
         model = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
         model = as_stored(model, self._profile.stored_dtype(), self._profile.torch_dtype())
         model = model.to(self._profile.torch_device())

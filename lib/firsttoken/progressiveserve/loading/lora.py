@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from firsttoken.assets.adapter_files import lora_config, lora_halves
+from firsttoken.assets.adapter_config import MEND, LoraConfig, lora_config
+from firsttoken.assets.adapter_files import lora_halves
 from firsttoken.study.errors import StageError
 from firsttoken.study.parsing.parse_errors import blaming
 
@@ -27,10 +28,20 @@ Slices = Mapping[str, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Adapter:
-    """The slices of an adapter by layer (0-based)."""
+    """The slices of an adapter by layer (0-based), and the configuration that says which modules have some."""
 
     name: str
     layers: Mapping[int, Slices]
+    config: LoraConfig
+
+    def check_whole(self, layer: nn.Module, number: int) -> None:
+        """Raise StageError where the configuration names a linear module of ``layer`` for which nothing came: PEFT
+        would leave it as it was drawn."""
+        slices = self.layers.get(number, {})
+        for path, module in layer.named_modules():
+            if isinstance(module, nn.Linear) and path not in slices:
+                if self.config.targets(f"model.layers.{number}.{path}"):
+                    raise StageError(f"adapter {self.name}: {path} of layer {number} has no weights; {MEND}")
 
 
 def parse_adapter(name: str, config: bytes, weights: bytes, device: str | torch.device) -> Adapter:
@@ -38,13 +49,14 @@ def parse_adapter(name: str, config: bytes, weights: bytes, device: str | torch.
 
     Raises StageError for a file that is not whole, and for variants of LoRA that are not served here.
     """
-    with blaming(f"adapter {name}", StageError, "copy it again"):
-        found = lora_halves(lora_config(config), weights)
+    with blaming(f"adapter {name}", StageError, MEND):
+        options = lora_config(config)
+        halves = lora_halves(options, weights)
     layers = {
-        layer: {path: tuple(torch.from_numpy(half).to(device) for half in pair) for path, pair in mine.items()}
-        for layer, mine in found.items()
+        layer: {path: tuple(torch.from_numpy(half).to(device) for half in pair) for path, pair in modules.items()}
+        for layer, modules in halves.items()
     }
-    return Adapter(name, layers)
+    return Adapter(name, layers, options)
 
 
 class LoraLinear(nn.Module):

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from firsttoken.assets.adapter_files import HalvesByLayer, lora_config, lora_halves
+from firsttoken.assets.adapter_config import MEND, lora_config
+from firsttoken.assets.adapter_files import HalvesByLayer, lora_halves
 from firsttoken.assets.model_config import read_config
 from firsttoken.assets.servable import model_shapes
 from firsttoken.engine.native.exports import STORAGE
@@ -183,7 +184,7 @@ class StageWeights(NumpyWeights):
             self._files[index] = self._reader.wait(index)
         if not self._first:
             return {}
-        with blaming(f"adapter of stage {self._last.name}", StageError, "copy it again"):
+        with blaming(f"adapter of stage {self._last.name}", StageError, MEND):
             config, weights = (bytes(self._files[index]) for index in range(self._first))
             halves = lora_halves(lora_config(config), weights)
         if odd := sorted(halves.keys() - {part.layer for part in self._parts}):
