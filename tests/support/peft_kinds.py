@@ -1,6 +1,4 @@
-"""Adapter folders of each kind that PEFT has, and of those that somebody changed: each answers as PEFT does, or one line
-says why it is refused.
-"""
+"""Adapter folders of each kind that PEFT has, and some that somebody changed: each answers as PEFT does, or is refused."""
 
 from __future__ import annotations
 

@@ -39,9 +39,9 @@ class Adapter:
         would leave it as it was drawn."""
         slices = self.layers.get(number, {})
         for path, module in layer.named_modules():
-            if isinstance(module, nn.Linear) and path not in slices:
-                if self.config.targets(f"model.layers.{number}.{path}"):
-                    raise StageError(f"adapter {self.name}: {path} of layer {number} has no weights; {MEND}")
+            lacking = isinstance(module, nn.Linear) and path not in slices
+            if lacking and self.config.targets(f"model.layers.{number}.{path}"):
+                raise StageError(f"adapter {self.name}: {path} of layer {number} has no weights; {MEND}")
 
 
 def parse_adapter(name: str, config: bytes, weights: bytes, device: str | torch.device) -> Adapter:
