@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from firsttoken.petals.states import LARGEST, Stretch, check_states
+from firsttoken.petals.states import Stretch, check_states
 from firsttoken.petals.tuning.passes import Pass, decode_pass, encode_pass
 from firsttoken.petals.wire import CODINGS, decode, encode
+from firsttoken.study.dtypes import LARGEST
 from firsttoken.study.errors import SwarmError
 
 NONSENSE = (3e38, -1e38, 1e30, 2 * LARGEST, float("nan"), float("inf"), -float("inf"))

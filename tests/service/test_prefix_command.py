@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -11,12 +12,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from edited import set_keys, set_numbers
 from services import (
     TIMEOUT_S,
     restored,
@@ -327,13 +330,63 @@ def gone(file: Path) -> None:
     file.unlink()
 
 
-@pytest.mark.parametrize("spoil", [cut, altered, gone])
-def test_what_is_spoilt_while_it_is_served_is_computed(base, expected_alone, store, spoil) -> None:
+def no_number(file: Path) -> None:
+    set_numbers(file, math.nan)
+
+
+def infinite(file: Path) -> None:
+    set_numbers(file, -math.inf)
+
+
+def beyond(file: Path) -> None:
+    set_numbers(file, 1e38)
+
+
+@pytest.mark.parametrize("spoil", [cut, altered, gone, no_number, infinite, beyond])
+def test_what_is_spoilt_while_it_is_served_is_computed(base, expected_alone, store, spoil, capsys) -> None:
+    """A file that is at fault is named once."""
     put(store, base)
     with with_prefixes(base, store) as url:
         (file,) = store.iterdir()
         spoil(file)
         assert answered(url) == expected_alone and answered(url) == expected_alone
+    lines = [line for line in capsys.readouterr().err.splitlines() if str(file) in line]
+    assert len(lines) == (spoil is not gone) and all("remove" in line for line in lines)
+
+
+# Another config.json beside the same weights.
+
+
+@pytest.mark.parametrize(
+    ("values", "taken"),
+    [
+        ({"rms_norm_eps": 0.3}, 0),
+        ({"hidden_act": "gelu"}, 0),
+        ({"max_position_embeddings": 16_384}, 0),
+        ({"transformers_version": "5.0.0", "_name_or_path": "elsewhere", "torch_dtype": "float32", "dtype": ...}, 1),
+        ({"attention_bias": ..., "rope_parameters": ..., "rope_theta": 10000}, 1),
+    ],
+)
+def test_a_prefix_is_of_one_config_json(base, store, tmp_path, values: dict[str, Any], taken: int) -> None:
+    folder = tmp_path / "changed"
+    shutil.copytree(base, folder)
+    put(store, folder)
+    set_keys(folder / "config.json", **values)
+    with with_prefixes(folder, store) as url:
+        assert answered(url) == alone(folder) and restored(url) == taken
+
+
+def test_a_prefix_of_an_earlier_release_is_named(base, expected_alone, store) -> None:
+    """Its file does not say of which config.json it is; it stays, and nobody takes it."""
+    model, whose = stock(base)
+    KVStore(store, memory_bytes=0, disk_bytes=1 << 30).store(
+        ids(TEXT), replace(whose, config=""), full_prefill(model, Prefix.of([ids(TEXT)]))
+    )
+    with with_prefixes(base, store) as url:
+        assert answered(url) == expected_alone and restored(url) == 0 and len(list(store.iterdir())) == 1
+        assert "but for 1 of an earlier release; put them again" in httpx.get(f"{url}/stage").text
+    with pytest.raises(CacheError, match=r"by an earlier release, which kept no config\.json; store it again"):
+        KVStore(store, memory_bytes=0, disk_bytes=1 << 30).fetch(ids(TEXT), whose, 0)
 
 
 # Over a link.
@@ -381,7 +434,7 @@ def test_an_owners_prefixes_need_a_token(base, store, tmp_path) -> None:
         assert httpx.get(f"{server.address}{LIST}/../{hers}").status_code == 404
 
 
-@pytest.mark.parametrize("spoil", [altered, cut])
+@pytest.mark.parametrize("spoil", [altered, cut, no_number, beyond])
 def test_other_bytes_than_were_offered_are_not_kept(base, store, tmp_path, spoil: Callable[[Path], None]) -> None:
     key = put(store, base)
     with served(store) as server:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -22,6 +25,17 @@ def set_tensors(file: Path, change: Callable[[dict[str, Tensor]], object]) -> No
     held = load_file(file)
     change(held)
     save_file(held, file, metadata={"format": "pt"})
+
+
+def set_numbers(file: Path, value: float) -> None:
+    """Fill all keys and values of a KV file with ``value``, beside the hashes that whoever reads it asks for."""
+    with safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata()
+    held, sums = load_file(file), json.loads(metadata["sha256"])
+    for name in held.keys() - {"tokens"}:
+        content = held[name].fill_(value).view(torch.uint8).numpy().tobytes()
+        sums[name] = hashlib.sha256(content).hexdigest()
+    save_file(held, file, metadata | {"sha256": json.dumps(sums)})
 
 
 def config(**values: Any) -> Callable[[Path], None]:

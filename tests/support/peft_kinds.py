@@ -1,4 +1,4 @@
-"""Adapter folders of each kind that PEFT has, and some that somebody changed: each answers as PEFT does, or is refused."""
+"""Adapter folders of each kind that PEFT has, and some that somebody changed."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from firsttoken.droidspeak.identity import ModelIdentity
 from firsttoken.droidspeak.prefix import PrefixCache
+from firsttoken.droidspeak.tensor_bytes import check_numbers
 from firsttoken.study.errors import CacheError
 
 
@@ -53,7 +54,8 @@ class Entry:
     def pieces(self, cache: PrefixCache) -> Mapping[str, Tensor]:
         """Copy the tensors of ``cache`` to the CPU.
 
-        Raises CacheError unless they are what the model makes of as many tokens in one row.
+        Raises CacheError unless they are what the model makes of as many tokens in one row, in numbers that a layer
+        computes with.
         """
         if len(cache.kv) != self.model.layers:
             raise CacheError(f"the cache has {len(cache.kv)} layers, {self.model} has {self.model.layers}")
@@ -70,6 +72,8 @@ class Entry:
                     raise CacheError(f"an E-cache at layer {layer} fits no model of {self.model.layers} layers")
                 self._check(f"the E-cache at layer {layer}", cache.e_cache[layer], shapes[name])
                 pieces[name] = cache.e_cache[layer].detach().to("cpu", copy=True).contiguous()
+        for name, piece in pieces.items():
+            check_numbers(piece, name)
         return pieces
 
     def _check(self, what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from firsttoken.assets.decoder_layers import layers_of
+from firsttoken.assets.known_models import is_silent
 from firsttoken.assets.servable import has_windows
 from firsttoken.assets.text_tokenizer import check_same_ids
 from firsttoken.droidspeak.tensor_bytes import bytes_of
@@ -45,6 +46,8 @@ class ModelIdentity:
     ``weights``, ``adapters`` ("" without) and ``tokenizer`` ("" without) are hex sha256 sums, ``dtype`` is torch's name
     ("bfloat16"), ``rope`` the rotary parameters and the windows as sorted JSON, ``hidden`` and ``head_dim`` count
     numbers a token.
+    ``config`` is config.json as sorted JSON, without keys that are known to say nothing of what is computed; "" in a
+    file of an earlier release, which no model takes any more.
     ``owner`` says whose it is: nobody else may read what is stored under a name, and everybody what is under none.
     """
 
@@ -59,6 +62,7 @@ class ModelIdentity:
     rope: str
     tokenizer: str
     owner: str = ""
+    config: str = ""
 
     @cached_property
     def key(self) -> str:
@@ -67,8 +71,8 @@ class ModelIdentity:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What a file holds of it: all fields, an owner where there is one."""
-        return {name: value for name, value in asdict(self).items() if name != "owner" or value}
+        """What a file holds of it: all fields, but an owner and a configuration where there are some."""
+        return {name: value for name, value in asdict(self).items() if name not in ("owner", "config") or value}
 
     @property
     def anybody(self) -> ModelIdentity:
@@ -109,6 +113,7 @@ def identify(
         rope=json.dumps(_plain(_positions(config)), sort_keys=True),
         tokenizer=_tokenizer_sha256(tokenizer) if tokenizer is not None else "",
         owner=owner,
+        config=json.dumps(_telling(config), sort_keys=True, default=str),
     )
 
 
@@ -148,6 +153,17 @@ def difference(stored: ModelIdentity, asked: ModelIdentity) -> str:
     return ""
 
 
+def why_another(stored: ModelIdentity, asked: ModelIdentity) -> str:
+    """Why ``asked``, which has another key than ``stored``, is not the model that computed it."""
+    if (reason := difference(stored, asked)) or stored.config == asked.config:
+        return reason or "other weights, so ask for it under its own identity"
+    if not stored.config:
+        return "it was stored by an earlier release, which kept no config.json; store it again"
+    theirs, ours = json.loads(stored.config), json.loads(asked.config or "{}")
+    key = min(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
+    return f"another config.json ({key} is {theirs.get(key)}, not {ours.get(key)})"
+
+
 def check_compatible(sender: ModelIdentity, receiver: ModelIdentity) -> None:
     """Raise CacheError, with the first reason, when ``receiver`` cannot use the KV cache of ``sender``."""
     if reason := difference(sender, receiver):
@@ -158,6 +174,11 @@ def _positions(config: PretrainedConfig) -> dict[str, Any]:
     """What a layer makes of positions: its rotary parameters, and the window that it sees, where it has one."""
     windows = {name: getattr(config, name) for name in ("layer_types", "sliding_window") if has_windows(config)}
     return (getattr(config, "rope_parameters", None) or {}) | windows
+
+
+def _telling(config: PretrainedConfig) -> dict[str, Any]:
+    """All of config.json, and the defaults of what it leaves out, that may say what is computed."""
+    return _plain({key: value for key, value in config.to_dict().items() if not is_silent(key, value)})
 
 
 def _plain(value: Any) -> Any:

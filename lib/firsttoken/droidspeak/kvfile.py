@@ -18,7 +18,7 @@ from torch import Tensor
 
 from firsttoken.droidspeak.entry import Entry
 from firsttoken.droidspeak.identity import ModelIdentity
-from firsttoken.droidspeak.tensor_bytes import CachePiece, bytes_of
+from firsttoken.droidspeak.tensor_bytes import CachePiece, bytes_of, check_numbers
 from firsttoken.link.shaped import Link
 from firsttoken.study.errors import CacheError, LinkError
 from firsttoken.study.files import replacing
@@ -118,7 +118,10 @@ def read_header(path: Path) -> KVFile:
 
 
 def read_piece(handle: int, span: CachePiece) -> Tensor:
-    """Read one piece and no byte beside it. Raises CacheError when its bytes are not those that were written."""
+    """Read one piece and no byte beside it.
+
+    Raises CacheError when its bytes are not those that were written, or are no numbers that a layer computes with.
+    """
     with torch.inference_mode(False):  # it may be kept, and read outside that mode
         piece = torch.empty(span.shape, dtype=span.dtype)
     into = bytes_of(piece)
@@ -128,6 +131,7 @@ def read_piece(handle: int, span: CachePiece) -> Tensor:
         raise CacheError(str(error)) from error
     if hashlib.sha256(into).hexdigest() != span.sha256:
         raise CacheError("its sha256 is not that of what was stored")
+    check_numbers(piece)
     return piece
 
 

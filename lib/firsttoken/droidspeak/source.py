@@ -23,7 +23,7 @@ from firsttoken.droidspeak.pipeline.live_loading import sent_pieces
 from firsttoken.droidspeak.pipeline.schedule import Schedule
 from firsttoken.droidspeak.store import KVStore
 from firsttoken.link.shaped import Link
-from firsttoken.study.errors import FirstTokenError
+from firsttoken.study.errors import CacheError, FirstTokenError, LinkError
 
 
 class StoredPrefix:
@@ -61,8 +61,8 @@ class StoredPrefix:
             if not self.tokens:
                 store.fetch(self._context, sender, 0)  # which says why there is none
             return
-        file, self.tokens = store.locate(self._context, sender, self._edge)
-        sent = sent_pieces(file.spans, group, self._depth, Schedule.PIPELINED)
+        self._file, self.tokens = store.locate(self._context, sender, self._edge)
+        sent = sent_pieces(self._file.spans, group, self._depth, Schedule.PIPELINED)
         self._transfer = Transfer(sent, link, Buffers(sent, device))
 
     @property
@@ -79,7 +79,7 @@ class StoredPrefix:
         """The E-cache [1, tokens or more, hidden] at the group's lower edge, or None yet. Raises as ``arrived``."""
         if self._transfer is None:
             return self._store.fetch_e_cache(self._context, self._sender, self._edge)
-        return self._transfer.ready(e_cache_name(self._edge))
+        return self._ready(e_cache_name(self._edge))
 
     def arrived(self) -> list[tuple[int, Tensor]]:
         """(layer, keys and values [2, 1, kv_heads, tokens or more, head_dim]) that have come since this was asked last.
@@ -91,7 +91,7 @@ class StoredPrefix:
             if self._transfer is None:
                 kv = torch.stack(self._store.fetch(self._context, self._sender, self._left[0]))
             else:
-                kv = self._transfer.ready(layer_name(self._left[0]))
+                kv = self._ready(layer_name(self._left[0]))
             if kv is None:
                 break
             came.append((self._left.pop(0), kv))
@@ -100,6 +100,16 @@ class StoredPrefix:
     def close(self) -> None:
         """End the transfer."""
         self._begun.close()
+
+    def _ready(self, name: str) -> Tensor | None:
+        """What has come over the link, or None yet. A file that is at fault is removed, and named on the terminal, the
+        first time: whoever asks is answered without it."""
+        try:
+            return self._transfer.ready(name)
+        except LinkError as error:
+            if isinstance(error.__cause__, CacheError) and self._store.discard(self._file.entry):
+                print(f"firsttoken: {self._file.path}: {error}; the file was removed", file=sys.stderr, flush=True)
+            raise
 
 
 class PrefixFinder:
@@ -115,6 +125,8 @@ class PrefixFinder:
         self._store = KVStore(folder, memory_bytes=0, disk_bytes=sys.maxsize)
         self._senders: dict[str, list[tuple[ModelIdentity, Group]]] = {}
         self._look()
+        self.outdated = sum(not file.entry.model.config for file in self._store.files)
+        """How many files are of a release that did not say of which config.json they are: nobody takes these."""
 
     def __call__(self, prompt: Sequence[int], variant: str = "") -> StoredPrefix | None:
         """The prefix for ``prompt``, of which at least one token is left to compute; None where nothing is stored."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 from firsttoken.droidspeak import prefill
 from firsttoken.droidspeak.entry import Entry, e_cache_name, layer_name
 from firsttoken.droidspeak.forward import Forward
-from firsttoken.droidspeak.identity import ModelIdentity, check_compatible, difference
+from firsttoken.droidspeak.identity import ModelIdentity, check_compatible, why_another
 from firsttoken.droidspeak.kvfile import KVFile, read_piece
 from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
@@ -271,11 +271,14 @@ class KVStore:
             if self._entries.get(entry.key) is entry:
                 self._memory.add(entry.key, {name: piece})
 
-    def discard(self, entry: Entry) -> None:
-        """Remove an entry that turned out to be torn, unless it has been replaced meanwhile."""
+    def discard(self, entry: Entry) -> bool:
+        """Remove an entry that turned out to be torn, unless it has been replaced meanwhile; whether it was there."""
         with self._lock:
-            if self._entries.get(entry.key) is entry:
-                self._remove(entry.key)
+            held = self._entries.get(entry.key) is entry
+            if held:
+                with suppress(CacheError):  # a folder that lets go of no file: it is not read again
+                    self._remove(entry.key)
+        return held
 
     def _enter(self, entry: Entry) -> None:
         self._entries[entry.key] = entry
@@ -307,8 +310,7 @@ class KVStore:
             )
         for other in dict.fromkeys(entry.model for entry in self._entries.values()):
             if model.may_read(other) and self._find(tokens, other):  # nobody learns of what is another's
-                reason = difference(other, model) or "other weights, so ask for it under its own identity"
-                raise CacheError(f"this context is stored by {other}, not by {model}: {reason}")
+                raise CacheError(f"this context is stored by {other}, not by {model}: {why_another(other, model)}")
         raise CacheError(
             f"no stored context of {model} shares its first {self._index.block_tokens} tokens with this one; compute "
             "and store it"

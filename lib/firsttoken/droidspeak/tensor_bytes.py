@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from firsttoken.study.dtypes import range_fault
 from firsttoken.study.errors import CacheError
 
 
@@ -18,6 +19,16 @@ def bytes_of(tensor: Tensor) -> memoryview:
     By way of uint8, because numpy has no bfloat16.
     """
     return memoryview(tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def check_numbers(piece: Tensor, name: str = "it") -> None:
+    """Raise CacheError unless the numbers of ``piece`` [any shape], which is called ``name``, are such as a layer
+    computes with."""
+    if not piece.numel():
+        return
+    low, high = piece.aminmax()  # both are NaN where any number is
+    if fault := range_fault(float(low), float(high)):
+        raise CacheError(f"{name} holds {fault}, which no layer computes with; store it again")
 
 
 @dataclass(frozen=True)

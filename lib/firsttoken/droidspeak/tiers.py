@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -117,6 +118,7 @@ class DiskTier:
         self._lru = LruQueue(limit)
         self._files: dict[str, KVFile] = {}
         self._changed: dict[str, int] = {}  # when each file was last stamped
+        self._faults: set[str] = set()  # of torn files, which are named once
         self._stamp = 0  # of the folder, when it was last looked through
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -231,9 +233,13 @@ class DiskTier:
         self._enter(file)
 
     def _read(self, path: Path) -> KVFile | None:
+        """What is in the file at ``path``; None for a torn one, which a line on the terminal names the first time."""
         try:
             return read_header(path)
-        except CacheError:
+        except CacheError as error:
+            if path.exists() and str(error) not in self._faults:
+                print(f"firsttoken: {error}", file=sys.stderr, flush=True)
+                self._faults.add(str(error))
             return None
 
     def _enter(self, file: KVFile) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from firsttoken.study.dtypes import range_fault
 from firsttoken.study.errors import SwarmError
 
 if TYPE_CHECKING:
@@ -13,14 +14,6 @@ if TYPE_CHECKING:
 
 MOST_TOKENS = 512  # of a message; a client cuts what is longer
 _ROOM = 1 << 16  # bytes of a message beside its numbers
-
-LARGEST = 2.0**24
-"""The largest number, without its sign, that hidden states may hold: 16,777,216.
-
-Every layer adds numbers of about one to the states that enter it, and above this float32 is too coarse to add one: what
-later layers compute would be lost. Models stay far below it: a few thousand is usual, and some 700,000 is the most that
-has been reported (the massive activations of Gemma 3 with 27 billion parameters, which float16 cannot hold either).
-"""
 
 
 class Stretch(NamedTuple):
@@ -33,7 +26,7 @@ class Stretch(NamedTuple):
 
 def check_states(hidden: Tensor, what: str = "hidden states hold") -> None:
     """Raise SwarmError, whose message begins with ``what``, unless the numbers of ``hidden`` [any shape] are finite and
-    at most ``LARGEST``, of either sign."""
+    at most ``dtypes.LARGEST``, of either sign."""
     if not hidden.numel():
         return
     low, high = hidden.aminmax()  # both are NaN where any number is
@@ -42,11 +35,8 @@ def check_states(hidden: Tensor, what: str = "hidden states hold") -> None:
 
 def check_range(low: float, high: float, what: str = "hidden states hold") -> None:
     """Raise as ``check_states``, for states whose smallest and largest numbers these are."""
-    if low >= -LARGEST and high <= LARGEST:
-        return
-    finite = max(-low, high) < float("inf")
-    held = f"{max(-low, high):.1e}, beyond {LARGEST:,.0f}" if finite else "NaN or infinity"
-    raise SwarmError(f"{what} {held}: the server that computed them is at fault")
+    if fault := range_fault(low, high):
+        raise SwarmError(f"{what} {fault}: the server that computed them is at fault")
 
 
 def end_to_end(parts: Sequence[Tensor]) -> Tensor:

@@ -238,10 +238,12 @@ def use_prefixes(
     from firsttoken.droidspeak.source import PrefixFinder
 
     try:
-        server.take_prefixes(PrefixFinder(store, who(), device, others))
+        finder = PrefixFinder(store, who(), device, others)
+        server.take_prefixes(finder)
     except FirstTokenError as error:
         return f"no stored prefixes: {first_line(error)}"
-    return "stored prefixes are used"
+    older = f", but for {finder.outdated} of an earlier release; put them again" if finder.outdated else ""
+    return f"stored prefixes are used{older}"
 
 
 def receivers(

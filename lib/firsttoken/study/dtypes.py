@@ -29,6 +29,13 @@ AUTO = "auto"
 AS_STORED = "stored"
 CHECKPOINT = "bfloat16"  # what checkpoints are written in where nobody says otherwise, whatever computes
 SLOW = 0.5  # of fp32's rate: where bf16 is asked for and slower than that, a line says so
+LARGEST = 2.0**24
+"""The largest number, without its sign, that hidden states, keys and values from elsewhere may hold: 16,777,216.
+
+Every layer adds numbers of about one to the states that enter it, and above this float32 is too coarse to add one: what
+later layers compute would be lost. Models stay far below it: a few thousand is usual, and some 700,000 is the most that
+has been reported (the massive activations of Gemma 3 with 27 billion parameters, which float16 cannot hold either).
+"""
 _PRODUCT = (256, 512, 512)  # rows, inner, columns: a prefill's; 0.1 s where bf16 is slow
 _TURNS = 3  # of both dtypes, the fastest product counting: whatever else runs can only make one slower
 
@@ -45,6 +52,15 @@ class ProductRates:
     def ratio(self) -> float:
         """bf16's rate over fp32's."""
         return self.bfloat16 / self.float32
+
+
+def range_fault(low: float, high: float) -> str:
+    """What numbers between ``low`` and ``high`` hold that no layer computes with: NaN, infinity, or more than
+    ``LARGEST``; "" where they hold nothing of it."""
+    if low >= -LARGEST and high <= LARGEST:
+        return ""
+    finite = max(-low, high) < float("inf")
+    return f"{max(-low, high):.1e}, beyond {LARGEST:,.0f}" if finite else "NaN or infinity"
 
 
 def computing(device: torch.device | str) -> torch.dtype:

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from firsttoken.droidspeak.tensor_bytes import CachePiece, bytes_of
+from firsttoken.droidspeak.tensor_bytes import CachePiece, bytes_of, check_numbers
 from firsttoken.link.shaped import Link
-from firsttoken.study.errors import LinkError, RequestError
+from firsttoken.study.errors import CacheError, LinkError, RequestError
 
 _CHUNK = 4 << 20  # bytes between two looks at whether the transfer was cancelled
 _LEAST_CHUNK = 64 << 10
@@ -76,8 +76,9 @@ class Transfer:
     def wait(self, name: str) -> Tensor:
         """The piece ``name``, once it is there; on a GPU, for what the current stream does from now on.
 
-        Raises LinkError when the transfer broke off before it arrived, or brought other bytes than were stored, and
-        RequestError for a piece that is not under way.
+        Raises LinkError when the transfer broke off before it arrived, from a CacheError where the file is at fault:
+        it was cut, or holds other bytes than were stored or no numbers that a layer computes with. Raises RequestError
+        for a piece that is not under way.
         """
         if name not in self._arrivals:
             raise RequestError(f"{name} is not part of this transfer; ask for one of its pieces")
@@ -117,6 +118,9 @@ class Transfer:
         except OSError as error:
             raise LinkError(f"{piece.path}: {error.strerror}") from error
         files.callback(os.close, handle)
+        end = max(other.offset + other.nbytes for other in self.pieces if other.path == piece.path)
+        if (missing := end - os.fstat(handle).st_size) > 0:
+            raise CacheError(f"the file ended {missing} bytes early")
         if piece.offset:  # at offset 0 the link itself waits
             self._cancelled.wait(self._link.config.latency_ms / 1000)
         return handle
@@ -135,7 +139,8 @@ class Transfer:
             if piece.sha256:
                 digest.update(part)
         if piece.sha256 and digest.hexdigest() != piece.sha256:
-            raise LinkError("its sha256 is not that of what was stored")
+            raise CacheError("its sha256 is not that of what was stored")
+        check_numbers(host)
         if self._side is not None:
             with torch.cuda.stream(self._side):
                 self._buffers.landed[piece.name].copy_(host, non_blocking=True)
