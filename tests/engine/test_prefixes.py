@@ -126,6 +126,20 @@ def test_the_budget_is_for_what_has_to_be_prefilled(lab) -> None:
     assert run.trace.steps[0].prefills == ((0, 33), (32, 1), (32, 1), (32, 1))
 
 
+def test_another_salt_shares_nothing(lab, llama) -> None:
+    """Neither blocks that somebody has, nor those of requests that have ended."""
+    one = next(one for one in llama.known if len(one.prompt) == 33)
+    run, found = lab.live(llama.model, 200, **SHARED), []
+    for salt in ("", "a", "b", "a", "", "ab", "a\0", "b"):
+        before = run.engine.prefixes.found_tokens
+        run.submit(one.prompt, Sampling(4, cache_salt=salt), 0.0)
+        run.step()
+        found.append(run.engine.prefixes.found_tokens - before)
+        if salt == "b":
+            run.finish()
+    assert found == [0, 0, 0, 32, 32, 0, 0, 32] and run.finish() == [list(one.answer[:4])] * 8
+
+
 # -- preemption
 
 
@@ -158,7 +172,12 @@ def test_what_is_recomputed_finds_its_own_blocks(lab) -> None:
 @settings(max_examples=120, deadline=None)
 @given(
     asked=st.lists(
-        st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=24), st.integers(1, 12), st.floats(0, 20)),
+        st.tuples(
+            st.lists(st.integers(0, 1), min_size=1, max_size=24),
+            st.integers(1, 12),
+            st.floats(0, 20),
+            st.sampled_from(["", "", "a", "b"]),
+        ),
         min_size=2,
         max_size=9,
     ),
@@ -174,11 +193,12 @@ def test_what_is_recomputed_finds_its_own_blocks(lab) -> None:
 def test_no_block_is_lost_or_written_to_by_two(
     lab, asked, scheduler, block_tokens, spare, watermark, host_blocks, overlap, victim, seed
 ) -> None:
-    """Prompts of two tokens often begin alike. Every step is audited: owners, keys, and who writes where."""
+    """Prompts of two tokens often begin alike. Every step is audited: owners, keys, and who writes where; and no block
+    is found under two salts."""
     rng = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SCHEDULERS, "chunked", type("Pieces", (Chunked,), {"pieces": rng.randint(1, 20)}))
-        sizes = [(len(prompt), new) for prompt, new, _ in asked]
+        sizes = [(len(prompt), new) for prompt, new, _, _ in asked]
         run = lab.simulated(
             lab.smallest_pool(sizes, block_tokens, watermark) + spare,
             policy=Listening(lambda tokens: rng.choice(list(Action))),
@@ -191,10 +211,14 @@ def test_no_block_is_lost_or_written_to_by_two(
             **SHARED,
         )
     watch_writes(run)
-    for prompt, new, at_s in asked:
-        run.submit(prompt, Sampling(new), at_s)
+    for prompt, new, at_s, salt in asked:
+        run.submit(prompt, Sampling(new, cache_salt=salt), at_s)
+    salts: dict[bytes, str] = {}
     while run.engine.busy:
         run.step()
+        for request in run.requests:
+            salt = request.sampling.cache_salt
+            assert all(salts.setdefault(key, salt) == salt for key in request.keys[1:])
         if rng.random() < 0.05:
             run.engine.cancel(rng.choice(run.requests))
             run.audit()

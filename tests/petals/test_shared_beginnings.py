@@ -239,6 +239,15 @@ def test_what_all_servers_have_is_not_sent_again(tiny, here, client, asked):
     assert model.chain.shared_tokens == 192 + 96
 
 
+def test_what_was_sent_under_another_salt_is_not_found(here, client, asked):
+    _, model = two(here, client)
+    one = asked(100, 4)
+    for salt, found in (("a", 0), ("b", 0), ("", 0), ("a", 96), ("", 192)):
+        request = model.engine.submit(one.prompt, Sampling(4, cache_salt=salt))
+        model.engine.run()
+        assert request.output == one.plain.tokens and model.chain.shared_tokens == found
+
+
 def test_the_least_that_a_server_of_the_chain_has_is_what_all_begin_with(tiny, here, client, asked):
     ups, model = two(here, client)
     one = asked(100, 4)

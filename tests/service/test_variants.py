@@ -23,11 +23,12 @@ from waiting import until
 
 from firsttoken.assets.checkpoint import model_files
 from firsttoken.engine import live_executor
+from firsttoken.engine.block_pool import PrefixSharing
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.fused import FusedLayer
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.native.library import kernels
-from firsttoken.engine.request import Sampling
+from firsttoken.engine.request import Request, Sampling
 from firsttoken.progressiveserve.loading.lora import Adapter
 from firsttoken.service.launch import running
 from firsttoken.service.service_config import ServiceConfig
@@ -180,6 +181,30 @@ def test_an_adapter_that_cannot_be_read_is_told(plain, tmp_path, spoil, message:
     with pytest.raises(StageError) as raised:
         read_variants({"qa": folder}, model_files(plain), "cpu")
     assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_salt_keeps_prompts_apart_on_both_paths_and_for_variants(plain, plain_adapters, monkeypatch) -> None:
+    shared: list[int] = []
+    admitted = PrefixSharing.admitted
+
+    def noted(sharing: PrefixSharing, request: Request, blocks: int) -> None:
+        shared.append(blocks)
+        admitted(sharing, request, blocks)
+
+    monkeypatch.setattr(PrefixSharing, "admitted", noted)
+    prompt, turns = {"prompt": list(range(5, 45))}, [{"role": "user", "content": "a long way from here " * 4}]
+    asked = [
+        ("completions", prompt),
+        ("completions", prompt | {"model": "qa"}),
+        ("chat/completions", {"messages": turns}),
+    ]
+    with serving(plain, share_prefixes=True, variants=tuple(plain_adapters.items())) as url:
+        for path, body in asked:
+            shared.clear()
+            for salt in ("one", None, "two", "one", None):
+                salted = body | {"cache_salt": salt, "max_tokens": 4, "temperature": 0}
+                assert httpx.post(f"{url}/v1/{path}", json=salted, timeout=TIMEOUT_S).status_code == 200
+            assert [blocks > 0 for blocks in shared] == [False, False, False, True, True]
 
 
 @pytest.mark.parametrize(

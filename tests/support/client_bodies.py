@@ -50,7 +50,7 @@ SAID: dict[str, tuple[list[Any], list[Any]]] = {
     "return_token_ids": ([False, None], [True]),
     "vllm_xargs": ([None, {}], [{"a": 1}]),
     "kv_transfer_params": ([None], [{"do_remote_decode": True}]),
-    "cache_salt": ([None], ["salt"]),
+    "cache_salt": (["salt", "x" * 1024, None], ["", "x" * 1025, 7, ["salt"]]),
     "request_id": (["abc", None], []),
     "chat_template": ([None], ["{{ messages }}"]),
     "chat_template_kwargs": ([{}, None], []),

@@ -368,7 +368,7 @@ class Engine:
 
     def _salt(self, request: Request) -> str:
         version = request.version or self.executor.version
-        return self.executor.salt if version is None else f"{self.executor.salt} {version.key}"
+        return request.salted(self.executor.salt if version is None else f"{self.executor.salt} {version.key}")
 
     def _fail(self, request: Request) -> None:
         self.end(request)

@@ -188,7 +188,8 @@ class Sampling:
     that end the request, and are part of its output. ``seed`` makes a request's draws its own: they do not depend on
     what else is in the batch. ``drawn`` tokens were drawn with it before, and are in the prompt. With ``logprobs`` each
     token's :class:`TokenLogprob` is kept, and so many of the likeliest with it; with ``prompt_logprobs`` those of the
-    prompt's tokens too, but the first's, which nothing comes before.
+    prompt's tokens too, but the first's, which nothing comes before. Requests share blocks of equal beginnings with
+    those of the same ``cache_salt`` alone: how soon one is answered tells nobody else what it asked.
     """
 
     max_tokens: int = 16
@@ -199,6 +200,7 @@ class Sampling:
     logprobs: int | None = None
     prompt_logprobs: bool = False
     drawn: int = 0
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -266,6 +268,11 @@ class Request:
         self.preemptions = 0
         self.failure: Exception | None = None  # why it ended early, where it was not the client's wish
         self._generator: np.random.Generator | None = None
+
+    def salted(self, salt: str) -> str:
+        """``salt``, which says what beside its tokens decides its keys and values, and the client's salt behind it."""
+        own = self.sampling.cache_salt
+        return f"{salt}\0{own}" if own else salt
 
     @property
     def output(self) -> list[int]:

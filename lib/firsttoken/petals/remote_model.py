@@ -94,7 +94,7 @@ class RemoteSegment:
             self._found[request.number] = source.tokens if source is not None else 0
         if not (most := tokens if self._shares else self._found.get(request.number, 0)):
             return None
-        salt = self._owner + f"{request.version and request.version.key}".encode()
+        salt = self._owner + request.salted(f"{request.version and request.version.key}").encode()
         if request.keys[:1] != [salt]:
             request.keys = [salt]
         return Keyed(tokens, block_keys(request, NAMED_TOKENS, most // NAMED_TOKENS), source)

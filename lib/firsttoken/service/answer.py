@@ -110,6 +110,7 @@ class Answers:
             seed=(seed + _SEEDS) % (2 * _SEEDS) - _SEEDS,
             logprobs=top_count,
             prompt_logprobs=bool(echo) and top_count is not None,
+            cache_salt=asked.cache_salt,
         )
         session = self._server.submit(
             ids, sampling, asked.upgrade, events=self._inbox.slot(number), variant=self._variant

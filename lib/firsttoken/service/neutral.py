@@ -28,7 +28,7 @@ REQUEST: Table = _table(
         _NONE,
         "audio prediction moderation web_search_options truncate_prompt_tokens prompt_logprobs logprob_token_ids "
         "prompt_embeds allowed_token_ids chat_template structured_outputs guided_json guided_regex guided_choice "
-        "guided_grammar guided_decoding_backend guided_whitespace_pattern structural_tag cache_salt "
+        "guided_grammar guided_decoding_backend guided_whitespace_pattern structural_tag "
         "repetition_detection json_schema regex ebnf lora_path custom_logit_processor min_dynamic_patch "
         "max_dynamic_patch input_ids task ngram_corpus_id bootstrap_host bootstrap_port bootstrap_room routed_dp_rank "
         "data_parallel_rank disagg_prefill_dp_rank adapter_id truncate tool_prompt guideline n_predict samplers "

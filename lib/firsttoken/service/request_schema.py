@@ -80,6 +80,7 @@ def _text(part: Any, where: str) -> str:
 
 
 MOST_TOP_LOGPROBS = 20  # of a token, as with OpenAI's chat
+MOST_SALT_CHARS = 1024  # ours; vLLM has no limit
 MOST_STOPS, MOST_STOP_CHARS = 64, 4096  # ours; lm-eval's tasks send up to seven, templates of agents a dozen
 
 Ids = list[int]
@@ -108,6 +109,10 @@ def _a_text(value: Sized) -> str:
     return "" if len(value) else "expected a text"
 
 
+def _a_salt(value: str) -> str:
+    return "" if 0 < len(value) <= MOST_SALT_CHARS else f"expected 1 to {MOST_SALT_CHARS:,} characters"
+
+
 @dataclass(frozen=True)
 class StreamOptions:
     """``include_usage``: a last chunk with the numbers of tokens; ``continuous_usage_stats``: those so far in each.
@@ -125,7 +130,8 @@ class ServedRequest:
     """What both kinds of request share. ``model`` is the served one's name or left out.
 
     ``temperature`` 0 is greedy, and 1 the default, as with OpenAI; without a ``seed`` each answer draws one of its own.
-    With ``ignore_eos`` no token ends an answer; ``min_tokens`` are served where nothing can end it before.
+    With ``ignore_eos`` no token ends an answer; ``min_tokens`` are served where nothing can end it before. Prompts
+    share what was computed of equal beginnings with those of the same ``cache_salt`` only.
     """
 
     neutral: ClassVar[Table]
@@ -144,6 +150,7 @@ class ServedRequest:
     upgrade: bool = False
     ignore_eos: bool = False
     min_tokens: Annotated[int, at_least(0)] = 0
+    cache_salt: Annotated[str, _a_salt] = ""
 
     @classmethod
     def prepared(cls, content: dict[str, Any]) -> dict[str, Any]:
