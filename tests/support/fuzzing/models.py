@@ -54,6 +54,7 @@ def make_adapter(folder: Path) -> None:
     halves = {name.format(i, half): torch.randn(shapes[half], generator=draw) for i in (0, 1) for half in "AB"}
     save_file(halves, folder / WEIGHTS, metadata={"format": "pt"})
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 4, "bias": "none", "use_dora": False, "rank_pattern": {}}
+    config["target_modules"] = ["q_proj"]
     recipe = {"layers": [0, 1], "base_sha256": BASE, "recipe": {"rank": RANK, "alpha": 4.0}, "curve": [], "seed": 0}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     (folder / "recipe.json").write_text(json.dumps(recipe))
