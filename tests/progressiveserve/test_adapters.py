@@ -176,6 +176,14 @@ def test_a_truncated_set_of_layers_is_refused(exported, make_model):
     assert not hasattr(model, "peft_config"), "refused before anything is attached"
 
 
+def test_a_module_that_lacks_in_one_layer_is_refused(exported):
+    part = ".layers.5.mlp.up_proj."
+    set_tensors(exported / WEIGHTS, lambda held: [held.pop(name) for name in list(held) if part in name])
+    with pytest.raises(StageError, match=r"A-test: mlp\.up_proj of layer 5 has no weights; copy it again") as caught:
+        check_fit(exported, LAYERS, BASE)
+    assert one_line(caught)
+
+
 def half(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 

@@ -12,10 +12,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+from edited import set_keys
 from services import TIMEOUT_S, free_port, restored, said, serving, tiny_model, with_prefixes, write_endless
 
 from firsttoken.__main__ import main
 from firsttoken.assets.checkpoint import combined_sha256, weight_files
+from firsttoken.service.served_model import check_model
+from firsttoken.service.service_config import ServiceConfig
+from firsttoken.study.errors import StageError
 
 pytest.importorskip("starlette")
 pytest.importorskip("peft")
@@ -79,6 +83,15 @@ def write_shallow(folder: Path) -> Path:
     model.config.layer_types = None
     model.save_pretrained(folder)
     return folder
+
+
+def test_an_adapter_of_another_kind_is_refused_before_anybody_is_served(base, tmp_path) -> None:
+    folder = write_adapter(tmp_path / "qa")
+    config = ServiceConfig(base, variants=(("qa", folder),))
+    check_model(config)
+    set_keys(folder / "adapter_config.json", init_lora_weights="pissa")
+    with pytest.raises(StageError, match=r"^adapter of the variant qa: its init_lora_weights 'pissa' is none of plain"):
+        check_model(config)
 
 
 # Names.

@@ -22,6 +22,7 @@ HalvesByLayer = dict[int, dict[str, tuple[np.ndarray, np.ndarray]]]
 """Layer (0-based) -> module in it ("self_attn.q_proj") -> A [rank, in] and B [out, rank] in float32, B scaled."""
 
 _NAME = re.compile(r"^base_model\.model\.(model\.layers\.(0|[1-9]\d{0,5})\.([\w.]{1,64}))\.lora_([AB])\.weight$")
+MOST_BYTES = 4 * 2**30  # of an adapter's weights
 _NUMBERS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
@@ -113,10 +114,11 @@ def read_adapter(folder: Path) -> tuple[MadeFrom, LoraConfig]:
     return made, config
 
 
-def check_plain(folder: Path) -> None:
-    """Raise StageError unless the adapter in ``folder`` is plain LoRA that is whole, whoever attaches it then."""
-    with blaming(folder, StageError, MEND):
-        lora_halves(lora_config(read_bytes(folder / CONFIG)), read_bytes(folder / WEIGHTS))
+def check_plain(folder: Path, name: str) -> None:
+    """Raise StageError, for ``name``, unless the adapter in ``folder`` is plain LoRA that is whole, whoever attaches
+    it then."""
+    with blaming(name, StageError, MEND):
+        lora_halves(lora_config(read_bytes(folder / CONFIG, 2**20)), read_bytes(folder / WEIGHTS, MOST_BYTES))
 
 
 def made_from(folder: Path, kind: type[Kind]) -> Kind:

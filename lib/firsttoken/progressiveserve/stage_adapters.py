@@ -6,6 +6,7 @@ layers, which base and which data they were made for, so that a wrong pairing is
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,9 +35,12 @@ def check_fit(folder: Path, layers: Sequence[int], base_sha256: str | None) -> N
             f"adapter {folder.name} belongs to the base {made.base_sha256[:12]}, not {str(base_sha256)[:12]}"
         )
     with blaming(folder / WEIGHTS, StageError, MEND):
-        found = set(lora_halves(config, read_bytes(folder / WEIGHTS)))
-    if found != set(layers):
-        raise StageError(f"adapter {folder.name} holds weights for layers {_spans(sorted(found))} only: copy it again")
+        halves = lora_halves(config, read_bytes(folder / WEIGHTS))
+    if halves.keys() != set(layers):
+        raise StageError(f"adapter {folder.name} holds weights for layers {_spans(sorted(halves))} only: copy it again")
+    for path, layer in itertools.product(sorted(set().union(*halves.values())), layers):
+        if path not in halves[layer] and config.targets(f"model.layers.{layer}.{path}"):
+            raise StageError(f"adapter {folder.name}: {path} of layer {layer} has no weights; {MEND}")
 
 
 def load_adapter(model: PreTrainedModel, folder: Path, layers: Sequence[int], base_sha256: str | None) -> PeftModel:

@@ -12,6 +12,8 @@ from threading import Thread
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+from firsttoken.assets.adapter_files import CONFIG as ADAPTER_CONFIG
+from firsttoken.assets.adapter_files import WEIGHTS, check_plain
 from firsttoken.assets.checkpoint import ModelFiles, combined_sha256, stored_dtype, weight_files
 from firsttoken.assets.lock import first_line
 from firsttoken.assets.model_config import CONFIG
@@ -279,6 +281,9 @@ def check_model(config: ServiceConfig) -> None:
     if store is not None and not store.is_dir():
         raise StageError(f"serve: there is no folder {store}; `firsttoken prefix put` makes one")
     config.check_pairs(staged)
+    for name, folder in config.variants:
+        if all((folder / file).is_file() for file in (ADAPTER_CONFIG, WEIGHTS)):  # else whoever reads it says so
+            check_plain(folder, f"adapter of the variant {name}")
     if staged and config.swarm:
         check_files(config.folder, ends_of(read_manifest(config.folder)))
     elif staged:

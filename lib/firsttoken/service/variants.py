@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
-from firsttoken.assets.adapter_files import CONFIG, RECIPE, WEIGHTS, TunedFrom, made_from
+from firsttoken.assets.adapter_files import CONFIG, MOST_BYTES, RECIPE, WEIGHTS, TunedFrom, made_from
 from firsttoken.assets.checkpoint import ModelFiles
 from firsttoken.engine.decoder import Decoder, LocalSegment
 from firsttoken.engine.fused import FusedLayer
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from firsttoken.progressiveserve.staged_serving.stage_versions import StagedModelVersion
 
 ADAPTER_FILES = CONFIG, WEIGHTS
-MOST_BYTES = 4 * 2**30  # of an adapter's weights
 
 
 def read_variants(folders: Mapping[str, Path], files: Base | ModelFiles, device: str) -> dict[str, Adapter]:

@@ -125,7 +125,7 @@ class Models:
                 f"{str(provenance.sha256)[:12]}: train it for this one (firsttoken measure reuse_training)"
             )
         model = half_the_layers(base.model) if name.startswith(HALF) else base.model
-        check_plain(folder)
+        check_plain(folder, f"adapter {name}")
         model = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
         model = as_stored(model, self._profile.stored_dtype(), self._profile.torch_dtype())
         model = model.to(self._profile.torch_device())
