@@ -6,6 +6,7 @@ Tiny random models in fp32. A token of a variant is the same to the bit whoever 
 
 from __future__ import annotations
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,12 @@ from firsttoken.engine.fused import FusedLayer
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.native.library import kernels
 from firsttoken.engine.request import Request, Sampling
-from firsttoken.progressiveserve.loading.lora import Adapter
+from firsttoken.progressiveserve.loading.lora import Adapter, with_adapter
+from firsttoken.service import variants as variants_module
 from firsttoken.service.launch import running
 from firsttoken.service.service_config import ServiceConfig
-from firsttoken.service.variants import read_variants
-from firsttoken.study.errors import FirstTokenError, StageError
+from firsttoken.service.variants import host_variants, read_variants
+from firsttoken.study.errors import FirstTokenError, ModelError, StageError
 
 
 @pytest.fixture(scope="module")
@@ -225,6 +227,21 @@ def test_an_adapter_of_each_kind_answers_as_with_peft_or_is_refused(base, tmp_pa
     assert write(kind, base, tmp_path / "a")
     outcome = examine(base, tmp_path / "a")
     assert not outcome.wrong and bool(outcome.line) == refused
+
+
+def test_a_variant_that_computes_something_else_is_refused(base, tmp_path, monkeypatch) -> None:
+    """A step of it is held to the model's own modules with B A beside their weights."""
+    folder = written(tuned(base, 97), tmp_path / "qa")
+    base.save_pretrained(tmp_path / "base")
+
+    def doubled(layer: nn.Module, slices: Any) -> nn.Module:
+        return with_adapter(layer, {path: (a, 2 * b) for path, (a, b) in slices.items()})
+
+    monkeypatch.setattr(variants_module, "with_adapter", doubled)
+    executor = LiveExecutor(copy.deepcopy(base), 16)
+    with pytest.raises(ModelError, match="the adapter of the variant qa is another model here than by its own"):
+        host_variants(executor, {"qa": folder}, model_files(tmp_path / "base"), "cpu")
+    executor.close()
 
 
 def test_an_adapter_of_another_shape_is_told(base, tmp_path) -> None:

@@ -18,10 +18,11 @@ from fine_tunes import MODULES, greedy
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
+from firsttoken.assets.checkpoint import model_files
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
-from firsttoken.service.variants import Base, host_variants
+from firsttoken.service.variants import host_variants
 from firsttoken.study.errors import FirstTokenError
 
 PROMPT = [5, 7, 9, 11, 30, 31, 40, 41]
@@ -197,7 +198,10 @@ def write(kind: str, base: nn.Module, folder: Path) -> bool:
 
 
 def examine(base: nn.Module, folder: Path) -> Outcome:
-    """Answer one prompt with the adapter in ``folder`` here and with PEFT, each on a copy of ``base``."""
+    """Answer one prompt with the adapter in ``folder`` here and with PEFT, each on a copy of ``base``, which is written
+    beside it."""
+    if not (folder.parent / "base").is_dir():
+        base.save_pretrained(folder.parent / "base")
     theirs = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -210,7 +214,7 @@ def examine(base: nn.Module, folder: Path) -> Outcome:
     model = copy.deepcopy(base)
     executor = LiveExecutor(model, 16)
     try:
-        version = host_variants(executor, {"a": folder}, Base(folder, ""), "cpu")["a"]
+        version = host_variants(executor, {"a": folder}, model_files(folder.parent / "base"), "cpu")["a"]
         engine = Engine(executor)
         request = engine.submit(PROMPT, Sampling(8), version=version)
         engine.run()

@@ -3,25 +3,30 @@ requests of all (S-LoRA, arXiv:2311.03285, and Punica, arXiv:2310.18547, do this
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
 from firsttoken.assets.adapter_files import CONFIG, MOST_BYTES, RECIPE, WEIGHTS, TunedFrom, made_from
-from firsttoken.assets.checkpoint import ModelFiles
+from firsttoken.assets.checkpoint import ModelFiles, combined_sha256
+from firsttoken.engine.compared_step import Comparison, check_rows, prompt_of, reference_rows
 from firsttoken.engine.decoder import Decoder, LocalSegment
 from firsttoken.engine.fused import FusedLayer
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
-from firsttoken.progressiveserve.loading.lora import Adapter, Slices, parse_adapter, with_adapter
+from firsttoken.progressiveserve.checkpoint.manifest import CONFIG as MODEL_CONFIG
+from firsttoken.progressiveserve.checkpoint.manifest import MANIFEST
+from firsttoken.progressiveserve.loading.lora import Adapter, Slices, parse_adapter, plain_lora, with_adapter
 from firsttoken.study.errors import StageError
 from firsttoken.study.parsing.parse_errors import blaming, read_bytes, regular_size
 
 if TYPE_CHECKING:
-    from firsttoken.progressiveserve.staged_serving.stage_versions import StagedModelVersion
+    from firsttoken.progressiveserve.staged_serving.stage_versions import Between, StagedModelVersion
 
 ADAPTER_FILES = CONFIG, WEIGHTS
 
@@ -74,11 +79,36 @@ def _mend(option: str) -> str:
 def host_variants(
     executor: LiveExecutor, folders: Mapping[str, Path], files: ModelFiles, device: str
 ) -> dict[str, ModelVersion]:
-    """Let ``executor``, which runs the model of ``files``, host the variants in ``folders`` too; return them by name.
-    Raises StageError as :func:`read_variants`, and for an adapter that does not fit."""
+    """Let ``executor``, which runs the model of ``files`` and has no request, host the variants in ``folders`` too;
+    return them by name.
+
+    Raises StageError as :func:`read_variants`, and for an adapter that does not fit; ModelError for a variant of which
+    a step is not what the model's own modules and plain LoRA compute.
+    """
     adapters = read_variants(folders, files, device)
     executor.version = base = SharedBase(executor.version.decoder)
-    return {name: base.variant(executor.model, adapter) for name, adapter in adapters.items()}
+    versions = {name: base.variant(executor.model, adapter) for name, adapter in adapters.items()}
+    for name, version in versions.items():
+        _compare(executor, version, adapters[name], files.files, combined_sha256(adapter_files({name: folders[name]})))
+    return versions
+
+
+def _compare(
+    executor: LiveExecutor, version: ModelVersion, adapter: Adapter, files: Sequence[Path], sha256: str
+) -> None:
+    """Hold a step of ``version``, of an adapter of this ``sha256``, to the own modules of the model of ``executor``
+    with plain LoRA, unless it was before with these ``files`` of the model; no step runs meanwhile.
+
+    Raises ModelError for a variant that is another.
+    """
+    dtype, code = executor.pool.shape.dtype, [Path(__file__), Path(inspect.getfile(Adapter))]
+    comparison = Comparison([*files, *code], "variant", sha256, str(dtype), executor.pool.device.type)
+    if comparison.due:
+        prompt = prompt_of(executor.limits)
+        with executor.stock_attention(), plain_lora(executor.model.model.layers, adapter):
+            reference = reference_rows(executor.model, prompt)
+        check_rows(f"the adapter {adapter.name}", partial(executor.rows_of, prompt, version), reference, dtype)
+        comparison.right()
 
 
 def adapted_layers(layers: Sequence[nn.Module], adapter: Adapter, first: int = 0) -> list[nn.Module]:
@@ -141,6 +171,8 @@ class LateVariants:
         self._folders, self._device = folders, device
         self._adapters: dict[str, Adapter] = {}
         self._variants: list[tuple[ModelVersion, Adapter]] = []
+        self._files: tuple[Path, ...] = ()
+        self._sums: dict[str, str] = {}
         self._base: StagedModelVersion
 
     def read(self, folder: Path, sha256: str, layers: Sequence[nn.Module]) -> None:
@@ -149,19 +181,24 @@ class LateVariants:
         Raises StageError as :func:`read_variants`, and for an adapter that does not fit.
         """
         self._adapters = read_variants(self._folders, Base(folder, sha256), self._device)
+        self._files = folder / MODEL_CONFIG, folder / MANIFEST
+        self._sums = {name: combined_sha256(adapter_files({name: path})) for name, path in self._folders.items()}
         for adapter in self._adapters.values():
             adapted_layers(layers, adapter)
 
-    def host(self, version: StagedModelVersion, model: nn.Module) -> dict[str, ModelVersion]:
-        """The variants of ``model`` by name, beside the ``version`` that is its last stage."""
+    def host(self, version: StagedModelVersion, executor: LiveExecutor, between: Between) -> dict[str, ModelVersion]:
+        """The variants by name, beside the ``version`` that is the last stage; ``between`` two steps each is compared
+        as ``host_variants`` does. Raises ModelError."""
         self._base, hosted = version, {}
         (segment,) = version.decoder.segments
         for name, adapter in self._adapters.items():
             layers = adapted_layers(version.modules.base, adapter)
-            variant = hosted[name] = ModelVersion(Decoder(model, [LocalSegment(layers)]), None, version.stage, version)
+            decoder = Decoder(executor.model, [LocalSegment(layers)])
+            variant = hosted[name] = ModelVersion(decoder, None, version.stage, version)
             for number, layer in enumerate(segment.modules):
                 _take(variant, number, layer, adapter)
             self._variants.append((variant, adapter))
+            between(partial(_compare, executor, variant, adapter, self._files, self._sums[name]))
         return hosted
 
     def fuse(self) -> Iterator[None]:

@@ -9,7 +9,8 @@ model does not notice and which rounding to bf16 would pay for with 0.1 % of per
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +91,21 @@ def with_adapter(layer: nn.Module, slices: Slices) -> nn.Module:
             raise StageError(f"the adapter's {path} does not fit this model's layers: train one for this model")
         twin.get_submodule(parent)._modules[leaf] = LoraLinear(base, a, b)
     return twin
+
+
+@contextmanager
+def plain_lora(layers: Sequence[nn.Module], adapter: Adapter) -> Iterator[None]:
+    """Inside the block each linear module of ``layers`` that ``adapter`` is on computes with its weight and B A beside
+    it: what :func:`with_adapter` is held to."""
+    with ExitStack() as hooked:
+        for number, slices in adapter.layers.items():
+            for path, (a, b) in slices.items():
+
+                def add(module: nn.Module, args: tuple[Tensor], y: Tensor, a: Tensor = a, b: Tensor = b) -> Tensor:
+                    return (y + functional.linear(args[0].float(), b @ a)).to(y.dtype)
+
+                hooked.callback(layers[number].get_submodule(path).register_forward_hook(add).remove)
+        yield
 
 
 def shared_copy(module: nn.Module, *, own_parameters: bool = False) -> Any:

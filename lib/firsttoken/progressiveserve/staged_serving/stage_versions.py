@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from firsttoken.engine.live_executor import LiveExecutor
 
 
+Between = Callable[[Callable[[], None]], None]
+"""Lets the engine's thread call something between two steps."""
 FusedBeside = dict[int, tuple[nn.Module, FusedLayer]]
 """By number, a plain layer and the same fused in memory of its own, without an adapter."""
 
@@ -42,9 +44,7 @@ class StagedModelVersion(ModelVersion):
         )
         self.modules = modules
 
-    def compare(
-        self, executor: LiveExecutor, between: Callable[[Callable[[], None]], None], folder: Path, last: bool
-    ) -> None:
+    def compare(self, executor: LiveExecutor, between: Between, folder: Path, last: bool) -> None:
         """Hold a step of this stage of the model in ``folder`` to the model's own modules ``between`` two steps of
         ``executor``, unless it was before. Of a lean model only the ``last`` stage is: requests are open meanwhile.
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # imported by the thread that loads, while requests are alrea
     import torch
     from torch import nn
 
+    from firsttoken.engine.live_executor import LiveExecutor
     from firsttoken.engine.model_version import ModelVersion
     from firsttoken.engine.numpy_model import NumpyModel
     from firsttoken.progressiveserve.loading.loader import StageLoad
@@ -44,7 +45,7 @@ if TYPE_CHECKING:  # imported by the thread that loads, while requests are alrea
     from firsttoken.progressiveserve.loading.stage_weights import StageWeights
     from firsttoken.progressiveserve.loading.views import StageView
     from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
-    from firsttoken.progressiveserve.staged_serving.stage_versions import FusedBeside, StagedModelVersion
+    from firsttoken.progressiveserve.staged_serving.stage_versions import Between, FusedBeside, StagedModelVersion
     from firsttoken.progressiveserve.staged_serving.transitions import Transition
 
 
@@ -169,8 +170,8 @@ class LastStageVariants(Protocol):
         """Read all that is theirs, for the ``layers`` of the model in ``folder``, whose weights have this ``sha256``
         ("" where nobody knows it) and may not be there yet. Raises StageError."""
 
-    def host(self, version: StagedModelVersion, model: nn.Module) -> Mapping[str, ModelVersion]:
-        """The variants of ``model`` by name, beside the ``version`` that is its last stage."""
+    def host(self, version: StagedModelVersion, executor: LiveExecutor, between: Between) -> Mapping[str, ModelVersion]:
+        """The variants by name, beside the ``version`` that is the last stage, each compared ``between`` two steps."""
 
     def fuse(self) -> Iterator[None]:
         """Fuse that version's layers, as it does alone, for the variants too."""
@@ -370,9 +371,8 @@ class StagedServer(LoadingServer):
 
     def _hosted(self) -> Mapping[str, ModelVersion]:
         """The variants that serve with what was made last: none before the last stage."""
-        if self._late is None or self._last.stage < self._stages:
-            return {}
-        return self._late.host(self._last, self._loader.meta_model.model)
+        late = None if self._last.stage < self._stages else self._late
+        return {} if late is None else late.host(self._last, self._live, self._server.between)
 
     def _switch_to(self, view: StagedModelVersion, variants: Mapping[str, ModelVersion]) -> None:
         from firsttoken.progressiveserve.staged_serving.stage_versions import moving
