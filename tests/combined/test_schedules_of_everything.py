@@ -119,7 +119,7 @@ class InStages:
             return
         assert self.engine.publish(version, moving(self.policy)) == []
         if version is self.stages[-1]:
-            self.hosted = self.late.host(version, self.models.model)
+            self.hosted = self.late.host(version, self.engine.executor, lambda compare: None)
             self.names |= {variant: name for name, variant in self.hosted.items()}
             self._fusing = self.late.fuse() if self.models.fused else iter(())
 
