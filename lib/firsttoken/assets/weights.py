@@ -1,15 +1,24 @@
-"""The tensors of a model folder, read from the one list of its files and under the model's names."""
+"""The tensors of a model folder, read from the one list of its files and under the model's names.
 
+They are read and not mapped, as safetensors' own reader does: whoever overwrites a file that is mapped changes answers,
+and whoever cuts it ends the process with SIGBUS.
+"""
+
+import math
+import mmap
 from collections.abc import Callable, Iterator
+from typing import BinaryIO
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from firsttoken.assets.checkpoint import EMBEDDING, HEAD, ModelFiles
+from firsttoken.assets.checkpoint import EMBEDDING, HEAD, STORED, ModelFiles, StoredTensor
 from firsttoken.assets.model_config import CONFIG
 from firsttoken.study.errors import ModelError
+from firsttoken.study.system.direct_io import back, read_at
 
+_WHOLE = {f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
+_TYPES = STORED | _WHOLE | {"BOOL": "bool"}
 _ROWS = 4096  # that are compared at a time: two embeddings of gigabytes are never both in memory
 
 
@@ -18,17 +27,46 @@ def tensors_of(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of ``files`` that are ``wanted``, by the model's name, each once, file by file.
 
-    They are views of the mapped file where ``device`` is the CPU. A tied head comes as the embedding that it is. Raises
-    ModelError as :func:`check_tied`, before the first tensor comes.
+    Each has memory of its own. A tied head comes as the embedding that it is. Raises ModelError as :func:`check_tied`,
+    before the first tensor comes, and as :func:`read_tensor`.
     """
     if wanted(EMBEDDING):
         check_tied(files)
     for file in files.files:
-        here = [(name, stored.name) for name, stored in files.tensors.items() if stored.file == file and wanted(name)]
-        if here:
-            with safe_open(file, "pt", str(device)) as opened:
-                for name, stored_name in here:
-                    yield name, opened.get_tensor(stored_name)
+        tensors = [(name, stored) for name, stored in files.tensors.items() if stored.file == file and wanted(name)]
+        if tensors:
+            with open(file, "rb", buffering=0) as opened:
+                for name, stored in tensors:
+                    yield name, _read(opened, stored).to(device)
+
+
+def read_tensor(stored: StoredTensor) -> Tensor:
+    """The tensor, in memory of its own. Raises ModelError for a file that ends before it."""
+    with open(stored.file, "rb", buffering=0) as opened:
+        return _read(opened, stored)
+
+
+def _read(opened: BinaryIO, stored: StoredTensor, rows: range | None = None) -> Tensor:
+    """The tensor, or these ``rows`` of it."""
+    entry = stored.entry
+    dtype, shape = getattr(torch, _TYPES[entry.dtype]), list(entry.shape)
+    start, size = entry.start, entry.end - entry.start
+    if rows is not None:
+        row = size // shape[0]
+        start, size, shape[0] = start + rows.start * row, len(rows) * row, len(rows)
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    # in what is shared, Python's default, copies of the process would write, too; each mapping goes with its tensor
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    room = memoryview(memory)
+    back(room)
+    read = 0
+    while read < size:
+        came = read_at(opened.fileno(), room[read:], start + read)
+        if not came:
+            raise ModelError(f"{stored.file} was cut while it was read; copy it again")
+        read += came
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
 
 
 def check_tied(files: ModelFiles) -> None:
@@ -39,11 +77,11 @@ def check_tied(files: ModelFiles) -> None:
     if files.second is None:
         return
     first = files.tensors[EMBEDDING]
-    with safe_open(first.file, "pt") as embedding, safe_open(files.second.file, "pt") as head:
-        one, other = embedding.get_slice(first.name), head.get_slice(files.second.name)
-        rows = first.entry.shape[0]
+    rows = first.entry.shape[0]
+    with open(first.file, "rb", buffering=0) as embedding, open(files.second.file, "rb", buffering=0) as head:
         same = first.entry.shape == files.second.entry.shape and all(
-            torch.equal(one[at : at + _ROWS].double(), other[at : at + _ROWS].double()) for at in range(0, rows, _ROWS)
+            torch.equal(_read(embedding, first, some).double(), _read(head, files.second, some).double())
+            for some in (range(start, min(start + _ROWS, rows)) for start in range(0, rows, _ROWS))
         )
     if not same:
         raise ModelError(

@@ -65,7 +65,7 @@ class NumpyModel:
         if self.cached + len(ids) > self.context:
             raise LengthError(f"{self.cached + len(ids)} tokens do not fit a context of {self.context}; shorten it")
         places = np.arange(self.cached, self.cached + len(ids), dtype=np.int64)
-        states = self._through(self.weights.packer.computed(self.weights.rows(ids)), places)
+        states = self._through(self.weights.rows(ids), places)
         self.cached += len(ids)
         logits = self._logits(states[-1:])
         if not np.isfinite(logits.max()):

@@ -1,20 +1,26 @@
 """Weights as the kernels read them, laid out by numpy alone; those of a plain folder, which threads pack as they read.
 
+Files are read and not mapped: whoever cuts a file that is mapped ends the process with SIGBUS.
+
 A model that computes without torch (``numpy_model.py``) asks for them layer by layer, and waits for no other.
 """
 
 from __future__ import annotations
 
-import mmap
+import errno
+import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from firsttoken.assets.checkpoint import EMBEDDING, HEAD, ModelFiles, StoredTensor
-from firsttoken.assets.held import seen
+from firsttoken.assets.checkpoint import EMBEDDING, HEAD, ModelFiles
+from firsttoken.assets.held import CHANGED, seen
 from firsttoken.engine.native.exports import (
     PRODUCTS,
     STORAGE,
@@ -27,7 +33,7 @@ from firsttoken.engine.native.exports import (
     widened,
 )
 from firsttoken.lean.lean_config import LeanConfig, OtherWay, lean_config
-from firsttoken.study.errors import StageError
+from firsttoken.study.errors import ModelError, StageError
 from firsttoken.study.system.cgroup_limits import cores
 
 READ = {"F32": "float32", "BF16": "bfloat16"}
@@ -47,11 +53,38 @@ class LaidOut(NamedTuple):
     kept: list[Any]
 
 
+class OpenFile:
+    """The file ``path``, open for reads by its ``number`` until nothing refers to it. Raises OSError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.number = path, os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
+
+
+@dataclass(frozen=True)
+class FileRows:
+    """A weight of this ``shape`` as it is stored in an open file, from the byte ``start`` on."""
+
+    file: OpenFile
+    start: int
+    shape: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
+Stored = np.ndarray | FileRows
+
+
 class Job(NamedTuple):
-    """A weight that is to be packed: ``row`` tells ``pack_jobs`` of it, and ``kept`` is what that points at."""
+    """A weight that is to be packed, or numbers that are to be copied: ``row`` tells ``pack_jobs`` of it, and ``kept``
+    is what that points at."""
 
     row: list[int]
-    kept: list[np.ndarray]
+    kept: list[Any]
 
 
 class Packer:
@@ -81,7 +114,7 @@ class Packer:
         return stored if self.stored == self.dtype else widened(stored)
 
     def layer(
-        self, number: int, tensors: Mapping[str, np.ndarray], halves: Mapping[str, Halves] = NO_HALVES
+        self, number: int, tensors: Mapping[str, Stored], halves: Mapping[str, Halves] = NO_HALVES
     ) -> tuple[LaidOut, list[Job]]:
         """The layer ``number`` (0-based) of its ``tensors``, as stored, by their names in the layer, and what is to be
         packed of them. ``halves`` are LoRA's by module, of which the kernels add the product.
@@ -89,13 +122,13 @@ class Packer:
         Raises StageError for ``halves`` of a module that the layer does not have, or of other sizes, and OtherWay for
         those that the kernels do not add.
         """
-        norms = [self.computed(tensors[f"{name}_layernorm.weight"]) for name in ("input", "post_attention")]
+        jobs: list[Job] = []
+        norms = [self._numbers([tensors[f"{name}_layernorm.weight"]], jobs) for name in ("input", "post_attention")]
         fields, panels = [np.array([number, *(norm.ctypes.data for norm in norms)], dtype=np.int64)], {}
         kept: list[Any] = norms
-        jobs = []
         for product, parts in PRODUCTS.items():
             biases = [tensors[name] for part in parts if (name := f"{part}.bias") in tensors]
-            bias = self.computed(np.concatenate(biases)) if biases else None
+            bias = self._numbers(biases, jobs) if biases else None
             weights = [tensors[f"{part}.weight"] for part in parts]
             panels[product], mine, job = self._to_pack(weights, bias, gated=product == "gate_up")
             if any(part in halves for part in parts):
@@ -107,7 +140,7 @@ class Packer:
             raise StageError(f"the adapter's {min(unknown)} does not fit this model's layers: train one for this model")
         return LaidOut(np.concatenate(fields), panels, kept), jobs
 
-    def head(self, weight: np.ndarray) -> tuple[LaidOut, Job]:
+    def head(self, weight: Stored) -> tuple[LaidOut, Job]:
         """The head of its ``weight`` [vocabulary, hidden], and what is to be packed of it."""
         panels, fields, job = self._to_pack([weight], None, gated=False)
         return LaidOut(fields, {"head": panels}, []), job
@@ -116,15 +149,49 @@ class Packer:
         """Pack one after the other of ``jobs``, without the interpreter.
 
         Several threads may call this with the same ``taken`` [1], of zeros: each job is then one thread's. Of those
-        that are done, ``done`` [jobs] is 1.
+        that are done, ``done`` [jobs] is 1. Raises ModelError for a file that was cut, and OSError for one that cannot
+        be read.
         """
         table = np.array([job.row for job in jobs], np.int64)
         taken = np.zeros(1, np.int64) if taken is None else taken
         done = np.zeros(len(jobs), np.int64) if done is None else done
-        self.exports.call("pack_jobs", self.dtype, table, len(jobs), self.stored == "bfloat16", taken, done)
+        self._run(table, taken, done)
+        if (faults := np.flatnonzero(done < 0)).size:
+            raise _fault(-int(done[faults[0]]), next(part.file for part in jobs[faults[0]].kept if _is_in_file(part)))
+
+    def read(self, rows: FileRows, ids: np.ndarray | None = None) -> np.ndarray:
+        """The rows of these ``ids`` [rows], or all, in the dtype that computes. Raises as :meth:`pack`."""
+        width = math.prod(rows.shape[1:]) if ids is not None else math.prod(rows.shape)
+        which = np.zeros(1, np.int64) if ids is None else ids
+        numbers = np.empty((len(which), width), STORAGE[self.dtype])
+        table = np.zeros((len(which), 1 + 3 * PARTS), np.int64)
+        table[:, 1] = rows.start + which * (width * np.dtype(STORAGE[self.stored]).itemsize)
+        table[:, 2], table[:, 3] = width, rows.file.number
+        table[:, 4] = numbers.ctypes.data + np.arange(len(which)) * numbers.strides[0]
+        done = np.zeros(len(which), np.int64)
+        self._run(table, np.zeros(1, np.int64), done)
+        if (fault := int(done.min())) < 0:
+            raise _fault(-fault, rows.file)
+        return numbers if ids is not None else numbers.reshape(rows.shape)
+
+    def _run(self, table: np.ndarray, taken: np.ndarray, done: np.ndarray) -> None:
+        self.exports.call("pack_jobs", self.dtype, table, len(table), self.stored == "bfloat16", taken, done)
+
+    def _numbers(self, stored: Sequence[Stored], jobs: list[Job]) -> np.ndarray:
+        """The vectors ``stored``, one behind the other, in the dtype that computes: of those in a file, once the
+        ``jobs`` that this adds are done."""
+        if not any(map(_is_in_file, stored)):
+            return self.computed(np.concatenate(stored))
+        numbers = np.empty(sum(map(len, stored)), STORAGE[self.dtype])
+        end = 0
+        for vector in stored:
+            target, end = numbers[end : end + len(vector)], end + len(vector)
+            row = [0, *_part(vector), target.ctypes.data, *[0] * (3 * PARTS - 4)]
+            jobs.append(Job(row, [vector, target]))
+        return numbers
 
     def _to_pack(
-        self, weights: list[np.ndarray], bias: np.ndarray | None, *, gated: bool
+        self, weights: list[Stored], bias: np.ndarray | None, *, gated: bool
     ) -> tuple[np.ndarray, np.ndarray, Job]:
         """Room for ``weights`` [outputs, inputs], one below the other, as panels, and the fields that name them."""
         outputs, inputs = sum(map(len, weights)), weights[0].shape[1]
@@ -133,11 +200,11 @@ class Packer:
         panels = self.memory.take(count * self.exports.panel * inputs * np.dtype(STORAGE[self.dtype]).itemsize)
         told = [panels.ctypes.data, 0 if bias is None else bias.ctypes.data, outputs, inputs, gated, *[0] * 5]
         fields = np.array(told, dtype=np.int64)
-        parts = [number for weight in weights for number in (weight.ctypes.data, len(weight))]
-        row = [fields.ctypes.data, *parts, *[0] * (2 * PARTS - len(parts))]
+        parts = [number for weight in weights for number in _part(weight)]
+        row = [fields.ctypes.data, *parts, *[0] * (3 * PARTS - len(parts))]
         return panels, fields, Job(row, [fields, panels, *weights])
 
-    def _adapt(self, fields: np.ndarray, weights: Sequence[np.ndarray], halves: Sequence[Halves | None]) -> Any:
+    def _adapt(self, fields: np.ndarray, weights: Sequence[Stored], halves: Sequence[Halves | None]) -> Any:
         """Write to ``fields`` that the product has an adapter; returns what they point at then."""
         for weight, pair in zip(weights, halves, strict=True):
             if pair is not None and (len(pair[1]), pair[0].shape[1]) != weight.shape:
@@ -171,7 +238,8 @@ class NumpyWeights(ABC):
 
     @abstractmethod
     def rows(self, ids: np.ndarray) -> np.ndarray:
-        """The embedding's rows of ``ids`` as they are stored, in memory of their own. Raises as :meth:`layers`."""
+        """The embedding's rows of ``ids`` in the dtype that computes, in memory of their own. Raises as
+        :meth:`layers`."""
 
     @abstractmethod
     def head(self) -> LaidOut:
@@ -205,24 +273,27 @@ class NumpyWeights(ABC):
 class FolderWeights(NumpyWeights):
     """All weights of the plain model folder of ``files``, read and packed by ``threads`` (all cores, unless given).
 
-    Raises OtherWay as :class:`Packer`, and for another architecture or stored dtype, and ModelError as
-    :func:`lean_config`.
+    Raises OtherWay as :class:`Packer`, and for another architecture or stored dtype, ModelError as
+    :func:`lean_config`, and OSError for a file that cannot be opened. No weight is handed out of files that have been
+    cut, or are others than they were: what asks for it raises ModelError.
     """
 
     def __init__(self, files: ModelFiles, threads: int | None = None) -> None:
         config = lean_config(files.folder)
         self.packer = Packer(config, _stored(files))
         self.files, self.seen = files, seen(files.files)
-        self._maps = {file: _mapped(file) for file in files.files}
-        self._head, first = self.packer.head(self._as_stored(EMBEDDING if config.tie_word_embeddings else HEAD))
+        self._opened = {file: OpenFile(file) for file in files.files}
+        self._fault: ModelError | None = None
+        self._whole = False
+        self._head, first = self.packer.head(self._in_file(EMBEDDING if config.tie_word_embeddings else HEAD))
         jobs = [first]  # the largest first, so that one thread packs it beside the layers
-        self._layers = []
+        self._layers: list[tuple[LaidOut, slice]] = []
         for number in range(config.num_hidden_layers):
             place = f"model.layers.{number}."
-            # mapped where they can be: to read them here would wait for the disk, and let nobody import meanwhile
-            mine = {name[len(place) :]: self._as_stored(name) for name in files.tensors if name.startswith(place)}
-            layer, more = self.packer.layer(number, mine)
-            self._layers.append(layer)
+            # not read here: that would wait for the disk
+            tensors = {name[len(place) :]: self._in_file(name) for name in files.tensors if name.startswith(place)}
+            layer, more = self.packer.layer(number, tensors)
+            self._layers.append((layer, slice(len(jobs), len(jobs) + len(more))))
             jobs += more
         taken, self._done = np.zeros(1, np.int64), np.zeros(len(jobs), np.int64)
         threads = threads or cores()
@@ -232,21 +303,25 @@ class FolderWeights(NumpyWeights):
 
     @property
     def packed(self) -> bool:
-        return bool(self._done.all())
+        return bool((self._done == 1).all())
 
     @property
     def fault(self) -> BaseException | None:
-        return first_fault(self._packing)
+        return self._fault or first_fault(self._packing)
 
     def wait(self, timeout_s: float | None = None) -> None:
         wait(self._packing, timeout_s)
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
-        stored = self.files.tensors[EMBEDDING]
-        return self._bytes(stored).reshape(stored.entry.shape[0], -1)[ids].view(STORAGE[self.packer.stored])
+        rows = self.packer.read(self._in_file(EMBEDDING), ids)
+        self._check()
+        return rows
 
     def head(self) -> LaidOut:
-        self._wait_for(slice(1))
+        if not self._whole:  # every answer asks for it: none comes of files that changed while they were packed
+            self._wait_for(slice(None))
+            self._check()
+            self._whole = True
         return self._head
 
     def norm(self) -> np.ndarray:
@@ -256,15 +331,15 @@ class FolderWeights(NumpyWeights):
         """Do nothing: the system is reading already."""
 
     def _laid_out(self) -> Iterator[LaidOut]:
-        for number, layer in enumerate(self._layers):
-            self._wait_for(slice(1 + number * len(PRODUCTS), 1 + (number + 1) * len(PRODUCTS)))
+        for layer, jobs in self._layers:
+            self._wait_for(jobs)
             yield layer
 
     @property
     def panels(self) -> list[dict[str, np.ndarray]]:
         """The packed weights of each layer by product."""
         self._wait_for(slice(1, None))
-        return [layer.panels for layer in self._layers]
+        return [layer.panels for layer, _ in self._layers]
 
     @property
     def small(self) -> list[str]:
@@ -273,25 +348,45 @@ class FolderWeights(NumpyWeights):
         return [name for name in self.files.tensors if not any(name.endswith(one) for one in packed)]
 
     def parameter(self, name: str) -> np.ndarray:
-        """The tensor called ``name`` in the dtype that computes: a view of the mapped file where that is the stored."""
-        return self.packer.computed(self._as_stored(name))
+        """The tensor called ``name`` in the dtype that computes."""
+        return self.packer.read(self._in_file(name))
 
     def _wait_for(self, jobs: slice) -> None:
         """Wait until these jobs are done. Raises what their thread raised."""
-        while not self._done[jobs].all():
+        while not (self._done[jobs] == 1).all():
             if not wait(self._packing, POLL_S).not_done and not self.packed:
                 for ended in self._packing:
                     ended.result()
 
-    def _as_stored(self, name: str) -> np.ndarray:
-        """The tensor called ``name``: a view of the mapped file, or a copy where it begins at an odd place."""
+    def _in_file(self, name: str) -> FileRows:
+        """The tensor called ``name``."""
         stored = self.files.tensors[name]
-        found = self._bytes(stored).view(STORAGE[self.packer.stored])
-        return np.require(found.reshape(stored.entry.shape), requirements="A")
+        return FileRows(self._opened[stored.file], stored.entry.start, tuple(stored.entry.shape))
 
-    def _bytes(self, stored: StoredTensor) -> np.ndarray:
-        start, end = stored.entry.start, stored.entry.end
-        return np.frombuffer(self._maps[stored.file], np.uint8, end - start, start)
+    def _check(self) -> None:
+        """Raise ModelError where the files are others than they were."""
+        if self._fault is None and seen(self.files.files) != self.seen:
+            self._fault = ModelError(CHANGED.format(folder=self.files.folder))
+        if self._fault is not None:
+            raise self._fault
+
+
+def _is_in_file(part: object) -> bool:
+    return isinstance(part, FileRows)
+
+
+def _part(stored: Stored) -> tuple[int, int, int]:
+    """What ``pack_jobs`` is told of ``stored``: where it begins, its rows, and the number of its file or -1."""
+    if isinstance(stored, FileRows):
+        return stored.start, len(stored), stored.file.number
+    return stored.ctypes.data, len(stored), -1
+
+
+def _fault(number: int, file: OpenFile) -> Exception:
+    """The error of this ``number`` that a read of ``file`` met."""
+    if number == errno.ENODATA:
+        return ModelError(f"{file.path} was cut while it was read; copy it again")
+    return OSError(number, os.strerror(number), str(file.path))
 
 
 def first_fault(futures: Iterable[Future[Any]]) -> BaseException | None:
@@ -314,9 +409,3 @@ def _exports() -> Exports:
         return load_exports()
     except (OSError, AttributeError) as error:
         raise OtherWay(f"its kernels cannot be built here ({error})") from error
-
-
-def _mapped(file: object) -> mmap.mmap:
-    """``file`` mapped so that nothing writes to it; what is written to the map stays there."""
-    with open(file, "rb") as opened:
-        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)

@@ -125,8 +125,8 @@ def take_over(model: NumpyModel, blocks: int, host_blocks: int = 0) -> LiveExecu
     """What runs the weights of ``model``, those of a plain folder, over a pool of ``blocks`` KV blocks, and as many of
     ``host_blocks`` in host memory.
 
-    The packed weights are the same memory; what is small is copied, and so is the embedding, as its file may change.
-    Layers are in the executor's version, fused; its plain model has none.
+    The packed weights are the same memory; what is small is read, and so is the embedding. Layers are in the executor's
+    version, fused; its plain model has none.
     """
     import torch
     from torch import nn
@@ -141,7 +141,7 @@ def take_over(model: NumpyModel, blocks: int, host_blocks: int = 0) -> LiveExecu
     weights: FolderWeights = model.weights
     plain = lean_on_meta(weights.files.folder, dtypes.named(model.dtype))
     for name in weights.small:
-        put(plain, name, as_tensor(model, weights.parameter(name).copy()))
+        put(plain, name, as_tensor(model, weights.parameter(name)))
     plain.tie_weights()
     layers = zip(plain.model.layers, weights.panels, strict=True)
     segment = LocalSegment([FusedLayer(layer, panels) for layer, panels in layers])

@@ -47,7 +47,7 @@ def build_lean(folder: Path, dtype: torch.dtype) -> LeanModel | PreTrainedModel:
 
 
 def load_lean(files: ModelFiles, dtype: torch.dtype, device: str | torch.device) -> LeanModel | PreTrainedModel:
-    """The model of :func:`build_lean` with its weights on ``device``; on a CPU they are views of the mapped files.
+    """The model of :func:`build_lean` with its weights on ``device``, in memory of their own.
 
     Raises ModelError for a parameter that ``files`` lack, or that is another there.
     """

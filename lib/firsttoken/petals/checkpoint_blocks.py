@@ -17,16 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from firsttoken.assets.checkpoint import CODES, combined_sha256, model_files
+from firsttoken.assets.checkpoint import CODES, StoredTensor, check_shard, combined_sha256, model_files
 from firsttoken.assets.empty_model import build_on_meta, put
 from firsttoken.assets.model_config import CONFIG
 from firsttoken.assets.servable import check_servable
-from firsttoken.assets.weights import check_tied, tensors_of
+from firsttoken.assets.weights import check_tied, read_tensor, tensors_of
 from firsttoken.engine.linear8 import KEPT, Linear8, coded
 from firsttoken.study.errors import ModelError, SwarmError
 from firsttoken.study.files import new_folder
@@ -90,8 +89,8 @@ def _fill(model: PreTrainedModel, folder: Path, place: Callable[[str], str | Non
     """Put the tensors that ``place`` gives a name in ``model`` there."""
     in_8_bits: dict[str, dict[str, Tensor]] = {}
     files = check_servable(folder, in_8_bits=True)
-    for stored, mapped in tensors_of(files, lambda name: place(name) is not None):
-        name, tensor = place(stored), mapped.clone()  # a slice of the mapped file would keep all of it
+    for stored, tensor in tensors_of(files, lambda name: place(name) is not None):
+        name = place(stored)
         path, _, leaf = name.rpartition(".")
         if leaf in (CODES, SCALES):
             in_8_bits.setdefault(path, {})[leaf] = tensor
@@ -136,15 +135,14 @@ def write_8_bits(source: Path, target: Path) -> int:
 
 
 def _resting(file: Path) -> Iterator[tuple[str, Tensor]]:
-    with safe_open(file, "pt") as opened:
-        for name in opened.keys():  # noqa: SIM118 (it is no dict)
-            tensor, found = opened.get_tensor(name), _WEIGHT.fullmatch(name)
-            if not found or tensor.dim() != 2:
-                yield name, tensor
-                continue
-            codes, scales = coded(tensor)
-            yield f"{found[1]}.{CODES}", codes
-            yield f"{found[1]}.{SCALES}", scales
+    for name, entry in check_shard(file).tensors.items():
+        tensor, found = read_tensor(StoredTensor(file, name, entry)), _WEIGHT.fullmatch(name)
+        if not found or tensor.dim() != 2:
+            yield name, tensor
+            continue
+        codes, scales = coded(tensor)
+        yield f"{found[1]}.{CODES}", codes
+        yield f"{found[1]}.{SCALES}", scales
 
 
 def put_8_bits(model: nn.Module, path: str, parts: Mapping[str, Tensor]) -> None:

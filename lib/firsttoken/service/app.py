@@ -57,7 +57,11 @@ class ShutdownGate:
             raise ClosedError("the service is shutting down and takes nothing new; ask it again when it is back")
 
     def wait(self, grace_s: float) -> None:
-        """Wait until nobody is inside, at most ``grace_s`` seconds; a thread that has nothing else to do calls this."""
+        """Wait until nobody is inside, at most ``grace_s`` seconds; a thread that has nothing else to do calls this.
+
+        Who has connected and sent may not have been read yet, and is told that the service ends: it waits for them.
+        """
+        time.sleep(2 * _POLL_S)
         until = time.monotonic() + grace_s
         while self.inside and time.monotonic() < until:
             time.sleep(_POLL_S)
@@ -93,8 +97,14 @@ class AuthMiddleware:
     """Refuses before ``app`` reads anything.
 
     With a ``key`` everything below /v1/ asks for it. With ``loopback`` the Host must be an address or localhost: a
-    foreign name that resolves to this machine (DNS rebinding) would make its page ours. A POST from a page of another
-    origin is refused whatever its content type, as text/plain needs no leave of ours.
+    foreign name that resolves to this machine (DNS rebinding) would make its page ours. HTTP/1.0 has none, and no
+    browser speaks that. A POST from a page of another origin is refused whatever its content type, as text/plain needs
+    no leave of ours.
+
+    Behind a proxy, such as JupyterHub's, the browser knows the service by another name than the Host says, or the Host
+    is that name. Then it is the browser itself that says whether page and request are of one origin: no script can set
+    Sec-Fetch-Site. A browser sends that to https and to this machine alone, which a rebound name is neither of: a
+    foreign Host is taken with it, and where there is an Origin, with one of https.
     """
 
     def __init__(self, app: ASGIApp, key: str | None, loopback: bool) -> None:
@@ -106,16 +116,19 @@ class AuthMiddleware:
             told = f"the head of the request is longer than {MOST_HEAD_BYTES:,} bytes; send less in it"
             await refusing(HTTPException(431, told))(scope, receive, send)
             return
-        if scope["type"] == "http" and (error := self._odd(scope["method"], scope["path"], Headers(scope=scope))):
+        if scope["type"] == "http" and (error := self._odd(scope, Headers(scope=scope))):
             await refusing(error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _odd(self, method: str, path: str, headers: Headers) -> HTTPException | None:
-        host, origin = headers.get("host", ""), headers.get("origin")
-        if self._loopback and not _is_local(host):
+    def _odd(self, scope: Scope, headers: Headers) -> HTTPException | None:
+        path, host, origin = scope["path"], headers.get("host"), headers.get("origin")
+        site = headers.get("sec-fetch-site")
+        hostless = host is None and scope["http_version"] == "1.0"
+        if self._loopback and not (hostless or _is_local(host or "") or _is_by_https(site, origin)):
             return HTTPException(403, "this service is for its own machine; ask for 127.0.0.1 or localhost")
-        if method not in ("GET", "HEAD") and origin is not None and urlsplit(origin).netloc != host:
+        foreign = origin is not None and site != "same-origin" and urlsplit(origin).netloc != host
+        if foreign and scope["method"] not in ("GET", "HEAD"):
             return HTTPException(403, "pages of another origin are not answered")
         if self._key is not None and path.startswith("/v1/") and not self._is_key(headers.get("authorization", "")):
             told = {"WWW-Authenticate": "Bearer"}
@@ -125,6 +138,11 @@ class AuthMiddleware:
     def _is_key(self, given: str) -> bool:
         scheme, _, key = given.partition(" ")
         return hmac.compare_digest(key.strip().encode(), self._key.encode()) and scheme.lower() == "bearer"
+
+
+def _is_by_https(site: str | None, origin: str | None) -> bool:
+    """Whether a browser says that its user, or a page of the same origin, asks, and asks by https."""
+    return site in ("same-origin", "none") and (origin is None or urlsplit(origin).scheme == "https")
 
 
 def _is_local(host: str) -> bool:

@@ -12,6 +12,7 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -110,7 +111,7 @@ def _watched(config: ServiceConfig, broken: Callable[[FirstTokenError], None]) -
     """Replicas have no terminal: for the time of the block a thread asks them how they are."""
     ended, said = threading.Event(), dict[str, str | None]()
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
-    url = f"http://{f'[{host}]' if ':' in host else host}:{config.port}/stage"
+    url = f"{replace(config, host=host).url}/stage"
 
     def watch() -> None:
         while not ended.wait(_POLL_S):

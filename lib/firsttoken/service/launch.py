@@ -37,11 +37,11 @@ def running(config: ServiceConfig, broken: Callable[[FirstTokenError], None] = l
     config = replace(config, folder=config.folder.resolve())  # replicas may have another working directory
     check_model(config)
     with _serving(config, broken):
-        yield f"http://{config.host}:{config.port}"
+        yield config.url
 
 
 def _serving(config: ServiceConfig, broken: Callable[[FirstTokenError], None]) -> AbstractContextManager[None]:
-    if config.replicas == 1 and config.cluster is None:
+    if config.one_process:
         return _one_process(config, broken)
     from firsttoken.service.cluster import replicas
 
@@ -69,7 +69,7 @@ def _one_process(config: ServiceConfig, broken: Callable[[FirstTokenError], None
             import uvicorn
 
             from firsttoken.service.app import build_replica
-            from firsttoken.service.unread import MOST_HEAD_BYTES, limited_protocol
+            from firsttoken.service.unread import MOST_HEAD_BYTES, SILENT_S, limited_protocol
         except ImportError as error:
             raise StageError('serve needs uvicorn and starlette: pip install -e ".[serve]" in the clone') from error
         app = build_replica(config, "replica-0", broken, comes)
@@ -78,6 +78,8 @@ def _one_process(config: ServiceConfig, broken: Callable[[FirstTokenError], None
             app,
             http=limited_protocol(app.state.unread, config.body_s),
             h11_max_incomplete_event_size=2 * MOST_HEAD_BYTES,  # the protocol's own limit comes first
+            ws="none",  # who offers another protocol is answered over this one
+            timeout_keep_alive=SILENT_S,
             log_level="error",
             access_log=False,
             timeout_graceful_shutdown=5,
@@ -88,7 +90,7 @@ def _one_process(config: ServiceConfig, broken: Callable[[FirstTokenError], None
         try:
             while not server.started:
                 if not thread.is_alive():
-                    raise StageError(f"the service did not start on {config.host}:{config.port}: choose another --port")
+                    raise StageError(f"the service did not start on {config.address}: choose another --port")
                 time.sleep(0.005)
             trial = (config.model, app.state.template)  # which is another process, and nothing waits for it
             threading.Thread(target=_try_template, args=trial, name="template", daemon=True).start()
@@ -105,7 +107,8 @@ def _one_process(config: ServiceConfig, broken: Callable[[FirstTokenError], None
 
 def serve_forever(config: ServiceConfig) -> None:
     """Serve until Ctrl-C or SIGTERM, then let what runs end, as ``grace_s`` of the configuration allows, and shut down;
-    a second one ends at once. Raises as :func:`running`, and StageError when it cannot go on."""
+    a second one ends at once. One that comes during the start waits until whoever has connected can be answered, but
+    interrupts Ray's. Raises as :func:`running`, and StageError when it cannot go on."""
     ended = SimpleQueue[FirstTokenError | None]()  # whose put, unlike an event's set, may interrupt its own get
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
@@ -115,20 +118,35 @@ def serve_forever(config: ServiceConfig) -> None:
 
     def interrupt(number: int, frame: object) -> None:
         ended.put(None)  # what starts may swallow the exception: a service behind Ray once went on without an end
-        signal.default_int_handler(number, frame)
+        raise KeyboardInterrupt
 
-    if before[signal.SIGINT] is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupt)
-    with _restored(before), running(config, ended.put) as url:
-        for number in before:
+    for number, handler in before.items():
+        if config.one_process:  # its port opens long before it has started, and who has connected then is answered
             signal.signal(number, end)
-        print(f"{config.model} is served at {url}; Ctrl-C ends it. Try:", flush=True)
-        print(f"  {_EXAMPLE.format(url=url)}", flush=True)
-        if less := shortened(config.folder):
-            print(less, flush=True)
+        elif handler is not signal.SIG_IGN:
+            signal.signal(number, interrupt)
+    with _restored(before), running(config, ended.put) as url:
+        if not config.one_process:
+            for number in before:
+                signal.signal(number, end)
+        if ended.empty():
+            _announce(config, url)
         if (fault := _first(ended)) is not None:
             raise fault
         print("shutting down", flush=True)
+
+
+def _announce(config: ServiceConfig, url: str) -> None:
+    """Say where the service is, and who can ask it."""
+    if not config.loopback and config.api_key is None:
+        reach = "every machine that reaches this one" if config.host in ("0.0.0.0", "::") else f"whoever reaches {url}"
+        print(
+            f"firsttoken: {reach} can ask this service; --api-key-file FILE asks for a key", file=sys.stderr, flush=True
+        )
+    print(f"{config.model} is served at {url}; Ctrl-C ends it. Try:", flush=True)
+    print(f"  {_EXAMPLE.format(url=url)}", flush=True)
+    if less := shortened(config.folder):
+        print(less, flush=True)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from firsttoken.assets.adapter_files import CONFIG as ADAPTER_CONFIG
 from firsttoken.assets.adapter_files import WEIGHTS, check_plain
 from firsttoken.assets.checkpoint import ModelFiles, combined_sha256, stored_dtype, weight_files
+from firsttoken.assets.held import unchanged
 from firsttoken.assets.lock import first_line
 from firsttoken.assets.model_config import CONFIG
 from firsttoken.assets.positions import context_in
@@ -87,14 +88,12 @@ class PlainServer(LoadingServer):
 
     def _import(self) -> None:
         """Import all that loads, but not transformers, which only few folders ask for."""
-        from firsttoken.assets import held  # noqa: F401
         from firsttoken.lean import build  # noqa: F401
 
     def _begin(self) -> bool:
         """Read it all. Raises PermanentFault for a folder that cannot be read: it stays as it is."""
         import torch
 
-        from firsttoken.assets.held import unchanged
         from firsttoken.engine.native.library import kernels
 
         self._stages = 1
@@ -203,9 +202,8 @@ def load_plain(files: ModelFiles, dtype: torch.dtype, device: str) -> nn.Module:
     more, which a line on the terminal says. Raises ModelError for a folder that cannot be read, or of another family.
     """
     from firsttoken.assets.decoder_layers import layers_of
-    from firsttoken.assets.held import hold
 
-    model = hold(_loaded(files, dtype, device))
+    model = _loaded(files, dtype, device)
     layers_of(model)  # which the engine runs
     return model
 

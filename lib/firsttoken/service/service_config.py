@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import os
 import re
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -270,9 +271,26 @@ class ServiceConfig:
         return self.folder.resolve().name
 
     @property
+    def one_process(self) -> bool:
+        """Whether this process serves, and not Ray."""
+        return self.replicas == 1 and self.cluster is None
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT, as it stands in a URL."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """The service's address for a browser."""
+        return f"http://{self.address}"
+
+    @property
     def loopback(self) -> bool:
         """Whether only this machine can connect."""
-        return self.host == "localhost" or self.host.startswith("127.") or self.host == "::1"
+        with suppress(ValueError):
+            return ipaddress.ip_address(self.host).is_loopback
+        return self.host == "localhost"
 
 
 def read_key(file: Path | None) -> str | None:
@@ -297,7 +315,7 @@ def listening(config: ServiceConfig) -> Iterator[socket.socket]:
     try:
         listener = socket.create_server((config.host, config.port), family=family, backlog=1024)
     except OSError as error:
-        raise StageError(f"cannot listen on {config.host}:{config.port} ({error.strerror}): choose --port") from error
+        raise StageError(f"cannot listen on {config.address} ({error.strerror}): choose --port") from error
     with listener:
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * config.stalled_s))

@@ -30,14 +30,23 @@ Layer<T> read_layer(const int64_t* fields) {
 }
 
 // Pack one weight after another, until every one is somebody's: several threads may call this, each of which takes the next.
-// A job is where the fields of its weight are and its PARTS parts, of which the last may be empty; done [count] becomes 1.
+// A job is where the fields of its weight are and its PARTS parts, of which the last may be empty; without fields the numbers
+// of the first part are copied to the rows of the second. done [count] becomes 1, or minus the number of an error, after
+// which no more are taken.
 template <class T, class Stored>
 void pack_jobs(const int64_t* jobs, int64_t count, int64_t* taken, int64_t* done) {
     for (int64_t at; (at = __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED)) < count;) {
-        const int64_t* const job = jobs + at * (1 + 2 * PARTS);
-        const Weight<T> weight = read_weight<T>((const int64_t*)job[0]);
-        pack_parts<T, Stored>((const Part*)(job + 1), weight, (T*)weight.panels);
-        __atomic_store_n(done + at, 1, __ATOMIC_RELEASE);
+        const int64_t* const job = jobs + at * (1 + 3 * PARTS);
+        const Part* const parts = (const Part*)(job + 1);
+        int64_t fault;
+        if (job[0] == 0) {
+            fault = copy_part<T, Stored>(parts[0], (T*)parts[1].rows);
+        } else {
+            const Weight<T> weight = read_weight<T>((const int64_t*)job[0]);
+            fault = pack_parts<T, Stored>(parts, weight, (T*)weight.panels);
+        }
+        if (fault) __atomic_store_n(taken, count, __ATOMIC_RELAXED);
+        __atomic_store_n(done + at, fault ? -fault : 1, __ATOMIC_RELEASE);
     }
 }
 

@@ -4,9 +4,13 @@
 
 #pragma once
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <utility>
+#include <vector>
 
 #include "team.h"
 #include "vectors.h"
@@ -86,20 +90,70 @@ void pack(Member& member, const T* rows, const Weight<T>& weight, T* panels) {
     });
 }
 
-// The parts of a weight, one below the other: rows of each, as they are stored, and how many.
+// The parts of a weight, one below the other: rows of each, as they are stored, and how many. Where there is a file (an open
+// one's number, or -1), rows is the byte in it at which they begin, or else their address.
 constexpr int64_t PARTS = 3;
 struct Part {
-    int64_t rows, outputs;
+    int64_t rows, outputs, file;
 };
 
+// Read all of these bytes of an open file. Returns 0, or the error's number, ENODATA for a file that ends before them: a
+// mapping of a file that somebody cuts would end the process instead.
+inline int64_t read_all(int64_t file, char* to, int64_t size, int64_t offset) {
+    while (size > 0) {
+        const ssize_t came = pread((int)file, to, (size_t)size, (off_t)offset);
+        if (came < 0 && errno == EINTR) continue;
+        if (came <= 0) return came < 0 ? errno : ENODATA;
+        to += came, size -= came, offset += came;
+    }
+    return 0;
+}
+
+// The rows [inputs] of a part, which are asked for in their order: of a file so many are read at a time as stay in the cache.
+template <class Stored>
+struct PartRows {
+    static constexpr int64_t BYTES = 256 << 10;
+    std::vector<Stored> read;
+    int64_t first = 0, count = 0;
+
+    // Where a row is; nullptr after a fault, which becomes the error's number.
+    const Stored* at(const Part& part, int64_t row, int64_t inputs, int64_t& fault) {
+        if (part.file < 0) return (const Stored*)part.rows + row * inputs;
+        if (row >= first + count) {
+            const int64_t size = inputs * (int64_t)sizeof(Stored);
+            first = row, count = std::min(std::max(BYTES / size, (int64_t)1), part.outputs - row);
+            read.resize(count * inputs);
+            fault = read_all(part.file, (char*)read.data(), count * size, part.rows + row * size);
+        }
+        return fault ? nullptr : read.data() + (row - first) * inputs;
+    }
+};
+
+// Returns 0, or the number of the error that met a file.
 template <class T, class Stored>
-void pack_parts(const Part* parts, const Weight<T>& weight, T* panels) {
-    for (int64_t panel = 0; panel < weight.count(); ++panel)
+int64_t pack_parts(const Part* parts, const Weight<T>& weight, T* panels) {
+    int64_t fault = 0;
+    PartRows<Stored> rows[PARTS];
+    for (int64_t panel = 0; panel < weight.count() && !fault; ++panel)
         pack_panel(weight, panel, panels, [&](int64_t row) {
-            const Part* part = parts;
-            for (; row >= part->outputs; ++part) row -= part->outputs;
-            return (const Stored*)part->rows + row * weight.inputs;
+            int64_t number = 0;
+            for (; row >= parts[number].outputs; ++number) row -= parts[number].outputs;
+            return rows[number].at(parts[number], row, weight.inputs, fault);
         });
+    return fault;
+}
+
+// Copy the numbers of a part that is in a file, one to a row. Returns as pack_parts.
+template <class T, class Stored>
+int64_t copy_part(const Part& part, T* to) {
+    int64_t fault = 0;
+    PartRows<Stored> rows;
+    for (int64_t row = 0; row < part.outputs; row += rows.count) {
+        const Stored* const from = rows.at(part, row, 1, fault);
+        if (from == nullptr) return fault;
+        for (int64_t i = 0; i < rows.count; ++i) copy(from[i], to[row + i]);
+    }
+    return 0;
 }
 
 // Lay out b [outputs, rank], whose outputs belong to the adapters at offsets [outputs], as an Adapter has it. Returns whether

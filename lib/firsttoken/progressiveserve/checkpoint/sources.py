@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -20,7 +19,7 @@ from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.assets.servable import check_servable, model_shapes
 from firsttoken.assets.shapes import shape_config
 from firsttoken.assets.text_tokenizer import check_same_ids
-from firsttoken.assets.weights import check_tied
+from firsttoken.assets.weights import check_tied, read_tensor
 from firsttoken.progressiveserve.checkpoint.names import SERVED, torch_dtype
 from firsttoken.study.errors import ModelError
 
@@ -85,9 +84,7 @@ class FolderSource:
         return torch_dtype(self._stored[name].entry.dtype)
 
     def get(self, name: str) -> Tensor:
-        stored = self._stored[name]
-        with safe_open(stored.file, "pt") as opened:
-            return finite(name, opened.get_tensor(stored.name))
+        return finite(name, read_tensor(self._stored[name]))
 
     def write_side_files(self, folder: Path) -> None:
         for pattern in _SIDE_FILES:

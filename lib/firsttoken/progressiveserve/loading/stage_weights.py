@@ -128,7 +128,7 @@ class StageWeights(NumpyWeights):
         return {layer: made.result().panels for layer, made in made if layer is not None}
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
-        return self._ends[EMBEDDING].result()[ids]
+        return self.packer.computed(self._ends[EMBEDDING].result()[ids])
 
     def head(self) -> LaidOut:
         for index, made in self._made.items():
