@@ -85,7 +85,7 @@ def draw(seed: int, number: int) -> Iterator[Start]:
 
 
 class Models:
-    """Two models of one shape, each as a plain folder and in stages below ``place``, and what they say to ``PROMPTS``."""
+    """Two models of one shape below ``place``, each as a plain folder and in stages, and what they say."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -156,7 +156,7 @@ def service(
 
 
 def ask(port: int, prompt: str) -> tuple[int, str, float]:
-    """The status and text of an answer; 0 where there was no connection, and -1 where it broke off. When it was sent."""
+    """The status and text of an answer, and when it was sent; 0 without a connection, and -1 where that broke off."""
     sent_s = math.inf
     body = json.dumps({"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True})
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
@@ -242,7 +242,7 @@ def run(start: Start, models: Models, scratch: Path) -> Start:
             process.send_signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(PATIENCE_S)
-            if process.returncode != 0:
+            if process.returncode not in ((0, 2) if start.misfortune == "cut" else (0,)):
                 faults.append(f"ended with {process.returncode} when it was told to")
         process.errors.seek(0)
         text = process.errors.read()

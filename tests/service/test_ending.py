@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -140,3 +140,31 @@ def test_a_second_signal_waits_for_nobody(folder: Path) -> None:
         until(lambda: httpx.get(f"{url}/health").json()["state"] == "closing", "it has heard")
         process.send_signal(signal.SIGTERM)
         assert process.wait(TIMEOUT_S) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_who_connected_before_the_service_had_started_is_answered(folder: Path, number: signal.Signals) -> None:
+    """The port listens while what serves is still imported; the signal comes at once."""
+    port = free_port()
+    command = [sys.executable, "-m", "firsttoken", "serve", str(folder), "--port", str(port), "--grace-s", "30"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    body = json.dumps(asked(4)).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    clients = []
+
+    def connected() -> bool:
+        with suppress(ConnectionRefusedError):
+            clients.append(socket.create_connection(("127.0.0.1", port), TIMEOUT_S))
+        return bool(clients)
+
+    try:
+        until(connected, "the port is open")
+        with clients[0] as client:
+            client.sendall(head + body)
+            process.send_signal(number)
+            assert client.recv(1 << 16).split()[1] in (b"200", b"503")
+        out, errors = process.communicate(timeout=TIMEOUT_S)
+        assert (process.returncode, out, errors) == (0, "shutting down\n", "")
+    finally:
+        process.kill()
+        process.communicate()

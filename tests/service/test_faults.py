@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import socket
 from collections.abc import Iterator
@@ -174,9 +175,26 @@ class TestWhoIsLetIn:
         for headers in ({"Origin": url}, {}):
             assert httpx.post(f"{url}/v1/completions", json=ASKED, headers=headers).status_code == 200
 
+    def test_our_own_page_behind_a_proxy(self, url) -> None:
+        """Under the name of a hub that is asked by https, whether the proxy says that name as the Host or not."""
+        hub, others = "hub.example", ("cross-site", "same-site", "none", "")
+        for host in (urlsplit(url).netloc, hub):
+            named = {"Host": host, "Sec-Fetch-Site": "same-origin"}
+            page = httpx.get(url, headers=named | {"Sec-Fetch-Site": "none"})
+            assert page.status_code == httpx.get(f"{url}/stage", headers=named).status_code == 200
+            asked = functools.partial(httpx.post, f"{url}/v1/completions", json=ASKED)
+            assert asked(headers=named | {"Origin": f"https://{hub}"}).status_code == 200
+            for site in others:
+                headers = named | {"Origin": "https://evil.example", "Sec-Fetch-Site": site}
+                assert asked(headers=headers).status_code == 403
+        rebound = {"Host": "evil.example", "Origin": "http://evil.example", "Sec-Fetch-Site": "same-origin"}
+        assert asked(headers=rebound).status_code == 403
+
     def test_no_name_that_only_resolves_to_this_machine(self, url) -> None:
         for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", ""):
             assert httpx.get(f"{url}/v1/models", headers={"Host": host}).status_code == 403
+        for host in ("localhost", "[::1]:8000", "[::1]", "127.0.0.2:1"):
+            assert httpx.get(f"{url}/v1/models", headers={"Host": host}).status_code == 200
 
     def test_the_key_and_nothing_else(self, tiny) -> None:
         with serving(tiny, api_key=KEY) as url:

@@ -1,18 +1,26 @@
-"""Weights files that are overwritten or cut while a service runs: answers stay, and nothing else is answered."""
+"""Weights files that are overwritten or cut while a service starts or runs: nothing else is answered, and no process
+ends by a signal.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
+from gated import KEY, gated
 from services import GREEDY, TIMEOUT_S, serving
+from small_models import small_model
+from waiting import until
 
 from firsttoken.assets.checkpoint import weight_files
 from firsttoken.assets.held import unchanged
+from firsttoken.engine.native.library import kernels
 from firsttoken.study.errors import ModelError
 
 Damage = Callable[[Path], None]
@@ -59,3 +67,78 @@ def test_a_file_that_changes_while_it_is_read_is_refused(plain: Path, tmp_path: 
     folder = Path(shutil.copytree(plain, tmp_path / "model"))
     with pytest.raises(ModelError, match="were changed"), unchanged(weight_files(folder)):
         overwritten(folder / "model.safetensors")
+
+
+def test_a_change_is_told_in_the_place_of_what_it_led_to(plain: Path, tmp_path: Path) -> None:
+    """Whoever tries again then reads what is there by then."""
+    folder = Path(shutil.copytree(plain, tmp_path / "model"))
+    with pytest.raises(ModelError, match="were changed"), unchanged(weight_files(folder)):
+        cut(folder / "model.safetensors")
+        raise ValueError
+
+
+READ = """
+import os, shutil, sys
+from pathlib import Path
+import torch
+from firsttoken.assets.servable import check_servable
+from firsttoken.assets.weights import read_tensor, tensors_of
+from firsttoken.engine.native.library import kernels
+from firsttoken.engine.numpy_model import NumpyModel
+from firsttoken.engine.numpy_weights import FolderWeights
+from firsttoken.petals import checkpoint_blocks
+from firsttoken.progressiveserve.checkpoint.sources import FolderSource
+from firsttoken.study.errors import ModelError
+
+def span(folder, files):
+    checkpoint_blocks.check_servable = lambda *_, **__: files
+    checkpoint_blocks.load_span(folder, range(1, 3), torch.float32)
+
+READERS = {
+    "numpy": lambda folder, files, source: NumpyModel(FolderWeights(files)).logits([1, 2]),
+    "torch": lambda folder, files, source: dict(tensors_of(files)),
+    "tensors": lambda folder, files, source: [read_tensor(stored) for stored in files.tensors.values()],
+    "stages": lambda folder, files, source: [source.get(name) for name in source.names],
+    "swarm": lambda folder, files, source: span(folder, files),
+}
+for name, read in READERS.items():
+    folder = Path(shutil.copytree(sys.argv[1], Path(sys.argv[1]).with_name(name)))
+    listed = check_servable(folder), FolderSource(folder)
+    os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size // 3)
+    try:
+        if name != "numpy" or kernels() is not None:
+            read(folder, *listed)
+            print(name, "read it")
+    except ModelError as error:
+        assert str(error) == f"{folder}/model.safetensors was cut while it was read; copy it again", error
+"""
+
+
+def test_a_file_that_is_cut_once_it_is_listed_is_an_error(tmp_path: Path) -> None:
+    """Whoever reads it: a mapping of it would end the process by SIGBUS."""
+    small_model("Llama", vocab_size=4096).save_pretrained(tmp_path / "model")  # of many pages
+    done = subprocess.run([sys.executable, "-c", READ, str(tmp_path / "model")], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("damage", [overwritten, cut])
+def test_answers_before_torch_are_of_files_that_stayed(damage: Damage, plain: Path, tmp_path: Path) -> None:
+    """Nothing is said of others. What was overwritten is read again; after a cut the process ends with a line."""
+    if kernels() is None:
+        pytest.skip("there is no C++ compiler")
+    folder = tmp_path / "model"
+    small_model("Llama", vocab_size=4096, bos_token_id=None, eos_token_id=None).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(plain / name, folder / name)
+    body = {"prompt": "the inn", "max_tokens": 12} | GREEDY
+    with gated(folder, tmp_path / "gate") as service, httpx.Client(timeout=TIMEOUT_S) as client:
+        client.headers["Authorization"] = f"Bearer {KEY}"
+        assert client.post(f"{service.url}/v1/completions", json=body).status_code == 200
+        damage(folder / "model.safetensors")
+        service.open()
+        assert client.post(f"{service.url}/v1/completions", json=body).status_code >= 500
+        if damage is cut:
+            assert service.process.wait(TIMEOUT_S) == 2
+            assert "Traceback" not in (service.place / "errors").read_text()
+        else:
+            until(lambda: client.get(f"{service.url}/stage").json()["error"] is None, "it is read again")

@@ -71,9 +71,37 @@ def test_an_interrupt_that_a_start_swallows_ends_the_service_all_the_same(plain,
         yield "http://127.0.0.1:1"
 
     monkeypatch.setattr(launch, "running", swallowing)
-    serve_forever(ServiceConfig(plain))
+    serve_forever(ServiceConfig(plain, replicas=2))
     assert capsys.readouterr().out.endswith("shutting down\n")
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+
+
+@pytest.mark.parametrize(
+    ("host", "url", "reach"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000", ""),
+        ("::1", "http://[::1]:8000", ""),
+        ("0:0:0:0:0:0:0:1", "http://[0:0:0:0:0:0:0:1]:8000", ""),
+        ("0.0.0.0", "http://0.0.0.0:8000", "every machine that reaches this one"),
+        ("::", "http://[::]:8000", "every machine that reaches this one"),
+        ("fd00::5", "http://[fd00::5]:8000", "whoever reaches http://[fd00::5]:8000"),
+    ],
+)
+def test_where_it_is_and_who_can_ask_it(plain, monkeypatch, capsys, host, url, reach):
+    @contextmanager
+    def ended(config, broken):
+        broken(None)  # as a signal does
+        yield config.url
+
+    monkeypatch.setattr(launch, "running", ended)
+    for key in (None, "a-key"):
+        serve_forever(ServiceConfig(plain, host=host, api_key=key))
+        assert capsys.readouterr() == ("shutting down\n", "")
+        launch._announce(ServiceConfig(plain, host=host, api_key=key))
+        told = capsys.readouterr()
+        assert f"is served at {url};" in told.out and f"curl -N {url}/v1" in told.out
+        warned = f"firsttoken: {reach} can ask this service; --api-key-file FILE asks for a key\n"
+        assert told.err == (warned if reach and key is None else "")
 
 
 def test_the_model_is_called_after_its_folder(tiny):

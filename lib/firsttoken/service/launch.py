@@ -125,26 +125,30 @@ def serve_forever(config: ServiceConfig) -> None:
             signal.signal(number, end)
         elif handler is not signal.SIG_IGN:
             signal.signal(number, interrupt)
-    with _restored(before), running(config, ended.put) as url:
+    with _restored(before), running(config, ended.put):
         if not config.one_process:
             for number in before:
                 signal.signal(number, end)
         if ended.empty():
-            _announce(config, url)
+            _announce(config)
         if (fault := _first(ended)) is not None:
             raise fault
         print("shutting down", flush=True)
 
 
-def _announce(config: ServiceConfig, url: str) -> None:
+def _announce(config: ServiceConfig) -> None:
     """Say where the service is, and who can ask it."""
     if not config.loopback and config.api_key is None:
-        reach = "every machine that reaches this one" if config.host in ("0.0.0.0", "::") else f"whoever reaches {url}"
+        reach = (
+            "every machine that reaches this one"
+            if config.host in ("0.0.0.0", "::")
+            else f"whoever reaches {config.url}"
+        )
         print(
             f"firsttoken: {reach} can ask this service; --api-key-file FILE asks for a key", file=sys.stderr, flush=True
         )
-    print(f"{config.model} is served at {url}; Ctrl-C ends it. Try:", flush=True)
-    print(f"  {_EXAMPLE.format(url=url)}", flush=True)
+    print(f"{config.model} is served at {config.url}; Ctrl-C ends it. Try:", flush=True)
+    print(f"  {_EXAMPLE.format(url=config.url)}", flush=True)
     if less := shortened(config.folder):
         print(less, flush=True)
 

@@ -162,7 +162,10 @@ def _limited_h11(settings: dict[str, Any]) -> type[asyncio.Protocol]:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class LimitedH11(_Limited, H11Protocol):
-        pipeline = ()
+        @property
+        def pipeline(self) -> bytes:
+            """What has come behind the request that is answered."""
+            return self.conn.trailing_data[0] if self.conn.their_state is h11.DONE else b""
 
         def pending(self) -> int:
             return len(self.conn.trailing_data[0]) if self.conn.their_state is h11.IDLE else 0
@@ -210,9 +213,11 @@ class _Limited:
         the connection stays."""
         if self._refused or self.waits:
             return False
-        self._half_closed, self.cycle.keep_alive = True, False
-        if not (self.pipeline or self.cycle.response_started):
-            self.cycle.transport = _Probing(self.transport)
+        self._half_closed = True
+        if not self.pipeline:
+            self.cycle.keep_alive = False
+            if not self.cycle.response_started:
+                self.cycle.transport = _Probing(self.transport)
         return True
 
     def on_response_complete(self) -> None:
