@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from gated import KEY, gated
 from services import GREEDY, TIMEOUT_S, serving
 from small_models import small_model
@@ -21,6 +22,7 @@ from waiting import until
 from firsttoken.assets.checkpoint import weight_files
 from firsttoken.assets.held import unchanged
 from firsttoken.engine.native.library import kernels
+from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.study.errors import ModelError
 
 Damage = Callable[[Path], None]
@@ -119,6 +121,15 @@ def test_a_file_that_is_cut_once_it_is_listed_is_an_error(tmp_path: Path) -> Non
     small_model("Llama", vocab_size=4096).save_pretrained(tmp_path / "model")  # of many pages
     done = subprocess.run([sys.executable, "-c", READ, str(tmp_path / "model")], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_swarms_server_moves_to_blocks_of_the_same_files_only(plain: Path, tmp_path: Path) -> None:
+    """The swarm knows them by the sha256 of the files that were there at its start."""
+    folder = Path(shutil.copytree(plain, tmp_path / "model"))
+    backend = BlockBackend(folder, range(1), torch.float32, 64)
+    overwritten(folder / "model.safetensors")
+    with pytest.raises(ModelError, match="were changed"):
+        backend.move(range(1, 2))
 
 
 @pytest.mark.parametrize("damage", [overwritten, cut])

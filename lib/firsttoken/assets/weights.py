@@ -1,21 +1,20 @@
 """The tensors of a model folder, read from the one list of its files and under the model's names.
 
-They are read and not mapped, as safetensors' own reader does: whoever overwrites a file that is mapped changes answers,
-and whoever cuts it ends the process with SIGBUS.
+They are read, where safetensors' own reader maps the file (``weight_files.py`` says why).
 """
 
 import math
 import mmap
 from collections.abc import Callable, Iterator
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
 from firsttoken.assets.checkpoint import EMBEDDING, HEAD, STORED, ModelFiles, StoredTensor
 from firsttoken.assets.model_config import CONFIG
+from firsttoken.assets.weight_files import WeightFile
 from firsttoken.study.errors import ModelError
-from firsttoken.study.system.direct_io import back, read_at
+from firsttoken.study.system.direct_io import back
 
 _WHOLE = {f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 _TYPES = STORED | _WHOLE | {"BOOL": "bool"}
@@ -35,18 +34,17 @@ def tensors_of(
     for file in files.files:
         tensors = [(name, stored) for name, stored in files.tensors.items() if stored.file == file and wanted(name)]
         if tensors:
-            with open(file, "rb", buffering=0) as opened:
-                for name, stored in tensors:
-                    yield name, _read(opened, stored).to(device)
+            opened = WeightFile(file)
+            for name, stored in tensors:
+                yield name, _read(opened, stored).to(device)
 
 
 def read_tensor(stored: StoredTensor) -> Tensor:
     """The tensor, in memory of its own. Raises ModelError for a file that ends before it."""
-    with open(stored.file, "rb", buffering=0) as opened:
-        return _read(opened, stored)
+    return _read(WeightFile(stored.file), stored)
 
 
-def _read(opened: BinaryIO, stored: StoredTensor, rows: range | None = None) -> Tensor:
+def _read(opened: WeightFile, stored: StoredTensor, rows: range | None = None) -> Tensor:
     """The tensor, or these ``rows`` of it."""
     entry = stored.entry
     dtype, shape = getattr(torch, _TYPES[entry.dtype]), list(entry.shape)
@@ -60,12 +58,7 @@ def _read(opened: BinaryIO, stored: StoredTensor, rows: range | None = None) -> 
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     room = memoryview(memory)
     back(room)
-    read = 0
-    while read < size:
-        came = read_at(opened.fileno(), room[read:], start + read)
-        if not came:
-            raise ModelError(f"{stored.file} was cut while it was read; copy it again")
-        read += came
+    opened.read(start, room)
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
 
 
@@ -78,11 +71,11 @@ def check_tied(files: ModelFiles) -> None:
         return
     first = files.tensors[EMBEDDING]
     rows = first.entry.shape[0]
-    with open(first.file, "rb", buffering=0) as embedding, open(files.second.file, "rb", buffering=0) as head:
-        same = first.entry.shape == files.second.entry.shape and all(
-            torch.equal(_read(embedding, first, some).double(), _read(head, files.second, some).double())
-            for some in (range(start, min(start + _ROWS, rows)) for start in range(0, rows, _ROWS))
-        )
+    embedding, head = WeightFile(first.file), WeightFile(files.second.file)
+    same = first.entry.shape == files.second.entry.shape and all(
+        torch.equal(_read(embedding, first, some).double(), _read(head, files.second, some).double())
+        for some in (range(start, min(start + _ROWS, rows)) for start in range(0, rows, _ROWS))
+    )
     if not same:
         raise ModelError(
             f"{files.folder} has a {HEAD} that is not the embedding it is tied to; set tie_word_embeddings to false in "

@@ -1,26 +1,21 @@
 """Weights as the kernels read them, laid out by numpy alone; those of a plain folder, which threads pack as they read.
 
-Files are read and not mapped: whoever cuts a file that is mapped ends the process with SIGBUS.
-
 A model that computes without torch (``numpy_model.py``) asks for them layer by layer, and waits for no other.
 """
 
 from __future__ import annotations
 
-import errno
 import math
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from firsttoken.assets.checkpoint import EMBEDDING, HEAD, ModelFiles
 from firsttoken.assets.held import CHANGED, seen
+from firsttoken.assets.weight_files import FileRows, opened, rows_of
 from firsttoken.engine.native.exports import (
     PRODUCTS,
     STORAGE,
@@ -51,29 +46,6 @@ class LaidOut(NamedTuple):
     fields: np.ndarray
     panels: dict[str, np.ndarray]
     kept: list[Any]
-
-
-class OpenFile:
-    """The file ``path``, open for reads by its ``number`` until nothing refers to it. Raises OSError."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.number = path, os.open(path, os.O_RDONLY)
-
-    def __del__(self) -> None:
-        if hasattr(self, "number"):
-            os.close(self.number)
-
-
-@dataclass(frozen=True)
-class FileRows:
-    """A weight of this ``shape`` as it is stored in an open file, from the byte ``start`` on."""
-
-    file: OpenFile
-    start: int
-    shape: tuple[int, ...]
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
 
 Stored = np.ndarray | FileRows
@@ -157,7 +129,8 @@ class Packer:
         done = np.zeros(len(jobs), np.int64) if done is None else done
         self._run(table, taken, done)
         if (faults := np.flatnonzero(done < 0)).size:
-            raise _fault(-int(done[faults[0]]), next(part.file for part in jobs[faults[0]].kept if _is_in_file(part)))
+            file = next(part.file for part in jobs[faults[0]].kept if _is_in_file(part))
+            raise file.fault(-int(done[faults[0]]))
 
     def read(self, rows: FileRows, ids: np.ndarray | None = None) -> np.ndarray:
         """The rows of these ``ids`` [rows], or all, in the dtype that computes. Raises as :meth:`pack`."""
@@ -166,12 +139,12 @@ class Packer:
         numbers = np.empty((len(which), width), STORAGE[self.dtype])
         table = np.zeros((len(which), 1 + 3 * PARTS), np.int64)
         table[:, 1] = rows.start + which * (width * np.dtype(STORAGE[self.stored]).itemsize)
-        table[:, 2], table[:, 3] = width, rows.file.number
+        table[:, 2], table[:, 3] = width, rows.file.handle
         table[:, 4] = numbers.ctypes.data + np.arange(len(which)) * numbers.strides[0]
         done = np.zeros(len(which), np.int64)
         self._run(table, np.zeros(1, np.int64), done)
         if (fault := int(done.min())) < 0:
-            raise _fault(-fault, rows.file)
+            raise rows.file.fault(-fault)
         return numbers if ids is not None else numbers.reshape(rows.shape)
 
     def _run(self, table: np.ndarray, taken: np.ndarray, done: np.ndarray) -> None:
@@ -282,7 +255,7 @@ class FolderWeights(NumpyWeights):
         config = lean_config(files.folder)
         self.packer = Packer(config, _stored(files))
         self.files, self.seen = files, seen(files.files)
-        self._opened = {file: OpenFile(file) for file in files.files}
+        self._opened = opened(files.files)
         self._fault: ModelError | None = None
         self._whole = False
         self._head, first = self.packer.head(self._in_file(EMBEDDING if config.tie_word_embeddings else HEAD))
@@ -359,9 +332,7 @@ class FolderWeights(NumpyWeights):
                     ended.result()
 
     def _in_file(self, name: str) -> FileRows:
-        """The tensor called ``name``."""
-        stored = self.files.tensors[name]
-        return FileRows(self._opened[stored.file], stored.entry.start, tuple(stored.entry.shape))
+        return rows_of(self.files.tensors[name], self._opened)
 
     def _check(self) -> None:
         """Raise ModelError where the files are others than they were."""
@@ -378,15 +349,8 @@ def _is_in_file(part: object) -> bool:
 def _part(stored: Stored) -> tuple[int, int, int]:
     """What ``pack_jobs`` is told of ``stored``: where it begins, its rows, and the number of its file or -1."""
     if isinstance(stored, FileRows):
-        return stored.start, len(stored), stored.file.number
+        return stored.start, len(stored), stored.file.handle
     return stored.ctypes.data, len(stored), -1
-
-
-def _fault(number: int, file: OpenFile) -> Exception:
-    """The error of this ``number`` that a read of ``file`` met."""
-    if number == errno.ENODATA:
-        return ModelError(f"{file.path} was cut while it was read; copy it again")
-    return OSError(number, os.strerror(number), str(file.path))
 
 
 def first_fault(futures: Iterable[Future[Any]]) -> BaseException | None:

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from firsttoken.assets.chat_template import chat_ends
+from firsttoken.assets.held import seen, unchanged
 from firsttoken.assets.model_config import read_config
+from firsttoken.assets.servable import check_servable
 from firsttoken.assets.text_tokenizer import read_text_tokenizer
 from firsttoken.petals.access import Access, check_installed
 from firsttoken.petals.block_backend import BlockBackend
@@ -47,9 +49,16 @@ def _serve(make_backend: Callable[..., BlockBackend], options: argparse.Namespac
     access = Access.read(options.token_file, options.tls_ca, options.tls_cert, options.tls_key)
     if options.threads:
         torch.set_num_threads(options.threads)
+    files = check_servable(options.model, in_8_bits=True).files
+    before = seen(files)
     model = model_sha256(options.model)
+
+    def load(*arguments: Any, **more: Any) -> BlockBackend:
+        with unchanged(files, before):  # the sha256 says what is loaded
+            return make_backend(*arguments, **more)
+
     config = config_of(options, access, chosen_blocks(options, access, model), options.host)
-    asyncio.run(_until_told(config, model, make_backend))
+    asyncio.run(_until_told(config, model, load))
 
 
 def config_of(options: argparse.Namespace, access: Access, blocks: range, host: str) -> ServerConfig:

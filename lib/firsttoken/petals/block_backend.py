@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from firsttoken.assets.checkpoint import model_files
+from firsttoken.assets.held import seen, unchanged
 from firsttoken.assets.model_config import CONFIG, read_config
 from firsttoken.assets.positions import context_of
+from firsttoken.assets.servable import check_servable
 from firsttoken.engine.attention import page
 from firsttoken.engine.compared_step import Comparison, check_rows, chunks_of, prompt_of, span_rows
 from firsttoken.engine.decoder import LocalSegment
@@ -62,6 +63,8 @@ class BlockBackend:
         if not 0 <= blocks.start < blocks.stop <= self.depth:
             raise SwarmError(f"blocks [{blocks.start}, {blocks.stop}) are not among the model's [0, {self.depth})")
         self._folder, self.dtype, self._adapters = folder, dtype, adapters
+        self._files = check_servable(folder, in_8_bits=True).files
+        self._before = seen(self._files)
         self._adapted: dict[str, LocalSegment] = {}
         model = self._span(blocks)
         if odd := set(getattr(model.config, "layer_types", None) or []) - {"full_attention"}:
@@ -147,8 +150,9 @@ class BlockBackend:
 
     def _span(self, blocks: range) -> PreTrainedModel:
         """The model with ``blocks`` as its only layers, as a step runs them."""
-        model = load_span(self._folder, blocks, self.dtype)
-        files = [self._folder / CONFIG, *model_files(self._folder, in_8_bits=True).files]
+        with unchanged(self._files, self._before):  # also where it moves, as the swarm knows them by a sha256
+            model = load_span(self._folder, blocks, self.dtype)
+        files = [self._folder / CONFIG, *self._files]
         self._comparison = Comparison(files, "span", blocks.start, blocks.stop, str(self.dtype))
         if self._comparison.due:
             tokens = prompt_of(Limits(context_of(model.config), model.config.vocab_size))
