@@ -17,6 +17,7 @@ import torch
 from gated import KEY, gated
 from services import GREEDY, TIMEOUT_S, serving
 from small_models import small_model
+from starts import draw, soak
 from waiting import until
 
 from firsttoken.assets.checkpoint import weight_files
@@ -153,3 +154,9 @@ def test_answers_before_torch_are_of_files_that_stayed(damage: Damage, plain: Pa
             assert "Traceback" not in (service.place / "errors").read_text()
         else:
             until(lambda: client.get(f"{service.url}/stage").json()["error"] is None, "it is read again")
+
+
+def test_starts_that_something_befalls() -> None:
+    """A few of them: `starts_soak.py` runs a thousand."""
+    for start in soak(draw(5, 3, ("cut", "replace", "interrupt"), ("plain",))):
+        assert not start.fault, start
