@@ -111,7 +111,7 @@ class Models:
     def learn(self, name: str, kind: str) -> None:
         """Ask a service that nothing befalls; in stages every stage has answers of its own."""
         texts = self.said.setdefault((name, kind), {prompt: set() for prompt in PROMPTS})
-        with service(self.place / name / kind, ("--gbit-per-s", "0.001") if kind == "stages" else ()) as (
+        with service(self.place / name / kind, ("--gbit-per-s", "0.0004") if kind == "stages" else ()) as (
             port,
             process,
         ):
@@ -123,6 +123,7 @@ class Models:
                         texts[prompt].add(answer[1])
             for prompt in PROMPTS:
                 texts[prompt].add(ask(port, prompt)[1])
+                assert len(texts[prompt]) == (3 if kind == "stages" else 1), f"{name} {kind} says {texts[prompt]}"
 
 
 @contextmanager
