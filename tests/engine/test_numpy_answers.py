@@ -18,9 +18,10 @@ from firsttoken.engine import numpy_answers
 from firsttoken.engine.async_engine import AsyncEngine, Stream
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.model_server import EngineServer
+from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.native.library import kernels
 from firsttoken.engine.numpy_answers import NumpyAnswers
-from firsttoken.engine.numpy_model import NumpyModel
+from firsttoken.engine.numpy_model import CacheSource, NumpyModel
 from firsttoken.engine.numpy_weights import FolderWeights
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.request_limits import RequestLimits
@@ -284,3 +285,19 @@ def test_torch_waits_for_a_first_token_and_not_for_long(served, held, monkeypatc
         assert not go.is_set() and time.monotonic() - begun >= 0.3
         go.set()
     assert there.is_set()
+
+
+def test_what_began_before_the_engine_goes_on_with_the_version_that_took_it_over(model: NumpyModel) -> None:
+    """Also where a better version is there before it is accepted: its keys and values are of the first."""
+    token = model.next_token(PROMPT)
+    executor = take_over(model, 64)
+    executor.version.stage = 1
+    better = ModelVersion(executor.version.decoder, stage=2)
+    with AsyncEngine(Engine(executor)) as engine:
+        engine.between(lambda: setattr(executor, "version", better))
+        kept, fresh, moving = (Stream(engine.leave) for _ in range(3))
+        engine.add(kept, [*PROMPT, token], Sampling(4), False, "", CacheSource(model))
+        engine.add(fresh, PROMPT, Sampling(4), False)
+        engine.add(moving, [*PROMPT, token], Sampling(4), True, "", CacheSource(model))
+        stages = [{event.stage for event in stream.events()} for stream in (kept, fresh, moving)]
+    assert stages == [{1}, {2}, {1}]

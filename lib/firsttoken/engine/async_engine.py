@@ -48,7 +48,7 @@ class AsyncEngine:
         failed: Callable[[Exception], Exception] = step_failure,
         versions: Mapping[str, Version] = MappingProxyType({}),
     ) -> None:
-        self._engine = engine
+        self._engine, self._first = engine, engine.executor.version
         self._most = most
         self._failed = failed
         self.versions = versions
@@ -167,9 +167,11 @@ class AsyncEngine:
         if variant and variant not in self.versions:
             raise BusyError(f"{variant} answers once the whole model is here; ask again later")
         # chances of a prompt are of tokens that are computed
+        # what began before there was an engine has keys and values of its first version; a better one may have come
+        begun = None if source is None else self._first
         asks = source is None and self.sources is not None and not sampling.prompt_logprobs
         source = self.sources(prompt, variant) if asks else source
-        version = self.versions[variant] if variant else None
+        version = self.versions[variant] if variant else begun
         stream.request = self._engine.submit(prompt, sampling, moves=moves, source=source, version=version)
         self._streams[stream.request.number] = stream
 
