@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from firsttoken.assets.lock import load_lock
+from firsttoken.engine.native.library import kernels
+from firsttoken.study.system.compiled import ACCELERATOR
 
 # how long an example takes says more about what else the machine does than about the code
 # The committed suite draws the same examples each time, so that it says the same of the same code: of ten runs beside
@@ -48,6 +50,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return mark.kwargs["seconds"] if mark else 0.0
 
     items.sort(key=seconds, reverse=True)
+
+
+@pytest.fixture
+def accelerated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Call it with a value of ``FIRSTTOKEN_ACCELERATOR``: within the test that computes, whatever the suite runs with.
+    The kernels are those of this machine: with AMX, oneDNN multiplies bfloat16 by any value."""
+
+    def switch(name: str) -> None:
+        monkeypatch.setenv(ACCELERATOR, name)
+        kernels.cache_clear()
+
+    yield switch
+    kernels.cache_clear()
 
 
 @pytest.fixture

@@ -6,6 +6,10 @@ if "ipykernel.zmqshell" in sys.modules:
     # Other packages' bars (tqdm.auto) stay text in a notebook: of a widget it would keep a reference to what is gone.
     import tqdm.std
 
+    from firsttoken.study.machine import kernels_multiply
+    from firsttoken.study.system.openmp import wait_briefly
+
     sys.modules.setdefault("tqdm.autonotebook", tqdm.std)
+    wait_briefly(kernels_multiply())  # before torch, unless the reader has imported that first
 
 __version__ = "0.1.0"

@@ -13,8 +13,10 @@ with uncollected():
     from firsttoken.options import EXTENSIONS, parser
 from firsttoken.study import option_values, paths, storage
 from firsttoken.study.errors import AssetError, FirstTokenError
+from firsttoken.study.machine import kernels_multiply
 from firsttoken.study.parsing.schema import unknown
 from firsttoken.study.profile import check_used, load_profile
+from firsttoken.study.system.compiled import accelerator
 from firsttoken.study.system.openmp import wait_briefly
 from firsttoken.terminal import ended_as_interrupted, show_what_it_can, size_text
 
@@ -29,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show_what_it_can()
     options = parser(COMMANDS).parse_args(arguments)
     try:
+        accelerator()  # another word would be noticed in the middle of an answer
         if options.command.__name__ not in ANYWHERE:
             check_clone(f"`firsttoken {options.command.__name__}`")
         with storage.storing(paths.OUT), ended_as_interrupted(options.command.__name__):
@@ -104,8 +107,6 @@ def serve(options: argparse.Namespace) -> int:
         from firsttoken.assets.gguf import PINNED, converted
 
         options.folder = converted(PINNED, hashed=False)
-    if options.swarm:
-        wait_briefly()
     given = {"folder": options.folder, "api_key": read_key(options.api_key_file)}
     serve_forever(option_values.configured(ServiceConfig, options, **given))
     return OK
@@ -113,7 +114,7 @@ def serve(options: argparse.Namespace) -> int:
 
 def swarm(options: argparse.Namespace) -> int:
     """Serve blocks of a model, or use and list the servers that do."""
-    wait_briefly()
+    wait_briefly(kernels_multiply())
     if options.action == "serve" and options.variant:
         from firsttoken.petals.actions import run
         from firsttoken.service.swarm_variants import with_variants

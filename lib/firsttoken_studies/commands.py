@@ -16,6 +16,7 @@ from typing import Any
 
 from firsttoken.study import option_values, paths
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.machine import kernels_multiply
 from firsttoken.study.profile import check_used, load_profile, profile_names
 from firsttoken.study.system.openmp import wait_briefly
 from firsttoken.terminal import size_text
@@ -56,7 +57,7 @@ def measure(options: argparse.Namespace) -> int:
     """Run experiments without notebooks."""
     experiments = [find_experiment(name) for name in options.experiments]
     if any(experiment.in_turns for experiment in experiments):
-        wait_briefly()
+        wait_briefly(kernels_multiply())
     from firsttoken.study.summary import named
     from firsttoken.study.verdicts import show
     from firsttoken_studies.experiments import run_experiment
@@ -173,7 +174,7 @@ def doctor(options: argparse.Namespace) -> int:
     from firsttoken.study import dtypes
     from firsttoken.study.machine import describe
     from firsttoken.study.record import result_path
-    from firsttoken.study.system.compiled import compiler
+    from firsttoken.study.system.compiled import ACCELERATOR, ACCELERATORS, accelerator, compiler
 
     machine = describe()
     if options.missing:
@@ -189,6 +190,7 @@ def doctor(options: argparse.Namespace) -> int:
         print(f"{package}: {version or 'not installed'}")
     print(f"dtype: auto is {dtypes.why('cuda' if machine['gpu'] else 'cpu')}")
     print(f"C++ compiler: {' '.join(compiler() or []) or 'none, so the engine does without its CPU kernels'}")
+    print(f"{ACCELERATOR}: {accelerator()}, {ACCELERATORS[accelerator()]}")
     if not paths.IS_CLONE:
         print(f"clone: none at {paths.ROOT}; FIRSTTOKEN_ROOT names one, whose notebooks, profiles and models are used")
         return OK

@@ -7,17 +7,22 @@ import copy
 import pytest
 import torch
 from peft import LNTuningConfig, get_peft_model
+from small_models import small_model
 from torch import nn
 from transformers import LlamaConfig, Qwen2Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
-from firsttoken.engine import fused
+from firsttoken.engine import fused, live_executor
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.fused import FusedLayer, PackedLinear, fuse, fuse_layer, packs
+from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.native import exports, library
 from firsttoken.engine.native.library import Kernels, NativeLinear, kernels, multiplies
+from firsttoken.engine.request import Sampling, ScheduledChunk
 from firsttoken.progressiveserve.loading.lora import with_adapter
 from firsttoken.study.errors import ModelError
+from firsttoken.study.system.compiled import say_once
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 
@@ -127,14 +132,14 @@ def test_weights_of_an_odd_number_of_inputs_are_left_to_onednn(compiled) -> None
     assert type(fused.packed(nn.Linear(7, 4))) is PackedLinear and type(fused.packed(nn.Linear(8, 4))) is NativeLinear
 
 
-@pytest.mark.filterwarnings("ignore:the engine's own bfloat16 products")
-def test_a_kernel_that_multiplies_wrongly_is_not_used(compiled, llama, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_multiplies_wrongly_is_not_used(compiled, llama, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     """The products of its first call are held against whole numbers; oneDNN multiplies then, and one line says so."""
     right = exports.widened
     monkeypatch.setattr(exports, "widened", lambda numbers: right(numbers) + 1)
-    with pytest.warns(UserWarning, match="own float32 products are wrong on this processor; oneDNN multiplies"):
-        tried = Kernels(exports.load_exports())
-    assert not tried.multiplied
+    say_once.cache_clear()
+    tried = Kernels(exports.load_exports())
+    line = "firsttoken: the engine's own float32 products are wrong on this processor; oneDNN multiplies"
+    assert not tried.multiplied and capfd.readouterr().err.splitlines().count(line) == 1
     monkeypatch.undo()
     monkeypatch.setattr(library, "kernels", lambda: tried)
     other = fuse(copy.deepcopy(llama.model))
@@ -167,6 +172,7 @@ RANKS = {
 @torch.inference_mode()
 def test_a_fused_layer_with_an_adapter(compiled, make_model, dtype: torch.dtype, ranks: dict[str, int]) -> None:
     """Over the same weights as the layer without, what ``LoraLinear`` says; the layer itself stays as it was."""
+    skip_unless_multiplied(dtype)
     shape = LlamaConfig(**(SMALL | {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}))
     model = make_model(shape).to(dtype)
     layer, generator = model.model.layers[0], torch.Generator().manual_seed(3)
@@ -348,3 +354,35 @@ def test_transformers_generates_the_same(compiled, kind: str, attention: str, re
     assert isinstance(fuse(stock).model.layers[0], FusedLayer) and stock.config._attn_implementation == attention
     assert torch.equal(stock.generate(input_ids=ids, **asked), plain)
     assert plain[:, longest:].tolist() == [list(one.answer) for one in known]
+
+
+@pytest.mark.parametrize("chosen", ["kernels", "onednn", "none"])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-4), (torch.bfloat16, 0.2)])
+def test_what_others_change_in_a_requests_numbers(accelerated, monkeypatch, chosen: str, dtype, most: float) -> None:
+    """Nothing where the kernels multiply, bit for bit; where oneDNN does, which rounds a row by how many there are, no
+    more than its rounding: the logits reach 10."""
+    skip_unless_multiplied(dtype)
+    accelerated(chosen)
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 1536}
+    model = small_model("Llama", **(SMALL | sizes)).to(dtype)
+    seen, right = [], live_executor.next_tokens
+
+    def noted(logits: torch.Tensor, chunks: list[ScheduledChunk]) -> list[int]:
+        seen.extend(row.float() for row, chunk in zip(logits, chunks, strict=True) if chunk.request is asked)
+        return right(logits, chunks)
+
+    monkeypatch.setattr(live_executor, "next_tokens", noted)
+    engine = Engine(LiveExecutor(fuse(model), blocks=300), EngineConfig(scheduler="sarathi"))
+    answers = []
+    for others in (0, 40):
+        for number in range(others):
+            engine.submit(IDS[number % 3, number % 7 :].tolist(), Sampling(12))
+        asked = engine.submit(IDS[0].tolist(), Sampling(10))
+        engine.run()
+        answers.append(torch.stack(seen[-10:]))
+    alone, beside = answers
+    if kernels() is not None and dtype in kernels().multiplied:
+        assert torch.equal(alone, beside)
+    parted = (alone.argmax(1) != beside.argmax(1)).nonzero()  # afterwards they answer other words
+    until = int(parted[0]) + 1 if len(parted) else len(alone)
+    assert float((alone - beside)[:until].abs().max()) <= most

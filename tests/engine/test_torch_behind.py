@@ -15,13 +15,12 @@ import pytest
 import torch
 from plain_tokens import check_greedy, judged
 from safetensors.torch import load_file, save_file
-from small_models import small_model
+from small_models import packed_by_kernels, small_model
 from transformers import PreTrainedModel
 
 from firsttoken.assets.servable import check_servable
 from firsttoken.engine import live_executor, numpy_weights, torch_behind
 from firsttoken.engine.engine import Engine
-from firsttoken.engine.fused import FusedLayer
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.native import exports
 from firsttoken.engine.native.exports import Exports, load_exports, narrowed, widened
@@ -117,9 +116,9 @@ def test_panels_are_those_that_the_engine_packs(make, monkeypatch, stored, halve
         model = numpy_of(folder, threads=3)
         layers = stock.to(getattr(torch, model.dtype)).model.layers
         for layer, panels in zip(layers, model.weights.panels, strict=True):
-            packed = FusedLayer(layer)
+            packed = packed_by_kernels(layer)
             for name, mine in panels.items():
-                theirs = getattr(packed, name).panels.view(torch.uint8).numpy()
+                theirs = packed[name].panels.view(torch.uint8).numpy()
                 assert np.array_equal(mine.view(np.uint8).ravel(), theirs.ravel())
 
 

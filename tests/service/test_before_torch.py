@@ -6,9 +6,11 @@ The import of torch waits at a gate, so that what comes before it is known to co
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,19 +20,28 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 pytest.importorskip("uvicorn")
 
 from gated import KEY, Gated, gated
+from plain_tokens import check_greedy, judged
 from services import CHATS, COMPLETIONS, GREEDY, TIMEOUT_S, free_port, serving, tiny_tokenizer, until
 from small_models import small_model
 from transformers import AutoModelForCausalLM
 
+from firsttoken.assets.servable import check_servable
+from firsttoken.engine.fused import PackedLinear
 from firsttoken.engine.native.library import kernels
+from firsttoken.engine.numpy_model import NumpyModel
+from firsttoken.engine.numpy_weights import FolderWeights
+from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.progressiveserve.checkpoint.plan import staged
 from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.stages import StagePlan
+from firsttoken.service.served_model import PlainServer
+from firsttoken.study import dtypes
 
 pytestmark = pytest.mark.long(seconds=60)
 LONG, PACE_S = 1000, 0.03  # tokens that numpy would say in half a minute
@@ -250,3 +261,40 @@ def test_a_folder_that_is_no_model(folder, tmp_path, wrong) -> None:
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stderr.startswith("firsttoken: ")
         told.append(done.stderr)
     assert told[0] == told[1]
+
+
+def test_who_began_with_the_kernels_ends_with_them(accelerated, folder, tmp_path, monkeypatch) -> None:
+    """Where oneDNN multiplies, as with AMX: with what numpy alone would have said, and later requests are oneDNN's."""
+    accelerated("onednn")
+    halves = shutil.copytree(folder, tmp_path / "halves")
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(halves)
+    model = NumpyModel(FolderWeights(check_servable(halves), 1), context=600, threads=1)
+    if dtypes.serving(dtypes.AUTO, torch.bfloat16, "cpu") != torch.bfloat16 or model.dtype != "bfloat16":
+        pytest.skip("this CPU does not compute in bf16")
+    prompt = list(range(3, 60))  # longer than what the kernels attend to where SDPA has tiles
+    wanted = [model.next_token(prompt)]
+    while len(wanted) < 500:
+        wanted.append(model.next_token(wanted[-1:]))
+    right, comes = PlainServer._import, threading.Event()
+    monkeypatch.setattr(PlainServer, "_import", lambda server: (comes.wait(TIMEOUT_S), right(server)))
+    early: Future[NumpyModel] = Future()
+    early.set_result(NumpyModel(FolderWeights(check_servable(halves), 1), context=600, threads=1))
+    limits = RequestLimits(max_sessions=4, max_model_len=600)
+    server = PlainServer(halves, limits, device="cpu", broken=lambda error: None, comes=early)
+    server.start()
+    try:
+        begun = iter(server.submit(prompt, 500))
+        said = [next(begun) for _ in range(3)]
+        comes.set()
+        until(lambda: server.status()["state"] == "complete", "the engine is there")
+        first = server._live.version
+        assert [*said, *begun] == wanted
+        until(lambda: server._live.version is not first, "oneDNN multiplies for who comes")
+        later = list(server.submit(prompt, 12))
+        (segment,) = server._live.version.decoder.segments
+        assert {type(product) for layer in segment.modules for product in (layer.joint, layer.down)} == {PackedLinear}
+        plain = AutoModelForCausalLM.from_pretrained(halves, dtype=torch.float32)
+        check_greedy(later, judged(plain, prompt, later), 0.3)
+    finally:
+        comes.set()
+        server.close()

@@ -263,3 +263,11 @@ def test_the_help_of_serve_names_every_scheduler(capsys) -> None:
         main(["serve", "--help"])
     said = capsys.readouterr().out
     assert [name for name in SCHEDULERS if name not in said] == []
+
+
+def test_another_word_for_what_computes_is_refused(monkeypatch, capsys) -> None:
+    """Before anything is done, and by name."""
+    monkeypatch.setenv("FIRSTTOKEN_ACCELERATOR", "cuda")
+    assert main(["claims", "--check"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("firsttoken: FIRSTTOKEN_ACCELERATOR is 'cuda'; give it one of: kernels (")

@@ -10,6 +10,7 @@ import torch
 from firsttoken.study import dtypes, machine, paths
 from firsttoken.study.dtypes import ProductRates
 from firsttoken.study.profile import load_profile
+from firsttoken.study.system.compiled import ACCELERATOR
 
 FAST, SLOW = ProductRates(True, 100.0, 250.0), ProductRates(False, 100.0, 1.0)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -132,12 +133,16 @@ def test_a_machine_is_named_by_the_vectors_it_computes_with(monkeypatch, archite
     monkeypatch.setattr(machine.platform, "machine", lambda: architecture)
     monkeypatch.setattr(machine, "gpu_description", lambda: None)
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", limit)
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    for variable in ("ONEDNN_MAX_CPU_ISA", ACCELERATOR):
+        monkeypatch.delenv(variable, raising=False)
     for cached in (machine.cpu_flags, machine.machine_slug):
         cached.cache_clear()
     try:
         assert machine.vector_extension() == name
         assert machine.machine_slug().endswith(f"-{name}-{machine.cores()}c")
+        machine.machine_slug.cache_clear()
+        monkeypatch.setenv(ACCELERATOR, "none")
+        assert machine.machine_slug().endswith(f"-{name}-{machine.cores()}c-none")
     finally:
         for cached in (machine.cpu_flags, machine.machine_slug):
             cached.cache_clear()

@@ -6,7 +6,11 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import PreTrainedModel
+
+from firsttoken.engine.native.exports import PRODUCTS
+from firsttoken.engine.native.library import NativeLinear
 
 SMALL = {
     "vocab_size": 97,
@@ -30,3 +34,9 @@ def small_model(family: str, **keys: Any) -> PreTrainedModel:
             if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return model
+
+
+def packed_by_kernels(layer: nn.Module) -> dict[str, NativeLinear]:
+    """The products of a decoder ``layer`` by name, as the kernels have them, whatever multiplies on this processor."""
+    linears = {name: [layer.get_submodule(path) for path in paths] for name, paths in PRODUCTS.items()}
+    return {name: NativeLinear(some, gated=name == "gate_up") for name, some in linears.items()}

@@ -40,6 +40,10 @@ class PackedLinear(nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
         self.bias = linear.bias
 
+    def __deepcopy__(self, memo: dict[int, object]) -> PackedLinear:
+        """Itself: nothing writes to its weight, whose memory is oneDNN's own."""
+        return self
+
     def forward(self, states: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]"""
         return torch.ops.mkldnn._linear_pointwise(states, self.packed, self.bias, "none", [], "")

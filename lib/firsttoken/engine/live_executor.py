@@ -248,7 +248,7 @@ class LiveExecutor:
 
     def plan(self, version: ModelVersion, chunks: Sequence[ScheduledChunk]) -> StepPlan:
         """``chunks`` as a step over this pool, through all layers of ``version``."""
-        return StepPlan.of(chunks, self.pool, self._attend, version.hidden_cache)
+        return StepPlan.of(chunks, self.pool, version.attend or self._attend, version.hidden_cache)
 
     @torch.inference_mode()
     def fill(self, request: Request, layer: int, kv: torch.Tensor) -> None:

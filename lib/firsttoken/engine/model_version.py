@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import ClassVar
 
+from firsttoken.engine.attention import Attend
 from firsttoken.engine.decoder import Decoder, LocalSegment
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.request import LayerRecompute, Request
@@ -15,7 +16,8 @@ class ModelVersion:
     """A ``decoder``, what its requests keep in ``hidden_cache``, and its ``stage`` of a model (0: it has none).
 
     A variant has the weights of its ``base``, and an adapter: a step may take requests of both. ``key`` tells it from
-    every other version: keys and values are shared only under one key.
+    every other version: keys and values are shared only under one key. ``attend`` is how its attention is computed,
+    None as the executor's.
     """
 
     _keys: ClassVar[count] = count()
@@ -31,6 +33,7 @@ class ModelVersion:
         self.hidden_cache = hidden_cache
         self.stage = stage
         self.base = base
+        self.attend: type[Attend] | None = None
         self.key = next(self._keys)
 
     @property

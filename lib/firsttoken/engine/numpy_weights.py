@@ -368,8 +368,12 @@ def _stored(files: ModelFiles) -> str:
     return READ[dtypes.pop()]
 
 
+class NoKernels(OtherWay):
+    """There are no kernels here, or none are wanted."""
+
+
 def _exports() -> Exports:
     try:
         return load_exports()
     except (OSError, AttributeError) as error:
-        raise OtherWay(f"its kernels cannot be built here ({error})") from error
+        raise NoKernels(f"its kernels cannot be built here ({error})") from error

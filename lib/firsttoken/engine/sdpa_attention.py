@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from firsttoken.engine.attention import Attend, VarlenAttend, layer_steps
 from firsttoken.engine.kv import KVPool, KVShape
 from firsttoken.engine.native.exports import WIDTHS
-from firsttoken.engine.native.library import NAMES, kernels
+from firsttoken.engine.native.library import NAMES, kernels, multiplies_by_tiles
 from firsttoken.engine.request import ScheduledChunk
 
 
@@ -193,4 +193,4 @@ def fastest_attend(pool: KVPool) -> type[Attend]:
         return VarlenAttend
     if not supports(pool.shape, pool.device):
         return PaddedAttend
-    return TiledAttend if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else NativeAttend
+    return TiledAttend if dtype == torch.bfloat16 and multiplies_by_tiles() else NativeAttend

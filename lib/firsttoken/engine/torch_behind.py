@@ -18,9 +18,12 @@ from firsttoken.study import dtypes
 from firsttoken.study.errors import RequestError, StageError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from firsttoken.engine.engine import Engine
     from firsttoken.engine.live_executor import LiveExecutor
-    from firsttoken.engine.numpy_weights import FolderWeights
+    from firsttoken.engine.model_version import ModelVersion
+    from firsttoken.engine.numpy_weights import FolderWeights, NumpyWeights
 
 
 Made = TypeVar("Made")
@@ -126,7 +129,8 @@ def take_over(model: NumpyModel, blocks: int, host_blocks: int = 0) -> LiveExecu
     ``host_blocks`` in host memory.
 
     The packed weights are the same memory; what is small is read, and so is the embedding. Layers are in the executor's
-    version, fused; its plain model has none.
+    version, fused; its plain model has none. That version computes all that ``model`` computes with the same kernels,
+    also where others are faster here.
     """
     import torch
     from torch import nn
@@ -135,7 +139,6 @@ def take_over(model: NumpyModel, blocks: int, host_blocks: int = 0) -> LiveExecu
     from firsttoken.engine.decoder import LocalSegment
     from firsttoken.engine.fused import FusedLayer
     from firsttoken.engine.live_executor import LiveExecutor
-    from firsttoken.engine.native.library import NativeLinear
     from firsttoken.lean.build import lean_on_meta
 
     weights: FolderWeights = model.weights
@@ -148,6 +151,33 @@ def take_over(model: NumpyModel, blocks: int, host_blocks: int = 0) -> LiveExecu
     options = {"block_tokens": BLOCK_TOKENS, "host_blocks": host_blocks, "device": torch.device("cpu")}
     executor = LiveExecutor(plain, blocks, segments=[segment], touched=False, **options)
     plain.model.layers = nn.ModuleList()
-    executor.version.decoder.set_head(NativeLinear([plain.lm_head], panels=weights.head().panels["head"]))
+    by_kernels(executor.version, plain, weights)
     threading.Thread(target=weights.packer.memory.collapse, name="huge pages", daemon=True).start()  # 5 ms a page
     return executor
+
+
+def by_kernels(version: ModelVersion, model: nn.Module, weights: NumpyWeights) -> None:
+    """Let ``version`` of ``model``, whose layers are fused, compute the rest with the kernels as well, as the model of
+    ``weights`` does, also where others are faster here: who began with that one ends with the same numbers."""
+    from firsttoken.engine.native.library import NativeLinear
+    from firsttoken.engine.sdpa_attention import NativeAttend
+
+    version.decoder.set_head(NativeLinear([model.lm_head], panels=weights.head().panels["head"]))
+    version.attend = NativeAttend
+
+
+def fused_version(model: nn.Module) -> ModelVersion:
+    """``model``, which is let go of, as a version with the products that are the fastest here. It is fused before any
+    request begins with it, as that changes how its numbers are rounded."""
+    from torch import nn
+
+    from firsttoken.engine.attention import page
+    from firsttoken.engine.decoder import Decoder
+    from firsttoken.engine.model_version import ModelVersion
+
+    page(model)
+    version = ModelVersion(Decoder(model), stage=1)
+    model.model.layers = nn.ModuleList()
+    for _ in version.fuse():
+        pass
+    return version

@@ -15,9 +15,13 @@ from typing import Any
 from firsttoken.assets.chat_template import ChatTemplate, read_template
 from firsttoken.assets.positions import shortened
 from firsttoken.lean.importing import uncollected
+from firsttoken.lean.lean_config import OtherWay, lean_config
 from firsttoken.service.served_model import check_model, without_torch
 from firsttoken.service.service_config import ServiceConfig, listening
 from firsttoken.study.errors import FirstTokenError, StageError
+from firsttoken.study.machine import kernels_multiply
+from firsttoken.study.system.compiled import build_beside
+from firsttoken.study.system.openmp import wait_briefly
 
 POLL_S = 0.2
 _EXAMPLE = (
@@ -111,6 +115,7 @@ def serve_forever(config: ServiceConfig) -> None:
     interrupts Ray's. Raises as :func:`running`, and StageError when it cannot go on."""
     ended = SimpleQueue[FirstTokenError | None]()  # whose put, unlike an event's set, may interrupt its own get
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    wait_briefly(_runs_by_kernels(config))
 
     def end(number: int, frame: object) -> None:
         signal.signal(number, before[number])  # a second time it ends at once, whatever is still being imported
@@ -125,7 +130,7 @@ def serve_forever(config: ServiceConfig) -> None:
             signal.signal(number, end)
         elif handler is not signal.SIG_IGN:
             signal.signal(number, interrupt)
-    with _restored(before), running(config, ended.put):
+    with _restored(before), build_beside(), running(config, ended.put):
         if not config.one_process:
             for number in before:
                 signal.signal(number, end)
@@ -151,6 +156,13 @@ def _announce(config: ServiceConfig) -> None:
     print(f"  {_EXAMPLE.format(url=config.url)}", flush=True)
     if less := shortened(config.folder):
         print(less, flush=True)
+
+
+def _runs_by_kernels(config: ServiceConfig) -> bool:
+    """Whether the layers of its model are run by the kernels, as far as can be told without torch."""
+    with suppress(FirstTokenError, OtherWay):
+        return kernels_multiply() and config.device == "cpu" and lean_config(config.folder) is not None
+    return False
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from types import MappingProxyType
@@ -29,7 +30,7 @@ from firsttoken.engine.numpy_model import NumpyModel
 from firsttoken.engine.numpy_weights import FolderWeights
 from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
 from firsttoken.engine.request_limits import STALL_FREE, RequestLimits
-from firsttoken.engine.torch_behind import take_over
+from firsttoken.engine.torch_behind import fused_version, take_over
 from firsttoken.lean.lean_config import OtherWay, lean_config
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.checkpoint.manifest import MANIFEST, check_files, read_manifest
@@ -80,6 +81,7 @@ class PlainServer(LoadingServer):
         super().__init__(limits, device, 1.0, broken, comes)
         self._folder, self._store, self._owner, self._variants = folder, store, owner, variants
         self._live: LiveExecutor
+        self._load_other: Callable[[], nn.Module] | None = None  # where others multiply better than who begins
 
     def _read_ahead(self, answers: NumpyAnswers | None) -> None:
         """Let the system read the files ahead of their mapping, which has begun where there are answers."""
@@ -101,19 +103,23 @@ class PlainServer(LoadingServer):
             files = check_servable(self._folder, way="spans" if self._store or self._variants else "alone")
             self._bytes_total = files.bytes
             stored = getattr(torch, stored_dtype(self._folder))
-        early = None if self._numpy is None else self._numpy.model
+        early, policy = None if self._numpy is None else self._numpy.model, self.limits.preemption
         with unchanged(files.files, "" if early is None else early.weights.seen), files_alone():
             dtype = dtypes.serving(dtypes.AUTO, stored, self._device)
-            if early is not None and early.dtype == dtypes.name_of(dtype) and dtype in kernels().multiplied:
+            measures = isinstance(policy, MeasuredCrossPoint) and policy.measures(dtypes.name_of(dtype))
+            taken = early is not None and early.dtype == dtypes.name_of(dtype)
+            lasts = taken and dtype in kernels().multiplied
+            if lasts or (taken and not measures):
                 self._live = take_over(early, self.limits.blocks, self.limits.host_blocks)
+                if not lasts:
+                    self._load_other = partial(_load_again, files, dtype, self._device, early.weights.seen)
             else:
                 model = load_plain(files, dtype, self._device)
                 self._live = self._executor(model, torch.device(self._device))
             self._bytes_moved = self._bytes_total
             self._live.version.stage = 1
             versions = self._host_variants(files) if self._variants else {}
-        policy = self.limits.preemption
-        if isinstance(policy, MeasuredCrossPoint) and policy.measures(dtypes.name_of(self._live.pool.shape.dtype)):
+        if measures:
             self._release_plain()  # it measures the layers that will serve
             for _ in self._live.version.fuse():
                 pass
@@ -144,9 +150,14 @@ class PlainServer(LoadingServer):
         return host_variants(self._live, self._variants, files, self._device)
 
     def _go_on(self) -> None:
-        """Open the stored prefixes, and fuse the layers."""
+        """Open the stored prefixes, and fuse the layers; or load those with which requests begin from then on."""
         self._open_prefixes()
-        self._fuse(self._live.version.fuse, self._release_plain)
+        if self._load_other is None:
+            self._fuse(self._live.version.fuse, self._release_plain)
+            return
+        with suppress(FirstTokenError):  # the server is being closed, or others have taken the place of its files
+            version = fused_version(self._load_other())
+            self._server.between(lambda: self._server.publish(version, lambda old, new: None))
 
     def _release_plain(self) -> None:
         """Let the model go of its layers, which the version has, so that each is freed as it is fused."""
@@ -206,6 +217,14 @@ def load_plain(files: ModelFiles, dtype: torch.dtype, device: str) -> nn.Module:
     model = _loaded(files, dtype, device)
     layers_of(model)  # which the engine runs
     return model
+
+
+def _load_again(files: ModelFiles, dtype: torch.dtype, device: str, before: str) -> nn.Module:
+    """The same while the files are as :func:`seen` has said ``before``."""
+    from firsttoken.assets.held import unchanged
+
+    with unchanged(files.files, before):
+        return load_plain(files, dtype, device)
 
 
 def _loaded(files: ModelFiles, dtype: torch.dtype, device: str) -> nn.Module:

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from firsttoken.study.system.cgroup_limits import cores, memory_bytes
+from firsttoken.study.system.compiled import KERNELS, accelerator, compiler
 from firsttoken.study.system.processor import cpu_model, cpuinfo, virtualised
 
 PACKAGES = ("torch", "transformers", "peft", "safetensors", "numpy")
@@ -45,9 +46,12 @@ def describe() -> dict[str, Any]:
 @cache
 def machine_slug() -> str:
     """A short name for folders: the GPU where there is one ("nvidia-h200"), else the CPU, the widest vectors that it
-    computes with, and its cores ("amd-epyc-avx2-2c")."""
-    gpu = gpu_description()
-    return slugify(gpu["name"]) if gpu else f"{slugify(cpu_model())}-{vector_extension()}-{cores()}c"
+    computes with, and its cores ("amd-epyc-avx2-2c"); and what the environment puts in the place of the engine's own
+    kernels ("amd-epyc-avx2-2c-none")."""
+    if gpu := gpu_description():
+        return slugify(gpu["name"])
+    other = "" if accelerator() == KERNELS else f"-{accelerator()}"
+    return f"{slugify(cpu_model())}-{vector_extension()}-{cores()}c{other}"
 
 
 def identity() -> dict[str, Any]:
@@ -67,6 +71,12 @@ def vector_extension() -> str:
     limits = (os.environ.get("ATEN_CPU_CAPABILITY", ""), os.environ.get("ONEDNN_MAX_CPU_ISA", ""))
     known = _EXTENSIONS[-1:] if any("avx2" in limit.lower() for limit in limits) else _EXTENSIONS
     return next((name for name, flag in known if flag in flags), architecture or "unknown")
+
+
+def kernels_multiply() -> bool:
+    """Whether the engine's steps are its own kernels', as far as can be told before torch: they are wanted and can be
+    compiled, and oneDNN has no tiles to multiply with."""
+    return accelerator() == KERNELS and compiler() is not None and "amx_bf16" not in cpu_flags()
 
 
 @cache

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from firsttoken.study.system.compiled import shared_library
+from firsttoken.study.system.compiled import TorchAlone, say_once, shared_library
 from firsttoken_extras.bitplanes.layouts import INFINITE, Layout
 
 SOURCE = Path(__file__).with_name("words.cpp")
@@ -58,9 +57,12 @@ class Merger:
 
 @functools.cache
 def merger() -> Merger | None:
-    """The function, built at the first call (2 s) and kept in the cache folder; None, with a warning, without."""
+    """The function, built at the first call (2 s) and kept in the cache folder; None without, and a line says why
+    where the environment does not ask for that."""
     try:
         return Merger(shared_library(SOURCE))
+    except TorchAlone:
+        return None
     except (OSError, AttributeError) as error:
-        warnings.warn(f"planes are merged by torch's own operations, slower: {error}", stacklevel=2)
+        say_once(f"planes are merged by torch's own operations, slower: {error}")
         return None

@@ -126,7 +126,8 @@ def chosen(model: torch.nn.Module) -> type[Attend]:
     return executor._attend
 
 
-def test_the_executor_takes_the_kernels_where_it_can(make_model, llama, monkeypatch) -> None:
+def test_the_executor_takes_the_kernels_where_it_can(make_model, llama, monkeypatch, accelerated) -> None:
+    accelerated("kernels")
     model = make_model(config("llama", 16, 1))
     assert chosen(model) is NativeAttend
     for tiles in (True, False):

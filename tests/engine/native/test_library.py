@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from waiting import until
 
 from firsttoken.engine import sdpa_attention
 from firsttoken.engine.kv import KVShape
@@ -20,6 +25,10 @@ from firsttoken.engine.native.exports import FUNCTIONS, STORAGE, WIDTHS, Exports
 from firsttoken.engine.native.library import NAMES, Kernels, kernels
 from firsttoken.engine.sdpa_attention import supports
 from firsttoken.study import paths
+from firsttoken.study.errors import ProfileError
+from firsttoken.study.system import compiled
+from firsttoken.study.system.compiled import say_once, shared_library
+from firsttoken_extras.bitplanes.native_words import merger
 
 CPU = torch.device("cpu")
 SYMBOLS = [f"{name}_{dtype}" for name in FUNCTIONS for dtype in STORAGE]
@@ -31,7 +40,8 @@ needs_compiler = pytest.mark.skipif(CXX is None, reason="there is no C++ compile
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the library is kept: not the folder that other tests load it from."""
     monkeypatch.setattr(paths, "CACHE", tmp_path / "cache")
-    monkeypatch.delenv("CXX", raising=False)
+    for name in ("CXX", compiled.ACCELERATOR):
+        monkeypatch.delenv(name, raising=False)
     return tmp_path / "cache" / "native"
 
 
@@ -67,15 +77,18 @@ def build() -> Kernels | None:
     return kernels.__wrapped__()
 
 
-def refusal() -> str:
-    """The one warning, of one line, with which there are no kernels."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+@pytest.fixture
+def refusal(capfd: pytest.CaptureFixture) -> Callable[[], str]:
+    """What says that there are no kernels: one line on the terminal, however many ask for them."""
+
+    def said() -> str:
+        say_once.cache_clear()
         assert build() is None
-    (warning,) = caught
-    message = str(warning.message)
-    assert message.startswith("the engine runs without its own CPU kernels, slower: ") and "\n" not in message
-    return message
+        (line,) = capfd.readouterr().err.splitlines()
+        assert line.startswith("firsttoken: the engine runs without its own CPU kernels, slower: ")
+        return line
+
+    return said
 
 
 def left(folder: Path) -> list[str]:
@@ -83,7 +96,7 @@ def left(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*"))
 
 
-def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path, refusal) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "there is no C++ compiler" in refusal()
     monkeypatch.delenv("CXX")
@@ -109,7 +122,7 @@ def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fol
     ],
     ids=["its last line", "no word", "no line", "no text", "no OpenMP of any kind"],
 )
-def test_a_compiler_that_always_fails(compiler, folder: Path, body: str, told: str) -> None:
+def test_a_compiler_that_always_fails(compiler, refusal, folder: Path, body: str, told: str) -> None:
     compiler(body)
     assert told in refusal()
     assert left(folder) == []
@@ -125,7 +138,7 @@ def test_a_compiler_with_arguments(monkeypatch: pytest.MonkeyPatch, source: Path
 @pytest.mark.parametrize(
     ("end", "told"), [("echo 'kernels.cpp:1: error: no' >&2; exit 1", "error: no"), ("kill -KILL $$", "SIGKILL")]
 )
-def test_nothing_is_left_of_a_failed_build(compiler, folder: Path, source: Path, end: str, told: str) -> None:
+def test_nothing_is_left_of_a_failed_build(compiler, refusal, folder: Path, source: Path, end: str, told: str) -> None:
     """Whether the compiler gives up or is killed, in the middle of what it writes; the next one starts afresh."""
     compiler(f'if [ -n "$result" ]; then echo half > "$result"; {end}; fi; exec {CXX} "$@"')
     assert told in refusal()
@@ -162,13 +175,13 @@ def test_a_compiler_that_lacks_a_flag_gets_another(compiler, tmp_path, source, u
 
 
 @needs_compiler
-def test_a_library_without_the_functions(source: Path) -> None:
+def test_a_library_without_the_functions(refusal, source: Path) -> None:
     source.write_text('extern "C" void attend_float32() {}\n')
     assert "attend_bfloat16" in refusal()
 
 
 @needs_compiler
-def test_a_cache_that_cannot_be_written(tmp_path: Path, source: Path) -> None:
+def test_a_cache_that_cannot_be_written(refusal, tmp_path: Path, source: Path) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
     assert "cache" in refusal()
 
@@ -194,6 +207,105 @@ def test_one_library_for_each_source_and_compiler(compiler, tmp_path: Path, fold
     assert [builds(), builds()] == [4, 4]
     compiler(counting)
     assert builds() == 4
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["cut", "zeroed", "empty", "foreign", "one bit"])
+def test_a_library_that_is_not_what_was_built_is_built_again(damage, compiler, tmp_path, folder, source, capfd) -> None:
+    """Before anybody loads it: what half a file maps ended the process. One line says so, and the next start none."""
+    log = tmp_path / "log"
+    compiler(f'if [ -n "$result" ]; then echo built >> {log}; fi; exec {CXX} "$@"')
+    assert isinstance(build(), Kernels)
+    (file,) = folder.iterdir()
+    right = file.read_bytes()
+    middle = len(right) // 2
+    others = {
+        "cut": right[:middle],
+        "zeroed": right[:middle] + bytes(len(right) - middle),
+        "empty": b"",
+        "foreign": right[:18] + b"\xb7" + right[19:],  # an ELF file for arm64
+        "one bit": right[:middle] + bytes([right[middle] ^ 1]) + right[middle + 1 :],
+    }
+    file.unlink()  # this process has mapped the right one
+    file.write_bytes(others[damage])
+    say_once.cache_clear()
+    assert isinstance(build(), Kernels) and isinstance(build(), Kernels)
+    assert capfd.readouterr().err == f"firsttoken: {file} is cut or altered; it is compiled again\n"
+    assert [one.read_bytes() for one in folder.iterdir()] == [right]
+    assert log.read_text().split() == ["built"] * 2
+
+
+@needs_compiler
+def test_of_several_that_want_it_one_builds_it(compiler, tmp_path: Path, folder: Path, source: Path) -> None:
+    """Threads here, and processes that begin at once."""
+    log = tmp_path / "log"
+    compiler(f'if [ -n "$result" ]; then echo built >> {log}; sleep 0.5; fi; exec {CXX} "$@"')
+    code = "from pathlib import Path; from firsttoken.study.system.compiled import shared_library as library\n"
+    code += f"print(library(Path({str(source)!r})))"
+    environment = os.environ | {"FIRSTTOKEN_CACHE": str(folder.parent)}
+    others = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    with ThreadPoolExecutor(3) as threads:
+        found = {str(file) for file in threads.map(lambda _: shared_library(source), range(3))}
+    assert {one.communicate(timeout=60)[0].strip() for one in others} == found
+    assert log.read_text().split() == ["built"] and left(folder) == [Path(*found).name]
+
+
+@pytest.fixture
+def beside() -> Iterator[None]:
+    with compiled.build_beside():
+        yield
+
+
+@needs_compiler
+def test_a_service_does_not_wait_for_the_compiler(compiler, beside, tmp_path, folder, source, refusal) -> None:
+    """It goes on without the kernels, which one process beside it builds; the next start has them."""
+    log, go = tmp_path / "log", tmp_path / "go"
+    waiting = f"echo built >> {log}; while [ ! -e {go} ]; do sleep 0.05; done"
+    compiler(f'if [ -n "$result" ]; then {waiting}; fi; exec {CXX} "$@"')
+    assert refusal().endswith("slower: kernels.cpp is being compiled; the next start has it") and build() is None
+    go.touch()
+    until(lambda: any(name.endswith(".so") and name.startswith("kernels-") for name in left(folder)), "it is built")
+    assert isinstance(build(), Kernels) and log.read_text().split() == ["built"]
+    (library,) = folder.iterdir()
+    library.unlink()  # this process has mapped it
+    library.write_bytes(b"half")
+    compiled._begin_beside.cache_clear()  # as another process
+    assert "is being compiled again, as its library was cut or altered; the next start has it" in refusal()
+    until(lambda: library.stat().st_size > 4, "it is built again")
+
+
+@needs_compiler
+def test_what_fails_beside_a_service_is_a_line(compiler, beside, folder, source, refusal, capfd) -> None:
+    compiler(f'if [ -n "$result" ]; then echo "error: no room" >&2; exit 1; fi; exec {CXX} "$@"')
+    assert "is being compiled" in refusal()
+    said = []
+    until(lambda: said.append(capfd.readouterr().err) or "".join(said).count("\n"), "it says why")
+    assert "".join(said) == "firsttoken: kernels.cpp cannot be compiled: error: no room\n"
+
+
+def test_torch_alone_is_asked_for_without_a_word(monkeypatch: pytest.MonkeyPatch, folder: Path, capfd) -> None:
+    monkeypatch.setenv(compiled.ACCELERATOR, "none")
+    assert build() is None and merger.__wrapped__() is None
+    assert capfd.readouterr().err == "" and not folder.exists()
+    monkeypatch.setenv(compiled.ACCELERATOR, "cuda")
+    with pytest.raises(ProfileError, match="FIRSTTOKEN_ACCELERATOR is 'cuda'; give it one of: kernels"):
+        build()
+
+
+@needs_compiler
+def test_what_multiplies_is_what_the_environment_says(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """As on a processor with AMX, whatever this one has: bfloat16 is oneDNN's, and all else the kernels'."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    own = build().multiplied
+    assert torch.float32 in own
+    monkeypatch.setenv(compiled.ACCELERATOR, "onednn")
+    assert build().multiplied == own - {torch.bfloat16}
+    pool = SimpleNamespace(shape=shape(dtype=torch.bfloat16), device=CPU)
+    monkeypatch.setattr(sdpa_attention, "kernels", object)
+    assert sdpa_attention.fastest_attend(pool) is sdpa_attention.TiledAttend
 
 
 @needs_compiler

@@ -15,11 +15,11 @@ from dying_link import DyingLink
 from loads import Held, Loads, retold
 from plain_tokens import check_greedy, judged
 from safetensors.torch import load_file, save_file
+from small_models import packed_by_kernels
 from waiting import until
 
 from firsttoken.assets.lock import file_sha256
 from firsttoken.engine import numpy_weights
-from firsttoken.engine.fused import FusedLayer
 from firsttoken.engine.native.exports import load_exports
 from firsttoken.engine.numpy_model import NumpyModel
 from firsttoken.lean.lean_config import OtherWay
@@ -77,9 +77,9 @@ def test_words_and_panels_are_those_that_torch_makes(wide, plan):
         assert np.array_equal(words.view(np.int16), parameters[name].view(torch.int16).numpy()), name
     if weights.packer.dtype == "bfloat16":
         for number, panels in weights.panels.items():
-            fused = FusedLayer(view.layers[number])
+            packed = packed_by_kernels(view.layers[number])
             for name, mine in panels.items():
-                assert np.array_equal(mine.view(np.uint8), getattr(fused, name).panels.view(torch.uint8).numpy())
+                assert np.array_equal(mine.view(np.uint8), packed[name].panels.view(torch.uint8).numpy())
 
 
 @pytest.mark.parametrize("computing", [F32, BF16])

@@ -27,12 +27,15 @@ from plain_tokens import check_greedy, generated
 from waiting import until, wait_stage
 
 from firsttoken.engine import numpy_weights
-from firsttoken.engine.fused import FusedLayer
+from firsttoken.engine.fused import FusedLayer, PackedLinear
+from firsttoken.engine.numpy_model import NumpyModel
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest, write_manifest
 from firsttoken.progressiveserve.loading import read_memory
+from firsttoken.progressiveserve.loading.stage_weights import StageWeights
 from firsttoken.progressiveserve.staged_serving import staged_server
 from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
+from firsttoken.study import dtypes
 from firsttoken.study.errors import BusyError, LinkError, ModelError
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -93,6 +96,28 @@ def test_the_layers_of_stage_1_are_the_packed_ones(wide, serve, torch_comes, mon
             assert type(segment.modules[number]) is FusedLayer
             assert segment.modules[number].joint.panels.data_ptr() == panels["joint"].ctypes.data
     assert bool(server._fused) is not bool(options)
+
+
+def test_who_began_with_the_kernels_ends_with_them(wide, serve, torch_comes, accelerated):
+    """Where oneDNN multiplies, as with AMX: with what numpy says of the first stage; later stages are oneDNN's."""
+    accelerated("onednn")
+    staged = wide(dtype=torch.bfloat16)
+    weights = StageWeights(staged.folder, [Link()])
+    model = NumpyModel(weights, context=600)
+    if dtypes.serving(dtypes.AUTO, torch.bfloat16, "cpu") != torch.bfloat16 or weights.packer.dtype != "bfloat16":
+        pytest.skip("this CPU does not compute in bf16")
+    wanted = [model.next_token(PROMPT)]
+    while len(wanted) < 400:
+        wanted.append(model.next_token(wanted[-1:]))
+    server = serve(staged, early=True)
+    stays = server.submit(PROMPT, 400)
+    said = [first_event(stays).token_id for _ in range(3)]
+    torch_comes.set()
+    assert wait_stage(server, 3, TIMEOUT_S)
+    assert said + [event.token_id for event in events_of(stays)] == wanted
+    (segment,) = server._last.decoder.segments
+    until(lambda: all(type(layer) is FusedLayer for layer in segment.modules), "all fused")
+    assert {type(layer.down) for layer in segment.modules} == {PackedLinear}
 
 
 def test_the_second_stage_is_read_while_torch_is_imported(wide, serve, torch_comes):

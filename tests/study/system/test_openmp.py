@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,9 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from small_models import small_model
 
 from firsttoken.engine.async_engine import AsyncEngine
-from firsttoken.study.system.openmp import give_back_threads, loops_elsewhere, loops_on_one_core
+from firsttoken.study import kernel_forkserver
+from firsttoken.study.system.compiled import ACCELERATOR, compiler
+from firsttoken.study.system.openmp import give_back_threads, loops_elsewhere, loops_on_one_core, waits
+from firsttoken.study.system.processor import cpuinfo
 
 TASKS = Path("/proc/self/task")
 pytestmark = pytest.mark.skipif(not TASKS.is_dir(), reason="the system does not list threads")
@@ -124,3 +130,59 @@ def test_an_event_loop_in_a_copy_does_not_wait_for_threads_that_were_not_copied(
         torch.set_num_threads(1)
         give_back_threads()
     assert os.waitpid(child, 0)[1] == 0
+
+
+SERVED = """
+import os, sys
+from contextlib import contextmanager
+from firsttoken.service import launch
+
+@contextmanager
+def running(config, broken):
+    print(os.environ["GOMP_SPINCOUNT"], "torch" in sys.modules)
+    broken(None)
+    yield "nowhere"
+
+launch.running = running
+from firsttoken.__main__ import main
+sys.exit(main(["serve", sys.argv[1]]))
+"""
+OPENED = """
+import os, sys, types
+sys.modules["ipykernel.zmqshell"] = types.ModuleType("zmqshell")
+import firsttoken
+print(os.environ["GOMP_SPINCOUNT"], "torch" in sys.modules)
+"""
+
+
+def said(code: str, *arguments: object, **environment: str) -> str:
+    """The first line of a process in which nothing else says how threads wait."""
+    inherited = {name: text for name, text in os.environ.items() if not name.startswith(("GOMP_", "OMP_WAIT", "CXX"))}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, env=inherited | environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout, done.stderr
+    return done.stdout.splitlines()[0]
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_a_service_waits_as_its_layers_are_run(tmp_path, family: str) -> None:
+    """Set before torch is loaded, which reads it. By torch's own operations threads sleep at once."""
+    small_model(family).save_pretrained(tmp_path)
+    by_kernels = family == "Llama" and "amx_bf16" not in cpuinfo() and compiler() is not None
+    assert said(SERVED, tmp_path) == f"{20_000 if by_kernels else 0} False"
+    assert said(SERVED, tmp_path, CXX="no-such-compiler") == "0 False"
+    assert said(SERVED, tmp_path, FIRSTTOKEN_ACCELERATOR="none") == "0 False"
+    assert said(SERVED, tmp_path, GOMP_SPINCOUNT="7") == "7 False"
+
+
+@pytest.mark.parametrize("chosen", ["none", "onednn"])
+def test_notebooks_wait_briefly(monkeypatch: pytest.MonkeyPatch, chosen: str) -> None:
+    """Those that the command line runs, and one that is opened by hand."""
+    monkeypatch.setenv(ACCELERATOR, chosen)
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    assert kernel_forkserver.surroundings()["GOMP_SPINCOUNT"] == "0"
+    assert said(OPENED) == "0 False"
+    assert waits(few_loops=True) == {"GOMP_SPINCOUNT": "20000"}
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert waits(few_loops=True) == {} and "GOMP_SPINCOUNT" not in kernel_forkserver.surroundings()

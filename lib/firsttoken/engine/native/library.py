@@ -1,14 +1,13 @@
 """Builds ``kernels.cpp`` once with the machine's C++ compiler, and calls it with tensors; linear layers that it runs.
 
-Without a compiler, or where it fails, ``kernels`` is None and torch's own operations do the work. Where it is built and
-its products are wrong, oneDNN multiplies.
+Without a compiler, where it fails, or where the environment asks for torch alone, ``kernels`` is None and torch's own
+operations do the work. Where it is built and its products are wrong, or oneDNN's are by tiles, oneDNN multiplies.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from firsttoken.engine.native.exports import Exports, load_exports, packed_adapter, panel_memory
 from firsttoken.study.errors import ModelError
+from firsttoken.study.system.compiled import ONEDNN, TorchAlone, accelerator, say_once
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -28,7 +28,7 @@ class Kernels:
     def __init__(self, exports: Exports) -> None:
         self.exports = exports
         self.panel = exports.panel
-        bf16 = exports.has_bfloat16 and not torch.cpu._is_amx_tile_supported()
+        bf16 = exports.has_bfloat16 and not multiplies_by_tiles()
         self.multiplied = frozenset(
             dtype for dtype in [torch.float32, torch.bfloat16][: 1 + bf16] if _are_right(exports, NAMES[dtype])
         )
@@ -122,17 +122,25 @@ def _are_right(exports: Exports, dtype: str) -> bool:
     """Whether the products in ``dtype`` are right; says so where they are not."""
     if exports.multiplies(dtype):
         return True
-    warnings.warn(f"the engine's own {dtype} products are wrong on this processor; oneDNN multiplies", stacklevel=2)
+    say_once(f"the engine's own {dtype} products are wrong on this processor; oneDNN multiplies")
     return False
+
+
+def multiplies_by_tiles() -> bool:
+    """Whether oneDNN multiplies bfloat16 in the place of the kernels, as it does by the tiles of AMX."""
+    return torch.cpu._is_amx_tile_supported() or accelerator() == ONEDNN
 
 
 @functools.cache
 def kernels() -> Kernels | None:
-    """The kernels, built at the first call (seconds) and kept in the cache folder; None, with a warning, without."""
+    """The kernels, built at the first call (seconds) and kept in the cache folder; None without, and a line says why
+    where the environment does not ask for that. Raises ProfileError as :func:`accelerator`."""
     try:
         return Kernels(load_exports())
+    except TorchAlone:
+        return None
     except (OSError, AttributeError) as error:
-        warnings.warn(f"the engine runs without its own CPU kernels, slower: {error}", stacklevel=2)
+        say_once(f"the engine runs without its own CPU kernels, slower: {error}")
         return None
 
 

@@ -22,6 +22,7 @@ from firsttoken.engine.numpy_answers import NumpyAnswers
 from firsttoken.engine.preemption.preemption_policy import MOVED, Recovery
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.engine.stream import step_failure
+from firsttoken.engine.torch_behind import by_kernels
 from firsttoken.lean.lean_config import OtherWay
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest
@@ -287,7 +288,8 @@ class StagedServer(LoadingServer):
             weights.close()  # it has come after the server was closed
         weights.wait()
         if isinstance(weights.fault, OtherWay):
-            print(f"firsttoken: {self._loader.folder.name} starts with torch: {weights.fault}", file=sys.stderr)
+            if type(weights.fault) is OtherWay:  # why there are no kernels, the engine tells
+                print(f"firsttoken: {self._loader.folder.name} starts with torch: {weights.fault}", file=sys.stderr)
             self._numpy.close()
             self._numpy = None
             return None
@@ -296,18 +298,17 @@ class StagedServer(LoadingServer):
         return weights
 
     def _take_packed(self, early: StageWeights) -> None:
-        """Let the layers of stage 1 compute with the weights that ``early`` has packed, where the kernels multiply
-        them, and there is memory for twice what they take."""
+        """Let stage 1 compute with the weights that ``early`` has packed, where there is memory for both."""
         from firsttoken.engine.fused import FusedLayer
         from firsttoken.engine.native.library import kernels
 
-        dtype = self._loader.meta_model.dtype
-        right = early.packer.dtype == dtypes.name_of(dtype) and dtype in kernels().multiplied
-        if right and self._fits_twice():
-            layers = self._last.modules.base
-            fused = {i: (layers[i], FusedLayer(layers[i], panels)) for i, panels in early.panels.items()}
+        if early.packer.dtype == dtypes.name_of(dtype := self._loader.meta_model.dtype) and self._fits_twice():
+            plain = self._last.modules.base
+            fused = {i: (plain[i], FusedLayer(plain[i], panels)) for i, panels in early.panels.items()}
             self._last.take_fused(fused)
-            if not self._merges:
+            if dtype not in kernels().multiplied:
+                by_kernels(self._last, self._loader.meta_model.model, early)
+            elif not self._merges:
                 self._fused |= fused
 
     def _go_on(self) -> None:
@@ -383,8 +384,7 @@ class StagedServer(LoadingServer):
 
     def _recovered(self, recovery: Recovery) -> None:
         if recovery.reason == MOVED:
-            what = f"a session of {recovery.tokens} tokens moved over"
-            self._note(self._stage, what, took_s=recovery.recompute_s)
+            self._note(self._stage, f"a session of {recovery.tokens} tokens moved over", took_s=recovery.recompute_s)
 
     def _explained(self, error: Exception) -> Exception:
         """What clients are told when a step fails; when it was the load that did, once the status says so too."""
