@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from firsttoken.__main__ import main
 from firsttoken.assets.checkpoint import EMBEDDING, HEAD, INDEX, SINGLE, combined_sha256, model_files, stored_dtype
 from firsttoken.assets.models import load_model
+from firsttoken.assets.weight_files import WeightFile
 from firsttoken.petals.checkpoint_blocks import load_ends, model_sha256, write_8_bits
 from firsttoken.progressiveserve.checkpoint.plan import by_layers
 from firsttoken.progressiveserve.checkpoint.sources import FolderSource
@@ -57,10 +58,7 @@ def test_the_hash_of_a_model_is_that_of_the_files_that_were_loaded(tmp_path, mon
     folder = write(Drawn(beside="other shards"), tmp_path / "m")
     opened: list[Path] = []
     before = load_file(folder / SINGLE)
-    monkeypatch.setattr(
-        "firsttoken.assets.weights.safe_open",
-        lambda file, *rest: opened.append(Path(file)) or __import__("safetensors").safe_open(file, *rest),
-    )
+    monkeypatch.setattr("firsttoken.assets.weights.WeightFile", lambda file: opened.append(file) or WeightFile(file))
     loaded = load_model(str(folder), with_tokenizer=False)
     assert opened == [folder / SINGLE]
     assert loaded.provenance.sha256 == combined_sha256(opened) == model_files(folder).sha256

@@ -30,6 +30,9 @@ from mixed_requests import BLOCKS, LONGEST, MODELS, RUNNING, VARIANTS, WAITING, 
 from services import free_port
 from waiting import until
 
+from firsttoken.engine.native.exports import load_exports
+from firsttoken.study import paths
+
 EACH, FROM = 500, 2000  # requests between two readings, and before the first that counts
 FLAT_KB = 10.0  # per 1,000 requests: at 10,000 a day 36 MB a year
 
@@ -60,6 +63,10 @@ def service() -> Iterator[tuple[int, int]]:
         command += ["--kv-blocks", str(BLOCKS), "--max-model-len", str(LONGEST)]
         command += ["--max-running", str(RUNNING), "--max-waiting", str(WAITING)]
         environment = os.environ | {"FIRSTTOKEN_CACHE": str(place / "cache")}  # of what preemption costs
+        with contextlib.suppress(OSError):  # no compiler
+            load_exports()  # the service would go on without its kernels while they are built
+            (place / "cache").mkdir(exist_ok=True)
+            (place / "cache" / "native").symlink_to(paths.CACHE / "native")
         process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
         try:
             until(lambda: process.poll() is not None or _ready(port), "the store is open")

@@ -161,7 +161,7 @@ def test_the_site_says_why_no_scheduler_is_written_in_it(tmp_path, monkeypatch):
     page = tmp_path / "scheduler.html"
     page.write_text("of an earlier site", encoding="utf-8")
     lacking = site._scheduler(tmp_path, [described(path) for path in notebook_paths()])
-    assert re.fullmatch(r"pyodide@\S+ is not in the cache, and `firsttoken fetch pyodide` brings it", lacking)
+    assert re.fullmatch(r"pyodide@\S+ is not in the cache, and firsttoken fetch pyodide brings it", lacking)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -66,6 +66,7 @@ class BlockBackend:
         self._files = check_servable(folder, in_8_bits=True).files
         self._before = seen(self._files)
         self._adapted: dict[str, LocalSegment] = {}
+        self._comparison: Comparison | None = None
         model = self._span(blocks)
         if odd := set(getattr(model.config, "layer_types", None) or []) - {"full_attention"}:
             raise ModelError(f"{model.config.model_type} has layers of {min(odd)}; a swarm runs full_attention only")
@@ -169,7 +170,7 @@ class BlockBackend:
 
     def _compare(self) -> None:
         """Hold the layers that will serve to the model's own, unless they were before. Raises ModelError."""
-        if self._comparison.due:
+        if self._comparison is not None and self._comparison.due:
             tokens, states, reference = self._reference
             tokens = tokens[: self.pool.blocks * self.pool.shape.block_tokens]
 

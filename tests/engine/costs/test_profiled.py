@@ -235,7 +235,7 @@ def scatter(folder: Path) -> None:
         (lambda folder: (folder / "meta.yaml").write_text("attention_grid: [1]\n"), r"meta.yaml: attention_grid: "),
         (
             lambda folder: (folder / "attention.csv").write_bytes(b"\xff\xfe"),
-            r"attention.csv: line 1: this is no UTF-8 text",
+            r"attention.csv: it is UTF-16 text",
         ),
     ],
 )

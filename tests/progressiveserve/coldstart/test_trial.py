@@ -168,7 +168,7 @@ def test_a_copy_of_a_fork_server(staged, spec, tokenizer):
 @pytest.mark.skipif(not possible(), reason="processes are not copied here")
 def test_a_copy_that_fails_says_why_and_leaves_nobody(spec):
     Path(spec.stock, "tokenizer.json").unlink()
-    with pytest.raises(FirstTokenError, match=r"a copy of the fork server failed: .*tokenizer\.json cannot be read"):
+    with pytest.raises(FirstTokenError, match=r"a copy of the fork server failed: .*has no tokenizer\.json"):
         one_trial(replace(spec, variant="copied_first"), COLD)
     assert not left_over(spec.stock)
 
@@ -266,19 +266,19 @@ def test_a_start_that_is_asked_to_be_lean(staged, spec, tokenizer):
 def test_a_lean_start_of_another_architecture(staged, spec, tokenizer, capsys):
     """It is the stock model's, and says so."""
     config = Path(staged.folder, "config.json")
-    odd = json.dumps(json.loads(config.read_text()) | {"logit_scale": 1.0})
-    config.write_text(odd)
+    yarn = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10_000.0}
+    text = json.dumps(json.loads(config.read_text()) | {"rope_parameters": yarn})
+    config.write_text(text)
     manifest = read_manifest(staged.folder)
-    entry = FileEntry(len(odd), hashlib.sha256(odd.encode()).hexdigest())
+    entry = FileEntry(len(text), hashlib.sha256(text.encode()).hexdigest())
     write_manifest(staged.folder, replace(manifest, side=manifest.side | {"config.json": entry}))
     row = main(replace(spec, variant="lean"))
-    assert row["token_id"] == next_token(staged.served.model, tokenizer)
-    assert row["lean"] is False and "its 'logit_scale' is 1.0" in capsys.readouterr().err
+    assert row["lean"] is False and "its rope_type is 'yarn'" in capsys.readouterr().err
 
 
 def test_a_lean_start_without_its_tokenizer(spec):
     Path(spec.stock, "tokenizer.json").unlink()
-    with pytest.raises(FirstTokenError, match=r"failed: .*ModelError: .*tokenizer\.json cannot be read: No such file"):
+    with pytest.raises(FirstTokenError, match=r"failed: .*ModelError: .*has no tokenizer\.json"):
         one_trial(replace(spec, variant="lean"), COLD)
 
 
