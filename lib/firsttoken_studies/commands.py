@@ -278,7 +278,9 @@ def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     added.add_argument("--last", type=int, default=10, metavar="N", help="how many lines to print (default: 10)")
     again = "compute the summary of every recorded result again from its rows (needs --because)"
     added.add_argument("--summarise", action="store_true", help=again)
-    added.add_argument("--claims", action="store_true", help="note that claims were changed (needs --because)")
+    added.add_argument(
+        "--claims", action="store_true", help="note that claims were changed or retired (needs --because)"
+    )
     gone = "remove the result of this experiment on one machine (needs --machine and --because)"
     added.add_argument("--remove", metavar="EXPERIMENT", help=gone)
     added.add_argument("--machine", metavar="NAME", help="with --remove, the machine, such as amd-epyc-avx2-2c")

@@ -27,6 +27,7 @@ from firsttoken.study.record import (
     write_result,
 )
 from firsttoken.study.record_log import (
+    RETIRED,
     ClaimRecord,
     Log,
     LogLine,
@@ -261,9 +262,11 @@ def take_out(experiment: str, slug: str, because: str, *, faulty: bool) -> Path:
 
 
 def note_edits(because: str) -> list[str]:
-    """Note the claims that are others than the log knows, and return their names. Raises as ``note_run`` does."""
-    noted = log()
-    edited = {one.id: ClaimRecord((), *forms(one)) for one in claims() if forms(one) not in noted.known(one)}
+    """Note the claims that are others than the log knows or are gone, and return their names. Raises as ``note_run``
+    does."""
+    noted, asked = log(), claims()
+    edited = {one.id: ClaimRecord((), *forms(one)) for one in asked if forms(one) not in noted.known(one)}
+    edited |= dict.fromkeys(sorted(noted.claimed() - {one.id for one in asked}), RETIRED)
     if edited:
         write_log(noted.followed_by([LogLine("edit", claims=edited, reason=because)]))
     return list(edited)

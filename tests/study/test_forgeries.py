@@ -9,7 +9,7 @@ import pytest
 from firsttoken.study import history
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.record import Result
-from firsttoken.study.record_log import FIRST, Log, LogLine, faults, forms, parse_log, rows_digest, run_line
+from firsttoken.study.record_log import FIRST, RETIRED, Log, LogLine, faults, forms, parse_log, rows_digest, run_line
 from firsttoken_studies import ledger
 from firsttoken_studies.invariants import broken
 from firsttoken_studies.registry import EXPERIMENTS
@@ -65,10 +65,10 @@ def test_times_that_were_made_shorter_break_what_rows_obey(record) -> None:
         for row in true.rows
     ]
     forged = summarised(replace(true, rows=shorter))
-    assert faults(log, in_place(results, forged), []) == [
+    assert faults(log, in_place(results, forged), ledger.claims()) == [
         f"the rows of cold_start on {true.slug} are not those of its line: measure it again"
     ]
-    assert faults(relogged(log, forged), in_place(results, forged), []) == []
+    assert faults(relogged(log, forged), in_place(results, forged), ledger.claims()) == []
     (fault, *_) = broken(forged)
     assert "ttft_process_s is" in fault and "its parts" in fault
 
@@ -82,6 +82,15 @@ def test_what_was_bettered_is_a_claim_without_a_line(record, claim: str, bettere
     claims = [replace(one, **bettered) if one.id == claim else one for one in ledger.claims()]
     (fault,) = faults(log, results, claims)
     assert fault.startswith(f"claim {claim} was changed: say why")
+
+
+def test_a_claim_that_is_gone_needs_a_line(record) -> None:
+    log, results = record
+    claims = [one for one in ledger.claims() if one.id != "cps.cross-point"]
+    (fault,) = faults(log, results, claims)
+    assert fault.startswith("claim cps.cross-point is gone: say why")
+    retired = LogLine("edit", claims={"cps.cross-point": RETIRED}, reason="nobody asks")
+    assert faults(log.followed_by([retired]), results, claims) == []
 
 
 @NEEDS_HISTORY

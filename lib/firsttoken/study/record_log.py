@@ -3,8 +3,8 @@
 A line is never changed or taken away: it holds the sha256 of the line before it, so an edit breaks all that follow.
 There are four kinds. A ``run`` says when and where an experiment ran, of which revision, the sha256 of its rows, and
 for each claim that it answers what was measured and whether the claim stood as it does now before the run. A
-``summary`` says that the rows of a run were summarised again, an ``edit`` that claims were changed, and a ``removal``
-that a result was taken out. The last three say why, and so does a run that takes the place of another.
+``summary`` says that the rows of a run were summarised again, an ``edit`` that claims were changed or retired, and a
+``removal`` that a result was taken out. The last three say why, and so does a run that takes the place of another.
 """
 
 from __future__ import annotations
@@ -48,6 +48,10 @@ class ClaimRecord:
     fixed: Fixed = "before"
     reworded: bool = False
     verdict: str = ""  # by the rules of the day on which the line was written
+
+
+RETIRED = ClaimRecord((), verdict="retired")
+"""What an edit says of a claim that is judged no longer."""
 
 
 def _reasoned(reason: str) -> str:
@@ -145,6 +149,11 @@ class Log:
         noted = (line.claims[claim.id] for line in self.lines if claim.id in line.claims)
         return {(answer.asked, answer.worded) for answer in noted}
 
+    def claimed(self) -> set[str]:
+        """The names of all claims that a line holds, but for those that were retired since."""
+        last = {name: answer for line in self.lines for name, answer in line.claims.items()}
+        return {name for name, answer in last.items() if answer != RETIRED}
+
     def answers(self, claim: Claim) -> list[tuple[LogLine, ClaimRecord]]:
         """Each run that answered the claim, with its answer as it was last summarised, faulty ones left out."""
         faulty, summaries = self.faulty(), dict[str, ClaimRecord]()
@@ -234,7 +243,8 @@ def run_line(result: Result, answers: Mapping[str, ClaimRecord], log: Log, reaso
 
 def faults(log: Log, results: Sequence[Result], claims: Sequence[Claim]) -> list[str]:
     """What the record holds that the log does not know of: a result without a line or with other rows, a line whose
-    result is gone, a number of a claim that is not the one of its line, a claim that was changed without a line."""
+    result is gone, a number of a claim that is not the one of its line, a claim that was changed or retired without a
+    line."""
     standing, found = log.standing, list[str]()
     present = {(result.experiment, result.profile, result.slug): result for result in results}
     for place, line in standing.items():
@@ -255,6 +265,8 @@ def faults(log: Log, results: Sequence[Result], claims: Sequence[Claim]) -> list
         known = log.known(claim)
         if known and forms(claim) not in known:
             found.append(f"claim {claim.id} was changed: say why, by `firsttoken record --claims --because TEXT`")
+    for name in sorted(log.claimed() - asked.keys()):
+        found.append(f"claim {name} is gone: say why, by `firsttoken record --claims --because TEXT`")
     return found
 
 
