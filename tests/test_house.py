@@ -184,13 +184,13 @@ def test_a_notebook_shows_the_verdicts_of_the_ledger(capsys):
             for call in (call for call in calls if ast.unparse(call.func) == "ledger.verdicts"):
                 ledger.verdicts(*(argument.value for argument in call.args))
                 shown = "".join("".join(out.get("text", "")) for out in cell["outputs"])
-                mend = f"run `firsttoken run --again --only {path.name[:2]} --publish`"
+                mend = f"run `firsttoken run --only {path.name[:2]} --publish`"
                 assert capsys.readouterr().out in shown, mend
                 held += len(call.args)
     assert held > len(NOTEBOOKS)
     counts = count_verdicts(ledger.claims(), ledger.recorded(), ledger.machine(), ledger.log())
     (shown,) = ("".join(cell["outputs"][0]["text"]) for cell in code_cells(NOTEBOOKS[-1]) if is_count(cell))
-    assert str(counts) in shown, "run `firsttoken run --again --only 90 --publish`"
+    assert str(counts) in shown, "run `firsttoken run --only 90 --publish`"
 
 
 def is_count(cell):

@@ -99,7 +99,7 @@ def test_arrows_point_one_way() -> None:
             "firsttoken.engine.engine",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import firsttoken.sarathi.a",
         ),
-        ("firsttoken.study.notebook_cache", "from firsttoken import options"),
+        ("firsttoken.study.notebooks", "from firsttoken import options"),
         ("firsttoken.options", "def f():\n    import firsttoken_studies.registry"),
         ("firsttoken.engine.engine", "from firsttoken_extras import layer_borrowing"),
         ("firsttoken_extras.layer_borrowing.lease", "from firsttoken_studies.combined import arrival"),

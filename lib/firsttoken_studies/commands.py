@@ -41,16 +41,14 @@ def run(options: argparse.Namespace) -> int:
     profile = load_profile(options.profile)
     if options.publish and profile.name != "quick":
         raise ProfileError(f"notebooks/ shows the quick profile, not {profile.name}; leave out --publish")
-    ran = running.run_notebooks(notebooks, profile, again=options.again, published=options.publish)
-    print("", *ledger.end_of_run(profile.name), sep="\n")
+    failed = running.run_notebooks(notebooks, profile, published=options.publish)
+    print("", *ledger.end_of_run(profile.name, [path.name[:2] for path in notebooks]), sep="\n")
     for what, folder in (("figures", paths.own_figures()), ("results", paths.RESULTS / machine_slug() / profile.name)):
         print(f"{what}: {folder}")
     print(f"executed notebooks: {paths.EXECUTED / profile.name}")
-    if ran.kept:
-        print(f"{ran.kept} notebooks were kept: nothing that they hang on has changed; --again runs them all the same")
-    if ran.failed:
-        print(f"firsttoken: {ran.failed} of {len(notebooks)} notebooks failed", file=sys.stderr)
-    return FAILED if ran.failed else OK
+    if failed:
+        print(f"firsttoken: {failed} of {len(notebooks)} notebooks failed", file=sys.stderr)
+    return FAILED if failed else OK
 
 
 def measure(options: argparse.Namespace) -> int:
@@ -210,7 +208,6 @@ def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     added = command("run", "Run the notebooks in order, and end with the table of claims.")
     option_values.add_profile(added)
     added.add_argument("--only", nargs="+", metavar="NN", help="the notebooks to run, such as 11 40 (default: all)")
-    added.add_argument("--again", action="store_true", help="also run notebooks of which nothing has changed since")
     added.add_argument("--publish", action="store_true", help="copy what was run into notebooks/, to commit it")
     added.add_argument("--list", action="store_true", help="list the notebooks with their numbers, and stop")
 

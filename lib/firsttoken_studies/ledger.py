@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -153,16 +153,19 @@ def _own(results: Iterable[Result], profile: str | None) -> Own:
     return Own(here, profile or "any profile", tuple(one for one in own if profile in (None, one.profile)))
 
 
-def end_of_run(profile: str) -> list[str]:
-    """What a run under ``profile`` ends with: by report what this machine's results say of the claims, where they
-    contradict the record or the reports most, and the page with all of them, which is written here.
+def end_of_run(profile: str, notebooks: Collection[str]) -> list[str]:
+    """Return what a run of ``notebooks`` (numbers) under ``profile`` ends with: by report what this machine's results
+    say of their claims, where they contradict the record or the reports most, and the page with all claims, which is
+    written here.
 
     Raises FirstTokenError as ``table``.
     """
     page = paths.EXECUTED / profile / "claims.md"
     with storing(page.parent):
         write_text(page, table(profile=profile) + "\n")
-    lines = run_end(claims(), recorded(), machine(), _own(all_results((profile,)), profile), log())
+    asked = [claim for claim in claims() if claim.notebook in notebooks]
+    own = _own(all_results((profile,)), profile)
+    lines = run_end(asked, recorded(), machine(), own, log()) if asked else ["No claim hangs on what was run."]
     return [*lines, "", f"all claims: {page}"]
 
 

@@ -1,35 +1,30 @@
-"""The notebooks one after another: what is expected, what is left, what may be kept; and the table at the end."""
+"""The notebooks one after another: how long they take by the record, what fails, and the minutes of a whole run."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from firsttoken.study import kernel_forkserver, notebook_cache, paths, storage
+from firsttoken.study import kernel_forkserver, paths, storage
 from firsttoken.study.errors import NotebookError
-from firsttoken.study.machine import machine_slug
+from firsttoken.study.machine import describe, machine_slug
 from firsttoken.study.notebooks import notebook_paths, publish, run_notebook
 from firsttoken.study.profile import Profile
+from firsttoken.study.record import Result, git_revision, load_result, write_result
+from firsttoken.study.summary import Summary
 from firsttoken.study.system.alone import alone
 
-
-@dataclass(frozen=True)
-class Ran:
-    """How many notebooks failed, and how many were kept from before."""
-
-    failed: int
-    kept: int
+RUN = "run"  # the experiment that holds the seconds of each notebook
 
 
-def run_notebooks(notebooks: Sequence[Path], profile: Profile, *, again: bool, published: bool) -> Ran:
-    """Run ``notebooks`` in order, put what they show into the repository's copies where that is to be ``published``; a
-    failing one does not keep the others from running.
+def run_notebooks(notebooks: Sequence[Path], profile: Profile, *, published: bool) -> int:
+    """Run ``notebooks`` in order and return how many failed; one that fails does not keep the others from running.
 
-    Of several runs that write into the same folders one goes on, and the others wait. A run of all is recorded, with
-    the seconds that those which were kept took when they ran.
+    What they show goes into the repository's copies where that is to be ``published``. Of several runs that write into
+    the same folders one goes on, and the others wait. A run of all notebooks is recorded.
 
     Raises StorageError when what they write cannot be kept.
     """
@@ -38,53 +33,60 @@ def run_notebooks(notebooks: Sequence[Path], profile: Profile, *, again: bool, p
     for folder in (paths.EXECUTED, paths.RESULTS, paths.own_figures(), paths.CACHE):
         storage.check(folder)
     with alone(paths.EXECUTED / ".lock", f"runs notebooks whose results go to {paths.OUT}"):
-        return _run_alone(notebooks, profile, again=again, published=published)
+        return _run_alone(notebooks, profile, published=published)
 
 
-def _run_alone(notebooks: Sequence[Path], profile: Profile, *, again: bool, published: bool) -> Ran:
-    left, seconds, failed, kept, started = list(notebooks), dict[str, float](), 0, 0, datetime.now(UTC)
-    expected = notebook_cache.expected(profile)
-    _announce(notebooks, profile, expected)
+def _run_alone(notebooks: Sequence[Path], profile: Profile, *, published: bool) -> int:
+    seconds, started = dict[str, float](), datetime.now(UTC)
+    print(f"{machine_slug()}, profile {profile.name}, {profile.dtype_name}\n{minutes_text(notebooks, profile)}\n")
     with kernel_forkserver.warmed():
         for path in notebooks:
             print(f"{path.stem:<40} ", end="", flush=True)
-            left.remove(path)
             try:
-                if not again and (stamp := notebook_cache.is_kept(path, profile)):
-                    print(f"kept, ran {stamp['at']} in {stamp['seconds']:.0f} s", flush=True)
-                    seconds[path.stem], kept = stamp["seconds"], kept + 1
-                else:
-                    seconds[path.stem] = run_notebook(path, profile.name)
-                    notebook_cache.keep(path, profile, seconds[path.stem])
-                    rest = expected.of(left)
-                    print(
-                        f"{seconds[path.stem]:6.1f} s" + (f"   about {_minutes(rest)} left" if rest else ""), flush=True
-                    )
+                took_s = run_notebook(path, profile.name)
+                print(f"{took_s:6.1f} s", flush=True)
                 if published:
                     publish(path, profile.name)
+                seconds[path.stem] = took_s
             except NotebookError as error:
-                failed += 1
                 print(f"failed\n{error}", flush=True)
-    if len(seconds) == len(notebook_paths()) > kept:
-        notebook_cache.record(profile, seconds, started)
-    return Ran(failed, kept)
+    if len(seconds) == len(notebook_paths()):
+        _record(profile, seconds, started)
+    return len(notebooks) - len(seconds)
 
 
-def _announce(notebooks: Sequence[Path], profile: Profile, expected: notebook_cache.Expected) -> None:
-    """Say what computes and how long it will take, before it begins."""
-    print(f"{machine_slug()}, profile {profile.name}, {profile.dtype_name}")
-    whole = expected.of(notebooks)
-    if whole is None:
-        print("no record of how long these notebooks take; quick takes minutes, review one to three hours, full many\n")
-        return
-    least = "" if expected.records(notebooks) else "at least "
-    print(f"expected, if all must run: {least}{_minutes(whole)}, by {expected.source}")
-    if expected.slower >= notebook_cache.SLOWER:
-        print(f"firsttoken: this processor multiplies {expected.slower:.1f} times slower than that; what to expect:")
-        for path in notebooks:
-            print(f"  {path.stem:<40} {_minutes(expected.of([path]) or 0.0)}")
-    print()
+def minutes_text(notebooks: Sequence[Path], profile: Profile) -> str:
+    """Return how many ``notebooks`` there are, and the minutes that they took in the last whole run on this machine,
+    else in one that is recorded; a notebook that did not run there counts as the median of the others."""
+    count = f"{len(notebooks)} notebook{'s' * (len(notebooks) != 1)}"
+    record = load_result(RUN, profile.name) or load_result(RUN, profile.name, machine="any")
+    if record is None:
+        return f"{count}; no record has their minutes (quick: some 20, review: one to three hours, full: many)"
+    seconds = {row["notebook"]: row["seconds"] for row in record.rows}
+    total_s = sum(seconds.get(path.stem, statistics.median(seconds.values())) for path in notebooks)
+    least = "about" if all(path.stem in seconds for path in notebooks) else "at least"
+    minutes = f"{total_s / 60:.0f} minutes" if total_s >= 90 else "a minute"
+    return f"{count}, {least} {minutes} by the record of {record.slug}"
 
 
-def _minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+def _record(profile: Profile, seconds: Mapping[str, float], started: datetime) -> None:
+    """Write the minutes of a whole run as a result of the experiment "run"."""
+    total_s, summary = sum(seconds.values()), Summary()
+    summary.add("total", {"value": round(total_s / 60, 2), "n": 1, "unit": "min"})
+    write_result(
+        Result(
+            experiment=RUN,
+            profile=profile.name,
+            parameters=profile.parameters(),
+            machine=describe(),
+            provenance={"source": "seconds of each notebook, its start included", "kind": "real"},
+            git_revision=git_revision(),
+            seeds=[profile.seed],
+            started=started.isoformat(timespec="seconds"),
+            entries={},
+            duration_s=round(total_s, 3),
+            rows=[{"notebook": stem, "seconds": round(value, 1)} for stem, value in seconds.items()],
+            floors={},
+            summary=summary,
+        )
+    )

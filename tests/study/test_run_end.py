@@ -42,3 +42,12 @@ def test_a_whole_ledger_fits_a_screen() -> None:
     lines = run_end(ledger.claims(), [], ledger.machine(), Own("here", "full", tuple(recorded)))
     assert len(lines) <= 36 and all(len(line) <= WIDTH for line in lines)
     assert sum(line.startswith("    yours ") for line in lines) == 10
+
+
+def test_a_run_of_some_notebooks_ends_with_their_claims_alone(root) -> None:
+    numbers = [claim.notebook for claim in ledger.claims()]
+    one = numbers[0]
+    lines = ledger.end_of_run("quick", [one])
+    (counts,) = (line.split()[1:] for line in lines if line.startswith("all  "))
+    assert sum(map(int, counts)) == numbers.count(one) < len(numbers)
+    assert ledger.end_of_run("quick", ["00"])[0] == "No claim hangs on what was run."
