@@ -25,6 +25,7 @@ NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no p
     "firsttoken.service.neutral": "more than 400 lines together",
     "firsttoken.service.over_swarm": "imported where a swarm is asked for, as grpc is optional",
     "firsttoken.service.responses": "more than 400 lines together",
+    "firsttoken_extras.bitplanes.decode": "imported with the first weights, as a manifest is read before torch",
     "firsttoken_extras.bitplanes.plane_format": "the library finds it by the name of its format",
     "firsttoken_extras.vllm_cross_point.connector": "vLLM names it in its configuration",
     "firsttoken_extras.vllm_cross_point.host": "tested without vLLM",

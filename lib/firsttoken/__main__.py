@@ -20,7 +20,7 @@ from firsttoken.study.system.compiled import accelerator
 from firsttoken.study.system.openmp import wait_briefly
 from firsttoken.terminal import ended_as_interrupted, show_what_it_can, size_text
 
-ANYWHERE = ("serve", "swarm", "prefix", "doctor", "assemble")
+ANYWHERE = ("serve", "swarm", "prefix", "doctor")
 """Commands that work on folders which they are given; all others work on a clone's own files."""
 
 OK, USAGE, INTERRUPTED, READER_GONE = 0, 2, 128 + signal.SIGINT, 128 + signal.SIGPIPE
@@ -86,7 +86,7 @@ def stage(options: argparse.Namespace) -> int:
     from firsttoken.progressiveserve.staging import stage_model
 
     profile = load_profile(options.profile, **dict(options.set))
-    make_plan = options.make_plan(options, profile)
+    make_plan = options.make_plan(options)
     manifest = stage_model(profile, options.folder, options.adapters, make_plan)
     check_used(dict(options.set), profile.used)
     for number, brought in enumerate(manifest.stages, start=1):

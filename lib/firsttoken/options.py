@@ -197,7 +197,7 @@ def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
         "the adapters that repair the stages: ours, report or none (default: those that answer best by the profile)"
     )
     added.add_argument("--adapters", default="", metavar="NAME", help=recipes)
-    added.set_defaults(make_plan=lambda options, profile: None)
+    added.set_defaults(make_plan=lambda options: None)
 
     serve = command("serve", _SERVE)
     what = "what `firsttoken stage` wrote, or a Hugging Face folder of a Llama-like model (default: SmolLM2)"

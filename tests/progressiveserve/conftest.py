@@ -29,7 +29,6 @@ from firsttoken.progressiveserve.recipe import Recipe
 from firsttoken.progressiveserve.stages import StagePlan
 from firsttoken.study import paths
 from firsttoken.study.profile import Profile, load_profile
-from firsttoken_extras.bitplanes.plan_spec import PlanSpec
 from firsttoken_extras.bitplanes.plane_plan import by_planes
 
 VOCABULARY = 260  # end of text, 256 bytes, three merges
@@ -167,11 +166,11 @@ def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def wide(stage: Callable[..., Staged]) -> Callable[..., Staged]:
-    """Stages a model whose heads the kernels have, by planes where a ``planes`` plan says so."""
+    """Stages a model whose heads the kernels have, by planes of the split ``planes`` where it is given."""
 
     def make(*told: Any, planes: str = "", **options: Any) -> Staged:
         if planes:
-            options["plan"] = lambda shapes: by_planes(shapes, PlanSpec.parse(planes))
+            options["plan"] = lambda shapes: by_planes(shapes, planes)
         return stage(*told, wide=True, **options)
 
     return make

@@ -28,7 +28,6 @@ from firsttoken.progressiveserve.stages import StagePlan
 from firsttoken.service.served_model import check_model
 from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study.errors import LinkError, ModelError, StageError, SwarmError
-from firsttoken_extras.bitplanes.plan_spec import PlanSpec
 from firsttoken_extras.bitplanes.plane_plan import by_planes
 
 pytest.importorskip("grpc")
@@ -52,7 +51,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def planned(source: FolderSource, kind: str) -> LoadPlan:
     if kind == "layers":
         return staged(source.names, StagePlan.from_block(6, range(1, 5)))
-    return by_planes(source.shapes, PlanSpec("bits")) if kind == "planes" else coarse_first(source.names, 6)
+    return by_planes(source.shapes, "bits") if kind == "planes" else coarse_first(source.names, 6)
 
 
 @pytest.fixture

@@ -154,7 +154,6 @@ def test_a_wheel_serves_folders_and_says_which_commands_are_a_clones(tmp_path: P
         "serve": [],
         "doctor": [],
         "prefix": ["list", "nowhere"],
-        "assemble": ["nowhere", "out"],
         "swarm": ["list", "--model", "nowhere", "--registry", "127.0.0.1:1"],
     }
     assert tried.keys() == {one.__name__ for one in program.COMMANDS}
@@ -175,5 +174,5 @@ def test_a_wheel_serves_folders_and_says_which_commands_are_a_clones(tmp_path: P
     mends += ["firsttoken: `firsttoken serve` without a FOLDER works on the files of a clone"]
     assert [line.split(", and ")[0] for line in lines[: len(mends)]] == mends
     assert all(line.endswith("or set FIRSTTOKEN_ROOT to the clone") for line in lines[: len(mends)])
-    assert len(lines) == len(mends) + 4 and all("nowhere" in line for line in lines[len(mends) :]), lines
+    assert len(lines) == len(mends) + 3 and all("nowhere" in line for line in lines[len(mends) :]), lines
     assert f"clone: none at {tmp_path / 'lib' / 'python3'}; FIRSTTOKEN_ROOT names one" in ran.stdout

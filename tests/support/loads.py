@@ -97,6 +97,20 @@ def stock_answer(folder, ids: Tensor) -> Tensor:
     return AutoModelForCausalLM.from_pretrained(folder).eval()(ids, use_cache=False).logits
 
 
+@torch.inference_mode()
+def source_answer(staged, ids: Tensor) -> Tensor:
+    """What the model says that was staged."""
+    return staged.served.model(ids, use_cache=False).logits
+
+
+def check_exact(staged, model) -> None:
+    """Hold every bit of a model's parameters to those that were staged."""
+    parameters = dict(model.named_parameters())
+    for name, parameter in staged.served.model.named_parameters():
+        stored = parameters[name].data.to(parameter.dtype)
+        assert torch.equal(stored.view(torch.uint8), parameter.data.view(torch.uint8)), name
+
+
 def spoil(staged, stage: int, index: int):
     """Another byte in a part's data; returns the part and how to mend it."""
     part = staged.manifest.stages[stage - 1].parts[index]

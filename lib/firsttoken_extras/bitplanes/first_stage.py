@@ -1,7 +1,12 @@
-"""A model as its first stage makes it, in memory: what a start in planes answers with, and what its bytes are."""
+"""A model as its first stage would make it, in memory: what a start in planes answers with, and what its bytes are.
+
+Here, and not in a checkpoint, layers may wait too, and the embedding and the head be cut otherwise: for the frontier of
+quality against bytes (``firsttoken_studies.progressiveserve.frontier``).
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,10 +16,61 @@ from transformers import PreTrainedModel
 
 from firsttoken.progressiveserve.checkpoint.names import layer_of
 from firsttoken.progressiveserve.passlayer import pass_layers, restore_layers
+from firsttoken.study.errors import StageError
 from firsttoken_extras.bitplanes.codec import encode
 from firsttoken_extras.bitplanes.encode import STORED, plane_encoder
-from firsttoken_extras.bitplanes.layouts import planes_of
-from firsttoken_extras.bitplanes.plan_spec import UNCUT, PlanSpec
+from firsttoken_extras.bitplanes.layouts import SPLITS, planes_of
+
+SPELLED = "SPLIT[, FIRST:END later][, ends SPLIT]"
+_PLAN = re.compile(r"(?P<split>[^,]+)(, (?P<first>\d{1,5}):(?P<end>\d{1,5}) later)?(, ends (?P<ends>[^,]+))?")
+
+
+@dataclass(frozen=True)
+class PlanSpec:
+    """Which bits and layers come first: layers are cut by ``split``, the embedding and the head by ``ends`` ("":
+    alike), and the layers ``waiting`` (0-based) come later.
+
+    Raises StageError for a split that does not exist.
+    """
+
+    split: str
+    waiting: range = range(0)
+    ends: str = ""
+
+    def __post_init__(self) -> None:
+        for name in (self.split, self.ends or self.split):
+            if name not in SPLITS:
+                raise StageError(f"no split of weights is called {name!r}: choose one of {', '.join(SPLITS)}")
+
+    @classmethod
+    def parse(cls, text: str) -> PlanSpec:
+        """The plan that ``text`` names, as SPELLED. Raises StageError, also for a range without layers."""
+        if (match := _PLAN.fullmatch(text)) is None:
+            raise StageError(f"{text!r} is no plan: write {SPELLED}")
+        waiting = range(int(match["first"] or 0), int(match["end"] or 0))
+        if match["end"] and not waiting:
+            raise StageError(
+                f"{waiting.start}:{waiting.stop} holds no layers: name the first, and the one after the last"
+            )
+        return cls(match["split"], waiting, match["ends"] or "")
+
+    def split_of(self, layer: int | None) -> str:
+        """What the matrices of ``layer`` are cut by; None is what is of no layer."""
+        return self.ends or self.split if layer is None else self.split
+
+    @property
+    def exact(self) -> bool:
+        """Whether the first stage is the whole model, bit by bit."""
+        return not self.waiting and planes_of(self.split) == planes_of(self.split_of(None)) == 1
+
+    def check(self, depth: int) -> None:
+        """Raise StageError for layers that a model of ``depth`` does not have, and when all of them wait."""
+        if self.waiting.stop > depth:
+            raise StageError(
+                f"the plan names the layers {self.waiting.start}:{self.waiting.stop}, of a model with 0:{depth}"
+            )
+        if len(self.waiting) == depth:
+            raise StageError(f"the plan leaves all {depth} layers for later: the first stage needs at least one")
 
 
 @dataclass(frozen=True)
@@ -39,7 +95,7 @@ def layer_bytes(model: PreTrainedModel, plan_spec: PlanSpec, dtype: str) -> dict
         layer = layer_of(name)
         split, plain = plan_spec.split_of(layer), 2 * parameter.numel()
         sizes = [plain]
-        if parameter.dim() > 1 and split != UNCUT:
+        if parameter.dim() > 1:
             words = parameter.data.to("cpu", STORED[dtype]).contiguous().view(-1).view(torch.int16)
             made = plane_encoder(split, dtype)
             planes = (made.cut(words, plane) for plane in range(planes_of(split)))
@@ -67,7 +123,7 @@ def coarse(model: PreTrainedModel, plan_spec: PlanSpec, dtype: str) -> Iterator[
         for name, parameter in model.named_parameters():
             data, split = parameter.data, plan_spec.split_of(layer_of(name))
             words = data.to(STORED[dtype]).contiguous().view(-1).view(torch.int16)
-            if parameter.dim() > 1 and split != UNCUT:
+            if parameter.dim() > 1:
                 made = plane_encoder(split, dtype)
                 words = made.first(made.cut(words, 0), len(words))
             parameter.data = words.view(STORED[dtype]).view(data.shape).to(data.dtype)

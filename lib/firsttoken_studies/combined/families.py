@@ -33,8 +33,7 @@ from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of, rows
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
-from firsttoken_extras.bitplanes.first_stage import coarse
-from firsttoken_extras.bitplanes.plan_spec import PlanSpec
+from firsttoken_extras.bitplanes.first_stage import PlanSpec, coarse
 from firsttoken_studies.multiple_choice import ChoiceTasksConfig, accuracy_summary
 
 WHOLE, BY_DISTANCE, BY_LOSS = "whole", "without_block_by_distance", "without_block_by_loss"

@@ -29,9 +29,8 @@ from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_extras.bitplanes.codec import encode
 from firsttoken_extras.bitplanes.encode import STORED, plane_encoder
-from firsttoken_extras.bitplanes.first_stage import Bytes, coarse, coded_bytes
+from firsttoken_extras.bitplanes.first_stage import Bytes, PlanSpec, coarse, coded_bytes
 from firsttoken_extras.bitplanes.layouts import SPLITS
-from firsttoken_extras.bitplanes.plan_spec import PlanSpec
 
 # The largest weights first, to compare with: a mask of one bit a weight, and the values that are kept, coded.
 #
@@ -46,7 +45,7 @@ class Sparse:
     """Keeps as many of the largest weights as come to ``share`` of the plain bytes, mask and values counted."""
 
     share: float
-    later, exact = (), False  # as a PlanSpec has them
+    waiting, exact = range(0), False  # as a PlanSpec has them
 
     @classmethod
     def parse(cls, text: str) -> Sparse:
@@ -111,7 +110,7 @@ SAFETENSORS = {"float16": "F16", "bfloat16": "BF16"}
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """``cuts`` are plans (``bitplanes.plan_spec``) with the dtype whose bits they cut, "bits of BF16", or the largest
+    """``cuts`` are plans (``bitplanes.first_stage``) with the dtype whose bits they cut, "bits of BF16", or the largest
     weights in a share of the bytes, "sparse 0.354 of BF16"; ``items`` questions and ``windows`` of text score each,
     and, where somebody has brought that model, ``stories`` of ``story_tokens`` tokens of its own those without layers
     that wait.
@@ -199,7 +198,7 @@ def precision_frontier(profile: Profile) -> Outcome:
     cuts = sorted(config.each(), key=lambda cut: not cut.how.exact)  # what a dtype's others are compared with first
     for cut in cuts:
         if isinstance(cut.how, PlanSpec):
-            cut.how.groups(served.plan.depth)  # before an hour is spent
+            cut.how.check(served.plan.depth)  # before an hour is spent
     for name, how, dtype in tqdm(cuts, desc="planes", unit="case", disable=None):
         if how.exact and dtype in exact:  # nothing is left out
             size = coded_bytes(served.model, how, dtype)
@@ -262,7 +261,7 @@ def _stories(config: PrecisionConfig, seed: int) -> tuple[Rows, str]:
     exact = next_tokens(model, told)
     rows = _story_rows(EXACT, model, told, exact, 1.0, 1.0)
     for name, how, dtype in config.each():
-        if how.later:  # these are another model's layers
+        if how.waiting:  # these are another model's layers
             continue
         with _first(model, how, dtype) as size:
             rows += _story_rows(name, model, told, exact, size.first / size.plain, size.planes / size.plain)

@@ -7,15 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from firsttoken_extras.bitplanes.plan_spec import PlanSpec
 from firsttoken_extras.bitplanes.plane_plan import by_planes
 
 
 @pytest.fixture
 def stage_planes(stage) -> Callable[..., object]:
-    """Stages a model of six layers by a plan, all layers in the first stage unless it says otherwise."""
+    """Stages a model of six layers by a split, all layers in each stage."""
 
-    def make(plan: str = "bits", dtype: torch.dtype = torch.bfloat16, kind: str = "llama", tied: bool = True):
-        return stage(kind, tied, dtype, plan=lambda shapes: by_planes(shapes, PlanSpec.parse(plan)))
+    def make(split: str = "bits", dtype: torch.dtype = torch.bfloat16, kind: str = "llama", tied: bool = True):
+        return stage(kind, tied, dtype, plan=lambda shapes: by_planes(shapes, split))
 
     return make

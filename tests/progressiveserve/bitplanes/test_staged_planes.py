@@ -1,4 +1,4 @@
-"""A checkpoint in planes: exact in the end, in one piece for stock transformers, and refused where it is not whole."""
+"""A checkpoint in planes: exact in the end, and refused where it is not whole."""
 
 from __future__ import annotations
 
@@ -8,66 +8,41 @@ from itertools import pairwise
 
 import pytest
 import torch
-from loads import Loads, refused, retold, rewritten, stock_answer
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from loads import Loads, check_exact, refused, retold, rewritten, source_answer
 
 from firsttoken.__main__ import main
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest, verify
-from firsttoken.progressiveserve.checkpoint.names import torch_dtype
 from firsttoken.progressiveserve.checkpoint.plan import Stage
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.study.canonical_json import sha256_of
 from firsttoken.study.errors import ModelError, StageError
-from firsttoken_extras.bitplanes.assemble import assemble
 from firsttoken_extras.bitplanes.layouts import SPLITS, planes_of
-from firsttoken_extras.bitplanes.plan_spec import PlanSpec
 from firsttoken_extras.bitplanes.plane_plan import by_planes
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 GATE = "model.layers.1.mlp.gate_proj.weight"
 
 
-def errors(staged, ids: torch.Tensor, wanted: torch.Tensor) -> list[float]:
-    """Largest error of the logits after each stage."""
-    loads = Loads(staged)
-    return [
-        float((loads.answer(ids, loads.bring(stage)) - wanted).abs().max())
-        for stage in range(1, len(loads.manifest.stages) + 1)
-    ]
-
-
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("split", SPLITS)
-def test_every_stage_is_nearer_and_the_last_exact(stage_planes, ids, tmp_path, split, dtype):
+def test_every_stage_is_nearer_and_the_last_exact(stage_planes, ids, split, dtype):
     staged = stage_planes(split, dtype)
-    whole = assemble(staged.folder, tmp_path / "whole")
-    stored = load_file(whole / "model.safetensors")
-    for name, parameter in staged.served.model.named_parameters():
-        assert torch.equal(stored[name].view(torch.int16), parameter.data.view(torch.int16)), name
-    found = errors(staged, ids, stock_answer(whole, ids))
+    loads, exact, found = Loads(staged), source_answer(staged, ids), []
+    for stage in range(1, len(loads.manifest.stages) + 1):
+        found.append(float((loads.answer(ids, loads.bring(stage)) - exact).abs().max()))
+    check_exact(staged, loads.model)
     assert len(found) == planes_of(split) and found[-1] == 0
     assert all(later < earlier for earlier, later in pairwise(found))
 
 
-def test_all_planes_in_one_load(stage_planes, ids, tmp_path):
+def test_all_planes_in_one_load(stage_planes, ids):
     staged = stage_planes("bits in three", tied=False, kind="qwen2")
     loads = Loads(staged)
     view = loads.bring(1, 2, 3)
-    assert torch.equal(loads.answer(ids, view), stock_answer(assemble(staged.folder, tmp_path / "whole"), ids))
+    assert torch.equal(loads.answer(ids, view), source_answer(staged, ids))
     assert sum(link.bytes_moved for link in loads.links) == staged.manifest.bytes
-
-
-def test_planes_with_layers_deferred_and_the_ends_apart(stage_planes, ids, tmp_path):
-    """Stage 1 lacks layers 2 and 3 and has the embedding as it is, the second brings them, the third the other bits."""
-    staged = stage_planes("bits, 2:4 later, ends uncut")
-    assert [stage.name for stage in staged.manifest.stages] == ["A", "B", "plane-2"]
-    assert [part.layer for part in staged.manifest.stages[2].parts] == list(range(6))
-    assert [bool(part.format) for part in staged.manifest.stages[0].parts] == [False, True, True, True, True, False]
-    found = errors(staged, ids, stock_answer(assemble(staged.folder, tmp_path / "whole"), ids))
-    assert found[0] > found[1] > found[2] == 0
 
 
 def test_weights_refine_where_they_are(stage_planes):
@@ -80,9 +55,9 @@ def test_weights_refine_where_they_are(stage_planes):
 
 
 @pytest.mark.parametrize("split", ["bits", "4 bits"])
-def test_a_load_that_is_tried_again_merges_nothing_twice(stage_planes, ids, tmp_path, split):
+def test_a_load_that_is_tried_again_merges_nothing_twice(stage_planes, ids, split):
     staged = stage_planes(split)
-    wanted = stock_answer(assemble(staged.folder, tmp_path / "whole"), ids)
+    wanted = source_answer(staged, ids)
     loads = Loads(staged)
     loads.bring(1)
     spoilt = staged.folder / staged.manifest.stages[1].parts[4].file
@@ -95,16 +70,14 @@ def test_a_load_that_is_tried_again_merges_nothing_twice(stage_planes, ids, tmp_
     assert torch.equal(loads.answer(ids), wanted)
 
 
-def test_what_is_stored_narrow_may_compute_wide(stage_planes, tmp_path):
+def test_what_is_stored_narrow_may_compute_wide(stage_planes):
     staged = stage_planes("6 bits", F16)
-    whole = AutoModelForCausalLM.from_pretrained(assemble(staged.folder, tmp_path / "whole"), dtype=F32)
     loads = Loads(staged)
     loads.meta_model = MetaModel(staged.folder, loads.manifest, dtype=F32)
     loads.view = loads.meta_model.empty_view()
     loads.bring(1)
     loads.bring(2).activate(loads.meta_model.model)
-    found = dict(loads.meta_model.model.named_parameters())
-    assert all(torch.equal(found[name], parameter) for name, parameter in whole.named_parameters())
+    check_exact(staged, loads.meta_model.model)
 
 
 def test_a_dtype_that_does_not_hold_what_is_stored_is_refused(stage_planes):
@@ -168,15 +141,6 @@ def test_planes_that_have_changed_places(stage_planes):
     refused(staged, "wrong sha256|bytes; copy it again")
 
 
-def test_a_plane_of_another_model_that_is_told_as_this_ones(stage_planes, tmp_path):
-    """Everything fits but the bytes: the sha256 of the tensor in the end is what remains."""
-    staged = stage_planes("bits")
-    rewritten(staged, 2, 1, lambda streams: next(iter(streams.values())).bitwise_xor_(1))
-    with pytest.raises(ModelError, match=r"the planes of model\.layers\.0.* are not of one tensor; stage it again"):
-        assemble(staged.folder, tmp_path / "whole")
-    assert not (tmp_path / "whole").exists()
-
-
 def test_a_missing_and_a_truncated_plane(stage_planes):
     staged = stage_planes("bits")
     path = staged.folder / staged.manifest.stages[1].parts[3].file
@@ -213,7 +177,7 @@ def test_weights_that_no_split_knows(stage_planes, tmp_path):
 def test_plans_that_do_not_hold(stage_planes):
     staged = stage_planes("bits in three")
     shapes = {name: tuple(tensor.shape) for name, tensor in staged.served.model.named_parameters()}
-    plan = by_planes(shapes, PlanSpec("bits in three"))
+    plan = by_planes(shapes, "bits in three")
     first, second, third = plan.stages
     for stages, words in (
         ((first, third, second), "comes as plane 2 where plane 1 is due"),
@@ -227,7 +191,7 @@ def test_plans_that_do_not_hold(stage_planes):
         with pytest.raises(StageError, match=words):
             replace(plan, stages=stages).check(list(shapes))
     with pytest.raises(StageError, match="no split of weights is called 'half'"):
-        by_planes(shapes, PlanSpec("half"))
+        by_planes(shapes, "half")
 
 
 def recut(stage: Stage, **told) -> Stage:
@@ -238,19 +202,13 @@ def replace_part(stage: Stage, **told) -> Stage:
     return replace(stage, parts=(stage.parts[0], replace(stage.parts[1], **told), *stage.parts[2:]))
 
 
-def test_the_command_line_stages_and_assembles(tmp_path, capsys):
+def test_the_command_line_stages_planes(tmp_path, capsys):
     chosen = ["--set", "model=random:tiny-6", "--set", "dtype=bfloat16"]
     assert main(["stage", str(tmp_path / "staged"), "--planes", "bits", *chosen]) == 0
     assert "stage 2 (plane-2): 7 files" in capsys.readouterr().out
     manifest = read_manifest(tmp_path / "staged")
     verify(tmp_path / "staged", manifest)
     assert main(["stage", str(tmp_path / "staged"), "--planes", "bits", *chosen]) == 0, "what is there is kept"
-    assert main(["assemble", str(tmp_path / "staged"), str(tmp_path / "whole")]) == 0
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
-    assert stock.dtype == torch_dtype(manifest.dtype) == BF16
-    capsys.readouterr()
-    assert main(["assemble", str(tmp_path / "staged"), str(tmp_path / "whole")]) == 2
-    assert "is there already" in capsys.readouterr().err
     assert main(["stage", str(tmp_path / "other"), "--planes", "bits", "--adapters", "ours", *chosen]) == 2
     assert "this plan has others" in capsys.readouterr().err
 

@@ -28,7 +28,6 @@ from firsttoken.progressiveserve.checkpoint.sources import FolderSource
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.study.errors import ModelError
 from firsttoken.study.parsing.parse_errors import Damaged
-from firsttoken_extras.bitplanes.plan_spec import PlanSpec
 from firsttoken_extras.bitplanes.plane_plan import by_planes
 
 LAYERS, TIMES = 4, 60
@@ -44,7 +43,7 @@ def random_groups(dice: random.Random) -> list[list[int]]:
 PLANS: dict[str, Callable[[FolderSource, random.Random], LoadPlan]] = {
     "layers": lambda source, dice: by_layers(source.names, random_groups(dice)),
     "rounded first": lambda source, dice: coarse_first(source.names, LAYERS),
-    "planes": lambda source, dice: by_planes(source.shapes, PlanSpec.parse("8 bits")),
+    "planes": lambda source, dice: by_planes(source.shapes, "8 bits"),
 }
 
 

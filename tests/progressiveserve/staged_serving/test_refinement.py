@@ -11,7 +11,6 @@ from waiting import wait_stage
 
 from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS
 from firsttoken.study.errors import ProfileError
-from firsttoken_extras.bitplanes.plan_spec import PlanSpec
 from firsttoken_extras.bitplanes.plane_plan import by_planes
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import Checkpoint
 from firsttoken_studies.progressiveserve.refinement import (
@@ -44,7 +43,7 @@ def checkpoint(staged) -> Checkpoint:
 @pytest.fixture
 def planes(stage, tmp_path) -> Checkpoint:
     """Beside where the same model is staged otherwise."""
-    made = checkpoint(stage(dtype=BF16, plan=lambda shapes: by_planes(shapes, PlanSpec("4 bits"))))
+    made = checkpoint(stage(dtype=BF16, plan=lambda shapes: by_planes(shapes, "4 bits")))
     return replace(made, staged=made.staged.rename(tmp_path / "in-planes"))
 
 
@@ -68,7 +67,7 @@ def test_the_logits_of_the_end_are_those_of_the_plain_model(planes, stage):
 
 def test_a_server_tells_what_it_merged(stage, serve):
     """Each word of every matrix once; whoever was open goes on to its last token over what the first bits wrote."""
-    staged = stage(dtype=BF16, plan=lambda shapes: by_planes(shapes, PlanSpec("bits")))
+    staged = stage(dtype=BF16, plan=lambda shapes: by_planes(shapes, "bits"))
     server = serve(staged, policy=TRANSITIONS["naive"])
     session = server.submit(PROMPT, 200, upgrade=True)
     assert wait_stage(server, 2, TIMEOUT_S)

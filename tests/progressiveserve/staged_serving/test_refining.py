@@ -4,39 +4,34 @@ from __future__ import annotations
 
 import pytest
 import torch
-from growing import PROMPT, TIMEOUT_S, events_of, greedy, part_path
-from plain_tokens import check_greedy, judged
-from transformers import AutoModelForCausalLM
+from growing import PROMPT, TIMEOUT_S, events_of, part_path
+from plain_tokens import check_greedy, generated, judged
 from waiting import until, wait_stage
 
 from firsttoken.progressiveserve.staged_serving.transitions import PrefillAgain, RequestBoundary
-from firsttoken_extras.bitplanes.assemble import assemble
-from firsttoken_extras.bitplanes.plan_spec import PlanSpec
 from firsttoken_extras.bitplanes.plane_plan import by_planes
 
 IN_BF16 = 0.05  # of logits up to 3: three steps of bf16 there, as both sides round
 
 
 def in_planes(stage, split: str):
-    return stage(dtype=torch.bfloat16, plan=lambda shapes: by_planes(shapes, PlanSpec(split)))
+    return stage(dtype=torch.bfloat16, plan=lambda shapes: by_planes(shapes, split))
 
 
 @pytest.mark.parametrize("split", ["bits in three", "5 bits"])
-def test_it_ends_with_the_exact_weights(stage, serve, tmp_path, split):
+def test_it_ends_with_the_exact_weights(stage, serve, split):
     staged = in_planes(stage, split)
     server = serve(staged)
     stages = len(staged.manifest.stages)
     assert wait_stage(server, stages, TIMEOUT_S)
-    whole = assemble(staged.folder, tmp_path / "whole")
     said = [event.token_id for event in events_of(server.submit(PROMPT, 16))]
-    model = AutoModelForCausalLM.from_pretrained(whole).eval()
-    check_greedy(said, judged(model, PROMPT, said), IN_BF16)
+    check_greedy(said, judged(staged.served.model, PROMPT, said), IN_BF16)
     status = server.status()
     assert status["state"] == "complete" and status["bytes_loaded"] == staged.manifest.bytes
 
 
 @pytest.mark.parametrize("policy", [PrefillAgain(), RequestBoundary()])
-def test_a_session_talks_on_while_its_weights_refine(stage, serve, tmp_path, policy):
+def test_a_session_talks_on_while_its_weights_refine(stage, serve, policy):
     """It begins with the first bits, and ends under the last stage where it moves and under the first where it stays;
     whoever comes after it has exact answers from the first token on."""
     staged = in_planes(stage, "bits")
@@ -56,6 +51,6 @@ def test_a_session_talks_on_while_its_weights_refine(stage, serve, tmp_path, pol
     assert last == (2 if isinstance(policy, PrefillAgain) else 1)
     check_greedy(
         [event.token_id for event in events_of(server.submit(PROMPT, 16))],
-        greedy(assemble(staged.folder, tmp_path / "whole"), PROMPT, 16),
+        generated(staged.served.model, PROMPT, 16),
         IN_BF16,
     )

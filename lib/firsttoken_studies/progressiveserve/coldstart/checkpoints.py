@@ -21,7 +21,6 @@ from firsttoken.study import paths
 from firsttoken.study.dtypes import name_of
 from firsttoken.study.files import new_folder
 from firsttoken.study.profile import Profile
-from firsttoken_extras.bitplanes.plan_spec import PlanSpec
 from firsttoken_extras.bitplanes.plane_plan import by_planes
 
 
@@ -71,7 +70,7 @@ def whole_checkpoint(served: ServedModel) -> Checkpoint:
 def planes_checkpoint(served: ServedModel, split: str) -> Checkpoint:
     """The served model, every matrix cut by ``split``, all layers in each stage."""
     source = served_source(served)
-    order, ending = by_planes(source.shapes, PlanSpec(split)), f"planes-{split.replace(' ', '-')}"
+    order, ending = by_planes(source.shapes, split), f"planes-{split.replace(' ', '-')}"
     return written(source, order, _name(served), ending, served.plan, served.provenance)
 
 
