@@ -13,11 +13,18 @@ from the_library import LIB, named, sources
 
 REPORTS = {"progressiveserve", "cps", "sarathi", "droidspeak", "petals"}
 FLOORS = {  # who lives on one may use all below it, and none beside it: a system never imports another
-    "firsttoken": ({"study"}, {"assets", "link", "scoring"}, {"lean"}, {"engine"}, REPORTS, {"service"}),
+    "firsttoken": ({"study"}, {"assets", "link", "scoring"}, {"lean"}, {"engine"}, REPORTS),
     "firsttoken_extras": ({"bitplanes", "layer_borrowing", "min_move_rebalancing", "vllm_cross_point"},),
     "firsttoken_studies": ({"engine", "multiple_choice", "tricks"}, REPORTS, {"combined"}, {"trying"}),
+    "firsttoken_serve": (
+        {"chat", "service_config", "variants"},
+        {"prefixes", "swarm"},
+        {"served_model"},
+        {"http"},
+        {"commands"},
+    ),
 }
-PACKAGES = tuple(FLOORS)  # each may import those before it
+PACKAGES = tuple(FLOORS)  # each may import those before it, and the server, which studies start, the library alone
 FLOOR = {
     (package, room): floor for package, floors in FLOORS.items() for floor, rooms in enumerate(floors) for room in rooms
 }
@@ -76,6 +83,7 @@ def against_the_arrows(sources: dict[str, str]) -> list[str]:
         for other in (name for name in named(source) if name.split(".")[0] in PACKAGES):
             its, *theirs = other.split(".")
             climbs = PACKAGES.index(its) > PACKAGES.index(package)
+            climbs |= package == PACKAGES[-1] and its in PACKAGES[1:-1]
             if package == its and mine and theirs[:1] != mine[:1]:
                 climbs = FLOOR.get((its, *theirs[:1]), top) >= FLOOR.get((package, mine[0]), top + 1)
             if climbs:
@@ -111,6 +119,19 @@ def test_an_arrow_the_wrong_way_is_found(module: str, source: str) -> None:
     assert len(against_the_arrows({module: source})) == 1
     assert against_the_arrows({"firsttoken_studies.running": source}) == []
     assert against_the_arrows({module: "from firsttoken.study import paths"}) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("firsttoken.options", "def f():\n    import firsttoken_serve.commands"),
+        ("firsttoken_studies.running", "from firsttoken_serve.http import launch"),
+        ("firsttoken_serve.commands", "from firsttoken_studies import registry"),
+        ("firsttoken_serve.chat.text", "from firsttoken_serve.http import launch"),
+    ],
+)
+def test_studies_start_the_server_and_neither_imports_the_other(module: str, source: str) -> None:
+    assert len(against_the_arrows({module: source})) == 1
 
 
 def twice(sources: dict[str, str]) -> dict[str, list[str]]:

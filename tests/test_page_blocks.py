@@ -26,11 +26,11 @@ from firsttoken.engine.native.library import kernels
 from firsttoken.options import parser
 from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
-from firsttoken.service.app import build_app
-from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study import paths
 from firsttoken.study.notebooks import notebook_paths
 from firsttoken_extras.layer_borrowing.embeddings import ends_first
+from firsttoken_serve.http.app import build_app
+from firsttoken_serve.service_config import ServiceConfig
 
 ROOMS = ("lib", "env", "data")
 PAGES = {

@@ -17,19 +17,20 @@ IMPORTING = 17  # percent of a room's lines that import
 LONGEST = 400  # lines of a file; a study that would be longer is measured in one and drawn in another
 SHORTER_THAN_60 = 43  # files of the library, which is a concept that hardly deserves one
 NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no part of it
-    "firsttoken.assets.template_renderer": "run by itself, in a process of its own",
     "firsttoken.droidspeak.tiers": "more than 400 lines together",
     "firsttoken.options": "more than 400 lines together",
     "firsttoken.petals.announcer": "more than 400 lines together",
-    "firsttoken.service.cluster": "imported where replicas are asked for, as Ray is optional",
-    "firsttoken.service.neutral": "more than 400 lines together",
-    "firsttoken.service.over_swarm": "imported where a swarm is asked for, as grpc is optional",
-    "firsttoken.service.responses": "more than 400 lines together",
     "firsttoken_extras.bitplanes.decode": "imported with the first weights, as a manifest is read before torch",
     "firsttoken_extras.bitplanes.plane_format": "the library finds it by the name of its format",
     "firsttoken_extras.vllm_cross_point.connector": "vLLM names it in its configuration",
     "firsttoken_extras.vllm_cross_point.host": "tested without vLLM",
     "firsttoken_extras.vllm_cross_point.settings": "tested without vLLM",
+    "firsttoken_serve.chat.template_renderer": "run by itself, in a process of its own",
+    "firsttoken_serve.http.cluster": "imported where replicas are asked for, as Ray is optional",
+    "firsttoken_serve.http.neutral": "more than 400 lines together",
+    "firsttoken_serve.http.responses": "more than 400 lines together",
+    "firsttoken_serve.prefixes.prefix_link": "more than 400 lines together",
+    "firsttoken_serve.swarm.swarm_status": "tested without a service",
 }
 NEIGHBOURING_STUDIES = 29  # a study whose numbers another file draws, or whose settings another study shares
 NO_SUBJECT = 0  # docstrings of one line that the name of the function has to begin

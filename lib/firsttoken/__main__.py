@@ -5,20 +5,17 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 from firsttoken.lean.importing import uncollected
 
 with uncollected():
     from firsttoken.options import EXTENSIONS, parser
-from firsttoken.study import option_values, paths, storage
+from firsttoken.study import paths, storage
 from firsttoken.study.errors import AssetError, FirstTokenError
-from firsttoken.study.machine import kernels_multiply
 from firsttoken.study.parsing.schema import unknown
 from firsttoken.study.profile import check_used, load_profile
 from firsttoken.study.system.compiled import accelerator
-from firsttoken.study.system.openmp import wait_briefly
-from firsttoken.terminal import ended_as_interrupted, show_what_it_can, size_text
+from firsttoken.terminal import check_clone, ended_as_interrupted, show_what_it_can, size_text
 
 ANYWHERE = ("serve", "swarm", "prefix", "doctor")
 """Commands that work on folders which they are given; all others work on a clone's own files."""
@@ -45,15 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `firsttoken doctor | head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to say goes nowhere
         return READER_GONE
-
-
-def check_clone(what: str) -> None:
-    """Raise AssetError where the package alone is installed, and ``what`` works on a clone's files."""
-    if not paths.IS_CLONE:
-        raise AssetError(
-            f"{what} works on the files of a clone, and {paths.ROOT} is none: clone the project and run it there after"
-            " `pip install -e .`, or set FIRSTTOKEN_ROOT to the clone"
-        )
 
 
 def fetch(options: argparse.Namespace) -> int:
@@ -96,46 +84,7 @@ def stage(options: argparse.Namespace) -> int:
     return OK
 
 
-def serve(options: argparse.Namespace) -> int:
-    """Serve a model until Ctrl-C."""
-    with uncollected():
-        from firsttoken.service.launch import serve_forever
-        from firsttoken.service.service_config import ServiceConfig, read_key
-
-    if options.folder is None:
-        check_clone("`firsttoken serve` without a FOLDER")
-        from firsttoken.assets.gguf import PINNED, converted
-
-        options.folder = converted(PINNED, hashed=False)
-    given = {"folder": options.folder, "api_key": read_key(options.api_key_file)}
-    serve_forever(option_values.configured(ServiceConfig, options, **given))
-    return OK
-
-
-def swarm(options: argparse.Namespace) -> int:
-    """Serve blocks of a model, or use and list the servers that do."""
-    wait_briefly(kernels_multiply())
-    if options.action == "serve" and options.variant:
-        from firsttoken.petals.actions import run
-        from firsttoken.service.swarm_variants import with_variants
-
-        act = partial(run, make_backend=with_variants(options.variant, options.model))
-    else:
-        from firsttoken.petals.actions import run as act
-
-    act(options)
-    return OK
-
-
-def prefix(options: argparse.Namespace) -> int:
-    """Store what models compute for texts, for services to take."""
-    from firsttoken.service.prefix_actions import run
-
-    run(options)
-    return OK
-
-
-COMMANDS = (*(one for extension in EXTENSIONS for one in extension.COMMANDS), fetch, stage, serve, prefix, swarm)
+COMMANDS = (*(one for extension in EXTENSIONS for one in extension.COMMANDS), fetch, stage)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,19 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from firsttoken.study import paths
+from firsttoken.study.errors import AssetError
+
 OWN_ENDS = ("serve", "swarm")  # commands that answer signals themselves
+
+
+def check_clone(what: str) -> None:
+    """Raise AssetError where the package alone is installed, and ``what`` works on a clone's files."""
+    if not paths.IS_CLONE:
+        raise AssetError(
+            f"{what} works on the files of a clone, and {paths.ROOT} is none: clone the project and run it there after"
+            " `pip install -e .`, or set FIRSTTOKEN_ROOT to the clone"
+        )
 
 
 def show_what_it_can() -> None:

@@ -68,7 +68,7 @@ def test_a_span_that_begins_in_the_middle_is_that_part_of_the_model(kind: str, t
 
 
 def test_every_family_of_the_lists_is_one_of_transformers_and_of_the_page() -> None:
-    page = (Path(known_models.__file__).parents[1] / "service" / "README.md").read_text()
+    page = (Path(known_models.__file__).parents[2] / "firsttoken_serve" / "README.md").read_text()
     for family in known_models._FAMILIES["alone"]:
         assert family in page
         assert hasattr(transformers, f"{family}ForCausalLM")

@@ -30,6 +30,7 @@ from firsttoken.engine.native.library import kernels
 from firsttoken.engine.preemption.preemption_policy import MOVED, PreemptionPolicy
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
+from firsttoken.engine.shared_base import SharedBase
 from firsttoken.engine.trace import Trace
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.staged_serving.stage_versions import moving
@@ -40,12 +41,12 @@ from firsttoken.progressiveserve.staged_serving.transitions import (
     RequestBoundary,
     Transition,
 )
-from firsttoken.service.variants import LateVariants, SharedBase
 from firsttoken.study.errors import StageError
 from firsttoken_extras.layer_borrowing.arrivals import LayerArrivals
 from firsttoken_extras.layer_borrowing.lease import Lease
 from firsttoken_extras.layer_borrowing.lender import Lender
 from firsttoken_extras.layer_borrowing.replica import BorrowingReplica
+from firsttoken_serve.variants import LateVariants
 
 pytestmark = pytest.mark.long(seconds=40)
 

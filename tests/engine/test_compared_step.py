@@ -35,8 +35,8 @@ from firsttoken.progressiveserve.checkpoint.sources import FolderSource
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.progressiveserve.stages import StagePlan
-from firsttoken.service.served_model import PlainServer
 from firsttoken.study.errors import FirstTokenError, ModelError
+from firsttoken_serve.served_model import PlainServer
 
 SMALL = {
     **{"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},

@@ -17,10 +17,10 @@ from firsttoken.engine import fused, live_executor
 from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.fused import FusedLayer, PackedLinear, fuse, fuse_layer, packs
 from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.lora import with_adapter
 from firsttoken.engine.native import exports, library
 from firsttoken.engine.native.library import Kernels, NativeLinear, kernels, multiplies
 from firsttoken.engine.request import Sampling, ScheduledChunk
-from firsttoken.progressiveserve.loading.lora import with_adapter
 from firsttoken.study.errors import ModelError
 from firsttoken.study.system.compiled import say_once
 

@@ -16,10 +16,10 @@ from waiting import until
 
 from firsttoken.__main__ import main
 from firsttoken.petals.checkpoint_blocks import write_8_bits
-from firsttoken.service.launch import running
-from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study import dtypes
 from firsttoken.study.errors import StageError, SwarmError
+from firsttoken_serve.http.launch import running
+from firsttoken_serve.service_config import ServiceConfig
 from firsttoken_studies.petals.fleet import Fleet
 from firsttoken_studies.petals.swarm_validation import ByzantineBackend
 

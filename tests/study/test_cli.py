@@ -13,13 +13,13 @@ from waiting import until
 
 from firsttoken.__main__ import main
 from firsttoken.engine.schedulers import SCHEDULERS
-from firsttoken.service.service_config import KEY_VARIABLE, ServiceConfig
 from firsttoken.study import paths
 from firsttoken.study.claims import load_claims
 from firsttoken.study.errors import NotebookError
 from firsttoken.study.notebooks import notebook_paths
 from firsttoken.study.option_values import setting
 from firsttoken.study.record import write_result
+from firsttoken_serve.service_config import KEY_VARIABLE, ServiceConfig
 from firsttoken_studies import ledger
 from firsttoken_studies.registry import EXPERIMENTS
 
@@ -172,7 +172,7 @@ def test_an_option_is_checked_before_anything_starts(arguments: list[str], messa
 def test_what_serve_is_told_reaches_the_service(monkeypatch) -> None:
     """All of it, under the names of the configuration."""
     served: list[ServiceConfig] = []
-    monkeypatch.setattr("firsttoken.service.launch.serve_forever", served.append)
+    monkeypatch.setattr("firsttoken_serve.http.launch.serve_forever", served.append)
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     told = ["--prefix-store", "s", "--prefix-owner", "alice", "--variant", "a=b", "--variant", "c=d", "--max-running"]
     assert main(["serve", "x", *told, "3", "--share-prefixes"]) == 0 and main(["serve", "x", "--swarm", "h:1"]) == 0

@@ -13,9 +13,9 @@ import pytest
 from firsttoken.__main__ import COMMANDS, main
 from firsttoken.assets.model_config import check_folder
 from firsttoken.options import parser
-from firsttoken.service.service_config import ELSEWHERE
 from firsttoken.study.command_line import CommandLine
 from firsttoken.study.errors import ModelError
+from firsttoken_serve.service_config import ELSEWHERE
 
 
 def every(made: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:

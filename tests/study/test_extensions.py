@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 
@@ -36,6 +37,17 @@ def test_who_asks_for_none_imports_none() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_without_the_server_nothing_serves(there: bool) -> None:
+    """None in sys.modules is how Python finds a package that is not on its path."""
+    gone = "" if there else "sys.modules['firsttoken_serve'] = None; "
+    code = f"import sys; {gone}from firsttoken.__main__ import main; main(['--help'])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    listed = set(re.findall(r"^    (\w+) ", ran.stdout, re.M))
+    assert ran.returncode == 0 and {"run", "fetch", "stage"} <= listed, ran.stderr
+    assert {"serve", "prefix", "swarm"} & listed == ({"serve", "prefix", "swarm"} if there else set())
 
 
 def test_a_format_that_nobody_reads_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
-BODIES = Path(__file__).parents[1] / "service" / "bodies"
+BODIES = Path(__file__).parents[1] / "serve" / "bodies"
 CHAT_PATH = "/v1/chat/completions"
 Body = dict[str, Any]
 

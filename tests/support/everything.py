@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 from firsttoken.assets.adapter_files import CONFIG, WEIGHTS
 from firsttoken.droidspeak.layer_group import Group
 from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.lora import Adapter, parse_adapter
 from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.native.library import kernels
 from firsttoken.engine.request import Request
 from firsttoken.engine.step_plan import StepPlan
-from firsttoken.progressiveserve.loading.lora import Adapter, parse_adapter
 from firsttoken.progressiveserve.loading.views import make_view
 from firsttoken.progressiveserve.passlayer import PassLayer, pass_layers
 from firsttoken.progressiveserve.staged_serving.stage_versions import FusedBeside, StagedModelVersion

@@ -28,8 +28,8 @@ from firsttoken.progressiveserve.checkpoint.sources import FolderSource
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.progressiveserve.stages import StagePlan
-from firsttoken.service.served_model import PlainServer
 from firsttoken.study.errors import FirstTokenError
+from firsttoken_serve.served_model import PlainServer
 
 LAYERS, ANSWER, MOST_WEIGHTS = 8, 8, 3_000_000
 PROMPT = [1, 100, 200, 30, 40, 50, 60, 70, 80, 90, 11, 12, 13, 14, 15, 16, 17]

@@ -14,8 +14,8 @@ from transformers import LlamaConfig
 
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
-from firsttoken.progressiveserve.loading.lora import Adapter, parse_adapter
-from firsttoken.service.variants import SharedBase
+from firsttoken.engine.lora import Adapter, parse_adapter
+from firsttoken.engine.shared_base import SharedBase
 
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SHAPE = LlamaConfig(

@@ -42,9 +42,9 @@ from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.stages import StagePlan
-from firsttoken.service.served_model import load_plain
-from firsttoken.service.text import read_vocabulary
 from firsttoken.study.errors import FirstTokenError
+from firsttoken_serve.chat.text import read_vocabulary
+from firsttoken_serve.served_model import load_plain
 
 VOCABULARY, LAYERS, ANSWER = 300, 3, 8
 SMALL = {

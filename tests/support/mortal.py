@@ -29,9 +29,9 @@ from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import Running, ServerConfig, serving
 from firsttoken.petals.session import ServerLimits
 from firsttoken.petals.timeouts import Timeouts
-from firsttoken.service.app import build_replica
-from firsttoken.service.service_config import ServiceConfig
 from firsttoken.study.errors import SwarmError
+from firsttoken_serve.http.app import build_replica
+from firsttoken_serve.service_config import ServiceConfig
 
 DEPTH, ANSWER = 6, 4
 SHORT = Timeouts(
@@ -263,7 +263,7 @@ def write_known(folder: Path, count: int, lengths: Sequence[int] = (3, 9, 21, 40
 @contextmanager
 def impatient() -> Iterator[None]:
     """A service over a swarm has the patience of ``SHORT``, and servers that end do not wait for their clients."""
-    from firsttoken.service import over_swarm
+    from firsttoken_serve.swarm import over_swarm
 
     kept = over_swarm.Timeouts, server_module._GRACE_S
     fields = {name: value for name, value in vars(SHORT).items() if name != "step_s"}

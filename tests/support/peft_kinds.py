@@ -22,8 +22,8 @@ from firsttoken.assets.checkpoint import model_files
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
-from firsttoken.service.variants import host_variants
 from firsttoken.study.errors import FirstTokenError
+from firsttoken_serve.variants import host_variants
 
 PROMPT = [5, 7, 9, 11, 30, 31, 40, 41]
 Tensors = dict[str, torch.Tensor]

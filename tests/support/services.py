@@ -100,8 +100,8 @@ def free_port() -> int:
 @contextmanager
 def serving(folder: Path, **settings: Any) -> Iterator[str]:
     """The URL of a service whose stages have all arrived."""
-    from firsttoken.service.launch import running
-    from firsttoken.service.service_config import ServiceConfig
+    from firsttoken_serve.http.launch import running
+    from firsttoken_serve.service_config import ServiceConfig
 
     with running(ServiceConfig(folder, port=free_port(), **settings)) as url:
         until(lambda: httpx.get(f"{url}/stage").json()["state"] == "complete", "all stages serve")

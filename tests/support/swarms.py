@@ -105,7 +105,7 @@ def servers_imported() -> Iterator[None]:
     which the copy would wait for ever.
     """
     before = os.environ.get("JUPYTER_PATH")
-    with kernel_forkserver.warmed((*spans.IMPORTS, "firsttoken.petals.actions")):
+    with kernel_forkserver.warmed((*spans.IMPORTS, "firsttoken_serve.swarm.swarm_actions")):
         if before is None:  # servers alone: a notebook of another test starts a kernel of its own
             os.environ.pop("JUPYTER_PATH", None)
         else:

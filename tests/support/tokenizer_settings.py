@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.assets.text_tokenizer import check_same_ids
-from firsttoken.service.text import TextStream, read_vocabulary
 from firsttoken.study.errors import FirstTokenError, RequestError
+from firsttoken_serve.chat.text import TextStream, read_vocabulary
 
 TEXTS = (
     "the inn",

@@ -12,7 +12,8 @@ from types import ModuleType
 from typing import Any
 
 EXTRAS = "firsttoken_extras"
-PACKAGES = ("firsttoken_studies", EXTRAS)  # named, not imported: arrows lead from them to the library
+# named, not imported: arrows lead from them to the library
+PACKAGES = ("firsttoken_studies", EXTRAS, "firsttoken_serve")
 
 
 def commands() -> tuple[ModuleType, ...]:

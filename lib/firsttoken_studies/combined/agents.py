@@ -31,8 +31,8 @@ from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.request import Request, Sampling
+from firsttoken.engine.shared_base import SharedBase
 from firsttoken.scoring import token_f1
-from firsttoken.service.variants import SharedBase
 from firsttoken.study import paths
 from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.overlay import name_results, over

@@ -18,10 +18,10 @@ from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.lora import Adapter, parse_adapter
 from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.request import Sampling
-from firsttoken.progressiveserve.loading.lora import Adapter, parse_adapter
-from firsttoken.service.variants import SharedBase
+from firsttoken.engine.shared_base import SharedBase
 from firsttoken.study import paths
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.parsing.parse_errors import read_bytes

@@ -9,6 +9,7 @@ import torch
 from loads import ALL, Loads
 
 from firsttoken.engine.fused import FusedLayer, fuse_layer
+from firsttoken.engine.lora import LoraLinear
 from firsttoken.engine.native.library import kernels
 from firsttoken.lean.build import build_lean
 from firsttoken.lean.lean_model import LeanModel
@@ -16,7 +17,6 @@ from firsttoken.lean.tokenizer import read_tokenizer
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.progressiveserve.loading.loader import StageLoad
-from firsttoken.progressiveserve.loading.lora import LoraLinear
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.passlayer import PassLayer
 from firsttoken.study.errors import ModelError

@@ -10,8 +10,8 @@ from peft import PeftModel
 from safetensors.torch import load, save
 
 from firsttoken.assets.adapter_files import CONFIG, WEIGHTS
+from firsttoken.engine.lora import parse_adapter, shared_copy, with_adapter
 from firsttoken.progressiveserve.base_model import at_stage
-from firsttoken.progressiveserve.loading.lora import parse_adapter, shared_copy, with_adapter
 from firsttoken.progressiveserve.loading.views import changed, make_view
 from firsttoken.progressiveserve.passlayer import PassLayer, pass_layers
 from firsttoken.study.errors import StageError

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from firsttoken.assets.adapter_files import CONFIG, WEIGHTS
 from firsttoken.engine import model_server
+from firsttoken.engine.lora import parse_adapter
 from firsttoken.engine.numpy_model import NumpyModel
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.link.shaped import Link
-from firsttoken.progressiveserve.loading.lora import parse_adapter
 from firsttoken.progressiveserve.loading.stage_weights import StageWeights
 from firsttoken.progressiveserve.loading.views import StageView, make_view
 from firsttoken.progressiveserve.passlayer import PassLayer

@@ -137,7 +137,7 @@ def test_an_event_loop_in_a_copy_does_not_wait_for_threads_that_were_not_copied(
 SERVED = """
 import os, sys
 from contextlib import contextmanager
-from firsttoken.service import launch
+from firsttoken_serve.http import launch
 
 @contextmanager
 def running(config, broken):

@@ -16,6 +16,7 @@ from firsttoken.assets.adapter_files import WEIGHTS
 from firsttoken.droidspeak.identity import ModelIdentity
 from firsttoken.droidspeak.prefix import LayerKV, PrefixCache
 from firsttoken.droidspeak.store import KVStore
+from firsttoken.engine.lora import parse_adapter
 from firsttoken.link.shaped import Link
 from firsttoken.petals.checkpoint_blocks import load_span, write_8_bits
 from firsttoken.progressiveserve.checkpoint.manifest import CONFIG, MANIFEST, read_manifest
@@ -23,12 +24,11 @@ from firsttoken.progressiveserve.checkpoint.plan import by_layers, whole
 from firsttoken.progressiveserve.checkpoint.sources import FolderSource, Origin, RandomSource
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.loading.loader import StageLoad
-from firsttoken.progressiveserve.loading.lora import parse_adapter
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.stage_adapters import check_fit
-from firsttoken.service.text import read_vocabulary
 from firsttoken.study.canonical_json import sha256_of
 from firsttoken.study.errors import CacheError, RequestError
+from firsttoken_serve.chat.text import read_vocabulary
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import write_stock
 from fuzzing import mutators
 from fuzzing.property import Format, from_json

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from firsttoken.assets.empty_model import put
+from firsttoken.engine.lora import Adapter, parse_adapter, shared_copy
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, PartFile, check_side
 from firsttoken.progressiveserve.loading.host_memory import BUFFERS, memory_for
-from firsttoken.progressiveserve.loading.lora import Adapter, parse_adapter, shared_copy
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.loading.read_memory import Memory, cpu_memory
 from firsttoken.progressiveserve.loading.read_plan import Folder, adapter_blobs, open_reader, part_blobs, parts_of

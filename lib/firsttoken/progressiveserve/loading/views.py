@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from firsttoken.progressiveserve.loading.lora import Adapter, with_adapter
+from firsttoken.engine.lora import Adapter, with_adapter
 from firsttoken.progressiveserve.passlayer import PassLayer
 from firsttoken.study.errors import ModelError, StageError
 

@@ -1,0 +1,213 @@
+"""One answer of a request: the engine's tokens as pieces of text, up to a stop."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from tokenizers import Tokenizer
+
+from firsttoken_serve.chat.spelling import INCOMPLETE, LAST, Spelling
+from firsttoken_serve.chat.text import StopFilter, TextStream, Vocabulary
+from firsttoken_serve.http.logprobs_format import AnswerToken, answer_token
+
+if TYPE_CHECKING:
+    from firsttoken.engine.request import Request
+    from firsttoken.engine.stream import Stream, TokenEvent
+
+
+# Where in a text its tokens begin, when some of them are parts of a character.
+
+_HALF = 0xD800  # the first of 2,048 halves of characters
+
+
+class Offsets:
+    """Counts the characters of a text that comes in bytes, from ``begin`` on; it follows the bytes ``before``.
+
+    Bytes that are no UTF-8 count as the U+FFFD that they are shown as, cut as Unicode's standard cuts them. Those at
+    the end of ``before`` are shown with the text, as a :class:`TextStream` has it: more may have been on its way.
+    """
+
+    def __init__(self, begin: int = 0, before: bytes = b"") -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        read = self._decoder.decode(before)
+        self._whole = begin + len(read) - len(read.rstrip(INCOMPLETE))  # characters
+
+    def take(self, spelt: bytes) -> int:
+        """The place of the character that the first of these bytes belongs to."""
+        place = self._whole
+        for number in range(len(spelt)):
+            self._whole += len(self._decoder.decode(spelt[number : number + 1]))
+            if number == 0:
+                within = bool(self._decoder.getstate()[0])
+                place = self._whole if within else self._whole - 1
+        return place
+
+
+def after(spelling: Spelling, prompt_ids: Sequence[int], begin: int) -> Offsets:
+    """What counts the text behind a prompt, which starts at ``begin``: the prompt may end within a character."""
+    tail = [i for i in prompt_ids[spelling.settled(prompt_ids) :][-LAST:] if not spelling.special(i)]
+    return Offsets(begin, b"".join(map(spelling.spelt, tail)))
+
+
+def stop_filter(spelling: Spelling, stops: Sequence[str]) -> tuple[StopFilter, dict[int, str]]:
+    """The filter of ``stops``, and by id what it is given for a special token that stands in one of them, which no text
+    shows: half of a character that no bytes decode to."""
+    marks = {name: chr(_HALF + number) for number, name in enumerate(spelling.specials_in("\n".join(stops)))}
+    marked = list(stops)
+    for name, mark in marks.items():  # the longest name first
+        marked = [stop.replace(name, mark) for stop in marked]
+    filtered = StopFilter(list(dict.fromkeys([*stops, *marked])), "".join(marks.values()))
+    return filtered, {spelling.specials_in(name)[name]: mark for name, mark in marks.items()}
+
+
+def of_prompt(tokenizer: Tokenizer, spelling: Spelling, prompt_ids: Sequence[int], text: str) -> list[int]:
+    """Return where each token of the prompt begins in ``text``, which the prompt was read from or reads as.
+
+    The tokens' bytes are the text's, but for special tokens that are not written in it. Where the tokenizer has changed
+    the text (by a normal form), its own record says where each token came from; bytes that are no text are counted.
+    """
+    spelt = [spelling.spelt(token_id) for token_id in prompt_ids]
+    raw, at, places = text.encode(), 0, []
+    character = _characters(raw)
+    for token_id, own in zip(prompt_ids, spelt, strict=True):
+        if at == 0 and not raw.startswith(own):
+            own = own.removeprefix(b" ")  # which such tokenizers add to a text, and take away again
+        if not raw.startswith(own, at):
+            if not spelling.special(token_id):
+                break
+            own = b""
+        places.append(character[at])
+        at += len(own)
+    if len(places) == len(prompt_ids) and at == len(raw):
+        return places
+    read = tokenizer.encode(text)
+    if read.ids == list(prompt_ids):
+        begins = [begin for begin, _ in read.offsets]
+    else:
+        counted = Offsets()
+        begins = [counted.take(own) for own in spelt]
+    return [min(max(begins[: number + 1]), len(text)) for number in range(len(begins))]
+
+
+def _characters(raw: bytes) -> list[int]:
+    """Return for each byte, and for the end, the number of the character that it belongs to."""
+    count, numbers = -1, []
+    for byte in raw:
+        count += byte & 0xC0 != 0x80
+        numbers.append(count)
+    return [*numbers, count + 1]
+
+
+def _cut_within(tokens: Sequence[AnswerToken], text: str) -> list[AnswerToken]:
+    """The last tokens of an answer, which may end within a character: their bytes, joined, are ``text``, which shows
+    U+FFFD for it."""
+    raw, spelt = text.encode(), [answer.token.spelt for answer in tokens]
+    for number, letters in enumerate(spelt):
+        fits = raw.startswith(letters)
+        spelt[number], raw = (letters, raw[len(letters) :]) if fits else (raw, b"")
+    pairs = zip(tokens, [*spelt[:-1], *(last + raw for last in spelt[-1:])], strict=True)
+    return [answer._replace(token=answer.token._replace(spelt=letters)) for answer, letters in pairs]
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """What one token adds to ``choice``: ``text``, perhaps "", and the ``stage`` that computed it.
+
+    The last piece stands for no token: it brings the text that was held back, and ``finish_reason``. ``said`` are
+    the likelihoods of tokens whose text has begun by now, None where there are none.
+    """
+
+    choice: int
+    text: str
+    stage: int
+    finish_reason: Literal["stop", "length"] | None = None
+    logprobs: Sequence[AnswerToken] | None = None
+
+
+class AnswerChoice:
+    """The answer of ``index`` to ``prompt_ids``; ``session`` is the engine's stream of it.
+
+    A token of ``ends`` or a text of ``stops`` ends it. With ``echo`` that text comes first. With ``judged`` the
+    likelihood of each token comes along, once some of its text has been said. A prompt that is ``scored`` gets no
+    answer: its choice ends at the first token, which the engine cannot do without.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        vocabulary: Vocabulary,
+        prompt_ids: Sequence[int],
+        session: Stream,
+        *,
+        ends: Collection[int],
+        stops: Sequence[str],
+        echo: str = "",
+        judged: bool = False,
+        scored: bool = False,
+    ) -> None:
+        self.index, self.session = index, session
+        self.tokens, self.finished, self.scored = 0, False, scored
+        self._vocabulary, self._prompt_ids, self._echo, self._judged = vocabulary, prompt_ids, echo, judged
+        self._ends, self._begun = ends, False
+        self._text = TextStream(vocabulary.tokenizer, prompt_ids)
+        self._stops, self._marks = stop_filter(vocabulary.spelling, stops)
+        self._places = after(vocabulary.spelling, prompt_ids, len(echo))
+        self._waiting: list[AnswerToken] = []  # whose text has not been said yet
+        self._stage, self._shown = 0, 0  # characters
+
+    def take(self, event: TokenEvent) -> list[TextDelta]:
+        """The pieces that a token adds: its own, what comes before the first, and the last where it ends the answer."""
+        deltas = []
+        self._stage = event.stage
+        if not self._begun and self._echo:
+            self._waiting += self._prompt_logprobs() if self._judged else ()
+            deltas.append(self._delta(self._echo))
+        self._begun = True
+        if self.scored:
+            return [*deltas, self._last("length")]
+        self.tokens += 1
+        if event.token_id in self._ends:
+            return [*deltas, self._last("stop")]
+        if self._judged:
+            spelling = self._vocabulary.spelling
+            shown = b"" if spelling.special(event.token_id) else spelling.spelt(event.token_id)
+            self._waiting.append(answer_token(spelling, event.token_id, self._places.take(shown), event.token_logprob))
+        text = self._text.push(event.token_id)
+        if mark := self._marks.get(event.token_id, ""):
+            text += self._text.finish() + mark
+        deltas.append(self._delta(self._stops.push(text)))
+        if self._stops.stopped:
+            deltas.append(self._last("stop"))
+        return deltas
+
+    def end(self) -> list[TextDelta]:
+        """The engine has no more tokens."""
+        return [] if self.finished else [self._last("length")]
+
+    def _last(self, reason: Literal["stop", "length"]) -> TextDelta:
+        self.finished = True
+        rest = self._stops.push(self._text.finish()) + self._stops.finish()
+        return self._delta(rest, "stop" if self._stops.stopped else reason)
+
+    def _delta(self, text: str, reason: Literal["stop", "length"] | None = None) -> TextDelta:
+        """With the likelihoods of the tokens whose text has begun, and at the end of all but those behind a stop."""
+        self._shown += len(text)
+        if reason is not None and not self._stops.stopped:
+            ready, self._waiting = [one._replace(offset=min(one.offset, self._shown)) for one in self._waiting], []
+            if text.endswith(INCOMPLETE):
+                ready = _cut_within(ready, text)
+        else:
+            count = next((n for n, one in enumerate(self._waiting) if one.offset >= self._shown), len(self._waiting))
+            ready, self._waiting = self._waiting[:count], self._waiting[count:]
+        return TextDelta(self.index, text, self._stage, reason, ready if ready else None)
+
+    def _prompt_logprobs(self) -> list[AnswerToken]:
+        request: Request = self.session.request
+        token_logprobs = [None, *request.prompt_logprobs]
+        tokenizer, spelling = self._vocabulary.tokenizer, self._vocabulary.spelling
+        begins = of_prompt(tokenizer, spelling, self._prompt_ids, self._echo)
+        read = zip(self._prompt_ids, begins, token_logprobs, strict=True)
+        return [answer_token(spelling, token_id, begin, token_logprob) for token_id, begin, token_logprob in read]

@@ -1,0 +1,299 @@
+"""What OpenAI's /v1/completions and /v1/chat/completions ask for, as far as this engine answers it.
+
+An addition of ours: ``upgrade`` lets an answer move to a better stage when one arrives. What would change the answer
+and is not served is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sized
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from firsttoken.study.errors import RequestError
+from firsttoken.study.parsing.json_text import parse_json
+from firsttoken.study.parsing.parse_errors import Damaged
+from firsttoken.study.parsing.schema import Fault, at_least, between, shaped, some
+from firsttoken_serve.http.neutral import (
+    CHAT,
+    COMPLETION,
+    MESSAGE,
+    OF_AN_ANSWER,
+    OF_THE_CLIENT,
+    Table,
+    request_table,
+    take_neutral,
+    without_nulls,
+)
+
+# The turns of a conversation as a request has them, which are also those that an answer had.
+
+_TEXT = ("text", "input_text", "output_text")  # how the chat's interface, and that of responses, call a part of text
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    """One turn of a conversation, as the model's template is handed it.
+
+    Its content may be several parts of text, of which a template that reads texts gets one. A turn of the assistant
+    may have no text. Whether the template can show a role, only the template knows.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, str]]
+    name: str | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+def as_message(turn: Any, where: str) -> Any:
+    """The fields of a turn that is named ``where``, less what only describes an answer, each part as a text.
+
+    Raises RequestError for what would change the prompt and is not served, and for a part that is no text.
+    """
+    if not isinstance(turn, dict):
+        return turn
+    message = dict(turn)
+    take_neutral(message, MESSAGE, OF_AN_ANSWER, f"{where}.")
+    if message.get("role") == "assistant":
+        message.setdefault("content", "")
+    if isinstance(message.get("content"), list):
+        parts = enumerate(message["content"])
+        texts = [_text(part, f"{where}.content[{number}]") for number, part in parts]
+        several = [{"type": "text", "text": text} for text in texts]
+        message["content"] = several if len(texts) > 1 else "".join(texts)
+    return message
+
+
+def _text(part: Any, where: str) -> str:
+    if not isinstance(part, dict):
+        raise RequestError(f"{where}: a part is an object with its type and its text")
+    if part.get("type") not in _TEXT:
+        raise RequestError(f"{where}.type: {str(part.get('type'))[:40]!r} is not served; send 'text'")
+    unknown = [field for field in part if field not in ("type", "text", *OF_AN_ANSWER)]
+    if unknown:
+        raise RequestError(f"{where}.{unknown[0][:40]}: unknown key; known: type, text")
+    if not isinstance(part.get("text"), str):
+        raise RequestError(f"{where}.text: a part of text has one")
+    return part["text"]
+
+
+MOST_TOP_LOGPROBS = 20  # of a token, as with OpenAI's chat
+MOST_SALT_CHARS = 1024  # ours; vLLM has no limit
+MOST_STOPS, MOST_STOP_CHARS = 64, 4096  # ours; lm-eval's tasks send up to seven, templates of agents a dozen
+
+Ids = list[int]
+_KEY = re.compile(r"^(?:(\S+): )?(unknown|missing) key '([^']+)'")
+
+
+def _at_most(count: int) -> Fault:
+    return lambda value: "" if len(value) <= count else f"expected {count:,} at most"
+
+
+def _no_longer_together(texts: list[str]) -> str:
+    """Texts that have no more than ``MOST_STOP_CHARS`` characters together."""
+    chars = sum(map(len, texts))
+    return "" if chars <= MOST_STOP_CHARS else f"expected texts of at most {MOST_STOP_CHARS:,} characters together"
+
+
+def _above_zero_to_1(value: float) -> str:
+    return "" if 0 < value <= 1 else "expected more than 0 and at most 1"
+
+
+def _false(value: bool) -> str:
+    return "only false is served" if value else ""
+
+
+def _a_text(value: Sized) -> str:
+    return "" if len(value) else "expected a text"
+
+
+def _a_salt(value: str) -> str:
+    return "" if 0 < len(value) <= MOST_SALT_CHARS else f"expected 1 to {MOST_SALT_CHARS:,} characters"
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """``include_usage``: a last chunk with the numbers of tokens; ``continuous_usage_stats``: those so far in each.
+
+    With ``include_obfuscation`` OpenAI fills chunks up to one length, which is not done here.
+    """
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Annotated[bool, _false] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedRequest:
+    """What both kinds of request share. ``model`` is the served one's name or left out.
+
+    ``temperature`` 0 is greedy, and 1 the default, as with OpenAI; without a ``seed`` each answer draws one of its own.
+    With ``ignore_eos`` no token ends an answer; ``min_tokens`` are served where nothing can end it before. Prompts
+    share what was computed of equal beginnings with those of the same ``cache_salt`` only.
+    """
+
+    neutral: ClassVar[Table]
+
+    model: str | None = None
+    max_tokens: Annotated[int, at_least(1)] | None = None
+    n: Annotated[int, at_least(1)] = 1
+    stop: Annotated[list[Annotated[str, _a_text]], _at_most(MOST_STOPS), _no_longer_together] = field(
+        default_factory=list
+    )
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    seed: Annotated[int, between(-(2**63), 2**63 - 1)] | None = None
+    temperature: Annotated[float, between(0, 2)] = 1.0
+    top_p: Annotated[float, _above_zero_to_1] = 1.0
+    upgrade: bool = False
+    ignore_eos: bool = False
+    min_tokens: Annotated[int, at_least(0)] = 0
+    cache_salt: Annotated[str, _a_salt] = ""
+
+    @classmethod
+    def prepared(cls, content: dict[str, Any]) -> dict[str, Any]:
+        """The fields of a body where one that may be written in several ways is written in one.
+
+        Raises RequestError for what is written in none of them.
+        """
+        stop = content.get("stop")
+        return content | ({"stop": [stop]} if isinstance(stop, str) else {})
+
+    @property
+    def most_new(self) -> int | None:
+        """Tokens to say at most; None where nobody asked."""
+        return self.max_tokens
+
+    @property
+    def top_count(self) -> int | None:
+        """How many of the likeliest tokens to name with each; None: no logarithms at all."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raises RequestError for fields of which one does not go with another."""
+        if self.stream_options.include_usage and not self.stream:
+            raise RequestError("stream_options: it is for streams; set stream to true, or leave it out")
+        if self.min_tokens and (self.stop or not self.ignore_eos):
+            raise RequestError("min_tokens: it is served with ignore_eos and without stop only; leave it out")
+        if self.min_tokens > (self.most_new or 0):
+            raise RequestError(f"min_tokens: {self.min_tokens} are more than the most that is asked for; ask for more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionRequest(ServedRequest):
+    """Completions of one or several prompts, each a text or token ids; ``echo`` says the prompt first.
+
+    ``logprobs`` is how many of the likeliest tokens are named with each. With ``max_tokens`` 0 the prompt is echoed and
+    nothing is said, which is how prompts are scored.
+    """
+
+    neutral = COMPLETION
+
+    prompt: list[str] | list[Ids]
+    max_tokens: Annotated[int, at_least(0)] | None = None
+    logprobs: Annotated[int, between(0, MOST_TOP_LOGPROBS)] | None = None
+    echo: bool = False
+
+    @classmethod
+    def prepared(cls, content: dict[str, Any]) -> dict[str, Any]:
+        """The fields of a body with a list of prompts; logprobs that are false are none. Raises RequestError where
+        there is no such list."""
+        content = super().prepared(content)
+        if content.get("logprobs") is False:
+            del content["logprobs"]
+        if "prompt" not in content:
+            return content
+        value = content["prompt"]
+        prompts = [value] if isinstance(value, str) or _are_ids(value) else value
+        texts = isinstance(prompts, list) and all(isinstance(one, str) for one in prompts)
+        if not (texts or (isinstance(prompts, list) and all(map(_are_ids, prompts)))):
+            raise RequestError("prompt: expected a text, a list of token ids, or a list of texts or of such lists")
+        if not prompts:
+            raise RequestError("prompt: it is empty; give at least one")
+        return content | {"prompt": prompts}
+
+    @property
+    def top_count(self) -> int | None:
+        """The number of likeliest tokens to name with each: the request's ``logprobs``; None: no logarithms at all."""
+        return self.logprobs
+
+    def check(self) -> None:
+        """Raises RequestError for fields of which one does not go with another, such as max_tokens 0 without echo."""
+        super().check()
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError("max_tokens: 0 scores a prompt, which is echoed; set echo to true, or ask for 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatRequest(ServedRequest):
+    """The next turn of a conversation. ``max_completion_tokens`` is the newer name of ``max_tokens``;
+    ``chat_template_kwargs`` are variables that the model's template knows, such as enable_thinking."""
+
+    neutral = CHAT
+
+    messages: Annotated[list[ChatMessage], some, _at_most(1000)]
+    max_completion_tokens: Annotated[int, at_least(1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, between(0, MOST_TOP_LOGPROBS)] | None = None
+    chat_template_kwargs: Annotated[dict[str, bool | int | float | str], _at_most(32)] = field(default_factory=dict)
+
+    @classmethod
+    def prepared(cls, content: dict[str, Any]) -> dict[str, Any]:
+        """The fields of a body with each turn as :func:`as_message` makes it, which raises RequestError."""
+        content, turns = super().prepared(content), content.get("messages")
+        if isinstance(turns, list):
+            content["messages"] = [as_message(turn, f"messages[{number}]") for number, turn in enumerate(turns)]
+        return content
+
+    @property
+    def most_new(self) -> int | None:
+        """The number of tokens to say at most: ``max_completion_tokens``, the newer name, or else ``max_tokens``."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def top_count(self) -> int | None:
+        """The number of likeliest tokens to name with each; None: no logarithms at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        """Raises RequestError for fields of which one does not go with another; top_logprobs needs logprobs."""
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs: it goes with logprobs; set logprobs to true, or leave it out")
+
+
+Kind = TypeVar("Kind", bound=ServedRequest)
+
+
+def parse_request(kind: type[Kind], body: bytes) -> Kind:
+    """The request in a JSON body; a null means the same as leaving the field out, as with OpenAI.
+
+    Raises RequestError for what is no JSON object, for an unknown field, a value of the wrong type or out of range,
+    and for a setting that is not served.
+    """
+    try:
+        content = parse_json(body)
+    except ValueError as error:
+        raise RequestError(f"the body is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise RequestError('the body is no JSON object; send at least {"prompt": "..."} or {"messages": [...]}')
+    content = without_nulls(content)
+    take_neutral(content, request_table(content, kind.neutral), OF_THE_CLIENT)
+    try:
+        asked = shaped(kind, kind.prepared(content))
+    except Damaged as error:
+        raise RequestError(_KEY.sub(_named_first, str(error))) from error
+    asked.check()
+    return asked
+
+
+def _named_first(found: re.Match[str]) -> str:
+    """Begin a message with the field's name, which clients read from there."""
+    place, what, name = found.groups()
+    return f"{place}.{name}: {what} key" if place else f"{name}: {what} key"
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)

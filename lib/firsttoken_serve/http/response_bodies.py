@@ -1,0 +1,116 @@
+"""The bodies that OpenAI's clients read: answers, chunks of answers, models, numbers of tokens, likelihoods.
+
+An addition of ours: ``stage`` is the one that computed the last of the tokens in hand.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from firsttoken_serve.http.logprobs_format import AnswerToken, as_chat, as_completion
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """How one request's answers are said; ``identity`` and ``created`` (s since the epoch) are those of all chunks."""
+
+    model: str
+    identity: str
+    created: int
+
+    whole: ClassVar[str]
+    chunk: ClassVar[str]
+    prefix: ClassVar[str]
+
+    @classmethod
+    def new(cls, model: str) -> Reply:
+        """Make the reply to a request that has just come, with a new identity and the current time."""
+        return cls(model, f"{cls.prefix}-{uuid.uuid4().hex}", int(time.time()))
+
+    def body(self, kind: str, choices: Sequence[Json], stage: int) -> Json:
+        """``choices`` with what stands around them."""
+        return {
+            "id": self.identity,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": list(choices),
+            "stage": stage,
+        }
+
+    def answer(self, index: int, text: str, finish_reason: str | None, logprobs: Sequence[AnswerToken] | None) -> Json:
+        """One choice, whole; ``said`` None where nobody asked for likelihoods."""
+        raise NotImplementedError
+
+    def delta(self, index: int, text: str, finish_reason: str | None, logprobs: Sequence[AnswerToken] | None) -> Json:
+        """A part of a choice."""
+        raise NotImplementedError
+
+    def role_delta(self, index: int) -> Json | None:
+        """What comes before the first part of a choice."""
+        return None
+
+
+class Completion(Reply):
+    """The bodies of /v1/completions: a chunk looks like the whole answer."""
+
+    whole = chunk = "text_completion"
+    prefix = "cmpl"
+
+    def answer(self, index: int, text: str, finish_reason: str | None, logprobs: Sequence[AnswerToken] | None) -> Json:
+        logs = None if logprobs is None else as_completion(logprobs)
+        return {"index": index, "text": text, "logprobs": logs, "finish_reason": finish_reason}
+
+    delta = answer
+
+
+class Chat(Reply):
+    """The bodies of /v1/chat/completions."""
+
+    whole, chunk = "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl"
+
+    def answer(self, index: int, text: str, finish_reason: str | None, logprobs: Sequence[AnswerToken] | None) -> Json:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return self._choice(index, {"message": message}, finish_reason, logprobs)
+
+    def delta(self, index: int, text: str, finish_reason: str | None, logprobs: Sequence[AnswerToken] | None) -> Json:
+        return self._choice(index, {"delta": {"content": text} if text else {}}, finish_reason, logprobs)
+
+    def role_delta(self, index: int) -> Json:
+        return self._choice(index, {"delta": {"role": "assistant", "content": ""}}, None, None)
+
+    def _choice(
+        self, index: int, said_as: Json, finish_reason: str | None, logprobs: Sequence[AnswerToken] | None
+    ) -> Json:
+        logs = None if logprobs is None else as_chat(logprobs)
+        return {"index": index} | said_as | {"logprobs": logs, "finish_reason": finish_reason}
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> Json:
+    """Numbers of tokens; those that ended answers are counted."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def one_model(model: str, created: int, context: int) -> Json:
+    """The model that is served; ``context`` tokens of a prompt and its answer together are taken, and no more."""
+    return {"id": model, "object": "model", "created": created, "owned_by": "firsttoken", "max_model_len": context}
+
+
+def event(content: Json) -> bytes:
+    """One server-sent event. Raises ValueError for a number that JSON does not have, as a whole answer's body does."""
+    return f"data: {json.dumps(content, ensure_ascii=False, allow_nan=False)}\n\n".encode()
+
+
+DONE = b"data: [DONE]\n\n"

@@ -1,0 +1,1 @@
+"""What `firsttoken prefix` does, and the stored prefixes that a service takes."""

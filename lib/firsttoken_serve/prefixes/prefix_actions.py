@@ -1,0 +1,197 @@
+"""What ``firsttoken prefix`` does: keep what a model computes for a text, for itself and for others of its shape."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from firsttoken.assets.checkpoint import combined_sha256, stored_dtype
+from firsttoken.assets.models import load_model
+from firsttoken.assets.servable import check_servable
+from firsttoken.droidspeak.entry import Entry
+from firsttoken.droidspeak.identity import ModelIdentity, check_compatible, identify
+from firsttoken.droidspeak.prefill import full_prefill
+from firsttoken.droidspeak.prefix import Prefix
+from firsttoken.droidspeak.prefix_index import token_bytes
+from firsttoken.droidspeak.store import KVStore
+from firsttoken.engine.shared_base import adapted_layers
+from firsttoken.link.shaped import Link, LinkConfig
+from firsttoken.study import dtypes
+from firsttoken.study.errors import CacheError, LinkError, RequestError
+from firsttoken.study.parsing.parse_errors import blaming, read_bytes
+from firsttoken_serve.chat.text import read_vocabulary
+from firsttoken_serve.prefixes.pair_profile import SUFFIX, keep_profile, profile_pair, read_profiles
+from firsttoken_serve.prefixes.prefix_link import PrefixPeer, PrefixServer, pull
+from firsttoken_serve.variants import ADAPTER_FILES, read_fitting
+
+_MOST_TEXT = 1 << 24  # bytes
+_MOST_TOKEN = 4096
+
+
+def run(options: argparse.Namespace) -> None:
+    """The action that was chosen. Raises ModelError, StageError, CacheError, LinkError and RequestError."""
+    actions = {"put": _put, "profile": _profile, "list": _list, "drop": _drop, "serve": _serve, "pull": _pull}
+    actions[options.action](options)
+
+
+@dataclass(frozen=True)
+class _NamedModel:
+    """The model in ``folder``, with an ``adapter`` on it or without, as a service computes with it."""
+
+    folder: Path
+    adapter: Path | None
+
+    def loaded(self) -> tuple[Any, ModelIdentity]:
+        """The model, and who it is. Raises ModelError, and StageError for an adapter of another model."""
+        files, adapter, of = check_servable(self.folder), None, ""
+        if self.adapter is not None:
+            adapter = read_fitting("--adapter", self.adapter.name, self.adapter, files, "cpu")
+            of = combined_sha256([self.adapter / name for name in ADAPTER_FILES])
+        dtype = dtypes.serving(dtypes.AUTO, getattr(torch, stored_dtype(self.folder)), "cpu")
+        found = load_model(str(self.folder), dtype=dtype)
+        if adapter is not None:
+            found.model.model.layers = nn.ModuleList(adapted_layers(list(found.model.model.layers), adapter))
+        return found.model, identify(found.model, found.tokenizer, files.sha256, of)
+
+
+def _put(options: argparse.Namespace) -> None:
+    named = _NamedModel(options.model, options.adapter)
+    check_servable(options.model)  # before a text is read for it
+    tokens, (model, identity) = _tokens(options), named.loaded()
+    profiled = read_profiles(options.store)
+    edges = {found.lo for (sender, _), found in profiled.items() if sender == identity.key and found.lo < found.hi}
+    edges.update(options.edge)
+    owned = ModelIdentity(**identity.fields | {"owner": options.owner})
+    store = KVStore(options.store, memory_bytes=0, disk_bytes=int(options.most_gb * 1e9))
+    before = {file.entry.key for file in store.files}
+    store.store(tokens, owned, full_prefill(model, Prefix.of([tokens]), edges - {0}))
+    kept = {file.entry.key: file for file in store.files}
+    key = Entry(owned, token_bytes(tokens), ()).key
+    print(f"{key}: {len(tokens):,} tokens, {kept[key].nbytes / 1e6:.1f} MB, by {identity}{_of(options.owner)}")
+    for gone in sorted(before - kept.keys()):
+        print(f"{gone}: dropped to make room, as it was used least recently")
+    if not any(sender == identity.key for sender, _ in profiled):
+        print("only this model will take it: no pair is profiled in this store (`firsttoken prefix profile`)")
+
+
+def _tokens(options: argparse.Namespace) -> list[int]:
+    """The token ids of the text, as the service makes them of a prompt. Raises RequestError for none."""
+    text = options.text
+    if text is None:
+        if options.file is None:
+            raise RequestError("prefix put: give the text, or --file FILE")
+        with blaming(options.file, RequestError, "name a text file in UTF-8"):
+            text = read_bytes(options.file, _MOST_TEXT).decode("utf-8")
+    elif options.file is not None:
+        raise RequestError("prefix put: give the text or --file FILE, not both")
+    vocabulary = read_vocabulary(options.model, None)
+    if not options.system:
+        return vocabulary.prompt_ids(text)
+    chats = ([{"role": "system", "content": text}, {"role": "user", "content": said}] for said in ("a", "1"))
+    one, other = (vocabulary.chat_ids(chat) for chat in chats)
+    same = next((n for n, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
+    if not same:
+        raise RequestError("prefix put: the model's chat template begins with the user; leave --system out")
+    return one[:same]
+
+
+def _profile(options: argparse.Namespace) -> None:
+    sender, receiver = (
+        _NamedModel(options.model, options.adapter),
+        _NamedModel(options.receiver, options.receiver_adapter),
+    )
+    check_servable(options.receiver)
+    with blaming(options.file, RequestError, "name a text file in UTF-8"):
+        text = read_bytes(options.file, _MOST_TEXT).decode("utf-8")
+    ids, length = read_vocabulary(options.receiver, None).tokenizer.encode(text).ids, options.tokens + SUFFIX
+    rows = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)][: options.items]
+    if not rows:
+        raise RequestError(f"{options.file} has {len(ids):,} tokens; a pair needs a text of {length:,} or more")
+    (one, whose), (other, reader) = sender.loaded(), receiver.loaded()
+    check_compatible(whose, reader)
+    if whose == reader:
+        raise RequestError(
+            "prefix profile: sender and receiver are one model, which takes its own prefixes as they are"
+        )
+    found = profile_pair(one, other, rows, options.most_lost)
+    keep_profile(options.store, whose, reader, found)
+    print(f"{reader} over what {whose} computed: {found}")
+    if len(found.group) == found.layers:
+        print("that is a prefill of its own, and nothing of this sender is taken; allow a larger --most-lost to")
+
+
+def _list(options: argparse.Namespace) -> None:
+    store = _opened(options.store)
+    for file in sorted(store.files, key=lambda file: file.path.stat().st_mtime_ns):
+        entry = file.entry
+        edges = f", hidden states at {', '.join(map(str, entry.edges))}" if entry.edges else ""
+        print(
+            f"{entry.key}: {entry.length:,} tokens, {file.nbytes / 1e6:.1f} MB, by {entry.model.anybody}"
+            f"{_of(entry.model.owner)}{edges}"
+        )
+    for (sender, receiver), found in read_profiles(options.store).items():
+        print(f"{receiver} over what {sender} computed: {found}")
+
+
+def _drop(options: argparse.Namespace) -> None:
+    store = _opened(options.store)
+    for key in options.keys:
+        store.drop(key)
+        print(f"{key}: dropped")
+
+
+def _serve(options: argparse.Namespace) -> None:
+    store, readers = _opened(options.store), dict(options.reader)
+    tokens = {name: _token(file) for name, file in readers.items()}
+    link = Link(LinkConfig(options.gbit_per_s))
+    with PrefixServer(store, link, tokens, options.host, options.port) as server, suppress(KeyboardInterrupt):
+        print(f"the prefixes of {options.store} are served at {server.address}; Ctrl-C ends it", flush=True)
+        server.serve_forever()
+
+
+def _pull(options: argparse.Namespace) -> None:
+    peer = PrefixPeer(options.peer, "" if options.token_file is None else _token(options.token_file))
+    most = int(options.most_gb * 1e9)
+    while True:
+        try:
+            copied, left = pull(peer, options.store, most)
+        except LinkError as error:
+            if options.every is None:
+                raise
+            copied, left = [], [f"{error}; it is tried again in {options.every:g} s"]
+        for offer in copied:
+            print(f"{offer.key}: {offer.tokens:,} tokens, {offer.nbytes / 1e6:.1f} MB{_of(offer.owner)}", flush=True)
+        for reason in left:
+            print(f"firsttoken: {reason}", file=sys.stderr, flush=True)
+        if options.every is None:
+            if left:
+                raise LinkError(f"{len(left)} of what {peer.address} offers was not copied, see above")
+            return
+        time.sleep(options.every)
+
+
+def _opened(folder: Path) -> KVStore:
+    """Raises CacheError for a folder that is not there: nothing is listed in a new one."""
+    if not folder.is_dir():
+        raise CacheError(f"there is no folder {folder}; `firsttoken prefix put` makes it")
+    return KVStore(folder, memory_bytes=0, disk_bytes=sys.maxsize)
+
+
+def _token(file: Path) -> str:
+    with blaming(file, LinkError, "put the secret text there, on one line"):
+        token = read_bytes(file, _MOST_TOKEN).decode("ascii").strip()
+        if not (token and token.isprintable()):
+            raise ValueError("it is empty, or more than one line")
+    return token
+
+
+def _of(owner: str) -> str:
+    return f", of {owner}" if owner else ""

@@ -1,0 +1,396 @@
+"""What serves a model folder: a plain server, which is here, a staged one or a swarm's; this chooses."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+from firsttoken.assets.adapter_files import CONFIG as ADAPTER_CONFIG
+from firsttoken.assets.adapter_files import WEIGHTS, check_plain
+from firsttoken.assets.checkpoint import ModelFiles, combined_sha256, stored_dtype, weight_files
+from firsttoken.assets.held import unchanged
+from firsttoken.assets.lock import first_line
+from firsttoken.assets.model_config import CONFIG
+from firsttoken.assets.positions import context_in
+from firsttoken.assets.servable import check_servable
+from firsttoken.cps.policies import make_policy
+from firsttoken.cps.policies.measured import MeasuredCrossPoint
+from firsttoken.engine.engine import EngineConfig
+from firsttoken.engine.model_server import EngineServer, LoadingServer, ModelServer
+from firsttoken.engine.numpy_answers import NumpyAnswers
+from firsttoken.engine.numpy_model import NumpyModel
+from firsttoken.engine.numpy_weights import FolderWeights
+from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
+from firsttoken.engine.request_limits import STALL_FREE, RequestLimits
+from firsttoken.engine.torch_behind import fused_version, take_over
+from firsttoken.lean.lean_config import OtherWay, lean_config
+from firsttoken.link.shaped import Link, LinkConfig
+from firsttoken.progressiveserve.checkpoint.manifest import MANIFEST, check_files, read_manifest
+from firsttoken.progressiveserve.loading.read_plan import ends_of
+from firsttoken.progressiveserve.loading.stage_weights import StageWeights
+from firsttoken.study import dtypes
+from firsttoken.study.errors import FirstTokenError, StageError, files_alone
+from firsttoken.study.system.direct_io import read_ahead
+from firsttoken_serve.service_config import ServiceConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from firsttoken.droidspeak.identity import ModelIdentity
+    from firsttoken.engine.live_executor import LiveExecutor
+    from firsttoken.engine.model_version import ModelVersion
+    from firsttoken_serve.variants import LateVariants
+
+
+class Coming(NamedTuple):
+    """A model that answers until torch is imported, and the links over which it is read."""
+
+    model: Future[NumpyModel]
+    links: tuple[Link, ...] = ()
+
+
+# A Hugging Face folder that was not staged: it is read whole, lean or by transformers itself.
+
+
+class PlainServer(LoadingServer):
+    """Serves the whole model in the plain folder ``folder``, and uses what is in ``store`` of how a prompt begins; with
+    it, under their names, the ``variants`` that adapters in these folders make of it. ``comes`` is the model that
+    answers until torch is imported, as :func:`without_torch` returns it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        limits: RequestLimits,
+        *,
+        device: str,
+        broken: Callable[[FirstTokenError], None],
+        store: Path | None = None,
+        owner: str = "",
+        variants: Mapping[str, Path] = MappingProxyType({}),
+        comes: Future[NumpyModel] | None = None,
+    ) -> None:
+        super().__init__(limits, device, 1.0, broken, comes)
+        self._folder, self._store, self._owner, self._variants = folder, store, owner, variants
+        self._live: LiveExecutor
+        self._load_other: Callable[[], nn.Module] | None = None  # where others multiply better than who begins
+
+    def _read_ahead(self, answers: NumpyAnswers | None) -> None:
+        """Let the system read the files ahead of their mapping, which has begun where there are answers."""
+        if answers is None:
+            bring(self._folder)
+
+    def _import(self) -> None:
+        """Import all that loads, but not transformers, which only few folders ask for."""
+        from firsttoken.lean import build  # noqa: F401
+
+    def _begin(self) -> bool:
+        """Read it all. Raises PermanentFault for a folder that cannot be read: it stays as it is."""
+        import torch
+
+        from firsttoken.engine.native.library import kernels
+
+        self._stages = 1
+        with files_alone():
+            files = check_servable(self._folder, way="spans" if self._store or self._variants else "alone")
+            self._bytes_total = files.bytes
+            stored = getattr(torch, stored_dtype(self._folder))
+        early, policy = None if self._numpy is None else self._numpy.model, self.limits.preemption
+        with unchanged(files.files, "" if early is None else early.weights.seen), files_alone():
+            dtype = dtypes.serving(dtypes.AUTO, stored, self._device)
+            measures = isinstance(policy, MeasuredCrossPoint) and policy.measures(dtypes.name_of(dtype))
+            taken = early is not None and early.dtype == dtypes.name_of(dtype)
+            lasts = taken and dtype in kernels().multiplied
+            if lasts or (taken and not measures):
+                self._live = take_over(early, self.limits.blocks, self.limits.host_blocks)
+                if not lasts:
+                    self._load_other = partial(_load_again, files, dtype, self._device, early.weights.seen)
+            else:
+                model = load_plain(files, dtype, self._device)
+                self._live = self._executor(model, torch.device(self._device))
+            self._bytes_moved = self._bytes_total
+            self._live.version.stage = 1
+            versions = self._host_variants(files) if self._variants else {}
+        if measures:
+            self._release_plain()  # it measures the layers that will serve
+            for _ in self._live.version.fuse():
+                pass
+        self._end_numpy()
+        self._run(self._live, versions=versions)
+        self._compare(files, dtype)
+        return True
+
+    def _compare(self, files: ModelFiles, dtype: torch.dtype) -> None:
+        """Hold a step to the lean modules' own, unless it was before; others than lean ones the executor has held to
+        transformers'. Requests run meanwhile. Raises PermanentFault."""
+        from firsttoken.assets.held import unchanged
+        from firsttoken.engine.compared_step import Comparison, check_rows, lean_rows, prompt_of
+        from firsttoken.lean.lean_model import LeanModel
+
+        live, server = self._live, self._server
+        comparison = Comparison([files.folder / CONFIG, *files.files], "lean", str(dtype), self._device)
+        if comparison.due and isinstance(live.model, LeanModel):
+            prompt = prompt_of(live.limits)
+            with unchanged(files.files), files_alone():
+                reference = lean_rows(files, dtype, self._device, prompt)
+                check_rows(files.folder.name, lambda: server.between(lambda: live.rows_of(prompt)), reference, dtype)
+            comparison.right()
+
+    def _host_variants(self, files: ModelFiles) -> dict[str, ModelVersion]:
+        from firsttoken_serve.variants import host_variants
+
+        return host_variants(self._live, self._variants, files, self._device)
+
+    def _go_on(self) -> None:
+        """Open the stored prefixes, and fuse the layers; or load those with which requests begin from then on."""
+        self._open_prefixes()
+        if self._load_other is None:
+            self._fuse(self._live.version.fuse, self._release_plain)
+            return
+        with suppress(FirstTokenError):  # the server is being closed, or others have taken the place of its files
+            version = fused_version(self._load_other())
+            self._server.between(lambda: self._server.publish(version, lambda old, new: None))
+
+    def _release_plain(self) -> None:
+        """Let the model go of its layers, which the version has, so that each is freed as it is fused."""
+        from torch import nn
+
+        self._live.model.model.layers = nn.ModuleList()
+
+    def _open_prefixes(self) -> None:
+        if self._store is None:
+            return
+        dtype, who = next(self._live.model.parameters()).dtype, (self._owner, self._variants)
+        self._note(1, use_prefixes(self, self._store, lambda: receivers(self._folder, dtype, *who), self._device))
+
+
+def without_torch(config: ServiceConfig) -> Coming | None:
+    """The model of ``config`` that computes without torch, the first stage of one in stages, while threads read and
+    pack its weights.
+
+    None where answers wait for torch: because it is imported already, because of ``torch_first``, or because this
+    process does not serve a model of its own, without variants, on the CPU. The future raises OtherWay where the
+    kernels do not run the model.
+    """
+    elsewhere = config.swarm or config.device != "cpu"
+    if elsewhere or config.variants or config.torch_first or "torch" in sys.modules:
+        return None
+    staged = is_staged(config.folder)
+    links = (Link(LinkConfig(config.gbit_per_s)),) if staged else ()
+    if not staged:
+        bring(config.folder)
+
+    def made() -> NumpyModel:
+        if staged:
+            weights = StageWeights(config.folder, links, readers=config.threads)
+        else:
+            weights = FolderWeights(check_servable(config.folder))
+        return NumpyModel(weights, config.max_len(context_in(config.folder)))
+
+    maker = ThreadPoolExecutor(1, "reading")
+    coming = maker.submit(made)
+    maker.shutdown(wait=False)
+    return Coming(coming, links)
+
+
+def bring(folder: Path) -> None:
+    """Let the system bring the weights in ``folder`` into memory, where it can."""
+    with suppress(FirstTokenError):
+        for file in weight_files(folder):
+            Thread(target=read_ahead, args=(file,), daemon=True).start()
+
+
+def load_plain(files: ModelFiles, dtype: torch.dtype, device: str) -> nn.Module:
+    """The model of ``files`` on ``device``, held in memory: lean, or what transformers makes of a folder that asks for
+    more, which a line on the terminal says. Raises ModelError for a folder that cannot be read, or of another family.
+    """
+    from firsttoken.assets.decoder_layers import layers_of
+
+    model = _loaded(files, dtype, device)
+    layers_of(model)  # which the engine runs
+    return model
+
+
+def _load_again(files: ModelFiles, dtype: torch.dtype, device: str, before: str) -> nn.Module:
+    """The same while the files are as :func:`seen` has said ``before``."""
+    from firsttoken.assets.held import unchanged
+
+    with unchanged(files.files, before):
+        return load_plain(files, dtype, device)
+
+
+def _loaded(files: ModelFiles, dtype: torch.dtype, device: str) -> nn.Module:
+    try:
+        lean_config(files.folder)
+    except OtherWay as reason:
+        print(f"firsttoken: {files.folder.name} starts with transformers' own modules: {reason}", file=sys.stderr)
+        from firsttoken.assets.models import load_model
+
+        return load_model(str(files.folder), dtype=dtype, device=device, with_tokenizer=False).model
+    from firsttoken.lean.build import load_lean
+
+    return load_lean(files, dtype, device)
+
+
+# Keys and values that were computed before, in a folder of KV files.
+
+
+def use_prefixes(
+    server: EngineServer,
+    store: Path,
+    who: Callable[[], Mapping[str, ModelIdentity]],
+    device: str,
+    *,
+    others: bool = True,
+) -> str:
+    """Let ``server``, whose model is whole, take from ``store`` what each of ``who`` may read, "" the model itself;
+    also what ``others`` have computed. Return what came of it: what goes wrong, with nothing taken, or that they are
+    used. It hashes the weights and imports transformers, which takes seconds."""
+    from firsttoken_serve.prefixes.prefix_finder import PrefixFinder
+
+    try:
+        finder = PrefixFinder(store, who(), device, others)
+        server.take_prefixes(finder)
+    except FirstTokenError as error:
+        return f"no stored prefixes: {first_line(error)}"
+    older = f", but for {finder.outdated} of an earlier release; put them again" if finder.outdated else ""
+    return f"stored prefixes are used{older}"
+
+
+def receivers(
+    folder: Path, dtype: torch.dtype, owner: str, variants: Mapping[str, Path] = MappingProxyType({}), weights: str = ""
+) -> dict[str, ModelIdentity]:
+    """The model in ``folder`` as "", and its ``variants`` by name, as those who ask for prefixes of ``owner``.
+
+    ``weights`` is the sha256 of the model's, where the folder's files do not say. Raises ModelError for a folder that
+    transformers does not know.
+    """
+    from firsttoken.droidspeak.identity import identify_folder
+    from firsttoken_serve.variants import ADAPTER_FILES
+
+    model = identify_folder(folder, dtype, weights or combined_sha256(weight_files(folder)), owner)
+    sums = {name: combined_sha256([place / file for file in ADAPTER_FILES]) for name, place in variants.items()}
+    return {"": model} | {name: replace(model, adapters=of) for name, of in sums.items()}
+
+
+# Which of the servers it is.
+
+
+def is_staged(folder: Path) -> bool:
+    """Whether ``folder`` is what `firsttoken stage` writes, and not a plain Hugging Face folder.
+
+    The default model's folder has a manifest of its own kind beside its weights; a stage's weights lie in folders.
+    """
+    return (folder / MANIFEST).is_file() and not any(folder.glob("*.safetensors"))
+
+
+def check_model(config: ServiceConfig) -> None:
+    """Raises ModelError and StageError for a folder that cannot be served, or not with what ``config`` asks for."""
+    staged, store = is_staged(config.folder), config.prefix_store
+    if store is not None and not store.is_dir():
+        raise StageError(f"serve: there is no folder {store}; `firsttoken prefix put` makes one")
+    config.check_pairs(staged)
+    for name, folder in config.variants:
+        if all((folder / file).is_file() for file in (ADAPTER_CONFIG, WEIGHTS)):  # else whoever reads it says so
+            check_plain(folder, f"adapter of the variant {name}")
+    if staged and config.swarm:
+        check_files(config.folder, ends_of(read_manifest(config.folder)))
+    elif staged:
+        check_files(config.folder, read_manifest(config.folder), stages=(1,))
+    else:
+        alone = not (config.swarm or config.prefix_store or config.variants)
+        check_servable(config.folder, in_8_bits=bool(config.swarm), way="alone" if alone else "spans")
+
+
+def serve_model(
+    config: ServiceConfig,
+    broken: Callable[[FirstTokenError], None],
+    context: int = sys.maxsize,
+    comes: Coming | None = None,
+) -> ModelServer:
+    """The model of ``config``, whose context has ``context`` tokens. It takes requests from now on, and begins to load
+    when it is started; ``comes``, of :func:`without_torch`, answers until then.
+
+    Raises ProfileError for a scheduler, policy, pool or budget that the engine does not have, and as a SwarmServer;
+    what the folder lacks, a server that loads it reports itself, and to ``broken`` what leaves no hope.
+    """
+    engine = replace(
+        STALL_FREE,
+        scheduler=config.scheduler,
+        share_prefixes=config.share_prefixes,
+        requests=config.max_running,
+        token_budget=STALL_FREE.token_budget if config.token_budget is None else config.token_budget,
+    )
+    longest = config.max_len(context)
+    limits = RequestLimits(
+        max_sessions=config.max_running + config.max_waiting,
+        max_prompt_tokens=min(config.max_prompt_tokens or longest, longest),
+        max_new_tokens=min(config.max_new_tokens or longest, longest),
+        max_model_len=longest,
+        kv_blocks=config.kv_blocks,
+        engine=engine,
+        preemption=_preemption(config, engine),
+    )
+    if config.swarm:
+        from firsttoken_serve.swarm.over_swarm import SwarmServer
+
+        swarm = SwarmServer(config, limits, is_staged(config.folder))
+        if (store := config.prefix_store) is not None:
+            swarm.prefixes = lambda: use_prefixes(swarm, store, lambda: _of_servers(config), "cpu", others=False)
+        return swarm
+    if is_staged(config.folder):
+        from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
+
+        links = [Link(LinkConfig(config.gbit_per_s))] if comes is None else comes.links
+        options = {"device": config.device, "broken": broken, "comes": comes and comes.model}
+        staged = StagedServer(config.folder, links, limits, dtype=dtypes.AUTO, threads=config.threads, **options)
+        if variants := dict(config.variants):
+            staged.variants = lambda: late_variants(variants, config.device)
+        if (store := config.prefix_store) is not None:
+            staged.whole = lambda dtype, weights: use_prefixes(
+                staged,
+                store,
+                lambda: receivers(config.folder, dtype, config.prefix_owner, variants, weights),
+                config.device,
+            )
+        return staged
+    options = {"device": config.device, "store": config.prefix_store, "owner": config.prefix_owner}
+    options |= {"variants": dict(config.variants), "comes": comes and comes.model}
+    return PlainServer(config.folder, limits, broken=broken, **options)
+
+
+def _of_servers(config: ServiceConfig) -> dict[str, ModelIdentity]:
+    """The model that servers of a swarm have, in the dtype that `firsttoken prefix put` computes in here, and its
+    variants."""
+    import torch
+
+    if is_staged(config.folder):
+        manifest = read_manifest(config.folder)
+        name, weights = manifest.dtype, manifest.source_sha256 or ""
+    else:
+        name, weights = stored_dtype(config.folder), ""
+    dtype = dtypes.serving(dtypes.AUTO, getattr(torch, name), "cpu")
+    return receivers(config.folder, dtype, config.prefix_owner, dict(config.variants), weights)
+
+
+def late_variants(folders: Mapping[str, Path], device: str) -> LateVariants:
+    """The variants in ``folders`` of a model in stages. The thread that loads calls this: it imports torch."""
+    from firsttoken_serve.variants import LateVariants
+
+    return LateVariants(folders, device)
+
+
+def _preemption(config: ServiceConfig, engine: EngineConfig) -> PreemptionPolicy:
+    """The policy of ``config``; no threshold of another machine serves. Raises ProfileError for an unknown one."""
+    if config.preemption == MeasuredCrossPoint.name:
+        options = {"way": config.device, "again": config.measure_again, "whole": not is_staged(config.folder)}
+        return MeasuredCrossPoint(config.folder, engine, **options)
+    return make_policy(config.preemption, **({"start": 0} if config.preemption == "online" else {}))

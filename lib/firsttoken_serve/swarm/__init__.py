@@ -1,0 +1,1 @@
+"""What `firsttoken swarm` does, and a service whose layers a swarm computes."""

@@ -1,0 +1,168 @@
+"""The service over a swarm: ends and engine are here, the model's blocks on whoever serves them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from firsttoken.assets.checkpoint import SINGLE, sum_of_sums
+from firsttoken.assets.servable import check_servable
+from firsttoken.engine.model_server import StaticServer
+from firsttoken.engine.request import KVSource
+from firsttoken.engine.request_limits import RequestLimits
+from firsttoken.lean.build import build_lean
+from firsttoken.link.shaped import Link, LinkConfig
+from firsttoken.petals.access import Access, check_installed
+from firsttoken.petals.event_loop import wait_for
+from firsttoken.petals.keys import public_hex, server_key
+from firsttoken.petals.records import steady_s
+from firsttoken.petals.remote_model import UNAUDITED, UNSHARED, Ends, RemoteModel
+from firsttoken.petals.routing import unserved
+from firsttoken.petals.timeouts import Timeouts
+from firsttoken.petals.trust.arbitration import TOLERANCE
+from firsttoken.petals.trust.auditor import Audits
+from firsttoken.progressiveserve.checkpoint.manifest import CONFIG, Manifest, read_manifest
+from firsttoken.progressiveserve.loading.loader import StageLoad
+from firsttoken.progressiveserve.loading.meta_model import MetaModel
+from firsttoken.progressiveserve.loading.read_plan import ends_of, parts_of
+from firsttoken.study import dtypes
+from firsttoken.study.dtypes import check_device
+from firsttoken.study.errors import FirstTokenError, SwarmError
+from firsttoken_serve.service_config import ServiceConfig
+from firsttoken_serve.swarm.swarm_status import swarm_status
+from firsttoken_serve.swarm.swarm_variants import adapter_names, other_adapter
+from firsttoken_serve.variants import Base
+
+_TOLD = 50  # servers that were replaced lately
+
+
+def staged_ends(folder: Path, link: Link, threads: int, dtype: torch.dtype, device: str = "cpu") -> Ends:
+    """The ends of the staged checkpoint in ``folder`` as its last stage has them, read over ``link`` by so many
+    ``threads``: of its weights nothing else is read. Raises LinkError, and ModelError for what was not staged so."""
+    manifest = read_manifest(folder)
+    meta_model, ends = MetaModel(folder, manifest, device, dtype, build_lean), ends_of(manifest)
+    stages = range(1, len(manifest.stages) + 1)
+    load = StageLoad(folder, ends, stages, [link], meta_model, meta_model.empty_view(), threads=threads)
+    with closing(load):
+        load.wait()
+    return Ends(meta_model.model, _names(folder, manifest))
+
+
+def _names(folder: Path, manifest: Manifest) -> list[str]:
+    """What servers call the model (``checkpoint_blocks.model_sha256``) that have the same staged checkpoint, or the
+    folder that it was staged from, where its weights are one file: as the manifest's sums say, as no file is read."""
+    config = {folder / CONFIG: manifest.side[CONFIG].sha256}
+    staged = {folder / part.file: part.sha256 for part in parts_of(manifest, range(1, len(manifest.stages) + 1))}
+    source = {folder / SINGLE: manifest.source_sha256} if manifest.source_sha256 else {}
+    return [sum_of_sums(config | sums) for sums in (staged, source) if sums]
+
+
+class SwarmServer(StaticServer):
+    """Serves the model of ``config`` by its swarm; the ends of a ``staged`` one come over a link before it serves.
+    ``prefixes``, if set, opens stored ones once it has started, and says what came of it.
+
+    Raises SwarmError when nobody answers at the addresses given, or a block is served by nobody, or without the adapter
+    of a variant; ModelError for a folder without the model's ends, LinkError for a link that breaks, StageError for a
+    device that is not here, and for an adapter that cannot be read or is of another base.
+    """
+
+    def __init__(self, config: ServiceConfig, limits: RequestLimits, staged: bool) -> None:
+        check_installed()
+        check_device(config.device)
+        audits, dtype = None, dtypes.resolve(dtypes.AUTO, config.device)
+        if config.swarm_audit_rate is not None:
+            if config.prefix_store is not None:
+                raise SwarmError(f"stored {UNSHARED}; leave one of them out")
+            accuser = public_hex(server_key(None))
+            shares = config.swarm_audit_undecided, config.swarm_audit_unwitnessed
+            audits = Audits(config.swarm_audit_rate, config.swarm[0], accuser, TOLERANCE, *shares)
+            dtype = torch.float32  # which alone is vouched for
+        link, variants = Link(LinkConfig(config.gbit_per_s)), {}
+        if config.variants:
+            base = Base(config.folder, read_manifest(config.folder).source_sha256 or "") if staged else None
+            variants = adapter_names(dict(config.variants), base or check_servable(config.folder, in_8_bits=True))
+        self._model = RemoteModel(
+            config.folder,
+            config.swarm,
+            dtype=dtype,
+            device=config.device,
+            timeouts=Timeouts(step_s=config.swarm_step_s),
+            access=Access.read(config.swarm_token_file, config.swarm_tls_ca, None, None),
+            audits=audits,
+            tokens=limits.blocks * 16,
+            config=limits.engine,
+            ends=staged_ends(config.folder, link, config.threads, dtype, config.device) if staged else None,
+            variants=variants,
+        )
+        try:
+            self._check(variants)
+        except FirstTokenError:
+            self._model.close()
+            raise
+        self._audits = UNAUDITED if audits is None else f"a share of {audits.rate:g} of the answers is audited"
+        if variants and audits is not None:
+            self._audits += ", and none of a variant"
+        if audits is None:
+            print(UNAUDITED, file=sys.stderr, flush=True)
+        self._model.executor.version.stage = 1
+        weights = sum(weight.nbytes for weight in self._model.model.parameters() if not weight.is_meta)
+        super().__init__(self._model.engine, limits, self._model.close, weights, self._model.versions)
+        self.prefixes: Callable[[], str] | None = None
+        self._told: list[str] = []
+
+    def start(self) -> None:
+        """Begin to open the stored prefixes, where there are any."""
+        if self.prefixes is not None:
+            threading.Thread(target=self._open_prefixes, name="prefixes", daemon=True).start()
+
+    def take_prefixes(self, find: Callable[[Sequence[int], str], KVSource | None]) -> None:
+        """Let servers be sent what ``find`` has of prompts: the blocks are theirs, and nothing of it is needed here."""
+        for segment in self._model.segments.values():
+            segment.stored = find
+
+    def _open_prefixes(self) -> None:
+        self._told.append(self.prefixes())
+
+    def _check(self, variants: Mapping[str, str]) -> None:
+        """Raises SwarmError for a block that nobody serves, and for one without the adapter of a variant."""
+        swarm, layers = self._model.swarm, self._model.chain.layers
+        wait_for(swarm.check(layers))
+        for name, adapter in variants.items():
+            try:
+                wait_for(swarm.check(layers, adapter))
+            except SwarmError as error:
+                raise other_adapter(name, adapter, swarm.servers()) or error from None
+
+    def swarm_status(self) -> dict[str, Any]:
+        """The swarm as this service knows it."""
+        return swarm_status(self._model.chain, steady_s())
+
+    def status(self) -> dict[str, Any]:
+        """One stage, which is there while all blocks are served; the ``servers`` of the chain, in order, and as
+        ``events`` who was replaced. While a block is unserved no prompt is answered: the stage is 0, the state
+        "degraded", and the error names the blocks, until somebody serves them. ``shared_tokens`` of prompts were not
+        computed, as all servers of the chain had them."""
+        model, missing = self._model, self._model.chain.unserved()
+        servers = [
+            {"blocks": [session.layers.start, session.layers.stop], "address": record.address, "key": record.server[:8]}
+            for session, record in list(model.chain.sessions)
+        ]
+        chains = [segment.chain for segment in model.segments.values()]
+        events = [*self._told, *(f"replaced {key[:8]}: {why}" for key, why in model.chain.faults[-_TOLD:])]
+        return super().status() | {
+            "stage": 0 if missing else 1,
+            "state": "degraded" if missing else "complete",
+            "error": unserved(missing) if missing else None,
+            "events": [{"stage": 1, "what": what} for what in events],
+            "restored": sum(chain.restored for chain in chains),
+            "servers": servers,
+            "known": len(model.swarm.servers()),
+            "audits": self._audits,
+            "shared_tokens": sum(chain.shared_tokens for chain in chains),
+        }
