@@ -18,7 +18,7 @@ from firsttoken import __main__ as main_module
 from firsttoken.__main__ import main
 from firsttoken.options import parser
 from firsttoken.progressiveserve.base_model import ServedConfig
-from firsttoken.study import paths
+from firsttoken.study import code, paths
 from firsttoken.study.claims import load_claims
 from firsttoken.study.errors import ClaimsError
 from firsttoken.study.notebooks import notebook_paths
@@ -208,8 +208,10 @@ def test_a_run_that_says_otherwise_than_the_record_is_named(capsys):
     for summary, said in ((grown, f"OTHERWISE than the record: {told}"), (sizes.summary, agree)):
         ledger.beside(replace(sizes, profile="quick", summary=summary), sizes)
         assert capsys.readouterr().out.splitlines()[2:] == [said]
-    ledger.beside(replace(sizes, profile="quick"), replace(sizes, code="of other files"))
-    assert capsys.readouterr().out.splitlines()[2] == "the code is another than the record's"
+    other_code = "the code is another than the record's"
+    for digest, said in ((f"{code.FORM}-of other files", [other_code]), ("of the text of functions", [])):
+        ledger.beside(replace(sizes, profile="quick"), replace(sizes, code=digest))
+        assert capsys.readouterr().out.splitlines()[2:] == [*said, agree]
     ledger.beside(sizes, sizes)
     assert capsys.readouterr().out.splitlines()[1:] == ["recorded: this run is the record"]
     ledger.beside(sizes, None)

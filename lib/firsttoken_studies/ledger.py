@@ -109,7 +109,7 @@ def _other_code(now: Result, recorded: Result) -> str:
         return ""
     other, whole = code.changed(module, recorded.git_revision), len(code.functions(module))
     if other is None:
-        return "\nthe code is another than the record's" if recorded.code else ""
+        return "\nthe code is another than the record's" if recorded.code.startswith(f"{code.FORM}-") else ""
     said = f"\nthe code is another than the record's: {other} of the {whole} functions that this experiment imports"
     return f"{said} have changed since {recorded.git_revision[:9]}" if other else ""
 
