@@ -15,7 +15,7 @@ from firsttoken.study.errors import AssetError, FirstTokenError
 from firsttoken.study.parsing.schema import unknown
 from firsttoken.study.profile import check_used, load_profile
 from firsttoken.study.system.compiled import accelerator
-from firsttoken.terminal import check_clone, ended_as_interrupted, show_what_it_can, size_text
+from firsttoken.terminal import answering, check_clone, ended_as_interrupted, show_what_it_can, size_text
 
 ANYWHERE = ("serve", "swarm", "prefix", "doctor")
 """Commands that work on folders which they are given; all others work on a clone's own files."""
@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         accelerator()  # another word would be noticed in the middle of an answer
         if options.command.__name__ not in ANYWHERE:
             check_clone(f"`firsttoken {options.command.__name__}`")
-        with storage.storing(paths.OUT), ended_as_interrupted(options.command.__name__):
+        ends, as_json = ended_as_interrupted(options.command.__name__), getattr(options, "json", False)
+        with storage.storing(paths.OUT), ends, answering(as_json) as options.answer:
             return options.command(options)
     except FirstTokenError as error:
         print(f"firsttoken: {error}", file=sys.stderr)

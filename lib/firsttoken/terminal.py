@@ -5,7 +5,8 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
 
 from firsttoken.study import paths
 from firsttoken.study.errors import AssetError
@@ -51,6 +52,21 @@ def ended_as_interrupted(command: str) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def answering(as_json: bool) -> Iterator[dict[str, Any]]:
+    """Yield what the block puts its answer into. Where the reader is a program, that is all that standard output has:
+    it comes in one line once the block has ended well, and what the block prints for people is dropped."""
+    from firsttoken.study.canonical_json import line
+
+    content: dict[str, Any] = {}
+    if not as_json:
+        yield content
+        return
+    with redirect_stdout(io.StringIO()):
+        yield content
+    print(line(content))
 
 
 def size_text(value: int | None) -> str:

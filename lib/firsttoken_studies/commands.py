@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,8 @@ def measure(options: argparse.Namespace) -> int:
     profile, used = load_profile(options.profile, **dict(options.set)), set[str]()
     for name in options.experiments:
         result = run_experiment(name, profile, options.because)
+        found = {"duration_s": result.duration_s, "rows": len(result.rows), "path": str(result.path)}
+        options.answer[name] = found | {"summary": list(result.summary)}
         print(f"{name}: {result.duration_s:.1f} s, {len(result.rows)} rows in {result.path}", flush=True)
         for entry in result.summary:
             what = named(entry["measure"], entry["where"])
@@ -90,7 +93,9 @@ def capacity(options: argparse.Namespace) -> int:
         raise ProfileError("--arrivals-unit says what the times of a trace are: add --arrivals FILE, or leave it out")
     contest = CapacityBenchmark.of(options.scheduler, profile, options.seeds, trace)
     rates = contest.run()
-    print(contest.told(rates, pick(ledger.recorded(), leaderboard.EXPERIMENT, machine="any")))
+    record = pick(ledger.recorded(), leaderboard.EXPERIMENT, machine="any")
+    options.answer |= contest.content(rates, record)
+    print(contest.told(rates, record))
     if options.trace or options.rows:
         contest.write_run(rates[0], options.trace, options.rows)
     return OK
@@ -111,11 +116,18 @@ def _card(options: argparse.Namespace) -> dict[str, Any]:
 
 def claims(options: argparse.Namespace) -> int:
     """Print the claims table, write the pages that show it, or check that they do."""
-    from firsttoken.study import history
+    from firsttoken.study import claims_table, history
     from firsttoken_studies import ledger
 
     if not (options.check or options.update):
-        print(ledger.table(options.machine))
+        judged = ledger.judged(options.machine, options.report, options.verdict)
+        options.answer |= {"machine": options.machine or ledger.machine(), "claims": [one.content for one in judged]}
+        if options.json:
+            return OK
+        if options.all or options.report or options.verdict or not sys.stdout.isatty():
+            print(ledger.table(options.machine, asked=[one.claim for one in judged]))
+        else:
+            print(*claims_table.overview(judged), sep="\n")
         return OK
     if options.update:
         ledger.update_pages(options.machine)
@@ -157,7 +169,9 @@ def record(options: argparse.Namespace) -> int:
     if options.claims:
         print(*ledger.note_edits(options.because), sep="\n")
     log = ledger.log()
-    for line in log.lines[-options.last :]:
+    lines = log.lines[-options.last :]
+    options.answer |= {"count": len(log.lines), "head": log.head, "lines": [asdict(line) for line in lines]}
+    for line in lines:
         verdicts = Counter(answer.verdict for answer in line.claims.values() if answer.verdict)
         said = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
         what = " ".join(filter(None, (line.kind, line.experiment, line.profile, line.machine, line.started)))
@@ -174,28 +188,33 @@ def doctor(options: argparse.Namespace) -> int:
     from firsttoken.study.record import result_path
     from firsttoken.study.system.compiled import ACCELERATOR, ACCELERATORS, accelerator, compiler
 
-    machine = describe()
+    machine, answer = describe(), options.answer
     if options.missing:
         for profile in profile_names():
             names = [name for name, entry in EXPERIMENTS.items() if profile in entry.profiles]
             absent = [name for name in names if not result_path(name, profile, machine["slug"]).exists()]
+            answer[profile] = absent
             print(f"{profile}: {', '.join(absent) or 'nothing is missing'}")
         return OK
+    answer |= machine | {"dtype": dtypes.why("cuda" if machine["gpu"] else "cpu"), "compiler": compiler()}
+    answer |= {"accelerator": accelerator(), "clone": str(paths.ROOT) if paths.IS_CLONE else None}
     for key, value in machine.items():
         if key != "packages":
             print(f"{key}: {size_text(value) if key.endswith('_bytes') else value}")
     for package, version in machine["packages"].items():
         print(f"{package}: {version or 'not installed'}")
-    print(f"dtype: auto is {dtypes.why('cuda' if machine['gpu'] else 'cpu')}")
+    print(f"dtype: auto is {answer['dtype']}")
     print(f"C++ compiler: {' '.join(compiler() or []) or 'none, so the engine does without its CPU kernels'}")
     print(f"{ACCELERATOR}: {accelerator()}, {ACCELERATORS[accelerator()]}")
     if not paths.IS_CLONE:
         print(f"clone: none at {paths.ROOT}; FIRSTTOKEN_ROOT names one, whose notebooks, profiles and models are used")
         return OK
-    for asset in load_lock():
-        print(f"asset {asset.name}: {'missing, run `firsttoken fetch`' if asset.missing() else 'present'}")
-    here = paths.CACHE if paths.CACHE.exists() else paths.ROOT
-    print(f"cache: {paths.CACHE}, {size_text(shutil.disk_usage(here).free)} free")
+    free = shutil.disk_usage(paths.CACHE if paths.CACHE.exists() else paths.ROOT).free
+    assets = {asset.name: not asset.missing() for asset in load_lock()}
+    answer |= {"assets": assets, "cache": str(paths.CACHE), "free_bytes": free, "profiles": list(profile_names())}
+    for name, present in assets.items():
+        print(f"asset {name}: {'present' if present else 'missing, run `firsttoken fetch`'}")
+    print(f"cache: {paths.CACHE}, {size_text(free)} free")
     print(f"profiles: {', '.join(profile_names())}")
     return OK
 
@@ -218,6 +237,7 @@ def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     option_values.add_setting(added)
     why = "with a result that is recorded already: the reason for measuring it again, which the log keeps"
     added.add_argument("--because", default="", metavar="TEXT", help=why)
+    option_values.add_json(added)
 
     added = command(
         "capacity", "Find how many requests a second a scheduler serves within a limit on time between tokens."
@@ -251,6 +271,7 @@ def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     added.add_argument("--trace", type=Path, metavar="JSON", help=trace)
     rows = "write the same run to this file as a table, with a row for each step and for each request"
     added.add_argument("--rows", type=Path, metavar="CSV", help=rows)
+    option_values.add_json(added)
 
     added = command("try", "Run a policy of your own beside the built-in ones on one workload, and print a table.")
     added.add_argument("kind", choices=KINDS, help="what it decides; examples are in CONTRIBUTING.md, 'Add a policy'")
@@ -263,8 +284,15 @@ def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     added.add_argument("--draws", type=option_values.whole(1, 1000), default=5, metavar="N", help=draws)
     option_values.add_profile(added)
     option_values.add_setting(added)
+    option_values.add_json(added)
 
-    added = command("claims", "Print what the reports say beside what was measured here.")
+    added = command("claims", "Count the verdicts by report on a terminal, else print the table of claims.")
+    added.add_argument("--all", action="store_true", help="print the table of all claims, on a terminal too")
+    report = "print the claims of this report, such as PETALS"
+    added.add_argument("--report", default="", metavar="NAME", help=report)
+    verdict = "print the claims with this verdict, such as reproduced, trend-only or not-reproduced"
+    added.add_argument("--verdict", default="", metavar="VERDICT", help=verdict)
+    option_values.add_json(added)
     added.add_argument("--check", action="store_true", help="exit with 1 unless the pages agree with the record")
     update = "write README.md, the pages of data/ and the findings of the notebooks again, from data/templates"
     added.add_argument("--update", action="store_true", help=update)
@@ -285,9 +313,11 @@ def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
         "--faulty", action="store_true", help="with --remove, say that the result measured the wrong thing"
     )
     added.add_argument("--because", default="", metavar="TEXT", help="the reason for the change, which the log keeps")
+    option_values.add_json(added)
 
     added = command("site", "Write the notebooks, the claims and an index as static pages that need no network.")
     added.add_argument("folder", type=Path, metavar="OUT", help="the folder to write, empty or not there yet")
 
     added = command("doctor", "Print what this machine is, which packages and assets it has, and its free disk.")
     added.add_argument("--missing", action="store_true", help="list the experiments without a result here, and stop")
+    option_values.add_json(added)

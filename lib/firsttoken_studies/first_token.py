@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.study.plot import LOOKS, Figure, panels
+from firsttoken.study.progress import track
 from firsttoken.study.record import Result
 from firsttoken.study.timing import Stopwatch
 
@@ -50,7 +50,7 @@ def process_phases() -> dict[str, float]:
 def by_length(model: PreTrainedModel, lengths: Sequence[int], repeats: int) -> Lengths:
     """Time a prefill of each number of tokens, and one decode step behind it; the first of each only warms up."""
     prefill, decode = {}, {}
-    for length in tqdm(lengths, desc="prefill and decode", disable=None):
+    for length in track(lengths, desc="prefill and decode"):
         ids = torch.randint(1, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(length))
         times: dict[str, list[float]] = {"prefill": [], "decode": []}
         for repeat in range(repeats + 1):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -138,13 +138,32 @@ def _differ(mine: Judgement, theirs: Judgement, now: Result, other: Result) -> b
     return ends[0][0] > ends[1][1] or ends[0][1] < ends[1][0]
 
 
-def table(of: str | None = None, profile: str | None = None) -> str:
-    """The claims table of the machine ``of``; without one, the record beside what this machine measured, under
-    ``profile`` where one is named. Raises FirstTokenError for a machine without results."""
-    results = all_results()
+def table(of: str | None = None, profile: str | None = None, asked: Sequence[Claim] | None = None) -> str:
+    """The table of the claims that are ``asked`` (all without) on the machine ``of``; without one, the record beside
+    what this machine measured, under ``profile`` where one is named. Raises FirstTokenError for a machine without
+    results."""
+    results, asked = all_results(), claims() if asked is None else asked
     if of:
-        return table_for(claims(), results, known_machine(of, results), log=log())
-    return table_for(claims(), recorded(), machine(), _own(results, profile), log())
+        return table_for(asked, results, known_machine(of, results), log=log())
+    return table_for(asked, recorded(), machine(), _own(results, profile), log())
+
+
+def judged(of: str | None = None, report: str = "", verdict: str = "") -> list[Judgement]:
+    """Return the record's verdicts on the claims of ``report`` that are ``verdict`` (its words joined by "-"), as on
+    the machine ``of``. Raises ClaimsError for a report or verdict that there is not, and as ``table`` does."""
+    results, asked = all_results() if of else recorded(), claims()
+    reports = {claim.report.casefold(): claim.report for claim in asked}
+    verdicts = {one.replace(" ", "-"): one for one in map(str, Verdict)}
+    if report and report.casefold() not in reports:
+        raise ClaimsError(f"no report {report!r}; {unknown(report, reports.values())}")
+    if verdict and verdict not in verdicts:
+        raise ClaimsError(f"no verdict {verdict!r}; {unknown(verdict, verdicts)}")
+    judgements = judge_record(asked, results, known_machine(of, results) if of else machine(), log())
+    return [
+        one
+        for one in judgements
+        if report.casefold() in ("", one.claim.report.casefold()) and verdicts.get(verdict) in (None, one.verdict)
+    ]
 
 
 def _own(results: Iterable[Result], profile: str | None) -> Own:

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from firsttoken.assets.choice_tasks import TASKS, ChoiceItem, check_count, choice_items
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.parsing.schema import some
+from firsttoken.study.progress import track
 from firsttoken.study.record import Rows
 from firsttoken.study.stats import bootstrap, paired_bootstrap
 from firsttoken.study.summary import Scalar, Summary
@@ -118,7 +118,7 @@ def option_losses(
     rows = [_PackedOptions.of(item, tokenizer) for item in items]
     order = sorted(range(len(rows)), key=lambda at: -len(rows[at].ids))
     losses: dict[int, list[float]] = {}
-    for at in tqdm(range(0, len(order), batch), desc="choices", leave=False, disable=None):
+    for at in track(range(0, len(order), batch), desc="choices", leave=False):
         chosen = order[at : at + batch]
         losses |= dict(zip(chosen, _losses(model, [rows[one] for one in chosen]), strict=True))
     return [losses[at] for at in range(len(items))]

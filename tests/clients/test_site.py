@@ -101,8 +101,10 @@ def test_recorded_runs_are_dots_and_the_rest_is_extrapolated(site: Path) -> None
 
     with visiting(f"file://{site}/tricks.html") as page:
         first = page.browser.execute_script(SECTIONS)
-        assert all(shown["grey"] and "extrapolated: " in shown["outside"] for shown in first.values())
-        assert not any("here" in shown["dots"] for shown in first.values())
+        assert first["ProgressiveServe"]["dots"] == ["here", "here"] and not first["ProgressiveServe"]["grey"]
+        assert all("extrapolated: " in shown["outside"] for shown in first.values() if shown["grey"])
+        bars = page.browser.execute_script("return [...document.querySelectorAll('.bar')].map(bar => bar.innerText)")
+        assert all(bar.startswith(f"with{'' if n % 2 else 'out'} it: ") for n, bar in enumerate(bars)) and bars
         for idea in first:
             page.browser.find_element("css selector", f"section[data-idea='{idea}'] button").click()
             shown = page.browser.execute_script(SECTIONS)[idea]

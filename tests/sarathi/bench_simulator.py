@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from firsttoken.assets.manual_downloads import downloaded
 from firsttoken.engine.costs.published import PublishedCosts
@@ -29,6 +28,7 @@ from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.workload.traces import load_trace
 from firsttoken.study import paths
+from firsttoken.study.progress import track
 
 CONVERSATIONS = 1000
 DECODE_S = 0.01  # a decode step
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.against:
         libraries[str(options.against)] = options.against.resolve() / "lib"
     took: dict[str, list[float]] = {name: [] for name in libraries}
-    for _ in tqdm(range(options.turns), desc="replays", disable=None):
+    for _ in track(range(options.turns), desc="replays"):
         for name, library in libraries.items():
             took[name].append(min(replayed(library)))
     for name, seconds in took.items():

@@ -82,6 +82,9 @@ def test_one_scheduler_beside_the_record(short: dict[str, Any], tmp_path: Path, 
     events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
     assert sum(event["name"] == "waits" for event in events) == 40
     assert (tmp_path / "rows.csv").read_text(encoding="utf-8").count("\nrequest,") == 40
+    assert main([*arguments, *set_to(short), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["capacity_by_draw"]) == found["capacity"]["n"] == 2 and found["recorded"] is None
 
 
 def test_the_outcome_says_whether_it_enters(profile: Profile) -> None:
@@ -98,6 +101,7 @@ def test_the_outcome_says_whether_it_enters(profile: Profile) -> None:
         f"sarathi 512 enters the record table: its interval clears {holder.scheduler}, which holds the record"
     )
     assert sum("  record  " in line for line in told) == len(ranking(record))
+    assert contest.content(better, record)["recorded"][0]["scheduler"] == holder.scheduler
     worse = contest.told([rate / 2 for rate in better], record).splitlines()[-1]
     assert worse.startswith("sarathi 512 does not clear the interval of ") and bootstrap(better).n == 5
 

@@ -201,8 +201,8 @@ def test_two_runs_into_the_same_folder(root: Path, monkeypatch) -> None:
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=said.put, flush=lambda: None))
     with ThreadPoolExecutor() as pool:
         with alone(paths.EXECUTED / ".lock", "runs"):
-            second = pool.submit(running.run_notebooks, [], load_profile("quick"), again=False, published=False)
+            second = pool.submit(running.run_notebooks, [], load_profile("quick"), published=False)
             what = f"process {os.getpid()} runs notebooks whose results go to {paths.OUT}"
             assert said.get(timeout=60) == f"firsttoken: {what}; this one waits for it"
             assert not second.done()
-        assert second.result(60) == running.Ran(0, 0)
+        assert second.result(60) == 0

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -250,6 +251,46 @@ def test_the_log_is_printed_and_keeps_a_reason_for_each_change(root: Path, make_
     out = capsys.readouterr().out
     assert "removal machine full" in out and ": moved" in out and "2 lines; the last has sha256" in out
     assert not recorded.path.exists() and ledger.log().standing == {}
+
+
+def answered(capsys, *words: str) -> dict:
+    """What a program reads of a command: one line of JSON."""
+    assert main([*words, "--json"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1 and out.isascii()
+    return json.loads(out)
+
+
+def test_a_program_reads_one_line_of_json(root: Path, make_result, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("firsttoken.assets.fetch.load_lock", list)
+    doctor = answered(capsys, "doctor")
+    assert doctor["profiles"] == ["quick"] and doctor["packages"]["torch"] and doctor["clone"] == str(paths.ROOT)
+    assert "machine" in answered(capsys, "doctor", "--missing")["quick"]
+    ledger.note_run(make_result(profile="full"))
+    (line,) = answered(capsys, "record")["lines"]
+    assert (line["experiment"], line["machine"]) == ("machine", "test-cpu-2c")
+    everything = answered(capsys, "claims")["claims"]
+    assert [one["claim"]["id"] for one in everything] == [claim.id for claim in ledger.claims()]
+    assert answered(capsys, "claims", "--report", "petals", "--verdict", "reproduced")["claims"] == []
+    small = ["machine.copy_mib=1", "machine.disk_mib=1", "machine.matmul_n=16", "machine.repeats=1"]
+    measured = answered(capsys, "measure", "machine", *(word for one in small for word in ("--set", one)))["machine"]
+    assert measured["rows"] and {"measure", "value", "where"} <= measured["summary"][0].keys()
+    assert main(["claims", "--report", "petal", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("firsttoken: no report 'petal'; known: ")
+
+
+def test_a_terminal_has_counts_of_the_claims_unless_some_are_chosen(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert main(["claims"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 12 and max(map(len, lines)) <= 110 and "--all" in lines[-2]
+    claims = ledger.claims()
+    for words, count in ((["--all"], len(claims)), (["--report", "CPS"], sum(one.report == "CPS" for one in claims))):
+        assert main(["claims", *words]) == 0
+        assert sum(line[:2] == "| " for line in capsys.readouterr().out.splitlines()) == count + 2
+    assert main(["claims", "--verdict", "trend"]) == 2
+    assert "did you mean 'trend-only'?" in capsys.readouterr().err
 
 
 def test_missing_results_are_listed(capsys) -> None:

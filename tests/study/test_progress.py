@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
-from firsttoken.study.progress import UNSEEN
+from firsttoken.study import paths, progress
+from firsttoken.study.progress import NOTEBOOK, UNSEEN, track
 
 CELL = """
 import time
@@ -59,3 +63,49 @@ def test_bars_of_other_packages_are_text() -> None:
     outputs = notebook.cells[0].outputs
     assert {output.output_type for output in outputs} == {"stream"} and "widgets" not in notebook.metadata
     assert "3/3" in "".join(output.text for output in outputs)
+
+
+@pytest.fixture
+def in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As outside of notebooks, with short waits."""
+    for name in (NOTEBOOK, UNSEEN):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (("START_S", 0.1), ("LINE_S", 0.5), ("QUIET_S", 0.5)):
+        monkeypatch.setattr(progress, name, value)
+
+
+@pytest.mark.usefixtures("in_a_log")
+def test_a_log_has_lines_at_the_start_now_and_then_and_at_the_end(capsys) -> None:
+    for _ in track("abc", desc="healing", unit="step"):
+        time.sleep(0.6)
+    first, *between, last = capsys.readouterr().err.splitlines()
+    assert first == "firsttoken: healing: 0 of 3 steps" and last == "firsttoken: healing: 3 of 3 steps in 2 s"
+    assert between[0] == "firsttoken: healing: 1 of 3 steps, 1 s left"
+    with track(desc="a file", total=4_000_000, initial=1_000_000, unit="B") as bar:
+        time.sleep(0.6)
+        bar.set_postfix_str("slow")
+    assert "firsttoken: a file: 1.0 of 4.0 MB (slow)\n" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("in_a_log")
+def test_what_is_short_or_within_another_has_no_line(capsys) -> None:
+    list(track(range(2), desc="batches", unit="batch"))
+    for _ in track(range(2), desc="inner", leave=False):
+        time.sleep(0.2)
+    with pytest.raises(ZeroDivisionError):
+        for number in track(range(2), desc="fails"):
+            time.sleep(0.2 / number)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_notebook_and_what_it_starts_show_no_lines() -> None:
+    count = "from firsttoken.study.progress import track; list(track(range(9), desc='x'))"
+    child = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {count!r}], check=True)"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(f"{count}\n{child};")])
+    NotebookClient(notebook, kernel_name="python3").execute()
+    assert notebook.cells[0].outputs == []
+
+
+def test_every_bar_is_the_one_that_a_log_can_show() -> None:
+    library = sorted(paths.ROOT.glob("lib/*/**/*.py"))
+    assert [file.name for file in library if "tqdm(" in file.read_text()] == ["progress.py"]

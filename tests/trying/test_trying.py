@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -95,6 +96,10 @@ def test_the_examples_of_the_page_run_beside_their_siblings(
     _, _, heads, mine, *siblings = table.splitlines()
     assert setting and "  " in heads.strip()
     assert mine.startswith(f"> {file}") and len(siblings) >= 3 and not any(one.startswith(">") for one in siblings)
+    if kind == "scheduler":
+        assert run(kind, file, "--json") == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["yours"] == str(file) and len(found["policies"]) == len(siblings) + 1
 
 
 def test_the_table() -> None:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tqdm import tqdm
-
 from firsttoken.assets.fetch import fetch_asset
 from firsttoken.assets.lock import Asset, Member, Package, file_sha256
 from firsttoken.study import paths
@@ -21,6 +19,7 @@ from firsttoken.study.files import replacing
 from firsttoken.study.parsing.parse_errors import blaming
 from firsttoken.study.parsing.schema import at_least, digits, plain_name, shaped, some
 from firsttoken.study.parsing.yaml_text import read_yaml
+from firsttoken.study.progress import track
 
 _PIECE = 1 << 16
 _TIMEOUT_S = 60.0
@@ -109,7 +108,7 @@ def _from_url(entry: _DownloadedAsset, file: _DownloadedFile, target: Path) -> N
             with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
                 if there and answer.status != 206:  # the whole file comes, and not the rest
                     there = 0
-                bar = tqdm(total=file.bytes, initial=there, unit="B", unit_scale=True, desc=file.name, disable=None)
+                bar = track(total=file.bytes, initial=there, unit="B", desc=file.name)
                 with partial.open("ab" if there else "wb") as sink, bar:
                     while there <= file.bytes and (piece := answer.read(_PIECE)):
                         sink.write(piece)

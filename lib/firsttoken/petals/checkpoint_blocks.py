@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from firsttoken.assets.checkpoint import CODES, StoredTensor, check_shard, combined_sha256, model_files
 from firsttoken.assets.empty_model import build_on_meta, put
@@ -29,6 +28,7 @@ from firsttoken.assets.weights import check_tied, read_tensor, tensors_of
 from firsttoken.engine.linear8 import KEPT, Linear8, coded
 from firsttoken.study.errors import ModelError, SwarmError
 from firsttoken.study.files import new_folder
+from firsttoken.study.progress import track
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -121,7 +121,7 @@ def write_8_bits(source: Path, target: Path) -> int:
     files = listed.files
     with new_folder(target) as made:
         names: dict[str, str] = {}
-        for number, file in enumerate(tqdm(files, desc="into 8 bits", unit="shard", disable=None), 1):
+        for number, file in enumerate(track(files, desc="into 8 bits", unit="shard"), 1):
             tensors = dict(_resting(file))
             shard = f"model-{number:05}-of-{len(files):05}.safetensors"
             save_file(tensors, made / shard, {"format": "pt"})

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.study.errors import StageError
+from firsttoken.study.progress import track
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def angular_distances(model: PreTrainedModel, windows: Tensor, batch: int = 8) -
     One forward pass a batch serves every start and every block size: the cosines of all pairs are one matrix product.
     """
     last, mean = [], []
-    for ids in tqdm(windows.split(batch), desc="layer inputs", unit="batch", disable=None):
+    for ids in track(windows.split(batch), desc="layer inputs", unit="batch"):
         stream = compute_layer_inputs(model, ids).float().permute(1, 2, 0, 3)  # [batch, tokens, depth + 1, hidden]
         unit = torch.nn.functional.normalize(stream, dim=-1)
         angle = torch.arccos((unit @ unit.transpose(-1, -2)).clamp(-1, 1)) / torch.pi

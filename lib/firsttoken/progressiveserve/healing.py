@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel, get_scheduler
 
 from firsttoken.progressiveserve.recipe import Recipe
 from firsttoken.progressiveserve.samples import Sample, padded
 from firsttoken.study.dtypes import autocast
 from firsttoken.study.errors import CorpusError
+from firsttoken.study.progress import track
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def train(
     batches = zip(_endless(questions, recipe.batch, draw), _endless(text, recipe.text_batch, draw), strict=False)
     rows, start = [], time.perf_counter()
     peft.train()
-    for step in tqdm(range(1, steps + 1), desc=f"healing ({recipe.name})", unit="step", disable=None):
+    for step in track(range(1, steps + 1), desc=f"healing ({recipe.name})", unit="step"):
         losses: dict[str, float] = {}
         for _ in range(recipe.accumulate):
             asked, read = next(batches)

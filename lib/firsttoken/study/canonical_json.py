@@ -13,6 +13,11 @@ def sha256_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
+def line(content: Any) -> str:
+    """Return ``content`` as one line of ASCII with its keys in order, for programs. Raises ValueError for nan."""
+    return json.dumps(content, sort_keys=True, allow_nan=False, default=_plain)
+
+
 MANY = 500  # rows, whose names are written once
 
 

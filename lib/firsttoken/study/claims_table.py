@@ -6,7 +6,7 @@ A run of the notebooks ends with how many claims the reader's run bears out, and
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from firsttoken.study.claims import GROUNDS, Claim, is_number
@@ -20,6 +20,7 @@ _SHORT = {
     Verdict.REPRODUCED: "reproduced",
     Verdict.TREND: "trend",
     Verdict.FAILED: "contradicted",
+    Verdict.DIFFERS: "by machine",
     Verdict.TOO_FEW: "n too small",
     Verdict.NOT_RUN: "not run",
 }
@@ -205,10 +206,7 @@ def run_end(claims: Sequence[Claim], recorded: Iterable[Result], machine: str, o
     mine = [judge(claim, pick(own.results, claim.experiment, claim.profiles, "any")) for claim in claims]
     theirs = judge_record(claims, recorded, machine, log)
     lines = [f"Your run ({own.machine}, profile {own.profile}) beside the reports:", ""]
-    lines.append(f"{'':<18}" + "".join(f"{head:>14}" for head in _SHORT.values()))
-    reports = dict.fromkeys(claim.report for claim in claims)
-    for report, counts in [(one, _counts(mine, one)) for one in reports] + [("all", _counts(mine))]:
-        lines.append(f"{report:<18}" + "".join(f"{counts[verdict]:>14}" for verdict in _SHORT))
+    lines += _by_report(mine, [verdict for verdict in _SHORT if verdict != Verdict.DIFFERS])
     against = sorted(filter(None, map(_against, mine, theirs)), key=lambda one: one[0], reverse=True)
     if not against:
         return [*lines, "", "No claim that your run could judge contradicts the record or a report."]
@@ -221,8 +219,22 @@ def run_end(claims: Sequence[Claim], recorded: Iterable[Result], machine: str, o
     return lines
 
 
-def _counts(judged: Iterable[Judgement], report: str | None = None) -> Counter[Verdict]:
-    return Counter(one.verdict for one in judged if report in (None, one.claim.report))
+def overview(judged: Sequence[Judgement]) -> list[str]:
+    """Return lines for a terminal: how often each verdict of the record falls, by report, and how to see the claims."""
+    return [
+        *_by_report(judged, _SHORT),
+        "",
+        f"`firsttoken claims --all` prints all {len(judged)}; `--report NAME` and `--verdict VERDICT` choose, by",
+        f"{', '.join(str(verdict).replace(' ', '-') for verdict in _SHORT)}.",
+    ]
+
+
+def _by_report(judged: Sequence[Judgement], verdicts: Collection[Verdict]) -> list[str]:
+    lines = [f"{'':<18}" + "".join(f"{_SHORT[verdict]:>14}" for verdict in verdicts)]
+    for report in [*dict.fromkeys(one.claim.report for one in judged), "all"]:
+        counts = Counter(one.verdict for one in judged if report in ("all", one.claim.report))
+        lines.append(f"{report:<18}" + "".join(f"{counts[verdict]:>14}" for verdict in verdicts))
+    return lines
 
 
 def _against(mine: Judgement, theirs: Judgement) -> tuple[tuple[bool, float], Judgement, Judgement] | None:

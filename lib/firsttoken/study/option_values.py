@@ -113,6 +113,11 @@ def add_setting(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add the option of commands whose answer a program may read."""
+    parser.add_argument("--json", action="store_true", help="print the answer as one line of JSON, and nothing else")
+
+
 def option(
     default: Any, kind: Callable[[str], Any] = str, metavar: str | None = None, *, group: str = "", flag: str = ""
 ) -> Any:

@@ -1,15 +1,129 @@
-"""Shows in a notebook a line that says how long something has run: progress bars are drawn in terminals only."""
+"""How far something long has come: a bar on a terminal, plain lines in a log, and in a notebook one line that goes."""
+
+from __future__ import annotations
 
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+Item = TypeVar("Item")
 UNSEEN = "FIRSTTOKEN_UNSEEN"  # set where nobody looks at a notebook while it runs, as under `firsttoken run`
+NOTEBOOK = "JPY_PARENT_PID"  # Jupyter sets it in a kernel, whose children would write into the cell
 QUIET_S, EVERY_S = 5.0, 1.0  # what takes less is not told of; between two updates of the line
+START_S, LINE_S = 1.0, 30.0  # until the first line of a log: what fails at once ends with its error alone; between two
+
+
+def track(
+    items: Iterable[Item] | None = None,
+    *,
+    desc: str,
+    total: int | None = None,
+    unit: str = "",
+    initial: int = 0,
+    leave: bool = True,
+    delay: float = 0.0,
+) -> tqdm[Item] | Lines[Item]:
+    """Return ``items``, or a count up to ``total`` for ``update``, that shows how far it has come: by tqdm's bar on a
+    terminal, by :class:`Lines` elsewhere. The unit "B" is bytes; nothing is shown in the first ``delay`` seconds."""
+    if sys.stderr.isatty():
+        from tqdm import tqdm
+
+        label = {"desc": desc, "total": total, "unit": unit or "it", "unit_scale": unit == "B"}
+        return tqdm(items, initial=initial, leave=leave, delay=delay, **label)
+    return Lines(items, desc, total, unit, initial, leave, delay)
+
+
+class Lines(Generic[Item]):
+    """Progress in plain lines on standard error, for logs: one after a second, one every half minute, and one at the
+    end of what took longer than five seconds. What does not ``leave`` has those of the half minutes alone.
+
+    In a notebook, and in what a notebook starts, nothing is written.
+    """
+
+    def __init__(
+        self,
+        items: Iterable[Item] | None,
+        desc: str,
+        total: int | None,
+        unit: str,
+        initial: int,
+        leave: bool,
+        delay: float,
+    ) -> None:
+        self._items, self._desc, self._unit, self._postfix = items, desc, unit, ""
+        self._total = len(items) if total is None and hasattr(items, "__len__") else total
+        self.n = self._initial = initial
+        self._begun = time.monotonic()
+        self._shown = not (kernel() or UNSEEN in os.environ or NOTEBOOK in os.environ)
+        self._ends = leave and self._shown
+        self._due = self._begun + LINE_S
+        self._first = threading.Timer(max(START_S, delay), lambda: self._write(self._counted()))
+        self._first.daemon = True
+        if self._ends:
+            self._first.start()
+
+    def __iter__(self) -> Iterator[Item]:
+        with self:
+            for item in self._items or ():
+                yield item
+                self.update()
+
+    def __enter__(self) -> Lines[Item]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def update(self, n: float = 1) -> None:
+        """Count ``n`` more."""
+        self.n += n
+        self._show_due()
+
+    def set_postfix_str(self, text: str) -> None:
+        """Say what is being done at the moment."""
+        self._postfix = text
+        self._show_due()
+
+    def close(self) -> None:
+        """End the count, with a line where it took long."""
+        took_s = time.monotonic() - self._begun
+        self._first.cancel()
+        if self._ends and took_s >= QUIET_S:
+            self._write(f"{self._counted()} in {_span(took_s)}")
+        self._shown = self._ends = False
+
+    def _show_due(self) -> None:
+        now = time.monotonic()
+        if not self._shown or now < self._due:
+            return
+        self._due = now + LINE_S
+        done = self.n - self._initial
+        left = f", {_span((now - self._begun) / done * (self._total - self.n))} left" if done and self._total else ""
+        self._write(self._counted() + left + f" ({self._postfix})" * bool(self._postfix))
+
+    def _counted(self) -> str:
+        if self._unit == "B":
+            return " of ".join(f"{n / 1e6:,.1f}" for n in (self.n, self._total) if n is not None) + " MB"
+        numbers = " of ".join(f"{n:,}" for n in (self.n, self._total) if n is not None)
+        plural = "" if self._total == 1 else "es" if self._unit.endswith("ch") else "s"
+        return f"{numbers} {self._unit}{plural}" if self._unit else numbers
+
+    def _write(self, text: str) -> None:
+        print("firsttoken", self._desc, text, sep=": ", file=sys.stderr, flush=True)
+
+
+Bar: TypeAlias = "tqdm[Any] | Lines[Any]"
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def kernel() -> Any:

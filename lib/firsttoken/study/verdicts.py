@@ -11,7 +11,7 @@ of published numbers needs none.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any
@@ -67,6 +67,11 @@ class Judgement:
     def says(self) -> str:
         """The verdict as every table shows it."""
         return f"{self.verdict}, {self.standing}" if self.standing else str(self.verdict)
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The verdict with its claim, for programs."""
+        return asdict(self) | {"verdict": str(self.verdict)}
 
 
 def judge(claim: Claim, result: Result | None, log: Log = EMPTY) -> Judgement:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from math import comb
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -28,6 +29,7 @@ from firsttoken.study.errors import FirstTokenError, RequestError
 from firsttoken.study.files import write_text
 from firsttoken.study.parsing.json_text import read_json
 from firsttoken.study.parsing.schema import at_least, between, shaped
+from firsttoken.study.progress import track
 
 SUFFIX, SAID = 8, 24  # tokens of an item behind its prefix: given ones, and those that the receiver then says
 BOUNDARIES = 10  # about as many layers apart are the ends of the groups that are tried
@@ -77,14 +79,20 @@ def profile_pair(
         raise RequestError(f"a pair is profiled by texts of one length above {SUFFIX} tokens, not of {sorted(lengths)}")
     ids = torch.tensor([list(row) for row in rows], device=receiver.device)
     prefix, given = Prefix(ids[:, :-SUFFIX]), ids[:, -SUFFIX:]
-    asked = torch.cat([given, _continued(receiver, ids)], 1)
-    predicts = torch.zeros_like(asked, dtype=torch.bool)
-    predicts[:, SUFFIX - 1 : -1] = True
     depth = receiver.config.num_hidden_layers
     edges = sorted({*range(0, depth, -(-depth // BOUNDARIES)), depth})
-    profiler = LayerProfiler(sender, receiver, Questions(prefix, asked, torch.ones_like(asked), predicts), edges[:-1])
-    own = tuple(profiler.prefill().accuracy.tolist())
-    tried = {group: Profiled(group, own, tuple(score.accuracy.tolist())) for group, score in profiler.groups(edges)}
+    with track(
+        desc=f"{len(rows)} texts of {ids.shape[1]} tokens", total=1 + comb(len(edges), 2), unit="layer group"
+    ) as bar:
+        asked = torch.cat([given, _continued(receiver, ids)], 1)
+        predicts = torch.zeros_like(asked, dtype=torch.bool)
+        predicts[:, SUFFIX - 1 : -1] = True
+        questions = Questions(prefix, asked, torch.ones_like(asked), predicts)
+        profiler = LayerProfiler(sender, receiver, questions, edges[:-1])
+        own, tried = tuple(profiler.prefill().accuracy.tolist()), {}
+        for group, score in profiler.groups(edges):
+            tried[group] = Profiled(group, own, tuple(score.accuracy.tolist()))
+            bar.update()
     best = smallest_within(list(tried.values()), bound, absolute=True)
     reused = tried[Group(0, 0)].absolute_loss
     return PairProfile(depth, best.group.lo, best.group.hi, best.absolute_loss, reused, bound, len(rows), prefix.tokens)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from firsttoken.assets.adapter_files import CONFIG, WEIGHTS
 from firsttoken.assets.checkpoint import combined_sha256
@@ -38,6 +37,7 @@ from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import Figure, panels
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Result, Rows, frame_of, rows_where
 from firsttoken.study.show import cells
 from firsttoken.study.stats import Interval, bootstrap
@@ -145,7 +145,7 @@ def agents(profile: Profile) -> Outcome:
         serving = Serving(executor, hosted, group, config.said_tokens)
         for way in WAYS:  # which warms up
             serving.conversation(way, timed[0].prefix, config.turns)
-        for number, item in enumerate(tqdm(timed, desc="conversations", disable=None)):
+        for number, item in enumerate(track(timed, desc="conversations")):
             first = serving.conversation(FULL, item.prefix, config.turns)  # for its words alone
             texts = [turn.said for turn in first]
             spoken.append((item.prefix, texts))
@@ -156,7 +156,7 @@ def agents(profile: Profile) -> Outcome:
                     tokens = len(item.prefix) + place * config.said_tokens
                     seconds = {name: getattr(turn, name) for name in ("ttft_s", "kept_s", "ended_s")}
                     rows.append(row | {"tokens": tokens, "taken": turn.taken} | seconds)
-        for number in tqdm(range(config.rounds), desc="conversations at once", disable=None):
+        for number in track(range(config.rounds), desc="conversations at once"):
             for way in rng.sample(WAYS, len(WAYS)):
                 seconds = serving.at_once(way, rng.sample(spoken, config.at_once))
                 row = {"what": "at once", "round": number, "way": way, "turns": config.at_once * config.turns}

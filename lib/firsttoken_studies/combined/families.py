@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from firsttoken.assets.choice_tasks import TASKS
@@ -29,6 +28,7 @@ from firsttoken.study.errors import StageError
 from firsttoken.study.overlay import over
 from firsttoken.study.parsing.schema import between, some
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
@@ -90,7 +90,7 @@ def families(profile: Profile) -> Outcome:
     rows, origins = config.right(), {}
     for name in config.models:
         check(config.needs(), ModelFacts(name))
-    for name in tqdm(config.models, desc="families", disable=None):
+    for name in track(config.models, desc="families"):
         loaded = load_model(name, dtype=profile.torch_dtype(), device=profile.torch_device())
         if loaded.tokenizer is None:
             raise StageError(f"model {name} has no tokenizer, and its quality is judged on text: choose another")
@@ -106,7 +106,7 @@ def _family(config: FamiliesConfig, loaded: Loaded) -> Rows:
     held_out = token_windows(running_text("test"), loaded.tokenizer, config.window_tokens, config.windows)
     distances = angular_distances(model, known, config.batch)
     turned, rows = distances.block(size).mean(0).tolist(), []
-    for start, distance in enumerate(tqdm(turned, desc="blocks", leave=False, disable=None)):
+    for start, distance in enumerate(track(turned, desc="blocks", leave=False)):
         with passing(model, tuple(range(start, start + size))):
             loss = _mean_loss(text_scores(model, known[: config.tried], config.batch))
         rows.append({"what": "block", "start": start, "size": size, "distance": distance, "text_nll": loss})

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from tqdm import tqdm
-
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
 from firsttoken.droidspeak.layer_group import NOTHING, Group
 from firsttoken.progressiveserve.base_model import ServedModel, at_stage
@@ -31,6 +29,7 @@ from firsttoken.study.errors import ProfileError, StageError
 from firsttoken.study.overlay import over
 from firsttoken.study.parsing.schema import some
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Result, Rows, Table, rows_where
 from firsttoken.study.show import cells
 from firsttoken.study.stats import bootstrap, paired_bootstrap
@@ -104,7 +103,7 @@ def families_trained(profile: Profile) -> Outcome:
         check([*config.needs(), *families.needs(), *quality.needs(), *healing.needs()], ModelFacts(name))
     rows, origins = [], {}
     each = list(zip(config.models, config.healing_steps, config.tuning_steps, strict=True))
-    for name, healing_steps, tuning_steps in tqdm(each, desc="families", disable=None):
+    for name, healing_steps, tuning_steps in track(each, desc="families"):
         folder = paths.CACHE / "adapters" / shown(name)
         models = Models(dataclasses.replace(profile, model=name), str(folder))
         base = models.load(BASE)

@@ -9,7 +9,6 @@ from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from firsttoken.assets.models import load_model
@@ -21,6 +20,7 @@ from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Summary
@@ -72,7 +72,7 @@ def under_chunks(profile: Profile) -> Outcome:
         ),
     }
     model, rows = fuse(loaded.model), []
-    for way, engine in tqdm(ways.items(), desc="under chunks", disable=None):
+    for way, engine in track(ways.items(), desc="under chunks"):
         rows += [{"steps": way} | row for row in prompt_under_streams(model, engine, config)]
     return Outcome(rows, provenance=loaded.provenance.as_dict())
 

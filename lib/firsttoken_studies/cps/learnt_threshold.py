@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tqdm import tqdm
 
 from firsttoken.cps.costs.copies import CopyCosts
 from firsttoken.cps.costs.drift import Drift, scaled
@@ -24,6 +23,7 @@ from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS, Figure, panels, ticks
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.stats import Interval, bootstrap
@@ -83,7 +83,7 @@ def online_crosspoint(profile: Profile) -> Outcome:
     lengths = totals[(totals >= 128) & (totals <= 2048)]
     seconds = EVERY_S * config.preemptions
     rows: Rows = []
-    for seed in tqdm(range(profile.seed, profile.seed + config.seeds), desc="online", disable=None):
+    for seed in track(range(profile.seed, profile.seed + config.seeds), desc="online"):
         sequence = _sequence(lengths, seconds, config, seed)
         for setting, costs_at in settings(seconds).items():
             for name in POLICIES:

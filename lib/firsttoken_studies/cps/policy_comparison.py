@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from firsttoken.assets.needs import Need, check
 from firsttoken.cps.costs.copies import CopyCosts
@@ -33,6 +32,7 @@ from firsttoken.engine.workload.workload_items import Item, with_ids
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.policy_file import PolicyFile
 from firsttoken.study.profile import Profile, unknown
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
 from firsttoken.study.stats import Interval, bootstrap, share_below
 from firsttoken.study.summary import Summary
@@ -134,7 +134,7 @@ def _compare(
     cases = list(product(loads, config.policies))
     random.Random(seed).shuffle(cases)
     rows = []
-    for number, name in tqdm(cases, desc="live policies", disable=None):
+    for number, name in track(cases, desc="live policies"):
         simulated = SimulatedExecutor(costs, executor.blocks, host_blocks=executor.host_pool.blocks)
         for run, where in (("live", executor), ("simulated", simulated)):
             metrics, _ = _run(where, loads[number], name, config)
@@ -227,7 +227,7 @@ def crosspoint_replayed(profile: Profile) -> Outcome:
     decode_s = calibrated(loads[: min(3, len(loads))], config.blocks)
     cases = list(_cases(config, decode_s, {name: file.watched() for name, file in own.items()}))
     rows = []
-    for number, items in enumerate(tqdm(loads, desc="replay", disable=None)):
+    for number, items in enumerate(track(loads, desc="replay")):
         seed = {"seed": profile.seed + number}
         least_s = least_mean_ttft_s(items, config.blocks, PAPER_TPOT_MS / 1e3)
         bound = {"costs": BOUND, "policy": BOUND, "decode_ms": PAPER_TPOT_MS, "mean_ttft_ms": least_s * 1e3}

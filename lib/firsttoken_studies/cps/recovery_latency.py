@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
@@ -27,6 +26,7 @@ from firsttoken.engine.swap.host_pool import HostPool
 from firsttoken.engine.trace import Trace
 from firsttoken.study.errors import ProfileError, RequestError
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Rows, frame_of
 from firsttoken.study.stats import Interval, ratio_of_medians
 from firsttoken.study.summary import Summary
@@ -171,7 +171,7 @@ def recompute_rows(
     cases = [(count, repeat) for repeat in range(-1, repeats) for count in rng.sample(list(tokens), len(tokens))]
     rows = []
     try:
-        for count, repeat in tqdm(cases, desc="recompute", disable=None):
+        for count, repeat in track(cases, desc="recompute"):
             trace = Trace()
             engine = Engine(executor, EngineConfig(watermark=0.0), trace=trace)
             prompt = [rng.randrange(executor.limits.vocabulary) for _ in range(count - 1)]

@@ -14,7 +14,6 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from firsttoken.cps.policies import make_policy
 from firsttoken.engine.costs.cost_model import Costs
@@ -30,6 +29,7 @@ from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import LOOKS, Figure, categories, panels
 from firsttoken.study.profile import Profile, unknown
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Result, Rows, Table
 from firsttoken.study.show import cells
 from firsttoken.study.stats import bootstrap, share_below
@@ -116,7 +116,7 @@ def victims(profile: Profile) -> Outcome:
     every = product(config.pools, config.schedulers, config.recoveries, config.victims)
     cases = [dict(zip(named, case, strict=True)) for case in every]
     rows: Rows = []
-    for case in tqdm(cases, desc="victims", disable=None):
+    for case in track(cases, desc="victims"):
         found = [run_with(loads[seed], costs, case | {"seed": seed}) for seed in seeds]
         rows.append(case | {"seeds": seeds} | {name: [round(one[name], 4) for one in found] for name in METRICS})
     source = "ShareGPT lengths on the costs of CPS Table 2; no model runs"
@@ -162,7 +162,7 @@ def victims_live(profile: Profile) -> Outcome:
     random.Random(profile.seed).shuffle(cases)
     found: dict[tuple[int, str, str], dict[str, Any]] = {}
     with closing(config.executor(loaded)) as executor:
-        for seed, victim, recovery in tqdm(cases, desc="live victims", disable=None):
+        for seed, victim, recovery in track(cases, desc="live victims"):
             settings = EngineConfig(victim=victim, watermark=0.0)
             found[seed, victim, recovery] = seen(executor, settings, config.policy(recovery), loads[seed])
     rows: Rows = [

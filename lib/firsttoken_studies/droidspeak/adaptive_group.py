@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from firsttoken.droidspeak.group_selection import Choice, Conditions, GroupCosts, LinkEstimate, Scored, choose_group
 from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.pipeline.schedule import Schedule
@@ -18,6 +16,7 @@ from firsttoken.link.shaped import LinkConfig
 from firsttoken.study.overlay import Drawn, legend, over
 from firsttoken.study.plot import COLOURS, LOOKS, Axes, Figure, panels, ticks
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
@@ -52,7 +51,7 @@ def adaptive_group(profile: Profile) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="firsttoken-") as folder:
         wire = WiredPair(sender, receiver, config.tokens, [c.group for c in candidates], Path(folder))
         costs = measured_costs(wire, next(c.group for c in candidates if len(c.group)))
-        for rate in tqdm(config.gbit_per_s, desc="choices", unit="link", disable=None):
+        for rate in track(config.gbit_per_s, desc="choices", unit="link"):
             estimate, link = LinkEstimate(1e9 / 8), LinkConfig(rate)
             for step in range(-1, config.rounds):
                 choice = _chosen(candidates, costs, config.tokens, estimate)

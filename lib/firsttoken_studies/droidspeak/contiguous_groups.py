@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from firsttoken.assets.needs import LAYERS, Need
 from firsttoken.droidspeak.layer_group import Group
@@ -20,6 +19,7 @@ from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import Drawn, legend, over
 from firsttoken.study.plot import COLOURS, Axes, Figure, panels
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Result, Rows, frame_of
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
@@ -66,7 +66,7 @@ def transitions(profile: Profile) -> Outcome:
         sums = {layers: [0.0, 0.0, 0.0] for _, layers in sets}
         own = [0.0, 0.0]
         parts = list(batches(items, setting.config.batch))
-        for part in tqdm(parts, desc=f"transitions {run.name}", unit="batch", disable=None):
+        for part in track(parts, desc=f"transitions {run.name}", unit="batch"):
             profiler = LayerProfiler(
                 sender.model, receiver.model, Questions.of(part, receiver.model.device), range(depth)
             )

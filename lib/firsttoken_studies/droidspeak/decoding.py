@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from tqdm import tqdm
 from transformers import DynamicCache
 
 from firsttoken.droidspeak.answer_decoding import greedy
@@ -24,6 +23,7 @@ from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
 from firsttoken.droidspeak.reuse_items import Encoded
 from firsttoken.study import paths, timing
 from firsttoken.study.files import write_text
+from firsttoken.study.progress import track
 from firsttoken_studies.droidspeak.constructed_tasks import task_of
 from firsttoken_studies.droidspeak.pairs import PairedModel
 from firsttoken_studies.droidspeak.profiling import batch_key
@@ -76,7 +76,7 @@ def decoded_scores(
     scores: dict[str, list[float]] = {method.name: [] for method in methods}
     parts = list(batches(items, size))
     folder = paths.CACHE / "decoded" / batch_key(_DECODING, run, receiver, sender, parts)
-    for index, part in enumerate(tqdm(parts, desc=f"answers {run.name}", unit="batch", disable=None)):
+    for index, part in enumerate(track(parts, desc=f"answers {run.name}", unit="batch")):
         kept = folder / f"{index}.json"
         done = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {"seconds": 0.0, "scores": {}}
         timing.kept(done["seconds"])

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 from transformers import DynamicCache
 
 from firsttoken.assets.needs import Need, check
@@ -26,6 +25,7 @@ from firsttoken.droidspeak.reuse_items import Encoded
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS, Figure, panels
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Result, Rows, Table, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
@@ -78,7 +78,7 @@ def _signals(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield every signal of each group's cache, with the item, counted through all ``parts``."""
     before = 0
-    for part in tqdm(parts, desc=f"gate, {name}", unit="batch", disable=None):
+    for part in track(parts, desc=f"gate, {name}", unit="batch"):
         for index, row in _batch(receiver, sender, part, groups):
             yield before + index, row
         before += len(part)

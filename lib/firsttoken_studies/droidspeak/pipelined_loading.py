@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from firsttoken.droidspeak.pipeline.schedule import LINK, PROCESSOR, BusySpan, ReuseRequest, Schedule, simulate
 from firsttoken.droidspeak.profile.pareto import smallest_within
@@ -18,6 +17,7 @@ from firsttoken.link.shaped import LinkConfig
 from firsttoken.study.overlay import legend, over
 from firsttoken.study.plot import COLOURS, Axes, Figure, compared, panels, ticks
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
@@ -46,7 +46,7 @@ def pipelined_loading(profile: Profile) -> Outcome:
         for schedule in schedules:
             wire.ask(group, LinkConfig(), schedule)  # warms up, and touches the buffers
         cells = [(rate, step) for step in range(config.rounds) for rate in config.gbit_per_s]
-        for rate, step in tqdm(cells, desc="links", unit="link", disable=None):
+        for rate, step in track(cells, desc="links", unit="link"):
             for schedule in rng.sample(schedules, len(schedules)):
                 marks = wire.ask(group, LinkConfig(rate), schedule).marks
                 rows.append(

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from firsttoken.assets.models import load_model
@@ -28,6 +27,7 @@ from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
 from firsttoken.study.overlay import Drawn, legend, over
 from firsttoken.study.plot import COLOURS, Axes, Figure, panels
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Result, Rows, all_results, frame_of, recorded_result, rows_where
 from firsttoken.study.stats import Interval, bootstrap
 from firsttoken.study.summary import Summary
@@ -97,7 +97,7 @@ def prefill_latency(profile: Profile) -> Outcome:
         groups = [Group((depth - k) // 2, (depth - k) // 2 + k) for k in sorted(sizes)]
         sent = full_prefill(model, prefix, {group.lo for group in groups if group.needs_e_cache})
         ways = _ways(model, half, prefix, sent, groups, config.shares)
-        for step in tqdm(range(-1, config.rounds), desc=f"prefill, {tokens} tokens", unit="round", disable=None):
+        for step in track(range(-1, config.rounds), desc=f"prefill, {tokens} tokens", unit="round"):
             for name, compute in rng.sample(list(ways), len(ways)):
                 row = _timed(half if name == "smaller model" else model, ways[name, compute], prefix, suffix)
                 if name == "DroidSpeak":

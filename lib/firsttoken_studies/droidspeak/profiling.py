@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from firsttoken.droidspeak.layer_group import NOTHING, Group
 from firsttoken.droidspeak.profile.layer_profiler import LayerProfiler, Questions, Score
@@ -26,6 +25,7 @@ from firsttoken.study.files import write_text
 from firsttoken.study.parsing.json_text import read_json
 from firsttoken.study.parsing.schema import shaped
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Entry, Summary
@@ -103,7 +103,7 @@ def run_profile(
     folder = paths.CACHE / "profiles" / batch_key(_SCORING, run, receiver, sender, parts)
     gathered: dict[tuple[str, int, int], dict[str, list[float]]] = {}
     passes = seconds = 0.0
-    for index, part in enumerate(tqdm(parts, desc=f"profile {run.name}", unit="batch", disable=None)):
+    for index, part in enumerate(track(parts, desc=f"profile {run.name}", unit="batch")):
         kept = folder / f"{index}.json"
         if (done := _done(kept)) is not None:
             timing.kept(done["seconds"])

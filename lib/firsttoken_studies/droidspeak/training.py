@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from firsttoken.assets.adapters import export_adapter, read_recipe
@@ -25,6 +24,7 @@ from firsttoken.study.dtypes import autocast
 from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.machine import describe
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.summary import Summary
 from firsttoken_studies.droidspeak.constructed_tasks import load_items
@@ -76,7 +76,7 @@ def tune(
     schedule = get_scheduler("cosine", optimizer, _WARMUP, config.steps)
     drawn, rows = _draws(tasks, seed), []
     peft.train()
-    for step in tqdm(range(1, config.steps + 1), desc="tuning", unit="step", disable=None):
+    for step in track(range(1, config.steps + 1), desc="tuning", unit="step"):
         loss = answer_loss(peft.get_base_model(), [next(drawn) for _ in range(config.batch)])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from torch import nn
-from tqdm import tqdm
 
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
@@ -31,6 +30,7 @@ from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.workload.workload_items import Arrivals, Item, with_arrivals, with_ids
 from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Result, Rows, rows_where
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
@@ -51,7 +51,7 @@ def decode_rows(model: nn.Module, batches: Sequence[int], contexts: Sequence[int
     executor = LiveExecutor(model, max(batches) * each, block_tokens=BLOCK_TOKENS)
     cases, rows = list(product(batches, contexts)), []
     try:
-        for repeat in tqdm(range(-1, repeats), desc="decode steps", unit="round", disable=None):
+        for repeat in track(range(-1, repeats), desc="decode steps", unit="round"):
             for count, context in rng.sample(cases, len(cases)):
                 chunks = [_decoding(number, context, each, executor.limits.vocabulary, rng) for number in range(count)]
                 start = executor.now()
@@ -200,7 +200,7 @@ def reuse_throughput(profile: Profile, prefills: Result) -> Outcome:
     edge = loaded.model.config.hidden_size * shape.dtype.itemsize
     ways = list(_ways(prefills.rows, rows, shape, edge, config.gbit_per_s * 1e9 / 8))
     cases = [(way, seed) for way in ways for seed in range(profile.seed, profile.seed + config.seeds)]
-    for way, seed in tqdm(cases, desc="replicas", disable=None):
+    for way, seed in track(cases, desc="replicas"):
         rows += [_served(way, config, lengths, seed, load) for load in config.loads]
     timed = {key: getattr(prefills, key) for key in ("git_revision", "started", "profile", "provenance")}
     return Outcome(

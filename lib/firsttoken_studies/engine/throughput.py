@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
@@ -35,6 +34,7 @@ from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS, panels
 from firsttoken.study.profile import Profile, unknown
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Result, Rows, Table, distinct, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap, median_ratio
@@ -139,7 +139,7 @@ def _timed(systems: dict[str, System], tokens: int, repeats: int, seed: int) -> 
     warm_up = [(-1, name) for name in systems]
     cases = [(repeat, name) for repeat in range(repeats) for name in rng.sample(list(systems), len(systems))]
     reference: Prompts = []
-    for repeat, name in tqdm(warm_up + cases, desc="throughput", disable=None):
+    for repeat, name in track(warm_up + cases, desc="throughput"):
         start = time.perf_counter()
         answers = systems[name]()
         seconds = time.perf_counter() - start

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from tqdm import tqdm
 
 from firsttoken.assets.adapter_files import CONFIG, WEIGHTS
 from firsttoken.assets.models import load_model
@@ -26,6 +25,7 @@ from firsttoken.study import paths
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.parsing.parse_errors import read_bytes
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.stats import median_ratio
@@ -92,7 +92,7 @@ def variants_at_once(profile: Profile) -> Outcome:
         alone = {case: of() for case, of in cases.items()}  # which warms up
         rows: Rows = []
         rounds = [(repeat, case) for repeat in range(config.repeats) for case in rng.sample(list(cases), len(cases))]
-        for repeat, case in tqdm(rounds, desc="variants", disable=None):
+        for repeat, case in track(rounds, desc="variants"):
             start = time.perf_counter()
             said = cases[case]()
             seconds = time.perf_counter() - start

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.decoder_layers import layers_of
@@ -26,6 +25,7 @@ from firsttoken.petals.int8_transport import pack, packed_bytes, unpack
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS, panels
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
@@ -108,7 +108,7 @@ def _quality(model: nn.Module, windows: Tensor, config: EightBitsConfig) -> Rows
         (SERVED, kept, [kept_inputs[at] for at in (*spans, depth)]),
     ]
     rows: Rows = []
-    for variant, module, crossed in tqdm(variants, desc="quality", disable=None):
+    for variant, module, crossed in track(variants, desc="quality"):
         hooks = [one.register_forward_pre_hook(_over_the_wire, with_kwargs=True) for one in crossed]
         if variant == WEIGHTS:
             linears = [one for one in module.modules() if isinstance(one, Linear8)]

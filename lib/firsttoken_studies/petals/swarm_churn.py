@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from firsttoken.petals.placement import Rebalancing, block_rates, interval_to_join, most_rate
 from firsttoken.petals.routing import Reachable
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile, unknown
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Rows, frame_of
 from firsttoken.study.summary import Summary
 from firsttoken_extras.min_move_rebalancing.rule import MinMoveRebalancing
@@ -236,7 +236,7 @@ def swarm_churn(profile: Profile) -> Outcome:
     config = profile.section("churn", ChurnStudyConfig)
     rows: Rows = []
     asked = itertools.product(range(profile.seed, profile.seed + config.seeds), config.rules)
-    for seed, rule in tqdm(list(asked), desc="churn", disable=None):
+    for seed, rule in track(list(asked), desc="churn"):
         rows += [{"seed": seed, "rule": rule} | row for row in churned(config, seed, RULES[rule])]
     return Outcome(rows, provenance={"source": "simulated servers", "kind": "simulated"})
 

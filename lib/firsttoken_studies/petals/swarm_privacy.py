@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.decoder_layers import layers_of
@@ -21,6 +20,7 @@ from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, text_of
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
 from firsttoken.study.summary import Summary
 
@@ -96,7 +96,7 @@ def _entering(model: nn.Module, windows: Tensor, config: PrivacyConfig) -> Itera
 
     hooks = [every[depth].register_forward_pre_hook(keep(depth)) for depth in config.depths]
     try:
-        for ids in tqdm(windows.split(config.batch), desc="states", disable=None):
+        for ids in track(windows.split(config.batch), desc="states"):
             body(ids, use_cache=False)
             yield ids, dict(states)
     finally:

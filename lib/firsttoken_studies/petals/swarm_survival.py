@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check
@@ -23,6 +22,7 @@ from firsttoken.petals.states import MOST_TOKENS, Stretch
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile, unknown
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
 from firsttoken.study.summary import Summary
 from firsttoken.study.timing import Stopwatch
@@ -102,7 +102,7 @@ def _broken(folder: Path, spans: Sequence[str], config: SurvivalConfig, prompt: 
                 asked += [{}, *({place: fault} for place in places)]
             every = config.tokens // (len(config.together) + 1)
             asked += [{every * (at + 1): one for at, one in enumerate(config.together)}] * config.together_times
-            for faults in tqdm(asked, desc="faults", disable=None):
+            for faults in track(asked, desc="faults"):
                 study.generate(faults)
             for row, recovery_s in recoveries(study.rows):
                 row["recovery_s"] = recovery_s

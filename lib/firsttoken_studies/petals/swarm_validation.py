@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.decoder_layers import layers_of
@@ -35,6 +34,7 @@ from firsttoken.petals.trust.ledger import Order, Receipt, signed_slip
 from firsttoken.petals.trust.receipts import tell_keeper
 from firsttoken.study.errors import ProfileError, SwarmError
 from firsttoken.study.profile import Profile, unknown
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Rows, frame_of
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
@@ -178,7 +178,7 @@ def swarm_validation(profile: Profile) -> Outcome:
             text[config.trials :]
         )
         cases = [(lie, rate, trial) for lie in config.lies for rate in config.rates for trial in range(config.trials)]
-        for number, (lie, rate, trial) in enumerate(tqdm(cases, desc="liars", disable=None)):
+        for number, (lie, rate, trial) in enumerate(track(cases, desc="liars")):
             rows.append(study.liar(lie, rate, trial, text[trial], profile.seed + number))
     return Outcome(rows, provenance=loaded.provenance.as_dict())
 

@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from firsttoken.assets.needs import ModelFacts, check
@@ -24,6 +23,7 @@ from firsttoken.progressiveserve.quality_gates import Places, column, exp_mean, 
 from firsttoken.progressiveserve.staging import best_recipe, stage_adapters
 from firsttoken.study.errors import AssetError, ProfileError, StageError
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
@@ -199,7 +199,7 @@ def precision_frontier(profile: Profile) -> Outcome:
     for cut in cuts:
         if isinstance(cut.how, PlanSpec):
             cut.how.check(served.plan.depth)  # before an hour is spent
-    for name, how, dtype in tqdm(cuts, desc="planes", unit="case", disable=None):
+    for name, how, dtype in track(cuts, desc="planes", unit="case"):
         if how.exact and dtype in exact:  # nothing is left out
             size = coded_bytes(served.model, how, dtype)
             answers = [row | {"variant": name} for row in rows if row["variant"] == exact[dtype]]

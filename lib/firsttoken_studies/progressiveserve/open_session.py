@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from tqdm import tqdm
 
 from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check, text_of
@@ -25,6 +24,7 @@ from firsttoken.progressiveserve.staged_serving.probe import Probe
 from firsttoken.progressiveserve.staged_serving.stage_versions import StagedModelVersion
 from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS, Transition
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Rows, frame_of
 from firsttoken.study.stats import bootstrap, paired_bootstrap
 from firsttoken.study.summary import Summary
@@ -120,13 +120,13 @@ def open_session(profile: Profile) -> Outcome:
             stages.bring(stage)
         jobs = [(n, move, policy) for n in config.contexts for move in MOVES for policy in TRANSITIONS.values()]
         right: dict[tuple[int, int], Tensor] = {}  # by context and stage: the same for every policy and where it began
-        for tokens, move, policy in tqdm(jobs, desc=f"transitions, {kind}", disable=None):
+        for tokens, move, policy in track(jobs, desc=f"transitions, {kind}"):
             ids, new = timed[: tokens + 1], move[1]
             if (tokens, new) not in right:
                 right[tokens, new] = stages.begun(new, ids[:-1], TRANSITIONS["naive"]).feed(ids[-1:])
             label = {"kind": kind, "measure": "cost", "context_tokens": tokens}
             rows += [label | row for row in _costs(stages, ids, right[tokens, new], move, policy, config.repeats)]
-        for index, ids in enumerate(tqdm(read, desc=f"continuations, {kind}", disable=None)):
+        for index, ids in enumerate(track(read, desc=f"continuations, {kind}")):
             label = {"kind": kind, "measure": "continuation", "window": index}
             rows += [label | row for row in _continuations(stages, ids, config)]
     return Outcome(rows, provenance=served.provenance)

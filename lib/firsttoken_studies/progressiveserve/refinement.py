@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check, text_of
@@ -24,6 +23,7 @@ from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS
 from firsttoken.study.dtypes import named
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
 from firsttoken.study.stats import bootstrap, median_ratio
 from firsttoken.study.summary import Entry, Summary
@@ -65,12 +65,12 @@ def handover_rows(
     probes = {case: (begun(before[:-1]), begun(before[:-1])) for case, (before, _) in text.items()}
     coarse = {
         case: _told(begun(before[:-1]), [before[-1], *after[:-1]])
-        for case, (before, after) in tqdm(text.items(), desc="first bits", unit="text", disable=None)
+        for case, (before, after) in track(text.items(), desc="first bits", unit="text")
     }
     model.bring(*model.stages[1:])
     better = partial(model.view, model.last)
     rows: Rows = []
-    for case, (kept, again) in tqdm(probes.items(), desc="after the hand-over", unit="text", disable=None):
+    for case, (kept, again) in track(probes.items(), desc="after the hand-over", unit="text"):
         before, after = text[case]
         label = {"row": "handover", "window": case[0], "context_tokens": case[1]}
         rows.append(label | {"position": 0, "redo_ms": _ms(lambda p=again: p.carry(better(REDO), REDO), device)})
@@ -202,7 +202,7 @@ def refinement_under_load(profile: Profile) -> Outcome:
     del served  # the children need the memory, and the cores
     rows: Rows = [{"row": "copy", "gb_per_s": _copy_rate(device)}, {"row": "model", "bytes": size}]
     jobs = [(run, name) for run in range(config.runs) for name in config.timelines[:: 1 if run % 2 == 0 else -1]]
-    for run, name in tqdm(jobs, desc="timelines", unit="start", disable=None):
+    for run, name in track(jobs, desc="timelines", unit="start"):
         policy = "naive" if name == KEPT else "prefill again"
         options = {"upgrade": name in (KEPT, AGAIN), "policy": policy, "recover": name != STILL}
         options |= {"duration_s": ASKED_FOR_S, "sample_s": 0.05}

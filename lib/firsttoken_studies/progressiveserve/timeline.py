@@ -11,12 +11,12 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check, weight_bytes
 from firsttoken.progressiveserve.base_model import ServedConfig, load_served
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
 from firsttoken.study.stats import bootstrap, median_ratio
 from firsttoken.study.summary import Summary
@@ -75,7 +75,7 @@ def recovery_timeline(profile: Profile) -> Outcome:
     del served  # the children need the memory, and the cores
     rows: Rows = []
     cases = [(run, case) for run in range(config.runs) for case in (CASES if run % 2 == 0 else CASES[::-1])]
-    for run, case in tqdm(cases, desc="timelines", unit="start", disable=None):
+    for run, case in track(cases, desc="timelines", unit="start"):
         checkpoint = whole if case == "whole" else progressive
         options = {"upgrade": case == "upgrade", "duration_s": config.duration_s, "sample_s": config.sample_s}
         found = one_timeline(checkpoint, case, prompt, profile, config, **options)

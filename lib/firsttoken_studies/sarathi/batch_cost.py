@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from tqdm import tqdm
 
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
@@ -24,6 +23,7 @@ from firsttoken.engine.trace import Step, Trace
 from firsttoken.sarathi.hardware import Hardware
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
 from firsttoken.study.stats import ratio_of_means
 from firsttoken.study.summary import Summary
@@ -155,7 +155,7 @@ def batch_cost(profile: Profile) -> Outcome:
         draw = random.Random(profile.seed)
         with closing(LiveBatches(executor, loaded.model.config.vocab_size, 0, 0, 0)) as warming:
             warming.prompt(config.prompt, config.prompt)
-        for repeat in tqdm(range(config.repeats), desc="batches", disable=None):
+        for repeat in track(range(config.repeats), desc="batches"):
             found = _live(config, executor, loaded.model.config.vocab_size, draw)
             rows += [row | {"repeat": repeat} for row in found]
     return Outcome(rows, provenance=loaded.provenance.as_dict() | {"table": hardware.provenance(costs)})

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.latency_metrics import serve_items
@@ -24,6 +23,7 @@ from firsttoken.sarathi.policy import Policy
 from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Rows, frame_of
 from firsttoken.study.stats import ratio_of_means
 from firsttoken.study.summary import Summary
@@ -144,7 +144,7 @@ def serving_capacity(profile: Profile) -> Outcome:
     seeds = range(profile.seed, profile.seed + config.seeds)
     cases = [(seed, name, each) for seed in seeds for name in config.objectives for each in config.schedulers]
     rows: Rows = []
-    for seed, name, scheduler in tqdm(cases, desc="capacity", disable=None):
+    for seed, name, scheduler in track(cases, desc="capacity"):
         objective, row = bench.objective(name), {"what": "capacity", "seed": seed, "objective": name}
         found = bench.search(Policy.named(scheduler), objective, seed)
         rows.append(row | {"scheduler": scheduler, "tbt_s": objective.tbt_s} | found)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from firsttoken.engine.costs.operator_tables import tables_from
 from firsttoken.sarathi.capacity import Objective
 from firsttoken.sarathi.hardware import Hardware
@@ -18,6 +16,7 @@ from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import legend, over
 from firsttoken.study.plot import COLOURS, log_ticks, panels
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Result, Rows, Table, distinct, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Summary
@@ -87,7 +86,7 @@ def card_capacity(profile: Profile) -> Outcome:
         for seed in range(profile.seed, profile.seed + config.seeds)
         for scheduler in config.schedulers
     ]
-    for case, seed, scheduler in tqdm(runs, desc="card_capacity", disable=None):
+    for case, seed, scheduler in track(runs, desc="card_capacity"):
         hardware = case.hardware
         bench = bench_of(hardware, config.lengths, config.requests, config.batch, _FIRST_RATE)
         searched = bench.search(Policy.named(scheduler), Objective(case.tbt_ms / 1e3), seed)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
-from tqdm import tqdm
 
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.engine import Engine
@@ -23,6 +22,7 @@ from firsttoken.sarathi.policy import Policy
 from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
@@ -179,7 +179,7 @@ def changing_load(profile: Profile) -> Outcome:
         for name in config.schedulers
         for times in (config.objectives if name in TOLD else (TIMES[STRICT],))
     ]
-    for seed, name, times in tqdm(cases, desc="changing load", disable=None):
+    for seed, name, times in track(cases, desc="changing load"):
         load = ChangingLoad.drawn(pairs, config, seed)
         served = _Served(config, load, _serve(config, hardware, costs, load, name, times * iteration_s))
         case = {"seed": seed, "scheduler": name} | ({"objective": times} if name in TOLD else {})

@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from firsttoken.engine.trace import write_rows, write_trace
 from firsttoken.engine.workload.traces import RequestTrace
 from firsttoken.sarathi.capacity import STRICT
@@ -16,6 +14,7 @@ from firsttoken.sarathi.hardware import Hardware
 from firsttoken.sarathi.policy import Policy
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Result
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
@@ -54,7 +53,7 @@ class CapacityBenchmark:
     def run(self) -> list[float]:
         """The capacity in requests a second, by draw. Raises ProfileError for a policy that does what it may not."""
         objective, rates = self.bench.objective(STRICT), []
-        with tqdm(total=self.draws, desc=self.policy.told, unit="draw", disable=None) as bar:
+        with track(total=self.draws, desc=self.policy.told, unit="draw") as bar:
             for seed in range(self.profile.seed, self.profile.seed + self.draws):
                 found = self.bench.search(
                     self.policy, objective, seed, lambda rate: bar.set_postfix_str(f"tried {rate:.2f} requests/s")
@@ -74,6 +73,21 @@ class CapacityBenchmark:
         for path, write in ((trace, write_trace), (rows, write_rows)):
             if path is not None:
                 write(path, ran, requests)
+
+    def content(self, rates: list[float], record: Result | None) -> dict[str, Any]:
+        """Return the outcome for programs: what ``told`` says, with the capacity of each draw."""
+        config, trace = self.bench.config, self.bench.trace
+        same = record is not None and trace is None and self._same(record.parameters)
+        return {
+            "scheduler": self.policy.told,
+            "hardware": self.bench.hardware.told,
+            "objective": asdict(self.bench.objective(STRICT)),
+            "requests": min(config.requests, len(trace.items)) if trace else config.requests,
+            "workload": trace.told() if trace else config.lengths,
+            "capacity_by_draw": rates,
+            "capacity": bootstrap(rates).summary("requests/s"),
+            "recorded": [vars(place) for place in ranking(record)] if same and record else None,
+        }
 
     def told(self, rates: list[float], record: Result | None) -> str:
         """The outcome beside ``record``, where that is of the same workload."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
@@ -24,6 +23,7 @@ from firsttoken.sarathi.policy import Policy
 from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Rows, frame_of
 from firsttoken.study.summary import Summary
 
@@ -73,7 +73,7 @@ def generation_stalls(profile: Profile) -> Outcome:
     fuse(loaded.model)
     blocks = 4 + -(-(config.running * (config.context + config.new_tokens) + config.prompt + config.new_tokens) // 16)
     rows: Rows = []
-    for repeat in tqdm(range(config.repeats + 1), desc="stalls", disable=None):
+    for repeat in track(range(config.repeats + 1), desc="stalls"):
         for scheduler in config.schedulers:
             with closing(LiveExecutor(loaded.model, blocks + BATCH)) as executor:
                 found = list(_stalled(executor, scheduler, config, config.prompt, loaded.model.config.vocab_size))

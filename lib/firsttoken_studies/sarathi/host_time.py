@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tqdm import tqdm
 
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.fitted import non_negative
 from firsttoken.engine.costs.operator_tables import tables_from
 from firsttoken.engine.request import Request
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Summary
@@ -85,7 +85,7 @@ def host_time(profile: Profile) -> Outcome:
     config = profile.section("operator_error", OperatorErrorConfig)
     found = [
         counted(run, CountedSteps(costs := costs_of(run)), costs.blocks, config, profile.seed)
-        for run in tqdm(server_runs()[:: config.every], desc="host_time", disable=None)
+        for run in track(server_runs()[:: config.every], desc="host_time")
     ]
     return Outcome(rounded(found, 5), provenance={"kind": KIND, "costs": tables_from()})
 

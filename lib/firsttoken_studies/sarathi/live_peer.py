@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from tqdm import tqdm
 
 from firsttoken.assets.models import load_model, model_name
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
@@ -34,6 +33,7 @@ from firsttoken.study.parsing.json_text import read_json
 from firsttoken.study.parsing.parse_errors import blaming
 from firsttoken.study.parsing.schema import at_least, shaped
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Rows, frame_of
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
@@ -309,7 +309,7 @@ def live_peer(profile: Profile) -> Outcome:
     check(config.needs(), ModelFacts(profile.model))
     rows: Rows = []
     with _stored(profile, config.longest) as (model, provenance):
-        turns = tqdm(config.turns(profile.seed), desc="live peer", disable=None)
+        turns = track(config.turns(profile.seed), desc="live peer")
         for order, (number, budget, system) in enumerate(turns):
             seed = profile.seed + number
             case = {"system": system, "budget": budget, "round": number, "order": order, "seed": seed}

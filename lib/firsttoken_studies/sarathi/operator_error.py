@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from tqdm import tqdm
 
 from firsttoken.assets.dense_shape import MIXTURES, SHAPES
 from firsttoken.assets.lock import asset_path
@@ -26,6 +25,7 @@ from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS, LOOKS, handle, panels
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Result, Rows, Table, distinct, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.stats import Statistic, bootstrap
@@ -157,7 +157,7 @@ def operator_error(profile: Profile) -> Outcome:
     prompts repeat has a third row, as if every prompt were a new one."""
     config = profile.section("operator_error", OperatorErrorConfig)
     found: Rows = []
-    for run in tqdm(server_runs()[:: config.every], desc="operator_error", disable=None):
+    for run in track(server_runs()[:: config.every], desc="operator_error"):
         costs = costs_of(run)
         more = {"beyond": "; ".join(costs.beyond), "busy_share": busy_share(run, costs)}
         begun = time.perf_counter()
@@ -177,7 +177,7 @@ def mixture_error(profile: Profile) -> Outcome:
     config = profile.section("mixture_error", MixtureErrorConfig)
     found: Rows = []
     left_out: Counter[str] = Counter()
-    for run in tqdm(mixture_runs()[:: config.every], desc="mixture_error", disable=None):
+    for run in track(mixture_runs()[:: config.every], desc="mixture_error"):
         server, split, spread = run.server, run.split, run.spread
         try:
             tables, shape = OperatorTables.read(server.card), MIXTURES[server.model]

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from tqdm import tqdm
 
 from firsttoken.assets.dense_shape import dense_shape
 from firsttoken.assets.models import load_model
@@ -27,6 +26,7 @@ from firsttoken.engine.costs.operator_costs import OperatorCosts
 from firsttoken.engine.costs.operator_tables import CONTEXT, PRODUCTS, OperatorTables, tables_from
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Result, Rows, Table, distinct, frame_of
 from firsttoken.study.show import interval
 from firsttoken.study.summary import Summary
@@ -83,7 +83,7 @@ def operators_here(profile: Profile) -> Outcome:
     asked += [(DRAWN, *point) for point in _drawn(tables, config.drawn, draw)]
     rows: Rows = []
     with torch.inference_mode():
-        for what, m, n, k, published_s in tqdm(asked, desc="products", disable=None):
+        for what, m, n, k, published_s in track(asked, desc="products"):
             seconds = _product_s(m, n, k, profile.torch_dtype(), device, config.repeats)
             rows.append({"what": what, "m": m, "n": n, "k": k} | _both(published_s, seconds))
         heads = shape.heads, shape.kv_heads, shape.head_dim

@@ -9,7 +9,6 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tqdm import tqdm
 
 from firsttoken.engine.costs.operator_tables import tables_from
 from firsttoken.sarathi.capacity import ClientTimes, Objective, capacity
@@ -20,6 +19,7 @@ from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import legend, over
 from firsttoken.study.plot import COLOURS, LOOKS, log_ticks, panels
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Result, Rows, Table, distinct, frame_of, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap, ratio_of_means
@@ -94,7 +94,7 @@ def objective_sweep(profile: Profile) -> Outcome:
         for seed in range(profile.seed, profile.seed + config.seeds)
     ]
     rows: Rows = []
-    for hardware, scheduler, batch, seed in tqdm(runs, desc="objective_sweep", disable=None):
+    for hardware, scheduler, batch, seed in track(runs, desc="objective_sweep"):
         bench = bench_of(hardware, config.lengths, config.requests, batch, _FIRST_RATE)
         policy = Policy.named(scheduler)
         served: dict[float, ClientTimes] = {}  # by rate: neither scheduler asks which bound it is judged by
@@ -170,7 +170,7 @@ def fixed_load(profile: Profile) -> Outcome:
         for seed in range(profile.seed, profile.seed + config.seeds)
     ]
     rows: Rows = []
-    for hardware, load, scheduler, seed in tqdm(runs, desc="fixed_load", disable=None):
+    for hardware, load, scheduler, seed in track(runs, desc="fixed_load"):
         lengths, rate = _load(load)
         bench = bench_of(hardware, lengths, config.requests, config.batch, _FIRST_RATE)
         served, _ = bench.serve(Policy.named(scheduler), Objective(1.0), seed, rate)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from tqdm import tqdm
 
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.engine import Engine, EngineConfig
@@ -21,6 +20,7 @@ from firsttoken.sarathi.lengths import lengths, workload
 from firsttoken.sarathi.pipeline import PipelineStages, StagedExecutor, serve_staged
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Rows, frame_of
 from firsttoken.study.stats import ratio_of_means
 from firsttoken.study.summary import Summary
@@ -81,7 +81,7 @@ def pipeline_bubbles(profile: Profile) -> Outcome:
     costs, pairs = hardware.read(), lengths(config.lengths)
     pairs = pairs[config.stages * pairs.sum(1) <= hardware.tokens]
     rows: Rows = []
-    for seed in tqdm(range(profile.seed, profile.seed + config.seeds), desc="pipeline", disable=None):
+    for seed in track(range(profile.seed, profile.seed + config.seeds), desc="pipeline"):
         items = with_arrivals(workload(pairs, config.requests, seed, 1.0), Arrivals())  # all at once
         found = {WHOLE: _ran(config, hardware, costs, items, "hybrid_only")}
         found[SIZE] = _ran(config, hardware, costs, items, "sarathi")

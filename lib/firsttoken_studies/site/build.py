@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from tqdm import tqdm
-
 from firsttoken.study import paths
 from firsttoken.study.claims_table import told
 from firsttoken.study.errors import AssetError, CorpusError, StorageError
 from firsttoken.study.files import write_text
 from firsttoken.study.notebooks import notebook_paths, notebook_title, read_notebook
+from firsttoken.study.progress import track
 from firsttoken.study.record import recorded_entries
 from firsttoken.study.report_index import load_index
 from firsttoken.study.storage import storing
@@ -69,7 +68,7 @@ def _write(folder: Path) -> None:
     notebooks, recorded = [described(path) for path in notebook_paths()], ledger.recorded()
     links = {page.path.name: page.name for page in notebooks} | _FROM
     lacking = _scheduler(folder, notebooks)
-    for page in tqdm(notebooks, desc="site", disable=None):
+    for page in track(notebooks, desc="site"):
         content = {"title": f"{page.number} · {page.title}", "body": with_links(body(page.path), links)}
         _page(folder / page.name, "notebook.html.j2", content, notebooks)
     pictures = {page.number: _copied(thumbnail(page.path, paths.FIGURES), folder) for page in notebooks}

@@ -28,6 +28,8 @@ def try_policy(options: argparse.Namespace) -> int:
     draws = range(profile.seed, profile.seed + options.draws)
     found = getattr(module, f"tried_{options.kind}")(options.file, profile, draws)
     check_used(settings, profile.used)
+    options.answer |= {"kind": options.kind, "profile": profile.name, "setting": found.setting, "policies": found.rows}
+    options.answer["yours"] = next(iter(found.rows))
     print(found.told())
     return 0
 

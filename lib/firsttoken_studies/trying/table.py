@@ -9,8 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from tqdm import tqdm
-
+from firsttoken.study.progress import track
 from firsttoken.study.show import interval
 from firsttoken.study.stats import FEWEST, bootstrap
 
@@ -58,7 +57,7 @@ def held(
     name, own, judged = mine
     rows: dict[str, list[Values]] = {}
     jobs = {name: own} | {sibling: policy for sibling, policy in siblings.items() if sibling != name}
-    with tqdm(total=len(jobs) * len(draws), unit="run", disable=None) as bar:
+    with track(desc="policies", total=len(jobs) * len(draws), unit="run") as bar:
         for policy in jobs:
             with judged() if policy == name else nullcontext():
                 for draw in draws:

@@ -20,6 +20,7 @@ from firsttoken.engine.request import Sampling
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.files import write_text
 from firsttoken.study.parsing.json_text import read_json
+from firsttoken.study.progress import track
 
 LENGTHS = (64, 256, 1024)  # tokens
 REPEATS = 3  # after one that warms up; 7 s of SmolLM2-135M on two cores
@@ -59,7 +60,7 @@ class RecoveryCosts:
         for one in self.seen:
             if one.action is way:
                 by_length.setdefault(one.tokens + (way is Action.RECOMPUTE), []).append(one.seconds)
-        from statistics import median  # with tqdm 8 ms of a start, which measures nothing when all is kept
+        from statistics import median  # a start that measures nothing, as all is kept, has no use for it
 
         return {tokens: median(seconds) for tokens, seconds in sorted(by_length.items())}
 
@@ -75,9 +76,7 @@ def measure(executor: Executor, config: EngineConfig) -> RecoveryCosts | None:
     if most < 3:
         return None
     cases = [(length, turn) for length in sorted({min(n, most) for n in LENGTHS}) for turn in range(-1, REPEATS)]
-    from tqdm import tqdm
-
-    for length, turn in tqdm(cases, desc="what a preemption costs here", disable=None):
+    for length, turn in track(cases, desc="what a preemption costs here"):
         before = len(seen.observations)
         engine = Engine(executor, config, policy=seen)
         prompt = [rng.randrange(executor.limits.vocabulary) for _ in range(length - 1)]

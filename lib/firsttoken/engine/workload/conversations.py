@@ -19,7 +19,6 @@ from tokenize import TokenError
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tqdm import tqdm
 
 from firsttoken.assets.gguf import converted
 from firsttoken.assets.lock import asset_path, file_sha256, pinned
@@ -29,6 +28,7 @@ from firsttoken.study import paths
 from firsttoken.study.errors import CorpusError, ModelError
 from firsttoken.study.files import replacing
 from firsttoken.study.parsing.parse_errors import FAULTS, Damaged, regular_size
+from firsttoken.study.progress import track
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -249,7 +249,7 @@ def _tokenised(tokenizer: Tokenizer, path: Path) -> Conversations:
     pairs = first_pairs(path)
     prompts: list[np.ndarray] = []
     outputs: list[int] = []
-    with tqdm(total=len(pairs), desc=f"tokenising {path.name}, once", unit="conversation", disable=None) as bar:
+    with track(total=len(pairs), desc=f"tokenising {path.name}, once", unit="conversation") as bar:
         for start in range(0, len(pairs), _BATCH):
             questions, answers = zip(*pairs[start : start + _BATCH], strict=True)
             asked = tokenizer.encode_batch_fast(list(questions))

@@ -21,7 +21,6 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from tqdm import tqdm
 
 from firsttoken.assets.lock import file_sha256, first_line
 from firsttoken.progressiveserve.checkpoint.manifest import (
@@ -50,6 +49,7 @@ from firsttoken.study.files import replacing, write_text
 from firsttoken.study.parsing.json_text import parse_json, read_json
 from firsttoken.study.parsing.safetensors_header import read_header
 from firsttoken.study.parsing.schema import shaped
+from firsttoken.study.progress import track
 
 # A staging that was interrupted: which of its shards can be kept.
 #
@@ -176,8 +176,8 @@ def write_staged(
         missing -= sum(sizes[file] for file in finished)
         if shutil.disk_usage(partial).free < missing:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        label = {"desc": f"staging {folder.name}", "unit": "B", "unit_scale": True, "disable": None}
-        with tqdm(total=sum(sizes.values()), **label) as bar, (partial / LOG).open("a", encoding="utf-8") as log:
+        label = {"desc": f"staging {folder.name}", "unit": "B"}
+        with track(total=sum(sizes.values()), **label) as bar, (partial / LOG).open("a", encoding="utf-8") as log:
             for file, part in parts.items():
                 if file not in finished:
                     finished[file] = _write_part(source, part, partial, file)

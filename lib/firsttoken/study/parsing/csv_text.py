@@ -7,9 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tqdm import tqdm
-
 from firsttoken.study.parsing.parse_errors import Damaged, regular_size, shown
+from firsttoken.study.progress import track
 
 _LONGEST = 1 << 20  # bytes of a line
 _PLAIN = re.compile(r"\s*-?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d{1,2})?\s*")
@@ -22,8 +21,8 @@ def numbered(path: Path) -> Lines:
     Raises OSError, and Damaged for what is no regular file, no UTF-8 text, or has a line of more than 1 MiB.
     """
     regular_size(path)
-    label = {"desc": path.name, "unit": "B", "unit_scale": True, "delay": 5, "disable": None}
-    with path.open("rb") as file, tqdm(total=path.stat().st_size, **label) as bar:
+    label = {"desc": path.name, "unit": "B", "delay": 5}
+    with path.open("rb") as file, track(total=path.stat().st_size, **label) as bar:
         number = 0
         while raw := file.readline(_LONGEST):
             number += 1

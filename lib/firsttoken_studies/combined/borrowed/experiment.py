@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from tqdm import tqdm
-
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import over
 from firsttoken.study.plot import COLOURS, LOOKS, Figure, categories, panels
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of, rows_where
 from firsttoken.study.show import cells, interval
 from firsttoken.study.stats import bootstrap
@@ -180,7 +179,7 @@ def borrowed_start(profile: Profile) -> Outcome:
         with ExitStack() as relays:
             links = product(config.gbit_per_s, config.rtt_ms)
             near = {(rate, rtt): relays.enter_context(shaped(address, rtt, rate)) for rate, rtt in links}
-            for variant, rate, rtt, round_ in tqdm(starts, desc="starts that borrow", unit="start", disable=None):
+            for variant, rate, rtt, round_ in track(starts, desc="starts that borrow", unit="start"):
                 row = _start(setting, variant, rate, near.get((rate, rtt), ""))
                 rows.append({"what": "start", "rtt_ms": rtt, "round": round_} | row)
             main = near[config.main_gbit_per_s, config.main_rtt_ms]

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from tqdm import tqdm
-
 from firsttoken.assets.needs import LAYERS, ModelFacts, Need, check
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import name_results, over
 from firsttoken.study.plot import COLOURS, LOOKS, Figure, handle, panels
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Result, Rows, Table, rows_where
 from firsttoken.study.show import cells, interval
 from firsttoken.study.stats import bootstrap
@@ -118,7 +117,7 @@ def parallel_start(profile: Profile) -> Outcome:
     starts = list(product(config.gbit_per_s, parts, range(config.rounds)))
     random.Random(profile.seed).shuffle(starts)
     rows: Rows = []
-    for rate, count, round_ in tqdm(starts, desc="starts with fetchers", unit="start", disable=None):
+    for rate, count, round_ in track(starts, desc="starts with fetchers", unit="start"):
         spec = replace(common, variant=WHOLE if count == 1 else FETCHED, servers=count)
         rows.append({"round": round_} | one_trial(spec, TrialLink(rate, BUCKET, cold=False), module=TRIAL))
     largest = {

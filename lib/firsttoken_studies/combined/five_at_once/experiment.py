@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from firsttoken.assets.models import as_stored, load_model
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check
@@ -33,6 +32,7 @@ from firsttoken.study.dtypes import computing, name_of, named
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.files import write_text
 from firsttoken.study.profile import Profile, unknown
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
@@ -200,7 +200,7 @@ def five_at_once(profile: Profile) -> Outcome:
             windows = Windows(spec, pid, kept)
             seeds = range(profile.seed, profile.seed + config.seeds)
             total = config.seeds * (1 + len(config.arms))
-            with tqdm(total=total, desc="five at once", unit="window", disable=None) as bar:
+            with track(total=total, desc="five at once", unit="window") as bar:
                 for seed in seeds:
                     asked = drawn(texts, prefixes, config, seed)
                     for row in windows.of(asked, config, seed):

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from torch import nn
-from tqdm import tqdm
 
 from firsttoken.assets.dense_shape import DenseShape, dense_shape
 from firsttoken.engine.costs.cost_model import Costs, follow, step_parts
@@ -32,6 +31,7 @@ from firsttoken.progressiveserve.stages import StagePlan
 from firsttoken.study.dtypes import computing
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import Bar, track
 from firsttoken.study.record import Outcome, Result, Rows, frame_of, load_result
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
@@ -115,7 +115,7 @@ def five_at_once_simulated(profile: Profile, live: Result) -> Outcome:
     rows = [seen_of(row, config, LIVE) for row in live.rows if row["arm"] in ARMS]
     by_seed = {row["seed"]: row for row in live.rows if row["arm"] in ARMS}
     total = len(by_seed) * len(config.arms) + scaled.seeds * len(scaled.arms)
-    with tqdm(total=total, desc="simulated", unit="window", disable=None) as bar:
+    with track(total=total, desc="simulated", unit="window") as bar:
         for seed, row in by_seed.items():
             asked = stored(drawn(texts, prefixes, config, seed), prefixes)
             if [bool(one["stored_tokens"]) for one in asked] != row["stored"]:
@@ -138,7 +138,7 @@ def five_at_once_simulated(profile: Profile, live: Result) -> Outcome:
 
 
 def arms(
-    model: TwinModel, config: FiveConfig, asked: Sequence[Asked], seed: int, run: str, bar: tqdm[Any]
+    model: TwinModel, config: FiveConfig, asked: Sequence[Asked], seed: int, run: str, bar: Bar
 ) -> Iterator[dict[str, Any]]:
     """The simulated windows of one draw."""
     blocks = blocks_of(asked, config)

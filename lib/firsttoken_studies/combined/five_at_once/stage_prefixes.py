@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from firsttoken.droidspeak.identity import ModelIdentity
 from firsttoken.droidspeak.layer_group import NOTHING, Group
@@ -39,6 +38,7 @@ from firsttoken.progressiveserve.staged_serving.transitions import PrefillAgain
 from firsttoken.study.dtypes import computing, name_of, named
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
 from firsttoken.study.show import cells
 from firsttoken.study.stats import FEW, paired_bootstrap, ratio_of_means
@@ -104,7 +104,7 @@ def stage_prefixes(profile: Profile) -> Outcome:
             cases = [(stage, rule) for stage in range(1, len(versions) + 1) for rule in RULES]
             for stage, rule in cases:  # which warms up
                 serving.answer(asked[0], versions[stage - 1], rule)
-            for number, one in enumerate(tqdm(asked, desc="prefixes at stages", disable=None)):
+            for number, one in enumerate(track(asked, desc="prefixes at stages")):
                 for stage, rule in rng.sample(cases, len(cases)):
                     request, taken = serving.answer(one, versions[stage - 1], rule)
                     row = {"taken": taken, "ttft_s": request.ttft_s, "said": request.output}
@@ -112,7 +112,7 @@ def stage_prefixes(profile: Profile) -> Outcome:
     judge = Judge(load_served(profile).model.to("cpu", torch.float32), tokenizer.decode)
     wanted = [found[len(versions), OWN][number]["said"] for number in range(len(asked))]
     rows: Rows = []
-    for (stage, rule), by_request in tqdm(sorted(found.items()), desc="judging answers", disable=None):
+    for (stage, rule), by_request in track(sorted(found.items()), desc="judging answers"):
         said = [by_request[number].pop("said") for number in range(len(asked))]
         judged = judge.of(asked, said, wanted)
         rows += [

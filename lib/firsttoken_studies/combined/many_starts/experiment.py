@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from firsttoken.engine.costs.fitted import FittedCosts
 from firsttoken.engine.costs.operator_costs import OperatorCosts
@@ -21,6 +20,7 @@ from firsttoken.progressiveserve.stages import REPORT_PLAN, STAGES, StagePlan
 from firsttoken.sarathi.lengths import lengths, workload
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Result, Rows, load_result, rows_where
 from firsttoken.study.stats import Interval, bootstrap
 from firsttoken.study.summary import Summary
@@ -183,7 +183,7 @@ def many_starts(profile: Profile) -> Outcome:
     rows = validated(config.bounds)
     systems = {name: SYSTEMS[name]() for name in config.systems}
     cases = [(name, count, seed) for name in systems for count in config.replicas for seed in range(config.seeds)]
-    for name, count, seed in tqdm(cases, desc="bursts", disable=None):
+    for name, count, seed in track(cases, desc="bursts"):
         items = workload(pairs, count * config.requests, profile.seed + seed, count * config.rate)
         starts = np.random.default_rng([profile.seed + seed, 1]).uniform(0, config.spread_s, count).tolist()
         where = {"what": "burst", "model": name, "replicas": count, "seed": profile.seed + seed}

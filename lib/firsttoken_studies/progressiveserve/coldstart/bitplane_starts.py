@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tqdm import tqdm
 
 from firsttoken.assets.needs import ModelFacts, check
 from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, load_served
@@ -16,6 +15,7 @@ from firsttoken.progressiveserve.evaluation import QualityConfig
 from firsttoken.study.dtypes import named
 from firsttoken.study.plot import COLOURS, LOOKS, panels
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Result, Rows, Table, distinct, rows_where
 from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
@@ -62,7 +62,7 @@ def precision_start(profile: Profile) -> Outcome:
     for rate, rounds in links:
         wire = wire_for(rate, Path(read.staged), disk)
         found: Rows = []
-        for round_ in tqdm(range(rounds), desc=f"cold starts, {wire.name}", unit="round", disable=None):
+        for round_ in track(range(rounds), desc=f"cold starts, {wire.name}", unit="round"):
             found.append(one_trial(read, wire) | {"round": round_})
             for start in starts if round_ % 2 == 0 else starts[::-1]:  # a machine that drifts favours nobody
                 label = {"variant": start.name, "round": round_, "stages": start.stages}

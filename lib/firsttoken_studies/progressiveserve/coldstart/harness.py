@@ -17,11 +17,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from firsttoken.link.kernel import KernelLimit, available
 from firsttoken.link.shaped import LinkConfig
 from firsttoken.study.errors import FirstTokenError
+from firsttoken.study.progress import track
 from firsttoken.study.record import Rows
 from firsttoken.study.system.pagecache import evict, resident_fraction
 from firsttoken_studies.progressiveserve.coldstart.spec import TRIAL, TrialSpec
@@ -71,7 +70,7 @@ def run_trials(rounds: Sequence[Sequence[TrialSpec]], wire: TrialLink, seed: int
     order = random.Random(seed)
     rows: Rows = []
     total = sum(len(specs) for specs in rounds)
-    with tqdm(total=total, desc=f"cold starts, {wire.name}", unit="trial", disable=None) as bar:
+    with track(total=total, desc=f"cold starts, {wire.name}", unit="trial") as bar:
         for round_, specs in enumerate(rounds):
             for spec in order.sample(list(specs), len(specs)):
                 rows.append(one_trial(spec, wire, timeout_s) | {"round": round_, "seed": seed})

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, text_of
@@ -21,6 +20,7 @@ from firsttoken.progressiveserve.quality_gates import summarise
 from firsttoken.progressiveserve.staging import best_recipe, served_source, stage_adapters
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
 from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
@@ -105,7 +105,7 @@ def _first_tokens(profile: Profile, config: LayerSweepConfig, questions: str, se
     specs = trial_specs(profile, checkpoint, questions, config.readers)
     wire = wire_for(config.gbit_per_s, checkpoint.staged, disk_speed(specs("read")))
     rows: Rows = []
-    with tqdm(total=config.trials * len(config.sizes), desc="cold starts", unit="trial", disable=None) as bar:
+    with track(total=config.trials * len(config.sizes), desc="cold starts", unit="trial") as bar:
         for trial in range(config.trials):
             # forwards and backwards in turn, so that a machine that drifts does not bend the curve
             for size in config.sizes if trial % 2 == 0 else config.sizes[::-1]:
@@ -121,7 +121,7 @@ def _qualities(profile: Profile, config: LayerSweepConfig, evaluation: Evaluatio
     windows = token_windows(running_text("train"), base.tokenizer, config.tokens, config.calibration)
     distances = angular_distances(base.model, windows)
     rows = _labelled(evaluation.rows("s0", served.model), 0, "none", ())
-    for size in tqdm([size for size in config.sizes if size], desc="quality", unit="block", disable=None):
+    for size in track([size for size in config.sizes if size], desc="quality", unit="block"):
         blocks = {"distance": tuple(choose_block(distances, size))}
         if config.search_windows:
             blocks["perplexity"] = search_block(served, windows[: config.search_windows], size)

@@ -70,10 +70,10 @@ function draw() {
     const found = nearest(idea, said);
     const dots = found.here ? [found.run.without, found.run.with] : [];
     const longest = Math.max(without, withIt, ...dots);
-    for (const [kind, value] of [["without", without], ["with", withIt]]) {
+    for (const [kind, label, value] of [["without", "without it", without], ["with", "with it", withIt]]) {
       const bar = section.querySelector(`.bar.${kind} span`);
       bar.style.width = `${Math.max(0.5, (100 * value) / longest)}%`;
-      bar.textContent = seconds(value);
+      bar.textContent = `${label}: ${seconds(value)}`;
     }
     const share = withIt / without;
     section.querySelector(".share").textContent =
@@ -97,4 +97,4 @@ for (const section of document.querySelectorAll("#bars section")) {
   section.querySelector("button").addEventListener("click", () => setAsRecorded(section.dataset.idea));
 }
 document.getElementById("situation").addEventListener("input", draw);
-draw();
+for (const idea of Object.keys(IDEAS).reverse()) setAsRecorded(idea);
