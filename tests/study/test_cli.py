@@ -28,12 +28,12 @@ pytestmark = pytest.mark.usefixtures("root")
 
 
 def test_notebooks_run_in_order_and_a_failing_one_fails_the_run(write_notebook, capsys) -> None:
-    write_notebook("02_breaks", "values = [1]\nvalues[7]")
+    write_notebook("11_breaks", "values = [1]\nvalues[7]")
     write_notebook("01_works", "print('profile is', profile)")
     assert main(["run", "--profile", "quick"]) == 1
     out, err = capsys.readouterr()
-    assert out.index("01_works") < out.index("02_breaks")
-    assert "notebook 02_breaks.ipynb failed" in out and "IndexError: list index out of range" in out
+    assert out.index("01_works") < out.index("11_breaks")
+    assert "notebook 11_breaks.ipynb failed" in out and "IndexError: list index out of range" in out
     assert "\x1b[" not in out
     assert "beside the reports:" in out and "executed notebooks:" in out
     assert "| claim | report | yours: " in (paths.EXECUTED / "quick" / "claims.md").read_text(encoding="utf-8")
