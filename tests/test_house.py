@@ -144,6 +144,7 @@ def test_the_commands_of_the_pages_run_as_they_stand(monkeypatch):
     monkeypatch.setattr("firsttoken.progressiveserve.staging.stage_model", lambda *a: asked.append((a[0], a)) or STAGED)
     for words in found:
         options = parser(main_module.COMMANDS).parse_args(words)
+        options.answer = {}
         if words[0] in ("measure", "stage"):
             assert options.command(options) == 0, words
     staged = [given for _, given in asked if isinstance(given, tuple)]
