@@ -39,8 +39,8 @@ from firsttoken.petals.states import MOST_TOKENS, Stretch
 from firsttoken.petals.tuning.passes import Pass, encode_pass
 from firsttoken.petals.wire import encode
 
-AT_ONCE = 24  # clients, of which 14 have a session, 4 wait for one, and the others are refused
-LIMITS = ServerLimits(sessions=14, waiting=4, sequences=20, kv_tokens=1024, idle_s=0.5, expiry_s=5.0)
+AT_ONCE = 24  # clients, of which 14 have a session, and the others are refused
+LIMITS = ServerLimits(sessions=14, sequences=20, kv_tokens=1024, idle_s=0.5, expiry_s=5.0)
 WIDTH = 32
 WAYS = {  # how a client behaves, and how often
     "whole": 8,
@@ -76,14 +76,14 @@ class Held(NamedTuple):
 def _held(up: Running) -> Held:
     sessions, status = up.sessions, Path("/proc/self/status").read_text()
     numbers = {line.split()[0]: line.split()[1] for line in status.splitlines() if len(line.split()) > 1}
-    pool, places = sessions.slots.pool, sessions.queue
+    pool = sessions.slots.pool
     return Held(
         int(numbers["VmRSS:"]),
         int(numbers["Threads:"]),
         len(list(Path("/proc/self/fd").iterdir())),
         len(asyncio.all_tasks()),
         sessions.open,
-        len(places._queue) + up.frozen.waiting + up.frozen.busy,
+        up.frozen.waiting + up.frozen.busy,
         sessions.slots.held,
         pool.count - pool.free,
     )

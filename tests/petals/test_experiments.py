@@ -24,7 +24,7 @@ from firsttoken_studies.petals.swarm_churn import churn_summary, swarm_churn
 from firsttoken_studies.petals.swarm_privacy import PrivacyConfig, _entering, _features, _learnt, _nearest
 from firsttoken_studies.petals.swarm_survival import LOCAL, survival_summary, transport_summary
 from firsttoken_studies.petals.swarm_tuning import tuning_summary
-from firsttoken_studies.petals.swarm_validation import DEPOSIT, validation_summary
+from firsttoken_studies.petals.swarm_validation import validation_summary
 
 
 def test_a_little_churn() -> None:
@@ -152,16 +152,16 @@ def test_what_was_trained_is_held_to_the_run_that_it_should_equal() -> None:
     assert summary.value("fell_nats", variant="lora", case="alone") == pytest.approx(1.999)
 
 
-def liar(lie: str, rate: float, caught_at: int, deposit: int = 0) -> dict:
+def liar(lie: str, rate: float, caught_at: int) -> dict:
     row = {"what": "liar", "lie": lie, "rate": rate, "caught_at": caught_at}
-    return row | {"told": 9, "others": 0, "deposit": deposit}
+    return row | {"told": 9, "others": 0}
 
 
 def test_liars_are_counted_beside_what_the_draws_foresee() -> None:
     rows = [{"what": "audit", "batch": 1, "difference": one} for one in (1e-6, 2e-6, 3e-6)]
     rows += [{"what": "rounding", "against": "float64", "difference": 5e-5}]
     rows += [{"what": "honest", "batch": 1, "convicted": 0, "inconclusive": 0, "recomputed": 300, "computed": 30}]
-    rows += [liar("noise", 0.5, 0), liar("noise", 0.5, 3), liar("seldom", 0.5, 1), liar("seldom", 0.5, -1, DEPOSIT)]
+    rows += [liar("noise", 0.5, 0), liar("noise", 0.5, 3), liar("seldom", 0.5, 1), liar("seldom", 0.5, -1)]
     asked = {"validation": {"lies": ["noise", "seldom"], "rates": [0.5], "tokens": 2}}
     summary = validation_summary(rows, asked)
     for lie, caught, expected in (("noise", 100, 75), ("seldom", 50, 100 * (1 - 0.875**2))):
@@ -171,7 +171,6 @@ def test_liars_are_counted_beside_what_the_draws_foresee() -> None:
     assert off == pytest.approx((25 + 50 - 23.4375) / 2)
     largest = summary.value("difference_x", case="honest", across="most", than="tolerance")
     assert largest == pytest.approx(0.05) and summary.value("convicted", case="honest") == 0
-    assert summary.value("deposits_left_pct") == 0
     assert summary.value("recomputed_x", case="honest", than="computed") == 10
 
 

@@ -80,7 +80,7 @@ class Accuser:
         outputs = hidden.split([one.end - one.start for one in stretches])
         for place, one in enumerate(stretches):
             inputs = self.rows[one.number][: one.end]
-            evidence = Evidence(Charge(commitment, place, "a" * 64), inputs, outputs[place])
+            evidence = Evidence(Charge(commitment, place), inputs, outputs[place])
             try:
                 evidence.check()
             except SwarmError:

@@ -469,6 +469,6 @@ def test_a_server_that_moves_keeps_nothing_of_its_other_blocks(here, client, ask
 
 def test_a_client_that_audits_shares_nothing(here, client):
     ups = here.serve((0, 6))
-    audits = Audits(1.0, ups[0].record.address, "0" * 64, 1e-3)
+    audits = Audits(1.0, ups[0].record.address, 1e-3)
     with pytest.raises(SwarmError, match="not shared where answers are audited: an audit begins with the first token"):
         client(ups[0].record.address, config=SHARED, audits=audits)

@@ -26,7 +26,6 @@ from firsttoken.petals.trust import commitments
 from firsttoken.petals.trust.arbitration import TOLERANCE, Ruling
 from firsttoken.petals.trust.auditor import AGREED, CONVICTED, INCONCLUSIVE, WITNESS, Audits
 from firsttoken.petals.trust.commitments import Charge, Evidence, digest_rows, read_commitment
-from firsttoken.petals.trust.ledger import Order, Receipt, signed_slip, tell_slip
 from firsttoken.study.errors import SwarmError
 from firsttoken_studies.petals.swarm_validation import LIES, ByzantineBackend
 
@@ -35,7 +34,7 @@ ANSWER = 8
 
 
 def audited(client, door: str, rate: float = 1.0, **options):
-    return client(door, audits=Audits(rate, door, public_hex(CLIENT), seed=0, **options))
+    return client(door, audits=Audits(rate, door, seed=0, **options))
 
 
 def said_by(model, one, tokens: int = ANSWER) -> list[int]:
@@ -58,20 +57,12 @@ def lying(lie: str):
     return partial(ByzantineBackend, lie=lie, seed=1)
 
 
-def deposit(ledger, server: str, key) -> None:
-    """A thousand points that a client's receipt gives, set aside by the server itself."""
-    ledger.told(tell_slip(signed_slip(Receipt(public_hex(CLIENT), server, 1000), CLIENT)))
-    ledger.told(tell_slip(signed_slip(Order(server, ledger.keeper, "deposit", 1000, 1), key)))
-    assert ledger.account(server).deposit == 1000
-
-
 @pytest.mark.parametrize("lie", LIES)
-def test_a_liar_loses_its_deposit_and_its_place(lie, here, client, asked, tmp_path):
+def test_a_liar_is_convicted_and_loses_its_place(lie, here, client, asked):
     """The rest of the answer is the local model's on what had been said until then."""
     (keeper,) = here.serve((3, 6))
     door = keeper.record.address
-    (liar,) = here.serve((0, 3), peers=[door], key=tmp_path / "key", make_backend=lying(lie))
-    deposit(keeper.ledger, liar.record.server, server_key(tmp_path / "key"))
+    (liar,) = here.serve((0, 3), peers=[door], make_backend=lying(lie))
     model, one = audited(client, door), asked(12, ANSWER)
     look(model, liar)
     wait_for(model.chain._extend(model.chain.layers))  # the liar alone has these blocks
@@ -81,8 +72,6 @@ def test_a_liar_loses_its_deposit_and_its_place(lie, here, client, asked, tmp_pa
     assert model.swarm.convicted == {liar.record.server} and model.chain.auditor.ends[CONVICTED] == 1
     assert [server for server, _ in model.chain.faults] == [liar.record.server]
     assert honest.record.server in {record.server for _, record in model.chain.sessions}
-    accused, accuser = (keeper.ledger.account(who) for who in (liar.record.server, public_hex(CLIENT)))
-    assert accused.convicted and (accused.deposit, accuser.points) == (0, 1000)
     if lie != "seldom":  # convicted before its first answer was used
         assert check_greedy(said, one.plain) == ANSWER
     assert said_by(model, one) == said_by(model, one)
@@ -149,7 +138,7 @@ def test_an_audit_is_inconclusive_where_somebody_is_gone(here, client, asked, fo
     auditor = model.chain.auditor
     assert auditor.ends == {INCONCLUSIVE: 2 * ANSWER} and auditor.differences == []
     (liar,) = here.serve((0, 6), peers=[door.record.address], make_backend=lying("noise"))
-    lost = client(liar.record.address, audits=Audits(1.0, "127.0.0.1:1", public_hex(CLIENT)))
+    lost = client(liar.record.address, audits=Audits(1.0, "127.0.0.1:1"))
     look(lost, liar, door)
     said_by(lost, one, 2)
     assert lost.chain.auditor.ends[INCONCLUSIVE] > 0 and lost.swarm.convicted == set()
@@ -209,7 +198,7 @@ def test_what_nobody_can_decide_ends_the_answer_or_takes_another_chain(here, cli
     (honest,) = here.serve((0, 6))
     (liar,) = here.serve((0, 6), peers=[honest.record.address], make_backend=lying("noise"))
     one = asked(9, 40)
-    model = client(honest.record.address, audits=Audits(1.0, "127.0.0.1:1", public_hex(CLIENT)))
+    model = client(honest.record.address, audits=Audits(1.0, "127.0.0.1:1"))
     look(model, honest, liar)
     with pytest.raises(SwarmError, match=r"4 of 4 audits of .* showed nothing \(the last: .*\), and nobody else has"):
         said_by(model, one, 40)
@@ -232,7 +221,7 @@ async def answered(model, up) -> Evidence:
     inputs = torch.randn(5, 32, generator=torch.Generator().manual_seed(2))
     outputs = await session.run([Stretch(0, 0, 5)], inputs)
     session.close()
-    return Evidence(Charge(read_commitment(session.commitment), 0, public_hex(CLIENT)), inputs, outputs)
+    return Evidence(Charge(read_commitment(session.commitment), 0), inputs, outputs)
 
 
 def test_an_accusation_costs_the_accuser_first(here, client):
@@ -305,7 +294,7 @@ def case(here, client, asked):
 
         return wait_for(call())
 
-    return wait_for(answered(model, liar)), accuse, keeper
+    return wait_for(answered(model, liar)), accuse
 
 
 FORGED = {
@@ -321,14 +310,13 @@ FORGED = {
 
 @pytest.mark.parametrize(("change", "said"), FORGED.values(), ids=FORGED)
 def test_a_forged_commitment_convicts_nobody(change, said, case):
-    evidence, accuse, keeper = case
+    evidence, accuse = case
     forged = replace(evidence, charge=replace(evidence.charge, commitment=change(evidence.charge.commitment)))
     assert said in accuse(list(forged.messages()))
-    assert not keeper.ledger.account(evidence.charge.commitment.server).convicted
 
 
 def test_evidence_that_proves_nothing_is_refused(case):
-    evidence, accuse, keeper = case
+    evidence, accuse = case
     other = replace(evidence, inputs=evidence.inputs + 1)
     assert "has signed other inputs or outputs: this proves nothing" in accuse(list(other.messages()))
     short = list(evidence.messages())[:-1]
@@ -340,8 +328,7 @@ def test_evidence_that_proves_nothing_is_refused(case):
         assert "charge cannot be read" in (said := accuse([wrong])) or "none is number 3" in said
     assert accuse(list(evidence.messages()))["convicted"]  # and this does prove it
     again = accuse(list(evidence.messages()))
-    assert again == {"convicted": True, "difference": 0.0, "taken": 0}  # by its signature alone
-    assert not keeper.ledger._accounts  # of one without an account nothing is kept
+    assert again == {"convicted": True, "difference": 0.0}  # by its signature alone
 
 
 def test_a_row_has_one_digest_however_its_sequence_came():
@@ -355,9 +342,9 @@ def test_what_is_no_audit_is_refused(here, client):
     (door,) = here.serve((0, 6))
     for wrong in ({"rate": 1.5}, {"rate": -0.1}, {"tolerance": 0.0}, {"undecided": 1.5}):
         with pytest.raises(SwarmError, match="a rate of audits lies between 0 and 1"):
-            Audits(**({"rate": 0.1, "keeper": "", "accuser": ""} | wrong))
+            Audits(**({"rate": 0.1, "keeper": ""} | wrong))
     with pytest.raises(SwarmError, match="audits compare answers in float32"):
-        client(door.record.address, audits=Audits(0.1, door.record.address, ""), coding="int8")
+        client(door.record.address, audits=Audits(0.1, door.record.address), coding="int8")
 
 
 def test_two_versions_of_a_block_live_side_by_side(here, client, asked, folder, tmp_path):
@@ -387,7 +374,7 @@ async def unserved(model) -> None:
     await model.swarm.check(range(DEPTH))
 
 
-@pytest.mark.parametrize("said", [b"\xff", b"{", b"{}", b'{"convicted": 1, "difference": 0.0, "taken": 0}'])
+@pytest.mark.parametrize("said", [b"\xff", b"{", b"{}", b'{"convicted": 1, "difference": 0.0}'])
 def test_a_ruling_that_cannot_be_read_convicts_nobody(said: bytes) -> None:
     """Bytes that are no text are a keeper's fault, too, and end an audit without a finding."""
     with pytest.raises(SwarmError, match=r"^the keeper's ruling cannot be read: "):

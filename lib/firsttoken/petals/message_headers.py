@@ -13,9 +13,7 @@ from firsttoken.petals.states import Stretch
 from firsttoken.study.parsing.safetensors_header import METADATA
 
 SERVICE = "firsttoken.Swarm"
-SESSION, PASS, EXCHANGE, ACCUSE, ACCOUNT = (
-    f"/{SERVICE}/{call}" for call in ("Session", "Pass", "Exchange", "Accuse", "Account")
-)
+SESSION, PASS, EXCHANGE, ACCUSE = (f"/{SERVICE}/{call}" for call in ("Session", "Pass", "Exchange", "Accuse"))
 """The calls of a server over gRPC."""
 
 VERSION = "2"

@@ -29,7 +29,6 @@ from firsttoken.petals.states import Stretch
 from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.trust.auditor import Auditor, Audits
-from firsttoken.petals.trust.priority_queue import Bid
 from firsttoken.petals.wire import CODINGS
 from firsttoken.study.errors import FirstTokenError, RequestError, SwarmError
 
@@ -114,9 +113,9 @@ class RemoteModel:
     ``engine`` is the engine over it, for what serves and schedules; hidden states travel in ``coding`` (by default what
     the ends compute in). ``variants`` of the model are in ``versions``: by name, those whose servers have the adapter
     that is named for it, unaudited (PETALS' own servers have adapters too, and a request names its ``active_adapter``:
-    client/routing/sequence_manager.py of bigscience-workshop/petals). ``audits`` are the spot checks that it makes,
-    ``bid`` what it offers for a place at a server that is full. Use it as a context manager. Raises ModelError for a
-    folder that holds no ends, SwarmError for a coding that is unknown or cannot be audited, and when nobody answers.
+    client/routing/sequence_manager.py of bigscience-workshop/petals). ``audits`` are the spot checks that it makes.
+    Use it as a context manager. Raises ModelError for a folder that holds no ends, SwarmError for a coding that is
+    unknown or cannot be audited, and when nobody answers.
     """
 
     def __init__(
@@ -130,7 +129,6 @@ class RemoteModel:
         timeouts: Timeouts | None = None,
         access: Access | None = None,
         audits: Audits | None = None,
-        bid: Bid | None = None,
         tokens: int = 16384,
         config: EngineConfig = DEFAULT_CONFIG,
         ends: Ends | None = None,
@@ -146,8 +144,7 @@ class RemoteModel:
         ends = ends or Ends(load_ends(folder, dtype, device), [model_sha256(folder)])
         self.model, (name, *others) = ends
         width, depth = self.model.config.hidden_size, self.model.config.num_hidden_layers
-        options = {"bid": bid, "other_names": others}
-        self.swarm = Swarm(name, peers, width, access or Access(), timeouts or Timeouts(), **options)
+        self.swarm = Swarm(name, peers, width, access or Access(), timeouts or Timeouts(), other_names=others)
         wait_for(self.swarm.meet())
         auditor = None if audits is None else Auditor(self.swarm, audits)
         self.chain = Chain(self.swarm, range(depth), coding, auditor)

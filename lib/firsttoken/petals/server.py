@@ -30,8 +30,6 @@ from firsttoken.petals.records import Record, Registry, TwinError, steady_s
 from firsttoken.petals.session import IdleError, ServerLimits, Sessions
 from firsttoken.petals.trust.arbitration import Arbitrator
 from firsttoken.petals.trust.commitments import Committer, read_evidence
-from firsttoken.petals.trust.ledger import Ledger
-from firsttoken.petals.trust.priority_queue import PriorityQueue
 from firsttoken.petals.tuning.frozen import FrozenBlocks
 from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, SwarmError
 from firsttoken.study.system.openmp import loops_elsewhere
@@ -39,15 +37,15 @@ from firsttoken.study.system.openmp import loops_elsewhere
 if TYPE_CHECKING:
     import grpc
 
-# The calls of a server over gRPC, bytes in and out: a session of steps, a pass of training, an exchange of records, a
-# charge against another server, and what is said to one's account.
+# The calls of a server over gRPC, bytes in and out: a session of steps, a pass of training, an exchange of records, and
+# a charge against another server.
 
 
 @dataclass(eq=False)
 class BlockService:
     """``sessions``, passes through ``frozen`` (None: this server does not train) and what its ``contacts`` know, served
-    to whom their access admits; ``arbitrator`` judges other servers, and keeps the accounts under this one's subkey.
-    The ``announcer`` is given when the port is known: it speaks for this server."""
+    to whom their access admits; ``arbitrator`` judges other servers. The ``announcer`` is given when the port is known:
+    it speaks for this server."""
 
     sessions: Sessions
     contacts: Contacts
@@ -64,7 +62,6 @@ class BlockService:
             "Exchange": grpc.unary_unary_rpc_method_handler(self._exchange),
             "Pass": grpc.stream_unary_rpc_method_handler(self._pass),
             "Accuse": grpc.stream_unary_rpc_method_handler(self._accuse),
-            "Account": grpc.unary_unary_rpc_method_handler(self._account),
         }
         backend = self.sessions.batcher.backend
         trained = len(backend.blocks) if self.frozen else 0
@@ -93,7 +90,6 @@ class BlockService:
             layers, _ = self.sessions.opened(headers)
             client = client_of(context.peer())
             self.sessions.make_way(client)
-            self.sessions.queue.check_free(self.sessions.spare())
             if self.frozen is None:
                 raise SwarmError("this server does not train: start one with --train")
             return await self.frozen.answer(said, layers, self.sessions.batcher.backend.width, client)
@@ -123,17 +119,6 @@ class BlockService:
             reading = read_evidence(messages, backend.width, backend.context)
             evidence = await self.sessions.within(reading, "did not bring its evidence")
             return json.dumps(asdict(await self.arbitrator.judge(evidence, source_of(context.peer())))).encode()
-
-    async def _account(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        await self._admitted(context)
-        try:
-            if len(data) > ASKED_BYTES:
-                raise SwarmError(
-                    f"an account is told one thing, in {ASKED_BYTES} bytes at most: {len(data)} are not read"
-                )
-            return json.dumps(asdict(self.arbitrator.ledger.told(data))).encode()
-        except SwarmError as error:
-            await _abort(context, RequestError(str(error)))
 
     async def _admitted(self, context: grpc.aio.ServicerContext) -> dict[str, str]:
         import grpc
@@ -278,14 +263,13 @@ class ServerConfig:
 @dataclass(frozen=True)
 class Running:
     """A server that is up: who speaks for it, the ``port`` that it listens on, its ``sessions``, what it knows of
-    others, the ``ledger`` that it keeps, its ``frozen`` blocks where it trains, and who moves it if it may; ``failed``
-    is done when it cannot go on."""
+    others, its ``frozen`` blocks where it trains, and who moves it if it may; ``failed`` is done when it cannot go
+    on."""
 
     announcer: Announcer
     port: int
     sessions: Sessions
     registry: Registry
-    ledger: Ledger
     failed: asyncio.Future
     frozen: FrozenBlocks | None = None
     rebalancer: Rebalancer | None = None
@@ -319,10 +303,8 @@ async def serving(
     limits, pool = config.limits, backend.pool
     slots = KVSlots(pool.blocks, pool.shape.block_tokens, limits.sequences, backend.context, limits.spare_s)
     batcher = Batcher(backend, slots, limits.batch_tokens, computing)
-    ledger = Ledger(public_hex(key))
-    queue = PriorityQueue(limits.sessions, limits.waiting, ledger)
-    sessions = Sessions(batcher, model, limits, Committer(key, model), queue)
-    arbitrator = Arbitrator(config.folder, model, ledger, registry)
+    sessions = Sessions(batcher, model, limits, Committer(key, model))
+    arbitrator = Arbitrator(config.folder, model, registry)
     frozen = None
     if config.trains:
         frozen = await batcher.aside(partial(FrozenBlocks, config.folder, config.blocks, config.dtype))
@@ -356,7 +338,7 @@ async def serving(
         told(record, port)
         # On the batcher's thread, which has loaded, too: threads of this one would be in its way.
         with loops_elsewhere():
-            yield Running(announcer, port, sessions, registry, ledger, failed, frozen, rebalancer)
+            yield Running(announcer, port, sessions, registry, failed, frozen, rebalancer)
         for task in tasks[1:]:
             task.cancel()
         with suppress(SwarmError):

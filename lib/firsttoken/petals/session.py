@@ -15,14 +15,13 @@ import torch
 
 from firsttoken.petals.batcher import Batcher
 from firsttoken.petals.checkpoint_blocks import parse_blocks
-from firsttoken.petals.fairness import Client, Ending, client_of, who_yields
+from firsttoken.petals.fairness import Client, Ending, busy, client_of, who_yields
 from firsttoken.petals.kv_slots import LostError, Sequences
 from firsttoken.petals.message_headers import ADAPTER, HEADERS, NAMED_TOKENS, VERSION
 from firsttoken.petals.states import check_states
 from firsttoken.petals.trust.commitments import Committer
-from firsttoken.petals.trust.priority_queue import OFFER, PriorityQueue
 from firsttoken.petals.wire import CODINGS, Message, decode, encode
-from firsttoken.study.errors import BusyError, FirstTokenError, RequestError, SwarmError
+from firsttoken.study.errors import FirstTokenError, RequestError, SwarmError
 from firsttoken.study.parsing.parse_errors import shown
 
 if TYPE_CHECKING:
@@ -39,15 +38,14 @@ class IdleError(SwarmError):
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """``sessions`` are open at most, and so many more ``waiting`` for a place; ``sequences`` in all of them, with keys
-    and values of ``kv_tokens`` tokens; a batch has ``batch_tokens``. A session of which nothing is computed, or
-    whose answer is not read, for ``idle_s`` seconds is ended. One, or a sequence, of which nothing was computed for
-    ``spare_s`` seconds is given up where another lacks room. A record is renewed three times in the ``expiry_s``
-    seconds that it lives. One that may move looks every ``rebalance_s`` whether it should; sessions have ``drain_s`` to
-    end then. Raises SwarmError for what is below 1 (0 for ``waiting``), or no time."""
+    """``sessions`` are open at most, and ``sequences`` in all of them, with keys and values of ``kv_tokens`` tokens; a
+    batch has ``batch_tokens``. A session of which nothing is computed, or whose answer is not read, for ``idle_s``
+    seconds is ended. One, or a sequence, of which nothing was computed for ``spare_s`` seconds is given up where
+    another lacks room. A record is renewed three times in the ``expiry_s`` seconds that it lives. One that may move
+    looks every ``rebalance_s`` whether it should; sessions have ``drain_s`` to end then. Raises SwarmError for what is
+    below 1, or no time."""
 
     sessions: int = 64
-    waiting: int = 0
     sequences: int = 256
     kv_tokens: int = 16384
     batch_tokens: int = 1024
@@ -61,8 +59,6 @@ class ServerLimits:
         for name in ("sessions", "sequences", "kv_tokens", "batch_tokens"):
             if getattr(self, name) < 1:
                 raise SwarmError(f"a server's {name} must be at least 1, not {getattr(self, name)}")
-        if self.waiting < 0:
-            raise SwarmError(f"a server's waiting must be 0 sessions or more, not {self.waiting}")
         for name in ("idle_s", "spare_s", "expiry_s", "rebalance_s", "drain_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise SwarmError(f"a server's {name} must be seconds above 0, not {getattr(self, name)}")
@@ -86,20 +82,17 @@ class Session(Ending):
 
 
 class Sessions:
-    """The sessions of a server of ``model``, in its ``queue``; ``committer`` signs what it computes.
+    """The sessions of a server of ``model``; ``committer`` signs what it computes.
 
     Where no place is free, a session of a client that has more than its share makes way for another's, one without a
     computed token first, and else one of which nothing was computed for a while.
     """
 
-    def __init__(
-        self, batcher: Batcher, model: str, limits: ServerLimits, committer: Committer, queue: PriorityQueue
-    ) -> None:
+    def __init__(self, batcher: Batcher, model: str, limits: ServerLimits, committer: Committer) -> None:
         self.batcher = batcher
         self.model = model
         self.limits = limits
         self.committer = committer
-        self.queue = queue
         self.slots = batcher.slots
         self.ends: Counter[str] = Counter()  # how often a session ended for which reason
         self.moving = False  # to other blocks: no session is opened
@@ -111,7 +104,7 @@ class Sessions:
     @property
     def open(self) -> int:
         """The number of open sessions."""
-        return self.queue.taken
+        return len(self._open)
 
     async def serve(self, context: grpc.aio.ServicerContext, headers: dict[str, str]) -> None:
         """Answer a client until it goes. Raises SwarmError for a session of another model, version or blocks, and what
@@ -120,8 +113,6 @@ class Sessions:
             session = Session(client_of(context.peer()), *self.opened(headers), asyncio.get_running_loop().time())
             session.adapter = self._adapter(headers)
             self.make_way(session.client)
-            has = sum(one.client == session.client for one in self._open)
-            await self.queue.take(headers.get(OFFER, ""), session.client, has, self.spare())
         except FirstTokenError:
             if self._refused < self.limits.sessions:  # how many are listened to at once: each may send a message
                 self._refused += 1
@@ -131,7 +122,6 @@ class Sessions:
                 finally:
                     self._refused -= 1
             raise
-        session.used = asyncio.get_running_loop().time()
         self._open.append(session)
         try:
             with session:
@@ -145,16 +135,18 @@ class Sessions:
             self._close(session)
 
     def make_way(self, client: Client) -> None:
-        """If no place is free, end the session that makes way for one of ``client``, if there is one."""
-        if self.queue.taken < self.queue.most or (one := self._making_way(client)) is None:
+        """End the session that makes way where no place is free for ``client``. Raises BusyError where none does."""
+        if self.open < self.limits.sessions:
             return
-        one.end(LostError("another client lacks a place here: open a session again"))
-        self._close(one)  # its place is free now; what it has under way ends by itself
+        if (session := self._making_way(client)) is None:
+            raise busy(f"{self.open} sessions are open here, and no more are taken", self._spare())
+        session.end(LostError("another client lacks a place here: open a session again"))
+        self._close(session)  # its place is free now; what it has under way ends by itself
 
-    def spare(self) -> list[float]:
+    def _spare(self) -> list[float]:
         """Seconds until each session has been idle for so long that it makes way for any other."""
         now = asyncio.get_running_loop().time()
-        return [self.limits.spare_s + (0.0 if one.busy else one.used - now) for one in self._open]
+        return [self.limits.spare_s + (0.0 if session.busy else session.used - now) for session in self._open]
 
     def _making_way(self, client: Client) -> Session | None:
         held, now = Counter(one.client for one in self._open), asyncio.get_running_loop().time()
@@ -172,7 +164,6 @@ class Sessions:
         if session in self._open:
             self._open.remove(session)
             self.slots.leave(session.sequences, list(session.sequences))
-            self.queue.give()
 
     async def _step(self, context: grpc.aio.ServicerContext, session: Session) -> bool:
         """Read a message and answer it; False when the client has gone."""
@@ -263,7 +254,6 @@ class Sessions:
     async def drain(self, seconds: float) -> None:
         """Open no more sessions until ``moving`` is undone, and end those that are open after so many ``seconds``."""
         self.moving, loop = True, asyncio.get_running_loop()
-        self.queue.dismiss(BusyError(_MOVES))
         until = loop.time() + seconds
         while self.open:
             if loop.time() > until:

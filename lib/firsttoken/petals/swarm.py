@@ -19,7 +19,6 @@ from firsttoken.petals.server_call import ServerCall
 from firsttoken.petals.server_session import ServerSession
 from firsttoken.petals.states import MOST_TOKENS
 from firsttoken.petals.timeouts import Timeouts
-from firsttoken.petals.trust.priority_queue import Bid
 from firsttoken.study.errors import SwarmError
 
 # How servers have behaved towards a client: who failed is not asked for a while, and who is late is told from others.
@@ -113,8 +112,8 @@ class Swarm:
     """The servers of ``model`` (sha256) that the members at ``peers`` (HOST:PORT) tell of. Lives in one event loop.
 
     Where none is known, but servers of the same weights under one of the ``other_names``, it is of these. Its hidden
-    states are ``width`` wide, and ``trained`` layers are trained through at most. ``bid`` is offered for a
-    place at a server that has none; ``served`` are tokens x blocks by subkey.
+    states are ``width`` wide, and ``trained`` layers are trained through at most. ``served`` are tokens x blocks by
+    subkey.
     """
 
     def __init__(
@@ -125,7 +124,6 @@ class Swarm:
         access: Access,
         timeouts: Timeouts,
         trained: int = 0,
-        bid: Bid | None = None,
         other_names: Sequence[str] = (),
     ) -> None:
         if not peers:
@@ -137,7 +135,6 @@ class Swarm:
         self.contacts.near = any(is_loopback(peer.rpartition(":")[0].strip("[]")) for peer in peers)
         self.timeouts = timeouts
         self.access = access
-        self.bid = bid
         self.served: Counter[str] = Counter()
         self._width, self._trained = width, trained
         self._channels: dict[str, Channel] = {}
@@ -262,7 +259,6 @@ class Swarm:
     def open_session(self, record: Record, layers: range, coding: str, adapter: str = "") -> ServerSession:
         """A session with the server of ``record``, for ``layers`` among its blocks, with an ``adapter`` that it has."""
         channel, headers = self.channel(record.address), self.access.headers
-        headers += self.bid.headers(record.server) if self.bid is not None else ()
         headers += ((ADAPTER, adapter),) if adapter else ()
         call = ServerCall(record.name, channel, layers, self.model, coding, self.timeouts, headers)
         return ServerSession(call, record.server, MOST_TOKENS * self._width * 4)

@@ -20,7 +20,6 @@ from firsttoken.lean.build import build_lean
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.petals.access import Access, check_installed
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.keys import public_hex, server_key
 from firsttoken.petals.records import steady_s
 from firsttoken.petals.remote_model import UNAUDITED, UNSHARED, Ends, RemoteModel
 from firsttoken.petals.routing import unserved
@@ -79,9 +78,8 @@ class SwarmServer(StaticServer):
         if config.swarm_audit_rate is not None:
             if config.prefix_store is not None:
                 raise SwarmError(f"stored {UNSHARED}; leave one of them out")
-            accuser = public_hex(server_key(None))
             shares = config.swarm_audit_undecided, config.swarm_audit_unwitnessed
-            audits = Audits(config.swarm_audit_rate, config.swarm[0], accuser, TOLERANCE, *shares)
+            audits = Audits(config.swarm_audit_rate, config.swarm[0], TOLERANCE, *shares)
             dtype = torch.float32  # which alone is vouched for
         link, variants = Link(LinkConfig(config.gbit_per_s)), {}
         if config.variants:

@@ -22,7 +22,6 @@ from firsttoken.assets.text_tokenizer import read_text_tokenizer
 from firsttoken.petals.access import Access, check_installed
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.checkpoint_blocks import model_sha256, parse_blocks, write_8_bits
-from firsttoken.petals.keys import public_hex, server_key
 from firsttoken.petals.placement import Rebalancing, interval_to_join
 from firsttoken.petals.records import Record
 from firsttoken.petals.server import ServerConfig, serving
@@ -151,8 +150,8 @@ def _generate(options: argparse.Namespace) -> None:
     ends = chat_ends(folder, tokenizer, files)
     audits = None
     if options.audit_rate is not None:
-        accuser, shares = public_hex(server_key(None)), (options.audit_undecided, options.audit_unwitnessed)
-        audits = Audits(options.audit_rate, options.registry[0], accuser, TOLERANCE, *shares)
+        shares = options.audit_undecided, options.audit_unwitnessed
+        audits = Audits(options.audit_rate, options.registry[0], TOLERANCE, *shares)
     with RemoteModel(
         options.model,
         options.registry,

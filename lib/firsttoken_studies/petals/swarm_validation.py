@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from firsttoken.engine.request import Sampling, ScheduledChunk
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.checkpoint_blocks import model_sha256, parse_blocks
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.keys import public_hex, server_key
 from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import Running, ServerConfig, serving
 from firsttoken.petals.session import ServerLimits
@@ -30,8 +28,6 @@ from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.trust.arbitration import TOLERANCE, difference
 from firsttoken.petals.trust.auditor import INCONCLUSIVE, Auditor, Audits
-from firsttoken.petals.trust.ledger import Order, Receipt, signed_slip
-from firsttoken.petals.trust.receipts import tell_keeper
 from firsttoken.study.errors import ProfileError, SwarmError
 from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.progress import track
@@ -121,7 +117,6 @@ def _through(model: nn.Module, span: range, inputs: Tensor) -> Tensor:
         body.layers, body.norm = whole
 
 
-DEPOSIT = 1000  # points of each liar
 _ROUNDED = 8  # prompts whose states are computed in float64, too
 _LOOKS = 200  # until a client sees the liar before the honest server of its blocks
 
@@ -168,7 +163,7 @@ class ValidationConfig:
 def swarm_validation(profile: Profile) -> Outcome:
     """Rows {what: rounding, against, difference}, {what: audit, batch, difference},
     {what: honest, batch, convicted, inconclusive, recomputed, computed} and
-    {what: liar, lie, rate, trial, caught_at, told, others, deposit}: caught_at is the token in whose step it was."""
+    {what: liar, lie, rate, trial, caught_at, told, others}: caught_at is the token in whose step it was."""
     config = profile.section("validation", ValidationConfig)
     check(config.needs(), ModelFacts(profile.model))
     with stored(profile) as (folder, loaded), ExitStack() as stack:
@@ -184,16 +179,15 @@ def swarm_validation(profile: Profile) -> Outcome:
 
 
 class _Validation:
-    """Honest servers, two of each span, and a client; the first keeps the accounts."""
+    """Honest servers, two of each span, and a client; the first judges."""
 
     def __init__(self, stack: ExitStack, folder: Path, depth: int, config: ValidationConfig) -> None:
         self.folder, self.depth, self.config = folder, depth, config
         self.spans = [parse_blocks(one, depth) for one in split_evenly(depth, config.servers)]
-        self.sha256, self.key = model_sha256(folder), server_key(None)
-        self._keys = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        self.sha256 = model_sha256(folder)
         self.door = ""
-        ups = [stack.enter_context(self._serving(span)) for span in (*self.spans, *self.spans)]
-        self.keeper = ups[0]
+        for span in (*self.spans, *self.spans):
+            stack.enter_context(self._serving(span))
         self.model = stack.enter_context(RemoteModel(folder, [self.door], timeouts=Timeouts(step_s=30.0)))
 
     def honest(self, prompts: Sequence[list[int]]) -> Rows:
@@ -213,25 +207,22 @@ class _Validation:
 
     def liar(self, lie: str, rate: float, trial: int, prompt: list[int], seed: int) -> dict[str, Any]:
         """An answer through a server that tells ``lie``, while the client audits ``rate`` of what it is told."""
-        span, key = self.spans[len(self.spans) // 2], self._keys / f"{lie}-{rate}-{trial}"
-        with self._serving(span, key, partial(ByzantineBackend, lie=lie, seed=seed)) as up:
+        span = self.spans[len(self.spans) // 2]
+        with self._serving(span, partial(ByzantineBackend, lie=lie, seed=seed)) as up:
             self._choose(up)
-            self._deposit(up, key)
             self._watched(rate, seed)
             before = set(self.model.swarm.convicted)
             caught_at = self._answer([prompt], until=up.record.server)
             wait_for(self._end())
             found = self.model.swarm.convicted - before
             row = {"what": "liar", "lie": lie, "rate": rate, "trial": trial, "caught_at": caught_at}
-            row |= {"told": up.sessions.batcher.backend.told, "others": len(found - {up.record.server})}
-            return row | {"deposit": self.keeper.ledger.account(up.record.server).deposit}
+            return row | {"told": up.sessions.batcher.backend.told, "others": len(found - {up.record.server})}
 
     async def _end(self) -> None:
         self.model.chain.close()
 
     def _watched(self, rate: float, seed: int) -> Auditor:
-        audits = Audits(rate, self.door, public_hex(self.key), seed=seed)
-        self.model.chain.auditor = Auditor(self.model.swarm, audits)
+        self.model.chain.auditor = Auditor(self.model.swarm, Audits(rate, self.door, seed=seed))
         return self.model.chain.auditor
 
     def _answer(self, prompts: Sequence[list[int]], until: str = "") -> int:
@@ -258,19 +249,11 @@ class _Validation:
                 return
         raise SwarmError(f"{up.record.name} is never the fastest of its swarm, so no client asks it; run it again")
 
-    def _deposit(self, up: Running, path: Path) -> None:
-        """The server is credited with points, and sets them aside, as its own key says."""
-        server = up.record.server
-        receipt = signed_slip(Receipt(public_hex(self.key), server, DEPOSIT), self.key)
-        order = signed_slip(Order(server, self.keeper.record.server, "deposit", DEPOSIT, 1), server_key(path))
-        for slip in (receipt, order):
-            wait_for(tell_keeper(self.model.swarm, self.door, slip))
-
     @contextmanager
-    def _serving(self, span: range, key: Path | None = None, make_backend: Any = BlockBackend) -> Iterator[Running]:
+    def _serving(self, span: range, make_backend: Any = BlockBackend) -> Iterator[Running]:
         """A server in this process, which others reach over gRPC alone."""
         limits, peers = ServerLimits(kv_tokens=4096), (self.door,) if self.door else ()
-        config = ServerConfig(self.folder, span, torch.float32, peers=peers, key=key, limits=limits)
+        config = ServerConfig(self.folder, span, torch.float32, peers=peers, limits=limits)
         opened = AsyncExitStack()
         try:
             up = wait_for(opened.enter_async_context(serving(config, self.sha256, make_backend)))
@@ -287,11 +270,11 @@ def foreseen(lie: str, rate: float, answers: int) -> float:
 
 def validation_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Liars caught by lie and rate, with what the draws foresee; honest servers convicted; their differences in parts
-    of the tolerance; deposits left to those caught; what auditing every answer computes beside the answer."""
+    of the tolerance; what auditing every answer computes beside the answer."""
     asked, summary = parameters["validation"], Summary()
     audits, rounded, honest, liars = (frame_of(rows, what=what) for what in ("audit", "rounding", "honest", "liar"))
     audits["alarm"], liars["caught"] = audits.difference > TOLERANCE, liars.caught_at >= 0
-    honest["again"], liars["left"] = honest.recomputed / honest.computed, liars.deposit > 0
+    honest["again"] = honest.recomputed / honest.computed
     most, wrong = audits.difference.max(), honest.convicted.max() + liars.others.sum()
     summary.by(rounded, {}, {"difference": ("difference", "median", "")}, case="rounding")
     summary.add("difference", {"value": most, "n": len(audits), "unit": ""}, case="audit", across="most")
@@ -310,5 +293,4 @@ def validation_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         summary.add("caught_pct", {"value": expected, "unit": "%"}, source="foreseen", **place)
         apart.append(abs(100 * here.caught.sum() / len(here) - expected))
     summary.add("caught_off_points", bootstrap(apart).summary("points"), than="foreseen", across="mean")
-    summary.by(liars[liars.caught], {}, {"deposits_left_pct": ("left", "mean", "%", 100)})
     return summary

@@ -23,7 +23,6 @@ from firsttoken.petals.kv_slots import KVSlots
 from firsttoken.petals.records import Registry, steady_s
 from firsttoken.petals.states import Stretch
 from firsttoken.petals.trust.commitments import Evidence
-from firsttoken.petals.trust.ledger import Ledger
 from firsttoken.study.errors import BusyError, SwarmError
 from firsttoken.study.parsing.schema import at_least
 from firsttoken.study.system.openmp import loops_on_one_core
@@ -38,25 +37,22 @@ _MOST_CONVICTED = 4096
 
 @dataclass(frozen=True)
 class Ruling:
-    """Whether the accused is ``convicted``, by what ``difference`` of a row's norm, and the points ``taken`` of it."""
+    """Whether the accused is ``convicted``, and by what ``difference`` of a row's norm."""
 
     convicted: bool
     difference: Annotated[float, at_least(0.0)]
-    taken: Annotated[int, at_least(0)]
 
 
 class Arbitrator:
-    """Judges servers of ``model`` (sha256), whose copy is in ``folder``, and takes deposits from their accounts in
-    ``ledger``. Only servers that ``registry`` has met are judged.
+    """Judges servers of ``model`` (sha256), whose copy is in ``folder``; only those that ``registry`` has met.
 
     An accusation costs the accuser first: each place that they come from has ``_ACCUSATIONS`` and one more every
     ``_AGAIN_S``, and has it back where it was right. Cases are computed one at a time, on one core, below all else
     that this machine does.
     """
 
-    def __init__(self, folder: Path, model: str, ledger: Ledger, registry: Registry) -> None:
-        self.folder, self.model, self.ledger = folder, model, ledger
-        self._registry = registry
+    def __init__(self, folder: Path, model: str, registry: Registry) -> None:
+        self.folder, self.model, self._registry = folder, model, registry
         self._convicted: dict[str, None] = {}
         self._shares = Shares(_ACCUSATIONS, _AGAIN_S)
         self._open = 0
@@ -86,17 +82,17 @@ class Arbitrator:
         if commitment.model != self.model:
             raise SwarmError(f"this keeper has the model {self.model[:12]}, not {commitment.model[:12]}")
         if commitment.server in self._convicted:
-            return Ruling(True, 0.0, 0)
+            return Ruling(True, 0.0)
         if not self._registry.met(commitment.server, steady_s()):
             raise SwarmError(f"{commitment.server[:8]} is not a server that this keeper has met: ask another")
         compute = partial(recomputed, self.folder, range(*commitment.layers), evidence.inputs)
         there = await asyncio.get_running_loop().run_in_executor(self._thread, compute)
         apart = difference(evidence.outputs, there[-len(evidence.outputs) :])
         if apart <= TOLERANCE:
-            return Ruling(False, apart, 0)
+            return Ruling(False, apart)
         self._shares.give_back(source)
         remember(self._convicted, commitment.server, None, _MOST_CONVICTED)
-        return Ruling(True, apart, self.ledger.convict(commitment.server, evidence.charge.accuser))
+        return Ruling(True, apart)
 
     def close(self) -> None:
         """End the thread when its case is done."""

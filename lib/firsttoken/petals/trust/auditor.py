@@ -45,15 +45,14 @@ class _UnwitnessedError(SwarmError):
 @dataclass(frozen=True)
 class Audits:
     """A share ``rate`` of the answers is computed again by other servers. What differs by more than ``tolerance`` of a
-    row's norm is brought before ``keeper`` (HOST:PORT), which gives the deposit of who lied to ``accuser`` (a subkey).
-    A server is left, and where nobody else has its blocks the answer ends, when of its audits more than the share
-    ``undecided`` found a difference of which the keeper convicts nobody, or more than the share ``unwitnessed`` found
-    no other server that has the blocks and answers. ``seed`` None draws what nobody can foretell. Raises SwarmError for
-    what is no rate, share or tolerance."""
+    row's norm is brought before ``keeper`` (HOST:PORT), which judges who lied. A server is left, and where nobody else
+    has its blocks the answer ends, when of its audits more than the share ``undecided`` found a difference of which the
+    keeper convicts nobody, or more than the share ``unwitnessed`` found no other server that has the blocks and
+    answers. ``seed`` None draws what nobody can foretell. Raises SwarmError for what is no rate, share or
+    tolerance."""
 
     rate: float
     keeper: str
-    accuser: str
     tolerance: float = TOLERANCE
     undecided: float = UNDECIDED
     unwitnessed: float = UNWITNESSED
@@ -130,7 +129,7 @@ class Auditor:
             said = commitment.server, commitment.model, commitment.layers
             if said != (record.server, self.swarm.model, (session.layers.start, session.layers.stop)):
                 raise SwarmError("its commitment is another's, or of other blocks")
-            charge = Charge(commitment, at, self.audits.accuser)
+            charge = Charge(commitment, at)
             if not committed(charge.committed, session.layers.start, inputs, outputs):
                 raise SwarmError("its commitment is of other inputs or outputs")
         except SwarmError as error:
@@ -192,7 +191,7 @@ class Auditor:
             session.close()
         self.recomputed += (work := len(inputs) * len(blocks))
         self.swarm.served[witness.server] += work
-        return Evidence(Charge(read_commitment(session.commitment), 0, self.audits.accuser), inputs, torch.cat(parts))
+        return Evidence(Charge(read_commitment(session.commitment), 0), inputs, torch.cat(parts))
 
     async def _convicts(self, evidence: Evidence) -> bool:
         """Whether the keeper finds that the server lied. Raises SwarmError where it does not judge."""

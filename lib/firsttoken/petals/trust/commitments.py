@@ -110,11 +110,10 @@ class Committer:
 
 @dataclass(frozen=True)
 class Charge:
-    """Says that step ``step`` of ``commitment`` is wrong; ``accuser`` is the key to which the deposit is due."""
+    """Says that step ``step`` of ``commitment`` is wrong."""
 
     commitment: Commitment
     step: Annotated[int, between(0, MOST_TOKENS)]
-    accuser: Annotated[str, digits(64)]
 
     @property
     def committed(self) -> CommittedStep:
