@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from firsttoken.assets.lock import load_lock
 from firsttoken.engine.native.library import kernels
+from firsttoken.study import progress
 from firsttoken.study.system.compiled import ACCELERATOR
 
 # how long an example takes says more about what else the machine does than about the code
@@ -22,6 +23,7 @@ settings.register_profile("explore", deadline=None, suppress_health_check=[Healt
 settings.register_profile("patient", settings.get_profile("explore"), derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "patient"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+progress.START_S = 600.0  # on a busy machine a second passes before an error that a test expects to stand alone
 
 
 torch.set_num_threads(1)

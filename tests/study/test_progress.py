@@ -98,8 +98,11 @@ def test_what_is_short_or_within_another_has_no_line(capsys) -> None:
     assert capsys.readouterr().err == ""
 
 
-def test_a_notebook_and_what_it_starts_show_no_lines() -> None:
-    count = "from firsttoken.study.progress import track; list(track(range(9), desc='x'))"
+def test_a_notebook_and_what_it_starts_show_no_lines(monkeypatch) -> None:
+    for name in (UNSEEN, "PYTEST_CURRENT_TEST"):  # with the latter a kernel does not show what its children write
+        monkeypatch.delenv(name, raising=False)
+    count = "import time\nfrom firsttoken.study import progress\nprogress.START_S = 0\n"
+    count += "for _ in progress.track(range(2), desc='x'): time.sleep(0.3)"
     child = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {count!r}], check=True)"
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(f"{count}\n{child};")])
     NotebookClient(notebook, kernel_name="python3").execute()
