@@ -26,6 +26,7 @@ _INT8 = "Write a copy of a model whose blocks are stored in 8 bits. Servers and 
 def serve(options: argparse.Namespace) -> int:
     """Serve a model until Ctrl-C."""
     with uncollected():
+        from firsttoken.assets.checkpoint import hub_folder
         from firsttoken_serve.http.launch import serve_forever
         from firsttoken_serve.service_config import read_key
 
@@ -34,6 +35,8 @@ def serve(options: argparse.Namespace) -> int:
         from firsttoken.assets.gguf import PINNED, converted
 
         options.folder = converted(PINNED, hashed=False)
+    else:
+        options.folder = hub_folder(options.folder)
     given = {"folder": options.folder, "api_key": read_key(options.api_key_file)}
     serve_forever(values.configured(ServiceConfig, options, **given))
     return OK
@@ -68,7 +71,10 @@ COMMANDS = (serve, prefix, swarm)
 def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     """Add the commands of the server, each by ``command``, which makes its parser."""
     serve = command("serve", _SERVE)
-    what = "what `firsttoken stage` wrote, or a Hugging Face folder of a Llama-like model (default: SmolLM2)"
+    what = (
+        "what `firsttoken stage` wrote, a Hugging Face folder of a Llama-like model, or ORG/NAME of one that"
+        " `hf download ORG/NAME` has brought to this machine (default: SmolLM2)"
+    )
     serve.add_argument("folder", type=values.folder, nargs="?", metavar="FOLDER", help=what)
     keys = "a file with the key that clients must send (default: the variable FIRSTTOKEN_API_KEY, or no key)"
     serve.add_argument("--api-key-file", type=Path, metavar="FILE", help=keys)

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from firsttoken.assets.model_config import public_name
 from firsttoken.engine.request_limits import BLOCK_TOKENS, POOL_TOKENS
 from firsttoken.study import option_values as values
 from firsttoken.study.errors import StageError
@@ -82,7 +83,7 @@ _COPIES = "a model is computed on one device here: --replicas N serves copies, `
 _TLS = "the service speaks HTTP: let a proxy in front of it end TLS"
 _NAMED = "a model is called as its folder: rename that, or serve a link to it"
 _FOLDER = "the folder stands by itself: `firsttoken serve FOLDER`"
-_HUB = "download it first: `hf download ORG/NAME --local-dir FOLDER`, then `firsttoken serve FOLDER`"
+_HUB = "download it first: `hf download ORG/NAME`, then `firsttoken serve ORG/NAME`"
 _QUIET = "what the service has to say is what it says: leave it out"
 _STORED = "a model is served in the number format of its weights, or in float32 where that is faster here: leave it out"
 ELSEWHERE = {
@@ -267,8 +268,8 @@ class ServiceConfig:
 
     @property
     def model(self) -> str:
-        """The name that clients know the model by: that of its folder."""
-        return self.folder.resolve().name
+        """The name that clients know the model by: that of its folder, or on the Hub."""
+        return public_name(self.folder.resolve())
 
     @property
     def one_process(self) -> bool:

@@ -21,7 +21,9 @@ PROMPT = "the inn in the north"
 STRANGER = "<img/src=x/onerror=alert(1)>:80"  # who says so is where nobody can be asked
 
 
-def ask(page: Page, tokens: int) -> None:
+def ask(page: Page, tokens: int, chat: bool = False) -> None:
+    if page.browser.find_element("id", "chat").is_selected() is not chat:
+        page.click("chat")
     page.put("prompt", PROMPT)
     page.put("tokens", str(tokens))
     page.click("go")
@@ -45,6 +47,8 @@ def test_it_shows_the_engine_while_it_streams(tmp_path: Path) -> None:
     with served(folder, FIRSTTOKEN_API_KEY=KEY) as url, visiting(url) as page:
         until(lambda: "stage 3: serving" in page.text("stages"), "the stages are shown")
         until(lambda: free(page), "nothing runs")
+        first, *others = page.browser.execute_script("return [...at('stages').children].map(box => box.offsetWidth)")
+        assert [round(first / other, 1) for other in others] == [1.4, 1.4], "as wide as its bytes"
         ask(page, 500)
         until(lambda: "API key is missing" in said(page), "it says what it lacks")
         page.put("key", KEY)
@@ -58,7 +62,16 @@ def test_it_shows_the_engine_while_it_streams(tmp_path: Path) -> None:
         until(whole, "the answer is there")
         assert ("1", False) in seen, "a request ran and had blocks while the page looked"
         until(lambda: free(page), "all is given back")
+        figures = page.text("figures")
+        assert figures.startswith("first token after ") and " tokens/s, 500 tokens, it ends at the limit" in figures
         page.check_widths("page")
+        for turn in (1, 2):
+            ask(page, 20, chat=True)
+            until(lambda: ended(page) and page.text("figures").endswith(("(length)", "(stop)")), "a turn is answered")
+            assert page.whole_text("answer").count(PROMPT) == turn
+        page.check_widths("chat")
+        page.click("anew")
+        assert page.whole_text("answer") == page.text("figures") == ""
         assert not [error for error in page.errors() if "401" not in error]
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from transformers.generation import logits_process as theirs
 
-from firsttoken.engine.draws import draw
+from firsttoken.engine.draws import choose, draw
 from firsttoken.engine.request import Sampling
 
 LOGITS = np.log(np.array([0.02, 0.4, 0.05, 0.3, 0.13, 0.1], dtype=np.float32)) + np.float32(3.0)
@@ -68,6 +70,64 @@ def test_the_nucleus_of_many_tokens(top_p: float) -> None:
     seen = {draw(logits, 1.0, top_p, Given(number)) for number in given}
     assert seen <= set(kept) and draw(logits, 1.0, top_p, Given(HIGHEST)) in kept
     assert len(kept) - len(seen) <= 0.1 * len(kept)  # a share of less than a step of ``given`` may be missed
+
+
+@pytest.mark.parametrize(
+    ("options", "process", "warp"),
+    [
+        ({"top_k": 7}, [], [theirs.TopKLogitsWarper(7)]),
+        ({"top_k": 10**9}, [], []),
+        ({"min_p": 0.1}, [], [theirs.MinPLogitsWarper(0.1)]),
+        ({"min_p": 1.0}, [], [theirs.MinPLogitsWarper(1.0)]),
+        ({"top_k": 20, "min_p": 0.02}, [], [theirs.TopKLogitsWarper(20), theirs.MinPLogitsWarper(0.02)]),
+        ({"top_k": 9, "top_p": 0.8}, [], [theirs.TopKLogitsWarper(9), theirs.TopPLogitsWarper(0.8)]),
+        ({"repetition_penalty": 1.3}, [theirs.RepetitionPenaltyLogitsProcessor(1.3)], []),
+        ({"repetition_penalty": 0.7}, [theirs.RepetitionPenaltyLogitsProcessor(0.7)], []),
+        ({"min_tokens": 4, "stop": (3, 5)}, [theirs.MinNewTokensLengthLogitsProcessor(3, 4, [3, 5])], []),
+        ({"min_tokens": 3, "stop": (3, 5)}, [theirs.MinNewTokensLengthLogitsProcessor(3, 3, [3, 5])], []),
+        ({"logit_bias": ((4, 2.5), (9, -9.0))}, [theirs.SequenceBiasLogitsProcessor([[[4], 2.5], [[9], -9.0]])], []),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 1.4])
+def test_options_are_those_of_transformers(options, process, warp, temperature: float) -> None:
+    """After three tokens of a prompt and three of an answer, by logits of which some are equal."""
+    tokens = [3, 3, 50, 8, 8, 60]
+    for seed in range(5):
+        logits = np.random.default_rng(seed).normal(0, 2, 100).astype(np.float32)
+        logits[60:] = logits[60:].round(1)
+        scores = theirs.LogitsProcessorList(process)(torch.tensor([tokens]), torch.from_numpy(logits).double()[None])
+        if temperature:
+            scores = theirs.LogitsProcessorList(warp)(torch.tensor([tokens]), scores / temperature)
+        sampling, like = Sampling(temperature=temperature, **options), Sampling(temperature=float(temperature > 0))
+        for number in np.linspace(0, HIGHEST, 300):
+            wanted = choose(scores[0].numpy(), like, tokens, 3, Given(number))
+            assert choose(logits, sampling, tokens, 3, Given(number)) == wanted
+
+
+def test_frequency_and_presence_count_the_answer_alone() -> None:
+    """As vLLM's ``apply_penalties`` has it: repetition of both first, then of the answer each time and each token."""
+    tokens, generated = [3, 3, 50, 8, 8, 60], 3
+    for seed in range(50):
+        logits = np.random.default_rng(seed).normal(0, 2, 100)
+        wanted = logits.copy()
+        for token in set(tokens):
+            wanted[token] = wanted[token] / 1.2 if wanted[token] > 0 else wanted[token] * 1.2
+        for token in tokens[-generated:]:
+            wanted[token] -= 1.5
+        for token in set(tokens[-generated:]):
+            wanted[token] -= -0.8
+        for temperature in (0.0, 0.9):
+            penalties = {"frequency_penalty": 1.5, "presence_penalty": -0.8, "repetition_penalty": 1.2}
+            chosen = choose(logits, Sampling(temperature=temperature, **penalties), tokens, generated, generator(seed))
+            assert chosen == choose(wanted, Sampling(temperature=temperature), tokens, generated, generator(seed))
+
+
+def test_where_no_token_is_left_one_is_chosen() -> None:
+    """All of them would end an answer that may not end; the penalty of a token that is ruled out stays a number."""
+    everything = Sampling(min_tokens=9, stop=tuple(range(6)), repetition_penalty=100.0)
+    for temperature in (0.0, 5e-324, 1.0):
+        token = choose(LOGITS, replace(everything, temperature=temperature), [1, 2], 1, generator(0))
+        assert 0 <= token < 6
 
 
 def test_the_first_of_equals_are_in_the_nucleus() -> None:

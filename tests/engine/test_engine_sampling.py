@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from plain_tokens import generated
 
 from firsttoken.engine.request import Request, Sampling, ScheduledChunk
 from firsttoken.engine.sampling import next_tokens
@@ -122,7 +123,11 @@ def test_half_a_prompt_draws_nothing() -> None:
 # -- in the engine
 
 
-SAMPLED = [Sampling(24, temperature=1.0 + n / 10, top_p=1.0 - n / 20, seed=n) for n in range(5)]
+SAMPLED = [Sampling(24, temperature=1.0 + n / 10, top_p=1.0 - n / 20, seed=n) for n in range(3)]
+SAMPLED.append(Sampling(24, temperature=1.3, seed=3, top_k=30, min_p=0.01, frequency_penalty=0.7, presence_penalty=0.2))
+SAMPLED.append(
+    Sampling(24, repetition_penalty=1.4, presence_penalty=1.0, logit_bias=((7, 2.0),), min_tokens=24, stop=(7,))
+)
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +162,19 @@ def test_an_answer_in_two_requests(lab, llama, alone) -> None:
         said = 5 * n + 1
         run.submit([*one.prompt, *alone[n][:said]], replace(sampling, max_tokens=24 - said, drawn=said))
     assert run.finish() == [output[5 * n + 1 :] for n, output in enumerate(alone)]
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_greedy_penalties_are_those_of_transformers(lab, llama, share: bool) -> None:
+    """Also where the beginning of the prompt was computed for somebody else."""
+    one, asked = llama.known[-1], {"repetition_penalty": 1.4}
+    run = lab.live(llama.model, 200, share_prefixes=share)
+    outputs = []
+    for _ in range(2):
+        run.submit(one.prompt, Sampling(24, **asked))
+        outputs.append(run.finish()[-1])
+    lab.close()
+    assert outputs == [generated(llama.model, one.prompt, 24, **asked).tokens] * 2 != [list(one.answer)] * 2
 
 
 def test_other_seeds_say_something_else(lab, llama) -> None:

@@ -34,6 +34,8 @@ DRAWN = [
     {"temperature": 0.8, "seed": 5},
     {"temperature": 1.3, "top_p": 0.9, "seed": -7},
     {"temperature": 1.0, "top_p": 0.95, "seed": 2**64 - 1, "drawn": 3},
+    {"temperature": 1.2, "top_k": 40, "min_p": 0.01, "frequency_penalty": 0.9, "drawn": 3},
+    {"repetition_penalty": 1.5, "presence_penalty": 0.5, "logit_bias": ((5, 1.5),), "min_tokens": 9, "stop": (5, 8)},
 ]
 
 
@@ -188,7 +190,7 @@ def test_draws_are_those_of_the_engine(served, model) -> None:
     """Beside greedy answers, by seed, and up to a stop."""
     wanted = [by_the_engine(model, PROMPT, **sampling) for sampling in DRAWN]
     greedy = alone(model, PROMPT)
-    assert len({tuple(one) for one in (*wanted, greedy)}) == 4
+    assert len({tuple(one) for one in (*wanted, greedy)}) == 6
     served.answers.begin()
     streams = [served.ask(**sampling) for sampling in (*DRAWN, {}, *DRAWN)]
     assert [list(stream) for stream in streams] == [*wanted, greedy, *wanted]

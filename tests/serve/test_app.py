@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("starlette")
 
-from services import CHATS, COMPLETIONS, GREEDY, events, serving
+from services import CHATS, COMPLETIONS, GREEDY, byte_level, events, serving
 
+import firsttoken
 from firsttoken_serve.chat.text import Vocabulary, read_vocabulary
 from firsttoken_serve.served_model import is_staged
 
@@ -205,6 +206,22 @@ def test_models_names_the_one_model(client):
     assert "--swarm HOST:PORT" in client.get("/swarm").json()["error"]["message"]
 
 
+def test_routes_of_vllm_and_what_is_said_of_others(client):
+    assert client.get("/version").json() == {"version": firsttoken.__version__}
+    assert client.post("/ping").status_code == client.get("/ping").status_code == 200
+    ids = client.post("/tokenize", json={"prompt": "the inn"}).json()
+    longest = client.get("/v1/models/tiny").json()["max_model_len"]
+    assert ids == {"count": 4, "max_model_len": longest, "tokens": byte_level().encode("the inn").ids}
+    assert client.post("/detokenize", json={"tokens": ids["tokens"]}).json() == {"prompt": "the inn"}
+    chat = client.post("/tokenize", json={"messages": [{"role": "user", "content": "the"}]}).json()["tokens"]
+    assert client.post("/detokenize", json={"tokens": chat}).json() == {"prompt": "user the<end>in "}
+    assert client.post("/detokenize", json={"tokens": [260]}).json()["error"]["param"] == "tokens"
+    for path in ("/v1/responses", "/v1/embeddings"):
+        missing = client.post(path, json={"input": "a"})
+        assert missing.status_code == 404 and "/v1/chat/completions, " in missing.json()["error"]["message"]
+    assert client.get("/v1/completions").status_code == 405
+
+
 def test_metrics_count_what_happened(client):
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -214,6 +231,7 @@ def test_metrics_count_what_happened(client):
         found = {}
         for family in text_string_to_metric_families(page.text):
             for sample in family.samples:
+                assert family.documentation and sample.labels.get("model", "tiny") == "tiny"
                 found[sample.name + sample.labels.get("outcome", "") + sample.labels.get("le", "")] = sample.value
         return found
 
@@ -227,6 +245,9 @@ def test_metrics_count_what_happened(client):
     assert gained["firsttoken_generated_tokens_total"] == 14 and gained["firsttoken_prompt_tokens_total"] == 8
     assert gained["firsttoken_time_to_first_token_seconds_count"] == 2
     assert gained["firsttoken_time_between_tokens_seconds_count"] == 12
+    queue, whole = (f"firsttoken_{name}_time_seconds" for name in ("queue", "request"))
+    assert gained[f"{queue}_count"] == gained[f"{whole}_count"] == 2
+    assert 0 < gained[f"{queue}_sum"] < gained["firsttoken_time_to_first_token_seconds_sum"] < gained[f"{whole}_sum"]
     assert after["firsttoken_stage"] == 3 and after["firsttoken_kv_blocks"] > 0
 
 
@@ -237,7 +258,7 @@ def test_the_page_asks_nobody_else_for_anything(client):
     assert not re.search(r"https?://|//[a-z]+\.[a-z]|@import|url\(", response.text)
     assert not re.search("innerHTML|outerHTML|insertAdjacent|document.write|eval", response.text)
     below = re.findall(r'fetch\(here \+ "([^"]+)"', response.text)  # also where a proxy has put the page below a path
-    assert set(below) == {"stage", "swarm", "v1/completions"} and response.text.count("fetch(") == len(below)
+    assert set(below) == {"stage", "swarm", "v1/"} and response.text.count("fetch(") == len(below)
     assert 'const here = location.pathname.replace(/\\/*$/, "/")' in response.text
 
 

@@ -56,13 +56,13 @@ def test_every_line_of_the_table_changes_nothing_or_is_refused_by_name(kind, sta
 
 
 def test_a_number_is_no_truth():
-    for field, wrong in (("store", 0), ("presence_penalty", False), ("repetition_penalty", True), ("id_slot", True)):
+    for field, wrong in (("store", 0), ("priority", False), ("length_penalty", True), ("id_slot", True)):
         with pytest.raises(RequestError, match=f"^{field}: only "):
             parse("/v1/completions", {"prompt": "a", field: wrong})
 
 
 def test_where_nothing_is_drawn_the_shape_of_draws_is_nothing():
-    for field, value in (("top_k", 1), ("top_k", 40), ("min_p", 0.1), ("typical_p", 0.5)):
+    for field, value in (("top_a", 0.1), ("typical_p", 0.5)):
         parse("/v1/completions", {"prompt": "a", "temperature": 0, field: value})
         for told in ({"temperature": 0.5, field: value}, {field: value}, {"temperature": 0, field: "1"}):
             with pytest.raises(RequestError, match=f"^{field}: only "):
@@ -76,12 +76,12 @@ def test_the_best_of_as_many_as_are_told_are_all_of_them():
         parse("/v1/completions", {"prompt": "a", "do_sample": False})
 
 
-def test_tokens_at_least_are_served_where_nothing_ends_an_answer():
-    asked = {"prompt": "a", "max_tokens": 8, "min_tokens": 8}
-    assert parse("/v1/completions", asked | {"ignore_eos": True}).ignore_eos
-    for wrong in ({}, {"ignore_eos": True, "stop": "x"}, {"ignore_eos": True, "max_tokens": 7}):
-        with pytest.raises(RequestError, match="min_tokens"):
-            parse("/v1/completions", asked | wrong)
+def test_no_more_tokens_at_least_than_at_most():
+    asked = {"prompt": "a", "min_tokens": 8}
+    for more in ({}, {"stop": "x"}, {"ignore_eos": True, "max_tokens": 8}):
+        assert parse("/v1/completions", asked | more).min_tokens == 8
+    with pytest.raises(RequestError, match="min_tokens: 8 are more"):
+        parse("/v1/completions", asked | {"max_tokens": 7})
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,26 @@ def test_no_token_ends_an_answer_that_ignores_them(small):
     assert chunks[-1]["usage"]["completion_tokens"] == 40
 
 
+def test_ends_and_biases_by_id(small):
+    """65 is the id of "a"."""
+    said = {"prompt": "the inn", "max_tokens": 9, "ignore_eos": True, "temperature": 0, "logit_bias": {"65": 100}}
+
+    def answered(**more) -> tuple[str, str, int]:
+        body = ask(small, **said | more).json()
+        (choice,) = body["choices"]
+        return choice["text"], choice["finish_reason"], body["usage"]["completion_tokens"]
+
+    assert answered() == ("aaaaaaaaa", "length", 9)
+    assert answered(stop_token_ids=[65]) == ("", "stop", 1)
+    assert answered(stop="aa") == ("", "stop", 2) and answered(stop="aa", min_tokens=3) == ("aaa", "stop", 5)
+    text, reason, tokens = answered(stop_token_ids=[65], min_tokens=4)
+    assert "a" not in text and (reason, tokens) == ("stop", 5)
+    assert answered(min_tokens=9, stop="aa") == ("aaaaaaaaa", "length", 9)
+    assert len(set(answered(logit_bias={}, frequency_penalty=2, repetition_penalty=100)[0])) > 4
+    for field, value in (("logit_bias", {"260": 1}), ("stop_token_ids", [-1])):
+        assert ask(small, prompt="a", **{field: value}).json()["error"]["param"] == field
+
+
 def test_usage_comes_with_each_chunk_where_it_is_asked_for(small):
     told = {"include_usage": True, "continuous_usage_stats": True}
     chunks = events(ask(small, prompt="the inn", max_tokens=5, stream=True, stream_options=told))

@@ -11,9 +11,13 @@ import time
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
+import httpx
 import pytest
+from services import said, serving
 
+from firsttoken.assets.checkpoint import hub_folder
 from firsttoken.study.errors import FirstTokenError, StageError
 from firsttoken_serve import served_model
 from firsttoken_serve.http import cluster, launch
@@ -107,6 +111,28 @@ def test_where_it_is_and_who_can_ask_it(plain, monkeypatch, capsys, host, url, r
 
 def test_the_model_is_called_after_its_folder(tiny):
     assert ServiceConfig(tiny).model == ServiceConfig(tiny / "1-A" / "..").model == "tiny"
+
+
+def test_a_model_by_its_name_on_the_hub(plain, tmp_path, monkeypatch):
+    """As `hf download` leaves it: files of a snapshot are links to blobs, and refs/main names the snapshot."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "models--org--small-1.5b"
+    shutil.copytree(plain, model / "blobs")
+    for snapshot in ("0ld", "abc"):
+        (model / "snapshots" / snapshot).mkdir(parents=True)
+        for file in (model / "blobs").iterdir():
+            (model / "snapshots" / snapshot / file.name).symlink_to(file)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("0ld")
+    assert hub_folder(Path("org/small-1.5b")) == model / "snapshots" / "0ld"
+    (model / "refs" / "main").unlink()
+    os.utime(model / "snapshots" / "0ld", (0, 0))
+    found = hub_folder(Path("org/small-1.5b"))
+    assert found == model / "snapshots" / "abc"
+    with serving(found) as url:
+        assert httpx.get(f"{url}/v1/models/org/small-1.5b").json()["id"] == "org/small-1.5b"
+        assert said(url, "the inn", "org/small-1.5b")
 
 
 @pytest.mark.parametrize("name", ["1-A/*.safetensors", "tokenizer.json"])

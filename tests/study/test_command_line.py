@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from firsttoken.__main__ import COMMANDS, main
+from firsttoken.assets.checkpoint import hub_folder
 from firsttoken.assets.model_config import check_folder
 from firsttoken.options import parser
 from firsttoken.study.command_line import CommandLine
@@ -50,7 +51,7 @@ def test_an_option_cut_short_or_mistyped_is_one_line_that_names_it(made, capsys)
     [
         ("serve --api-key x", "serve: no option --api-key: others can read a command line: name a file by --api-key-"),
         ("serve --max-num-seqs=8", "serve: no option --max-num-seqs: it is called --max-running here; see `firsttoken"),
-        ("serve -hf a/b", "serve: no option -hf: download it first: `hf download ORG/NAME --local-dir FOLDER`"),
+        ("serve -hf a/b", "serve: no option -hf: download it first: `hf download ORG/NAME`"),
         ("serve --model m", "serve: no option --model: the folder stands by itself: `firsttoken serve FOLDER`"),
         ("serve --xyzzy", "serve: no option --xyzzy; see `firsttoken serve --help`"),
         ("serve a b", "serve: 'b' is one word too many; see"),
@@ -81,13 +82,15 @@ def test_what_is_had_elsewhere_by_another_name_is_had_here_by_the_one_that_is_sa
 def test_a_model_of_the_hub_is_downloaded_or_found_in_its_cache(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    with pytest.raises(ModelError, match=r"`hf download org/a-1\.5b --local-dir a-1\.5b`, then name a-1\.5b"):
+    with pytest.raises(ModelError, match=r"is it on the Hub, `hf download org/a-1\.5b`, and try again"):
         check_folder(Path("org/a-1.5b").resolve())
     snapshot = tmp_path / "hf" / "hub" / "models--org--a-1.5b" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").touch()
     with pytest.raises(ModelError, match=f"the Hub's cache has this model: name {snapshot}"):
         check_folder(Path("org/a-1.5b"))
+    with pytest.raises(ModelError, match=r"has org/a-1\.5b in part: .*; `hf download org/a-1\.5b` brings the rest$"):
+        hub_folder(Path("org/a-1.5b"))
     for name in ("nowhere", "a/b/c", "../a/b", "hf/b", "~x/b", "a" * 5000):
         with pytest.raises(ModelError, match=r"give a folder with config\.json"):
             check_folder(Path(name))

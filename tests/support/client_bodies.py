@@ -18,17 +18,17 @@ Body = dict[str, Any]
 
 # field: what asks for nothing else than is done, and what asks for something that is not served
 SAID: dict[str, tuple[list[Any], list[Any]]] = {
-    "repetition_penalty": ([1, 1.0, None], [1.1, 0, True, "1"]),
-    "presence_penalty": ([0, 0.0, None], [0.5, -2, False]),
-    "frequency_penalty": ([0, 0.0, None], [0.1]),
+    "repetition_penalty": ([1, 1.0, None, 1.1], [0, 200, True, "1"]),
+    "presence_penalty": ([0, 0.0, None, 0.5, -2], [2.5, False]),
+    "frequency_penalty": ([0, 0.0, None, 0.1], [-2.5]),
     "length_penalty": ([1.0], [0.8]),
-    "min_p": ([0, 0.0], [0.05]),
-    "top_k": ([-1, 0, None], [40, 1]),
+    "min_p": ([0, 0.0, 0.05], [1.5, -0.1]),
+    "top_k": ([-1, 0, None, 40, 1], [-2, 1.5]),
     "typical_p": ([1.0], [0.9]),
-    "logit_bias": ([{}, None], [{"50256": -100}]),
+    "logit_bias": ([{}, None, {"65": -100}], [{"65": -101}, {"a": 1}, {"-1": 1}, [1]]),
     "use_beam_search": ([False], [True]),
     "best_of": ([1, None], [4, 0]),
-    "stop_token_ids": ([[], None], [[2]]),
+    "stop_token_ids": ([[], None, [2]], [["2"], 2, [2] * 65]),
     "include_stop_str_in_output": ([False], [True]),
     "skip_special_tokens": ([True, None], [False]),
     "truncate_prompt_tokens": ([None], [512]),
@@ -82,7 +82,7 @@ SAID: dict[str, tuple[list[Any], list[Any]]] = {
     "temperature": ([0, 1, 0.7, None], [-1, 3, "0"]),
     "top_p": ([1, 0.9, None], [0, 1.5]),
     "ignore_eos": ([True, False, None], ["yes", 1]),
-    "min_tokens": ([0], [-1, 3]),
+    "min_tokens": ([0], [-1]),
     "no_such_field": ([], [1, "x", {}]),
 }
 CHAT_SAID: dict[str, tuple[list[Any], list[Any]]] = {
@@ -157,8 +157,6 @@ def combined(count: int, seed: int) -> Iterator[Sent]:
         for number in answers:
             field = draw.choice([field for field in MESSAGE_SAID if MESSAGE_SAID[field][0]])
             body["messages"][number][field] = draw.choice(MESSAGE_SAID[field][0])
-        if body.get("min_tokens") and (body.get("stop") or not body.get("ignore_eos")):
-            del body["min_tokens"]  # which is served where nothing ends an answer
         wrong = ""
         if draw.random() < 0.5:
             wrong = _spoilt(draw, body, known, answers)
@@ -172,10 +170,8 @@ def _spoilt(draw: random.Random, body: Body, known: dict[str, tuple[list[Any], l
         body["messages"][number][field] = draw.choice(MESSAGE_SAID[field][1])
         return f"messages[{number}].{field}"
     field = draw.choice([field for field in known if known[field][1]])
-    if field in ("top_k", "min_p", "typical_p"):
+    if field == "typical_p":
         body["temperature"] = 1  # of what is not drawn they change nothing
-    if field == "min_tokens":
-        body["ignore_eos"] = False
     if field == "best_of":
         body["n"] = 2
     body[field] = draw.choice(known[field][1])

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from firsttoken.assets.lock import file_sha256
-from firsttoken.assets.model_config import CONFIG, ModelConfig, check_folder, read_config
+from firsttoken.assets.lock import file_sha256, first_line
+from firsttoken.assets.model_config import CONFIG, ModelConfig, check_folder, hub_name, hub_snapshot, read_config
 from firsttoken.study.errors import ModelError
 from firsttoken.study.parsing.json_text import read_json
 from firsttoken.study.parsing.parse_errors import Damaged, blaming, shown
@@ -134,6 +134,19 @@ def model_files(folder: Path, *, in_8_bits: bool = False) -> ModelFiles:
 def weight_files(folder: Path) -> list[Path]:
     """The files of :func:`model_files`, in name order. Raises ModelError as it does."""
     return list(model_files(folder).files)
+
+
+def hub_folder(folder: Path) -> Path:
+    """``folder``, or where that is not there and the Hub's cache on this machine has the model of that name, the folder
+    there. No network is asked. Raises ModelError for a model that is there in part."""
+    if os.path.isdir(folder) or not (snapshot := hub_snapshot(name := hub_name(folder))):
+        return folder
+    try:
+        weight_files(snapshot)
+    except ModelError as error:
+        told = f"the Hub's cache has {name} in part: {first_line(error)}; `hf download {name}` brings the rest"
+        raise ModelError(told) from error
+    return snapshot
 
 
 def stored_dtype(folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -86,17 +87,37 @@ class ModelConfig:
         return None if named == "auto" else named
 
 
-def _on_the_hub(folder: Path) -> str:
-    """What to do about a ``folder`` that is not there: named as on the Hugging Face Hub, it may be a model of it."""
+def hub_name(folder: Path) -> str:
+    """The name of a ``folder`` that is not there, if a model of the Hugging Face Hub may have it, or ""."""
     name = os.path.relpath(folder) if len(str(folder)) < 4096 else ""
-    if not _HUB_NAME.fullmatch(name) or os.path.isdir(os.path.dirname(name)):
+    return name if _HUB_NAME.fullmatch(name) and not os.path.isdir(os.path.dirname(name)) else ""
+
+
+def public_name(folder: Path) -> str:
+    """The name of a model's ``folder``, or of the model whose snapshot in the Hub's cache it is."""
+    kind, _, name = folder.parent.parent.name.partition("--")
+    return name.replace("--", "/") if kind == "models" and folder.parent.name == "snapshots" else folder.name
+
+
+def hub_snapshot(name: str) -> Path | None:
+    """The folder of the model ``name`` in this machine's cache of the Hub, where its branch main was when it was last
+    downloaded, or else the newest; None: it has none."""
+    home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
+    model = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub") / f"models--{name.replace('/', '--')}"
+    with suppress(OSError, ValueError):
+        main = model / "snapshots" / (model / "refs" / "main").read_text(encoding="ascii")
+        if (main / CONFIG).is_file():
+            return main
+    return max((file.parent for file in model.glob(f"snapshots/*/{CONFIG}")), key=os.path.getmtime, default=None)
+
+
+def _on_the_hub(folder: Path) -> str:
+    """What to do about a ``folder`` that is not there."""
+    if not (name := hub_name(folder)):
         return f"give a folder with {CONFIG} and *.safetensors"
-    home = Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"))
-    snapshots = sorted((home / "hub" / f"models--{name.replace('/', '--')}" / "snapshots").glob(f"*/{CONFIG}"))
-    if snapshots:
-        return f"the Hub's cache has this model: name {snapshots[-1].parent}"
-    model = name.partition("/")[2]
-    return f"is it on the Hub, `hf download {name} --local-dir {model}`, then name {model}"
+    if snapshot := hub_snapshot(name):
+        return f"the Hub's cache has this model: name {snapshot}"
+    return f"is it on the Hub, `hf download {name}`, and try again"
 
 
 def check_folder(folder: Path) -> None:

@@ -156,7 +156,10 @@ class AsyncEngine:
         for request, token in produced:
             stage = 0 if request.version is None else request.version.stage
             token_logprob = request.token_logprobs[-1] if request.token_logprobs else None
-            self._streams[request.number].put(TokenEvent(token, stage, now, token_logprob))
+            stream = self._streams[request.number]
+            if stream.begun_s is None:  # numpy has begun with some
+                stream.begun_s = request.begun_s
+            stream.put(TokenEvent(token, stage, now, token_logprob))
             if request.finished:
                 self._streams.pop(request.number).end()
 

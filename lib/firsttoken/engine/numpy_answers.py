@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 
-from firsttoken.engine.draws import draw
+from firsttoken.engine.draws import choose
 from firsttoken.engine.numpy_model import CacheSource, NumpyModel, beside_an_import
 from firsttoken.engine.request import GREEDY, KVSource, Sampling
 from firsttoken.engine.stream import Asked, Stream, TokenEvent, step_failure
@@ -118,27 +118,27 @@ class NumpyAnswers:
         source: KVSource | None,
     ) -> None:
         """Generate tokens after ``prompt`` until the last one, until the client leaves or until :meth:`end`."""
-        output: list[int] = []
-        rest, model.cached = list(prompt), 0
-        numbers = sampling.numbers()
+        tokens = list(prompt)
+        rest, model.cached = tokens, 0
+        numbers, stream.begun_s = sampling.numbers(), time.monotonic()
         while self._goes_on(stream):
             logits, rest = model.logits(rest[:PIECE]), rest[PIECE:]
             if rest:  # of the prompt
                 continue
-            drawn = sampling.temperature > 0
-            token = draw(logits, sampling.temperature, sampling.top_p, numbers) if drawn else int(logits.argmax())
-            output.append(token)
+            generated = len(tokens) - len(prompt)
+            token = choose(logits, sampling, tokens, sampling.drawn + generated, numbers)
+            tokens.append(token)
             rest = [token]
             if not self._put(stream, token):
                 return
-            if token in sampling.stop or len(output) == sampling.max_tokens:
+            if token in sampling.stop or generated + 1 == sampling.max_tokens:
                 stream.end()
                 return
         with self._change:
             if stream in self._waiting and model.cached:
-                said = len(output)
+                said = len(tokens) - len(prompt)
                 left = replace(sampling, max_tokens=sampling.max_tokens - said, drawn=sampling.drawn + said)
-                self._waiting[stream] = [*prompt, *output], left, moves, variant, CacheSource(model)
+                self._waiting[stream] = tokens, left, moves, variant, CacheSource(model)
 
     def _goes_on(self, stream: Stream) -> bool:
         with self._change:

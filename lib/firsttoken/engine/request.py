@@ -185,11 +185,14 @@ class Sampling:
     """How tokens are chosen and when to end.
 
     ``temperature`` 0 is greedy; ``top_p`` keeps the likeliest tokens that make up this share; ``stop`` are token ids
-    that end the request, and are part of its output. ``seed`` makes a request's draws its own: they do not depend on
-    what else is in the batch. ``drawn`` tokens were drawn with it before, and are in the prompt. With ``logprobs`` each
-    token's :class:`TokenLogprob` is kept, and so many of the likeliest with it; with ``prompt_logprobs`` those of the
-    prompt's tokens too, but the first's, which nothing comes before. Requests share blocks of equal beginnings with
-    those of the same ``cache_salt`` alone: how soon one is answered tells nobody else what it asked.
+    that end the request, and are part of its output, though none of its first ``min_tokens``. ``seed`` makes a
+    request's draws its own: they do not depend on what else is in the batch. ``drawn`` tokens were drawn with it
+    before, and are in the prompt. With ``logprobs`` each token's :class:`TokenLogprob` is kept, and so many of the
+    likeliest with it; with ``prompt_logprobs`` those of the prompt's tokens too, but the first's, which nothing comes
+    before. Requests share blocks of equal beginnings with those of the same ``cache_salt`` alone: how soon one is
+    answered tells nobody else what it asked. ``top_k`` and ``min_p`` are as in :func:`firsttoken.engine.draws.draw`,
+    ``logit_bias`` (token id, what is added to its logit) and the penalties as in
+    :func:`firsttoken.engine.draws.choose`.
     """
 
     max_tokens: int = 16
@@ -201,6 +204,13 @@ class Sampling:
     prompt_logprobs: bool = False
     drawn: int = 0
     cache_salt: str = ""
+    top_k: int = 0
+    min_p: float = 0.0
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -213,8 +223,19 @@ class Sampling:
             raise RequestError(f"seed must have at most 64 bits, not {self.seed}")
         if self.logprobs is not None and self.logprobs < 0:
             raise RequestError(f"logprobs must be 0 or more, not {self.logprobs}")
-        if self.drawn < 0:
-            raise RequestError(f"drawn must be 0 or more, not {self.drawn}")
+        for name in ("drawn", "top_k", "min_tokens"):
+            if getattr(self, name) < 0:
+                raise RequestError(f"{name} must be 0 or more, not {getattr(self, name)}")
+        if not 0 <= self.min_p <= 1:
+            raise RequestError(f"min_p must be 0 to 1, not {self.min_p}")
+        if not 0 < self.repetition_penalty <= 1e6:
+            raise RequestError(f"repetition_penalty must be above 0 and at most 1e6, not {self.repetition_penalty}")
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits are changed before a token is chosen by them."""
+        penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
+        return bool(penalties or self.logit_bias or (self.min_tokens and self.stop))
 
     def numbers(self, said: int = 0) -> np.random.Generator:
         """The random numbers of its draws, one for each, behind those of the first ``said`` tokens of the output.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from firsttoken.engine.draws import draw
+from firsttoken.engine.draws import choose
 from firsttoken.engine.native.library import NAMES, kernels
 from firsttoken.engine.request import LEAST, ScheduledChunk, TokenLogprob
 from firsttoken.study.errors import OutputError
@@ -51,17 +51,17 @@ def next_tokens(logits: torch.Tensor, chunks: Sequence[ScheduledChunk]) -> list[
     """
     tokens, largest = (found.tolist() for found in _largest(logits))
     for row, chunk in enumerate(chunks):
-        sampling = chunk.request.sampling
+        request, sampling = chunk.request, chunk.request.sampling
         if not chunk.completes:
             continue
         if not math.isfinite(largest[row]):
-            chunk.request.failure = no_number()
+            request.failure = no_number()
             continue
-        if sampling.temperature > 0:
-            said, numbers = logits[row].double().cpu().numpy(), chunk.request.generator
-            tokens[row] = draw(said, sampling.temperature, sampling.top_p, numbers)
+        if sampling.temperature > 0 or sampling.adjusts:
+            values, generated = logits[row].double().cpu().numpy(), len(request.tokens) - request.prompt_tokens
+            tokens[row] = choose(values, sampling, request.tokens, sampling.drawn + generated, request.generator)
         if sampling.logprobs is not None:
-            chunk.request.token_logprobs.append(token_logprob(logits[row], tokens[row], sampling.logprobs))
+            request.token_logprobs.append(token_logprob(logits[row], tokens[row], sampling.logprobs))
     return tokens
 
 

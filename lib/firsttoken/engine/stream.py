@@ -51,6 +51,7 @@ class Stream:
         inbox: TokenSink | None = None,
     ) -> None:
         self.request: Request | None = None
+        self.begun_s: float | None = None  # when it was first computed (``time.monotonic`` seconds)
         self._leave = leave
         self._ended = ended
         self._events: queue.SimpleQueue = queue.SimpleQueue()

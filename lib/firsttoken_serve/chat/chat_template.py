@@ -49,6 +49,11 @@ class ChatTemplate:
             raise RequestError(f"messages: {self.fault}; ask /v1/completions")
         return self._rendered(self._as_read(messages), variables or {}, add_generation_prompt=True)
 
+    @property
+    def chats(self) -> bool:
+        """Whether there is a template for conversations, whatever comes of it."""
+        return bool(self.templates.get(DEFAULT))
+
     @cached_property
     def fault(self) -> str:
         """Why there are no chats; "" where there are."""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -80,14 +80,19 @@ class Vocabulary:
             except Exception as error:  # the library raises nothing narrower: a vocabulary without a token for the rest
                 raise RequestError(f"prompt: the model's tokenizer cannot read it: {first_line(error)}") from error
         else:
-            ids = list(prompt)
-            if strange := [i for i in ids if not 0 <= i < self.size]:
-                raise RequestError(f"prompt: the model has no token {strange[0]}, only 0 to {self.size - 1}")
+            ids = self.known_ids("prompt", prompt)
         if not ids:
             raise RequestError("prompt: it is empty; give at least one token")
         if len(ids) > self.most_tokens:
             raise LengthError(f"prompt: {len(ids)} tokens, and the limit is {self.most_tokens}; shorten it")
         return ids
+
+    def known_ids(self, field: str, ids: Iterable[int]) -> list[int]:
+        """The ``ids`` that ``field`` names. Raises RequestError for one that the model does not have."""
+        listed = list(ids)
+        if strange := [i for i in listed if not 0 <= i < self.size]:
+            raise RequestError(f"{field}: the model has no token {strange[0]}, only 0 to {self.size - 1}")
+        return listed
 
 
 def read_vocabulary(folder: Path, most_tokens: int | None) -> Vocabulary:
@@ -169,10 +174,13 @@ class StopFilter:
         self._held = ""  # may be the beginning of a stop
         self.stopped = False
 
-    def push(self, text: str) -> str:
-        """The part of the text so far that is certain to come before every stop, less what was returned already."""
+    def push(self, text: str, look: bool = True) -> str:
+        """The part of the text so far that is certain to come before every stop, less what was returned already. No
+        stop begins in a text that nobody is to ``look`` at, before which nothing is held back."""
         if self.stopped:
             return ""
+        if not look:
+            return text.translate(self._unseen)
         held = self._held + text
         # of several, the one that ends first: then it does not matter how the text was cut into pieces
         found = min(((at + len(s), at) for s in self._stops if (at := held.find(s)) >= 0), default=None)

@@ -12,12 +12,37 @@ from firsttoken.engine.request import Sampling
 from firsttoken.study.errors import RequestError
 from firsttoken_serve.chat.text import Vocabulary
 from firsttoken_serve.http.choice import AnswerChoice, TextDelta
-from firsttoken_serve.http.prometheus_metrics import Metrics
-from firsttoken_serve.http.request_schema import ChatRequest, CompletionRequest, ServedRequest
+from firsttoken_serve.http.prometheus_metrics import ModelMetrics
+from firsttoken_serve.http.request_schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ServedRequest,
+    TokenizeRequest,
+    parse_request,
+)
 from firsttoken_serve.http.token_queue import Inbox
 
 _SEEDS = 2**63
 _USUAL = {"system", "user", "assistant"}
+
+
+def tokenized(vocabulary: Vocabulary, body: bytes) -> tuple[TokenizeRequest, list[int]]:
+    """What the ``body`` of a /tokenize asks for, as vLLM has it, and the ids of its text or conversation. Raises
+    RequestError."""
+    asked = parse_request(TokenizeRequest, body)
+    turns = [vars(message) for message in asked.messages]
+    if turns:
+        return asked, vocabulary.chat_ids(turns, asked.chat_template_kwargs)
+    return asked, vocabulary.prompt_ids(asked.prompt, asked.add_special_tokens)
+
+
+def detokenized(vocabulary: Vocabulary, body: bytes) -> tuple[DetokenizeRequest, str]:
+    """What the ``body`` of a /detokenize asks for, as vLLM has it, and the text of its ids with that of special
+    tokens. Raises RequestError."""
+    asked = parse_request(DetokenizeRequest, body)
+    ids = vocabulary.known_ids("tokens", asked.tokens)
+    return asked, vocabulary.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 class Answers:
@@ -32,7 +57,7 @@ class Answers:
         vocabulary: Vocabulary,
         asked: ServedRequest,
         inbox: Inbox,
-        metrics: Metrics,
+        metrics: ModelMetrics,
         variant: str = "",
     ) -> None:
         self.asked = asked
@@ -79,11 +104,13 @@ class Answers:
                     deltas += choice.end()
                 else:
                     if not choice.scored:
-                        self._hear(number, item.at_s)
+                        self._hear(choice, item.at_s)
                     deltas += choice.take(item)
                 if choice.finished:
                     open_ones -= 1
                     choice.session.cancel()
+            if not open_ones:
+                self._metrics.request_s.observe(time.monotonic() - self._arrived_s)
             if deltas:
                 yield deltas
 
@@ -101,7 +128,11 @@ class Answers:
     def _open(self, number: int, ids: Sequence[int], echo: str, seed: int) -> None:
         asked, top_count = self.asked, self.asked.top_count
         ends = self._vocabulary.chat_stop_ids if isinstance(asked, ChatRequest) else self._vocabulary.stop_ids
-        ends = () if asked.ignore_eos else ends
+        ends = (
+            *(() if asked.ignore_eos else ends),
+            *self._vocabulary.known_ids("stop_token_ids", asked.stop_token_ids),
+        )
+        biased = self._vocabulary.known_ids("logit_bias", map(int, asked.logit_bias))
         sampling = Sampling(
             self._most(len(ids)),
             asked.temperature,
@@ -111,11 +142,18 @@ class Answers:
             logprobs=top_count,
             prompt_logprobs=bool(echo) and top_count is not None,
             cache_salt=asked.cache_salt,
+            top_k=asked.top_k,
+            min_p=asked.min_p,
+            min_tokens=asked.min_tokens,
+            logit_bias=tuple(zip(biased, asked.logit_bias.values(), strict=True)),
+            repetition_penalty=asked.repetition_penalty,
+            presence_penalty=asked.presence_penalty,
+            frequency_penalty=asked.frequency_penalty,
         )
         session = self._server.submit(
             ids, sampling, asked.upgrade, events=self._inbox.slot(number), variant=self._variant
         )
-        told = {"echo": echo, "judged": top_count is not None, "scored": asked.most_new == 0}
+        told = {"least": asked.min_tokens, "echo": echo, "judged": top_count is not None, "scored": asked.most_new == 0}
         self._choices.append(AnswerChoice(number, self._vocabulary, ids, session, ends=ends, stops=asked.stop, **told))
         if self._closed:
             session.cancel()
@@ -166,13 +204,15 @@ class Answers:
         if asked.most_new is not None:
             return max(1, asked.most_new)
         room = min(limits.max_new_tokens, min(limits.longest, self._vocabulary.context) - prompt_tokens)
-        return max(1, room if isinstance(asked, ChatRequest) else min(16, room))
+        return max(1, room if isinstance(asked, ChatRequest) else min(max(16, asked.min_tokens), room))
 
-    def _hear(self, number: int, at_s: float) -> None:
-        before = self._heard_s.get(number)
+    def _hear(self, choice: AnswerChoice, at_s: float) -> None:
+        before = self._heard_s.get(choice.index)
         if before is None:
             self._metrics.first_token_s.observe(at_s - self._arrived_s)
+            if (begun_s := choice.session.begun_s) is not None:
+                self._metrics.queue_s.observe(begun_s - self._arrived_s)
         else:
             self._metrics.between_tokens_s.observe(at_s - before)
-        self._heard_s[number] = at_s
+        self._heard_s[choice.index] = at_s
         self._metrics.generated_tokens.inc()

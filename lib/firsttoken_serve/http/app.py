@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from prometheus_client import Counter
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -22,27 +23,30 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from firsttoken import __version__
 from firsttoken.engine.model_server import ModelServer
+from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.study.errors import ClosedError, FirstTokenError, RequestError
 from firsttoken_serve.chat.text import Vocabulary, read_vocabulary
 from firsttoken_serve.http import response_bodies
-from firsttoken_serve.http.answer import Answers
+from firsttoken_serve.http.answer import Answers, detokenized, tokenized
 from firsttoken_serve.http.error_responses import refusal, refuse, refusing
 from firsttoken_serve.http.prometheus_metrics import Metrics
 from firsttoken_serve.http.request_schema import ChatRequest, CompletionRequest, ServedRequest, parse_request
 from firsttoken_serve.http.responses import Streamed, leaving, whole
 from firsttoken_serve.http.token_queue import ClientGone, Inbox, LoopBridge
 from firsttoken_serve.http.unread import MOST_BODY_BYTES, MOST_HEAD_BYTES, Unread, head_bytes
-from firsttoken_serve.served_model import Coming, serve_model
+from firsttoken_serve.served_model import Coming, is_staged, serve_model
 from firsttoken_serve.service_config import ServiceConfig
 
 # Who is inside: requests are counted, and none is taken once the service ends.
 
 _POLL_S = 0.05
+_GUARDED = ("/v1/", "/tokenize", "/detokenize")
 
 
 class ShutdownGate:
-    """Open until :meth:`close`; ``inside`` counts the requests below /v1/ that are read, computed or answered."""
+    """Open until :meth:`close`; ``inside`` counts the requests of ``_GUARDED`` that are read, computed or answered."""
 
     def __init__(self) -> None:
         self.inside, self.closed = 0, False
@@ -74,8 +78,8 @@ class InFlightMiddleware:
         self._app, self._gate = app, gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI calls this for each connection; requests below /v1/ are counted, or refused if the doors are closed."""
-        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+        """ASGI calls this for each connection; a request of ``_GUARDED`` is counted, or refused once all is closed."""
+        if scope["type"] != "http" or not scope["path"].startswith(_GUARDED):
             await self._app(scope, receive, send)
             return
         try:
@@ -96,7 +100,7 @@ class InFlightMiddleware:
 class AuthMiddleware:
     """Refuses before ``app`` reads anything.
 
-    With a ``key`` everything below /v1/ asks for it. With ``loopback`` the Host must be an address or localhost: a
+    With a ``key`` everything of ``_GUARDED`` asks for it. With ``loopback`` the Host must be an address or localhost: a
     foreign name that resolves to this machine (DNS rebinding) would make its page ours. HTTP/1.0 has none, and no
     browser speaks that. A POST from a page of another origin is refused whatever its content type, as text/plain needs
     no leave of ours.
@@ -130,7 +134,7 @@ class AuthMiddleware:
         foreign = origin is not None and site != "same-origin" and urlsplit(origin).netloc != host
         if foreign and scope["method"] not in ("GET", "HEAD"):
             return HTTPException(403, "pages of another origin are not answered")
-        if self._key is not None and path.startswith("/v1/") and not self._is_key(headers.get("authorization", "")):
+        if self._key is not None and path.startswith(_GUARDED) and not self._is_key(headers.get("authorization", "")):
             told = {"WWW-Authenticate": "Bearer"}
             return HTTPException(401, "the API key is missing or wrong; send Authorization: Bearer KEY", headers=told)
         return None
@@ -196,8 +200,9 @@ class Replica:
     def __init__(self, server: ModelServer, vocabulary: Vocabulary, config: ServiceConfig, name: str) -> None:
         self._server, self._vocabulary, self._config, self._name = server, vocabulary, config, name
         self._variants = {config.model: ""} | {name: name for name, _ in config.variants}
-        self._created = int(time.time())
-        self._metrics = Metrics(server.stats, lambda: server.status()["stage"])
+        self._created, loads = int(time.time()), is_staged(config.folder) and not config.swarm
+        self._stage_bytes = [stage.bytes for stage in read_manifest(config.folder).stages] if loads else []
+        self._metrics = Metrics(server.stats, lambda: server.status()["stage"], self._variants)
         self._bridge: LoopBridge
         self.gate, self.unread = ShutdownGate(), Unread()
 
@@ -212,6 +217,22 @@ class Replica:
     async def chat(self, request: Request) -> Response:
         """Answer POST /v1/chat/completions."""
         return await self._answered(request, ChatRequest, response_bodies.Chat)
+
+    async def tokenize(self, request: Request) -> Response:
+        """Answer POST /tokenize."""
+        asked, ids = await asyncio.to_thread(tokenized, self._vocabulary, await self._body(request))
+        longest = self._described(self._named(asked.model))["max_model_len"]
+        return JSONResponse({"count": len(ids), "max_model_len": longest, "tokens": ids})
+
+    async def detokenize(self, request: Request) -> Response:
+        """Answer POST /detokenize."""
+        asked, text = await asyncio.to_thread(detokenized, self._vocabulary, await self._body(request))
+        self._named(asked.model)
+        return JSONResponse({"prompt": text})
+
+    async def version(self, request: Request) -> Response:
+        """Answer GET /version."""
+        return JSONResponse({"version": __version__})
 
     async def models(self, request: Request) -> Response:
         """Answer GET /v1/models."""
@@ -232,7 +253,8 @@ class Replica:
     async def stage(self, request: Request) -> Response:
         """GET /stage: the state of the replica that answers, which is named, and what its engine holds."""
         engine = vars(self._server.stats())
-        return JSONResponse(self._server.status() | {"replica": self._name, "engine": engine})
+        model = {"stage_bytes": self._stage_bytes, "chat": self._vocabulary.template.chats}
+        return JSONResponse(self._server.status() | model | {"replica": self._name, "engine": engine})
 
     async def swarm(self, request: Request) -> Response:
         """GET /swarm: who holds which blocks. Raises HTTPException where the blocks are here."""
@@ -253,39 +275,35 @@ class Replica:
         self, request: Request, kind: type[ServedRequest], reply: type[response_bodies.Reply]
     ) -> Response:
         inbox, headers = Inbox(self._bridge), {"X-Replica": self._name}
-        answer = None
+        answer, metrics = None, self._metrics.of[self._named(None)]
         try:
             asked = parse_request(kind, await self._body(request))
             model = self._named(asked.model)
+            metrics = self._metrics.of[model]
             # The gate was open when the request arrived, and may have been closed while its body was read.
             self.gate.check()
             if asked.n > self._config.max_choices:
                 raise RequestError(f"n: {asked.n} answers, and the limit is {self._config.max_choices}")
-            answer = Answers(self._server, self._vocabulary, asked, inbox, self._metrics, self._variants[model])
+            answer = Answers(self._server, self._vocabulary, asked, inbox, metrics, self._variants[model])
             await asyncio.to_thread(answer.begin)
             said = reply.new(model)
             with leaving(request, inbox):
                 if asked.stream:
                     deltas = answer.batches()
                     first = await anext(deltas)
-                    return Streamed(request, inbox, answer, (first, deltas), said, self._metrics, headers)
+                    return Streamed(request, inbox, answer, (first, deltas), said, metrics, headers)
                 response = await whole(answer, said, headers)
-            self._close(answer, "answered")
+            _close(answer, metrics.requests["answered"])
             return response
         except (ClientGone, ClientDisconnect):
-            self._close(answer, "cancelled")
+            _close(answer, metrics.requests["cancelled"])
             return Response(status_code=499)  # which nobody reads
         except asyncio.CancelledError:  # how Ray ends what a client has left
-            self._close(answer, "cancelled")
+            _close(answer, metrics.requests["cancelled"])
             raise
         except Exception as error:
-            self._close(answer, "refused" if refusal(error)[0] < 500 else "failed")
+            _close(answer, metrics.requests["refused" if refusal(error)[0] < 500 else "failed"])
             return refusing(error)
-
-    def _close(self, answer: Answers | None, outcome: str) -> None:
-        if answer is not None:
-            answer.close()
-        self._metrics.requests.labels(outcome).inc()
 
     async def _body(self, request: Request) -> bytes:
         body = bytearray()
@@ -315,6 +333,12 @@ class Replica:
         return first if model is None else model
 
 
+def _close(answer: Answers | None, ended: Counter) -> None:
+    if answer is not None:
+        answer.close()
+    ended.inc()
+
+
 def build_app(replica: Replica, server: ModelServer, config: ServiceConfig) -> Starlette:
     """The application of one replica; when it shuts down, it closes ``server``."""
 
@@ -330,6 +354,10 @@ def build_app(replica: Replica, server: ModelServer, config: ServiceConfig) -> S
             Route("/v1/chat/completions", replica.chat, methods=["POST"]),
             Route("/v1/models", replica.models),
             Route("/v1/models/{name:path}", replica.model),
+            Route("/tokenize", replica.tokenize, methods=["POST"]),
+            Route("/detokenize", replica.detokenize, methods=["POST"]),
+            Route("/version", replica.version),
+            Route("/ping", replica.health, methods=["GET", "POST"]),
             Route("/health", replica.health),
             Route("/stage", replica.stage),
             Route("/swarm", replica.swarm),

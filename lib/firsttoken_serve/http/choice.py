@@ -130,9 +130,9 @@ class TextDelta:
 class AnswerChoice:
     """The answer of ``index`` to ``prompt_ids``; ``session`` is the engine's stream of it.
 
-    A token of ``ends`` or a text of ``stops`` ends it. With ``echo`` that text comes first. With ``judged`` the
-    likelihood of each token comes along, once some of its text has been said. A prompt that is ``scored`` gets no
-    answer: its choice ends at the first token, which the engine cannot do without.
+    A token of ``ends`` or a text of ``stops`` behind its first ``least`` tokens ends it. With ``echo`` that text comes
+    first. With ``judged`` the likelihood of each token comes along, once some of its text has been said. A prompt that
+    is ``scored`` gets no answer: its choice ends at the first token, which the engine cannot do without.
     """
 
     def __init__(
@@ -144,6 +144,7 @@ class AnswerChoice:
         *,
         ends: Collection[int],
         stops: Sequence[str],
+        least: int = 0,
         echo: str = "",
         judged: bool = False,
         scored: bool = False,
@@ -151,7 +152,7 @@ class AnswerChoice:
         self.index, self.session = index, session
         self.tokens, self.finished, self.scored = 0, False, scored
         self._vocabulary, self._prompt_ids, self._echo, self._judged = vocabulary, prompt_ids, echo, judged
-        self._ends, self._begun = ends, False
+        self._ends, self._least, self._begun = ends, least, False
         self._text = TextStream(vocabulary.tokenizer, prompt_ids)
         self._stops, self._marks = stop_filter(vocabulary.spelling, stops)
         self._places = after(vocabulary.spelling, prompt_ids, len(echo))
@@ -178,7 +179,7 @@ class AnswerChoice:
         text = self._text.push(event.token_id)
         if mark := self._marks.get(event.token_id, ""):
             text += self._text.finish() + mark
-        deltas.append(self._delta(self._stops.push(text)))
+        deltas.append(self._delta(self._stops.push(text, self.tokens > self._least)))
         if self._stops.stopped:
             deltas.append(self._last("stop"))
         return deltas
@@ -189,7 +190,7 @@ class AnswerChoice:
 
     def _last(self, reason: Literal["stop", "length"]) -> TextDelta:
         self.finished = True
-        rest = self._stops.push(self._text.finish()) + self._stops.finish()
+        rest = self._stops.push(self._text.finish(), self.tokens > self._least) + self._stops.finish()
         return self._delta(rest, "stop" if self._stops.stopped else reason)
 
     def _delta(self, text: str, reason: Literal["stop", "length"] | None = None) -> TextDelta:

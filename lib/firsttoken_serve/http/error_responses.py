@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -36,13 +37,16 @@ _KINDS = {
     503: ("service_unavailable_error", "loading_failed"),
 }
 
-_NAME = re.compile(r"[\w.\[\]]+")  # such as messages[1].role
+_NAME = re.compile(r"[\w.\[\]']+")  # such as messages[1].role
 
 _STATUS = ((ClosedError, 503), (BusyError, 429), (RequestError, 400))
 
 
 async def refuse(request: Request, error: Exception) -> Response:
-    """The response to a request that met ``error``."""
+    """The response to a request that met ``error``; of a path that is not served, it says which ones are."""
+    if isinstance(error, HTTPException) and error.status_code == 404 and error.detail == HTTPStatus(404).phrase:
+        served = ", ".join(route.path for route in request.app.routes)
+        error = HTTPException(404, f"nothing is served at {request.url.path[:200]}; there are {served}")
     return refusing(error)
 
 

@@ -51,25 +51,25 @@ REQUEST: Table = _table(
     ),
     (
         (0,),
-        "presence_penalty frequency_penalty priority routed_experts_prompt_start routed_experts_start_len "
+        "priority routed_experts_prompt_start routed_experts_start_len "
         "min_new_tokens top_logprobs_num top_n_tokens penalty_alpha no_repeat_ngram_size mirostat mirostat_mode "
         "dynatemp_range dry_multiplier xtc_probability smoothing_factor n_keep n_discard n_probs n_indent min_keep",
     ),
     (
         (1,),
-        "repetition_penalty length_penalty stream_interval num_beams num_return_sequences encoder_repetition_penalty "
+        "length_penalty stream_interval num_beams num_return_sequences encoder_repetition_penalty "
         "guidance_scale repeat_penalty dynatemp_exponent",
     ),
     ((-1,), "thinking_token_budget logprob_start_len id_slot"),
     (
         ([],),
-        "tools functions stop_token_ids bad_words logits_processors documents stop_regex image_data lora "
+        "tools functions bad_words logits_processors documents stop_regex image_data lora "
         "response_fields transforms plugins data_sources",
     ),
     (
         ({},),
         "mm_processor_kwargs media_io_kwargs kv_transfer_params ec_transfer_params vllm_xargs session_params "
-        "custom_params images_config options provider logit_bias",
+        "custom_params images_config options provider",
     ),
     (("",), "suffix negative_prompt grammar"),
     (("none",), "reasoning_effort reasoning_format"),
@@ -82,7 +82,7 @@ REQUEST: Table = _table(
     (({"type": "disabled"},), "thinking"),
     (({}, {"effort": "none"}, {"enabled": False}), "reasoning"),
     (({"include": False}, {"include": True}), "usage"),  # every answer has its usage
-    ((0, 64, -1), "repeat_last_n"),  # these six are of penalties that are not served
+    ((0, 64, -1), "repeat_last_n"),  # these six are of others' penalties, which are not served
     ((5,), "mirostat_tau"),
     ((0.1,), "mirostat_eta xtc_threshold"),
     ((1.75,), "dry_base"),
@@ -91,7 +91,7 @@ REQUEST: Table = _table(
     (([], ["\n", ":", '"', "*"]), "dry_sequence_breakers"),
 )
 # Which tokens a draw may take. Where nothing is drawn, any number leaves the likeliest token what it is.
-DRAWS: Table = _table(((-1, 0), "top_k"), ((0,), "min_p top_a"), ((1,), "typical typical_p tfs tfs_z"))
+DRAWS: Table = _table(((0,), "top_a"), ((1,), "typical typical_p tfs tfs_z"))
 COMPLETION: Table = {"add_special_tokens": (True,), "top_logprobs": (0,), "chat_template_kwargs": ({},)}
 CHAT: Table = {"add_special_tokens": (False,), "echo": (False,)}
 MESSAGE: Table = _table(

@@ -81,9 +81,11 @@ def _text(part: Any, where: str) -> str:
 
 MOST_TOP_LOGPROBS = 20  # of a token, as with OpenAI's chat
 MOST_SALT_CHARS = 1024  # ours; vLLM has no limit
+MOST_BIASES = 1024  # ours; OpenAI has 300
 MOST_STOPS, MOST_STOP_CHARS = 64, 4096  # ours; lm-eval's tasks send up to seven, templates of agents a dozen
 
 Ids = list[int]
+_ID = re.compile(r"[0-9]{1,9}")
 _KEY = re.compile(r"^(?:(\S+): )?(unknown|missing) key '([^']+)'")
 
 
@@ -113,6 +115,10 @@ def _a_salt(value: str) -> str:
     return "" if 0 < len(value) <= MOST_SALT_CHARS else f"expected 1 to {MOST_SALT_CHARS:,} characters"
 
 
+def _by_ids(value: dict[str, float]) -> str:
+    return "" if all(_ID.fullmatch(key) for key in value) else "expected token ids as keys"
+
+
 @dataclass(frozen=True)
 class StreamOptions:
     """``include_usage``: a last chunk with the numbers of tokens; ``continuous_usage_stats``: those so far in each.
@@ -130,8 +136,8 @@ class ServedRequest:
     """What both kinds of request share. ``model`` is the served one's name or left out.
 
     ``temperature`` 0 is greedy, and 1 the default, as with OpenAI; without a ``seed`` each answer draws one of its own.
-    With ``ignore_eos`` no token ends an answer; ``min_tokens`` are served where nothing can end it before. Prompts
-    share what was computed of equal beginnings with those of the same ``cache_salt`` only.
+    With ``ignore_eos`` no token ends an answer but those of ``stop_token_ids``, and before it has ``min_tokens`` none
+    does, and no text. Prompts share what was computed of equal beginnings with those of the same ``cache_salt`` only.
     """
 
     neutral: ClassVar[Table]
@@ -147,6 +153,15 @@ class ServedRequest:
     seed: Annotated[int, between(-(2**63), 2**63 - 1)] | None = None
     temperature: Annotated[float, between(0, 2)] = 1.0
     top_p: Annotated[float, _above_zero_to_1] = 1.0
+    top_k: Annotated[int, at_least(-1)] = 0
+    min_p: Annotated[float, between(0, 1)] = 0.0
+    presence_penalty: Annotated[float, between(-2, 2)] = 0.0
+    frequency_penalty: Annotated[float, between(-2, 2)] = 0.0
+    repetition_penalty: Annotated[float, between(0.01, 100)] = 1.0
+    logit_bias: Annotated[dict[str, Annotated[float, between(-100, 100)]], _at_most(MOST_BIASES), _by_ids] = field(
+        default_factory=dict
+    )
+    stop_token_ids: Annotated[list[int], _at_most(MOST_STOPS)] = field(default_factory=list)
     upgrade: bool = False
     ignore_eos: bool = False
     min_tokens: Annotated[int, at_least(0)] = 0
@@ -159,7 +174,8 @@ class ServedRequest:
         Raises RequestError for what is written in none of them.
         """
         stop = content.get("stop")
-        return content | ({"stop": [stop]} if isinstance(stop, str) else {})
+        none = {"top_k": 0} if content.get("top_k") == -1 else {}
+        return content | none | ({"stop": [stop]} if isinstance(stop, str) else {})
 
     @property
     def most_new(self) -> int | None:
@@ -175,9 +191,7 @@ class ServedRequest:
         """Raises RequestError for fields of which one does not go with another."""
         if self.stream_options.include_usage and not self.stream:
             raise RequestError("stream_options: it is for streams; set stream to true, or leave it out")
-        if self.min_tokens and (self.stop or not self.ignore_eos):
-            raise RequestError("min_tokens: it is served with ignore_eos and without stop only; leave it out")
-        if self.min_tokens > (self.most_new or 0):
+        if self.most_new is not None and self.min_tokens > self.most_new:
             raise RequestError(f"min_tokens: {self.min_tokens} are more than the most that is asked for; ask for more")
 
 
@@ -262,6 +276,26 @@ class ChatRequest(ServedRequest):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs: it goes with logprobs; set logprobs to true, or leave it out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeRequest(ChatRequest):
+    """A text or a conversation whose tokens are asked for, as vLLM has it."""
+
+    neutral: ClassVar[Table] = {"return_token_strs": (False,)}
+
+    prompt: str = ""
+    messages: Annotated[list[ChatMessage], _at_most(1000)] = field(default_factory=list)
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetokenizeRequest(ServedRequest):
+    """Token ids whose text is asked for, as vLLM has it."""
+
+    neutral: ClassVar[Table] = {}
+
+    tokens: Ids
 
 
 Kind = TypeVar("Kind", bound=ServedRequest)

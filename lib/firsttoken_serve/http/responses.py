@@ -14,7 +14,7 @@ from firsttoken_serve.http.answer import Answers
 from firsttoken_serve.http.choice import TextDelta
 from firsttoken_serve.http.error_responses import refusal
 from firsttoken_serve.http.logprobs_format import AnswerToken
-from firsttoken_serve.http.prometheus_metrics import Metrics
+from firsttoken_serve.http.prometheus_metrics import ModelMetrics
 from firsttoken_serve.http.response_bodies import DONE, Reply, event, usage
 from firsttoken_serve.http.token_queue import ClientGone, Inbox
 
@@ -66,7 +66,7 @@ class Streamed(Response):
         answer: Answers,
         deltas: tuple[list[TextDelta], AsyncIterator[list[TextDelta]]],
         reply: Reply,
-        metrics: Metrics,
+        metrics: ModelMetrics,
         headers: dict[str, str],
     ) -> None:
         told = headers | {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -96,7 +96,7 @@ class Streamed(Response):
             await self._send(send, event(refusal(error)[1]))
         finally:
             self._answer.close()
-            self._metrics.requests.labels(outcome).inc()
+            self._metrics.requests[outcome].inc()
         await send({"type": "http.response.body", "body": DONE})
 
     @staticmethod
