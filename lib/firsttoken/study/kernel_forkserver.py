@@ -19,9 +19,8 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from firsttoken.study import paths
@@ -75,57 +74,29 @@ def warmed(modules: Sequence[str] | None = None) -> Iterator[None]:
     if SOCKET in os.environ or not possible():
         yield
         return
-    with listening(MODULES if modules is None else modules, surroundings() | _ENVIRONMENT) as warm:
+    folder = socket_folder()
+    try:
+        address, wanted = f"{folder}/warm", MODULES if modules is None else modules
+        server = subprocess.Popen(
+            [sys.executable, "-m", "firsttoken.study.kernel_forkserver", "--serve", address, *wanted],
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for whoever asked for a copy
+            env=surroundings() | _ENVIRONMENT,
+        )
         before = {name: os.environ.get(name) for name in (SOCKET, "JUPYTER_PATH")}
         try:
-            if warm:
-                folder = Path(warm.address).parent
-                _write_kernel(folder, warm.address)
-                os.environ[SOCKET] = warm.address
+            if server.stdout.readline():  # it listens
+                _write_kernel(folder, address)
+                os.environ[SOCKET] = address
                 os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, (str(folder), before["JUPYTER_PATH"])))
             yield
         finally:
             for name, value in before.items():
                 os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-
-
-@dataclass(frozen=True)
-class Warm:
-    """A process that makes copies of itself: the ``address`` of its socket, and its process id."""
-
-    address: str
-    process: int
-
-
-@contextmanager
-def listening(modules: Sequence[str], environment: Mapping[str, str]) -> Iterator[Warm | None]:
-    """A process in ``environment`` that has imported ``modules`` as for :func:`warmed` and waits to be asked for copies
-    of itself, which all end with the block; None where it does not start. Raises StorageError as
-    :func:`socket_folder`."""
-    folder = socket_folder()
-    try:
-        address = f"{folder}/warm"
-        server = subprocess.Popen(
-            [sys.executable, "-m", "firsttoken.study.kernel_forkserver", "--serve", address, *modules],
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for whoever asked for a copy
-            env=environment,
-        )
-        try:
-            yield Warm(address, server.pid) if server.stdout.readline() else None
-        finally:
             server.terminate()
             server.wait()
     finally:
         remove_folder(folder)
-
-
-def ask(client: socket.socket, module: str, arguments: Sequence[str], streams: Sequence[int]) -> None:
-    """Ask the process that ``client`` is connected to for a copy that runs ``python -m module arguments`` with the
-    three open files ``streams``; its process id and then its exit status come back, a line each."""
-    asked = {"module": module, "arguments": list(arguments), "folder": os.getcwd(), "environment": dict(os.environ)}
-    asked["processors"] = sorted(os.sched_getaffinity(0))
-    socket.send_fds(client, [json.dumps(asked).encode()], list(streams))
 
 
 def surroundings() -> dict[str, str]:

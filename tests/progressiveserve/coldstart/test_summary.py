@@ -72,6 +72,11 @@ def test_a_lean_start_is_held_against_the_same_load_and_what_none_can_do_without
     assert not slow.all("process_ttft_x", variant="lean_progressive")
 
 
+def test_starts_that_are_no_longer_tried_are_left_out(rows):
+    kept = [*rows, trial("copied_first", 0, 0.1)]
+    assert cold_start_summary(kept, {}) == cold_start_summary(rows, {})
+
+
 def test_a_lean_loader_is_nobody_elses(rows):
     faster = rows + [trial("lean_folder", i, 0.1) for i in range(4)]
     assert link_summary(faster).all("best_peer") == link_summary(rows).all("best_peer")
@@ -89,22 +94,6 @@ def test_a_start_before_torch_is_held_against_the_same_folder_and_the_bytes(rows
     assert summary.value("same_answer", **pair) is True
     other = link_summary([*found, trial("torch_behind", 4, 0.9, **(told | {"same_answer": False}))])
     assert other.value("same_answer", **pair) is False
-
-
-def test_a_prepared_start_is_held_against_a_new_process_and_its_bytes(rows):
-    """A restored process reads its image of 500 bytes besides the 1,000 of the model, in 1.5 s."""
-    told = {"token_id": 7, "paid_s": 4.0, "ttft_process_s": 1.8}
-    found = rows + [trial("lean_folder", i, 0.1, token_id=7) for i in range(4)]
-    found += [trial("copied_first", i, 0.1, kept_bytes=3e8, **told) for i in range(4)]
-    found += [trial("restored", i, 0.1, kept_bytes=500, **told) for i in range(4)]
-    summary = link_summary(found)
-    for name, above, kept in (("copied_first", 0.8, 300), ("restored", 0.3, 5e-4)):
-        place = {"variant": name, "link": "1gbit"}
-        assert summary.value("process_ttft_x", than="lean_folder", **place) == pytest.approx(1.8 / 3.1)
-        assert summary.value("process_ttft_above_bytes_s", than="bytes", **place) == pytest.approx(above)
-        assert summary.value("same_first_token", than="lean_folder", **place) is True
-        assert summary.value("paid_s", **place) == 4 and summary.value("kept_mb", **place) == pytest.approx(kept)
-    assert not link_summary(rows).all("paid_s")
 
 
 def test_values_come_by_round(rows):

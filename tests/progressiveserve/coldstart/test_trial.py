@@ -5,11 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -22,9 +17,7 @@ from firsttoken.link.kernel import available
 from firsttoken.progressiveserve.base_model import at_stage
 from firsttoken.progressiveserve.checkpoint.manifest import FileEntry, read_manifest, write_manifest
 from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
-from firsttoken.study import paths
-from firsttoken.study.errors import FirstTokenError, ModelError, ProfileError, StageError
-from firsttoken.study.kernel_forkserver import possible
+from firsttoken.study.errors import FirstTokenError, ModelError, ProfileError
 from firsttoken.study.system.pagecache import resident_fraction
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import write_stock
 from firsttoken_studies.progressiveserve.coldstart.harness import (
@@ -42,8 +35,7 @@ from firsttoken_studies.progressiveserve.coldstart.harness import (
     touch_memory,
     wire_for,
 )
-from firsttoken_studies.progressiveserve.coldstart.prepared import no_snapshots
-from firsttoken_studies.progressiveserve.coldstart.spec import TRIAL, PhaseClock, TrialSpec
+from firsttoken_studies.progressiveserve.coldstart.spec import PhaseClock, TrialSpec
 from firsttoken_studies.progressiveserve.coldstart.trial import main
 from firsttoken_studies.progressiveserve.coldstart.variants import VARIANTS, find_variant
 
@@ -153,94 +145,6 @@ def test_stages_before_torch(stage, tokenizer, tmp_path, variant, first):
     assert sum(phases.values()) == pytest.approx(row["ttft_process_s"], abs=0.005)
     if spec.recover:
         assert row["stage2_s"] > row["torch_s"], "the import of torch is in it"
-
-
-@pytest.mark.skipif(not possible(), reason="processes are not copied here")
-def test_a_copy_of_a_fork_server(staged, spec, tokenizer):
-    """It finds its imports done, and says what they took and hold."""
-    row = one_trial(replace(spec, variant="copied_first"), COLD)
-    add_up(row)
-    assert row["variant"] == "copied_first" and row["token_id"] == next_token(staged.served.model, tokenizer)
-    assert row["phase_imports_s"] < 0.5 * row["paid_s"] and row["lean"] is True
-    assert row["kept_bytes"] > 100e6
-
-
-@pytest.mark.skipif(not possible(), reason="processes are not copied here")
-def test_a_copy_that_fails_says_why_and_leaves_nobody(spec):
-    Path(spec.stock, "tokenizer.json").unlink()
-    with pytest.raises(FirstTokenError, match=r"a copy of the fork server failed: .*has no tokenizer\.json"):
-        one_trial(replace(spec, variant="copied_first"), COLD)
-    assert not left_over(spec.stock)
-
-
-def left_over(folder) -> list[str]:
-    """The command lines of processes that know of the folder."""
-    commands = [path.read_bytes().decode(errors="replace") for path in Path("/proc").glob("[0-9]*/cmdline")]
-    return [command for command in commands if str(folder) in command]
-
-
-@pytest.mark.skipif(bool(no_snapshots()), reason="CRIU restores nothing here")
-def test_a_restored_process(staged, spec, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(paths, "CACHE", tmp_path / "cache")
-    monkeypatch.setenv("FIRSTTOKEN_CACHE", str(paths.CACHE))
-    row = one_trial(replace(spec, variant="restored"), COLD)
-    assert row["token_id"] == next_token(staged.served.model, tokenizer) and row["resident_before_pct"] in (None, 0.0)
-    assert sum(phases_of(row).values()) == pytest.approx(row["ttft_process_s"])
-    assert 0 < row["phase_prefill_s"] < row["ttft_request_s"] < row["ttft_process_s"]
-    assert row["paid_s"] > 0 and row["kept_bytes"] > 10e6
-    assert list(paths.CACHE.iterdir()) == [] and not left_over(spec.stock)
-
-
-def test_without_criu_the_reason_is_one_line_with_the_mend(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert no_snapshots() == "CRIU restores processes for root alone; measure as root"
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert no_snapshots() == "criu is not installed; apt-get install criu"
-    criu = tmp_path / "criu"
-    criu.write_text("#!/bin/sh\necho 'Error (criu/vdso.c:381): vdso: odd bounds' >&2\necho 'Error: more' >&2\nexit 1\n")
-    criu.chmod(0o755)
-    told = no_snapshots()
-    assert told.startswith(
-        "criu check fails: Error (criu/vdso.c:381): vdso: odd bounds; a newer criu may know this kernel"
-    )
-    criu.write_text("#!/bin/sh\nexit 0\n")
-    assert no_snapshots() == ""
-
-
-@pytest.mark.skipif(not possible(), reason="processes are not copied here")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_trial_that_is_ended_leaves_no_process_that_it_prepared(spec, tmp_path, number):
-    """Trial, process to dump and a CRIU that never ends all know of the folder."""
-    criu = tmp_path / "criu"
-    criu.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(300)\n")
-    criu.chmod(0o755)
-    command = [sys.executable, "-m", TRIAL, json.dumps(asdict(replace(spec, variant="restored")))]
-    place = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FIRSTTOKEN_CACHE": str(tmp_path / "cache")}
-    with subprocess.Popen(command, env=os.environ | place, stderr=subprocess.DEVNULL) as process:
-        until(lambda: len(left_over(tmp_path)) == 3)
-        process.send_signal(number)
-    until(lambda: not left_over(tmp_path))
-
-
-def until(true: Callable[[], bool]) -> None:
-    for _ in range(600):
-        if true():
-            return
-        time.sleep(0.1)
-    raise AssertionError("it never was")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="a process is tied to its parent on Linux alone")
-def test_a_dump_that_fails_says_what_criu_said_and_leaves_nobody(spec, tmp_path, monkeypatch):
-    monkeypatch.setattr(paths, "CACHE", tmp_path / "cache")
-    criu = tmp_path / "criu"
-    criu.write_text('#!/bin/sh\necho "(00.1) Error (criu/x.c:1): no such luck" > "$3/$5"\nexit 1\n')
-    criu.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(StageError, match=r"^criu dump failed: .*no such luck; run again, or without criu on PATH$"):
-        main(replace(spec, variant="restored"))
-    assert list(paths.CACHE.iterdir()) == [] and not left_over(spec.stock)
 
 
 def test_a_start_before_torch_that_needs_it_after_all(spec, capsys):

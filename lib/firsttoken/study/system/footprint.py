@@ -9,11 +9,10 @@ import sys
 from firsttoken.study.system import kernel_files
 
 
-def resident(process: int | None = None) -> int | None:
-    """Resident bytes of ``process`` (None: of this one) now, mapped file pages included; None where the system does not
-    tell."""
-    told = _status("VmRSS", process)
-    return _resident_by_ps(process or os.getpid()) if told is None else told
+def resident() -> int | None:
+    """Resident bytes now, mapped file pages included; None where the system does not tell."""
+    told = _status("VmRSS")
+    return _resident_by_ps() if told is None else told
 
 
 def peak() -> int:
@@ -52,9 +51,9 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _status(key: str, process: int | None = None) -> int | None:
-    """A field of Linux' status of a process in bytes; None where there is no such file or field."""
-    text = kernel_files.read(kernel_files.PROC / str(process or "self") / "status")
+def _status(key: str) -> int | None:
+    """A field of Linux' status of this process in bytes; None where there is no such file or field."""
+    text = kernel_files.read(kernel_files.PROC / "self" / "status")
     found = re.search(rf"^{key}:\s*(\d+) kB$", text, re.MULTILINE)
     return 1024 * int(found.group(1)) if found else None
 
@@ -64,8 +63,8 @@ def _peak_by_rusage() -> int:
     return most if sys.platform == "darwin" else 1024 * most  # macOS counts in bytes, Linux and the BSDs in KiB
 
 
-def _resident_by_ps(process: int) -> int | None:
-    command = ["ps", "-o", "rss=", "-p", str(process)]
+def _resident_by_ps() -> int | None:
+    command = ["ps", "-o", "rss=", "-p", str(os.getpid())]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -1,6 +1,5 @@
 """A first token before torch is imported, against the same start with torch first, of a plain folder. Both are tried
-as a process of their own, as `firsttoken serve`, asked over HTTP, and as copies of a fork server; `serve` also with
-the model in stages. Where CRIU can, a process that has its model is restored, too.
+as a process of their own and as `firsttoken serve`, asked over HTTP; `serve` also with the model in stages.
 """
 
 from __future__ import annotations
@@ -13,40 +12,33 @@ import numpy as np
 from firsttoken.assets.needs import ModelFacts, check
 from firsttoken.assets.tokenizer_files import TOKENIZER
 from firsttoken.progressiveserve.base_model import ServedConfig
-from firsttoken.study.errors import FirstTokenError, ProfileError
-from firsttoken.study.kernel_forkserver import possible
+from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import over
 from firsttoken.study.profile import Profile
 from firsttoken.study.record import Outcome, Result, Table, rows_where
 from firsttoken.study.show import interval
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import served_checkpoint
 from firsttoken_studies.progressiveserve.coldstart.experiments import trial_specs
-from firsttoken_studies.progressiveserve.coldstart.harness import NONE, TrialLink, one_trial, run_trials
-from firsttoken_studies.progressiveserve.coldstart.prepared import no_snapshots
-from firsttoken_studies.progressiveserve.coldstart.spec import TrialSpec
+from firsttoken_studies.progressiveserve.coldstart.harness import NONE, TrialLink, run_trials
 from firsttoken_studies.progressiveserve.coldstart.summary import cold_start_summary as summary  # noqa: F401
 from firsttoken_studies.progressiveserve.coldstart.summary import link_floor
 from firsttoken_studies.progressiveserve.coldstart.variants import find_variant
 
 STARTS = ("torch_behind", "lean_folder")
 SERVED = ("served_behind", "served_first", "served_stages_behind", "served_stages_first")
-COPIED = ("copied_first", "copied_behind")
-RESTORED = "restored"
 LINK = {"link": "unshaped"}
-WIRE = TrialLink(0.0, NONE)
 LANES: tuple[tuple[str, str, Sequence[str]], ...] = (
     ("1 runtime delivery", "not measured: the environment is installed", ()),
     ("2 model delivery", "from this disk, read alone", ("read",)),
     ("3 ordinary boot", "from the creation of the process", (*STARTS, *SERVED)),
-    ("4 initialized-engine reuse", "from the request for a copy that has the imports", COPIED),
-    ("4 initialized-engine reuse", "from the call of `criu restore`", (RESTORED,)),
+    ("4 initialized-engine reuse", "not measured: nothing is kept of an earlier process", ()),
     ("5 resident lifecycle", "not measured: a service here keeps its model awake", ()),
     ("6 live reconfiguration", "not measured: a start changes no running service", ()),
 )
 """The lanes of vLLM's roadmap (github.com/vllm-project/vllm/issues/48193), each with what its clock counts from here,
 and the starts in it."""
 PHASES = {
-    "framework bootstrap": ("phase_interpreter_s", "phase_imports_s", "phase_restore_s"),
+    "framework bootstrap": ("phase_interpreter_s", "phase_imports_s"),
     "tokenizer": ("phase_config_and_tokenizer_s",),
     "weights": ("load_s",),
     "first forward pass": ("phase_prefill_s",),
@@ -77,41 +69,21 @@ def starts(profile: Profile) -> Outcome:
     checkpoint = served_checkpoint(profile)
     specs = trial_specs(profile, checkpoint, config.questions, config.readers)
     served = SERVED if (checkpoint.stock / TOKENIZER).is_file() else ()
-    left_out = {} if possible() else dict.fromkeys(COPIED, "processes are copied on Linux alone, and beside no GPU")
-    if reason := _not_restored(specs(RESTORED)):
-        left_out[RESTORED] = reason
-    prepared = [name for name in (*COPIED, RESTORED) if name not in left_out]
-    trials = [[specs(name) for name in ("read", *STARTS, *served, *prepared)]] * config.rounds
-    rows = run_trials(trials, WIRE, profile.seed)
-    return Outcome(rows, {"disk": link_floor(rows)}, provenance=checkpoint.provenance | {"left_out": left_out})
-
-
-def _not_restored(spec: TrialSpec) -> str:
-    """Why CRIU can't restore a process here, in one line; "" where it has just done so."""
-    if reason := no_snapshots():
-        return reason
-    try:
-        one_trial(spec, WIRE)
-    except FirstTokenError as error:
-        return str(error)
-    return ""
+    trials = [[specs(name) for name in ("read", *STARTS, *served)]] * config.rounds
+    rows = run_trials(trials, TrialLink(0.0, NONE), profile.seed)
+    return Outcome(rows, {"disk": link_floor(rows)}, provenance=checkpoint.provenance)
 
 
 def start_rows(recorded: Result | None, now: Result) -> Table:
-    """A line a start: seconds from the creation of the process to the first token, what comes behind it, and what is
-    paid before it: seconds, and MB that a parent holds in memory or an image on the disk; or why it was not tried."""
+    """A line a start: seconds from the creation of the process to the first token, and what comes behind it."""
     for drawn in over(recorded, now):
         found = drawn.result.summary
-        for name in (*STARTS, *SERVED, *COPIED, RESTORED):
+        for name in (*STARTS, *SERVED):
             seconds = {"the first token, s": found.get("process_ttft_p50_s", variant=name, **LINK)}
             if seconds["the first token, s"] is None:  # a result of before it was tried, or it cannot be tried there
-                if reason := drawn.result.provenance.get("left_out", {}).get(name):
-                    yield {"start": find_variant(name).label, "not tried": reason, "whose": drawn.who()}
                 continue
             seconds["the longest gap behind it, s"] = found.get("longest_gap_s", variant=name, **LINK)
             seconds["the step in which the engine takes over, s"] = found.get("takeover_s", variant=name, **LINK)
-            seconds["paid before, s"] = found.get("paid_s", variant=name, **LINK)
-            seconds["kept, MB"] = found.get("kept_mb", variant=name, **LINK)
             row = {"start": find_variant(name).label} | {what: interval(entry, 2) for what, entry in seconds.items()}
             yield row | {"whose": drawn.who()}
 

@@ -23,9 +23,10 @@ from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.progress import track
 from firsttoken.study.record import Rows
 from firsttoken.study.system.pagecache import evict, resident_fraction
-from firsttoken_studies.progressiveserve.coldstart.spec import TRIAL, TrialSpec
+from firsttoken_studies.progressiveserve.coldstart.spec import TrialSpec
 
 KERNEL, BUCKET, SERVER, NONE = "kernel", "bucket", "data server", "none"
+TRIAL = "firsttoken_studies.progressiveserve.coldstart.trial"
 A_LINK = " a link"  # of a name: there are several such links side by side
 
 
@@ -100,14 +101,12 @@ def one_trial(spec: TrialSpec, wire: TrialLink, timeout_s: float = 600.0, module
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise FirstTokenError(f"the cold start {spec.variant} failed: {reason}")
-    row = json.loads(done.stdout.strip().splitlines()[-1])
-    left = None if resident is None else round(100 * resident, 1)
-    return row | {
+    return json.loads(done.stdout.strip().splitlines()[-1]) | {
         "link": wire.name,
         "gbit_per_s": wire.gbit_per_s,
         "shaped_by": wire.shaped_by,
         "cold": wire.cold,
-        "resident_before_pct": row.get("resident_before_pct", left),  # of a trial that prepares: before its clock ran
+        "resident_before_pct": None if resident is None else round(100 * resident, 1),
     }
 
 

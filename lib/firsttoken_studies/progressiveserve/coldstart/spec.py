@@ -5,15 +5,11 @@ A trial imports this before torch, to read early: the standard library and what 
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from firsttoken.progressiveserve.loading.read_plan import Folder
-from firsttoken.study.system.direct_io import read_ahead
-
-TRIAL = "firsttoken_studies.progressiveserve.coldstart.trial"  # the module that runs a trial
 
 
 @dataclass(frozen=True)
@@ -53,12 +49,6 @@ class TrialSpec:
         from firsttoken.progressiveserve.loading.http_reader import Remote, RemotePath
 
         return RemotePath(Remote(self.server))
-
-
-def read_weights_ahead(spec: TrialSpec) -> None:
-    """Bring the plain folder's weights into the page cache, in a thread a file."""
-    for file in sorted(Path(spec.stock).glob("*.safetensors")):
-        threading.Thread(target=read_ahead, args=(file,), daemon=True).start()
 
 
 def prompt_ids(spec: TrialSpec) -> list[int]:

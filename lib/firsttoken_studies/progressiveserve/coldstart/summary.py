@@ -24,7 +24,6 @@ LEAN = {"lean": "whole_streamed", "lean_progressive": "progressive"}
 """Starts without transformers, and what each is held against: the same with it."""
 SERVED = {"served_behind": "served_first", "served_stages_behind": "served_stages_first"}
 """Services that answer before torch, and what each is held against: the same with torch first."""
-PREPARED = {name for name, variant in VARIANTS.items() if variant.copied or variant.restored}
 
 Add = Callable[..., Entry]  # Summary.add, the link filled in
 
@@ -63,7 +62,8 @@ def full_rows(rows: Rows) -> Rows:
 
 
 def cold_start_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
-    """The measures of every link."""
+    """The measures of every link; a record also has rows of starts that are no longer tried, which are left out."""
+    rows = [row for row in rows if row["variant"] in VARIANTS]
     return Summary(chain.from_iterable(map(link_summary, by_link(rows).values())))
 
 
@@ -126,8 +126,6 @@ def link_summary(rows: Rows) -> Summary:
     for name, base in SERVED.items():
         if {name, base} <= there:
             _served(add, rows, name, base, size / rate)
-    for name in sorted(there & PREPARED if "lean_folder" in there else ()):
-        _prepared(add, rows, name, size, rate)
     for name, variant in VARIANTS.items():
         # ParaServe's arithmetic: k links bring everything in a k-th of the time
         if name in there and variant.links > 1:
@@ -215,18 +213,6 @@ def _served(add: Add, rows: Rows, name: str, base: str, bytes_s: float) -> None:
     for one in (name, base):
         for column in ("longest_gap_s", "listens_s"):
             add(column, bootstrap(values(rows, one, column), "median").summary("s"), variant=one)
-
-
-def _prepared(add: Add, rows: Rows, name: str, size: int, rate: float) -> None:
-    """A start of which a part is paid beforehand, against a new process with torch first, and what that part takes; a
-    restored process reads its image besides the ``size`` bytes of its weights, both at ``rate`` bytes/s."""
-    kept = values(rows, name, "kept_bytes")
-    read = [size + (bytes_ if VARIANTS[name].restored else 0) for bytes_ in kept]
-    pair = _against(add, rows, name, "lean_folder", float(np.median(read)) / rate)
-    tokens = {row["token_id"] for row in rows if row["variant"] in (name, "lean_folder")}
-    add("same_first_token", {"value": len(tokens) == 1, "unit": f"first tokens of {name} and lean_folder"}, **pair)
-    add("paid_s", bootstrap(values(rows, name, "paid_s"), "median").summary("s"), variant=name)
-    add("kept_mb", bootstrap([bytes_ / 1e6 for bytes_ in kept], "median").summary("MB"), variant=name)
 
 
 def _against(add: Add, rows: Rows, name: str, base: str, bytes_s: float) -> dict[str, str]:

@@ -15,6 +15,7 @@ import json  # noqa: E402
 import socket  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
+import threading  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 from contextlib import ExitStack, contextmanager, nullcontext, suppress  # noqa: E402
 from dataclasses import replace  # noqa: E402
@@ -28,9 +29,10 @@ from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manif
 from firsttoken.progressiveserve.loading.read_plan import open_reader, part_blobs  # noqa: E402
 from firsttoken.progressiveserve.loading.reader import BlobReader  # noqa: E402
 from firsttoken.study.errors import StageError  # noqa: E402
+from firsttoken.study.system.direct_io import read_ahead  # noqa: E402
 from firsttoken.study.system.fast_exit import tell_and_end  # noqa: E402
 from firsttoken.study.system.footprint import MemoryGrowth, cpu_seconds  # noqa: E402
-from firsttoken_studies.progressiveserve.coldstart.spec import PhaseClock, TrialSpec, prompt_ids, read_weights_ahead  # noqa: E402
+from firsttoken_studies.progressiveserve.coldstart.spec import PhaseClock, TrialSpec, prompt_ids  # noqa: E402
 from firsttoken_studies.progressiveserve.coldstart.variants import StartVariant, find_variant  # noqa: E402
 
 if TYPE_CHECKING:
@@ -48,10 +50,6 @@ def main(spec: TrialSpec) -> dict[str, Any]:
         return _read_alone(spec, variant, links)
     if variant.served:
         return _asked_over_http(spec, variant)
-    if variant.copied or variant.restored:
-        from firsttoken_studies.progressiveserve.coldstart import prepared
-
-        return prepared.start_copy(spec, variant.copied) if variant.copied else prepared.restore(spec)
     marks = PhaseClock(spec.spawned_s)
     marks.last = INTERPRETER_UP
     marks.phases["interpreter"] = INTERPRETER_UP - spec.spawned_s
@@ -61,7 +59,7 @@ def main(spec: TrialSpec) -> dict[str, Any]:
             return row
     manifest, reader, reading = None, None, time.monotonic()
     if variant.early and variant.peer:
-        read_weights_ahead(spec)
+        _read_ahead(spec)
     elif variant.early:
         manifest = read_manifest(Path(spec.staged))
         reader = _open(spec, variant, manifest, links)
@@ -103,13 +101,19 @@ def main(spec: TrialSpec) -> dict[str, Any]:
     return row | device_peak(spec.device)
 
 
+def _read_ahead(spec: TrialSpec) -> None:
+    """Bring the plain folder's weights into the page cache, in a thread a file."""
+    for file in sorted(Path(spec.stock).glob("*.safetensors")):
+        threading.Thread(target=read_ahead, args=(file,), daemon=True).start()
+
+
 def _start_before_torch(spec: TrialSpec, marks: PhaseClock) -> dict[str, Any] | None:
     """The row of a trial of the plain folder; None, after a line on stderr, for a model that needs torch.
 
     The answer goes on behind the first token, and is held against what the engine says alone. Raises ModelError for a
     folder that cannot be served.
     """
-    read_weights_ahead(spec)
+    _read_ahead(spec)
     from firsttoken.assets.servable import check_servable
     from firsttoken.engine.numpy_model import NumpyModel
     from firsttoken.engine.numpy_weights import FolderWeights

@@ -22,7 +22,7 @@ from firsttoken.study.dtypes import DTYPES, named
 from firsttoken.study.system.footprint import cpu_seconds
 from firsttoken.study.timing import timed
 from firsttoken_studies.progressiveserve.coldstart.spec import PhaseClock, TrialSpec, prompt_ids
-from firsttoken_studies.progressiveserve.coldstart.variants import StartVariant, find_variant
+from firsttoken_studies.progressiveserve.coldstart.variants import StartVariant
 
 if TYPE_CHECKING:
     from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
@@ -63,14 +63,6 @@ def tokenize(spec: TrialSpec, variant: StartVariant) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(spec.stock, local_files_only=True)
         return tokenizer(spec.prompt, return_tensors="pt")["input_ids"].to(spec.device)
     return torch.tensor([prompt_ids(spec)]).to(spec.device)
-
-
-def answering(spec: TrialSpec) -> Callable[[], int]:
-    """The lean model of the plain folder, loaded, as what gives the first token of a new answer to the prompt."""
-    from firsttoken.progressiveserve.loading.rival_loaders import load_with
-
-    model, prompt = load_with("lean", Path(spec.stock), _dtype(spec), spec.device), tokenize(spec, find_variant("lean"))
-    return lambda: _prefill(model, prompt)
 
 
 def begin_building(spec: TrialSpec, variant: StartVariant, manifest: Manifest, reader: BlobReader) -> WeightBuilder:

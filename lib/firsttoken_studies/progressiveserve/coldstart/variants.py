@@ -18,8 +18,7 @@ class StartVariant:
     transformers. It is for this disk and for a data server: a limit in the kernel holds back torch's own files too, of
     which a few pages are often cold, behind the weights that are read beside them. With ``torch_behind`` the first
     token is there before torch is imported, which comes behind it and takes the answer over. A ``served`` start is
-    `firsttoken serve`, asked over HTTP from the moment on at which it listens. ``copied`` names the start that a copy
-    of a process with all imports makes; a ``restored`` process has given an answer before CRIU dumped it.
+    `firsttoken serve`, asked over HTTP from the moment on at which it listens.
     """
 
     name: str
@@ -33,8 +32,6 @@ class StartVariant:
     lean: bool = False
     torch_behind: bool = False
     served: bool = False
-    copied: str = ""
-    restored: bool = False
 
 
 WHOLE, FIRST = (1, 2, 3), (1,)
@@ -89,11 +86,6 @@ VARIANTS = {
             torch_behind=True,
             served=True,
         ),
-        StartVariant("copied_first", "a fork server's copy", peer="lean", lean=True, copied="lean_folder"),
-        StartVariant(
-            "copied_behind", "a fork server's copy, first token by numpy", peer="lean", lean=True, copied="torch_behind"
-        ),
-        StartVariant("restored", "restored by CRIU", peer="lean", lean=True, restored=True),
         StartVariant("lean_progressive", "ours, progressive, lean", stages=FIRST, streamed=True, early=True, lean=True),
     )
 }
