@@ -22,7 +22,6 @@ from swarms import DEPTH, Here, varied
 
 from firsttoken.__main__ import COMMANDS
 from firsttoken.assets.models import load_model
-from firsttoken.engine.native.library import kernels
 from firsttoken.options import parser
 from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
@@ -95,8 +94,6 @@ def small(spec: str, **_: object) -> SimpleNamespace:
 @pytest.mark.parametrize("page", [page for page in PROGRAMS if "combined" not in page])  # of 30 layers, by processes
 def test_the_python_of_a_page_runs(page: str, staged: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = PROGRAMS[page]
-    if "before_torch" in blocks[-1] and kernels() is None:
-        blocks = blocks[:-1]
     text = "\n".join(blocks).replace('"FOLDER"', repr(str(staged.folder)))
     text = re.sub(r"\b15\b", "4", re.sub(r"\b30\b", "8", text))  # a model of 8 layers for one of 30
     if "127.0.0.1:4000" in text:

@@ -59,7 +59,15 @@ def test_a_relay_is_never_faster_than_it_is_set(echo):
 def start(variant: str, rtt: float, round_: int, ttft: float, tokens: list[int], **more) -> dict:
     row = {"what": "start", "variant": variant, "gbit_per_s": 1, "rtt_ms": rtt, "round": round_, "ttft_request_s": ttft}
     times = [ttft + 0.1 * n for n in range(len(tokens))]
-    told = {"loaded_s": 2.0, "local_s": None, "lent_bytes": 0, "lent_steps": 0, "gone": "", "taken": []}
+    told = {
+        "ttft_process_s": 1.0 + ttft,
+        "loaded_s": 2.0,
+        "local_s": None,
+        "lent_bytes": 0,
+        "lent_steps": 0,
+        "gone": "",
+        "taken": [],
+    }
     return row | {"tokens": tokens, "times_s": times} | told | more
 
 
@@ -107,5 +115,6 @@ def test_figures_and_tables_are_drawn_from_a_result_alone():
     )
     assert len(experiment.first_tokens(None, result).axes) == 1 and len(experiment.taking_over(None, result).axes) == 2
     assert next(experiment.start_rows(None, result))["over whole"].startswith("0.40")
+    assert [row["first token, s"][:4] for row in experiment.creation_rows(None, result)] == ["3.00", "2.60", "1.80"]
     assert [row["starts"] for row in experiment.whose_rows(None, result)] == [2, 2]
     assert list(experiment.neighbour_rows(None, result))[2]["lost, %"].startswith("40.0")

@@ -24,7 +24,6 @@ from firsttoken.droidspeak.reuse_items import TaskItem
 from firsttoken.engine.workload.conversations import Conversations
 from firsttoken.study.record import Result
 from firsttoken_extras.layer_borrowing.lender import Lender
-from firsttoken_studies.combined.borrowed import before_torch_trial
 from firsttoken_studies.combined.borrowed import experiment as borrowed
 from firsttoken_studies.combined.borrowed import trial as borrowed_trial
 from firsttoken_studies.combined.borrowed.spec import BorrowSpec
@@ -99,11 +98,10 @@ def in_this_process(command: list[str], **options: Any) -> subprocess.CompletedP
     """A trial without a process of its own; there is no other command."""
     if command[:2] != [sys.executable, "-m"]:
         raise FileNotFoundError(command[0])
-    if command[2] in (borrowed.TRIAL, borrowed.TRIAL_BEHIND, parallel.TRIAL):
+    if command[2] in (borrowed.TRIAL, parallel.TRIAL):
         told = json.loads(command[-1]) | {"spawned_s": trial.INTERPRETER_UP, "gbit_per_s": 0.0, "cores": ()}
         of, kind = {
             borrowed.TRIAL: (borrowed_trial, BorrowSpec),
-            borrowed.TRIAL_BEHIND: (before_torch_trial, BorrowSpec),
             parallel.TRIAL: (fetch_trial, fetch_trial.FetchSpec),
         }[command[2]]
         answer: Any = {"variant": told["variant"]} | of.main(kind(**told))

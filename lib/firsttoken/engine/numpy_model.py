@@ -65,19 +65,14 @@ class NumpyModel:
         if self.cached + len(ids) > self.context:
             raise LengthError(f"{self.cached + len(ids)} tokens do not fit a context of {self.context}; shorten it")
         places = np.arange(self.cached, self.cached + len(ids), dtype=np.int64)
-        states = self._through(self.weights.rows(ids), places)
+        states, turns = self.weights.rows(ids), self._turns(places)
+        for fields in self.weights.layers():
+            self._run(fields, states, turns, places)
         self.cached += len(ids)
         logits = self._logits(states[-1:])
         if not np.isfinite(logits.max()):
             raise OutputError("the model's output is no finite number; copy its weights again")
         return logits
-
-    def _through(self, states: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """``states`` [tokens, hidden] of these positions behind all layers, which cache their keys and values."""
-        turns = self._turns(places)
-        for fields in self.weights.layers():
-            self._run(fields, states, turns, places)
-        return states
 
     def _run(
         self, fields: np.ndarray, states: np.ndarray, turns: tuple[np.ndarray, np.ndarray], places: np.ndarray

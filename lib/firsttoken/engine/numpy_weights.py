@@ -62,21 +62,19 @@ class Job(NamedTuple):
 class Packer:
     """Lays the weights of the model of ``config`` out for the kernels, and packs them.
 
-    They are ``stored`` in a dtype and compute in ``dtype``, where that is not given in the stored one, but in float32
-    where the processor has no instructions for bfloat16. Raises OtherWay, in one line, for what the kernels do not run:
-    a shape or dtype that they do not have, no compiler, or products that are wrong here.
+    They are ``stored`` in a dtype and compute in ``dtype``: in the stored one, but in float32 where the processor has
+    no instructions for bfloat16. Raises OtherWay, in one line, for what the kernels do not run: a shape that they do
+    not have, no compiler, or products that are wrong here.
     """
 
-    def __init__(self, config: LeanConfig, stored: str, dtype: str = "") -> None:
+    def __init__(self, config: LeanConfig, stored: str) -> None:
         if config.head_dim not in WIDTHS:
             raise OtherWay(f"its head_dim is {config.head_dim}")
         if odd := [size for size in (config.hidden_size, config.intermediate_size) if size % 2]:
             raise OtherWay(f"its products have {odd[0]} inputs, an odd number")
         self.config, self.stored, self.exports = config, stored, _exports()
-        bf16 = (dtype or stored) == stored == "bfloat16" and self.exports.has_bfloat16
+        bf16 = stored == "bfloat16" and self.exports.has_bfloat16
         self.dtype = "bfloat16" if bf16 else "float32"
-        if dtype not in ("", self.dtype):
-            raise OtherWay(f"its {stored} weights are not computed in {dtype} here")
         if not self.exports.multiplies(self.dtype):
             raise OtherWay(f"its {self.dtype} products are wrong on this processor")
         self.memory = WeightMemory(huge=False)  # a first token waits for all of it

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 from firsttoken.engine.numpy_model import BLOCK_TOKENS, CacheSource, NumpyModel, as_tensor, beside_an_import
 from firsttoken.engine.request import Sampling
@@ -26,11 +25,9 @@ if TYPE_CHECKING:
     from firsttoken.engine.numpy_weights import FolderWeights, NumpyWeights
 
 
-Made = TypeVar("Made")
-
-
-class TorchBehind(ABC, Generic[Made]):
-    """Imports torch in a thread behind one answer of ``model``, and lets what that thread makes go on with it.
+class Takeover:
+    """Imports torch in a thread behind one answer of ``model``, which has all of its weights, and lets an engine with
+    them go on.
 
     ``ready_s`` is when that was there (``time.monotonic``), ``tokens`` how many the model had said when it took over,
     and ``took_s`` the seconds from then to its first token; all are None before.
@@ -41,13 +38,13 @@ class TorchBehind(ABC, Generic[Made]):
         self.ready_s: float | None = None
         self.tokens: int | None = None
         self.took_s: float | None = None
-        self._made: Made | None = None
+        self._engine: Engine | None = None
         self._fault: Exception | None = None
         self._thread = threading.Thread(target=self._import, name="importing", daemon=True)
         self._begun = False
 
     def answer(self, prompt: Sequence[int], count: int) -> Iterator[int]:
-        """Yield ``count`` greedy tokens after ``prompt``: the model's until torch is there, and then the other's.
+        """Yield ``count`` greedy tokens after ``prompt``: the model's until torch is there, and then the engine's.
 
         The import begins when the second token is asked for, or :meth:`made`: the first one has all cores to itself
         until somebody has it. Raises RequestError for a count below 1, what :meth:`NumpyModel.next_token` raises, and
@@ -60,18 +57,18 @@ class TorchBehind(ABC, Generic[Made]):
             said.append(token)
             yield token
         if len(said) < count:
-            begun, made, self.tokens = time.monotonic(), self.made(), len(said)
-            for token in self._go_on(made, [*prompt, *said], count - len(said)):
+            begun, self.tokens = time.monotonic(), len(said)
+            for token in self._go_on([*prompt, *said], count - len(said)):
                 self.took_s = self.took_s or time.monotonic() - begun
                 yield token
 
-    def made(self) -> Made:
-        """What goes on, once it is there. Raises StageError when it cannot be made."""
+    def made(self) -> Engine:
+        """The engine that goes on, once it is there. Raises StageError when it cannot be made."""
         self._begin()
         self._thread.join()
-        if self._made is None:
+        if self._engine is None:
             raise StageError(f"what computes cannot be imported: {self._fault}; install firsttoken again")
-        return self._made
+        return self._engine
 
     def _before(self, prompt: Sequence[int], count: int) -> Iterator[int]:
         """Yield at most ``count`` tokens of the model."""
@@ -93,32 +90,19 @@ class TorchBehind(ABC, Generic[Made]):
     def _import(self) -> None:
         try:
             with uncollected():
-                self._made = self._make()
+                from firsttoken.engine.engine import Engine
+
+                self._engine = Engine(take_over(self.model, -(-self.model.context // BLOCK_TOKENS)))
         except Exception as error:
             self._fault = error
         self.ready_s = time.monotonic()
 
-    @abstractmethod
-    def _make(self) -> Made:
-        """Import torch, and make what goes on."""
-
-    @abstractmethod
-    def _go_on(self, made: Made, tokens: list[int], count: int) -> Iterator[int]:
+    def _go_on(self, tokens: list[int], count: int) -> Iterator[int]:
         """Yield ``count`` more tokens after ``tokens``, of which the model has computed all but the last."""
-
-
-class Takeover(TorchBehind["Engine"]):
-    """An answer of a ``model`` that has all of its weights, which an engine takes over with them."""
-
-    def _make(self) -> Engine:
-        from firsttoken.engine.engine import Engine
-
-        return Engine(take_over(self.model, -(-self.model.context // BLOCK_TOKENS)))
-
-    def _go_on(self, made: Engine, tokens: list[int], count: int) -> Iterator[int]:
-        request = made.submit(tokens, Sampling(count), source=CacheSource(self.model))
+        engine = self.made()
+        request = engine.submit(tokens, Sampling(count), source=CacheSource(self.model))
         while not request.finished:
-            for _, token in made.step():
+            for _, token in engine.step():
                 yield token
         if request.failure is not None:
             raise request.failure

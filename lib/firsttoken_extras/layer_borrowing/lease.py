@@ -17,28 +17,31 @@ from firsttoken.petals.access import Access
 from firsttoken.petals.chain import messages_of
 from firsttoken.petals.event_loop import begin, wait_for
 from firsttoken.petals.routing import check_cover
-from firsttoken.petals.server_call import ServerFault
+from firsttoken.petals.server_call import ServerCall, ServerFault
 from firsttoken.petals.server_session import ServerSession
 from firsttoken.petals.states import Stretch
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.study.errors import FirstTokenError
-from firsttoken_extras.layer_borrowing.lender import Lender, Lending, NeighbourGone, OpenSession, check_lenders
+from firsttoken_extras.layer_borrowing.lender import Lender, NeighbourGone, check_lenders
 
+CODING = "float32"
+"""What states travel in. Every dtype that is served fits into it, so none is rounded on its way: each token has to be
+the one that the whole model says."""
 HURRY_S = 0.5  # that an answer may still take when all layers have come
 
 
 class LentSpan:
-    """The layers of a lender, for as long as it goes on; ``lending`` opens another session where it has lost one
-    without fault. The first one is ``begun`` where that is given, and goes on with what its lender has.
+    """The layers of ``lender``, for as long as it goes on: one session after another, as it may lose one without fault.
 
     To be made and used where gRPC's event loop runs. Raises SwarmError for an address that may not be asked.
     """
 
-    def __init__(self, lending: Lending, begun: OpenSession | None = None) -> None:
-        self.address, self.layers = lending.lender
-        self._lending = lending
-        self._channel, call = begun or lending.open()
-        self.sessions = [ServerSession(call)]  # the last one is open
+    def __init__(self, lender: Lender, model: str, width: int, access: Access, timeouts: Timeouts) -> None:
+        self.address, self.layers = lender
+        self.sessions: list[ServerSession] = []  # the last one is open
+        self._model, self._access, self._timeouts = model, access, timeouts
+        self._channel = access.channel(self.address, width)
+        self._open()
 
     def known(self, request: int) -> int:
         """Tokens of the request that it has seen."""
@@ -52,7 +55,7 @@ class LentSpan:
         except ServerFault as fault:
             if not fault.lasting:
                 self.sessions[-1].close()
-                self.sessions.append(ServerSession(self._lending.open(self._channel).call))
+                self._open()
             raise
 
     async def close(self) -> None:
@@ -60,11 +63,15 @@ class LentSpan:
         self.sessions[-1].close()
         await self._channel.close()
 
+    def _open(self) -> None:
+        patience = self._timeouts, self._access.headers
+        call = ServerCall(self.address, self._channel, self.layers, self._model, CODING, *patience)
+        self.sessions.append(ServerSession(call))
+
 
 class Lease:
     """The layers of ``lenders``, one behind the other, up to the last of the ``depth`` of ``model`` (the lenders' name
-    of it); states are ``width`` wide. Nobody lends those below ``first``. A session that was ``begun`` with the only
-    lender goes on.
+    of it); states are ``width`` wide. Nobody lends those below ``first``.
 
     Opening it waits for nobody: a lender that cannot be reached is found out by the first step. When one of them is
     gone, all is. Raises SwarmError for lenders that leave a layer out or have one twice, and for an address that may
@@ -80,7 +87,6 @@ class Lease:
         *,
         access: Access | None = None,
         timeouts: Timeouts | None = None,
-        begun: OpenSession | None = None,
     ) -> None:
         check_lenders(lenders, depth)
         self.first = lenders[0].layers.start
@@ -88,8 +94,7 @@ class Lease:
         self._depth = depth
         self._spans: list[LentSpan] = []
         self._asked = lenders[0].address  # who was asked last
-        patience = access or Access(), timeouts or Timeouts()
-        wait_for(self._connect([Lending(one, model, width, *patience) for one in lenders], begun))
+        wait_for(self._connect(lenders, model, width, access or Access(), timeouts or Timeouts()))
 
     @property
     def steps(self) -> int:
@@ -134,9 +139,11 @@ class Lease:
             self.gone = why
             wait_for(self._end())
 
-    async def _connect(self, lenders: Sequence[Lending], begun: OpenSession | None) -> None:
-        for lending in lenders:
-            self._spans.append(LentSpan(lending, begun))
+    async def _connect(
+        self, lenders: Sequence[Lender], model: str, width: int, access: Access, timeouts: Timeouts
+    ) -> None:
+        for lender in lenders:
+            self._spans.append(LentSpan(lender, model, width, access, timeouts))
 
     async def _end(self) -> None:
         for span in self._spans:

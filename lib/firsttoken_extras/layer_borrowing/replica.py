@@ -13,14 +13,12 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from firsttoken.engine.decoder import Decoder, LocalSegment
 from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.fused import fuse_layer
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
-from firsttoken.engine.kv import KVPool
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.native.exports import WeightMemory, packed_in
@@ -71,37 +69,6 @@ class BorrowedSegment:
         self._lease.forget(request)
 
 
-class LentPrefix:
-    """The first ``tokens`` of a request at a replica of ``pool`` without own layers, whose lenders have seen them.
-
-    The engine wants keys and values of every layer. It is given zeros, as nothing here reads those of a lent layer:
-    when that has come, they are computed from the hidden states that entered it.
-    """
-
-    redo = range(0)
-    complete = True
-
-    def __init__(self, pool: KVPool, tokens: int) -> None:
-        self.tokens = tokens
-        shape = pool.shape
-        nothing = torch.zeros(1, dtype=shape.dtype).expand(2, 1, shape.kv_heads, tokens, shape.head_dim)
-        self._left = [(layer, nothing) for layer in range(shape.layers)]
-
-    def begin(self) -> None:
-        """Do nothing: it is there."""
-
-    def hidden_states(self) -> None:
-        """Bring none, as none is needed."""
-
-    def arrived(self) -> list[tuple[int, Tensor]]:
-        """All layers, the first time that it is asked."""
-        came, self._left = self._left, []
-        return came
-
-    def close(self) -> None:
-        """Do nothing: nothing was opened."""
-
-
 class BorrowingVersion(ModelVersion):
     """``model`` with its first ``here`` of ``layers`` from here and the others on ``lease``."""
 
@@ -150,7 +117,6 @@ class BorrowingReplica:
         self.engine = Engine(executor, config, policy=policy, trace=trace)
         self._executor, self._layers, self._arrivals = executor, list(layers), arrivals
         self._open: list[Request] = []
-        self._begun: Request | None = None  # one that was taken over, until its first token
         self._here = lease.first
         self._ready = False  # once the model's ends are here, and the layers that nobody lends
         # A huge page is cleared before it is written to, for which a virtual machine may wait 5 ms: with 14 MB a layer
@@ -179,21 +145,6 @@ class BorrowingReplica:
         self._open.append(request)
         return request
 
-    def take_over(self, tokens: Sequence[int], sampling: Sampling = GREEDY) -> Request:
-        """A request that others began: the lenders, which lend all layers, have seen all ``tokens`` but the last one.
-
-        Waits for the ends. Raises as :meth:`submit`, and what ended the load.
-        """
-        self._begin()
-        begun = len(tokens) - 1
-        self._begun = request = self.engine.submit(
-            tokens, sampling, moves=True, source=LentPrefix(self._executor.pool, begun)
-        )
-        entered = self._executor.model.model.embed_tokens(torch.tensor(tokens[:begun]))
-        self._executor.version.hidden_cache.keep(request.number, 0, 0, entered)
-        self._open.append(request)
-        return request
-
     def step(self) -> list[tuple[Request, int]]:
         """Take over what has come, and process one batch; the tokens it produced, as ``Engine.step``.
 
@@ -201,12 +152,12 @@ class BorrowingReplica:
         the load.
         """
         if self._here < len(self._layers):
-            self._begin()
+            self._arrivals.wait(len(self._layers) if self.lease.gone else self.lease.first)
+            if not self._ready:  # nothing was computed yet
+                self._executor.version, self._ready = self._ready_view(), True
             self._switch_to(self._arrivals.layers)
         try:
-            said = self.engine.step()
-            self._begun = None if said else self._begun
-            return said
+            return self.engine.step()
         except NeighbourGone:  # the step has left nothing behind, and is taken again without it
             return []
 
@@ -230,12 +181,6 @@ class BorrowingReplica:
         self.lease.close("the replica was closed")
         self._executor.close()
 
-    def _begin(self) -> None:
-        """Wait for the ends and the layers that nobody lends, for all of them when a lender is gone."""
-        self._arrivals.wait(len(self._layers) if self.lease.gone else self.lease.first)
-        if not self._ready:  # nothing was computed yet
-            self._executor.version, self._ready = self._ready_view(), True
-
     def _switch_to(self, come: int) -> None:
         """Compute with the first ``come`` layers from here on, once nobody is about earlier ones."""
         self._open = [request for request in self._open if not request.finished]
@@ -253,8 +198,6 @@ class BorrowingReplica:
     def _between(self, request: Request) -> bool:
         """Whether it computes layers again, or has computed upon a prefix that is still on its way: if it moved then,
         it would have to compute all of it."""
-        if request is self._begun:  # its prefix is all of what the lenders have
-            return True
         return request.redo is not None or (request.version is not None and self.engine.awaits_prefix(request))
 
     def _ready_view(self) -> ModelVersion:

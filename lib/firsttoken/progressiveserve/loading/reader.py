@@ -183,22 +183,18 @@ class BlobReader:
 
 
 class ReadBefore:
-    """The ``files`` of a stage that have been read, by place, as a reader gives them, and what ``rest`` still reads;
-    ``decoded`` are the tensors, in the dtype that they are stored in, which lie in a format in the files."""
+    """The ``files`` of a stage that have been read, by place, as a reader gives them; ``decoded`` are the tensors, in
+    the dtype that they are stored in, which lie in a format in the files."""
 
-    def __init__(
-        self, files: Mapping[int, memoryview], decoded: Mapping[str, np.ndarray], rest: BlobReader | None = None
-    ) -> None:
-        self._files, self.decoded, self._rest = files, decoded, rest
+    def __init__(self, files: Mapping[int, memoryview], decoded: Mapping[str, np.ndarray]) -> None:
+        self._files, self.decoded = files, decoded
 
     def wait(self, index: int) -> memoryview:
-        """The file ``index``. Raises as ``BlobReader.wait`` for one that has not been read."""
-        return self._rest.wait(index) if self._rest is not None and index not in self._files else self._files[index]
+        """The file ``index``, which is there."""
+        return self._files[index]
 
     def close(self) -> None:
-        """Stop reading what has not come."""
-        if self._rest is not None:
-            self._rest.close()
+        """Do nothing: nothing is being read."""
 
 
 def even_groups(sizes: Sequence[int], count: int) -> list[range]:

@@ -64,17 +64,15 @@ class StageWeights(NumpyWeights):
         readers: int = 8,
         threads: int | None = None,
         verify: bool = True,
-        dtype: str = "",
     ) -> None:
-        self.folder, self.manifest = folder, read_manifest(folder)
-        manifest = self.manifest
+        manifest = self.manifest = read_manifest(folder)
         check_side(folder, manifest, CONFIG)
         config = lean_config(folder)
         self._parts = parts_of(manifest, stages)
         if any(part.merged for part in self._parts):
             raise OtherWay("a later stage is merged into weights that are there")
         # what needs torch is known before bytes are asked for: over a slow link it takes seconds to stop its readers
-        self.packer = Packer(config, _stored(self._parts), dtype)
+        self.packer = Packer(config, _stored(self._parts))
         fillers = [self._fillers() for _ in range(threads or cores())]
         self._reader = open_reader(source or folder, manifest, stages, links, threads=readers, verify=verify)
         try:  # while the first bytes are on their way
@@ -91,12 +89,10 @@ class StageWeights(NumpyWeights):
         self._ends: dict[str, Future[np.ndarray]] = {name: Future() for part in ends for name in part.carried}
         self._head: LaidOut
         self._adapter: Future[HalvesByLayer] = Future()
-        self._made: dict[int, Future[LaidOut | None]] = {
-            index: Future() for index, part in enumerate(self._parts) if self._packs(part)
-        }
+        self._made: list[Future[LaidOut | None]] = [Future() for _ in self._parts]
         self._last = manifest.stages[max(stages) - 1]
         self._first = len(ADAPTER_FILES) if self._last.adapter else 0
-        turns = iter((-1, *self._made)), threading.Lock()
+        turns = iter(range(-1, len(self._parts))), threading.Lock()
         told = [(turns, mine) for mine in fillers]
         self._workers = [threading.Thread(target=self._work, args=one, name="packing", daemon=True) for one in told]
         for worker in self._workers:
@@ -104,19 +100,19 @@ class StageWeights(NumpyWeights):
 
     @property
     def packed(self) -> bool:
-        self._whole = self._whole or all(made.done() and made.exception() is None for made in self._made.values())
+        self._whole = self._whole or all(made.done() and made.exception() is None for made in self._made)
         return self._whole
 
     @property
     def fault(self) -> BaseException | None:
-        return first_fault((self._adapter, *self._made.values()))
+        return first_fault((self._adapter, *self._made))
 
     def wait(self, timeout_s: float | None = None) -> None:
-        wait(self._made.values(), timeout_s)
+        wait(self._made, timeout_s)
 
     def read(self) -> ReadBefore:
         """What has been read, once all has come. Raises as :meth:`layers`."""
-        for made in (self._adapter, *self._made.values()):
+        for made in (self._adapter, *self._made):
             made.result()
         self.close()
         return ReadBefore(self._files, self._decoded)
@@ -124,15 +120,15 @@ class StageWeights(NumpyWeights):
     @property
     def panels(self) -> dict[int, dict[str, np.ndarray]]:
         """The packed weights of each layer (0-based) by product. Raises as :meth:`layers`."""
-        made = ((self._parts[index].layer, made) for index, made in self._made.items())
-        return {layer: made.result().panels for layer, made in made if layer is not None}
+        packed = zip(self._parts, self._made, strict=True)
+        return {part.layer: made.result().panels for part, made in packed if part.layer is not None}
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
         return self.packer.computed(self._ends[EMBEDDING].result()[ids])
 
     def head(self) -> LaidOut:
-        for index, made in self._made.items():
-            if self._head_name in self._parts[index].carried:
+        for part, made in zip(self._parts, self._made, strict=True):
+            if self._head_name in part.carried:
                 made.result()
         return self._head
 
@@ -145,13 +141,9 @@ class StageWeights(NumpyWeights):
             worker.join()
 
     def _laid_out(self) -> Iterator[LaidOut]:
-        for index, made in self._made.items():
-            if self._parts[index].layer is not None:
+        for part, made in zip(self._parts, self._made, strict=True):
+            if part.layer is not None:
                 yield made.result()
-
-    def _packs(self, part: PartFile) -> bool:
-        """Whether the model computes with ``part`` before torch is there."""
-        return True
 
     def _fillers(self) -> dict[str, WordFiller]:
         """What decodes parts in a format, by its name, for one thread. Raises OtherWay for those that need torch."""

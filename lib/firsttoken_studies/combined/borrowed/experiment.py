@@ -21,7 +21,7 @@ from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Scalar, Summary
 from firsttoken_studies.combined.borrowed.neighbour import own_request, shaped, warm_server
 from firsttoken_studies.combined.borrowed.setting import StartSetting, start_setting
-from firsttoken_studies.combined.borrowed.spec import BEHIND, BORROWED, PRUNED, WAYS, WHOLE, BorrowSpec
+from firsttoken_studies.combined.borrowed.spec import BORROWED, PRUNED, WAYS, WHOLE, BorrowSpec
 from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, TrialLink, one_trial
 from firsttoken_studies.progressiveserve.coldstart.summary import ratio, values
 
@@ -59,25 +59,15 @@ def borrowed_start_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary
 
 
 def _from_creation(summary: Summary, starts: Rows, asked: Mapping[str, Any]) -> None:
-    """Add TTFT from the creation of the process over the main link, and that with torch behind the first token over the
-    others; the answer's tokens before torch was there."""
+    """Add the first and the last token from the creation of the process, over the main link."""
     here = rows_where(starts, gbit_per_s=asked["main_gbit_per_s"])
     near = [row for row in here if row["rtt_ms"] in (0.0, asked["main_rtt_ms"])]
-    if not rows_where(near, variant=BEHIND):  # a run of before there were such starts
-        return
-    for way in (*WAYS, BEHIND):
+    for way in WAYS:
         first = bootstrap(values(near, way, TTFT_PROCESS), "median").summary("s")
         summary.add("ttft_process_s", first, variant=way)
-    for other in (BORROWED, WHOLE):
-        over = ratio(near, BEHIND, other, TTFT_PROCESS).summary("x")
-        summary.add("ttft_process_x", over, variant=BEHIND, than=other)
-    for way in (WHOLE, BORROWED, BEHIND):
+    for way in (WHOLE, BORROWED):
         last = [row[TTFT_PROCESS] - row[TTFT] + row[LAST] for row in rows_where(near, variant=way)]
         summary.add("last_token_process_s", bootstrap(last, "median").summary("s"), variant=way)
-    before = bootstrap(values(near, BEHIND, "before_torch"), "median").summary("tokens")
-    summary.add("tokens_before_torch", before, variant=BEHIND)
-    early = [row["torch_at_first_token"] for row in rows_where(starts, variant=BEHIND)]
-    summary.add("torch_at_first_token_pct", bootstrap(early).summary("% of starts", 100), variant=BEHIND)
 
 
 def _borrowed(summary: Summary, rows: Rows, **place: Scalar) -> None:
@@ -100,15 +90,13 @@ def _whose(summary: Summary, starts: Rows) -> None:
     """Add the share of starts whose tokens, all and the first, equal those of starts that wait for the whole model."""
     wanted = {tuple(row["tokens"]) for row in rows_where(starts, variant=WHOLE)}
     summary.add("answers", {"value": len(wanted), "unit": "answers of starts that wait"}, variant=WHOLE)
-    for variant in (PRUNED, BORROWED, BEHIND):
-        if not rows_where(starts, variant=variant):
-            continue
+    for variant in (PRUNED, BORROWED):
         mine = [tuple(row["tokens"]) for row in rows_where(starts, variant=variant)]
         same = [tokens in wanted for tokens in mine]
         first = [tokens[0] in {one[0] for one in wanted} for tokens in mine]
         for measure, found in (("same_tokens_pct", same), ("same_first_token_pct", first)):
             summary.add(measure, bootstrap(found).summary("% of starts", 100), variant=variant, than=WHOLE)
-    lent = [row for row in starts if row["variant"] in (BORROWED, BEHIND)]
+    lent = rows_where(starts, variant=BORROWED)
     refused = sum(not any(why in row["gone"] for why in ("all layers", "is over")) for row in lent)
     summary.add("loans_that_failed", {"value": refused, "unit": "starts"})
 
@@ -128,7 +116,6 @@ def _neighbour(summary: Summary, rows: Rows) -> None:
 
 
 TRIAL = "firsttoken_studies.combined.borrowed.trial"
-TRIAL_BEHIND = "firsttoken_studies.combined.borrowed.before_torch_trial"
 
 
 @dataclass(frozen=True)
@@ -169,7 +156,7 @@ def borrowed_start(profile: Profile) -> Outcome:
     rows: Rows = []
     depth = setting.checkpoint.plan.depth
     with warm_server(setting.folder, depth, setting.theirs, setting.threads) as (address, _):
-        ways = ((WHOLE, 0.0), (PRUNED, 0.0), *((BORROWED, rtt) for rtt in config.rtt_ms), (BEHIND, config.main_rtt_ms))
+        ways = ((WHOLE, 0.0), (PRUNED, 0.0), *((BORROWED, rtt) for rtt in config.rtt_ms))
         starts = [
             (variant, rate, rtt, round_)
             for rate, (variant, rtt) in product(config.gbit_per_s, ways)
@@ -197,8 +184,7 @@ def _start(setting: StartSetting, variant: str, rate: float, neighbour: str) -> 
     """One start over a link of ``rate`` whose bytes wait in memory. Raises FirstTokenError when it fails."""
     folder = setting.checkpoint.staged if variant == PRUNED else setting.folder
     spec = BorrowSpec(**{**setting.common, "variant": variant, "staged": str(folder), "neighbour": neighbour})
-    module = TRIAL_BEHIND if variant == BEHIND else TRIAL
-    return one_trial(spec, TrialLink(rate, BUCKET, cold=False), module=module)
+    return one_trial(spec, TrialLink(rate, BUCKET, cold=False), module=TRIAL)
 
 
 def _beside(config: BorrowedConfig, setting: StartSetting, addresses: tuple[str, str], round_: int) -> Rows:
@@ -222,7 +208,7 @@ def _beside(config: BorrowedConfig, setting: StartSetting, addresses: tuple[str,
 
 # The figures and tables of notebook 56, drawn from a result alone.
 
-WAY_LOOKS = {WHOLE: "S3", PRUNED: "S1", BORROWED: "measured", BEHIND: "measured"}
+WAY_LOOKS = {WHOLE: "S3", PRUNED: "S1", BORROWED: "measured"}
 
 
 def first_tokens(recorded: Result | None, now: Result) -> Figure:
@@ -282,36 +268,13 @@ def taking_over(recorded: Result | None, now: Result) -> Figure:
 
 
 def main_starts(result: Result) -> dict[str, dict[str, Any]]:
-    """Return for each way, and for BEHIND where it was run, the start over the main link whose time to the first token
-    is the median."""
+    """Return for each way the start over the main link whose time to the first token is the median."""
     asked, chosen = result.parameters["borrowed"], {}
-    for way in (*WAYS, BEHIND):
-        trip = {"rtt_ms": asked["main_rtt_ms"]} if way in (BORROWED, BEHIND) else {}
-        if rows := rows_where(result.rows, what="start", variant=way, gbit_per_s=asked["main_gbit_per_s"], **trip):
-            chosen[way] = sorted(rows, key=lambda row: row[TTFT])[(len(rows) - 1) // 2]
+    for way in WAYS:
+        trip = {"rtt_ms": asked["main_rtt_ms"]} if way == BORROWED else {}
+        rows = rows_where(result.rows, what="start", variant=way, gbit_per_s=asked["main_gbit_per_s"], **trip)
+        chosen[way] = sorted(rows, key=lambda row: row[TTFT])[(len(rows) - 1) // 2]
     return chosen
-
-
-def from_creation(recorded: Result | None, now: Result) -> Figure:
-    """The tokens of one start of each way over the main link, from the creation of its process on; where libraries are
-    imported before anything else, for how long."""
-    results = [drawn for drawn in over(recorded, now) if rows_where(drawn.result.rows, variant=BEHIND)]
-    names = [f"{WAYS[WHOLE]}, torch first", f"{WAYS[BORROWED]}, torch first", f"{WAYS[BORROWED]}, torch behind"]
-    fig, axes = panels(1, len(results), figsize=(9, 2.7), sharex=True, sharey=True, squeeze=False)
-    for drawn, ax in zip(results, axes[0], strict=True):
-        chosen = main_starts(drawn.result)
-        for place, way in enumerate((WHOLE, BORROWED, BEHIND)):
-            row = chosen[way]
-            arrived = row[TTFT_PROCESS] - row[TTFT]
-            ax.barh(place, arrived, height=0.5, color=COLOURS["other"], linewidth=0)
-            ticks = [arrived + at for at in row["times_s"]]
-            ax.plot(
-                ticks, [place] * len(ticks), "|", color=LOOKS[WAY_LOOKS[way]].colour, markersize=14, markeredgewidth=1.5
-            )
-        ax.set(xlim=(0, None), xlabel="after the creation of the process, s", title=drawn.who())
-    categories(axes[0, 0], names, 0.4)
-    fig.suptitle("Nobody waits for torch where it is imported behind the first token")
-    return fig
 
 
 def start_rows(recorded: Result | None, now: Result) -> Table:
@@ -334,35 +297,26 @@ def start_rows(recorded: Result | None, now: Result) -> Table:
 
 
 def creation_rows(recorded: Result | None, now: Result) -> Table:
-    """The table of first and last tokens from the creation of the process, over the main link; nothing of a run that
-    had no start with torch behind its first token."""
-    names = {WHOLE: "the whole model first, torch first", BORROWED: "borrowing, torch first"}
+    """The table of first and last tokens from the creation of the process, over the main link."""
     for drawn in over(recorded, now):
         summary = drawn.result.summary
-        if summary.get("ttft_process_s", variant=BEHIND) is None:
-            continue
-        for way, name in (names | {BEHIND: "borrowing, torch behind"}).items():
+        for way, name in WAYS.items():
             yield {
                 "start": name,
                 "first token, s": interval(summary.get("ttft_process_s", variant=way), 2),
-                "over borrowing, torch first": interval(summary.get("ttft_process_x", variant=way, than=BORROWED), 2),
                 "last token, s": interval(summary.get("last_token_process_s", variant=way), 2),
-                "tokens before torch": interval(summary.get("tokens_before_torch", variant=way), 0),
                 "whose": drawn.who(),
             }
 
 
 def whose_rows(recorded: Result | None, now: Result) -> Table:
     """Return rows that say how often a start's tokens are the whole model's."""
-    ways = {PRUNED: WAYS[PRUNED], BORROWED: WAYS[BORROWED], BEHIND: "borrowing, torch behind"}
     for drawn in over(recorded, now):
-        for way, name in ways.items():
-            if drawn.result.summary.get("same_tokens_pct", variant=way, than=WHOLE) is None:
-                continue
+        for way in (PRUNED, BORROWED):
             same = drawn.result.summary.of("same_tokens_pct", variant=way, than=WHOLE)
             first = drawn.result.summary.value("same_first_token_pct", variant=way, than=WHOLE)
             told = {"first token is the whole model's, %": first, "all tokens are, %": same["value"]}
-            yield {"start": name, "starts": same["n"], **told, "whose": drawn.who()}
+            yield {"start": WAYS[way], "starts": same["n"], **told, "whose": drawn.who()}
 
 
 def neighbour_rows(recorded: Result | None, now: Result) -> Table:

@@ -1,4 +1,4 @@
-"""What a start of a replica is asked: nothing here imports torch, as one of them does without at first."""
+"""What a start of a replica is asked."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from firsttoken_studies.progressiveserve.coldstart.spec import TrialSpec
 
-WHOLE, PRUNED, BORROWED, BEHIND = "whole", "pruned", "borrowed", "borrowed_behind"
+WHOLE, PRUNED, BORROWED = "whole", "pruned", "borrowed"
 WAYS = {
     WHOLE: "the whole model first",
     PRUNED: "ProgressiveServe's stage 1",
     BORROWED: "borrowing",
 }
-"""The ways to start whose clock begins when the libraries are imported; BEHIND imports torch behind its first token."""
+"""The ways to start, whose clock begins when the libraries are imported."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,6 @@ class StartSpec(TrialSpec):
 
 @dataclass(frozen=True)
 class BorrowSpec(StartSpec):
-    """``variant`` is BEHIND or one of WAYS; ``neighbour`` is the address of a server of all layers, for a start that
-    borrows."""
+    """``variant`` is one of WAYS; ``neighbour`` is the address of a server of all layers, for a start that borrows."""
 
     neighbour: str = ""
