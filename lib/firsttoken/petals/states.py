@@ -30,12 +30,7 @@ def check_states(hidden: Tensor, what: str = "hidden states hold") -> None:
     if not hidden.numel():
         return
     low, high = hidden.aminmax()  # both are NaN where any number is
-    check_range(float(low), float(high), what)
-
-
-def check_range(low: float, high: float, what: str = "hidden states hold") -> None:
-    """Raise as ``check_states``, for states whose smallest and largest numbers these are."""
-    if fault := range_fault(low, high):
+    if fault := range_fault(float(low), float(high)):
         raise SwarmError(f"{what} {fault}: the server that computed them is at fault")
 
 

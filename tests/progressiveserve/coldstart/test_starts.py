@@ -1,4 +1,4 @@
-"""The starts before torch as rows: what comes behind the first token, and the lanes of vLLM's roadmap."""
+"""The starts before torch as rows: what comes behind the first token."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from firsttoken.study.record import Result, load_result
-from firsttoken_studies.progressiveserve.coldstart import before_torch
-from firsttoken_studies.progressiveserve.coldstart.before_torch import LANES, lane_rows, start_rows
+from firsttoken_studies.progressiveserve.coldstart.before_torch import start_rows
 from firsttoken_studies.progressiveserve.coldstart.summary import cold_start_summary
 from firsttoken_studies.progressiveserve.coldstart.variants import VARIANTS
 
@@ -24,7 +23,7 @@ def result() -> Result:
     rows = []
     for round_ in range(2):
         rows.append(start("read", round_, 0.2, bytes=1000))
-        rows.append(start("lean_folder", round_, 1.0, phase_interpreter_s=0.1, phase_imports_s=0.6))
+        rows.append(start("lean_folder", round_, 1.0))
     machine = {"slug": "x", "cpu": "a CPU", "cores": 2, "gpu": None}
     summary = list(cold_start_summary(rows, {}))
     return Result("before_torch", "quick", {}, machine, {}, "", [0], "2026-01-01", 0.0, {}, rows, {}, summary)
@@ -36,17 +35,6 @@ def test_a_row_says_when_the_first_token_came(result):
     assert row["the longest gap behind it, s"] == ""
 
 
-def test_each_lane_has_a_line_and_each_start_its_phases(result):
-    rows = list(lane_rows(result))
-    assert [row["lane"][0] for row in rows] == ["1", "2", "3", "4", "5", "6"]
-    read, boot = (row for row in rows if "start" in row)
-    assert read["weights, s"] == "0.10" and read["start"] == "reading alone"
-    assert (boot["framework bootstrap, s"], boot["tokenizer, s"], boot["all, s"]) == ("0.70", "", "1.00")
-    named = {name for *_, names in LANES for name in names} - {"read"}
-    assert named == {*before_torch.STARTS, *before_torch.SERVED}
-
-
 def test_a_record_of_before_there_were_such_starts_is_drawn(result):
     recorded = load_result("before_torch", "full", machine="any")
     assert {row["start"] for row in start_rows(recorded, result)} >= {VARIANTS["torch_behind"].label}
-    assert len(list(lane_rows(recorded))) >= len(LANES)

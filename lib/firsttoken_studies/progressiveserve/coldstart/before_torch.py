@@ -4,10 +4,7 @@ as a process of their own and as `firsttoken serve`, asked over HTTP; `serve` al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from firsttoken.assets.needs import ModelFacts, check
 from firsttoken.assets.tokenizer_files import TOKENIZER
@@ -15,7 +12,7 @@ from firsttoken.progressiveserve.base_model import ServedConfig
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.overlay import over
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Table, rows_where
+from firsttoken.study.record import Outcome, Result, Table
 from firsttoken.study.show import interval
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import served_checkpoint
 from firsttoken_studies.progressiveserve.coldstart.experiments import trial_specs
@@ -27,24 +24,6 @@ from firsttoken_studies.progressiveserve.coldstart.variants import find_variant
 STARTS = ("torch_behind", "lean_folder")
 SERVED = ("served_behind", "served_first", "served_stages_behind", "served_stages_first")
 LINK = {"link": "unshaped"}
-LANES: tuple[tuple[str, str, Sequence[str]], ...] = (
-    ("1 runtime delivery", "not measured: the environment is installed", ()),
-    ("2 model delivery", "from this disk, read alone", ("read",)),
-    ("3 ordinary boot", "from the creation of the process", (*STARTS, *SERVED)),
-    ("4 initialized-engine reuse", "not measured: nothing is kept of an earlier process", ()),
-    ("5 resident lifecycle", "not measured: a service here keeps its model awake", ()),
-    ("6 live reconfiguration", "not measured: a start changes no running service", ()),
-)
-"""The lanes of vLLM's roadmap (github.com/vllm-project/vllm/issues/48193), each with what its clock counts from here,
-and the starts in it."""
-PHASES = {
-    "framework bootstrap": ("phase_interpreter_s", "phase_imports_s"),
-    "tokenizer": ("phase_config_and_tokenizer_s",),
-    "weights": ("load_s",),
-    "first forward pass": ("phase_prefill_s",),
-    "all": ("ttft_process_s",),
-}
-"""The phases of a trial, as those who measure vLLM call them."""
 
 
 @dataclass(frozen=True)
@@ -86,22 +65,3 @@ def start_rows(recorded: Result | None, now: Result) -> Table:
             seconds["the step in which the engine takes over, s"] = found.get("takeover_s", variant=name, **LINK)
             row = {"start": find_variant(name).label} | {what: interval(entry, 2) for what, entry in seconds.items()}
             yield row | {"whose": drawn.who()}
-
-
-def lane_rows(result: Result) -> Table:
-    """A line a start under the lanes of vLLM's roadmap: what its clock counts from, and the median seconds of its
-    phases and to its end, the first token (read alone: the last byte); a line alone for a lane without any."""
-    for lane, clock, names in LANES:
-        tried = [name for name in names if rows_where(result.rows, variant=name)]
-        for name in tried:
-            phases = {f"{what}, s": _median(result, name, columns) for what, columns in PHASES.items()}
-            yield {"lane": lane, "start": find_variant(name).label, "clock": clock} | phases
-        if not tried:
-            yield {"lane": lane, "clock": clock}
-
-
-def _median(result: Result, name: str, columns: Sequence[str]) -> str:
-    """The median over the trials of ``name`` of the sum of those of ``columns`` that it has; "" where it has none."""
-    rows = rows_where(result.rows, variant=name)
-    there = [column for column in columns if column in rows[0]]
-    return f"{np.median([sum(row[column] for column in there) for row in rows]):.2f}" if there else ""
