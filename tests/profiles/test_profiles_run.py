@@ -78,9 +78,7 @@ from firsttoken_studies.sarathi import (
     operators_here,
     paper_cards,
     pipeline_bubbles,
-    second_card,
     simulator_error,
-    two_cards,
 )
 
 CASES = [(name, profile) for name, experiment in EXPERIMENTS.items() for profile in experiment.profiles]
@@ -187,13 +185,14 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         for searching in (bench, paper_cards):
             patch.setattr(searching, "capacity", lambda serve, objective, *, start: (start, serve(start)))
         patch.setattr(live_peer, "turn", asked_peer)
-        for compared in (simulator_error, second_card, two_cards, chunk_error):
+        for compared in (simulator_error, chunk_error):
             patch.setattr(compared, "downloaded", lambda name: folder)
         served = {"input_toks": 9, "output_toks": 3, "queued_ts": 5.0, "first_token_ts": 5.5, "last_token_ts": 6.5}
         (folder / "vllm_requests.jsonl").write_text(json.dumps(served), encoding="utf-8")
         points = "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n16,32,0,0,5\n"
         (folder / "attention.csv").write_text(points, encoding="utf-8")
-        patch.setattr(two_cards, "sources", lambda config: (dict.fromkeys(two_cards.SOURCES, BatchCosts()), 100))
+        split = dict.fromkeys(simulator_error.SPLIT, BatchCosts()), 100
+        patch.setattr(simulator_error, "split_costs", lambda config: split)
         for name, recipe in list(RECIPES.items()):
             patch.setitem(RECIPES, name, dataclasses.replace(recipe, steps=1, accumulate=1, warmup_steps=0))
         for profile in ("gpu", "paper"):

@@ -146,8 +146,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {  # by the experiment an
     ],
     "two_cards": [
         ({"model": "gpt"}, "two_cards: no shape is called 'gpt'; known: mistral-7b"),
-        ({"batch": 0}, "two_cards: token_budget and batch must be at least 1"),
-        ({"token_budget": 0}, "two_cards: token_budget and batch must be at least 1"),
+        ({"batch": 0}, "a run of vLLM: token_budget and batch must be at least 1"),
+        ({"token_budget": 0}, "a run of vLLM: token_budget and batch must be at least 1"),
     ],
     "under_chunks": [
         ({name: value}, "under_chunks: ")

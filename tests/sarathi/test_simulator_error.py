@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from firsttoken.engine.costs.sarathi_artifact import BatchCosts
 from firsttoken.study.errors import CorpusError
-from firsttoken_studies.sarathi.simulator_error import error_summary, read_requests
+from firsttoken.study.profile import load_profile
+from firsttoken_studies.sarathi import simulator_error
+from firsttoken_studies.sarathi.simulator_error import SPLIT, error_summary, read_requests, two_cards, two_cards_summary
 
 GOOD = {"input_toks": 10, "output_toks": 3, "queued_ts": 5.0, "first_token_ts": 5.5, "last_token_ts": 6.5}
 
@@ -56,3 +59,13 @@ def test_the_error_is_in_per_cent_of_the_real_server() -> None:
     assert summary.value("latency_p50_off_pct", source="simulated", than="vllm") == 0
     worst = {entry["where"]["source"]: entry["value"] for entry in summary.all("off_pct", across="worst")}
     assert worst == pytest.approx({"simulated": 10, "simulated without prefix caching": 20})
+
+
+def test_each_source_serves_what_vllm_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vllm_requests.jsonl").write_text("\n".join([json.dumps(GOOD)] * 2))
+    monkeypatch.setattr(simulator_error, "downloaded", lambda name: tmp_path)
+    monkeypatch.setattr(simulator_error, "split_costs", lambda config: (dict.fromkeys(SPLIT, BatchCosts()), 100))
+    found = two_cards(load_profile("full"))
+    assert [row["run"] for row in found.rows] == [name for name in ("vllm", *SPLIT) for _ in range(2)]
+    worst = [two_cards_summary(found.rows, {}).value("off_pct", costs=s, than="vllm", across="worst") for s in SPLIT]
+    assert len(set(worst)) == 1, "the same costs are off by the same"
