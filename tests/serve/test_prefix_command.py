@@ -159,7 +159,7 @@ def test_another_model_takes_it_with_the_profiled_group(base, tuned, store, caps
         assert answered(url) == own and restored(url) == 0, "all of it computed again is a prefill of its own"
 
 
-def test_a_variant_takes_what_its_base_has_computed(base, store, tmp_path) -> None:
+def test_a_variant_takes_what_its_base_has_computed(base, store, tmp_path, monkeypatch, capsys) -> None:
     pytest.importorskip("peft")
     from fine_tunes import tuned, written
 
@@ -170,7 +170,9 @@ def test_a_variant_takes_what_its_base_has_computed(base, store, tmp_path) -> No
     corpus.write_text("".join(f"{TEXT} number {n}, and {7 * n}. " for n in range(40)))
     command = ["prefix", "profile", str(store), "--model", str(base), "--receiver", str(base)]
     command += ["--receiver-adapter", str(tmp_path / "qa"), "--file", str(corpus), "--tokens", "48", "--items", "6"]
+    monkeypatch.setattr("firsttoken.study.progress.QUIET_S", 0.0)
     assert main([*command, "--most-lost", "0.4"]) == 0
+    assert "firsttoken: 6 texts of 56 tokens: 22 of 22 layer groups in " in capsys.readouterr().err
     ((_, found),) = read_profiles(store).items()
     put(store, base)
     with with_prefixes(base, store, variants=(("qa", tmp_path / "qa"),)) as url:
