@@ -13,6 +13,7 @@ from firsttoken.study.errors import NotebookError
 from firsttoken.study.machine import describe, machine_slug
 from firsttoken.study.notebooks import notebook_paths, publish, run_notebook
 from firsttoken.study.profile import Profile
+from firsttoken.study.progress import span
 from firsttoken.study.record import Result, git_revision, load_result, write_result
 from firsttoken.study.summary import Summary
 from firsttoken.study.system.alone import alone
@@ -65,8 +66,7 @@ def minutes_text(notebooks: Sequence[Path], profile: Profile) -> str:
     seconds = {row["notebook"]: row["seconds"] for row in record.rows}
     total_s = sum(seconds.get(path.stem, statistics.median(seconds.values())) for path in notebooks)
     least = "about" if all(path.stem in seconds for path in notebooks) else "at least"
-    minutes = f"{total_s / 60:.0f} minutes" if total_s >= 90 else "a minute"
-    return f"{count}, {least} {minutes} by the record of {record.slug}"
+    return f"{count}, {least} {span(total_s)} by the record of {record.slug}"
 
 
 def _record(profile: Profile, seconds: Mapping[str, float], started: datetime) -> None:

@@ -56,7 +56,7 @@ def test_a_notebook_that_the_record_lacks_counts_as_the_median(ran, make_result)
     write_result(make_result(experiment="run", rows=rows))
     profile = load_profile("quick")
     assert minutes_text(notebook_paths(), profile) == "3 notebooks, at least 10 minutes by the record of test-cpu-2c"
-    assert minutes_text(notebook_paths(["1"]), profile) == "1 notebook, about a minute by the record of test-cpu-2c"
+    assert minutes_text(notebook_paths(["1"]), profile) == "1 notebook, about 60 s by the record of test-cpu-2c"
 
 
 @pytest.mark.parametrize("cell", ["as it ran", "changed since"])

@@ -96,7 +96,7 @@ class Lines(Generic[Item]):
         took_s = time.monotonic() - self._begun
         self._first.cancel()
         if self._ends and took_s >= QUIET_S:
-            self._write(f"{self._counted()} in {_span(took_s)}")
+            self._write(f"{self._counted()} in {span(took_s)}")
         self._shown = self._ends = False
 
     def _show_due(self) -> None:
@@ -105,7 +105,7 @@ class Lines(Generic[Item]):
             return
         self._due = now + LINE_S
         done = self.n - self._initial
-        left = f", {_span((now - self._begun) / done * (self._total - self.n))} left" if done and self._total else ""
+        left = f", {span((now - self._begun) / done * (self._total - self.n))} left" if done and self._total else ""
         self._write(self._counted() + left + f" ({self._postfix})" * bool(self._postfix))
 
     def _counted(self) -> str:
@@ -122,8 +122,9 @@ class Lines(Generic[Item]):
 Bar: TypeAlias = "tqdm[Any] | Lines[Any]"
 
 
-def _span(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+def span(seconds: float) -> str:
+    """Return seconds as a reader is told of them."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
 
 
 def kernel() -> Any:
