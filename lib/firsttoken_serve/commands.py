@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from firsttoken.lean.importing import uncollected
@@ -45,15 +44,9 @@ def serve(options: argparse.Namespace) -> int:
 def swarm(options: argparse.Namespace) -> int:
     """Serve blocks of a model, or use and list the servers that do."""
     wait_briefly(kernels_multiply())
-    if options.action == "serve" and options.variant:
-        from firsttoken_serve.swarm.swarm_actions import run
-        from firsttoken_serve.swarm.swarm_variants import with_variants
+    from firsttoken_serve.swarm.swarm_actions import run
 
-        act = partial(run, make_backend=with_variants(options.variant, options.model))
-    else:
-        from firsttoken_serve.swarm.swarm_actions import run as act
-
-    act(options)
+    run(options)
     return OK
 
 

@@ -79,76 +79,43 @@ HELP = {
 }
 """What the command line says of each option; the options of a swarm are those of ``firsttoken swarm`` as well."""
 
-_COPIES = "a model is computed on one device here: --replicas N serves copies, `firsttoken swarm` holds blocks apart"
-_TLS = "the service speaks HTTP: let a proxy in front of it end TLS"
-_NAMED = "a model is called as its folder: rename that, or serve a link to it"
-_FOLDER = "the folder stands by itself: `firsttoken serve FOLDER`"
-_HUB = "download it first: `hf download ORG/NAME`, then `firsttoken serve ORG/NAME`"
-_QUIET = "what the service has to say is what it says: leave it out"
-_STORED = "a model is served in the number format of its weights, or in float32 where that is faster here: leave it out"
-ELSEWHERE = {
-    "--served-model-name": _NAMED,
-    "--alias": _NAMED,
-    "-a": _NAMED,
-    "--model": _FOLDER,
-    "--model-path": _FOLDER,
-    "-m": _FOLDER,
-    "--hf-repo": _HUB,
-    "-hf": _HUB,
-    "--hf-file": _HUB,
-    "--dtype": _STORED,
-    "--quantization": _STORED,
+_ELSEWHERE = {
+    "--served-model-name --alias -a": "a model is called as its folder: rename that, or serve a link to it",
+    "--model --model-path -m": "the folder stands by itself: `firsttoken serve FOLDER`",
+    "--hf-repo -hf --hf-file": "download it first: `hf download ORG/NAME`, then `firsttoken serve ORG/NAME`",
+    "--dtype --quantization": (
+        "a model is served in the number format of its weights, or in float32 where that is faster here: leave it out"
+    ),
     "--kv-cache-dtype": "the KV cache has the number format of the model: leave it out",
-    "--max-num-seqs": "--max-running",
-    "--parallel": "--max-running",
-    "-np": "--max-running",
-    "--max-num-batched-tokens": "--token-budget",
-    "--batch-size": "--token-budget",
-    "--chunked-prefill-size": "--token-budget",
+    "--max-num-seqs --parallel -np": "--max-running",
+    "--max-num-batched-tokens --batch-size --chunked-prefill-size": "--token-budget",
     "--enable-chunked-prefill": "prompts are computed in chunks unless another --scheduler is chosen: leave it out",
     "--enable-prefix-caching": "--share-prefixes",
-    "--enable-lora": "--variant NAME=DIR",
-    "--lora-modules": "--variant NAME=DIR",
-    "--lora": "--variant NAME=DIR",
-    "--lora-paths": "--variant NAME=DIR",
+    "--enable-lora --lora-modules --lora --lora-paths": "--variant NAME=DIR",
     "--api-key": "others can read a command line: name a file by --api-key-file, or set FIRSTTOKEN_API_KEY",
-    "--ctx-size": "--max-model-len",
-    "-c": "--max-model-len",
-    "--context-length": "--max-model-len",
-    "--n-predict": "--max-new-tokens",
-    "-n": "--max-new-tokens",
-    "--gpu-memory-utilization": "--kv-blocks",
-    "--mem-fraction-static": "--kv-blocks",
-    "--kv-cache-memory-bytes": "--kv-blocks",
-    "--num-gpu-blocks-override": "--kv-blocks",
+    "--ctx-size -c --context-length": "--max-model-len",
+    "--n-predict -n": "--max-new-tokens",
+    "--gpu-memory-utilization --mem-fraction-static --kv-cache-memory-bytes --num-gpu-blocks-override": "--kv-blocks",
     "--swap-space": "--preemption swap",
-    "--scheduling-policy": "--scheduler",
-    "--schedule-policy": "--scheduler",
-    "--data-parallel-size": "--replicas",
-    "-dp": "--replicas",
-    "--tensor-parallel-size": _COPIES,
-    "-tp": _COPIES,
-    "--pipeline-parallel-size": _COPIES,
-    "-pp": _COPIES,
-    "--n-gpu-layers": "--device cuda",
-    "-ngl": "--device cuda",
-    "--threads": "the variable OMP_NUM_THREADS says how many threads compute",
-    "-t": "the variable OMP_NUM_THREADS says how many threads compute",
+    "--scheduling-policy --schedule-policy": "--scheduler",
+    "--data-parallel-size -dp": "--replicas",
+    "--tensor-parallel-size -tp --pipeline-parallel-size -pp": (
+        "a model is computed on one device here: --replicas N serves copies, `firsttoken swarm` holds blocks apart"
+    ),
+    "--n-gpu-layers -ngl": "--device cuda",
+    "--threads -t": "the variable OMP_NUM_THREADS says how many threads compute",
     "--tokenizer": "the tokenizer is the one in the model's folder: put it there",
     "--chat-template": "the chat template is the one in the model's folder: put it there as chat_template.jinja",
     "--trust-remote-code": "no code in a model's folder is run: leave it out",
     "--enforce-eager": "no graphs are captured: leave it out",
-    "--ssl-keyfile": _TLS,
-    "--ssl-certfile": _TLS,
-    "--ssl-key-file": _TLS,
-    "--ssl-cert-file": _TLS,
-    "--uvicorn-log-level": _QUIET,
-    "--log-level": _QUIET,
-    "--verbose": _QUIET,
-    "-v": _QUIET,
+    "--ssl-keyfile --ssl-certfile --ssl-key-file --ssl-cert-file": (
+        "the service speaks HTTP: let a proxy in front of it end TLS"
+    ),
+    "--uvicorn-log-level --log-level --verbose -v": "what the service has to say is what it says: leave it out",
     "--config": "there is no file of options: give them on the command line",
     "--seed": "each request may have a seed of its own: leave it out",
 }
+ELSEWHERE = {name: instead for names, instead in _ELSEWHERE.items() for name in names.split()}
 """What options are called by vLLM, SGLang and llama.cpp, and by what name, or how, the same is had here."""
 
 

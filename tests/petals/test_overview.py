@@ -11,7 +11,7 @@ from swarms import spoil
 
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.keys import public_hex
-from firsttoken_serve.swarm.swarm_status import MOST_SERVERS, MOST_TEXT, swarm_status
+from firsttoken_serve.swarm.over_swarm import MOST_SERVERS, MOST_TEXT, swarm_status
 
 
 def told(model) -> dict:

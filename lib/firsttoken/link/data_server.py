@@ -29,20 +29,18 @@ _PIECE = 256 << 10  # read, then sent: about one turn of a link of 1 Gbit/s
 _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")  # no file has more bytes than 18 digits count
 
 
-class DataServer(ThreadingHTTPServer):
-    """Serves ``folder`` over ``link`` on ``host`` and ``port`` (0: one that is free)."""
+class LinkServer(ThreadingHTTPServer):
+    """Answers by ``handler`` on ``host`` and ``port`` (0: one that is free), and sends files over ``link``."""
 
     daemon_threads = True
 
-    def __init__(self, folder: Path, link: Link, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Raises LinkError where there is no such folder or the port cannot be had."""
-        self.folder, self.link = folder.resolve(), link
-        if not self.folder.is_dir():
-            raise LinkError(f"{folder} is no folder; name one to serve")
+    def __init__(self, link: Link, handler: type[FileHandler], host: str, port: int) -> None:
+        """Raises LinkError where the port cannot be had."""
+        self.link = link
         try:
-            super().__init__((host, port), _Handler)
+            super().__init__((host, port), handler)
         except OSError as error:
-            raise LinkError(f"cannot listen on {host}:{port} ({error.strerror}); choose another port") from error
+            raise LinkError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port") from error
 
     @property
     def address(self) -> str:
@@ -55,16 +53,23 @@ class DataServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: DataServer
+class FileHandler(BaseHTTPRequestHandler):
+    """Sends the file that a subclass has ``opened`` for a request, or a range of it."""
+
+    server: LinkServer
     protocol_version = "HTTP/1.1"  # a reader keeps its connection from chunk to chunk
     disable_nagle_algorithm = True  # head and body are two writes
 
     def log_message(self, *_: object) -> None:
         """A line for every chunk would be thousands."""
 
+    def opened(self) -> FileIO | None:
+        """The file that the path names; None where there is none."""
+        raise NotImplementedError
+
     def do_GET(self) -> None:
-        if (file := self._opened()) is None:
+        """Send it over the link, or say that it is not there."""
+        if (file := self.opened()) is None:
             self.send_error(404)
             return
         with file:
@@ -82,10 +87,25 @@ class _Handler(BaseHTTPRequestHandler):
                     piece = buffer[: min(_PIECE, end - offset)]
                     self.server.link.read_into(file.fileno(), piece, offset)
                     self.wfile.write(piece)
-            except (ConnectionError, LinkError):  # the reader has gone, or the file was cut: hang up
+            except (OSError, LinkError):  # the reader has gone, or the file was cut: hang up
                 self.close_connection = True
 
-    def _opened(self) -> FileIO | None:
+
+class DataServer(LinkServer):
+    """Serves ``folder`` over ``link``."""
+
+    def __init__(self, folder: Path, link: Link, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Raises LinkError where there is no such folder or the port cannot be had."""
+        self.folder = folder.resolve()
+        if not self.folder.is_dir():
+            raise LinkError(f"{folder} is no folder; name one to serve")
+        super().__init__(link, _FolderHandler, host, port)
+
+
+class _FolderHandler(FileHandler):
+    server: DataServer
+
+    def opened(self) -> FileIO | None:
         """The file that the path names; None where the folder has none of this name that can be read."""
         try:
             name = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path).lstrip("/")

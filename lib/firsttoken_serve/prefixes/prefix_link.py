@@ -10,7 +10,6 @@ from __future__ import annotations
 import hmac
 import http.client
 import json
-import os
 import re
 import shutil
 import sys
@@ -18,13 +17,15 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import FileIO
 from pathlib import Path
 from typing import Annotated
 
 from firsttoken.droidspeak.kvfile import file_name, read_header, read_piece
 from firsttoken.droidspeak.store import KVStore
+from firsttoken.link.data_server import FileHandler, LinkServer
 from firsttoken.link.shaped import Link
 from firsttoken.study.errors import CacheError, LinkError, StorageError
 from firsttoken.study.parsing.json_text import parse_json
@@ -50,28 +51,46 @@ class Offer:
     nbytes: Annotated[int, at_least(1)]
 
 
-class PrefixServer(ThreadingHTTPServer):
+class _PrefixHandler(FileHandler):
+    server: PrefixServer
+    timeout = PATIENCE_S
+
+    def do_GET(self) -> None:
+        try:
+            self._offered = self.server.offered(self.headers.get("Authorization", ""))
+        except LinkError as error:
+            self.send_error(401, str(error))
+            return
+        if self.path != LIST:
+            super().do_GET()
+            return
+        body = json.dumps([vars(offer) for offer, _ in self._offered.values()]).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def opened(self) -> FileIO | None:
+        """Open the prefix of that key; the reader has all of it, even if it is dropped now."""
+        key = _FILE.fullmatch(self.path)
+        with suppress(OSError, KeyError):  # it went since, or is another's, which is not there
+            return self._offered[key.group(1)][1].open("rb", buffering=0) if key else None
+        return None
+
+
+class PrefixServer(LinkServer):
     """Serves the prefixes of ``store`` over ``link`` on ``host`` and ``port`` (0: one that is free).
 
     Whoever asks reads what has no owner. With one of the ``readers``' tokens, by the owner's name, it reads that
     owner's, too. Raises LinkError where the port cannot be had.
     """
 
-    daemon_threads = True
-
     def __init__(
         self, store: KVStore, link: Link, readers: Mapping[str, str], host: str = "127.0.0.1", port: int = 0
     ) -> None:
-        self.store, self.link, self._readers = store, link, dict(readers)
-        try:
-            super().__init__((host, port), _PrefixHandler)
-        except OSError as error:
-            raise LinkError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port") from error
-
-    @property
-    def address(self) -> str:
-        """What its clients are told."""
-        return f"http://{self.server_address[0]}:{self.server_address[1]}"
+        super().__init__(link, _PrefixHandler, host, port)
+        self.store, self._readers = store, dict(readers)
 
     def offered(self, authorization: str) -> dict[str, tuple[Offer, Path]]:
         """The prefixes that a client with this header may read, by key. Raises LinkError for a token that is none."""
@@ -88,55 +107,6 @@ class PrefixServer(ThreadingHTTPServer):
             for file in self.store.files
             if (model := file.entry.model).owner in owners
         }
-
-
-class _PrefixHandler(BaseHTTPRequestHandler):
-    server: PrefixServer
-    protocol_version = "HTTP/1.1"
-    timeout = PATIENCE_S
-
-    def log_message(self, *_: object) -> None:
-        """Nobody reads a line a request."""
-
-    def do_GET(self) -> None:
-        try:
-            offered = self.server.offered(self.headers.get("Authorization", ""))
-        except LinkError as error:
-            self.send_error(401, str(error))
-            return
-        found = _FILE.fullmatch(self.path)
-        if self.path == LIST:
-            body = json.dumps([vars(offer) for offer, _ in offered.values()]).encode()
-            self._head(len(body), "application/json")
-            self.wfile.write(body)
-        elif found and found.group(1) in offered:
-            self._send(offered[found.group(1)][1])
-        else:  # what is another's is not there
-            self.send_error(404)
-
-    def _head(self, size: int, kind: str) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(size))
-        self.send_header("Content-Type", kind)
-        self.end_headers()
-
-    def _send(self, path: Path) -> None:
-        try:
-            file = path.open("rb", buffering=0)  # who has it open reads all of it, even if it is dropped now
-        except OSError:
-            self.send_error(404)
-            return
-        with file:
-            size = os.fstat(file.fileno()).st_size
-            self._head(size, "application/octet-stream")
-            buffer = memoryview(bytearray(min(_PIECE, size)))
-            try:
-                for offset in range(0, size, _PIECE):
-                    piece = buffer[: min(_PIECE, size - offset)]
-                    self.server.link.read_into(file.fileno(), piece, offset)
-                    self.wfile.write(piece)
-            except (OSError, LinkError):  # the reader has gone, or the file was cut: hang up
-                self.close_connection = True
 
 
 class PrefixPeer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -19,10 +20,13 @@ from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.lean.build import build_lean
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.petals.access import Access, check_installed
+from firsttoken.petals.chain import Chain
+from firsttoken.petals.contacts import line_of
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.records import steady_s
+from firsttoken.petals.records import Record, steady_s
 from firsttoken.petals.remote_model import UNAUDITED, UNSHARED, Ends, RemoteModel
 from firsttoken.petals.routing import unserved
+from firsttoken.petals.server_session import ServerSession
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.trust.arbitration import TOLERANCE
 from firsttoken.petals.trust.auditor import Audits
@@ -34,11 +38,12 @@ from firsttoken.study import dtypes
 from firsttoken.study.dtypes import check_device
 from firsttoken.study.errors import FirstTokenError, SwarmError
 from firsttoken_serve.service_config import ServiceConfig
-from firsttoken_serve.swarm.swarm_status import swarm_status
 from firsttoken_serve.swarm.swarm_variants import adapter_names, other_adapter
 from firsttoken_serve.variants import Base
 
 _TOLD = 50  # servers that were replaced lately
+MOST_SERVERS, MOST_REPLACED, MOST_TEXT = 64, 20, 160  # that are told: records and reasons are what strangers sent
+_STATES = ("serves", "shunned", "silent", "convicted", "another version")
 
 
 def staged_ends(folder: Path, link: Link, threads: int, dtype: torch.dtype, device: str = "cpu") -> Ends:
@@ -164,3 +169,67 @@ class SwarmServer(StaticServer):
             "audits": self._audits,
             "shared_tokens": sum(chain.shared_tokens for chain in chains),
         }
+
+
+def swarm_status(chain: Chain, now: float) -> dict[str, Any]:
+    """What is known of the swarm of ``chain`` at ``now`` (``steady_s``), as JSON takes it.
+
+    ``servers``, those of the chain first, ``more`` that are left out, the blocks that are ``unserved``, and who was
+    ``replaced`` by whom. Of ``audits`` it says how many ended how, and why the last one showed nothing. A server's
+    ``requests`` are this client's that are open there, ``served`` their tokens x blocks, ``throughput`` tokens/s
+    through one block as it says itself.
+    """
+    swarm, auditor, asked, sessions = chain.swarm, chain.auditor, defaultdict(list), list(chain.sessions)
+    for session, record in sessions:
+        asked[record.server].append(session)
+    known = {record.server: record for _, record in sessions}  # also one whose record has expired meanwhile
+    known |= {one.server: one for one in swarm.registry.live(now) if one.span}
+    states = {server: swarm.state(one) for server, one in known.items()}
+
+    def rank(one: Record) -> tuple[Any, ...]:
+        first = min((session.layers.start for session in asked.get(one.server, ())), default=len(chain.layers))
+        return first, _STATES.index(states[one.server][0]), one.blocks, one.server
+
+    return {
+        "layers": len(chain.layers),
+        "version": swarm.model,
+        "servers": [
+            _told(one, asked.get(one.server, ()), *states[one.server], swarm.registry.left_s(one.server, now))
+            | {"served": swarm.served[one.server]}
+            for one in sorted(known.values(), key=rank)[:MOST_SERVERS]
+        ],
+        "more": max(0, len(known) - MOST_SERVERS),
+        "audits": None if auditor is None else {"ends": dict(auditor.ends), "undecided": _text(auditor.why)},
+        "unserved": chain.unserved(),
+        "replaced": [
+            {"key": key, "why": _text(why), "by": [_named(record) | {"blocks": _ends(blocks)} for record, blocks in by]}
+            for (key, why), by in list(zip(chain.faults, chain.heirs, strict=False))[-MOST_REPLACED:]
+        ],
+    }
+
+
+def _told(
+    one: Record, sessions: list[ServerSession], state: str, ping_s: float | None, left_s: float
+) -> dict[str, Any]:
+    return _named(one) | {
+        "blocks": list(one.blocks),
+        "version": one.model,
+        "throughput": one.throughput,
+        "state": state,
+        "ping_s": ping_s,
+        "asked": [_ends(session.layers) for session in sessions],
+        "requests": max((len(session.known) for session in sessions), default=0),
+        "expires_s": left_s,
+    }
+
+
+def _named(one: Record) -> dict[str, str]:
+    return {"key": one.server, "address": _text(one.address)}
+
+
+def _ends(blocks: range) -> list[int]:
+    return [blocks.start, blocks.stop]
+
+
+def _text(said: str) -> str:
+    return line_of(said, MOST_TEXT)

@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,20 +30,20 @@ from firsttoken.petals.timeouts import Timeouts
 from firsttoken.study import dtypes
 from firsttoken.study.extensions import extension
 from firsttoken_serve.chat.chat_template import chat_ends
+from firsttoken_serve.swarm.swarm_variants import with_variants
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-def run(options: argparse.Namespace, make_backend: Callable[..., BlockBackend] = BlockBackend) -> None:
-    """The action that was chosen; a server's blocks are what ``make_backend`` makes. Raises SwarmError, ModelError and
-    RequestError."""
+def run(options: argparse.Namespace) -> None:
+    """Do the action that was chosen. Raises SwarmError, ModelError, StageError and RequestError."""
     check_installed()
-    serve = partial(_serve, make_backend)
-    {"serve": serve, "int8": _rest, "generate": _generate, "list": _list}[options.action](options)
+    {"serve": _serve, "int8": _rest, "generate": _generate, "list": _list}[options.action](options)
 
 
-def _serve(make_backend: Callable[..., BlockBackend], options: argparse.Namespace) -> None:
+def _serve(options: argparse.Namespace) -> None:
+    make_backend = with_variants(options.variant, options.model)
     access = Access.read(options.token_file, options.tls_ca, options.tls_cert, options.tls_key)
     if options.threads:
         torch.set_num_threads(options.threads)
