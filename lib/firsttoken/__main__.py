@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from firsttoken.lean.importing import uncollected
 
@@ -17,8 +18,10 @@ from firsttoken.study.profile import check_used, load_profile
 from firsttoken.study.system.compiled import accelerator
 from firsttoken.terminal import answering, check_clone, ended_as_interrupted, show_what_it_can, size_text
 
-ANYWHERE = ("serve", "swarm", "prefix", "doctor")
+ANYWHERE = [name for extension in EXTENSIONS for name in getattr(extension, "ANYWHERE", ())]
 """Commands that work on folders which they are given; all others work on a clone's own files."""
+OWN_ENDS = [name for extension in EXTENSIONS for name in getattr(extension, "OWN_ENDS", ())]
+"""Commands that answer signals themselves."""
 
 OK, USAGE, INTERRUPTED, READER_GONE = 0, 2, 128 + signal.SIGINT, 128 + signal.SIGPIPE
 
@@ -27,12 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     show_what_it_can()
     options = parser(COMMANDS).parse_args(arguments)
+    name = options.command.__name__
     try:
         accelerator()  # another word would be noticed in the middle of an answer
-        if options.command.__name__ not in ANYWHERE:
-            check_clone(f"`firsttoken {options.command.__name__}`")
-        ends, as_json = ended_as_interrupted(options.command.__name__), getattr(options, "json", False)
-        with storage.storing(paths.OUT), ends, answering(as_json) as options.answer:
+        if name not in ANYWHERE:
+            check_clone(f"`firsttoken {name}`")
+        ends = nullcontext() if name in OWN_ENDS else ended_as_interrupted()
+        with storage.storing(paths.OUT), ends, answering(getattr(options, "json", False)) as options.answer:
             return options.command(options)
     except FirstTokenError as error:
         print(f"firsttoken: {error}", file=sys.stderr)

@@ -11,8 +11,6 @@ from typing import Any
 from firsttoken.study import paths
 from firsttoken.study.errors import AssetError
 
-OWN_ENDS = ("serve", "swarm")  # commands that answer signals themselves
-
 
 def check_clone(what: str) -> None:
     """Raise AssetError where the package alone is installed, and ``what`` works on a clone's files."""
@@ -31,13 +29,13 @@ def show_what_it_can() -> None:
 
 
 @contextmanager
-def ended_as_interrupted(command: str) -> Iterator[None]:
-    """SIGTERM, by which batch systems end a job, is as Ctrl-C during ``command``, so that nothing half-written stays.
+def ended_as_interrupted() -> Iterator[None]:
+    """SIGTERM, by which batch systems end a job, is as Ctrl-C during the block, so that nothing half-written stays.
 
     A second signal is not heard while the first one is answered: what is half-written is being taken away. A shell that
     started the command in its background has made it deaf to Ctrl-C, and not to this.
     """
-    if command in OWN_ENDS or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
 

@@ -59,6 +59,7 @@ def prefix(options: argparse.Namespace) -> int:
 
 
 COMMANDS = (serve, prefix, swarm)
+ANYWHERE, OWN_ENDS = ("serve", "prefix", "swarm"), ("serve", "swarm")
 
 
 def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:

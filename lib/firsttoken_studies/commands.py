@@ -220,6 +220,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 COMMANDS = (run, measure, capacity, try_policy, claims, record, site, doctor)
+ANYWHERE = ("doctor",)
 
 
 def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:

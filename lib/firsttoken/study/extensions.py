@@ -18,7 +18,8 @@ PACKAGES = ("firsttoken_studies", EXTRAS, "firsttoken_serve")
 
 def commands() -> tuple[ModuleType, ...]:
     """The modules that add to the command line: ``COMMANDS``, ``add_options``, which makes their parsers, and, where it
-    is there, ``MORE_OPTIONS``, which adds to the library's: by the command's name a function of its parser."""
+    is there, ``MORE_OPTIONS``, which adds to the library's: by the command's name a function of its parser. Those of
+    ``ANYWHERE`` need no clone, and those of ``OWN_ENDS`` answer signals themselves."""
     there = (package for package in PACKAGES if importlib.util.find_spec(package) is not None)
     return tuple(importlib.import_module(f"{package}.commands") for package in there)
 
