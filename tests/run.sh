@@ -50,7 +50,7 @@ for notebook in notebooks/*.ipynb; do
     number="${notebook#notebooks/}" && number="${number%%_*}"
     [[ " ${with_processes[*]} ${on_a_core[*]} " == *" $number "* ]] || on_a_core+=("$number")
 done
-check() { exec "$FIRSTTOKEN_PYTHON" -m firsttoken.study.kernel_forkserver pytest -q --nbval "$@"; }
+check() { exec "$FIRSTTOKEN_PYTHON" -m firsttoken_studies.record.kernel_forkserver pytest -q --nbval "$@"; }
 said="$(mktemp)"
 set -m  # a group of its own, which can be ended as a whole
 (check -n 2 --dist loadfile --no-loadscope-reorder -p a_core_each $(notebooks "${on_a_core[@]}")) >"$said" 2>&1 &

@@ -18,15 +18,16 @@ from firsttoken import __main__ as main_module
 from firsttoken.__main__ import main
 from firsttoken.options import parser
 from firsttoken.progressiveserve.base_model import ServedConfig
-from firsttoken.study import code, paths
-from firsttoken.study.claims import load_claims
+from firsttoken.study import paths
 from firsttoken.study.errors import ClaimsError
-from firsttoken.study.notebooks import notebook_paths
 from firsttoken.study.profile import profile_names
-from firsttoken.study.record import load_result
-from firsttoken.study.verdicts import count_verdicts
 from firsttoken_studies import commands as studies
 from firsttoken_studies import ledger
+from firsttoken_studies.record import code
+from firsttoken_studies.record.claims import load_claims
+from firsttoken_studies.record.notebooks import notebook_paths
+from firsttoken_studies.record.results import load_result
+from firsttoken_studies.record.verdicts import count_verdicts
 from firsttoken_studies.registry import EXPERIMENTS
 
 README = paths.ROOT / "README.md"

@@ -13,7 +13,7 @@ from firsttoken.link import kernel as link_kernel
 from firsttoken.link.kernel import KernelLimit, available, disk_of
 from firsttoken.study.errors import LinkError
 from firsttoken.study.system import kernel_files
-from firsttoken.study.system.pagecache import evict, resident_fraction
+from firsttoken_studies.probes.pagecache import evict, resident_fraction
 
 RATE, SIZE = 50_000_000, 16_000_000
 AHEAD_S = 0.15  # the kernel counts in slices of a tenth of a second, and lets the first one through at once

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 from mutants.running import Mutation, error_of, mutations
 
-from firsttoken.study import kernel_forkserver
+from firsttoken_studies.record import kernel_forkserver
 
 CHOSEN = [one for one in mutations() if one.quick or os.environ.get("FIRSTTOKEN_MUTATIONS")]
 

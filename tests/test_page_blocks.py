@@ -26,10 +26,10 @@ from firsttoken.options import parser
 from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.study import paths
-from firsttoken.study.notebooks import notebook_paths
 from firsttoken_extras.layer_borrowing.embeddings import ends_first
 from firsttoken_serve.http.app import build_app
 from firsttoken_serve.service_config import ServiceConfig
+from firsttoken_studies.record.notebooks import notebook_paths
 
 ROOMS = ("lib", "env", "data")
 PAGES = {

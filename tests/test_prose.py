@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from firsttoken.study import paths
-from firsttoken.study.notebooks import notebook_paths, read_notebook
-from firsttoken.study.pages import parts, templates
+from firsttoken_studies.record.notebooks import notebook_paths, read_notebook
+from firsttoken_studies.record.pages import parts, templates
 
 REFERENCES = re.compile(
     r"""```.*?``` | `[^`]*` | \]\([^)]*\) | \{\{.*?\}\} | ^\#.*?$  # code, links, what the program writes, headings

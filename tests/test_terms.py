@@ -36,7 +36,7 @@ import pytest
 from the_library import LIB, behind, module_of, named, sources
 
 from firsttoken.study import paths
-from firsttoken.study.notebooks import notebook_paths, read_notebook
+from firsttoken_studies.record.notebooks import notebook_paths, read_notebook
 from firsttoken_studies.registry import EXPERIMENTS
 
 NOTEBOOKS = notebook_paths()

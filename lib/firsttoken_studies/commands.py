@@ -31,8 +31,8 @@ NO_HISTORY = "; the history is not here, so revisions were not looked up"
 def run(options: argparse.Namespace) -> int:
     """Run the notebooks in order; a failing one does not keep the others from running."""
     from firsttoken.study.machine import machine_slug
-    from firsttoken.study.notebooks import notebook_paths, notebook_title
     from firsttoken_studies import ledger, running
+    from firsttoken_studies.record.notebooks import notebook_paths, notebook_title
 
     notebooks = notebook_paths(options.only)
     if options.list:
@@ -58,8 +58,8 @@ def measure(options: argparse.Namespace) -> int:
     if any(experiment.in_turns for experiment in experiments):
         wait_briefly(kernels_multiply())
     from firsttoken.study.summary import named
-    from firsttoken.study.verdicts import show
     from firsttoken_studies.experiments import run_experiment
+    from firsttoken_studies.record.verdicts import show
 
     profile, used = load_profile(options.profile, **dict(options.set)), set[str]()
     for name in options.experiments:
@@ -77,8 +77,8 @@ def measure(options: argparse.Namespace) -> int:
 
 def capacity(options: argparse.Namespace) -> int:
     """Find the capacity of one scheduler and print it beside the record's."""
-    from firsttoken.study.record import pick
     from firsttoken_studies import ledger
+    from firsttoken_studies.record.results import pick
     from firsttoken_studies.sarathi import leaderboard
     from firsttoken_studies.sarathi.contest import CapacityBenchmark
 
@@ -116,8 +116,8 @@ def _card(options: argparse.Namespace) -> dict[str, Any]:
 
 def claims(options: argparse.Namespace) -> int:
     """Print the claims table, write the pages that show it, or check that they do."""
-    from firsttoken.study import claims_table, history
     from firsttoken_studies import ledger
+    from firsttoken_studies.record import claims_table, history
 
     if not (options.check or options.update):
         judged = ledger.judged(options.machine, options.report, options.verdict)
@@ -185,8 +185,8 @@ def doctor(options: argparse.Namespace) -> int:
     from firsttoken.assets.fetch import load_lock
     from firsttoken.study import dtypes
     from firsttoken.study.machine import describe
-    from firsttoken.study.record import result_path
     from firsttoken.study.system.compiled import ACCELERATOR, ACCELERATORS, accelerator, compiler
+    from firsttoken_studies.record.results import result_path
 
     machine, answer = describe(), options.answer
     if options.missing:

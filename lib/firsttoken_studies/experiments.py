@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from firsttoken.study import code, paths, progress, storage
-from firsttoken.study.claims import digests, load_claims
+from firsttoken.study import paths, progress, storage
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.experiment import EVERY_PROFILE, LONG
 from firsttoken.study.machine import cores, describe
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Result, git_revision, is_clean, load_result, write_result
 from firsttoken.study.timing import counting_kept
 from firsttoken_studies import ledger
+from firsttoken_studies.record import code
+from firsttoken_studies.record.claims import digests, load_claims
+from firsttoken_studies.record.experiment import EVERY_PROFILE, LONG
+from firsttoken_studies.record.results import Result, git_revision, is_clean, load_result, write_result
 from firsttoken_studies.registry import EXPERIMENTS, find_experiment
 
 

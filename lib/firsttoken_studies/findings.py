@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from firsttoken.study import plot
-from firsttoken.study.claims import Claim
-from firsttoken.study.plot import LOOKS, Axes, Figure, handle
-from firsttoken.study.record import Result, recorded_entries
 from firsttoken.study.summary import Entry, Scalar
+from firsttoken_studies.record import plot
+from firsttoken_studies.record.claims import Claim
+from firsttoken_studies.record.plot import LOOKS, Axes, Figure, handle
+from firsttoken_studies.record.results import Result, recorded_entries
 
 PAPER, MEASURED, BOUND, BESIDE = "paper", "measured", "floor", "other"
 _NAMES = {PAPER: "the report", MEASURED: "this project, as the label says", BESIDE: "for comparison"}

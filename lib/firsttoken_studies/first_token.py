@@ -13,10 +13,10 @@ import torch
 from transformers import PreTrainedModel
 
 from firsttoken.assets.decoder_layers import layers_of
-from firsttoken.study.plot import LOOKS, Figure, panels
 from firsttoken.study.progress import track
-from firsttoken.study.record import Result
 from firsttoken.study.timing import Stopwatch
+from firsttoken_studies.record.plot import LOOKS, Figure, panels
+from firsttoken_studies.record.results import Result
 
 IDEAS = {
     "ProgressiveServe": ("load", "fewer layers are loaded before the first token", "S1"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from firsttoken.study.record import Result
+from firsttoken_studies.record.results import Result
 
 Row = dict[str, Any]
 Rule = Callable[[Row], str]  # what is wrong with a row, "" if nothing or if the rule is not about it

@@ -9,24 +9,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from firsttoken.study import code, history, pages, paths, show
-from firsttoken.study.claims import Claim, is_number, load_claims
-from firsttoken.study.claims_table import Own, run_end, table_for
+from firsttoken.study import paths
 from firsttoken.study.errors import ClaimsError, FirstTokenError
 from firsttoken.study.files import write_text
 from firsttoken.study.machine import machine_slug
 from firsttoken.study.parsing.schema import unknown
-from firsttoken.study.record import (
-    CHANGED,
-    Result,
-    all_results,
-    known_machine,
-    load_result,
-    result_files,
-    result_path,
-    write_result,
-)
-from firsttoken.study.record_log import (
+from firsttoken.study.storage import storing
+from firsttoken.study.summary import Summary
+from firsttoken_studies.invariants import broken
+from firsttoken_studies.record import code, history, pages, show
+from firsttoken_studies.record.claims import Claim, is_number, load_claims
+from firsttoken_studies.record.claims_table import Own, run_end, table_for
+from firsttoken_studies.record.record_log import (
     RETIRED,
     ClaimRecord,
     Log,
@@ -38,10 +32,17 @@ from firsttoken.study.record_log import (
     run_line,
     write_log,
 )
-from firsttoken.study.storage import storing
-from firsttoken.study.summary import Summary
-from firsttoken.study.verdicts import Judgement, Verdict, effect, judge, judge_all, judge_record
-from firsttoken_studies.invariants import broken
+from firsttoken_studies.record.results import (
+    CHANGED,
+    Result,
+    all_results,
+    known_machine,
+    load_result,
+    result_files,
+    result_path,
+    write_result,
+)
+from firsttoken_studies.record.verdicts import Judgement, Verdict, effect, judge, judge_all, judge_record
 from firsttoken_studies.registry import EXPERIMENTS
 from firsttoken_studies.sarathi import leaderboard
 
@@ -55,7 +56,7 @@ def claims() -> list[Claim]:
 
 
 def recorded() -> list[Result]:
-    """The results that verdicts of the record stand on. Raises FirstTokenError as ``record.all_results``."""
+    """The results that verdicts of the record stand on. Raises FirstTokenError as ``results.all_results``."""
     return all_results(FOR_THE_RECORD)
 
 

@@ -22,9 +22,9 @@ from firsttoken.assets.choice_tasks import TASKS, ChoiceItem, check_count, choic
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.parsing.schema import some
 from firsttoken.study.progress import track
-from firsttoken.study.record import Rows
 from firsttoken.study.stats import bootstrap, paired_bootstrap
 from firsttoken.study.summary import Scalar, Summary
+from firsttoken_studies.record.results import Rows
 
 _TASK = re.compile(r"(\w+) ([1-9]\d{0,5})")
 

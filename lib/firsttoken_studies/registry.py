@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.experiment import LONG, Experiment
 from firsttoken.study.parsing.schema import unknown
+from firsttoken_studies.record.experiment import LONG, Experiment
 
 _ON_A_CPU = ("quick", "review", "full")
 _OWN_ADAPTERS = ("quick", "review", "full", "gpu")  # the profiles of a model that this project has fine-tunes of
@@ -27,7 +27,7 @@ def _study(name: str, title: str, notebook: str, module: str, summary: str, *oth
 
 
 _ALL = (
-    Experiment("machine", "What this machine reaches", "00", "firsttoken.study.roofline:experiment",
+    Experiment("machine", "What this machine reaches", "00", "firsttoken_studies.record.roofline:experiment",
                "ceilings_summary"),
     _study("sizes", "What a block and its adapters weigh", "11", "progressiveserve.sizes", "sizes_summary"),
     _study("layer_distance", "Which layers change least", "11", "progressiveserve.layers", "distance_summary"),

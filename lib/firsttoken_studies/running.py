@@ -8,15 +8,16 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from firsttoken.study import kernel_forkserver, paths, storage
+from firsttoken.study import paths, storage
 from firsttoken.study.errors import NotebookError
 from firsttoken.study.machine import describe, machine_slug
-from firsttoken.study.notebooks import notebook_paths, publish, run_notebook
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import span
-from firsttoken.study.record import Result, git_revision, load_result, write_result
 from firsttoken.study.summary import Summary
 from firsttoken.study.system.alone import alone
+from firsttoken_studies.record import kernel_forkserver
+from firsttoken_studies.record.notebooks import notebook_paths, publish, run_notebook
+from firsttoken_studies.record.results import Result, git_revision, load_result, write_result
 
 RUN = "run"  # the experiment that holds the seconds of each notebook
 

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from firsttoken.study.record import Result
 from firsttoken_studies.combined.borrowed import experiment
 from firsttoken_studies.combined.borrowed.experiment import borrowed_start_summary
 from firsttoken_studies.combined.borrowed.neighbour import shaped
+from firsttoken_studies.record.results import Result
 
 
 @pytest.fixture

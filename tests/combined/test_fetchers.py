@@ -22,7 +22,6 @@ from firsttoken.petals.event_loop import wait_for
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.study.errors import ProfileError, StageError, SwarmError
 from firsttoken.study.profile import load_profile
-from firsttoken.study.record import Result
 from firsttoken_extras.layer_borrowing.lease import Lease
 from firsttoken_extras.layer_borrowing.lender import Lender
 from firsttoken_studies.combined.fetchers import experiment
@@ -31,6 +30,7 @@ from firsttoken_studies.combined.fetchers.experiment import TRIAL, parallel_star
 from firsttoken_studies.combined.fetchers.trial import MODULE, FetchSpec
 from firsttoken_studies.petals.fleet import ServerProcess
 from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, TrialLink, one_trial
+from firsttoken_studies.record.results import Result
 
 TOKENS = 8
 

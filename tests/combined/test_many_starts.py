@@ -14,7 +14,6 @@ from firsttoken.engine.workload.workload_items import Item
 from firsttoken.progressiveserve.stages import STAGES
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import load_profile
-from firsttoken.study.record import Result
 from firsttoken_studies.combined.many_starts import experiment, figures, replicas
 from firsttoken_studies.combined.many_starts.experiment import ARMS, STAGED, WARM, WHOLE, ManyStartsConfig
 from firsttoken_studies.combined.many_starts.replicas import (
@@ -28,6 +27,7 @@ from firsttoken_studies.combined.many_starts.replicas import (
     shared_link,
     stages_at,
 )
+from firsttoken_studies.record.results import Result
 
 SIZES = (8e6, 1e6, 1e6)
 BOUNDS = Bounds(open_requests=3, token_budget=64, moves=False)

@@ -6,7 +6,6 @@ import pytest
 
 from firsttoken.droidspeak.layer_group import NOTHING, Group
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.record import Result
 from firsttoken_studies.combined.five_at_once.stage_prefixes import (
     AS_IT_IS,
     GROUP,
@@ -17,6 +16,7 @@ from firsttoken_studies.combined.five_at_once.stage_prefixes import (
     stage_prefixes_summary,
     stage_rows,
 )
+from firsttoken_studies.record.results import Result
 
 PARAMETERS = {"five_at_once": {"near_tie": 0.5}}
 

@@ -29,8 +29,8 @@ from firsttoken.petals.records import TwinError
 from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.session import ServerLimits
 from firsttoken.petals.timeouts import Timeouts
-from firsttoken.study import kernel_forkserver
 from firsttoken.study.errors import SwarmError
+from firsttoken_studies.record import kernel_forkserver
 
 
 async def cancel(up) -> None:

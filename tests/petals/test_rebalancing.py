@@ -28,9 +28,9 @@ from firsttoken.petals.records import Record
 from firsttoken.petals.server import wanted
 from firsttoken.petals.tuning.frozen import FrozenBlocks
 from firsttoken.petals.tuning.passes import Pass
-from firsttoken.study import kernel_forkserver
 from firsttoken.study.errors import SwarmError
 from firsttoken_extras.min_move_rebalancing.rule import MinMoveRebalancing
+from firsttoken_studies.record import kernel_forkserver
 
 DEPTH, RULE = 8, Rebalancing()
 RULES = st.sampled_from([RULE, MinMoveRebalancing()])

@@ -16,12 +16,12 @@ import torch
 from firsttoken.assets import models, needs
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile, load_profile
-from firsttoken.study.record import Result
 from firsttoken_studies.cps import learnt_threshold, policy_comparison
 from firsttoken_studies.droidspeak import reuse_methods, setting
 from firsttoken_studies.droidspeak.setting import HELD_OUT, ReuseConfig, Run
 from firsttoken_studies.progressiveserve import timeline
 from firsttoken_studies.progressiveserve.coldstart import experiments as coldstart
+from firsttoken_studies.record.results import Result
 from firsttoken_studies.registry import EXPERIMENTS
 
 ASKS_NOTHING = {

@@ -48,9 +48,6 @@ from firsttoken.progressiveserve import evaluation, training
 from firsttoken.progressiveserve.recipe import RECIPES
 from firsttoken.sarathi.hardware import Hardware
 from firsttoken.study import paths, stats
-from firsttoken.study.claims import load_claims
-from firsttoken.study.experiment import EVERY_PROFILE
-from firsttoken.study.record import Result
 from firsttoken.study.summary import Summary
 from firsttoken_extras.bitplanes.native_words import merger
 from firsttoken_studies import multiple_choice
@@ -67,6 +64,9 @@ from firsttoken_studies.droidspeak.reuse_methods import TimeShares
 from firsttoken_studies.progressiveserve import frontier
 from firsttoken_studies.progressiveserve.coldstart import bitplane_starts, checkpoints, harness, layer_sweep
 from firsttoken_studies.progressiveserve.coldstart import experiments as coldstart
+from firsttoken_studies.record.claims import load_claims
+from firsttoken_studies.record.experiment import EVERY_PROFILE
+from firsttoken_studies.record.results import Result
 from firsttoken_studies.registry import EXPERIMENTS
 from firsttoken_studies.sarathi import (
     bench,

@@ -13,7 +13,6 @@ from firsttoken.progressiveserve import training
 from firsttoken.progressiveserve.recipe import OURS, RECIPES, REPORT, TASK
 from firsttoken.study.errors import ProfileError, StageError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import read_result
 from firsttoken_studies.experiments import run_experiment
 from firsttoken_studies.progressiveserve import layers as experiments
 from firsttoken_studies.progressiveserve.layers import (
@@ -27,6 +26,7 @@ from firsttoken_studies.progressiveserve.layers import (
     stage_quality,
     stage_summary,
 )
+from firsttoken_studies.record.results import read_result
 
 PLACES = {
     "s0": {"stage": 0},

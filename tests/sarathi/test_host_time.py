@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from firsttoken.engine.costs.cost_model import Costs
-from firsttoken.study.record import frame_of
+from firsttoken_studies.record.results import frame_of
 from firsttoken_studies.sarathi.host_time import AFTER, BEFORE, CountedSteps, counted, fitted, host_summary
 from firsttoken_studies.sarathi.operator_error import OperatorErrorConfig, ServerRun
 

@@ -16,7 +16,7 @@ from firsttoken.__main__ import COMMANDS
 from firsttoken.options import parser
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.profile import load_profile
-from firsttoken.study.system.programs import free_port, started, wait_healthy
+from firsttoken_studies.probes.programs import free_port, started, wait_healthy
 from firsttoken_studies.sarathi import live_peer
 from firsttoken_studies.sarathi import live_peer_figures as figures
 from firsttoken_studies.sarathi.live_peer import METRICS, OURS, VLLM, PeerConfig, PeerModel, peer_summary

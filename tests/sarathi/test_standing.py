@@ -12,9 +12,9 @@ from firsttoken.__main__ import main
 from firsttoken.study import paths
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile, load_profile
-from firsttoken.study.record import pick, read_result
 from firsttoken.study.stats import bootstrap
 from firsttoken_studies import ledger
+from firsttoken_studies.record.results import pick, read_result
 from firsttoken_studies.sarathi.contest import CapacityBenchmark
 from firsttoken_studies.sarathi.leaderboard import enters, ranking, record_table
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from firsttoken.study.system.programs import free_port, started
+from firsttoken_studies.probes.programs import free_port, started
 
 PROMPT_TOKENS = 32
 _DONE = b"data: [DONE]\n\n"

@@ -27,8 +27,8 @@ import numpy as np
 from bench import over_http
 
 from firsttoken.study.stats import ratio_of_means
-from firsttoken.study.system.pagecache import evict
-from firsttoken.study.system.programs import free_port
+from firsttoken_studies.probes.pagecache import evict
+from firsttoken_studies.probes.programs import free_port
 
 BEFORE, NOW = "before", "now"
 HERE = Path(__file__).resolve().parents[2]

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from entries import entry
 
-from firsttoken.study import kernel_forkserver, paths
-from firsttoken.study.claims import Claim
-from firsttoken.study.record import Result
+from firsttoken.study import paths
+from firsttoken_studies.record import kernel_forkserver
+from firsttoken_studies.record.claims import Claim
+from firsttoken_studies.record.results import Result
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -17,10 +17,11 @@ import pytest
 from waiting import until
 
 from firsttoken.assets.fetch import PIP_KEEPS
-from firsttoken.study import kernel_forkserver, paths
+from firsttoken.study import paths
 from firsttoken.study.profile import load_profile
 from firsttoken.study.system.alone import alone
 from firsttoken_studies import running
+from firsttoken_studies.record import kernel_forkserver
 
 LIB = Path(__file__).parents[2] / "lib"
 HOLD = """

@@ -6,9 +6,9 @@ import pytest
 from entries import entry as measured
 
 from firsttoken.study import paths
-from firsttoken.study.claims import Claim, digests, load_claims
-from firsttoken.study.claims_table import Own, table_for
 from firsttoken.study.errors import ClaimsError
+from firsttoken_studies.record.claims import Claim, digests, load_claims
+from firsttoken_studies.record.claims_table import Own, table_for
 from firsttoken_studies.registry import EXPERIMENTS
 
 ENTRY = """\

@@ -15,13 +15,13 @@ from waiting import until
 from firsttoken.__main__ import main
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.study import paths
-from firsttoken.study.claims import load_claims
 from firsttoken.study.errors import NotebookError
-from firsttoken.study.notebooks import notebook_paths
 from firsttoken.study.option_values import setting
-from firsttoken.study.record import write_result
 from firsttoken_serve.service_config import KEY_VARIABLE, ServiceConfig
 from firsttoken_studies import ledger
+from firsttoken_studies.record.claims import load_claims
+from firsttoken_studies.record.notebooks import notebook_paths
+from firsttoken_studies.record.results import write_result
 from firsttoken_studies.registry import EXPERIMENTS
 
 pytestmark = pytest.mark.usefixtures("root")

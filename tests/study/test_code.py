@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from firsttoken.study import code, paths
+from firsttoken.study import paths
+from firsttoken_studies.record import code
 from firsttoken_studies.registry import EXPERIMENTS
 
 

@@ -13,14 +13,14 @@ import pytest
 from entries import entry
 
 from firsttoken.study import paths, timing
-from firsttoken.study.claims import digests, load_claims
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.experiment import Experiment
 from firsttoken.study.machine import machine_slug
 from firsttoken.study.profile import Profile, load_profile
-from firsttoken.study.record import Outcome, Result, Rows, git_revision, is_clean, read_result
 from firsttoken.study.summary import Summary
 from firsttoken_studies.experiments import run_experiment
+from firsttoken_studies.record.claims import digests, load_claims
+from firsttoken_studies.record.experiment import Experiment
+from firsttoken_studies.record.results import Outcome, Result, Rows, git_revision, is_clean, read_result
 from firsttoken_studies.registry import EXPERIMENTS
 
 

@@ -6,12 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from firsttoken.study import history
 from firsttoken.study.errors import FirstTokenError
-from firsttoken.study.record import Result
-from firsttoken.study.record_log import FIRST, RETIRED, Log, LogLine, faults, forms, parse_log, rows_digest, run_line
 from firsttoken_studies import ledger
 from firsttoken_studies.invariants import broken
+from firsttoken_studies.record import history
+from firsttoken_studies.record.record_log import (
+    FIRST,
+    RETIRED,
+    Log,
+    LogLine,
+    faults,
+    forms,
+    parse_log,
+    rows_digest,
+    run_line,
+)
+from firsttoken_studies.record.results import Result
 from firsttoken_studies.registry import EXPERIMENTS
 
 NEEDS_HISTORY = pytest.mark.skipif(not history.is_here(), reason="this copy has no history: the chain is checked alone")

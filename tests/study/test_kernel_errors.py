@@ -6,7 +6,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from firsttoken.study import paths, show
+from firsttoken.study import paths
+from firsttoken_studies.record import show
 
 CELLS = ("study = show.header('quik')", "print(study.name)", "print(1)")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from firsttoken.study import kernel_forkserver
+from firsttoken_studies.record import kernel_forkserver
 
 pytestmark = pytest.mark.skipif(not kernel_forkserver.possible(), reason="processes are not copied here")
 

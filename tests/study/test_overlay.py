@@ -7,10 +7,10 @@ from dataclasses import replace
 import matplotlib
 import pytest
 
-from firsttoken.study.overlay import PALE, counted, over
-from firsttoken.study.record import load_result
 from firsttoken_studies.droidspeak import adaptive_group, gating
 from firsttoken_studies.progressiveserve.coldstart import figures
+from firsttoken_studies.record.overlay import PALE, counted, over
+from firsttoken_studies.record.results import load_result
 from firsttoken_studies.sarathi import batch_cost_figures
 
 DRAWN = {

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from entries import entry
 
-from firsttoken.study import pages, paths
+from firsttoken.study import paths
 from firsttoken.study.errors import ClaimsError, FirstTokenError, NotebookError
+from firsttoken_studies.record import pages
 
 TEMPLATE = """{{ value("machine", "m") }} x, {{ value("machine", "m", 3) }} x, {{ interval("machine", "m", 1) }}
 {{ counts }}

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from firsttoken.study import paths, plot
-from firsttoken.study.plot import few_colours
+from firsttoken.study import paths
+from firsttoken_studies.record import plot
+from firsttoken_studies.record.plot import few_colours
 
 pytestmark = pytest.mark.usefixtures("root")
 

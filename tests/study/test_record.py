@@ -15,7 +15,7 @@ from firsttoken.study import paths
 from firsttoken.study.canonical_json import MANY, expanded, sha256_of
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.files import new_folder, replacing, write_text
-from firsttoken.study.record import all_results, git_revision, load_result, pick, read_result, write_result
+from firsttoken_studies.record.results import all_results, git_revision, load_result, pick, read_result, write_result
 
 pytestmark = pytest.mark.usefixtures("root")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from firsttoken.study import paths
-from firsttoken.study.record import is_clean, read_result
 from firsttoken_studies import ledger
+from firsttoken_studies.record.results import is_clean, read_result
 from firsttoken_studies.registry import EXPERIMENTS
 
 RECORDED = [  # quick results are those of whoever ran the notebooks last, maybe with code of before

@@ -8,8 +8,8 @@ import pytest
 
 from firsttoken.study import paths
 from firsttoken.study.errors import ClaimsError
-from firsttoken.study.notebooks import notebook_paths
-from firsttoken.study.report_index import index_tables, load_index, opener_rows
+from firsttoken_studies.record.notebooks import notebook_paths
+from firsttoken_studies.record.report_index import index_tables, load_index, opener_rows
 
 ENTRIES = load_index(paths.INDEX)
 

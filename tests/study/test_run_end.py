@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from entries import entry
 
-from firsttoken.study.claims_table import WIDTH, Own, run_end
 from firsttoken_studies import ledger
+from firsttoken_studies.record.claims_table import WIDTH, Own, run_end
 
 GAIN = {"kind": "ratio", "value": 2.0, "unit": "x", "tolerance": 0.1, "no_effect": 1.0}
 

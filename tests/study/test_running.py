@@ -16,9 +16,9 @@ from firsttoken.__main__ import main
 from firsttoken.study import paths
 from firsttoken.study.errors import FirstTokenError, NotebookError
 from firsttoken.study.files import write_text
-from firsttoken.study.notebooks import executed_path, notebook_paths, publish, read_notebook
 from firsttoken.study.profile import load_profile
-from firsttoken.study.record import all_results, write_result
+from firsttoken_studies.record.notebooks import executed_path, notebook_paths, publish, read_notebook
+from firsttoken_studies.record.results import all_results, write_result
 from firsttoken_studies.running import minutes_text
 
 
@@ -34,7 +34,7 @@ def ran(write_notebook, monkeypatch) -> list[str]:
         return 60.0 * len(names)
 
     monkeypatch.setattr("firsttoken_studies.running.run_notebook", run)
-    monkeypatch.setattr("firsttoken.study.kernel_forkserver.possible", lambda: False)
+    monkeypatch.setattr("firsttoken_studies.record.kernel_forkserver.possible", lambda: False)
     return names
 
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from firsttoken.engine.schedulers.sarathi import Sarathi
-from firsttoken.study import show
 from firsttoken.study.errors import MechanismError, ProfileError
-from firsttoken.study.overlay import over
-from firsttoken.study.record import pick
 from firsttoken.study.summary import Summary
+from firsttoken_studies.record import show
+from firsttoken_studies.record.overlay import over
+from firsttoken_studies.record.results import pick
 
 
 def test_changed_settings_make_a_profile_of_their_own(capsys) -> None:

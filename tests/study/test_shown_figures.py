@@ -6,7 +6,7 @@ import pytest
 
 CODE = """
 import matplotlib.pyplot as plt
-from firsttoken.study import plot
+from firsttoken_studies.record import plot
 plot.style()
 fig, ax = plt.subplots(figsize=(2, 1))
 ax.plot([1, 2])

@@ -14,7 +14,7 @@ import pytest
 
 from firsttoken.study import paths, policy_file
 from firsttoken.study.errors import StorageError
-from firsttoken.study.notebooks import notebook_paths
+from firsttoken_studies.record.notebooks import notebook_paths
 from firsttoken_studies.site import build as site
 from firsttoken_studies.site import scheduler_page
 from firsttoken_studies.site.build import body, described, plain, with_links

@@ -7,11 +7,11 @@ import pytest
 from nbclient import NotebookClient
 
 from firsttoken.study.progress import UNSEEN
-from firsttoken.study.slider import turn
+from firsttoken_studies.record.slider import turn
 
 CELL = """
 from matplotlib.figure import Figure
-from firsttoken.study import slider
+from firsttoken_studies.record import slider
 
 def picture(value):
     print(f"drawn at {value}")

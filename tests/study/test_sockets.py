@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from firsttoken.study.errors import StorageError
-from firsttoken.study.system import sockets
-from firsttoken.study.system.sockets import remove_folder, socket_folder
+from firsttoken_studies.probes import sockets
+from firsttoken_studies.probes.sockets import remove_folder, socket_folder
 
 
 @pytest.mark.parametrize("length", [1, 40, 60, 61, 62, 63, 64, 110, 200])

@@ -13,12 +13,13 @@ import pytest
 from safetensors import SafetensorError
 
 from firsttoken.__main__ import main
-from firsttoken.study import notebooks, paths, roofline, storage
+from firsttoken.study import paths, storage
 from firsttoken.study.errors import StorageError
-from firsttoken.study.plot import save
 from firsttoken.study.profile import load_profile
-from firsttoken.study.record import load_result, write_result
 from firsttoken_studies.experiments import run_experiment
+from firsttoken_studies.record import notebooks, roofline
+from firsttoken_studies.record.plot import save
+from firsttoken_studies.record.results import load_result, write_result
 
 SMALL = {"machine.copy_mib": 1, "machine.disk_mib": 1, "machine.matmul_n": 16, "machine.repeats": 1}
 

@@ -10,9 +10,9 @@ import pytest
 from entries import entry
 
 from firsttoken.study.errors import FirstTokenError
-from firsttoken.study.record import distinct, frame_of
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary, misplaced
+from firsttoken_studies.record.results import distinct, frame_of
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from firsttoken.droidspeak.pipeline.schedule import ReuseRequest
 from firsttoken.engine.costs.published import decomposed
 from firsttoken.engine.kv import KVShape
 from firsttoken.study.errors import FirstTokenError
-from firsttoken.study.record import recorded_result
 from firsttoken_studies import ledger, tricks
+from firsttoken_studies.record.results import recorded_result
 from firsttoken_studies.site.recorded_runs import asked_by, ranges, recorded_runs, script
 from firsttoken_studies.site.tricks_page import SLIDERS, exported, formulas, told_ranges
 from firsttoken_studies.tricks import Situation

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from entries import entry
 
-from firsttoken.study.record_log import ClaimRecord, Log, LogLine, forms, rows_digest, run_line
-from firsttoken.study.verdicts import Verdict, judge, judge_all, judge_record, show
+from firsttoken_studies.record.record_log import ClaimRecord, Log, LogLine, forms, rows_digest, run_line
+from firsttoken_studies.record.verdicts import Verdict, judge, judge_all, judge_record, show
 
 R, T, F, DIFFERS, FEW, N = Verdict
 

@@ -25,7 +25,7 @@ from firsttoken.engine.request import Sampling
 from firsttoken.study.dtypes import AUTO, name_of, resolve
 from firsttoken.study.machine import machine_slug
 from firsttoken.study.stats import bootstrap
-from firsttoken.study.system.footprint import resident
+from firsttoken_studies.probes.footprint import resident
 
 OPEN = 16  # requests at a time
 BLOCKS = 48  # that these fight for

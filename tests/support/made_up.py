@@ -22,7 +22,6 @@ from firsttoken.assets.qa_files import QAItem
 from firsttoken.droidspeak.profile.pareto import Profiled
 from firsttoken.droidspeak.reuse_items import TaskItem
 from firsttoken.engine.workload.conversations import Conversations
-from firsttoken.study.record import Result
 from firsttoken_extras.layer_borrowing.lender import Lender
 from firsttoken_studies.combined.borrowed import experiment as borrowed
 from firsttoken_studies.combined.borrowed import trial as borrowed_trial
@@ -33,6 +32,7 @@ from firsttoken_studies.combined.five_at_once import trial as window
 from firsttoken_studies.droidspeak import profiling
 from firsttoken_studies.progressiveserve import timeline_trial
 from firsttoken_studies.progressiveserve.coldstart import trial
+from firsttoken_studies.record.results import Result
 from firsttoken_studies.sarathi import live_peer
 from firsttoken_studies.sarathi.live_peer import PeerConfig, PeerModel
 

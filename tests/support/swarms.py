@@ -25,9 +25,9 @@ from firsttoken.petals.message_headers import HEADERS, VERSION
 from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import Running, ServerConfig, serving
 from firsttoken.petals.session import ServerLimits
-from firsttoken.study import kernel_forkserver
 from firsttoken_studies.petals import spans
 from firsttoken_studies.petals.fleet import ProxiedServer, ServerProcess
+from firsttoken_studies.record import kernel_forkserver
 
 DEPTH = 6
 APART = [("grpc.use_local_subchannel_pool", 1)]  # of a channel: a connection, and so a client, of its own

@@ -17,7 +17,7 @@ from firsttoken.progressiveserve.quality_gates import CLOSED_BOOK, EXTRACTIVE
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.parsing.schema import some, unknown
 from firsttoken.study.profile import build_config
-from firsttoken.study.record import Rows
+from firsttoken.study.summary import Rows
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from firsttoken.study.record import Rows
 from firsttoken.study.stats import bootstrap, paired_bootstrap
-from firsttoken.study.summary import Scalar, Summary
+from firsttoken.study.summary import Rows, Scalar, Summary
 
 Places = Mapping[str, dict[str, Scalar]]  # by variant
 

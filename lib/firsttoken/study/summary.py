@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Scalar = str | int | float | bool
 Entry = dict[str, Any]
+Rows = list[dict[str, Any]]  # what an experiment observed, with units in the names of columns
 Made = tuple[str, Statistic, str] | tuple[str, Statistic, str, float]  # a column, its statistic, unit and scale
 
 WHERE = {

@@ -34,12 +34,8 @@ from firsttoken.engine.shared_base import SharedBase
 from firsttoken.scoring import token_f1
 from firsttoken.study import paths
 from firsttoken.study.errors import CorpusError, ProfileError
-from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import Figure, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Result, Rows, frame_of, rows_where
-from firsttoken.study.show import cells
 from firsttoken.study.stats import Interval, bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_studies.droidspeak.decoding import DROIDSPEAK, REUSE, Method, decoded_scores, own, partial
@@ -47,6 +43,10 @@ from firsttoken_studies.droidspeak.decoding import OWN as FULL
 from firsttoken_studies.droidspeak.pairs import Models, Pair
 from firsttoken_studies.droidspeak.setting import Run, held_out_items
 from firsttoken_studies.engine.variants_at_once import read_adapter
+from firsttoken_studies.record.overlay import name_results, over
+from firsttoken_studies.record.plot import Figure, panels
+from firsttoken_studies.record.results import Outcome, Result, Rows, frame_of, rows_where
+from firsttoken_studies.record.show import cells
 
 if TYPE_CHECKING:
     import pandas

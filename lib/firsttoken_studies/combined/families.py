@@ -25,16 +25,16 @@ from firsttoken.progressiveserve.base_model import passing
 from firsttoken.progressiveserve.distance import angular_distances, choose_block
 from firsttoken.progressiveserve.quality import text_scores
 from firsttoken.study.errors import StageError
-from firsttoken.study.overlay import over
 from firsttoken.study.parsing.schema import between, some
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of, rows_where
-from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_extras.bitplanes.first_stage import PlanSpec, coarse
 from firsttoken_studies.multiple_choice import ChoiceTasksConfig, accuracy_summary
+from firsttoken_studies.record.overlay import over
+from firsttoken_studies.record.results import Outcome, Result, Rows, Table, frame_of, rows_where
+from firsttoken_studies.record.show import interval
 
 WHOLE, BY_DISTANCE, BY_LOSS = "whole", "without_block_by_distance", "without_block_by_loss"
 FIRST_BITS, EIGHT = "first_bits", "8_bits"

@@ -26,12 +26,9 @@ from firsttoken.progressiveserve.stages import StagePlan
 from firsttoken.progressiveserve.training import HealingConfig, healed
 from firsttoken.study import paths
 from firsttoken.study.errors import ProfileError, StageError
-from firsttoken.study.overlay import over
 from firsttoken.study.parsing.schema import some
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Result, Rows, Table, rows_where
-from firsttoken.study.show import cells
 from firsttoken.study.stats import bootstrap, paired_bootstrap
 from firsttoken.study.summary import Scalar, Summary
 from firsttoken_studies.combined.families import FamiliesConfig
@@ -40,6 +37,9 @@ from firsttoken_studies.droidspeak.pairs import BASE, Models, Pair, PairedModel,
 from firsttoken_studies.droidspeak.setting import Run, chosen_and_judged
 from firsttoken_studies.droidspeak.tables import relative_loss
 from firsttoken_studies.droidspeak.training import ReuseTrainingConfig, TuningConfig, training_items, tuned
+from firsttoken_studies.record.overlay import over
+from firsttoken_studies.record.results import Outcome, Result, Rows, Table, rows_where
+from firsttoken_studies.record.show import cells
 
 TASK = "qa"  # what the fine-tune is tuned to and asked
 RECIPE = "ours"  # what heals

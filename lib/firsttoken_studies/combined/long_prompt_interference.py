@@ -21,9 +21,9 @@ from firsttoken.engine.request import Sampling
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
-from firsttoken.study.show import interval
 from firsttoken.study.summary import Summary
+from firsttoken_studies.record.results import Outcome, Result, Rows, Table, frame_of
+from firsttoken_studies.record.show import interval
 
 FIXED, STRETCHED = "fixed", "stretched"
 BLOCK_TOKENS = 16

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from firsttoken.study.claims import Claim
-from firsttoken.study.claims_table import told
 from firsttoken.study.errors import FirstTokenError
-from firsttoken.study.record import Result, Table, load_result
-from firsttoken.study.show import interval
 from firsttoken.study.summary import Entry
+from firsttoken_studies.record.claims import Claim
+from firsttoken_studies.record.claims_table import told
+from firsttoken_studies.record.results import Result, Table, load_result
+from firsttoken_studies.record.show import interval
 
 PROFILE, RECORDED_ON = "gpu", "nvidia-h200"
 STUDIES = (

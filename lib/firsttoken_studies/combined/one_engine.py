@@ -39,13 +39,13 @@ from firsttoken.progressiveserve.passlayer import PassLayer
 from firsttoken.progressiveserve.staged_serving.stage_versions import StagedModelVersion, moving
 from firsttoken.progressiveserve.staged_serving.transitions import PrefillAgain
 from firsttoken.study.errors import LinkError
-from firsttoken.study.overlay import Drawn, name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS, Axes, Figure, categories, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
-from firsttoken.study.show import interval
 from firsttoken.study.summary import Summary
 from firsttoken_studies.droidspeak.wire import random_request
+from firsttoken_studies.record.overlay import Drawn, name_results, over
+from firsttoken_studies.record.plot import COLOURS, LOOKS, Axes, Figure, categories, panels
+from firsttoken_studies.record.results import Outcome, Result, Rows, Table, frame_of
+from firsttoken_studies.record.show import interval
 
 if TYPE_CHECKING:
     import pandas

@@ -22,7 +22,6 @@ from firsttoken.engine.kv import KVShape
 from firsttoken.progressiveserve.stages import REPORT_PLAN
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Rows, rows_where
 from firsttoken.study.summary import Summary
 from firsttoken_studies.cps.recovery_latency import LONG, PCIE_4_X16
 from firsttoken_studies.petals.chain_costs import (
@@ -33,6 +32,7 @@ from firsttoken_studies.petals.chain_costs import (
     published_compute_s,
     swarm_s,
 )
+from firsttoken_studies.record.results import Outcome, Rows, rows_where
 
 QWEN = "qwen2.5-0.5b"
 LLAMA_2 = "llama-2-7b"

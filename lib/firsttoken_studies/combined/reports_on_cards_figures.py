@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from firsttoken.study.plot import COLOURS, LOOKS, Figure, panels, ticks
-from firsttoken.study.record import Result, Table, distinct, rows_where
 from firsttoken_studies.combined.reports_on_cards import EACH_BLOCK, FIRST_STAGE, ONE_COPY, WHOLE
+from firsttoken_studies.record.plot import COLOURS, LOOKS, Figure, panels, ticks
+from firsttoken_studies.record.results import Result, Table, distinct, rows_where
 
 _NAMES = {EACH_BLOCK: "a copy for each block, layer, K and V", ONE_COPY: "one copy each way"}
 

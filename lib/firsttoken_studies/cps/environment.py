@@ -9,10 +9,10 @@ from typing import Any
 
 from firsttoken.study.machine import describe
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.summary import Summary
 from firsttoken.study.system import NOT_HERE
 from firsttoken.study.system.processor import link_of_gpu
+from firsttoken_studies.record.results import Outcome, Rows
 
 TABLE_1 = {  # as printed
     "CPU": "Intel Core i5-10210U, 1.60 GHz",

@@ -20,16 +20,16 @@ from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.published import PAPER_SHAPE, PublishedCosts, decomposed
 from firsttoken.engine.workload.conversations import conversations
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, Figure, panels, ticks
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
-from firsttoken.study.show import interval
 from firsttoken.study.stats import Interval, bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_studies.cps.recovery_latency import LONG, PCIE_4_X16
 from firsttoken_studies.cps.styles import POLICIES as LOOKS
+from firsttoken_studies.record.overlay import name_results, over
+from firsttoken_studies.record.plot import COLOURS, Figure, panels, ticks
+from firsttoken_studies.record.results import Outcome, Result, Rows, Table, frame_of
+from firsttoken_studies.record.show import interval
 
 if TYPE_CHECKING:
     import pandas

@@ -33,11 +33,11 @@ from firsttoken.study.errors import ProfileError
 from firsttoken.study.policy_file import PolicyFile
 from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
 from firsttoken.study.stats import Interval, bootstrap, share_below
 from firsttoken.study.summary import Summary
 from firsttoken_studies.cps.live_loads import BLOCK_TOKENS, POOL, LiveLoadsConfig, served
 from firsttoken_studies.cps.recovery_latency import LONG, PCIE_4_X16
+from firsttoken_studies.record.results import Outcome, Rows, frame_of, rows_where
 
 PAPER_TPOT_MS = 36.55  # mean TPOT of CPS (4.2.2), to which the price of a decode step is set
 BOUND = "bound"  # policy and costs of a row that no run made

@@ -7,11 +7,11 @@ from itertools import groupby
 from typing import Any
 
 from firsttoken.engine.request import Phase
-from firsttoken.study.overlay import Drawn, legend, name_results, over
-from firsttoken.study.plot import COLOURS, Axes, Figure, panels
-from firsttoken.study.record import Result, Rows, rows_where
 from firsttoken_studies.cps.policy_comparison import BOUND, COMPARED, MEANS, PAPER_TPOT_MS, below, column
 from firsttoken_studies.cps.styles import POLICIES
+from firsttoken_studies.record.overlay import Drawn, legend, name_results, over
+from firsttoken_studies.record.plot import COLOURS, Axes, Figure, panels
+from firsttoken_studies.record.results import Result, Rows, rows_where
 
 PAPER_P99_MS = 70.57
 # Figure 2 and 4.2.2: CPS in ms; the P99 TPOT of the others from its percentages, and from these theirs below Swap

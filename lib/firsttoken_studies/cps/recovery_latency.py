@@ -27,10 +27,10 @@ from firsttoken.engine.trace import Trace
 from firsttoken.study.errors import ProfileError, RequestError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Rows, frame_of
 from firsttoken.study.stats import Interval, ratio_of_medians
 from firsttoken.study.summary import Summary
 from firsttoken.study.timing import torch_threads
+from firsttoken_studies.record.results import Outcome, Rows, frame_of
 
 if TYPE_CHECKING:
     import pandas

@@ -12,11 +12,11 @@ from firsttoken.cps.costs.copies import CopyCosts
 from firsttoken.cps.costs.crossing import Crossing, crossing
 from firsttoken.engine.costs.published import PAPER_SHAPE, TABLE_2, PublishedCosts, decomposed
 from firsttoken.engine.kv import KVShape
-from firsttoken.study.overlay import Drawn, name_results, over
-from firsttoken.study.plot import COLOURS, Axes, Figure, panels, ticks
-from firsttoken.study.record import Result
 from firsttoken_studies.cps.recovery_latency import LONG, PCIE_4_X16, swap_ms
 from firsttoken_studies.cps.styles import LINES, PATH_LOOKS, POLICIES
+from firsttoken_studies.record.overlay import Drawn, name_results, over
+from firsttoken_studies.record.plot import COLOURS, Axes, Figure, panels, ticks
+from firsttoken_studies.record.results import Result
 
 
 def latency_by_length(recorded: Result | None, now: Result) -> Figure:

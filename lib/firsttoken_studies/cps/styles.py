@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from firsttoken.study.plot import LOOKS
+from firsttoken_studies.record.plot import LOOKS
 
 POLICIES: dict[str, tuple[str, str, str]] = {  # label, colour, marker
     "swap": ("Swap", *LOOKS["swap"]),

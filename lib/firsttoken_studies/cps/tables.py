@@ -11,11 +11,11 @@ import numpy as np
 from firsttoken.cps.costs.crossing import Crossing, crossing, fit_crossing
 from firsttoken.engine.costs.published import TABLE_2, Table2Row, decomposed
 from firsttoken.engine.workload.workload_items import Item
-from firsttoken.study.record import Result, Rows, Table
-from firsttoken.study.show import interval
 from firsttoken_studies.cps.policy_comparison import AS_PUBLISHED, BOUND, CONTROLS, MEANS, OFF
 from firsttoken_studies.cps.recovery_latency import swap_ms
 from firsttoken_studies.cps.styles import PATH_LOOKS, POLICIES
+from firsttoken_studies.record.results import Result, Rows, Table
+from firsttoken_studies.record.show import interval
 
 
 def environment_rows(result: Result) -> Rows:

@@ -26,16 +26,16 @@ from firsttoken.engine.scheduler_state import VICTIMS, Victim
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.workload.workload_items import Item
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import LOOKS, Figure, categories, panels
 from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Result, Rows, Table
-from firsttoken.study.show import cells
 from firsttoken.study.stats import bootstrap, share_below
 from firsttoken.study.summary import Summary
 from firsttoken_studies.cps.live_loads import LiveLoadsConfig, served
 from firsttoken_studies.cps.policy_comparison import HOST_BLOCKS, ReplayedConfig, calibrated, drawn
+from firsttoken_studies.record.overlay import name_results, over
+from firsttoken_studies.record.plot import LOOKS, Figure, categories, panels
+from firsttoken_studies.record.results import Outcome, Result, Rows, Table
+from firsttoken_studies.record.show import cells
 
 LIFO, FREED, RANDOM = "last_arrived", "most_freed_for_its_cost", "random"
 RULES = (*VICTIMS, FREED, RANDOM)

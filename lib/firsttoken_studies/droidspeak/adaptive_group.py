@@ -13,18 +13,18 @@ from firsttoken.droidspeak.group_selection import Choice, Conditions, GroupCosts
 from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.pipeline.schedule import Schedule
 from firsttoken.link.shaped import LinkConfig
-from firsttoken.study.overlay import Drawn, legend, over
-from firsttoken.study.plot import COLOURS, LOOKS, Axes, Figure, panels, ticks
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
-from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Entry, Summary
 from firsttoken_studies.droidspeak.profiling import BOUND, profiled_groups, setting_profile
 from firsttoken_studies.droidspeak.setting import Setting
 from firsttoken_studies.droidspeak.tables import by_run
 from firsttoken_studies.droidspeak.wire import LoadingConfig, WiredPair
+from firsttoken_studies.record.overlay import Drawn, legend, over
+from firsttoken_studies.record.plot import COLOURS, LOOKS, Axes, Figure, panels, ticks
+from firsttoken_studies.record.results import Outcome, Result, Rows, Table, frame_of
+from firsttoken_studies.record.show import interval
 
 if TYPE_CHECKING:
     import pandas

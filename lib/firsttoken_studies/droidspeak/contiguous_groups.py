@@ -16,11 +16,8 @@ from firsttoken.droidspeak.prefill import spans
 from firsttoken.droidspeak.profile.layer_profiler import LayerProfiler, Questions
 from firsttoken.droidspeak.profile.pareto import Profiled, frontier, smallest_within
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.overlay import Drawn, legend, over
-from firsttoken.study.plot import COLOURS, Axes, Figure, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Result, Rows, frame_of
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_studies.droidspeak import tables
@@ -29,6 +26,9 @@ from firsttoken_studies.droidspeak.published import FIGURE_10_CRITICAL, FIGURE_1
 from firsttoken_studies.droidspeak.sensitivity import RECOMPUTED, REUSED
 from firsttoken_studies.droidspeak.setting import ITEMS, Setting, batches
 from firsttoken_studies.droidspeak.styles import METHODS, in_words
+from firsttoken_studies.record.overlay import Drawn, legend, over
+from firsttoken_studies.record.plot import COLOURS, Axes, Figure, panels
+from firsttoken_studies.record.results import Outcome, Result, Rows, frame_of
 
 
 @dataclass(frozen=True)

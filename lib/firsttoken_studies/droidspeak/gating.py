@@ -22,18 +22,18 @@ from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.droidspeak.probes import TOKENS, answer_doubt, answer_entropy, head_deviation, tail_divergence
 from firsttoken.droidspeak.profile.pareto import frontier, smallest_within
 from firsttoken.droidspeak.reuse_items import Encoded
-from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, Figure, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Result, Rows, Table, rows_where
-from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_studies.droidspeak.decoding import OWN, decoded_scores, own, partial
 from firsttoken_studies.droidspeak.pairs import PairedModel
 from firsttoken_studies.droidspeak.profiling import BOUND, profiled_groups, run_profile
 from firsttoken_studies.droidspeak.setting import Run, Setting, batches
+from firsttoken_studies.record.overlay import name_results, over
+from firsttoken_studies.record.plot import COLOURS, Figure, panels
+from firsttoken_studies.record.results import Outcome, Result, Rows, Table, rows_where
+from firsttoken_studies.record.show import interval
 
 PREFIX = "tokens of prefix"
 SIGNALS = ("entropy", "doubt", "head", "tail")

@@ -14,12 +14,8 @@ import numpy as np
 from firsttoken.droidspeak.pipeline.schedule import LINK, PROCESSOR, BusySpan, ReuseRequest, Schedule, simulate
 from firsttoken.droidspeak.profile.pareto import smallest_within
 from firsttoken.link.shaped import LinkConfig
-from firsttoken.study.overlay import legend, over
-from firsttoken.study.plot import COLOURS, Axes, Figure, compared, panels, ticks
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of, rows_where
-from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_studies.droidspeak.profiling import BOUND, setting_profile
@@ -27,6 +23,10 @@ from firsttoken_studies.droidspeak.published import FIGURE_13, PUBLISHED_UNITS, 
 from firsttoken_studies.droidspeak.setting import Setting
 from firsttoken_studies.droidspeak.styles import LOOK_OF, METHODS, SCHEDULES
 from firsttoken_studies.droidspeak.wire import LoadingConfig, WiredPair
+from firsttoken_studies.record.overlay import legend, over
+from firsttoken_studies.record.plot import COLOURS, Axes, Figure, compared, panels, ticks
+from firsttoken_studies.record.results import Outcome, Result, Rows, Table, frame_of, rows_where
+from firsttoken_studies.record.show import interval
 
 
 def pipelined_loading(profile: Profile) -> Outcome:

@@ -24,11 +24,8 @@ from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.prefill import full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import Prefix, PrefixCache
 from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
-from firsttoken.study.overlay import Drawn, legend, over
-from firsttoken.study.plot import COLOURS, Axes, Figure, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Result, Rows, all_results, frame_of, recorded_result, rows_where
 from firsttoken.study.stats import Interval, bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken.study.timing import Stopwatch
@@ -38,6 +35,9 @@ from firsttoken_studies.droidspeak.reuse_methods import BLEND, DROIDSPEAK, OWN, 
 from firsttoken_studies.droidspeak.setting import ReuseConfig, Run, Setting, rows_by_run, run_of
 from firsttoken_studies.droidspeak.styles import METHODS, style_of
 from firsttoken_studies.droidspeak.wire import SUFFIX, random_request
+from firsttoken_studies.record.overlay import Drawn, legend, over
+from firsttoken_studies.record.plot import COLOURS, Axes, Figure, panels
+from firsttoken_studies.record.results import Outcome, Result, Rows, all_results, frame_of, recorded_result, rows_where
 
 if TYPE_CHECKING:
     import pandas

@@ -9,17 +9,17 @@ import numpy as np
 
 from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
 from firsttoken.droidspeak.profile.profile_transfer import Chooser, best_of_size, resampled, transfer
-from firsttoken.study.overlay import Drawn, name_results, over
-from firsttoken.study.plot import COLOURS, Axes, Figure, categories, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of, rows_where
-from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Scalar, Summary
 from firsttoken_studies.droidspeak.pairs import Pair
 from firsttoken_studies.droidspeak.profiling import BOUND, profiled_groups, run_profile
 from firsttoken_studies.droidspeak.setting import Run, Setting
 from firsttoken_studies.droidspeak.styles import METHODS
+from firsttoken_studies.record.overlay import Drawn, name_results, over
+from firsttoken_studies.record.plot import COLOURS, Axes, Figure, categories, panels
+from firsttoken_studies.record.results import Outcome, Result, Rows, Table, frame_of, rows_where
+from firsttoken_studies.record.show import interval
 
 SEEN = "the same items"  # in place of a task's name: the choice was made on the very items that judge it
 OWN = "own choice"  # of the task that judges, made on other items of it

@@ -26,11 +26,11 @@ from firsttoken.study.parsing.json_text import read_json
 from firsttoken.study.parsing.schema import shaped
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Entry, Summary
 from firsttoken_studies.droidspeak.pairs import PairedModel, weight_distance
 from firsttoken_studies.droidspeak.setting import Run, Setting, batches, rows_by_run, run_of
+from firsttoken_studies.record.results import Outcome, Rows
 
 BOUND = 0.05  # of the receiver's own score (DroidSpeak, 5.1: "within 5 %"; the report: points, errata I41)
 _SCORING = 1  # raised when what a batch holds is made in another way

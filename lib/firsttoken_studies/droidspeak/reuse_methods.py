@@ -25,7 +25,6 @@ from firsttoken.droidspeak.profile.profile_transfer import resampled
 from firsttoken.droidspeak.reuse_items import Encoded
 from firsttoken.study.errors import ProfileError, RequestError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, load_result, rows_where
 from firsttoken.study.stats import Interval, bootstrap, paired_bootstrap
 from firsttoken.study.summary import Scalar, Summary
 from firsttoken_studies.droidspeak.constructed_tasks import task_of
@@ -43,6 +42,7 @@ from firsttoken_studies.droidspeak.pairs import HALF, PairedModel
 from firsttoken_studies.droidspeak.profiling import BOUND, profiled_groups, run_profile
 from firsttoken_studies.droidspeak.setting import Run, Setting, rows_by_run, run_of
 from firsttoken_studies.droidspeak.tables import relative_loss
+from firsttoken_studies.record.results import Outcome, Result, Rows, load_result, rows_where
 
 _AS_FULL = ("full prefill", "sender")  # the sender prefills all its layers, too
 _GRID = 2001  # shares of a prefill that are looked at for a time

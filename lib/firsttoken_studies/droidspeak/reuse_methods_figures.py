@@ -10,10 +10,6 @@ import numpy as np
 
 from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
 from firsttoken.droidspeak.profile.profile_transfer import taken
-from firsttoken.study.overlay import Drawn, legend, over
-from firsttoken.study.plot import COLOURS, Axes, Figure, categories, panels
-from firsttoken.study.record import Result, Rows, Table, rows_where
-from firsttoken.study.show import interval
 from firsttoken.study.summary import Entry
 from firsttoken_studies.droidspeak.decoding import DROIDSPEAK, OWN
 from firsttoken_studies.droidspeak.profiling import BOUND, profiled_groups
@@ -32,6 +28,10 @@ from firsttoken_studies.droidspeak.reuse_methods import (
 from firsttoken_studies.droidspeak.setting import run_of
 from firsttoken_studies.droidspeak.styles import METHODS, in_words, style_of
 from firsttoken_studies.droidspeak.tables import by_run, relative_loss
+from firsttoken_studies.record.overlay import Drawn, legend, over
+from firsttoken_studies.record.plot import COLOURS, Axes, Figure, categories, panels
+from firsttoken_studies.record.results import Result, Rows, Table, rows_where
+from firsttoken_studies.record.show import interval
 
 PAPER_GAIN, PAPER_MEAN_GAIN = (1.7, 3.1), 2.1  # 5.2, 8 pairs with 3 data sets each
 PAPER_LEAD, PAPER_MEAN_LEAD = (5, 33), 16  # over CacheBlend at equal latency, 5.2

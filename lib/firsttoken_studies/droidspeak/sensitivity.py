@@ -10,16 +10,16 @@ from firsttoken.droidspeak.answer_decoding import greedy
 from firsttoken.droidspeak.forward import cache_of
 from firsttoken.droidspeak.prefill import full_prefill
 from firsttoken.droidspeak.prefix import Prefix
-from firsttoken.study.overlay import Drawn, legend, over
-from firsttoken.study.plot import COLOURS, Figure, categories, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Result, Rows
 from firsttoken.study.stats import bootstrap
 from firsttoken_studies.droidspeak import tables
 from firsttoken_studies.droidspeak.constructed_tasks import task_of
 from firsttoken_studies.droidspeak.published import FIGURE_8_LAYER, PAPER_DEPTH
 from firsttoken_studies.droidspeak.setting import Run, Setting
 from firsttoken_studies.droidspeak.styles import METHODS, in_words
+from firsttoken_studies.record.overlay import Drawn, legend, over
+from firsttoken_studies.record.plot import COLOURS, Figure, categories, panels
+from firsttoken_studies.record.results import Result, Rows
 
 # One item of each task, as a reader meets it, with what a receiver says over its own cache and over another's.
 

@@ -12,10 +12,10 @@ from firsttoken.assets.needs import CONTEXT, MEMORY, ModelFacts, Need, check, de
 from firsttoken.droidspeak.reuse_items import Encoded, TaskItem, encode
 from firsttoken.study.errors import CorpusError, ModelError, ProfileError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Rows
 from firsttoken_studies.droidspeak import longbench
 from firsttoken_studies.droidspeak.constructed_tasks import load_items
 from firsttoken_studies.droidspeak.pairs import Models, Pair, PairedModel, shown
+from firsttoken_studies.record.results import Rows
 
 HELD_OUT = "held-out items"  # of a task's file; the constructed tasks count theirs once there is a tokenizer
 ITEMS = "reuse.items"

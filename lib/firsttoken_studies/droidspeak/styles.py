@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from firsttoken.droidspeak.pipeline.schedule import Schedule
-from firsttoken.study.plot import LOOKS
+from firsttoken_studies.record.plot import LOOKS
 
 
 class Style(NamedTuple):

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from firsttoken.droidspeak.profile.pareto import critical_layers, smallest_within
-from firsttoken.study.plot import compared
-from firsttoken.study.record import Result, Rows, Table, frame_of
-from firsttoken.study.show import interval
 from firsttoken.study.stats import Interval, bootstrap, paired_bootstrap
 from firsttoken_studies.droidspeak.profiling import BOUND, CRITICAL, naive_passes, profiled_groups
 from firsttoken_studies.droidspeak.setting import rows_by_run, run_of
+from firsttoken_studies.record.plot import compared
+from firsttoken_studies.record.results import Result, Rows, Table, frame_of
+from firsttoken_studies.record.show import interval
 
 
 def by_run(result: Result) -> dict[str, Rows]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from firsttoken.study.overlay import Drawn, legend, over
-from firsttoken.study.plot import COLOURS, Axes, Figure, panels, ticks
-from firsttoken.study.record import Result, Rows, Table, rows_where
-from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken_studies.droidspeak.styles import METHODS
 from firsttoken_studies.engine.reuse_throughput import FULL, KNEE, OTHER_KNEES, PARTIAL
+from firsttoken_studies.record.overlay import Drawn, legend, over
+from firsttoken_studies.record.plot import COLOURS, Axes, Figure, panels, ticks
+from firsttoken_studies.record.results import Result, Rows, Table, rows_where
+from firsttoken_studies.record.show import interval
 
 PAPER = "2 to 4"  # times the throughput (5.3, Figure 15)
 SEEN = {"ttft": "TTFT, s", "tbt": "time between tokens, s", "e2e": "E2E, s"}

@@ -25,11 +25,11 @@ from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.machine import describe
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.summary import Summary
 from firsttoken_studies.droidspeak.constructed_tasks import load_items
 from firsttoken_studies.droidspeak.pairs import HALF, adapters_folder, half_the_layers
 from firsttoken_studies.droidspeak.setting import ReuseConfig
+from firsttoken_studies.record.results import Outcome, Rows
 
 # Senders and receivers: LoRA adapters that tune one base to different tasks, so that there are models to pair.
 #

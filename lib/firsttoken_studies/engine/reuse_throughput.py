@@ -31,9 +31,9 @@ from firsttoken.engine.workload.workload_items import Arrivals, Item, with_arriv
 from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Result, Rows, rows_where
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
+from firsttoken_studies.record.results import Outcome, Result, Rows, rows_where
 
 # What a step of decoding takes, by how many requests are in it and how long their contexts are.
 

@@ -31,14 +31,14 @@ from firsttoken.engine.sdpa_attention import PaddedAttend
 from firsttoken.study import paths
 from firsttoken.study.dtypes import AUTO, DTYPES, name_of, resolve
 from firsttoken.study.errors import FirstTokenError, ProfileError
-from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, panels
 from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Result, Rows, Table, distinct, frame_of
-from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap, median_ratio
 from firsttoken.study.summary import Summary
+from firsttoken_studies.record.overlay import name_results, over
+from firsttoken_studies.record.plot import COLOURS, panels
+from firsttoken_studies.record.results import Outcome, Result, Rows, Table, distinct, frame_of
+from firsttoken_studies.record.show import interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -26,10 +26,10 @@ from firsttoken.study.errors import ProfileError
 from firsttoken.study.parsing.parse_errors import read_bytes
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
-from firsttoken.study.show import interval
 from firsttoken.study.stats import median_ratio
 from firsttoken.study.summary import Summary
+from firsttoken_studies.record.results import Outcome, Result, Rows, Table, frame_of
+from firsttoken_studies.record.show import interval
 
 BASE, ONE, IN_TURNS = "the base alone", "one adapter", "one after the other"
 BLOCK_TOKENS = 16

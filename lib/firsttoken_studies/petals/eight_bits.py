@@ -22,16 +22,16 @@ from firsttoken.engine.fused import fuse
 from firsttoken.engine.linear8 import KEPT, THRESHOLD, Linear8, resting_bytes, to_8_bits
 from firsttoken.engine.sampling import argmax_tokens
 from firsttoken.petals.int8_transport import pack, packed_bytes, unpack
-from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of, rows_where
-from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken.study.timing import Stopwatch
 from firsttoken_studies.petals.chain_costs import decode_step
+from firsttoken_studies.record.overlay import name_results, over
+from firsttoken_studies.record.plot import COLOURS, panels
+from firsttoken_studies.record.results import Outcome, Result, Rows, Table, frame_of, rows_where
+from firsttoken_studies.record.show import interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

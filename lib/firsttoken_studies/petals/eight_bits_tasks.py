@@ -22,13 +22,13 @@ from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.models import load_model
 from firsttoken.engine.linear8 import THRESHOLD, Linear8, to_8_bits
 from firsttoken.study.errors import StageError
-from firsttoken.study.overlay import legend, over
-from firsttoken.study.plot import LOOKS, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, Table
-from firsttoken.study.show import interval
 from firsttoken.study.summary import Summary
 from firsttoken_studies.multiple_choice import ChoiceTasksConfig, accuracy_summary
+from firsttoken_studies.record.overlay import legend, over
+from firsttoken_studies.record.plot import LOOKS, panels
+from firsttoken_studies.record.results import Outcome, Result, Rows, Table
+from firsttoken_studies.record.show import interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

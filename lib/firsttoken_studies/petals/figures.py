@@ -6,10 +6,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from firsttoken.study.overlay import over
-from firsttoken.study.plot import COLOURS, panels
-from firsttoken.study.record import Result, Table, rows_where
-from firsttoken.study.show import interval
 from firsttoken_studies.petals.chain_costs import (
     BLOOM_BYTES,
     BLOOM_HIDDEN,
@@ -21,6 +17,10 @@ from firsttoken_studies.petals.chain_costs import (
 )
 from firsttoken_studies.petals.swarm_chains import BLOOM, BOUNDS_GBIT_PER_S, DISK, OFFLOADING, RAM
 from firsttoken_studies.petals.swarm_churn import RULES, SHARE
+from firsttoken_studies.record.overlay import over
+from firsttoken_studies.record.plot import COLOURS, panels
+from firsttoken_studies.record.results import Result, Table, rows_where
+from firsttoken_studies.record.show import interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

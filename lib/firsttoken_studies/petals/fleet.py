@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Self
 
 from firsttoken.petals.swarm import Swarm
-from firsttoken.study import kernel_forkserver
 from firsttoken.study.errors import SwarmError
+from firsttoken_studies.record import kernel_forkserver
 
 # A TCP relay to a port of this machine: a link that is slow, reset or silent, where nobody may shape a real one.
 

@@ -28,11 +28,12 @@ from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.timeouts import Timeouts
-from firsttoken.study import kernel_forkserver, paths
+from firsttoken.study import paths
 from firsttoken.study.errors import SwarmError
 from firsttoken.study.profile import Profile
 from firsttoken.study.timing import Stopwatch
 from firsttoken_studies.petals.fleet import ServerProcess
+from firsttoken_studies.record import kernel_forkserver
 
 _TOGETHER_S, _PAUSE_S = 60.0, 0.02
 IMPORTS = ("firsttoken.options", "transformers.models.llama.modeling_llama")  # of a server that starts

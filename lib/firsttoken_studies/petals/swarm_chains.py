@@ -22,10 +22,8 @@ from firsttoken.petals.routing import best_chain, chain_s
 from firsttoken.study import paths
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
-from firsttoken.study.system.pagecache import evict
 from firsttoken.study.timing import Stopwatch, timed
 from firsttoken_studies.petals.chain_costs import (
     BLOOM_BLOCKS,
@@ -48,6 +46,8 @@ from firsttoken_studies.petals.chain_costs import (
     swarm_s,
     twelve,
 )
+from firsttoken_studies.probes.pagecache import evict
+from firsttoken_studies.record.results import Outcome, Rows, frame_of, rows_where
 
 SLOW = "100 Mbit/s, 100 ms"
 NODE_BYTES = 8e9

@@ -15,9 +15,9 @@ from firsttoken.petals.routing import Reachable
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Rows, frame_of
 from firsttoken.study.summary import Summary
 from firsttoken_extras.min_move_rebalancing.rule import MinMoveRebalancing
+from firsttoken_studies.record.results import Outcome, Rows, frame_of
 
 # A swarm in which servers come, leave and die, simulated second by second on the rules that real servers follow.
 #

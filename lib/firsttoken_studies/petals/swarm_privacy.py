@@ -21,8 +21,8 @@ from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, te
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
 from firsttoken.study.summary import Summary
+from firsttoken_studies.record.results import Outcome, Rows, frame_of, rows_where
 
 NEAREST, LINEAR, GUESS = "nearest embedding", "linear probe", "the commonest token"
 RIDGE = 1e-4  # of the mean square of a feature

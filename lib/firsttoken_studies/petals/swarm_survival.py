@@ -23,11 +23,11 @@ from firsttoken.petals.timeouts import Timeouts
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
 from firsttoken.study.summary import Summary
 from firsttoken.study.timing import Stopwatch
 from firsttoken_studies.petals.fleet import FAULTS, Fleet, ProxiedServer
 from firsttoken_studies.petals.spans import local_engine, prompt_of, running, split_evenly, stored, timed_steps
+from firsttoken_studies.record.results import Outcome, Rows, frame_of, rows_where
 
 WAITED = ("stop", "hold")  # nothing tells the client but the time that it waits
 ROUND_TRIPS = 2  # that a recovery may take beside the prefill and the time-out

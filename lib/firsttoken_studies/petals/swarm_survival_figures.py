@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS, handle, log_ticks, panels
-from firsttoken.study.record import Result, Table
-from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken_studies.petals.fleet import FAULTS
 from firsttoken_studies.petals.swarm_survival import LOCAL, bound_s, recoveries
+from firsttoken_studies.record.overlay import name_results, over
+from firsttoken_studies.record.plot import COLOURS, LOOKS, handle, log_ticks, panels
+from firsttoken_studies.record.results import Result, Table
+from firsttoken_studies.record.show import interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

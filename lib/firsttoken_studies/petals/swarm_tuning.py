@@ -30,12 +30,12 @@ from firsttoken.petals.tuning.client_adapters import Lora, SoftPrompt
 from firsttoken.petals.tuning.remote_training import RemoteTraining
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Entry, Summary
 from firsttoken.study.timing import Stopwatch
 from firsttoken_studies.petals.fleet import ServerProcess
 from firsttoken_studies.petals.spans import running, split_evenly, stored
+from firsttoken_studies.record.results import Outcome, Rows, frame_of, rows_where
 
 if TYPE_CHECKING:
     import pandas

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from firsttoken.petals.tuning.frozen import MOST_KEPT
-from firsttoken.study.overlay import PALE, Drawn, name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS, handle, panels
-from firsttoken.study.record import Result, Table
-from firsttoken.study.show import interval
 from firsttoken_studies.petals.spans import split_evenly
 from firsttoken_studies.petals.swarm_tuning import ALONE, AT_ONCE, HEAD, HELD_TO, KILLED, LOCAL, LORA, PROMPT, STOCK
+from firsttoken_studies.record.overlay import PALE, Drawn, name_results, over
+from firsttoken_studies.record.plot import COLOURS, LOOKS, handle, panels
+from firsttoken_studies.record.results import Result, Table
+from firsttoken_studies.record.show import interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

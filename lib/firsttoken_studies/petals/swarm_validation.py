@@ -31,10 +31,10 @@ from firsttoken.petals.trust.auditor import INCONCLUSIVE, Auditor, Audits
 from firsttoken.study.errors import ProfileError, SwarmError
 from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Rows, frame_of
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_studies.petals.spans import split_evenly, stored
+from firsttoken_studies.record.results import Outcome, Rows, frame_of
 
 # Blocks that answer what they did not compute, for tests and experiments to catch.
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from firsttoken.study.overlay import over
-from firsttoken.study.plot import COLOURS, LOOKS, handle, panels
-from firsttoken.study.record import Result, Rows, Table
-from firsttoken.study.show import interval
 from firsttoken.study.stats import share
 from firsttoken_studies.petals.swarm_privacy import GUESS, LINEAR, NEAREST
 from firsttoken_studies.petals.swarm_validation import LIES, foreseen
+from firsttoken_studies.record.overlay import over
+from firsttoken_studies.record.plot import COLOURS, LOOKS, handle, panels
+from firsttoken_studies.record.results import Result, Rows, Table
+from firsttoken_studies.record.show import interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -20,8 +20,8 @@ from firsttoken.progressiveserve.stage_adapters import load_adapter
 from firsttoken.progressiveserve.training import HealingConfig, healed, present_without
 from firsttoken.study import paths
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.summary import Summary
+from firsttoken_studies.record.results import Outcome, Rows
 
 CALIBRATION_TOKENS = 256  # of a window that the smaller blocks are chosen on
 CONTROLS = ("chosen", "one_shot", "full", "random", "drop4", "drop6")

@@ -24,13 +24,13 @@ from firsttoken.progressiveserve.staging import best_recipe, stage_adapters
 from firsttoken.study.errors import AssetError, ProfileError, StageError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_extras.bitplanes.codec import encode
 from firsttoken_extras.bitplanes.encode import STORED, plane_encoder
 from firsttoken_extras.bitplanes.first_stage import Bytes, PlanSpec, coarse, coded_bytes
 from firsttoken_extras.bitplanes.layouts import SPLITS
+from firsttoken_studies.record.results import Outcome, Rows
 
 # The largest weights first, to compare with: a mask of one bit a weight, and the values that are kept, coded.
 #

@@ -23,9 +23,9 @@ from firsttoken.progressiveserve.recipe import RECIPES
 from firsttoken.progressiveserve.training import HealingConfig, heal, healed, training_data
 from firsttoken.study.errors import StageError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Rows, rows_where
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
+from firsttoken_studies.record.results import Outcome, Rows, rows_where
 
 LOGITS = "logits"  # the task of a row that says whether a variant's logits are the full model's
 LETTERS = {1: "A", 2: "AB"}  # the layers that a stage's adapters are for

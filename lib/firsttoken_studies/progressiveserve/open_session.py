@@ -25,11 +25,11 @@ from firsttoken.progressiveserve.staged_serving.stage_versions import StagedMode
 from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS, Transition
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Rows, frame_of
 from firsttoken.study.stats import bootstrap, paired_bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken.study.timing import synchronise
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import Checkpoint, bare_checkpoint, served_checkpoint
+from firsttoken_studies.record.results import Outcome, Rows, frame_of
 
 if TYPE_CHECKING:
     import pandas

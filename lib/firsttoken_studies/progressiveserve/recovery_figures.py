@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS
-from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS, panels
-from firsttoken.study.record import Result, Rows, Table, distinct, frame_of, rows_where
-from firsttoken.study.show import interval
 from firsttoken.study.system import NOT_HERE
 from firsttoken_studies.progressiveserve.timeline import CASES, unpacked
+from firsttoken_studies.record.overlay import name_results, over
+from firsttoken_studies.record.plot import COLOURS, LOOKS, panels
+from firsttoken_studies.record.results import Result, Rows, Table, distinct, frame_of, rows_where
+from firsttoken_studies.record.show import interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

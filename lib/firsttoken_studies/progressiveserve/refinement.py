@@ -24,7 +24,6 @@ from firsttoken.study.dtypes import named
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
 from firsttoken.study.stats import bootstrap, median_ratio
 from firsttoken.study.summary import Entry, Summary
 from firsttoken.study.timing import synchronise, timed
@@ -38,6 +37,7 @@ from firsttoken_studies.progressiveserve.coldstart.checkpoints import (
 from firsttoken_studies.progressiveserve.frontier import PrecisionConfig
 from firsttoken_studies.progressiveserve.open_session import LoadedStages
 from firsttoken_studies.progressiveserve.timeline import first_answers, one_timeline, peak_growth, token_gaps
+from firsttoken_studies.record.results import Outcome, Rows, frame_of, rows_where
 
 KEEP, REDO = TRANSITIONS["naive"], TRANSITIONS["prefill again"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from firsttoken.study.plot import COLOURS, LOOKS, panels
-from firsttoken.study.record import Result, Rows, Table, rows_where
-from firsttoken.study.show import interval
 from firsttoken_studies.progressiveserve.refinement import AGAIN, ANSWER_TOKENS, KEPT, STILL, WHOLE, refining
 from firsttoken_studies.progressiveserve.timeline import token_gaps
+from firsttoken_studies.record.plot import COLOURS, LOOKS, panels
+from firsttoken_studies.record.results import Result, Rows, Table, rows_where
+from firsttoken_studies.record.show import interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

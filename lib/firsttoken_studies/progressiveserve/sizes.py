@@ -17,8 +17,8 @@ from firsttoken.progressiveserve.healing import attach
 from firsttoken.progressiveserve.recipe import REPORT
 from firsttoken.progressiveserve.stages import REPORT_PLAN, StagePlan
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.summary import Summary
+from firsttoken_studies.record.results import Outcome, Rows
 
 SHAPES = ("llama-2-7b", "tinyllama-1.1b", "qwen2.5-0.5b", "smollm2-135m")
 PUBLISHED_START_S = 114  # the whole model, from the creation of the process to the first token (report, 2.4.1)

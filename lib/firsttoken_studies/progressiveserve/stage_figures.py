@@ -9,10 +9,10 @@ import numpy as np
 
 from firsttoken.progressiveserve.quality_gates import CLOSED_BOOK, GATES, gate
 from firsttoken.progressiveserve.stages import REPORT_PLAN
-from firsttoken.study.overlay import Drawn, legend, name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS, log_ticks, panels
-from firsttoken.study.record import Result, Table
-from firsttoken.study.show import interval
+from firsttoken_studies.record.overlay import Drawn, legend, name_results, over
+from firsttoken_studies.record.plot import COLOURS, LOOKS, log_ticks, panels
+from firsttoken_studies.record.results import Result, Table
+from firsttoken_studies.record.show import interval
 
 if TYPE_CHECKING:
     import pandas

@@ -9,14 +9,14 @@ from firsttoken.assets.choice_tasks import TASKS
 from firsttoken.assets.needs import ModelFacts, check
 from firsttoken.progressiveserve.base_model import ServedConfig, at_stage, load_served
 from firsttoken.progressiveserve.quality_gates import GATES
-from firsttoken.study.overlay import legend, over
-from firsttoken.study.plot import COLOURS, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows
 from firsttoken.study.summary import Scalar, Summary
 from firsttoken_studies.multiple_choice import ChoiceTasksConfig, accuracy_summary
 from firsttoken_studies.progressiveserve.layers import LETTERS
 from firsttoken_studies.progressiveserve.stage_figures import NAMES, draw_stages, name_recipes
+from firsttoken_studies.record.overlay import legend, over
+from firsttoken_studies.record.plot import COLOURS, panels
+from firsttoken_studies.record.results import Outcome, Result, Rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

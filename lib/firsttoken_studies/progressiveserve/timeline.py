@@ -17,7 +17,6 @@ from firsttoken.progressiveserve.base_model import ServedConfig, load_served
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
 from firsttoken.study.stats import bootstrap, median_ratio
 from firsttoken.study.summary import Summary
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import (
@@ -28,6 +27,7 @@ from firsttoken_studies.progressiveserve.coldstart.checkpoints import (
 )
 from firsttoken_studies.progressiveserve.coldstart.harness import make_cold
 from firsttoken_studies.progressiveserve.timeline_trial import TimelineSpec
+from firsttoken_studies.record.results import Outcome, Rows, frame_of, rows_where
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS
-from firsttoken.study.system.fast_exit import tell_and_end
-from firsttoken.study.system.footprint import MemoryGrowth, resident
+from firsttoken_studies.probes.fast_exit import tell_and_end
+from firsttoken_studies.probes.footprint import MemoryGrowth, resident
 from firsttoken_studies.progressiveserve.device_memory import device_now, device_peak
 
 

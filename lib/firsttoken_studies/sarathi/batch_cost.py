@@ -24,9 +24,9 @@ from firsttoken.sarathi.hardware import Hardware
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
 from firsttoken.study.stats import ratio_of_means
 from firsttoken.study.summary import Summary
+from firsttoken_studies.record.results import Outcome, Rows, frame_of, rows_where
 
 if TYPE_CHECKING:
     import pandas

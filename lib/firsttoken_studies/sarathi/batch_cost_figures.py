@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from firsttoken.study.overlay import Drawn, counted, legend, over
-from firsttoken.study.plot import COLOURS, LOOKS, log_ticks, panels
-from firsttoken.study.record import Result, Rows, Table, distinct
-from firsttoken.study.show import interval
 from firsttoken.study.summary import Entry
+from firsttoken_studies.record.overlay import Drawn, counted, legend, over
+from firsttoken_studies.record.plot import COLOURS, LOOKS, log_ticks, panels
+from firsttoken_studies.record.results import Result, Rows, Table, distinct
+from firsttoken_studies.record.show import interval
 from firsttoken_studies.sarathi.batch_cost import PAST_TILE, table_pieces
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Rows, frame_of
 from firsttoken.study.stats import ratio_of_means
 from firsttoken.study.summary import Summary
+from firsttoken_studies.record.results import Outcome, Rows, frame_of
 from firsttoken_studies.sarathi.leaderboard import add_capacities
 
 

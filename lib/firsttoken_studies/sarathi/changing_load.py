@@ -23,9 +23,9 @@ from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Rows, frame_of, rows_where
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
+from firsttoken_studies.record.results import Outcome, Rows, frame_of, rows_where
 
 # Schedulers that know what each request is promised: Niyama's classes of service (Goel et al., arXiv 2503.22562).
 

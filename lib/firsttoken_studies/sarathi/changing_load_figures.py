@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from firsttoken.sarathi.policy_text import place_of
-from firsttoken.study.overlay import legend, over
-from firsttoken.study.plot import COLOURS, log_ticks, panels
-from firsttoken.study.record import Result, Table, distinct, frame_of
-from firsttoken.study.show import interval
+from firsttoken_studies.record.overlay import legend, over
+from firsttoken_studies.record.plot import COLOURS, log_ticks, panels
+from firsttoken_studies.record.results import Result, Table, distinct, frame_of
+from firsttoken_studies.record.show import interval
 from firsttoken_studies.sarathi.changing_load import ABOVE_BEST, ADAPTIVE, strict
 from firsttoken_studies.sarathi.figures import look_of, scaled, told
 

@@ -18,9 +18,9 @@ from firsttoken.engine.costs.profiled import GRID
 from firsttoken.engine.costs.tables import number, rows
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
-from firsttoken.study.show import interval
 from firsttoken.study.summary import Summary
+from firsttoken_studies.record.results import Outcome, Result, Rows, Table, frame_of
+from firsttoken_studies.record.show import interval
 from firsttoken_studies.sarathi.operator_error import add_errors
 
 DIFFERENCE, WAVES = "two rows of the table", "waves of tiles"

@@ -15,9 +15,9 @@ from firsttoken.sarathi.policy import Policy
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Result
-from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
+from firsttoken_studies.record.results import Result
+from firsttoken_studies.record.show import interval
 from firsttoken_studies.sarathi.bench import Bench, CapacityConfig
 from firsttoken_studies.sarathi.leaderboard import enters, ranking
 

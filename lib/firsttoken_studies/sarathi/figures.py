@@ -10,10 +10,10 @@ import numpy as np
 
 from firsttoken.sarathi.capacity import STRICT, TIMES
 from firsttoken.sarathi.policy_text import place_of
-from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS, handle, log_ticks, panels
-from firsttoken.study.record import Result, Table, distinct, rows_where
-from firsttoken.study.show import interval
+from firsttoken_studies.record.overlay import name_results, over
+from firsttoken_studies.record.plot import COLOURS, LOOKS, handle, log_ticks, panels
+from firsttoken_studies.record.results import Result, Table, distinct, rows_where
+from firsttoken_studies.record.show import interval
 from firsttoken_studies.sarathi.generation_stalls import LIVE, SIMULATED
 from firsttoken_studies.sarathi.leaderboard import BASE
 from firsttoken_studies.sarathi.pipeline_bubbles import SIZE, TIME, WHOLE

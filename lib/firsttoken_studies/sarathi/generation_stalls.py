@@ -24,8 +24,8 @@ from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Rows, frame_of
 from firsttoken.study.summary import Summary
+from firsttoken_studies.record.results import Outcome, Rows, frame_of
 
 LIVE, SIMULATED = "live", "simulated"
 BATCH = 16  # requests at once at most

@@ -14,9 +14,9 @@ from firsttoken.engine.costs.operator_tables import tables_from
 from firsttoken.engine.request import Request
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
-from firsttoken.study.show import interval
 from firsttoken.study.summary import Summary
+from firsttoken_studies.record.results import Outcome, Result, Rows, Table, frame_of
+from firsttoken_studies.record.show import interval
 from firsttoken_studies.sarathi.operator_error import (
     KIND,
     OperatorErrorConfig,

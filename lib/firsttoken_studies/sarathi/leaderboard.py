@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from firsttoken.sarathi.capacity import STRICT
 from firsttoken.sarathi.policy_text import place_of
-from firsttoken.study.markdown import table
-from firsttoken.study.record import Result, distinct
-from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap, ratio_of_means
 from firsttoken.study.summary import Summary
+from firsttoken_studies.record.markdown import table
+from firsttoken_studies.record.results import Result, distinct
+from firsttoken_studies.record.show import interval
 
 if TYPE_CHECKING:
     import numpy as np

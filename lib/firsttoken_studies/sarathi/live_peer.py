@@ -34,11 +34,11 @@ from firsttoken.study.parsing.parse_errors import blaming
 from firsttoken.study.parsing.schema import at_least, shaped
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Rows, frame_of
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
-from firsttoken.study.system.programs import free_port, last_line, started, wait_healthy
 from firsttoken_studies.engine.throughput import VLLM_PYTHON
+from firsttoken_studies.probes.programs import free_port, last_line, started, wait_healthy
+from firsttoken_studies.record.results import Outcome, Rows, frame_of
 
 AIPERF = paths.ROOT / ".venv-clients" / "bin" / "aiperf"
 EXPORT = "profile_export_aiperf.json"

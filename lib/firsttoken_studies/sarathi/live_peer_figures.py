@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from firsttoken.study.plot import LOOKS, panels
-from firsttoken.study.record import Result, Rows, frame_of
-from firsttoken.study.show import interval
 from firsttoken.study.summary import Scalar, Summary
+from firsttoken_studies.record.plot import LOOKS, panels
+from firsttoken_studies.record.results import Result, Rows, frame_of
+from firsttoken_studies.record.show import interval
 from firsttoken_studies.sarathi.figures import scaled
 from firsttoken_studies.sarathi.live_peer import BEST, OURS, VLLM
 

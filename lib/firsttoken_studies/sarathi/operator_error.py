@@ -22,14 +22,14 @@ from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.simulated import SimulatedExecutor, uncollected_simulation
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS, handle, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Result, Rows, Table, distinct, frame_of
-from firsttoken.study.show import interval
 from firsttoken.study.stats import Statistic, bootstrap
 from firsttoken.study.summary import Summary
+from firsttoken_studies.record.overlay import name_results, over
+from firsttoken_studies.record.plot import COLOURS, LOOKS, handle, panels
+from firsttoken_studies.record.results import Outcome, Result, Rows, Table, distinct, frame_of
+from firsttoken_studies.record.show import interval
 
 if TYPE_CHECKING:
     import pandas

@@ -27,10 +27,10 @@ from firsttoken.engine.costs.operator_tables import CONTEXT, PRODUCTS, OperatorT
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Result, Rows, Table, distinct, frame_of
-from firsttoken.study.show import interval
 from firsttoken.study.summary import Summary
 from firsttoken.study.timing import timed
+from firsttoken_studies.record.results import Outcome, Result, Rows, Table, distinct, frame_of
+from firsttoken_studies.record.show import interval
 from firsttoken_studies.sarathi.operator_error import add_errors
 
 OPERATORS, GPU_HERE = "measured operators", "this GPU"

@@ -16,14 +16,14 @@ from firsttoken.sarathi.hardware import Hardware
 from firsttoken.sarathi.policy import Policy
 from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.overlay import legend, over
-from firsttoken.study.plot import COLOURS, LOOKS, log_ticks, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Result, Rows, Table, distinct, frame_of, rows_where
-from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap, ratio_of_means
 from firsttoken.study.summary import Summary
+from firsttoken_studies.record.overlay import legend, over
+from firsttoken_studies.record.plot import COLOURS, LOOKS, log_ticks, panels
+from firsttoken_studies.record.results import Outcome, Result, Rows, Table, distinct, frame_of, rows_where
+from firsttoken_studies.record.show import interval
 from firsttoken_studies.sarathi.card_capacity import CONTEXT, DECODES, PAPER_BAR, bench_of
 from firsttoken_studies.sarathi.figures import look_of, name_schedulers, told
 from firsttoken_studies.sarathi.leaderboard import BASE

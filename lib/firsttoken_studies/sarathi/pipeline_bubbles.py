@@ -21,9 +21,9 @@ from firsttoken.sarathi.pipeline import PipelineStages, StagedExecutor, serve_st
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Rows, frame_of
 from firsttoken.study.stats import ratio_of_means
 from firsttoken.study.summary import Summary
+from firsttoken_studies.record.results import Outcome, Rows, frame_of
 
 # Chunks that take as long as each other, whatever stands behind them: later ones of a prompt are shorter.
 

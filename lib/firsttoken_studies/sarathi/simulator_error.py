@@ -26,10 +26,10 @@ from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.workload.workload_items import Item
 from firsttoken.sarathi.hardware import Hardware
 from firsttoken.study.errors import CorpusError, ProfileError
-from firsttoken.study.plot import LOOKS, panels
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
 from firsttoken.study.summary import Entry, Summary
+from firsttoken_studies.record.plot import LOOKS, panels
+from firsttoken_studies.record.results import Outcome, Result, Rows, Table, frame_of
 from firsttoken_studies.sarathi.operator_error import rounded
 
 if TYPE_CHECKING:

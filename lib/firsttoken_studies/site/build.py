@@ -14,16 +14,16 @@ from typing import Any
 from urllib.parse import quote
 
 from firsttoken.study import paths
-from firsttoken.study.claims_table import told
 from firsttoken.study.errors import AssetError, CorpusError, StorageError
 from firsttoken.study.files import write_text
-from firsttoken.study.notebooks import notebook_paths, notebook_title, read_notebook
 from firsttoken.study.progress import track
-from firsttoken.study.record import recorded_entries
-from firsttoken.study.report_index import load_index
 from firsttoken.study.storage import storing
-from firsttoken.study.verdicts import judge_record
 from firsttoken_studies import ledger
+from firsttoken_studies.record.claims_table import told
+from firsttoken_studies.record.notebooks import notebook_paths, notebook_title, read_notebook
+from firsttoken_studies.record.report_index import load_index
+from firsttoken_studies.record.results import recorded_entries
+from firsttoken_studies.record.verdicts import judge_record
 from firsttoken_studies.site import recorded_runs, scheduler_page, tricks_page
 from firsttoken_studies.site.scheduler_scene import COLUMNS
 from firsttoken_studies.tricks import IDEAS

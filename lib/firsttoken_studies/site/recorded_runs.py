@@ -15,8 +15,8 @@ from typing import Any
 
 from firsttoken.assets.shapes import shape_config
 from firsttoken.study.errors import FirstTokenError
-from firsttoken.study.record import Result, Rows, distinct, recorded_result, rows_where
 from firsttoken_studies import tricks
+from firsttoken_studies.record.results import Result, Rows, distinct, recorded_result, rows_where
 
 CLOSE = 1.1  # a slider stands where a run was up to this factor,
 CLOSE_SHARE = 0.02  # and one whose scale is not logarithmic up to this difference

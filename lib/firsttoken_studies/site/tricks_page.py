@@ -11,9 +11,9 @@ from types import ModuleType
 from typing import Any
 
 from firsttoken.engine.costs.published import TABLE_2
-from firsttoken.study.show import interval
 from firsttoken.study.summary import Entry
 from firsttoken_studies import tricks
+from firsttoken_studies.record.show import interval
 from firsttoken_studies.site.recorded_runs import IdeaRun, ranges
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from firsttoken.study.progress import track
-from firsttoken.study.show import interval
 from firsttoken.study.stats import FEWEST, bootstrap
+from firsttoken_studies.record.show import interval
 
 Values = Mapping[str, float]  # of one draw, by what was measured and its unit
 

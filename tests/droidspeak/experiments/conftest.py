@@ -10,9 +10,9 @@ import pytest
 
 from firsttoken.study import paths
 from firsttoken.study.profile import Profile, load_profile
-from firsttoken.study.record import Outcome, Result
 from firsttoken_studies.droidspeak.training import reuse_training
 from firsttoken_studies.experiments import run_experiment
+from firsttoken_studies.record.results import Outcome, Result
 
 
 @dataclass(frozen=True)

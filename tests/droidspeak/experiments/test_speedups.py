@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from firsttoken.study.errors import RequestError
-from firsttoken.study.record import Result
 from firsttoken_studies.droidspeak.reuse_methods import TimeShares
+from firsttoken_studies.record.results import Result
 
 
 def result(rows: list[dict]) -> Result:

@@ -13,7 +13,6 @@ import pytest
 
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Result, read_result, rows_where
 from firsttoken_studies.experiments import run_experiment
 from firsttoken_studies.progressiveserve import recovery_figures as recovery_tables
 from firsttoken_studies.progressiveserve import timeline_trial
@@ -22,6 +21,7 @@ from firsttoken_studies.progressiveserve.coldstart.experiments import reachable
 from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, KERNEL, SERVER, TrialLink
 from firsttoken_studies.progressiveserve.layers import healing_training
 from firsttoken_studies.progressiveserve.open_session import ROUNDING
+from firsttoken_studies.record.results import Result, read_result, rows_where
 
 pytestmark = pytest.mark.long(seconds=50)
 

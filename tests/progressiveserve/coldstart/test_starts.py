@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from firsttoken.study.record import Result, load_result
 from firsttoken_studies.progressiveserve.coldstart.before_torch import start_rows
 from firsttoken_studies.progressiveserve.coldstart.summary import cold_start_summary
 from firsttoken_studies.progressiveserve.coldstart.variants import VARIANTS
+from firsttoken_studies.record.results import Result, load_result
 
 
 def start(variant: str, round_: int, took: float, **more: Any) -> dict[str, Any]:

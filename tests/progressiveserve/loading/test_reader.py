@@ -17,7 +17,7 @@ from read_blobs import CHUNK, content, make_blob, read
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.loading.reader import PAGE, Blob, BlobReader, even_groups, host_memory
 from firsttoken.study.errors import LinkError
-from firsttoken.study.system.pagecache import evict, resident_fraction
+from firsttoken_studies.probes.pagecache import evict, resident_fraction
 
 ONLY_STDLIB = """
 import sys

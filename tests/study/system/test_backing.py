@@ -8,7 +8,7 @@ import pytest
 
 from firsttoken.progressiveserve.loading.reader import host_memory
 from firsttoken.study.system.direct_io import back
-from firsttoken.study.system.footprint import MemoryGrowth
+from firsttoken_studies.probes.footprint import MemoryGrowth
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the call")

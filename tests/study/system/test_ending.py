@@ -7,7 +7,7 @@ import sys
 
 SOURCE = """
 import atexit, threading, time
-from firsttoken.study.system.fast_exit import tell_and_end
+from firsttoken_studies.probes.fast_exit import tell_and_end
 atexit.register(lambda: print("the interpreter's own end"))
 threading.Thread(target=time.sleep, args=(600,)).start()  # the interpreter would wait for it
 print("before")

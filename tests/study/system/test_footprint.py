@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from firsttoken.study.system import footprint
-from firsttoken.study.system.footprint import MemoryGrowth, peak, reset_peak, resident
+from firsttoken_studies.probes import footprint
+from firsttoken_studies.probes.footprint import MemoryGrowth, peak, reset_peak, resident
 
 MIB = 1 << 20
 

@@ -8,7 +8,7 @@ import pytest
 
 from firsttoken.__main__ import main
 from firsttoken.study import paths
-from firsttoken.study.kernel_forkserver import kept_elsewhere
+from firsttoken_studies.record.kernel_forkserver import kept_elsewhere
 
 VARIABLES = ("JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "MPLCONFIGDIR", "HF_HOME")
 

@@ -17,10 +17,10 @@ import torch
 from small_models import small_model
 
 from firsttoken.engine.async_engine import AsyncEngine
-from firsttoken.study import kernel_forkserver
 from firsttoken.study.system.compiled import ACCELERATOR, compiler
 from firsttoken.study.system.openmp import give_back_threads, loops_elsewhere, loops_on_one_core, waits
 from firsttoken.study.system.processor import cpuinfo
+from firsttoken_studies.record import kernel_forkserver
 
 TASKS = Path("/proc/self/task")
 pytestmark = pytest.mark.skipif(not TASKS.is_dir(), reason="the system does not list threads")

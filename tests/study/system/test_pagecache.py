@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from firsttoken.study.system import pagecache
 from firsttoken.study.system.direct_io import read_ahead, read_no_further
-from firsttoken.study.system.pagecache import evict, resident_fraction
+from firsttoken_studies.probes import pagecache
+from firsttoken_studies.probes.pagecache import evict, resident_fraction
 
 SIZE = (1 << 20) + 1
 

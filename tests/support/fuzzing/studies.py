@@ -19,12 +19,12 @@ from firsttoken.assets.lock import asset_path, load_lock
 from firsttoken.progressiveserve.base_model import ServedConfig
 from firsttoken.progressiveserve.evaluation import QualityConfig
 from firsttoken.study import paths
-from firsttoken.study.claims import Claim, load_claims
 from firsttoken.study.profile import load_profile
-from firsttoken.study.record import Result, read_result, result_path, write_result
-from firsttoken.study.roofline import MachineConfig
 from firsttoken.study.summary import Summary
-from firsttoken.study.verdicts import judge
+from firsttoken_studies.record.claims import Claim, load_claims
+from firsttoken_studies.record.results import Result, read_result, result_path, write_result
+from firsttoken_studies.record.roofline import MachineConfig
+from firsttoken_studies.record.verdicts import judge
 from fuzzing.models import sealed
 from fuzzing.property import Format, from_json
 

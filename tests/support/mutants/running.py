@@ -12,8 +12,8 @@ from functools import cached_property, partial, reduce
 from pathlib import Path
 from typing import Any
 
-from firsttoken.study import kernel_forkserver
-from firsttoken.study.notebooks import notebook_paths
+from firsttoken_studies.record import kernel_forkserver
+from firsttoken_studies.record.notebooks import notebook_paths
 from mutants import REPORTS
 
 TAGS = {"parameters", "imports", "mechanism", "scene", "control", "check"}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.remote_model import RemoteModel
-from firsttoken.study.system.fast_exit import tell_and_end
+from firsttoken_studies.probes.fast_exit import tell_and_end
 
 PROMPT, TOKENS, WARM = 64, 1024, 8
 

@@ -11,12 +11,8 @@ from itertools import product
 from typing import Any
 
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.overlay import over
-from firsttoken.study.plot import COLOURS, LOOKS, Figure, categories, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of, rows_where
-from firsttoken.study.show import cells, interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Scalar, Summary
 from firsttoken_studies.combined.borrowed.neighbour import own_request, shaped, warm_server
@@ -24,6 +20,10 @@ from firsttoken_studies.combined.borrowed.setting import StartSetting, start_set
 from firsttoken_studies.combined.borrowed.spec import BORROWED, PRUNED, WAYS, WHOLE, BorrowSpec
 from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, TrialLink, one_trial
 from firsttoken_studies.progressiveserve.coldstart.summary import ratio, values
+from firsttoken_studies.record.overlay import over
+from firsttoken_studies.record.plot import COLOURS, LOOKS, Figure, categories, panels
+from firsttoken_studies.record.results import Outcome, Result, Rows, Table, frame_of, rows_where
+from firsttoken_studies.record.show import cells, interval
 
 # What starts that borrow say: first tokens by link and round trip, whose they are, and what the neighbour lost.
 

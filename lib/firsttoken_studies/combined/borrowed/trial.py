@@ -29,13 +29,13 @@ from firsttoken.progressiveserve.loading.loader import StageLoad  # noqa: E402
 from firsttoken.progressiveserve.loading.meta_model import MetaModel  # noqa: E402
 from firsttoken.study.dtypes import DTYPES, named  # noqa: E402
 from firsttoken.study.system.cgroup_limits import stay_on  # noqa: E402
-from firsttoken.study.system.fast_exit import tell_and_end  # noqa: E402
 from firsttoken_extras.layer_borrowing.arrivals import follow  # noqa: E402
 from firsttoken_extras.layer_borrowing.embeddings import neighbours_name  # noqa: E402
 from firsttoken_extras.layer_borrowing.lease import Lease  # noqa: E402
 from firsttoken_extras.layer_borrowing.lender import Lender  # noqa: E402
 from firsttoken_extras.layer_borrowing.replica import CONFIG, BorrowingReplica  # noqa: E402
 from firsttoken_studies.combined.borrowed.spec import BORROWED, BorrowSpec, StartSpec  # noqa: E402
+from firsttoken_studies.probes.fast_exit import tell_and_end  # noqa: E402
 from firsttoken_studies.progressiveserve.coldstart.trial_variants import tokenize  # noqa: E402
 from firsttoken_studies.progressiveserve.coldstart.variants import VARIANTS  # noqa: E402
 

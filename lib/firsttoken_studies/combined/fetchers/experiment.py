@@ -11,12 +11,8 @@ from typing import Any
 from firsttoken.assets.needs import LAYERS, ModelFacts, Need, check
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS, Figure, handle, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Result, Rows, Table, rows_where
-from firsttoken.study.show import cells, interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_studies.combined.borrowed.setting import start_setting
@@ -25,6 +21,10 @@ from firsttoken_studies.combined.fetchers.division import bytes_of, divided
 from firsttoken_studies.combined.fetchers.trial import FETCHED, FetchSpec
 from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, TrialLink, one_trial
 from firsttoken_studies.progressiveserve.coldstart.summary import ratio, values
+from firsttoken_studies.record.overlay import name_results, over
+from firsttoken_studies.record.plot import COLOURS, LOOKS, Figure, handle, panels
+from firsttoken_studies.record.results import Outcome, Result, Rows, Table, rows_where
+from firsttoken_studies.record.show import cells, interval
 
 # What starts with fetchers say: first tokens by link and number of processes, whose they are, and what was moved.
 

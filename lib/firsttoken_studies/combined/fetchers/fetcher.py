@@ -33,9 +33,9 @@ from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.loading.views import make_view
 from firsttoken.progressiveserve.passlayer import PassLayer
-from firsttoken.study.system.fast_exit import tell_and_end
 from firsttoken_extras.layer_borrowing.embeddings import neighbours_name
 from firsttoken_studies.combined.fetchers.division import only
+from firsttoken_studies.probes.fast_exit import tell_and_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,12 +19,12 @@ from typing import Any
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.study.errors import SwarmError
-from firsttoken.study.system.fast_exit import tell_and_end
 from firsttoken_extras.layer_borrowing.lender import Lender
 from firsttoken_studies.combined.borrowed.neighbour import process_of
 from firsttoken_studies.combined.borrowed.spec import WHOLE, StartSpec
 from firsttoken_studies.combined.borrowed.trial import prepare, start
 from firsttoken_studies.combined.fetchers.division import divided
+from firsttoken_studies.probes.fast_exit import tell_and_end
 
 # The fetchers behind the first process of a start: told to begin, asked where they listen, and let go.
 

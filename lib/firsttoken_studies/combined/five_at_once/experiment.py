@@ -26,20 +26,21 @@ from firsttoken.engine.workload.conversations import Conversations, conversation
 from firsttoken.engine.workload.workload_items import Arrivals
 from firsttoken.progressiveserve.base_model import load_served
 from firsttoken.progressiveserve.evaluation import QualityConfig
-from firsttoken.study import code, paths, timing
+from firsttoken.study import paths, timing
 from firsttoken.study.canonical_json import sha256_of
 from firsttoken.study.dtypes import computing, name_of, named
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.files import write_text
 from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_studies.combined.borrowed.neighbour import warm_server
 from firsttoken_studies.combined.borrowed.setting import StartSetting, start_setting
 from firsttoken_studies.combined.five_at_once.answers import Judge
 from firsttoken_studies.combined.five_at_once.trial import BLOCK_TOKENS, CHUNKS, IDEAS, WindowSpec
+from firsttoken_studies.record import code
+from firsttoken_studies.record.results import Outcome, Rows
 
 NONE, ALL, WARM = "none", "all", "warm"
 LIVE, TWIN = "live", "simulated"

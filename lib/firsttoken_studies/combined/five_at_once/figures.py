@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from firsttoken.study.overlay import name_results, over
-from firsttoken.study.plot import COLOURS, Axes, Figure, categories, panels
-from firsttoken.study.record import Result, Rows, Table, rows_where
-from firsttoken.study.show import cells, interval
 from firsttoken_studies.combined.five_at_once.experiment import ALL, ARMS, LIVE, NONE, TWIN, goodput
 from firsttoken_studies.combined.five_at_once.trial import IDEAS
+from firsttoken_studies.record.overlay import name_results, over
+from firsttoken_studies.record.plot import COLOURS, Axes, Figure, categories, panels
+from firsttoken_studies.record.results import Result, Rows, Table, rows_where
+from firsttoken_studies.record.show import cells, interval
 
 COLUMNS = {
     "within both objectives, requests/s": ("goodput_per_s", 2),

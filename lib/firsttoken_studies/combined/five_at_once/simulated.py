@@ -32,7 +32,6 @@ from firsttoken.study.dtypes import computing
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import Bar, track
-from firsttoken.study.record import Outcome, Result, Rows, frame_of, load_result
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken.study.timing import torch_threads
@@ -54,6 +53,7 @@ from firsttoken_studies.combined.five_at_once.experiment import (
 )
 from firsttoken_studies.combined.five_at_once.trial import BLOCK_TOKENS, CHUNKS, engine_config
 from firsttoken_studies.combined.five_at_once.twin import TwinModel, capacity_of, window
+from firsttoken_studies.record.results import Outcome, Result, Rows, frame_of, load_result
 
 MEASURES = {  # of a window: what it is called in the rows, and its unit
     "goodput_per_s": "requests/s",

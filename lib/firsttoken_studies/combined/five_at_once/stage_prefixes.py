@@ -39,8 +39,6 @@ from firsttoken.study.dtypes import computing, name_of, named
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Result, Rows, Table, frame_of
-from firsttoken.study.show import cells
 from firsttoken.study.stats import FEW, paired_bootstrap, ratio_of_means
 from firsttoken.study.summary import Summary
 from firsttoken_studies.combined.borrowed.setting import start_setting
@@ -54,6 +52,8 @@ from firsttoken_studies.combined.five_at_once.experiment import (
     provenance_of,
 )
 from firsttoken_studies.combined.five_at_once.trial import BLOCK_TOKENS, CHUNKS, engine_config
+from firsttoken_studies.record.results import Outcome, Result, Rows, Table, frame_of
+from firsttoken_studies.record.show import cells
 
 OWN, AS_IT_IS = "own prefill", "the cache as it is"
 GROUP, TO_THE_END = "the group computed again", "the group and all above it computed again"

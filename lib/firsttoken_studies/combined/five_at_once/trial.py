@@ -43,13 +43,13 @@ from firsttoken.progressiveserve.staged_serving.stage_versions import (
 from firsttoken.progressiveserve.staged_serving.transitions import PrefillAgain
 from firsttoken.study.dtypes import named
 from firsttoken.study.system.cgroup_limits import stay_on
-from firsttoken.study.system.fast_exit import tell_and_end
 from firsttoken_extras.layer_borrowing.arrivals import LayerArrivals, follow
 from firsttoken_extras.layer_borrowing.embeddings import neighbours_name
 from firsttoken_extras.layer_borrowing.lease import Lease
 from firsttoken_extras.layer_borrowing.lender import Lender
 from firsttoken_extras.layer_borrowing.prefix_offer import PrefixOffer
 from firsttoken_extras.layer_borrowing.replica import BorrowingReplica
+from firsttoken_studies.probes.fast_exit import tell_and_end
 
 STAGES, BORROWING, CHUNKS, CROSS_POINT, FOREIGN = "ProgressiveServe", "PETALS", "Sarathi-Serve", "CPS", "DroidSpeak"
 IDEAS = (STAGES, BORROWING, CHUNKS, CROSS_POINT, FOREIGN)

@@ -21,7 +21,6 @@ from firsttoken.sarathi.lengths import lengths, workload
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Result, Rows, load_result, rows_where
 from firsttoken.study.stats import Interval, bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_studies.combined.many_starts.replicas import (
@@ -36,6 +35,7 @@ from firsttoken_studies.combined.many_starts.replicas import (
     stages_at,
 )
 from firsttoken_studies.combined.reports_on_cards import LLAMA_2, MODELS
+from firsttoken_studies.record.results import Outcome, Result, Rows, load_result, rows_where
 
 MEASURED_ON = "amd-epyc-avx512bf16-2c"  # the machine whose recorded costs of SmolLM2-135M are taken
 HERE = "smollm2-135m"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
-from firsttoken.study.overlay import legend, over
-from firsttoken.study.plot import Figure, panels, ticks
-from firsttoken.study.record import Result, Rows, Table
-from firsttoken.study.show import cells
 from firsttoken.study.summary import Entry
 from firsttoken_studies.combined.many_starts.experiment import ARMS, STAGED, WARM, WHOLE, pool
+from firsttoken_studies.record.overlay import legend, over
+from firsttoken_studies.record.plot import Figure, panels, ticks
+from firsttoken_studies.record.results import Result, Rows, Table
+from firsttoken_studies.record.show import cells
 
 LOOK = {WHOLE: "S0", STAGED: "S1", WARM: "S3"}  # what is served at first: no stages, the first one, the last one
 _LINES = {"fair": "-", "first stages first": "-.", "in turn": "--"}

@@ -10,16 +10,16 @@ from firsttoken.assets.needs import ModelFacts, check
 from firsttoken.assets.tokenizer_files import TOKENIZER
 from firsttoken.progressiveserve.base_model import ServedConfig
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.overlay import over
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Result, Table
-from firsttoken.study.show import interval
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import served_checkpoint
 from firsttoken_studies.progressiveserve.coldstart.experiments import trial_specs
 from firsttoken_studies.progressiveserve.coldstart.harness import NONE, TrialLink, run_trials
 from firsttoken_studies.progressiveserve.coldstart.summary import cold_start_summary as summary  # noqa: F401
 from firsttoken_studies.progressiveserve.coldstart.summary import link_floor
 from firsttoken_studies.progressiveserve.coldstart.variants import find_variant
+from firsttoken_studies.record.overlay import over
+from firsttoken_studies.record.results import Outcome, Result, Table
+from firsttoken_studies.record.show import interval
 
 STARTS = ("torch_behind", "lean_folder")
 SERVED = ("served_behind", "served_first", "served_stages_behind", "served_stages_first")

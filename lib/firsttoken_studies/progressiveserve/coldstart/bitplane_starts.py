@@ -13,11 +13,8 @@ from firsttoken.assets.needs import ModelFacts, check
 from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, load_served
 from firsttoken.progressiveserve.evaluation import QualityConfig
 from firsttoken.study.dtypes import named
-from firsttoken.study.plot import COLOURS, LOOKS, panels
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Result, Rows, Table, distinct, rows_where
-from firsttoken.study.show import interval
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Entry, Scalar, Summary
 from firsttoken_extras.bitplanes.layouts import SPLITS, planes_of
@@ -27,6 +24,9 @@ from firsttoken_studies.progressiveserve.coldstart.harness import one_trial, wir
 from firsttoken_studies.progressiveserve.coldstart.summary import PROCESS, REQUEST, by_link, link_floor, ratio, values
 from firsttoken_studies.progressiveserve.coldstart.trial import TrialSpec
 from firsttoken_studies.progressiveserve.frontier import STORIES, PrecisionConfig
+from firsttoken_studies.record.plot import COLOURS, LOOKS, panels
+from firsttoken_studies.record.results import Outcome, Result, Rows, Table, distinct, rows_where
+from firsttoken_studies.record.show import interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,7 +13,6 @@ from firsttoken.progressiveserve.loading.rival_loaders import installed
 from firsttoken.progressiveserve.staging import RANDOM
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Rows
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import (
     Checkpoint,
     prompt_of,
@@ -32,6 +31,7 @@ from firsttoken_studies.progressiveserve.coldstart.harness import (
 from firsttoken_studies.progressiveserve.coldstart.spec import TrialSpec
 from firsttoken_studies.progressiveserve.coldstart.summary import link_floor
 from firsttoken_studies.progressiveserve.coldstart.variants import find_variant
+from firsttoken_studies.record.results import Outcome, Rows
 
 
 @dataclass(frozen=True)

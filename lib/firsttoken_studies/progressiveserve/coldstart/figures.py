@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from firsttoken.study.overlay import Drawn, counted, legend, name_results, over
-from firsttoken.study.plot import COLOURS, LOOKS, panels
-from firsttoken.study.record import Result, Rows, Table, distinct, rows_where
-from firsttoken.study.show import interval
 from firsttoken.study.summary import Entry, Scalar
 from firsttoken.study.system import NOT_HERE
 from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, KERNEL, files_were, link_key
 from firsttoken_studies.progressiveserve.coldstart.summary import PROCESS, values
 from firsttoken_studies.progressiveserve.coldstart.variants import VARIANTS
+from firsttoken_studies.record.overlay import Drawn, counted, legend, name_results, over
+from firsttoken_studies.record.plot import COLOURS, LOOKS, panels
+from firsttoken_studies.record.results import Result, Rows, Table, distinct, rows_where
+from firsttoken_studies.record.show import interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

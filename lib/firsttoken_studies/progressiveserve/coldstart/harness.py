@@ -21,9 +21,9 @@ from firsttoken.link.kernel import KernelLimit, available
 from firsttoken.link.shaped import LinkConfig
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.progress import track
-from firsttoken.study.record import Rows
-from firsttoken.study.system.pagecache import evict, resident_fraction
+from firsttoken_studies.probes.pagecache import evict, resident_fraction
 from firsttoken_studies.progressiveserve.coldstart.spec import TrialSpec
+from firsttoken_studies.record.results import Rows
 
 KERNEL, BUCKET, SERVER, NONE = "kernel", "bucket", "data server", "none"
 TRIAL = "firsttoken_studies.progressiveserve.coldstart.trial"

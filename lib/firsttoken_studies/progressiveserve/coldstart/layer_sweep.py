@@ -21,13 +21,13 @@ from firsttoken.progressiveserve.staging import best_recipe, served_source, stag
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import Checkpoint, written
 from firsttoken_studies.progressiveserve.coldstart.experiments import disk_speed, trial_specs
 from firsttoken_studies.progressiveserve.coldstart.harness import one_trial, wire_for
 from firsttoken_studies.progressiveserve.coldstart.summary import REQUEST
+from firsttoken_studies.record.results import Outcome, Rows
 
 
 @dataclass(frozen=True)

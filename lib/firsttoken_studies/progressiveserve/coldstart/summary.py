@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from firsttoken.study.record import Rows, distinct, rows_where
 from firsttoken.study.stats import Along, Interval, bootstrap
 from firsttoken.study.summary import Entry, Summary
 from firsttoken_studies.progressiveserve.coldstart.harness import link_key
 from firsttoken_studies.progressiveserve.coldstart.variants import VARIANTS
+from firsttoken_studies.record.results import Rows, distinct, rows_where
 
 P95 = Along(lambda sample, axis: np.percentile(sample, 95, axis=axis))
 

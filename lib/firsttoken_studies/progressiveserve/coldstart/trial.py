@@ -30,8 +30,8 @@ from firsttoken.progressiveserve.loading.read_plan import open_reader, part_blob
 from firsttoken.progressiveserve.loading.reader import BlobReader  # noqa: E402
 from firsttoken.study.errors import StageError  # noqa: E402
 from firsttoken.study.system.direct_io import read_ahead  # noqa: E402
-from firsttoken.study.system.fast_exit import tell_and_end  # noqa: E402
-from firsttoken.study.system.footprint import MemoryGrowth, cpu_seconds  # noqa: E402
+from firsttoken_studies.probes.fast_exit import tell_and_end  # noqa: E402
+from firsttoken_studies.probes.footprint import MemoryGrowth, cpu_seconds  # noqa: E402
 from firsttoken_studies.progressiveserve.coldstart.spec import PhaseClock, TrialSpec, prompt_ids  # noqa: E402
 from firsttoken_studies.progressiveserve.coldstart.variants import StartVariant, find_variant  # noqa: E402
 

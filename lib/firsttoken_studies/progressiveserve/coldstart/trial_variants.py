@@ -19,8 +19,8 @@ from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest
 from firsttoken.progressiveserve.loading.reader import BlobReader, ReadBefore
 from firsttoken.study.dtypes import DTYPES, named
-from firsttoken.study.system.footprint import cpu_seconds
 from firsttoken.study.timing import timed
+from firsttoken_studies.probes.footprint import cpu_seconds
 from firsttoken_studies.progressiveserve.coldstart.spec import PhaseClock, TrialSpec, prompt_ids
 from firsttoken_studies.progressiveserve.coldstart.variants import StartVariant
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from firsttoken.study import paths
 from firsttoken.study.canonical_json import expanded
-from firsttoken.study.claims import DECIDES, WORDING, Claim
-from firsttoken.study.code import blobs, git
-from firsttoken.study.record import PACKED
-from firsttoken.study.record_log import Fixed, Log, LogLine, parse_log, rows_digest
+from firsttoken_studies.record.claims import DECIDES, WORDING, Claim
+from firsttoken_studies.record.code import blobs, git
+from firsttoken_studies.record.record_log import Fixed, Log, LogLine, parse_log, rows_digest
+from firsttoken_studies.record.results import PACKED
 
 _RENAMED = "661ed531c"  # the commit that named measures by measure and place; all else of the claims stayed as it was
 _DEFAULTS: dict[str, Any] = {"unit": "", "tolerance": 0.0, "where": {}, "whose": "report", "nature": "measured"}

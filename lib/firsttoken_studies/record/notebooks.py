@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from firsttoken.study import errors as study_errors
-from firsttoken.study import kernel_forkserver, paths
+from firsttoken.study import paths
 from firsttoken.study.errors import NotebookError
 from firsttoken.study.files import replacing, write_text
-from firsttoken.study.plot import few_colours
 from firsttoken.study.storage import is_full, storing
 from firsttoken.study.timing import Stopwatch
+from firsttoken_studies.record import kernel_forkserver
+from firsttoken_studies.record.plot import few_colours
 
 LAST_LINES = 12
 STOP_S = 10  # given to an interrupted kernel to end by itself

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from firsttoken.study.claims import GROUNDS, Claim, is_number
-from firsttoken.study.markdown import table
-from firsttoken.study.record import Result, pick
-from firsttoken.study.record_log import EMPTY, Log
-from firsttoken.study.verdicts import TOLERANCE, Judgement, Verdict, judge, judge_all, judge_record, show
+from firsttoken_studies.record.claims import GROUNDS, Claim, is_number
+from firsttoken_studies.record.markdown import table
+from firsttoken_studies.record.record_log import EMPTY, Log
+from firsttoken_studies.record.results import Result, pick
+from firsttoken_studies.record.verdicts import TOLERANCE, Judgement, Verdict, judge, judge_all, judge_record, show
 
 WIDTH, MOST = 100, 10  # characters of a line; contradictions that are named
 _SHORT = {

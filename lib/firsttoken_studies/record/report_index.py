@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from firsttoken.study import paths
-from firsttoken.study.claims import entries_by_id
 from firsttoken.study.errors import ClaimsError
-from firsttoken.study.markdown import table
-from firsttoken.study.notebooks import notebook_paths
+from firsttoken_studies.record.claims import entries_by_id
+from firsttoken_studies.record.markdown import table
+from firsttoken_studies.record.notebooks import notebook_paths
 
 
 @dataclass(frozen=True)

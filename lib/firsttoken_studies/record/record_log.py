@@ -19,14 +19,14 @@ from typing import Annotated, Any, Literal
 
 from firsttoken.study import paths
 from firsttoken.study.canonical_json import sha256_of
-from firsttoken.study.claims import Claim
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.files import write_text
 from firsttoken.study.parsing.json_text import parse_json
 from firsttoken.study.parsing.parse_errors import Damaged, blaming
 from firsttoken.study.parsing.schema import shaped
-from firsttoken.study.record import Result, Rows
 from firsttoken.study.storage import storing
+from firsttoken_studies.record.claims import Claim
+from firsttoken_studies.record.results import Result, Rows
 
 FIRST = "0" * 64  # what the first line holds as the sha256 of the one before it
 Fixed = Literal["before", "after", "other", "unknown"]

@@ -20,11 +20,11 @@ from firsttoken.study import paths
 from firsttoken.study.dtypes import computing
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.profile import Profile
-from firsttoken.study.record import Outcome, Rows
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
-from firsttoken.study.system.pagecache import evict, resident_fraction
 from firsttoken.study.timing import Stopwatch, timed
+from firsttoken_studies.probes.pagecache import evict, resident_fraction
+from firsttoken_studies.record.results import Outcome, Rows
 
 MIB = 1024 * 1024
 READ_MIB = 8  # one read call; larger ones gain nothing, smaller ones pay for more calls

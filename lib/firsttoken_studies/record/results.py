@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from firsttoken.study import paths
 from firsttoken.study.canonical_json import dump, expanded, not_finite, sha256_of
-from firsttoken.study.code import git
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.files import replacing
 from firsttoken.study.machine import machine_slug
@@ -25,7 +24,8 @@ from firsttoken.study.parsing.json_text import parse_json, read_json
 from firsttoken.study.parsing.parse_errors import Damaged, blaming, read_gzip, shown
 from firsttoken.study.parsing.schema import at_least, shaped, unknown
 from firsttoken.study.storage import storing
-from firsttoken.study.summary import Entry, Scalar, Summary, misplaced
+from firsttoken.study.summary import Entry, Rows, Scalar, Summary, misplaced
+from firsttoken_studies.record.code import git
 
 if TYPE_CHECKING:
     import pandas
@@ -38,7 +38,6 @@ CHANGED = "-changed"  # behind the name of a profile of which a reader changed s
 
 _MEASURES = ("lib", "env", "data/adapters", "data/claims.yaml")  # what a result hangs on
 
-Rows = list[dict[str, Any]]
 Table = Iterator[dict[str, Any]]  # the lines of a table as a notebook shows it, by heading
 
 

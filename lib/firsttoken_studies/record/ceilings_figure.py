@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from firsttoken.study.plot import COLOURS
-from firsttoken.study.record import Result
-from firsttoken.study.show import interval
+from firsttoken_studies.record.plot import COLOURS
+from firsttoken_studies.record.results import Result
+from firsttoken_studies.record.show import interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from firsttoken.study import plot
-from firsttoken.study.claims import Claim, is_number
-from firsttoken.study.record import Result
-from firsttoken.study.record_log import EMPTY, Log
-from firsttoken.study.verdicts import Judgement, Verdict, judge_record
+from firsttoken_studies.record import plot
+from firsttoken_studies.record.claims import Claim, is_number
+from firsttoken_studies.record.record_log import EMPTY, Log
+from firsttoken_studies.record.results import Result
+from firsttoken_studies.record.verdicts import Judgement, Verdict, judge_record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the command line names experiments without what they compute with
     from firsttoken.study.profile import Profile
-    from firsttoken.study.record import Outcome, Result, Rows
     from firsttoken.study.summary import Summary
+    from firsttoken_studies.record.results import Outcome, Result, Rows
 
 EVERY_PROFILE = ("quick", "review", "full", "gpu", "paper")
 LONG = ("full", "gpu", "paper")  # training runs: half an hour and more on a CPU

@@ -5,7 +5,8 @@ the papermill that runs it. A process that has done so once, holds no tensor and
 forked in milliseconds, and a notebook is as alone in its copy as in a process of its own. What measures a cold start
 starts fresh processes as before.
 
-``python -m firsttoken.study.kernel_forkserver pytest --nbval notebooks`` runs a command whose kernels start so.
+``python -m firsttoken_studies.record.kernel_forkserver pytest --nbval notebooks`` runs a command whose kernels start
+so.
 """
 
 import importlib
@@ -29,12 +30,12 @@ from firsttoken.study.machine import kernels_multiply
 from firsttoken.study.progress import UNSEEN
 from firsttoken.study.system.cgroup_limits import stay_on
 from firsttoken.study.system.openmp import waits
-from firsttoken.study.system.sockets import remove_folder, socket_folder
+from firsttoken_studies.probes.sockets import remove_folder, socket_folder
 
 SOCKET = "FIRSTTOKEN_WARM"  # the environment variable that names the socket of the warm process
 CLIENT = Path(__file__).with_name("warm_client.py")
 MODULES = (
-    "firsttoken.study.show",
+    "firsttoken_studies.record.show",
     "transformers.models.llama.modeling_llama",
     "peft",
     "pandas",
@@ -78,7 +79,7 @@ def warmed(modules: Sequence[str] | None = None) -> Iterator[None]:
     try:
         address, wanted = f"{folder}/warm", MODULES if modules is None else modules
         server = subprocess.Popen(
-            [sys.executable, "-m", "firsttoken.study.kernel_forkserver", "--serve", address, *wanted],
+            [sys.executable, "-m", "firsttoken_studies.record.kernel_forkserver", "--serve", address, *wanted],
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for whoever asked for a copy
             env=surroundings() | _ENVIRONMENT,

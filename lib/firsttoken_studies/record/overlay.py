@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from firsttoken.study.machine import machine_slug
-from firsttoken.study.plot import LOOKS, Axes, Figure
-from firsttoken.study.record import Result
+from firsttoken_studies.record.plot import LOOKS, Axes, Figure
+from firsttoken_studies.record.results import Result
 
 if TYPE_CHECKING:
     from matplotlib.legend import Legend

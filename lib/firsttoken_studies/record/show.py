@@ -11,15 +11,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from firsttoken.study import paths, plot
+from firsttoken.study import paths
 from firsttoken.study.errors import FirstTokenError, MechanismError
 from firsttoken.study.machine import describe
 from firsttoken.study.parsing.yaml_text import read_yaml
 from firsttoken.study.profile import Profile, load_profile
 from firsttoken.study.progress import kernel
-from firsttoken.study.record import CHANGED, Result
 from firsttoken.study.summary import Scalar, Summary
 from firsttoken.study.system import NOT_HERE
+from firsttoken_studies.record import plot
+from firsttoken_studies.record.results import CHANGED, Result
 
 if TYPE_CHECKING:
     import pandas

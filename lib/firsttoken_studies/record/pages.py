@@ -17,17 +17,17 @@ from types import MappingProxyType
 from typing import Any
 
 from firsttoken.study import paths
-from firsttoken.study.claims import Claim
-from firsttoken.study.claims_table import counts, goals, page_table, scoreboard
 from firsttoken.study.errors import ClaimsError, FirstTokenError
 from firsttoken.study.files import write_text
-from firsttoken.study.notebooks import notebook_paths, read_notebook
 from firsttoken.study.parsing.schema import unknown
-from firsttoken.study.record import Result, known_machine, recorded_result
-from firsttoken.study.record_log import EMPTY, Log
-from firsttoken.study.report_index import index_tables, load_index
 from firsttoken.study.summary import Entry, Scalar
-from firsttoken.study.verdicts import show
+from firsttoken_studies.record.claims import Claim
+from firsttoken_studies.record.claims_table import counts, goals, page_table, scoreboard
+from firsttoken_studies.record.notebooks import notebook_paths, read_notebook
+from firsttoken_studies.record.record_log import EMPTY, Log
+from firsttoken_studies.record.report_index import index_tables, load_index
+from firsttoken_studies.record.results import Result, known_machine, recorded_result
+from firsttoken_studies.record.verdicts import show
 
 # The markdown cells of a notebook that state results: written from a template, as the pages are.
 #
@@ -65,7 +65,7 @@ def filled(notebook: Path, text: str) -> str:
     return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
-Tables = Mapping[str, Callable[[Result], str]]  # by experiment: systems make them, and ``study`` knows no system
+Tables = Mapping[str, Callable[[Result], str]]  # by experiment: systems make them, and the record knows no system
 NO_TABLES: Tables = MappingProxyType({})
 
 _CAPTION = re.compile(r"^Recorded: `([^`]+)`", re.MULTILINE)

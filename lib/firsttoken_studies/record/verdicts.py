@@ -16,11 +16,11 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
-from firsttoken.study.claims import Claim, is_number
-from firsttoken.study.record import Result, pick
-from firsttoken.study.record_log import EMPTY, ClaimRecord, Log, forms
 from firsttoken.study.stats import FEWEST
 from firsttoken.study.summary import named
+from firsttoken_studies.record.claims import Claim, is_number
+from firsttoken_studies.record.record_log import EMPTY, ClaimRecord, Log, forms
+from firsttoken_studies.record.results import Result, pick
 
 TOLERANCE = 0.25  # of the effect, for every ratio; a claim may set a narrower one, and says why
 WITHIN = 2.0  # an effect is of the report's size where neither is more than so many times the other
@@ -116,7 +116,7 @@ def judge_entries(claim: Claim, found: Sequence[Mapping[str, Any]]) -> tuple[Ver
 
 
 def judge_all(claims: Iterable[Claim], results: Iterable[Result], machine: str | None = None) -> list[Judgement]:
-    """One judgement a claim, from the result that ``record.pick`` prefers on ``machine`` (None: this machine)."""
+    """One judgement a claim, from the result that ``results.pick`` prefers on ``machine`` (None: this machine)."""
     results = list(results)
     return [judge(claim, pick(results, claim.experiment, claim.profiles, machine)) for claim in claims]
 
