@@ -46,8 +46,8 @@ class TestRefusals:
             ),
             ((CHATS, b'{"messages": [{"role": "user", "content": "a"}], "model": "gpt"}'), 404, "not_found", "model: "),
             ((COMPLETIONS, b" " * 1_000_001), 413, "body_too_large", "larger than 1,000,000 bytes"),
-            (("/v1/nothing", b"{}"), 404, "not_found", "Not Found"),
-            (("/v1/completions/", b"{}"), 404, "not_found", "Not Found"),
+            (("/v1/nothing", b"{}"), 404, "not_found", "nothing is served at /v1/nothing; there are "),
+            (("/v1/completions/", b"{}"), 404, "not_found", "nothing is served at /v1/completions/; there are "),
         ],
     )
     def test_name_what_is_wrong_as_openai_does(self, client, request_, status, code, message):
