@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 
 import grpc
 import pytest
@@ -316,7 +317,8 @@ def test_a_chain_that_forgets_what_it_lacks_is_found_out(here, client, asked, mo
     monkeypatch.setattr(HiddenStateCache, "of", whatever)
     for session in ups[1].sessions._open:
         wait_for(_end(session))
-    model.engine.run()
+    with suppress(SwarmError):
+        model.engine.run()
     assert request.output != one.plain.tokens
 
 
