@@ -13,7 +13,7 @@ from the_library import LIB, named, sources
 
 REPORTS = {"progressiveserve", "cps", "sarathi", "droidspeak", "petals"}
 FLOORS = {  # who lives on one may use all below it, and none beside it: a system never imports another
-    "firsttoken": ({"study"}, {"assets", "link", "scoring"}, {"lean"}, {"engine"}, REPORTS),
+    "firsttoken": ({"study"}, {"assets", "link", "scoring"}, {"lean"}, {"engine"}, {"simulation"}, REPORTS),
     "firsttoken_extras": ({"bitplanes", "layer_borrowing", "min_move_rebalancing", "vllm_cross_point"},),
     "firsttoken_studies": (
         {"probes"},

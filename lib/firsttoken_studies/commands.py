@@ -85,7 +85,7 @@ def capacity(options: argparse.Namespace) -> int:
     profile = load_profile(options.profile, **(_card(options) | dict(options.set)))
     trace = None
     if options.arrivals is not None:
-        from firsttoken.engine.workload.traces import load_trace
+        from firsttoken.simulation.workload.traces import load_trace
 
         trace = load_trace(options.arrivals, unit=options.arrivals_unit)
         print(f"{options.arrivals}: {trace.told()}")

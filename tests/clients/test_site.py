@@ -123,7 +123,7 @@ NATIVE = """
 import json, sys
 import numpy as np
 from firsttoken.sarathi.capacity import STRICT
-from firsttoken.sarathi.hardware import Hardware
+from firsttoken.simulation.hardware import Hardware
 from firsttoken.sarathi.policy import Policy
 from firsttoken.study.profile import load_profile
 from firsttoken_studies.sarathi.bench import Bench, CapacityConfig

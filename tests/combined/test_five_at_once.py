@@ -10,7 +10,7 @@ from plain_tokens import generated
 from services import tiny_model
 
 from firsttoken.engine.request import Request, Sampling
-from firsttoken.engine.workload.conversations import Conversations
+from firsttoken.simulation.workload.conversations import Conversations
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import load_profile
 from firsttoken_studies.combined.five_at_once import figures

@@ -10,7 +10,7 @@ import pytest
 
 from firsttoken.engine.costs.fitted import FittedCosts
 from firsttoken.engine.engine import Engine
-from firsttoken.engine.workload.workload_items import Item
+from firsttoken.engine.workload_items import Item
 from firsttoken.progressiveserve.stages import STAGES
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import load_profile

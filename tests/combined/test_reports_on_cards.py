@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from firsttoken.assets.dense_shape import SHAPES
-from firsttoken.engine.costs.operator_costs import OperatorCosts
-from firsttoken.engine.costs.operator_tables import OperatorTables
+from firsttoken.simulation.costs.operator_costs import OperatorCosts
+from firsttoken.simulation.costs.operator_tables import OperatorTables
 from firsttoken.study.errors import ProfileError
 from firsttoken_studies.combined.reports_on_cards import (
     FIRST_STAGE,

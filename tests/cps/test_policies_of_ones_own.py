@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from firsttoken.engine.costs.published import PublishedCosts
 from firsttoken.engine.preemption import Recompute
+from firsttoken.simulation.costs.published import PublishedCosts
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import load_profile
 from firsttoken_studies.cps.policy_comparison import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from firsttoken.engine.costs.published import PublishedCosts
-from firsttoken.engine.workload.workload_items import Item
+from firsttoken.engine.workload_items import Item
+from firsttoken.simulation.costs.published import PublishedCosts
 from firsttoken_studies.cps.victims import (
     FREED,
     RULES,

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, FalconConfig, Gemma2Config, MistralConfig, Qwen2Config
 
 from firsttoken.cps.policies import make_policy
-from firsttoken.engine.costs.published import PublishedCosts
 from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.preemption.preemption_policy import Action
@@ -24,6 +23,7 @@ from firsttoken.engine.request import Phase, Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.swap.block_copier import Moved, Movement
+from firsttoken.simulation.costs.published import PublishedCosts
 from firsttoken.study.errors import ModelError, ProfileError, RequestError
 
 ANSWER = Sampling(24)

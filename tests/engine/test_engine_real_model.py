@@ -15,7 +15,7 @@ from firsttoken.engine.fused import fuse
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.trace import Trace
-from firsttoken.engine.workload.sharegpt import threshold_mix
+from firsttoken.simulation.workload.sharegpt import threshold_mix
 from firsttoken.study import paths
 
 NEW = 12

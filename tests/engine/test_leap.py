@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.engine.costs.published import PublishedCosts
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.schedulers.sarathi import Sarathi
+from firsttoken.simulation.costs.published import PublishedCosts
 
 WORKLOADS = st.lists(
     st.tuples(st.integers(1, 60), st.integers(1, 60), st.just(0.0) | st.floats(0, 90)), min_size=1, max_size=8

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from listening import Listening
 
 from firsttoken.cps.policies import make_policy
-from firsttoken.engine.costs.published import PublishedCosts
 from firsttoken.engine.preemption.preemption_policy import Action
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.scheduler_state import VICTIMS
 from firsttoken.engine.schedulers import SCHEDULERS
+from firsttoken.simulation.costs.published import PublishedCosts
 
 WORKLOADS = st.lists(
     st.tuples(st.integers(1, 60), st.integers(1, 30), st.just(0.0) | st.floats(0, 40)), min_size=1, max_size=15

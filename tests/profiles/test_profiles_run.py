@@ -39,14 +39,14 @@ from tiny_profiles import FEWER, SHORTER, shorter, tiny_profile
 from transformers import AutoModelForCausalLM
 
 from firsttoken.assets import corpora, models, needs, shapes
-from firsttoken.engine.costs import mixture_costs
-from firsttoken.engine.costs.operator_tables import CARDS, OperatorTables
-from firsttoken.engine.costs.sarathi_artifact import BatchCosts
 from firsttoken.engine.native.library import kernels
-from firsttoken.engine.workload import sharegpt
 from firsttoken.progressiveserve import evaluation, training
 from firsttoken.progressiveserve.recipe import RECIPES
-from firsttoken.sarathi.hardware import Hardware
+from firsttoken.simulation.costs import mixture_costs
+from firsttoken.simulation.costs.operator_tables import CARDS, OperatorTables
+from firsttoken.simulation.costs.sarathi_artifact import BatchCosts
+from firsttoken.simulation.hardware import Hardware
+from firsttoken.simulation.workload import sharegpt
 from firsttoken.study import paths, stats
 from firsttoken.study.summary import Summary
 from firsttoken_extras.bitplanes.native_words import merger

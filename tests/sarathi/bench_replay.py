@@ -10,10 +10,10 @@ import json
 import sys
 import time
 
-from firsttoken.engine.costs.published import PublishedCosts
 from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.simulated import SimulatedExecutor
+from firsttoken.simulation.costs.published import PublishedCosts
 
 
 def main() -> None:

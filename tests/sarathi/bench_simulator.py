@@ -21,12 +21,12 @@ from pathlib import Path
 import numpy as np
 
 from firsttoken.assets.manual_downloads import downloaded
-from firsttoken.engine.costs.published import PublishedCosts
 from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.simulated import SimulatedExecutor
-from firsttoken.engine.workload.traces import load_trace
+from firsttoken.simulation.costs.published import PublishedCosts
+from firsttoken.simulation.workload.traces import load_trace
 from firsttoken.study import paths
 from firsttoken.study.progress import track
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from firsttoken.__main__ import USAGE, main
-from firsttoken.engine.workload.traces import load_trace
-from firsttoken.sarathi.lengths import replayed
+from firsttoken.simulation.lengths import replayed
+from firsttoken.simulation.workload.traces import load_trace
 from firsttoken.study.errors import CorpusError
 
 

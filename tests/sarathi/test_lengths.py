@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from firsttoken.sarathi.lengths import lengths, workload
+from firsttoken.simulation.lengths import lengths, workload
 from firsttoken.study.errors import AssetError, CorpusError
 
 HEAD = "num_prefill_tokens,num_decode_tokens,num_total_tokens\n"

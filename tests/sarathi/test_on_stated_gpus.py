@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from firsttoken.engine.costs.cost_model import Costs
-from firsttoken.engine.costs.operator_tables import CARDS
-from firsttoken.sarathi.hardware import Hardware
-from firsttoken.sarathi.lengths import STATED, lengths
+from firsttoken.simulation.costs.operator_tables import CARDS
+from firsttoken.simulation.hardware import Hardware
+from firsttoken.simulation.lengths import STATED, lengths
 from firsttoken.study.errors import ProfileError
 from firsttoken_studies.commands import _card, add_options
 from firsttoken_studies.sarathi.card_capacity import CardCase, card_summary

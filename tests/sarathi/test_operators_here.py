@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from firsttoken.engine.costs.operator_tables import OperatorTables
+from firsttoken.simulation.costs.operator_tables import OperatorTables
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken_studies import ledger
 from firsttoken_studies.combined import on_a_gpu as shown

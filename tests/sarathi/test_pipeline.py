@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.engine.costs.sarathi_artifact import BatchCosts
 from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.trace import Trace
-from firsttoken.engine.workload.workload_items import Item
+from firsttoken.engine.workload_items import Item
 from firsttoken.sarathi.pipeline import PipelineStages, StagedExecutor, serve_staged
+from firsttoken.simulation.costs.sarathi_artifact import BatchCosts
 from firsttoken.study.errors import RequestError
 from firsttoken_studies.sarathi.pipeline_bubbles import equal_time
 

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.engine.costs.sarathi_artifact import BatchCosts
 from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.sarathi.capacity import STRICT
 from firsttoken.sarathi.checked_scheduler import watched
-from firsttoken.sarathi.hardware import Hardware
 from firsttoken.sarathi.policy import Policy
+from firsttoken.simulation.costs.sarathi_artifact import BatchCosts
+from firsttoken.simulation.hardware import Hardware
 from firsttoken.study import paths, policy_file
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.policy_file import Decisions

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from firsttoken.engine.costs.sarathi_artifact import BatchCosts
+from firsttoken.simulation.costs.sarathi_artifact import BatchCosts
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.profile import load_profile
 from firsttoken_studies.sarathi import simulator_error

@@ -15,8 +15,8 @@ from transformers import Qwen2Config
 from firsttoken.cps.costs.arithmetic import LinkModel
 from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.pipeline.schedule import ReuseRequest
-from firsttoken.engine.costs.published import decomposed
 from firsttoken.engine.kv import KVShape
+from firsttoken.simulation.costs.published import decomposed
 from firsttoken.study.errors import FirstTokenError
 from firsttoken_studies import ledger, tricks
 from firsttoken_studies.record.results import recorded_result

@@ -21,7 +21,7 @@ from firsttoken.assets.choice_tasks import ChoiceItem
 from firsttoken.assets.qa_files import QAItem
 from firsttoken.droidspeak.profile.pareto import Profiled
 from firsttoken.droidspeak.reuse_items import TaskItem
-from firsttoken.engine.workload.conversations import Conversations
+from firsttoken.simulation.workload.conversations import Conversations
 from firsttoken_extras.layer_borrowing.lender import Lender
 from firsttoken_studies.combined.borrowed import experiment as borrowed
 from firsttoken_studies.combined.borrowed import trial as borrowed_trial

@@ -11,7 +11,7 @@ from firsttoken.engine.engine import Engine
 from firsttoken.engine.preemption.preemption_policy import Action
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.trace import Trace
-from firsttoken.engine.workload.workload_items import Item
+from firsttoken.engine.workload_items import Item
 
 
 def serve_items(engine: Engine, items: Sequence[Item]) -> list[Request]:

@@ -15,11 +15,11 @@ import torch
 from firsttoken.assets.dense_shape import SHAPES, DenseShape
 from firsttoken.cps.costs.copies import CopyCosts
 from firsttoken.cps.costs.crossing import crossing
-from firsttoken.engine.costs.operator_costs import OperatorCosts
-from firsttoken.engine.costs.operator_tables import CONTEXT, OperatorTables, power_between, tables_from
-from firsttoken.engine.costs.published import decomposed
 from firsttoken.engine.kv import KVShape
 from firsttoken.progressiveserve.stages import REPORT_PLAN
+from firsttoken.simulation.costs.operator_costs import OperatorCosts
+from firsttoken.simulation.costs.operator_tables import CONTEXT, OperatorTables, power_between, tables_from
+from firsttoken.simulation.costs.published import decomposed
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.summary import Summary

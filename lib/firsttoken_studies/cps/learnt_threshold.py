@@ -17,8 +17,8 @@ from firsttoken.cps.costs.drift import Drift, scaled
 from firsttoken.cps.policies import make_policy
 from firsttoken.cps.policies.replay import draw_noise, replay
 from firsttoken.engine.costs.cost_model import Costs
-from firsttoken.engine.costs.published import PAPER_SHAPE, PublishedCosts, decomposed
-from firsttoken.engine.workload.conversations import conversations
+from firsttoken.simulation.costs.published import PAPER_SHAPE, PublishedCosts, decomposed
+from firsttoken.simulation.workload.conversations import conversations
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track

@@ -18,8 +18,8 @@ from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.preemption import PreemptionPolicy
 from firsttoken.engine.request import Request
 from firsttoken.engine.trace import Trace
-from firsttoken.engine.workload.sharegpt import LONGEST, threshold_mix
-from firsttoken.engine.workload.workload_items import Item, with_ids
+from firsttoken.engine.workload_items import Item, with_ids
+from firsttoken.simulation.workload.sharegpt import LONGEST, threshold_mix
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 

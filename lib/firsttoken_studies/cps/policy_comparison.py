@@ -17,7 +17,6 @@ from firsttoken.cps.costs.copies import CopyCosts
 from firsttoken.cps.policies import make_policy
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.fitted import FittedCosts, StepSample, SwapSample, fit_costs
-from firsttoken.engine.costs.published import PAPER_SHAPE, PublishedCosts, decomposed
 from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.live_executor import LiveExecutor
@@ -27,8 +26,9 @@ from firsttoken.engine.scheduler_state import VICTIM, Victim, victim_named
 from firsttoken.engine.schedulers.scheduler import Scheduler
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.trace import Trace
-from firsttoken.engine.workload.sharegpt import LONGEST, threshold_mix
-from firsttoken.engine.workload.workload_items import Item, with_ids
+from firsttoken.engine.workload_items import Item, with_ids
+from firsttoken.simulation.costs.published import PAPER_SHAPE, PublishedCosts, decomposed
+from firsttoken.simulation.workload.sharegpt import LONGEST, threshold_mix
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.policy_file import PolicyFile
 from firsttoken.study.profile import Profile, unknown

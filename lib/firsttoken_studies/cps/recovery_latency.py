@@ -14,7 +14,6 @@ from torch import nn
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
 from firsttoken.cps.costs.crossing import Crossing, crossing, crossing_interval
-from firsttoken.engine.costs.published import PAPER_SHAPE, TABLE_2, decomposed
 from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.kv import KVPool, KVShape
@@ -24,6 +23,7 @@ from firsttoken.engine.swap import PATHS, make_path
 from firsttoken.engine.swap.block_copier import CopyJob, SwapPath, start
 from firsttoken.engine.swap.host_pool import HostPool
 from firsttoken.engine.trace import Trace
+from firsttoken.simulation.costs.published import PAPER_SHAPE, TABLE_2, decomposed
 from firsttoken.study.errors import ProfileError, RequestError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track

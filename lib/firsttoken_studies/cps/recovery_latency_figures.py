@@ -10,8 +10,8 @@ from firsttoken.assets.shapes import shape_config
 from firsttoken.cps.costs.arithmetic import LinkModel
 from firsttoken.cps.costs.copies import CopyCosts
 from firsttoken.cps.costs.crossing import Crossing, crossing
-from firsttoken.engine.costs.published import PAPER_SHAPE, TABLE_2, PublishedCosts, decomposed
 from firsttoken.engine.kv import KVShape
+from firsttoken.simulation.costs.published import PAPER_SHAPE, TABLE_2, PublishedCosts, decomposed
 from firsttoken_studies.cps.recovery_latency import LONG, PCIE_4_X16, swap_ms
 from firsttoken_studies.cps.styles import LINES, PATH_LOOKS, POLICIES
 from firsttoken_studies.record.overlay import Drawn, name_results, over

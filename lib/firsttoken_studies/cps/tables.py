@@ -9,8 +9,8 @@ from itertools import product
 import numpy as np
 
 from firsttoken.cps.costs.crossing import Crossing, crossing, fit_crossing
-from firsttoken.engine.costs.published import TABLE_2, Table2Row, decomposed
-from firsttoken.engine.workload.workload_items import Item
+from firsttoken.engine.workload_items import Item
+from firsttoken.simulation.costs.published import TABLE_2, Table2Row, decomposed
 from firsttoken_studies.cps.policy_comparison import AS_PUBLISHED, BOUND, CONTROLS, MEANS, OFF
 from firsttoken_studies.cps.recovery_latency import swap_ms
 from firsttoken_studies.cps.styles import PATH_LOOKS, POLICIES

@@ -17,14 +17,14 @@ import numpy as np
 
 from firsttoken.cps.policies import make_policy
 from firsttoken.engine.costs.cost_model import Costs
-from firsttoken.engine.costs.published import PublishedCosts
 from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.preemption import PreemptionPolicy
 from firsttoken.engine.request import Request
 from firsttoken.engine.scheduler_state import VICTIMS, Victim
 from firsttoken.engine.simulated import SimulatedExecutor
-from firsttoken.engine.workload.workload_items import Item
+from firsttoken.engine.workload_items import Item
+from firsttoken.simulation.costs.published import PublishedCosts
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.progress import track

@@ -27,7 +27,7 @@ from firsttoken.engine.latency_metrics import serve_items
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import GREEDY, Request, ScheduledChunk
 from firsttoken.engine.simulated import SimulatedExecutor
-from firsttoken.engine.workload.workload_items import Arrivals, Item, with_arrivals, with_ids
+from firsttoken.engine.workload_items import Arrivals, Item, with_arrivals, with_ids
 from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track

@@ -20,7 +20,7 @@ from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Request, Sampling, ScheduledChunk
 from firsttoken.engine.schedulers.sarathi import Sarathi
 from firsttoken.engine.trace import Step, Trace
-from firsttoken.sarathi.hardware import Hardware
+from firsttoken.simulation.hardware import Hardware
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track

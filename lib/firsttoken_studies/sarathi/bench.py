@@ -14,13 +14,13 @@ from firsttoken.engine.latency_metrics import serve_items
 from firsttoken.engine.request import Request
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.trace import Trace
-from firsttoken.engine.workload.traces import RequestTrace, load_trace
-from firsttoken.engine.workload.workload_items import Item
+from firsttoken.engine.workload_items import Item
 from firsttoken.sarathi.capacity import STRICT, TIMES, ClientTimes, Objective, capacity
-from firsttoken.sarathi.hardware import Hardware
-from firsttoken.sarathi.lengths import lengths, replayed, workload
 from firsttoken.sarathi.policy import Policy
 from firsttoken.sarathi.policy_text import place_of
+from firsttoken.simulation.hardware import Hardware
+from firsttoken.simulation.lengths import lengths, replayed, workload
+from firsttoken.simulation.workload.traces import RequestTrace, load_trace
 from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track

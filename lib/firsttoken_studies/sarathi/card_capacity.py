@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from firsttoken.engine.costs.operator_tables import tables_from
 from firsttoken.sarathi.capacity import Objective
-from firsttoken.sarathi.hardware import Hardware
 from firsttoken.sarathi.policy import Policy
 from firsttoken.sarathi.policy_text import place_of
+from firsttoken.simulation.costs.operator_tables import tables_from
+from firsttoken.simulation.hardware import Hardware
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track

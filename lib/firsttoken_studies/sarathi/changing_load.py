@@ -14,12 +14,12 @@ from firsttoken.engine.latency_metrics import serve_items
 from firsttoken.engine.request import Request, ScheduledChunk
 from firsttoken.engine.schedulers.sarathi import Deadline, Sarathi
 from firsttoken.engine.simulated import SimulatedExecutor
-from firsttoken.engine.workload.workload_items import Item
+from firsttoken.engine.workload_items import Item
 from firsttoken.sarathi.capacity import STRICT, TIMES, Objective
-from firsttoken.sarathi.hardware import Hardware
-from firsttoken.sarathi.lengths import lengths
 from firsttoken.sarathi.policy import Policy
 from firsttoken.sarathi.policy_text import place_of
+from firsttoken.simulation.hardware import Hardware
+from firsttoken.simulation.lengths import lengths
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track

@@ -13,9 +13,9 @@ import numpy as np
 
 from firsttoken.assets.dense_shape import SHAPES
 from firsttoken.assets.manual_downloads import downloaded
-from firsttoken.engine.costs.operator_tables import CONTEXT, Curve, OperatorTables, tables_from
-from firsttoken.engine.costs.profiled import GRID
-from firsttoken.engine.costs.tables import number, rows
+from firsttoken.simulation.costs.operator_tables import CONTEXT, Curve, OperatorTables, tables_from
+from firsttoken.simulation.costs.profiled import GRID
+from firsttoken.simulation.costs.tables import number, rows
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.summary import Summary
@@ -105,7 +105,7 @@ def behind_prefixes(folder: str) -> list[tuple[int, int, float]]:
 
 def by_difference(prompts: Curve, prefix: int, chunk: int) -> float:
     """Seconds of a whole prompt up to the chunk's end less those of one up to its beginning, at least the least
-    kernel's, as :class:`~firsttoken.engine.costs.operator_costs.OperatorCosts` has it."""
+    kernel's, as :class:`~firsttoken.simulation.costs.operator_costs.OperatorCosts` has it."""
     sizes, seconds = prompts
     upto, before = (
         float(np.interp(at, sizes, seconds) * max(1.0, at / sizes[-1]) ** 2) for at in (prefix + chunk, prefix)

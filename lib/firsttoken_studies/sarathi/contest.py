@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from firsttoken.engine.trace import write_rows, write_trace
-from firsttoken.engine.workload.traces import RequestTrace
 from firsttoken.sarathi.capacity import STRICT
-from firsttoken.sarathi.hardware import Hardware
 from firsttoken.sarathi.policy import Policy
+from firsttoken.simulation.hardware import Hardware
+from firsttoken.simulation.workload.traces import RequestTrace
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track

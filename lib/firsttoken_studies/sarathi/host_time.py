@@ -10,8 +10,8 @@ import numpy as np
 
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.fitted import non_negative
-from firsttoken.engine.costs.operator_tables import tables_from
 from firsttoken.engine.request import Request
+from firsttoken.simulation.costs.operator_tables import tables_from
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
 from firsttoken.study.summary import Summary

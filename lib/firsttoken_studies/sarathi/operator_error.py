@@ -14,13 +14,13 @@ import numpy as np
 from firsttoken.assets.dense_shape import MIXTURES, SHAPES
 from firsttoken.assets.lock import asset_path
 from firsttoken.engine.costs.cost_model import Costs
-from firsttoken.engine.costs.mixture_costs import mixture_costs
-from firsttoken.engine.costs.operator_costs import OperatorCosts
-from firsttoken.engine.costs.operator_tables import OperatorTables, tables_from
-from firsttoken.engine.costs.tables import number, rows
 from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.simulated import SimulatedExecutor, uncollected_simulation
+from firsttoken.simulation.costs.mixture_costs import mixture_costs
+from firsttoken.simulation.costs.operator_costs import OperatorCosts
+from firsttoken.simulation.costs.operator_tables import OperatorTables, tables_from
+from firsttoken.simulation.costs.tables import number, rows
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track

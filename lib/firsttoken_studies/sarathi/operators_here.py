@@ -1,8 +1,8 @@
 """Whether published operator times hold on a card of that kind that is at hand: products, attention, whole prefills.
 
-The published ones are those of :mod:`firsttoken.engine.costs.operator_tables`, by which GPUs are simulated that are not
-here. Here the same sizes are computed by torch, each product with several copies of its weights in turn, so that they
-come from the card's memory and not from its cache.
+The published ones are those of :mod:`firsttoken.simulation.costs.operator_tables`, by which GPUs are simulated that are
+not here. Here the same sizes are computed by torch, each product with several copies of its weights in turn, so that
+they come from the card's memory and not from its cache.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from firsttoken.assets.dense_shape import dense_shape
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT as MODEL_CONTEXT
 from firsttoken.assets.needs import ModelFacts, Need, check
-from firsttoken.engine.costs.operator_costs import OperatorCosts
-from firsttoken.engine.costs.operator_tables import CONTEXT, PRODUCTS, OperatorTables, tables_from
+from firsttoken.simulation.costs.operator_costs import OperatorCosts
+from firsttoken.simulation.costs.operator_tables import CONTEXT, PRODUCTS, OperatorTables, tables_from
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from firsttoken.engine.costs.operator_tables import tables_from
 from firsttoken.sarathi.capacity import ClientTimes, Objective, capacity
-from firsttoken.sarathi.hardware import Hardware
 from firsttoken.sarathi.policy import Policy
 from firsttoken.sarathi.policy_text import place_of
+from firsttoken.simulation.costs.operator_tables import tables_from
+from firsttoken.simulation.hardware import Hardware
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track

@@ -14,10 +14,10 @@ from firsttoken.engine.request import ScheduledChunk
 from firsttoken.engine.schedulers.sarathi import Sarathi
 from firsttoken.engine.schedulers.scheduler import Scheduler
 from firsttoken.engine.trace import Trace
-from firsttoken.engine.workload.workload_items import Arrivals, Item, with_arrivals
-from firsttoken.sarathi.hardware import Hardware
-from firsttoken.sarathi.lengths import lengths, workload
+from firsttoken.engine.workload_items import Arrivals, Item, with_arrivals
 from firsttoken.sarathi.pipeline import PipelineStages, StagedExecutor, serve_staged
+from firsttoken.simulation.hardware import Hardware
+from firsttoken.simulation.lengths import lengths, workload
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track

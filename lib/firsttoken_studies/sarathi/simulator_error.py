@@ -15,16 +15,16 @@ import numpy as np
 from firsttoken.assets.dense_shape import SHAPES
 from firsttoken.assets.manual_downloads import downloaded
 from firsttoken.engine.costs.cost_model import Costs
-from firsttoken.engine.costs.operator_costs import OperatorCosts
-from firsttoken.engine.costs.operator_tables import OperatorTables, tables_from
-from firsttoken.engine.costs.profiled import ProfiledCosts
-from firsttoken.engine.costs.tensor_parallel import ExchangingCosts, ScaledProfile
 from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.latency_metrics import serve_items
 from firsttoken.engine.request import Request
 from firsttoken.engine.simulated import SimulatedExecutor
-from firsttoken.engine.workload.workload_items import Item
-from firsttoken.sarathi.hardware import Hardware
+from firsttoken.engine.workload_items import Item
+from firsttoken.simulation.costs.operator_costs import OperatorCosts
+from firsttoken.simulation.costs.operator_tables import OperatorTables, tables_from
+from firsttoken.simulation.costs.profiled import ProfiledCosts
+from firsttoken.simulation.costs.tensor_parallel import ExchangingCosts, ScaledProfile
+from firsttoken.simulation.hardware import Hardware
 from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.summary import Entry, Summary

@@ -16,7 +16,7 @@ from pathlib import Path
 import firsttoken
 from firsttoken.assets.lock import Asset, load_lock
 from firsttoken.sarathi.capacity import STRICT
-from firsttoken.sarathi.hardware import PUBLISHED, Hardware
+from firsttoken.simulation.hardware import PUBLISHED, Hardware
 from firsttoken.study.errors import AssetError
 from firsttoken.study.profile import load_profile
 from firsttoken_studies.sarathi.bench import Bench, CapacityConfig

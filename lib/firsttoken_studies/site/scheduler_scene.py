@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median, quantiles
 
-from firsttoken.engine.costs.sarathi_artifact import BatchCosts
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.sarathi.capacity import Objective
 from firsttoken.sarathi.policy import Policy
+from firsttoken.simulation.costs.sarathi_artifact import BatchCosts
 from firsttoken.study.errors import FirstTokenError
 
 COLUMNS = ("P50 TTFT, s", "P99 TTFT, s", "P99 TBT, ms", "longest gap, ms", "tokens/s")

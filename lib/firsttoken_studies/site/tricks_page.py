@@ -10,7 +10,7 @@ from math import log10
 from types import ModuleType
 from typing import Any
 
-from firsttoken.engine.costs.published import TABLE_2
+from firsttoken.simulation.costs.published import TABLE_2
 from firsttoken.study.summary import Entry
 from firsttoken_studies import tricks
 from firsttoken_studies.record.show import interval

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from firsttoken.cps.policies import make_policy
-from firsttoken.engine.costs.published import PublishedCosts
 from firsttoken.engine.preemption import PREEMPTION, PreemptionPolicy
 from firsttoken.engine.scheduler_state import VICTIM, VICTIMS
 from firsttoken.engine.schedulers.sarathi import PrefillFirst
 from firsttoken.sarathi.checked_scheduler import watched
+from firsttoken.simulation.costs.published import PublishedCosts
 from firsttoken.study.policy_file import PolicyFile, PolicyKind
 from firsttoken.study.profile import Profile
 from firsttoken_studies.cps.policy_comparison import ReplayedConfig, calibrated, drawn, maker_of, run_replayed

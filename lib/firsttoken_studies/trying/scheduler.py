@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from firsttoken.sarathi.capacity import RELAXED, STRICT
-from firsttoken.sarathi.hardware import Hardware
 from firsttoken.sarathi.policy import Policy
+from firsttoken.simulation.hardware import Hardware
 from firsttoken.study.profile import Profile
 from firsttoken_studies.sarathi.bench import Bench, CapacityConfig
 from firsttoken_studies.trying.table import Tried, Values, held

@@ -4,7 +4,7 @@ import pytest
 
 from firsttoken.assets.shapes import shape_config
 from firsttoken.cps.costs.arithmetic import LinkModel
-from firsttoken.engine.costs.published import TABLE_2
+from firsttoken.simulation.costs.published import TABLE_2
 from firsttoken_studies.cps.recovery_latency_figures import LINKS, SHAPES, map_of
 
 PAPER = LinkModel(shape_config("qwen2.5-0.5b"), 25e9)

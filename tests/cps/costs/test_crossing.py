@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firsttoken.cps.costs.crossing import crossing, crossing_interval, fit_crossing
-from firsttoken.engine.costs.published import TABLE_2
+from firsttoken.simulation.costs.published import TABLE_2
 from firsttoken.study.errors import CorpusError
 
 TOKENS = [row.tokens for row in TABLE_2]

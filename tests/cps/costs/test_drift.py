@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firsttoken.cps.costs.drift import Drift, scaled
-from firsttoken.engine.costs.published import PublishedCosts
+from firsttoken.simulation.costs.published import PublishedCosts
 from firsttoken.study.errors import ProfileError
 
 COSTS = PublishedCosts(decode_s=0.03)

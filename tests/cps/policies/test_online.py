@@ -13,8 +13,8 @@ from firsttoken.cps.policies.online import OnlineCrossPoint
 from firsttoken.cps.policies.replay import draw_noise, replay
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.fitted import FittedCosts
-from firsttoken.engine.costs.published import PublishedCosts
 from firsttoken.engine.preemption import Action, Observation
+from firsttoken.simulation.costs.published import PublishedCosts
 
 COUNT, SECONDS = 300, 30.0
 A6000 = PublishedCosts(decode_s=0.03)

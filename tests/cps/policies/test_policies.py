@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from firsttoken.cps.costs.drift import Drift, scaled
 from firsttoken.cps.policies import POLICIES, make_policy
-from firsttoken.engine.costs.published import PublishedCosts
 from firsttoken.engine.preemption import Action, Observation
+from firsttoken.simulation.costs.published import PublishedCosts
 from firsttoken.study.errors import ProfileError, RequestError
 
 LENGTHS = st.integers(1, 100_000)

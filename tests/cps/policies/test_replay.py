@@ -7,8 +7,8 @@ from listening import Listening
 from firsttoken.cps.costs.drift import Drift, scaled
 from firsttoken.cps.policies import make_policy
 from firsttoken.cps.policies.replay import draw_noise, replay
-from firsttoken.engine.costs.published import PublishedCosts
 from firsttoken.engine.preemption import Action
+from firsttoken.simulation.costs.published import PublishedCosts
 from firsttoken.study.errors import RequestError
 
 COSTS = PublishedCosts(decode_s=0.03)

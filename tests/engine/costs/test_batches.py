@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firsttoken.engine.costs.cost_model import line_through
-from firsttoken.engine.costs.sarathi_artifact import DECODE_MS_PER_TOKEN, PREFILL_MS_PER_TOKEN, BatchCosts
+from firsttoken.simulation.costs.sarathi_artifact import DECODE_MS_PER_TOKEN, PREFILL_MS_PER_TOKEN, BatchCosts
 from firsttoken.study.errors import ProfileError
 
 COSTS = BatchCosts()

@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from firsttoken.assets.dense_shape import MIXTURES, DenseShape, MixtureShape, dense_shape, model_shape
-from firsttoken.engine.costs import mixture_costs as mixtures
-from firsttoken.engine.costs.mixture_costs import experts_s, layout, mixture_costs
-from firsttoken.engine.costs.operator_tables import OperatorTables, power_between
-from firsttoken.sarathi.hardware import Hardware
+from firsttoken.simulation.costs import mixture_costs as mixtures
+from firsttoken.simulation.costs.mixture_costs import experts_s, layout, mixture_costs
+from firsttoken.simulation.costs.operator_tables import OperatorTables, power_between
+from firsttoken.simulation.hardware import Hardware
 from firsttoken.study.errors import CorpusError, ModelError, ProfileError
 
 SHAPE = MixtureShape(DenseShape(3, 4096, 512, 32, 8, 128, 32000), experts=8, active=2)

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firsttoken.assets.dense_shape import SHAPES, DenseShape, dense_shape
-from firsttoken.engine.costs import operator_tables
-from firsttoken.engine.costs.operator_costs import OperatorCosts
-from firsttoken.engine.costs.operator_tables import (
+from firsttoken.simulation.costs import operator_tables
+from firsttoken.simulation.costs.operator_costs import OperatorCosts
+from firsttoken.simulation.costs.operator_tables import (
     CONTEXT,
     GENERATION,
     PRODUCTS,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from firsttoken.engine.costs.operator_tables import power_between
+from firsttoken.simulation.costs.operator_tables import power_between
 
 
 def test_points_powers_and_both_ends():

@@ -14,7 +14,7 @@ from gpu_profiles import DENSE, attention, write_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.engine.costs.profiled import ProfiledCosts
+from firsttoken.simulation.costs.profiled import ProfiledCosts
 from firsttoken.study.errors import CorpusError, ProfileError
 
 

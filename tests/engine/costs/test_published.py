@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.engine.costs.published import (
+from firsttoken.simulation.costs.published import (
     PAPER_SHAPE,
     PREFILL_FIXED_S,
     TABLE_2,

@@ -8,9 +8,9 @@ import pytest
 
 from firsttoken.assets.dense_shape import SHAPES
 from firsttoken.engine.costs.cost_model import Costs
-from firsttoken.engine.costs.operator_costs import OperatorCosts
-from firsttoken.engine.costs.operator_tables import OperatorTables
-from firsttoken.engine.costs.tensor_parallel import ExchangingCosts, ScaledProfile
+from firsttoken.simulation.costs.operator_costs import OperatorCosts
+from firsttoken.simulation.costs.operator_tables import OperatorTables
+from firsttoken.simulation.costs.tensor_parallel import ExchangingCosts, ScaledProfile
 from firsttoken.study.errors import ProfileError
 
 SHAPE = SHAPES["llama-3.1-8b"]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firsttoken.engine.workload.workload_items import Arrivals, Item, with_arrivals
+from firsttoken.engine.workload_items import Arrivals, Item, with_arrivals
 from firsttoken.study.errors import RequestError
 
 COUNT = 4001

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from firsttoken.engine.workload.workload_items import Item, with_ids
+from firsttoken.engine.workload_items import Item, with_ids
 from firsttoken.study.errors import RequestError
 
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firsttoken.assets.lock import asset_path
-from firsttoken.engine.workload import conversations as kept
-from firsttoken.engine.workload.conversations import conversations, first_pairs, pinned_tokenizer, read_records
-from firsttoken.engine.workload.sharegpt import threshold_mix
-from firsttoken.engine.workload.workload_items import Item
+from firsttoken.engine.workload_items import Item
+from firsttoken.simulation.workload import conversations as kept
+from firsttoken.simulation.workload.conversations import conversations, first_pairs, pinned_tokenizer, read_records
+from firsttoken.simulation.workload.sharegpt import threshold_mix
 from firsttoken.study import paths
 from firsttoken.study.errors import AssetError, CorpusError, ModelError, RequestError
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firsttoken.engine.workload.traces import load_trace
-from firsttoken.engine.workload.workload_items import Item
+from firsttoken.engine.workload_items import Item
+from firsttoken.simulation.workload.traces import load_trace
 from firsttoken.study.errors import CorpusError
 
 AZURE_2023 = """TIMESTAMP,ContextTokens,GeneratedTokens

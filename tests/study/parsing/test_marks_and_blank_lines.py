@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from firsttoken.engine.workload.conversations import first_pairs
 from firsttoken.sarathi.policy import SCHEDULER
+from firsttoken.simulation.workload.conversations import first_pairs
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.parsing.json_text import json_lines, parse_json
 from firsttoken.study.parsing.yaml_text import parse_yaml

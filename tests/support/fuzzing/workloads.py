@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from gpu_profiles import write_profile
 
-from firsttoken.engine.costs.profiled import ProfiledCosts
-from firsttoken.engine.workload.conversations import Conversations, _load, _save, first_pairs
-from firsttoken.engine.workload.traces import load_trace
+from firsttoken.simulation.costs.profiled import ProfiledCosts
+from firsttoken.simulation.workload.conversations import Conversations, _load, _save, first_pairs
+from firsttoken.simulation.workload.traces import load_trace
 from fuzzing import mutators
 from fuzzing.property import Format
 from fuzzing.studies import sound

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig
 
-from firsttoken.engine.costs.published import PAPER_SHAPE, PREFILL_FIXED_S, decomposed
 from firsttoken.engine.kv import KVShape
+from firsttoken.simulation.costs.published import PAPER_SHAPE, PREFILL_FIXED_S, decomposed
 
 PREFILL_FLOP_PER_S = 95e12  # what Table 2's recompute column amounts to (``PublishedCosts``), of the A6000's 155e12
 

@@ -1,1 +1,1 @@
-"""What a step, a swap and a recompute cost: as the paper published it, as profiled on a GPU, and as fitted here."""
+"""What a step, a swap and a recompute cost: what every cost model gives, and one fitted here."""

@@ -22,10 +22,10 @@ from firsttoken.droidspeak.identity import ModelIdentity, identify
 from firsttoken.droidspeak.prefill import full_prefill
 from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.droidspeak.store import KVStore
-from firsttoken.engine.workload.conversations import Conversations, conversations
-from firsttoken.engine.workload.workload_items import Arrivals
+from firsttoken.engine.workload_items import Arrivals
 from firsttoken.progressiveserve.base_model import load_served
 from firsttoken.progressiveserve.evaluation import QualityConfig
+from firsttoken.simulation.workload.conversations import Conversations, conversations
 from firsttoken.study import paths, timing
 from firsttoken.study.canonical_json import sha256_of
 from firsttoken.study.dtypes import computing, name_of, named

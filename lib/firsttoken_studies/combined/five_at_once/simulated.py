@@ -14,20 +14,20 @@ from torch import nn
 from firsttoken.assets.dense_shape import DenseShape, dense_shape
 from firsttoken.engine.costs.cost_model import Costs, follow, step_parts
 from firsttoken.engine.costs.fitted import FittedCosts, relative_fit
-from firsttoken.engine.costs.operator_costs import OperatorCosts
-from firsttoken.engine.costs.operator_tables import OperatorTables, tables_from
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.fused import fuse
 from firsttoken.engine.kv import KVShape
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.trace import Step, Trace
-from firsttoken.engine.workload.conversations import Conversations, conversations
-from firsttoken.engine.workload.workload_items import Arrivals
+from firsttoken.engine.workload_items import Arrivals
 from firsttoken.progressiveserve.base_model import load_served
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.progressiveserve.evaluation import QualityConfig
 from firsttoken.progressiveserve.stages import StagePlan
+from firsttoken.simulation.costs.operator_costs import OperatorCosts
+from firsttoken.simulation.costs.operator_tables import OperatorTables, tables_from
+from firsttoken.simulation.workload.conversations import Conversations, conversations
 from firsttoken.study.dtypes import computing
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile

@@ -25,7 +25,6 @@ from firsttoken.droidspeak.store import KVStore
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Request, Sampling
-from firsttoken.engine.workload.conversations import conversations
 from firsttoken.lean.build import build_lean
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.base_model import load_served
@@ -35,6 +34,7 @@ from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.staged_serving.stage_versions import FusedBeside, StagedModelVersion
 from firsttoken.progressiveserve.staged_serving.transitions import PrefillAgain
+from firsttoken.simulation.workload.conversations import conversations
 from firsttoken.study.dtypes import computing, name_of, named
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile

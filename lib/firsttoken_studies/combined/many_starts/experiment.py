@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from firsttoken.engine.costs.fitted import FittedCosts
-from firsttoken.engine.costs.operator_costs import OperatorCosts
-from firsttoken.engine.costs.operator_tables import CONTEXT, Curve, OperatorTables, tables_from
-from firsttoken.engine.workload.workload_items import Item
+from firsttoken.engine.workload_items import Item
 from firsttoken.progressiveserve.stages import REPORT_PLAN, STAGES, StagePlan
-from firsttoken.sarathi.lengths import lengths, workload
+from firsttoken.simulation.costs.operator_costs import OperatorCosts
+from firsttoken.simulation.costs.operator_tables import CONTEXT, Curve, OperatorTables, tables_from
+from firsttoken.simulation.lengths import lengths, workload
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track

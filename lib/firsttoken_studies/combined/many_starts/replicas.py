@@ -16,7 +16,7 @@ from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.engine import Engine, EngineConfig, fast_forward
 from firsttoken.engine.request import Kind, LayerRecompute, Request, Sampling, ScheduledChunk
 from firsttoken.engine.simulated import SimulatedExecutor
-from firsttoken.engine.workload.workload_items import Item
+from firsttoken.engine.workload_items import Item
 from firsttoken.progressiveserve.stages import STAGES
 
 FAIR, FIRST_STAGES, IN_TURN = "fair", "first stages first", "in turn"

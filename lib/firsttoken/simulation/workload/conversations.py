@@ -23,7 +23,7 @@ import numpy as np
 from firsttoken.assets.gguf import converted
 from firsttoken.assets.lock import asset_path, file_sha256, pinned
 from firsttoken.assets.models import PINNED
-from firsttoken.engine.workload.workload_items import Item
+from firsttoken.engine.workload_items import Item
 from firsttoken.study import paths
 from firsttoken.study.errors import CorpusError, ModelError
 from firsttoken.study.files import replacing

@@ -15,7 +15,7 @@ import numpy as np
 
 from firsttoken.assets.dense_shape import DenseShape
 from firsttoken.engine.costs.cost_model import Costs, follow
-from firsttoken.engine.costs.operator_tables import CONTEXT, GENERATION, Curve, OperatorTables, power_between
+from firsttoken.simulation.costs.operator_tables import CONTEXT, GENERATION, Curve, OperatorTables, power_between
 from firsttoken.study.errors import ProfileError
 
 MOST_TOKENS = 1 << 14  # tokens of a batch that are reckoned once; beyond them the last slope goes on

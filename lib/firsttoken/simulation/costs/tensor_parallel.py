@@ -14,8 +14,8 @@ import numpy as np
 
 from firsttoken.assets.dense_shape import DenseShape
 from firsttoken.engine.costs.cost_model import Costs, follow
-from firsttoken.engine.costs.operator_costs import MOST_TOKENS, OperatorCosts
-from firsttoken.engine.costs.operator_tables import OperatorTables, power_between
+from firsttoken.simulation.costs.operator_costs import MOST_TOKENS, OperatorCosts
+from firsttoken.simulation.costs.operator_tables import OperatorTables, power_between
 from firsttoken.study.errors import ProfileError
 
 _NUMBER_BYTES = 2  # hidden states stay in 16 bits, whatever the weights are in

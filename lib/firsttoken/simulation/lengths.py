@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from firsttoken.assets.manual_downloads import downloaded
-from firsttoken.engine.costs.tables import number, rows
-from firsttoken.engine.workload.conversations import conversations
-from firsttoken.engine.workload.traces import RequestTrace
-from firsttoken.engine.workload.workload_items import Arrivals, Item
+from firsttoken.engine.workload_items import Arrivals, Item
+from firsttoken.simulation.costs.tables import number, rows
+from firsttoken.simulation.workload.conversations import conversations
+from firsttoken.simulation.workload.traces import RequestTrace
 from firsttoken.study.errors import CorpusError
 
 PINNED = "sharegpt"

@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from firsttoken.engine.workload.workload_items import Item
+from firsttoken.engine.workload_items import Item
 from firsttoken.study import paths
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.parsing.csv_text import Lines, columns, numbered, plain_number, records

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from firsttoken.engine.workload.conversations import conversations
-from firsttoken.engine.workload.workload_items import Item
+from firsttoken.engine.workload_items import Item
+from firsttoken.simulation.workload.conversations import conversations
 from firsttoken.study.errors import CorpusError, RequestError
 
 LONGEST = 2048  # tokens of a conversation, prompt and answer (CPS 4.1)

@@ -13,8 +13,8 @@ import numpy as np
 
 from firsttoken.assets.dense_shape import MixtureShape
 from firsttoken.assets.lock import asset_path
-from firsttoken.engine.costs.operator_costs import MOST_TOKENS, OperatorCosts
-from firsttoken.engine.costs.operator_tables import Curve, OperatorTables, least_by_size, power_between, read_table
+from firsttoken.simulation.costs.operator_costs import MOST_TOKENS, OperatorCosts
+from firsttoken.simulation.costs.operator_tables import Curve, OperatorTables, least_by_size, power_between, read_table
 from firsttoken.study.errors import ProfileError
 
 MIXTURE_CARDS = ("h100-sxm", "h200-sxm", "b200-sxm")

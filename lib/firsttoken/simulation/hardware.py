@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from firsttoken.assets.dense_shape import MixtureShape, model_shape
 from firsttoken.assets.manual_downloads import downloaded
 from firsttoken.engine.costs.cost_model import Costs
-from firsttoken.engine.costs.mixture_costs import layout, mixture_costs
-from firsttoken.engine.costs.operator_costs import OperatorCosts
-from firsttoken.engine.costs.operator_tables import CARDS, OperatorTables, tables_from
-from firsttoken.engine.costs.profiled import ProfiledCosts
-from firsttoken.engine.costs.sarathi_artifact import BatchCosts
+from firsttoken.simulation.costs.mixture_costs import layout, mixture_costs
+from firsttoken.simulation.costs.operator_costs import OperatorCosts
+from firsttoken.simulation.costs.operator_tables import CARDS, OperatorTables, tables_from
+from firsttoken.simulation.costs.profiled import ProfiledCosts
+from firsttoken.simulation.costs.sarathi_artifact import BatchCosts
 from firsttoken.study.errors import ProfileError
 
 PUBLISHED = "yi-34b-a100"

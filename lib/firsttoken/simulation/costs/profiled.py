@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from firsttoken.engine.costs.cost_model import Costs, follow, line_through
-from firsttoken.engine.costs.tables import MEND, number, rows
+from firsttoken.simulation.costs.tables import MEND, number, rows
 from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.parsing.csv_text import columns, numbered
 from firsttoken.study.parsing.parse_errors import Damaged, blaming
