@@ -24,8 +24,7 @@ from firsttoken.assets.servable import check_servable
 from firsttoken.cps.policies import make_policy
 from firsttoken.cps.policies.measured import MeasuredCrossPoint
 from firsttoken.engine.engine import EngineConfig
-from firsttoken.engine.model_server import EngineServer, LoadingServer, ModelServer
-from firsttoken.engine.numpy_answers import NumpyAnswers
+from firsttoken.engine.model_server import EngineServer, ModelServer
 from firsttoken.engine.numpy_model import NumpyModel
 from firsttoken.engine.numpy_weights import FolderWeights
 from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
@@ -39,6 +38,7 @@ from firsttoken.progressiveserve.loading.stage_weights import StageWeights
 from firsttoken.study import dtypes
 from firsttoken.study.errors import FirstTokenError, StageError, files_alone
 from firsttoken.study.system.direct_io import read_ahead
+from firsttoken_serve.retrying_server import RetryingServer, StagedService
 from firsttoken_serve.service_config import ServiceConfig
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Coming(NamedTuple):
 # A Hugging Face folder that was not staged: it is read whole, lean or by transformers itself.
 
 
-class PlainServer(LoadingServer):
+class PlainServer(RetryingServer):
     """Serves the whole model in the plain folder ``folder``, and uses what is in ``store`` of how a prompt begins; with
     it, under their names, the ``variants`` that adapters in these folders make of it. ``comes`` is the model that
     answers until torch is imported, as :func:`without_torch` returns it."""
@@ -78,14 +78,14 @@ class PlainServer(LoadingServer):
         variants: Mapping[str, Path] = MappingProxyType({}),
         comes: Future[NumpyModel] | None = None,
     ) -> None:
-        super().__init__(limits, device, 1.0, broken, comes)
+        super().__init__(limits, device, broken=broken, comes=comes)
         self._folder, self._store, self._owner, self._variants = folder, store, owner, variants
         self._live: LiveExecutor
         self._load_other: Callable[[], nn.Module] | None = None  # where others multiply better than who begins
 
-    def _read_ahead(self, answers: NumpyAnswers | None) -> None:
+    def _read_ahead(self) -> None:
         """Let the system read the files ahead of their mapping, which has begun where there are answers."""
-        if answers is None:
+        if not self._answers_early():
             bring(self._folder)
 
     def _import(self) -> None:
@@ -123,7 +123,6 @@ class PlainServer(LoadingServer):
             self._release_plain()  # it measures the layers that will serve
             for _ in self._live.version.fuse():
                 pass
-        self._end_numpy()
         self._run(self._live, versions=versions)
         self._compare(files, dtype)
         return True
@@ -347,11 +346,9 @@ def serve_model(
             swarm.prefixes = lambda: use_prefixes(swarm, store, lambda: _of_servers(config), "cpu", others=False)
         return swarm
     if is_staged(config.folder):
-        from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
-
         links = [Link(LinkConfig(config.gbit_per_s))] if comes is None else comes.links
         options = {"device": config.device, "broken": broken, "comes": comes and comes.model}
-        staged = StagedServer(config.folder, links, limits, dtype=dtypes.AUTO, threads=config.threads, **options)
+        staged = StagedService(config.folder, links, limits, dtype=dtypes.AUTO, threads=config.threads, **options)
         if variants := dict(config.variants):
             staged.variants = lambda: late_variants(variants, config.device)
         if (store := config.prefix_store) is not None:

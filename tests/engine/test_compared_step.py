@@ -33,9 +33,9 @@ from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.progressiveserve.checkpoint.plan import staged
 from firsttoken.progressiveserve.checkpoint.sources import FolderSource
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
-from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.progressiveserve.stages import StagePlan
 from firsttoken.study.errors import FirstTokenError, ModelError
+from firsttoken_serve.retrying_server import StagedService
 from firsttoken_serve.served_model import PlainServer
 
 SMALL = {
@@ -122,7 +122,7 @@ def test_lean_modules_one_layer_at_a_time_are_transformers(kind: str, tmp_path: 
     assert rows == pytest.approx(reference_rows(stock, prompt).rows, abs=1e-5, rel=1e-5)
 
 
-def ended(server: PlainServer | StagedServer, faults: list[FirstTokenError]) -> FirstTokenError:
+def ended(server: PlainServer | StagedService, faults: list[FirstTokenError]) -> FirstTokenError:
     """What ended ``server``, which nobody can ask any more then."""
     with closing(server):
         server.start()
@@ -151,7 +151,7 @@ def test_a_service_ends_with_one_line_where_a_step_is_another(way, kind, tmp_pat
     monkeypatch.setattr(LocalSegment, "run", wrong_layers)
     limits = RequestLimits(max_model_len=64)
     if way == "stage":
-        server = StagedServer(tmp_path / "staged", [Link()], limits, broken=faults.append)
+        server = StagedService(tmp_path / "staged", [Link()], limits, broken=faults.append)
     else:
         server = PlainServer(folder, limits, device="cpu", broken=faults.append)
     fault = ended(server, faults)

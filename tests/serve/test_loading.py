@@ -19,9 +19,9 @@ from services import COMPLETIONS, ENDLESS, LIMITS
 
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.link.shaped import Link
-from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken_serve.chat.text import read_vocabulary
 from firsttoken_serve.http.app import Replica, build_app
+from firsttoken_serve.retrying_server import StagedService
 from firsttoken_serve.service_config import ServiceConfig
 
 
@@ -40,7 +40,7 @@ class TestLoading:
         """What ``ask`` finds of a replica that loads over ``link``, in this process."""
         config = ServiceConfig(folder, **LIMITS)
         limits = RequestLimits(max_prompt_tokens=64, max_new_tokens=config.max_new_tokens)
-        server = StagedServer(folder, [link], limits, retry_s=0.05)
+        server = StagedService(folder, [link], limits, retry_s=0.05)
         app = build_app(Replica(server, read_vocabulary(folder, 64), config, "the-replica"), server, config)
         server.start()
 

@@ -17,7 +17,7 @@ from waiting import until
 
 from firsttoken.__main__ import main
 from firsttoken.engine.request_limits import RequestLimits
-from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
+from firsttoken_serve.retrying_server import StagedService
 
 Change = Callable[[Path], None]
 
@@ -98,7 +98,7 @@ def test_a_device_that_is_not_here(device: str, options: list[str], plain: Path,
 def test_what_may_pass_is_tried_again_and_said(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A link that dies."""
     limits = RequestLimits(max_prompt_tokens=64, max_new_tokens=64)
-    server = StagedServer(tiny, [DyingLink(120_000)], limits, retry_s=0.01)
+    server = StagedService(tiny, [DyingLink(120_000)], limits, retry_s=0.01)
     server.start()
     until(lambda: "stage 2" in (server.status()["error"] or ""), "the failure is told")
     server.close()  # what is read while a thread writes may lose a line

@@ -26,9 +26,9 @@ from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.progressiveserve.checkpoint.plan import staged
 from firsttoken.progressiveserve.checkpoint.sources import FolderSource
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
-from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.progressiveserve.stages import StagePlan
 from firsttoken.study.errors import FirstTokenError
+from firsttoken_serve.retrying_server import StagedService
 from firsttoken_serve.served_model import PlainServer
 
 LAYERS, ANSWER, MOST_WEIGHTS = 8, 8, 3_000_000
@@ -111,7 +111,7 @@ def _checked(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def _told(server: PlainServer | StagedServer, faults: list[FirstTokenError]) -> list[int]:
+def _told(server: PlainServer | StagedService, faults: list[FirstTokenError]) -> list[int]:
     """Its answer to the prompt, once it is complete. Raises what ended it."""
     with closing(server):
         server.start()
@@ -135,7 +135,7 @@ def _stage(folder: Path) -> list[int]:
     out, faults = folder.with_name(f"{folder.name}-staged"), list[FirstTokenError]()
     source = FolderSource(folder)
     write_staged(source, staged(source.names, StagePlan.from_block(LAYERS, (2, 3))), out)
-    return _told(StagedServer(out, [Link()], RequestLimits(max_model_len=64), broken=faults.append), faults)
+    return _told(StagedService(out, [Link()], RequestLimits(max_model_len=64), broken=faults.append), faults)
 
 
 def _swarm(folder: Path) -> list[int]:

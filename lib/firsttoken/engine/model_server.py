@@ -1,6 +1,6 @@
 """What serves a model, whatever that is made of: the one protocol that the HTTP service knows, and what all share.
 
-Requests are taken from the first moment on, and wait until there is an engine, or are answered by numpy. Whoever
+Requests are taken from the first moment on, and wait until there is an engine. Whoever
 imports this has imported no torch yet: the thread that loads does (:class:`LoadingServer`), and every import of torch
 is its own, so that no two threads wait for each other's.
 """
@@ -12,15 +12,12 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from firsttoken.assets.lock import first_line
 from firsttoken.engine.async_engine import AsyncEngine, EngineStats
-from firsttoken.engine.numpy_answers import NumpyAnswers
-from firsttoken.engine.numpy_model import NumpyModel
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.request_limits import BLOCK_TOKENS, RequestLimits
 from firsttoken.engine.stream import Asked, Stream, TokenSink, step_failure
@@ -43,7 +40,6 @@ Versions = Mapping[str, "Version"]  # variants of a model by name
 NONE: Versions = MappingProxyType({})
 T = TypeVar("T")
 
-LONGEST_PAUSE_S = 60.0
 PAUSE_S = 0.01  # between two layers that are fused, which takes 10 ms each: a fused step takes a fifth of the other
 
 
@@ -181,27 +177,17 @@ class StaticServer(EngineServer):
 class LoadingServer(EngineServer):
     """Serves a model that one thread loads, of all stages or the first, and then what else there is to be loaded.
 
-    What fails is tried again after ``retry_s`` seconds, and after twice as long each further time, up to a minute; each
-    failure is a line on the terminal. ``broken`` is told, by that thread, of what leaves no hope: something that
-    computes cannot be imported, or the files are of no model that can be served. ``comes`` is the model that answers
-    until torch is imported.
+    What fails ends it: nobody is served from then on, and whoever asks learns why. A subclass may try again
+    (:meth:`_attempt`).
     """
 
     _bytes_moved = 0  # those of failed attempts included
     _recover = True  # to later stages, where there are any
     _first = 1  # the stage that is served before these
 
-    def __init__(
-        self,
-        limits: RequestLimits,
-        device: str,
-        retry_s: float,
-        broken: Callable[[FirstTokenError], None],
-        comes: Future[NumpyModel] | None = None,
-    ) -> None:
+    def __init__(self, limits: RequestLimits, device: str) -> None:
         super().__init__(limits)
-        self._numpy = None if comes is None else NumpyAnswers(comes, self._change, self._open)
-        self._device, self._retry_s, self._broken = device, retry_s, broken
+        self._device = device
         self._stage, self._stages, self._bytes_total = 0, 0, 0  # the stage that new requests begin with
         self._error, self._prepared = "", False
         self._events: list[dict[str, Any]] = []
@@ -240,9 +226,8 @@ class LoadingServer(EngineServer):
             self._thread.join()
 
     @abstractmethod
-    def _read_ahead(self, answers: NumpyAnswers | None) -> None:
-        """Begin to read what is loaded first, or what comes behind the weights that there are ``answers`` of already,
-        where that can be done without torch; it raises nothing."""
+    def _read_ahead(self) -> None:
+        """Begin to read what is loaded first, where that can be done without torch; it raises nothing."""
 
     @abstractmethod
     def _import(self) -> None:
@@ -256,28 +241,38 @@ class LoadingServer(EngineServer):
     def _go_on(self) -> None:
         """What there is to do beside serving, until it is done or the server is being closed."""
 
+    def _attempt(self, stage: int, load: Callable[[], T]) -> T | None:
+        """Return what ``load`` brings for ``stage``; None when the server is being closed. Raises what it raises."""
+        self._note(stage, "loading")
+        try:
+            return load()
+        except Exception:
+            if self._closing.is_set():
+                return None
+            raise
+
     def _note(self, stage: int, what: str, **more: float) -> None:
         """Remember that ``what`` happened to ``stage``, now."""
         self._events.append({"at_s": time.monotonic() - self._started_s, "stage": stage, "what": what} | more)
 
     def _load_and_serve(self) -> None:
-        if not self._prepare():
-            return
         try:
-            if self._insist(self._first, self._begin, self._end_all):
+            self._prepare()
+            if self._attempt(self._first, self._begin):
                 self._serving(self._first)
                 self._go_on()
                 self._closing.wait()
-        except PermanentFault as error:
+        except Exception as error:
             if not self._closing.is_set():
-                self._give_up(error.fault)
+                fault = error.fault if isinstance(error, PermanentFault) else error
+                self._give_up(fault if isinstance(fault, FirstTokenError) else StageError(first_line(fault)))
                 return
         self._end_all(ClosedError("the server was closed"))
 
-    def _prepare(self) -> bool:
-        """Import what computes. Where that fails it would every time: nobody is served, and whoever asks learns why."""
+    def _prepare(self) -> None:
+        """Import what computes. Where that fails it would every time. Raises FirstTokenError."""
         try:
-            self._read_ahead(self._numpy if self._numpy is not None and self._numpy.begin() else None)
+            self._read_ahead()
             fresh = "torch" not in sys.modules
             with uncollected() if fresh else nullcontext():  # what a process in mid-life holds may be garbage
                 from firsttoken.engine import engine, live_executor  # noqa: F401
@@ -285,13 +280,11 @@ class LoadingServer(EngineServer):
                 self._import()
             check_device(self._device)
             self._prepared = True
-            return True
-        except FirstTokenError as error:
-            self._give_up(error)
+        except FirstTokenError:
+            raise
         except Exception as error:
             fault = f"what computes cannot be imported: {first_line(error)}"
-            self._give_up(StageError(f"{fault}; install firsttoken again"))
-        return False
+            raise StageError(f"{fault}; install firsttoken again") from error
 
     def _give_up(self, fault: FirstTokenError) -> None:
         """Nobody is served from now on: who waits, and who asks, learns of ``fault``."""
@@ -300,36 +293,6 @@ class LoadingServer(EngineServer):
             self._permanent_fault = fault
             self._closing.set()
         self._end_all(fault)
-        self._broken(fault)
-
-    def _insist(
-        self, stage: int, attempt: Callable[[], T], failed: Callable[[Exception], None] = lambda error: None
-    ) -> T | None:
-        """What ``attempt`` returns, called until it raises nothing, ``failed`` after each time it does. Raises
-        PermanentFault.
-
-        None when the server is closed first. Any kind of exception is caught: a thread that dies would leave its
-        clients waiting for ever.
-        """
-        pause = self._retry_s
-        while not self._closing.is_set():
-            self._note(stage, "loading")
-            try:
-                there = attempt()
-                self._error = ""
-                return there
-            except Exception as error:
-                if self._closing.is_set():
-                    break
-                self._error = f"stage {stage}: {first_line(error)}"
-                self._note(stage, f"failed: {first_line(error)}")
-                if isinstance(error, PermanentFault):
-                    raise
-                print(f"firsttoken: {self._error}; it is tried again in {pause:g} s", file=sys.stderr, flush=True)
-                failed(error)
-                self._closing.wait(pause)
-                pause = min(LONGEST_PAUSE_S, 2 * pause)
-        return None
 
     def _executor(self, model: nn.Module, device: torch.device) -> LiveExecutor:
         """What runs ``model`` over a pool as large as the limits say. Raises PermanentFault."""
@@ -379,17 +342,8 @@ class LoadingServer(EngineServer):
                 if self._closing.wait(PAUSE_S):
                     return
 
-    def _end_numpy(self) -> None:
-        """End answers without torch. Their model is freed once the engine has copied its keys and values."""
-        if self._numpy is not None:
-            self._numpy.end()
-            self._numpy = None
-
     def _end_all(self, error: Exception) -> None:
         """Whoever is open ends with ``error``, in the engine or before it."""
-        if self._numpy is not None:
-            self._numpy.close()
-            self._numpy = None
         with self._change:
             server, self._server = self._server, None
             waiting = [session for session in self._open if session.request is None]

@@ -12,7 +12,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from firsttoken.assets.adapter_files import CONFIG, WEIGHTS
-from firsttoken.engine import model_server
 from firsttoken.engine.lora import parse_adapter
 from firsttoken.engine.numpy_model import NumpyModel
 from firsttoken.engine.request_limits import RequestLimits
@@ -20,8 +19,9 @@ from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.loading.stage_weights import StageWeights
 from firsttoken.progressiveserve.loading.views import StageView, make_view
 from firsttoken.progressiveserve.passlayer import PassLayer
-from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.progressiveserve.staged_serving.transitions import Transition
+from firsttoken_serve import retrying_server
+from firsttoken_serve.retrying_server import StagedService
 
 Views = Callable[..., list[StageView]]
 
@@ -49,16 +49,16 @@ def views() -> Views:
 
 
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., StagedServer]]:
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., StagedService]]:
     """Starts servers, and at the end holds them to having ended: none of their threads is left. With ``early`` the
     first stage answers by numpy until torch's engine is there.
 
     What was mended is found soon, though a slow machine has failed many times by then: answers are open meanwhile.
     """
-    monkeypatch.setattr(model_server, "LONGEST_PAUSE_S", 0.05)
-    servers: list[StagedServer] = []
+    monkeypatch.setattr(retrying_server, "LONGEST_PAUSE_S", 0.05)
+    servers: list[StagedService] = []
 
-    def start(staged, link: Link | None = None, policy: Transition | None = None, **config) -> StagedServer:
+    def start(staged, link: Link | None = None, policy: Transition | None = None, **config) -> StagedService:
         own = {name: config.pop(name) for name in ("threads", "recover", "retry_s") if name in config}
         options = {"policy": policy, "retry_s": 0.02} | own
         link = link or Link()
@@ -66,7 +66,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., StagedServe
             maker = ThreadPoolExecutor(1)
             options["comes"] = maker.submit(lambda: NumpyModel(StageWeights(staged.folder, [link]), threads=1))
             maker.shutdown(wait=False)
-        server = StagedServer(staged.folder, [link], RequestLimits(**config), **options)
+        server = StagedService(staged.folder, [link], RequestLimits(**config), **options)
         servers.append(server)
         server.start()
         return server

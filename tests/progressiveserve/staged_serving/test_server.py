@@ -33,8 +33,8 @@ from firsttoken.lean.layers import LeanLayer
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.base_model import at_stage
 from firsttoken.progressiveserve.checkpoint.plan import whole
+from firsttoken.progressiveserve.loading import stage_loader
 from firsttoken.progressiveserve.passlayer import PassLayer
-from firsttoken.progressiveserve.staged_serving import staged_server
 from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.progressiveserve.staged_serving.transitions import FromBoundary, Naive, PrefillAgain, Transition
 
@@ -96,7 +96,7 @@ def test_the_layers_of_an_early_stage_are_fused_beside_the_plain_ones(stage, ser
 
 @pytest.mark.skipif(kernels() is None, reason="no compiler builds the kernels here")
 def test_without_room_for_them_twice_layers_are_not_fused_beside_the_plain_ones(stage, serve, monkeypatch):
-    monkeypatch.setattr(staged_server, "free_memory_bytes", lambda: 1)
+    monkeypatch.setattr(stage_loader, "free_memory_bytes", lambda: 1)
     staged = stage(adapters=(1,))
     server = serve(staged, recover=False)
     check_stage(staged, 1, PROMPT, tokens_of(server.submit(PROMPT, 16)), 16)

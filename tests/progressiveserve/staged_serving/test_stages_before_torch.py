@@ -31,12 +31,11 @@ from firsttoken.engine.fused import FusedLayer, PackedLinear
 from firsttoken.engine.numpy_model import NumpyModel
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest, write_manifest
-from firsttoken.progressiveserve.loading import read_memory
+from firsttoken.progressiveserve.loading import read_memory, stage_loader
 from firsttoken.progressiveserve.loading.stage_weights import StageWeights
-from firsttoken.progressiveserve.staged_serving import staged_server
-from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.study import dtypes
 from firsttoken.study.errors import BusyError, LinkError, ModelError
+from firsttoken_serve.retrying_server import StagedService
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 BITS = {"dtype": torch.bfloat16, "planes": "bits"}
@@ -45,8 +44,8 @@ BITS = {"dtype": torch.bfloat16, "planes": "bits"}
 @pytest.fixture
 def torch_comes(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Torch is imported once this is set."""
-    right, comes = StagedServer._import, threading.Event()
-    monkeypatch.setattr(StagedServer, "_import", lambda server: (comes.wait(TIMEOUT_S), right(server)))
+    right, comes = StagedService._import, threading.Event()
+    monkeypatch.setattr(StagedService, "_import", lambda server: (comes.wait(TIMEOUT_S), right(server)))
     yield comes
     comes.set()
 
@@ -84,8 +83,10 @@ def test_bits_go_on_and_become_exact(wide, serve, torch_comes):
 @pytest.mark.parametrize("options", [{}, BITS])
 def test_the_layers_of_stage_1_are_the_packed_ones(wide, serve, torch_comes, monkeypatch, options):
     """Its tokens take no longer than before, and layers that later bits change are not taken for these."""
-    taken, right = [], StagedServer._take_packed
-    monkeypatch.setattr(StagedServer, "_take_packed", lambda server, early: taken.append(early) or right(server, early))
+    taken, right = [], StagedService._take_packed
+    monkeypatch.setattr(
+        StagedService, "_take_packed", lambda server, early: taken.append(early) or right(server, early)
+    )
     server = serve(wide(**options), early=True, recover=False)
     assert first_event(server.submit(PROMPT, 3))
     torch_comes.set()
@@ -132,7 +133,7 @@ def test_the_second_stage_is_read_while_torch_is_imported(wide, serve, torch_com
 
 def test_what_is_merged_later_waits_for_memory(wide, serve, torch_comes, monkeypatch):
     """It is read as far as there is memory for it, and all the same ends with its server."""
-    monkeypatch.setattr(staged_server, "BEFORE_TORCH", 20_000)
+    monkeypatch.setattr(stage_loader, "BEFORE_TORCH", 20_000)
     staged, link = wide(**BITS), Link()
     server = serve(staged, link, early=True)
     first = bytes_until(staged, 1)

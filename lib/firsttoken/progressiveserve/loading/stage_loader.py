@@ -1,0 +1,158 @@
+"""The loads of a server that grows: one stage after another, each begun as early as it can be."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from firsttoken.assets.model_config import CONFIG
+from firsttoken.link.shaped import Link
+from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest
+from firsttoken.progressiveserve.checkpoint.names import torch_dtype
+from firsttoken.progressiveserve.loading.read_memory import BEFORE_TORCH, Memory, cpu_memory
+from firsttoken.progressiveserve.loading.read_plan import adapter_blobs, open_reader, part_blobs, parts_of
+from firsttoken.progressiveserve.loading.reader import BlobReader, ReadBefore
+from firsttoken.study import dtypes
+from firsttoken.study.errors import FirstTokenError, files_alone
+from firsttoken.study.system.cgroup_limits import free_memory_bytes
+
+if TYPE_CHECKING:  # imported by the thread that loads, while requests are already taken
+    from firsttoken.progressiveserve.loading.loader import StageLoad
+    from firsttoken.progressiveserve.loading.meta_model import MetaModel
+    from firsttoken.progressiveserve.loading.views import StageView
+    from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
+
+
+class StageLoader:
+    """Loads the stages of the checkpoint in ``folder`` over ``links`` by ``threads`` readers a link, one stage after
+    another; ``dtype`` as in :func:`firsttoken.study.dtypes.serving`."""
+
+    def __init__(self, folder: Path, links: Sequence[Link], *, device: str, dtype: str, threads: int) -> None:
+        self.folder, self.links, self._device, self._dtype = folder, list(links), device, dtype
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._closed = False
+        self._loading: StageLoad | None = None
+        self._ahead: dict[int, tuple[BlobReader, Memory]] = {}  # by stage, begun before its turn
+        self._reached = 0  # the stage whose load has begun
+        self._builder: WeightBuilder | None = None  # of stage 1, begun before there is a model
+        self.manifest: Manifest
+        self.meta_model: MetaModel
+        self.bytes_total = 0  # of all stages
+
+    def read_ahead(self, stage: int, manifest: Manifest | None = None) -> None:
+        """Begin to read ``stage`` before its turn, where that can be done without torch; what is wrong with it is for
+        :meth:`plan`. The folder's ``manifest`` is read unless it is given."""
+        if self._device != "cpu":  # the load wants pinned memory
+            return
+        with suppress(FirstTokenError):
+            manifest = manifest or read_manifest(self.folder)
+            merged = all(part.merged for part in parts_of(manifest, [stage]))
+            memory = cpu_memory(merged, len(self.links), BEFORE_TORCH)
+            options = {"threads": self._threads, "allocate": memory.allocate}
+            with self._lock:
+                if not self._closed and stage > self._reached:
+                    reader = open_reader(self.folder, manifest, [stage], self.links, **options)
+                    self._ahead[stage] = reader, memory
+
+    def plan(self) -> int:
+        """The number of the stages; how many bytes they are is known then. Raises ModelError and StageError."""
+        manifest = self.manifest = read_manifest(self.folder)
+        stages = range(1, len(manifest.stages) + 1)
+        every = [blobs(self.folder, manifest, [stage]) for stage in stages for blobs in (adapter_blobs, part_blobs)]
+        self.bytes_total = sum(blob.bytes for blobs in every for blob in blobs)
+        return len(stages)
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that have come over all links, those of failed loads included."""
+        return sum(link.bytes_moved for link in self.links)
+
+    @property
+    def fits_twice(self) -> bool:
+        """Whether there is memory for the weights once more."""
+        free = free_memory_bytes()
+        return free is None or free >= 2 * self.bytes_total
+
+    @property
+    def merges(self) -> bool:
+        """Whether a later stage changes weights that are there."""
+        return any(part.merged for stage in self.manifest.stages for part in stage.parts)
+
+    def build(self, read: ReadBefore | None = None) -> MetaModel:
+        """The model before its weights, which are read meanwhile, or have been ``read`` for another one. Raises
+        ModelError and StageError, or PermanentFault."""
+        import torch
+
+        from firsttoken.lean.build import build_lean
+        from firsttoken.progressiveserve.loading.meta_model import MetaModel
+        from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
+
+        manifest = self.manifest
+        computing = dtypes.serving(self._dtype, torch_dtype(manifest.dtype), self._device)
+        place = torch.device(self._device), computing
+        with self._lock:
+            if read is not None:
+                self._builder = WeightBuilder(manifest, [1], read, *place, decoded=read.decoded)
+            elif 1 in self._ahead:
+                reader, memory = self._ahead.pop(1)
+                self._builder = WeightBuilder(manifest, [1], reader, *place, memory)
+        # a file that is not there yet may still be on its way, as a part of the model may; what a file says stays
+        with files_alone() if (self.folder / CONFIG).is_file() else nullcontext():
+            self.meta_model = MetaModel(self.folder, manifest, self._device, computing, build_lean)
+        return self.meta_model
+
+    def load(self, stage: int, previous: StageView) -> StageLoad:
+        """Begin to load all that brings ``previous`` to ``stage``, at once."""
+        from firsttoken.progressiveserve.loading.loader import StageLoad
+        from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
+
+        stages, meta_model = range(previous.stage + 1, stage + 1), self.meta_model
+        with self._lock:
+            builder, self._builder = self._builder, None  # whose it is from now on
+            self._reached = stage
+            if builder is None and [*stages] == [stage] and stage in self._ahead:
+                reader, memory = self._ahead.pop(stage)
+                builder = WeightBuilder(self.manifest, stages, reader, meta_model.device, meta_model.dtype, memory)
+        options = {"threads": self._threads, "builder": builder}
+        load = StageLoad(self.folder, self.manifest, stages, self.links, meta_model, previous, **options)
+        # ``close`` may have run while the load was being made, and found none that it could stop.
+        with self._lock:
+            self._loading, closed = load, self._closed
+        if closed:
+            load.close()
+        return load
+
+    def finish(self, load: StageLoad) -> StageView:
+        """The view of what ``load`` brings, once it is whole. Raises what the load raises."""
+        view = load.wait()
+        self._loading = None  # the load holds its stage's layers
+        return view
+
+    def ended_by(self, error: Exception) -> bool:
+        """Whether ``error`` is what ended the load that was under way."""
+        return self._loading is not None and self._loading.failure is error
+
+    def merging(self) -> dict[str, float]:
+        """What it took to merge a stage into weights that were there: bytes of these, seconds in all and of the longest
+        merge between two steps."""
+        spent, self.meta_model.merges.spent = self.meta_model.merges.spent, []
+        if not spent:
+            return {}
+        sizes, seconds = zip(*spent, strict=True)
+        return {"merged_bytes": sum(sizes), "merging_s": sum(seconds), "longest_merge_s": max(seconds)}
+
+    def close(self) -> None:
+        """Stop the load that is under way, and begin no other."""
+        with self._lock:
+            self._closed = True
+            loading, builder, ahead = self._loading, self._builder, [*self._ahead.values()]
+        for reading in (loading, builder):
+            if reading is not None:
+                reading.close()
+        for reader, memory in ahead:
+            memory.close()
+            reader.close()

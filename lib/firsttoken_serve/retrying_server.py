@@ -1,0 +1,217 @@
+"""Around servers that only load: one that loads again what failed, and answers before torch is imported."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from firsttoken.assets.lock import first_line
+from firsttoken.engine.model_server import LoadingServer
+from firsttoken.engine.numpy_answers import NumpyAnswers
+from firsttoken.engine.torch_behind import by_kernels
+from firsttoken.lean.lean_config import OtherWay
+from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
+from firsttoken.study import dtypes
+from firsttoken.study.errors import FirstTokenError, ModelError, PermanentFault, files_alone
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from firsttoken.engine.async_engine import AsyncEngine
+    from firsttoken.engine.live_executor import LiveExecutor
+    from firsttoken.engine.model_version import ModelVersion
+    from firsttoken.engine.numpy_model import NumpyModel
+    from firsttoken.progressiveserve.loading.loader import StageLoad
+    from firsttoken.progressiveserve.loading.meta_model import MetaModel
+    from firsttoken.progressiveserve.loading.stage_weights import StageWeights
+    from firsttoken.progressiveserve.staged_serving.stage_versions import Between, StagedModelVersion
+
+LONGEST_PAUSE_S = 60.0
+T = TypeVar("T")
+
+
+class RetryingServer(LoadingServer):
+    """Tries again what fails after ``retry_s`` seconds, and after twice as long each further time, up to a minute; each
+    failure is a line on the terminal. ``broken`` is told, by the thread that loads, of what leaves no hope: something
+    that computes cannot be imported, or the files are of no model that can be served. ``comes`` is the model that
+    answers until there is an engine.
+    """
+
+    def __init__(
+        self,
+        *options: Any,
+        retry_s: float = 1.0,
+        broken: Callable[[FirstTokenError], None] = lambda error: None,
+        comes: Future[NumpyModel] | None = None,
+        **named: Any,
+    ) -> None:
+        super().__init__(*options, **named)
+        self._retry_s, self._broken = retry_s, broken
+        self._numpy = None if comes is None else NumpyAnswers(comes, self._change, self._open)
+
+    def _answers_early(self) -> bool:
+        """Whether requests are answered without torch from now on, which may be imported when this returns."""
+        return self._numpy is not None and self._numpy.begin()
+
+    def _attempt(self, stage: int, load: Callable[[], T]) -> T | None:
+        """Return what ``load`` brings, called until it raises nothing. Raises PermanentFault.
+
+        Any kind of exception is caught: a thread that dies would leave its clients waiting for ever.
+        """
+        pause = self._retry_s
+        while not self._closing.is_set():
+            try:
+                loaded = super()._attempt(stage, load)
+                self._error = ""
+                return loaded
+            except Exception as error:
+                self._error = f"stage {stage}: {first_line(error)}"
+                self._note(stage, f"failed: {first_line(error)}")
+                if isinstance(error, PermanentFault):
+                    raise
+                print(f"firsttoken: {self._error}; it is tried again in {pause:g} s", file=sys.stderr, flush=True)
+                if not self._stage:  # nobody can be served meanwhile
+                    self._end_all(error)
+                self._closing.wait(pause)
+                pause = min(LONGEST_PAUSE_S, 2 * pause)
+        return None
+
+    def _run(self, executor: LiveExecutor, *options: Any, **named: Any) -> AsyncEngine:
+        self._end_numpy()
+        return super()._run(executor, *options, **named)
+
+    def _give_up(self, fault: FirstTokenError) -> None:
+        super()._give_up(fault)
+        self._broken(fault)
+
+    def _end_numpy(self) -> None:
+        """End answers without torch. Their model is freed once the engine has copied its keys and values."""
+        if self._numpy is not None:
+            self._numpy.end()
+            self._numpy = None
+
+    def _end_all(self, error: Exception) -> None:
+        if self._numpy is not None:
+            self._numpy.close()
+            self._numpy = None
+        super()._end_all(error)
+
+
+class LastStageVariants(Protocol):
+    """Variants of the whole model, which serve with its last stage."""
+
+    def read(self, folder: Path, sha256: str, layers: Sequence[nn.Module]) -> None:
+        """Read all that is theirs, for the ``layers`` of the model in ``folder``, whose weights have this ``sha256``
+        ("" where nobody knows it) and may not be there yet. Raises StageError."""
+
+    def host(self, version: StagedModelVersion, executor: LiveExecutor, between: Between) -> Mapping[str, ModelVersion]:
+        """The variants by name, beside the ``version`` that is the last stage, each compared ``between`` two steps."""
+
+    def fuse(self) -> Iterator[None]:
+        """Fuse that version's layers, as it does alone, for the variants too."""
+
+
+class StagedService(RetryingServer, StagedServer):
+    """Serves a staged checkpoint, and goes on with what the weights of a first stage have begun without torch."""
+
+    def __init__(self, *options: Any, **named: Any) -> None:
+        super().__init__(*options, **named)
+        self._reading: threading.Thread | None = None  # that begins with the second stage
+        self._early: StageWeights | None = None  # of the first stage, which has come
+        self.whole: Callable[[torch.dtype, str], str] | None = None
+        """Called by the thread that loads, with dtype and sha256 of the weights, once the last stage serves; what it
+        returns is an event."""
+        self.variants: Callable[[], LastStageVariants] | None = None
+        """Called by that thread too, for the variants that the last stage has."""
+        self._late: LastStageVariants | None = None
+
+    def close(self) -> None:
+        with self._change:
+            self._closing.set()
+        if (numpy := self._numpy) is not None:
+            numpy.close()  # whose weights this server's threads may be waiting for
+        super().close()
+        if self._reading is not None:
+            self._reading.join()
+
+    def _read_ahead(self) -> None:
+        """Begin with the first stage, or with the second one as soon as that which answers is there."""
+        if not self._answers_early():
+            super()._read_ahead()
+        elif self._recover:
+            self._reading = threading.Thread(target=self._read_behind, args=(self._numpy,), name="reading", daemon=True)
+            self._reading.start()
+
+    def _read_behind(self, answers: NumpyAnswers) -> None:
+        if (model := answers.model) is not None:
+            weights: StageWeights = model.weights
+            weights.wait()
+            if weights.fault is None and len(weights.manifest.stages) > 1:
+                self._loader.read_ahead(2, weights.manifest)
+
+    def _build(self) -> MetaModel:
+        self._early = self._early_weights()
+        meta_model = self._loader.build(self._early and self._early.read())
+        if self.variants is not None:
+            self._late = self.variants()
+            with files_alone():
+                self._late.read(self._loader.folder, self._loader.manifest.source_sha256 or "", meta_model.layers)
+        return meta_model
+
+    def _early_weights(self) -> StageWeights | None:
+        """The weights that answer without torch, if any do, once they have come or cannot. Raises ModelError where
+        other files have taken the place of theirs."""
+        if self._numpy is None or (model := self._numpy.model) is None:
+            return None
+        weights: StageWeights = model.weights
+        if self._closing.is_set():
+            weights.close()  # it has come after the server was closed
+        weights.wait()
+        if isinstance(weights.fault, OtherWay):
+            if type(weights.fault) is OtherWay:  # why there are no kernels, the engine tells
+                print(f"firsttoken: {self._loader.folder.name} starts with torch: {weights.fault}", file=sys.stderr)
+            self._numpy.close()
+            self._numpy = None
+            return None
+        if weights.manifest.plan_sha256 != self._loader.manifest.plan_sha256:
+            raise ModelError(f"{self._loader.folder} was staged anew while it was read; it is read again")
+        return weights
+
+    def _load_first(self) -> StageLoad:
+        load = super()._load_first()
+        if (early := self._early) is not None:
+            self._early = None
+            self._loader.finish(load)  # it has nothing to read
+            self._take_packed(early)
+        return load
+
+    def _take_packed(self, early: StageWeights) -> None:
+        """Let stage 1 compute with the weights that ``early`` has packed, where there is memory for both."""
+        from firsttoken.engine.fused import FusedLayer
+        from firsttoken.engine.native.library import kernels
+
+        dtype, name = self._loader.meta_model.dtype, early.packer.dtype
+        if name == dtypes.name_of(dtype) and self._loader.fits_twice:
+            plain = self._last.modules.base
+            fused = {i: (plain[i], FusedLayer(plain[i], panels)) for i, panels in early.panels.items()}
+            self._last.take_fused(fused)
+            if dtype not in kernels().multiplied:
+                by_kernels(self._last, self._loader.meta_model.model, early)
+            elif not self._loader.merges:
+                self._fused |= fused
+
+    def _complete(self, served: ModelVersion) -> None:
+        if self.whole is not None and not self._closing.is_set():
+            loader = self._loader
+            self._note(self._stages, self.whole(loader.meta_model.dtype, loader.manifest.source_sha256 or ""))
+        super()._complete(self._late or served)
+
+    def _hosted(self) -> Mapping[str, ModelVersion]:
+        """The variants that serve with what was made last: none before the last stage."""
+        late = None if self._last.stage < self._stages else self._late
+        return {} if late is None else late.host(self._last, self._live, self._server.between)
