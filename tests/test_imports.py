@@ -24,7 +24,7 @@ FLOORS = {  # who lives on one may use all below it, and none beside it: a syste
         {"trying"},
     ),
     "firsttoken_serve": (
-        {"chat", "service_config", "variants"},
+        {"chat", "retrying_server", "service_config", "variants"},
         {"prefixes", "swarm"},
         {"served_model"},
         {"http"},

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -156,7 +157,7 @@ class StagedService(RetryingServer, StagedServer):
 
     def _build(self) -> MetaModel:
         self._early = self._early_weights()
-        meta_model = self._loader.build(self._early and self._early.read())
+        meta_model = self._loader.build(self._early and partial(self._early.read().builder, self._loader.manifest, [1]))
         if self.variants is not None:
             self._late = self.variants()
             with files_alone():
@@ -202,7 +203,7 @@ class StagedService(RetryingServer, StagedServer):
             self._last.take_fused(fused)
             if dtype not in kernels().multiplied:
                 by_kernels(self._last, self._loader.meta_model.model, early)
-            elif not self._loader.merges:
+            elif not self._loader.refines:
                 self._fused |= fused
 
     def _complete(self, served: ModelVersion) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, load_served
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest
-from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, staged
-from firsttoken.progressiveserve.checkpoint.sources import FolderSource, ModelSource, Origin, RandomSource, TensorSource
+from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Origin, TensorSource, staged
+from firsttoken.progressiveserve.checkpoint.sources import FolderSource, ModelSource, RandomSource
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.evaluation import QualityConfig
 from firsttoken.progressiveserve.recipe import RECIPES

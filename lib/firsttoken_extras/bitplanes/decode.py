@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from firsttoken.progressiveserve.checkpoint.part_formats import CodedPart
+from firsttoken.progressiveserve.checkpoint.part_formats import Room, StoredPart, stored_tensor
 from firsttoken.study.errors import ModelError
 from firsttoken_extras.bitplanes.encode import STORED, plane_encoder
 from firsttoken_extras.bitplanes.layouts import BLOCK, SPLITS
@@ -19,33 +22,48 @@ AT_ONCE = 4 * BLOCK
 Merge = Callable[[], None]
 
 
-class LaterPlanes:
+class PlaneRefiner:
     """Merges planes into the weights of one model, which the planes before have made.
 
-    Merges are given to ``run`` some at a time, with the bytes of weights that they change; it calls them when nobody
-    computes with these.
+    Merges are given to ``between`` some at a time; it calls them when nobody computes with the weights.
     """
 
-    def __init__(self, run: Callable[[Sequence[Merge], int], None]) -> None:
-        self._run = run
+    def __init__(self, between: Callable[[Merge], Any]) -> None:
+        self._between = between
         self._merged: dict[tuple[str, int], int] = {}  # words, by tensor and plane: none is merged twice
+        self._spent: list[tuple[int, float]] = []  # bytes that were merged together, and seconds
 
-    def place(self, part: CodedPart, file: memoryview, parameters: Callable[[str], nn.Parameter]) -> None:
+    def refine(self, part: StoredPart, file: memoryview, parameters: Callable[[str], nn.Parameter]) -> None:
         """Merge the planes of ``part``, whose ``file`` is there, into ``parameters``. Raises ModelError."""
         waiting: list[Merge] = []
         words = 0
         for name in part.coding.cut:
             for count, merge in self._merges(part, name, file, parameters(name)):
                 if waiting and words + count > AT_ONCE:
-                    self._run(waiting, 2 * words)
+                    self._between(partial(self._together, waiting, 2 * words))
                     waiting, words = [], 0
                 waiting.append(merge)
                 words += count
         if waiting:
-            self._run(waiting, 2 * words)
+            self._between(partial(self._together, waiting, 2 * words))
+
+    def spent(self) -> dict[str, float]:
+        """Bytes that were merged since this was asked last, the seconds that it took in all, and those of the longest
+        merge between two steps (on a GPU, until it was launched)."""
+        spent, self._spent = self._spent, []
+        if not spent:
+            return {}
+        sizes, seconds = zip(*spent, strict=True)
+        return {"merged_bytes": sum(sizes), "merging_s": sum(seconds), "longest_merge_s": max(seconds)}
+
+    def _together(self, merges: Sequence[Merge], size: int) -> None:
+        begin = time.perf_counter()
+        for merge in merges:
+            merge()
+        self._spent.append((size, time.perf_counter() - begin))
 
     def _merges(
-        self, part: CodedPart, name: str, file: memoryview, parameter: nn.Parameter
+        self, part: StoredPart, name: str, file: memoryview, parameter: nn.Parameter
     ) -> Iterator[tuple[int, Merge]]:
         """The steps, each with its number of words, that bring ``parameter`` to what it is with this plane.
 
@@ -75,17 +93,29 @@ class LaterPlanes:
             yield min(AT_ONCE, len(words) - start), merge
 
 
-class FirstPlanes:
-    """Makes weights of first planes, one tensor after the other."""
+class PlaneReader:
+    """Makes weights of ``dtype`` of first planes, one tensor after the other, each in memory of its own: a norm need
+    not hold the memory of the planes."""
 
-    def __init__(self) -> None:
-        self._scratch = Scratch()
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype, self._scratch = dtype, Scratch()
 
-    def fill(self, part: CodedPart, name: str, file: memoryview, weights: Tensor) -> None:
-        """Fill ``weights`` from the first plane of the tensor ``name``, whose shape they have, a block at a time.
+    def moved(self, part: StoredPart) -> list[tuple[int, ...]]:
+        """The shapes of all tensors."""
+        return [tensor.shape for tensor in part.carried.values()]
 
-        Raises ModelError.
-        """
+    def read(self, part: StoredPart, file: memoryview, data: Tensor, room: Room) -> dict[str, Tensor]:
+        """The tensors of ``part`` from their first planes. Raises ModelError."""
+        weights = {name: room(tensor.shape) for name, tensor in part.carried.items()}
+        for name, tensor in weights.items():
+            if name in part.coding.cut:
+                self._fill(part, name, file, tensor)
+            else:
+                tensor.copy_(stored_tensor(part, name, data))
+        return weights
+
+    def _fill(self, part: StoredPart, name: str, file: memoryview, weights: Tensor) -> None:
+        """Fill ``weights`` from the first plane of the tensor ``name``, whose shape they have, a block at a time."""
         split, dtype = part.coding.split, part.coding.cut[name].dtype
         made, kinds = plane_encoder(split, dtype), SPLITS[split][dtype].planes[part.coding.plane]
         streams = decodings(part, name, file, min(BLOCK, weights.numel()), self._scratch)

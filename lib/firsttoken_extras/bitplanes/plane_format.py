@@ -12,19 +12,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from firsttoken.progressiveserve.checkpoint.part_formats import CodedPart
-from firsttoken.progressiveserve.checkpoint.plan import Part
+from firsttoken.progressiveserve.checkpoint.part_formats import Entries, PartTensor, StoredPart
+from firsttoken.progressiveserve.checkpoint.plan import Part, TensorSource
 from firsttoken.study.parsing.parse_errors import Damaged, shown
-from firsttoken.study.parsing.safetensors_header import TensorEntry
 from firsttoken.study.parsing.schema import at_least, digits, shaped
 from firsttoken_extras.bitplanes.codec import Codec, encode
 from firsttoken_extras.bitplanes.layouts import SPLITS, planes_of, stream_name
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-    from firsttoken.progressiveserve.checkpoint.sources import TensorSource
-    from firsttoken_extras.bitplanes.decode import FirstPlanes, LaterPlanes
+    from firsttoken_extras.bitplanes.decode import PlaneReader, PlaneRefiner
     from firsttoken_extras.bitplanes.streams import FirstWords
 
 FORMAT = "planes"
@@ -52,15 +51,24 @@ class PlaneCoding:
     cut: dict[str, PlaneTensor]
 
     @property
-    def tensors(self) -> Mapping[str, PlaneTensor]:
-        """The tensors that are cut."""
-        return self.cut
+    def refines(self) -> bool:
+        """Whether planes came before this one."""
+        return self.plane > 0
+
+    def tensors(self, entries: Entries) -> Mapping[str, PartTensor]:
+        """The tensors that are cut, and those of the file's ``entries`` that are no stream."""
+        streams = {key for name in self.cut for key in self.entries(name)}
+        return {name: entry for name, entry in entries.items() if name not in streams} | dict(self.cut)
+
+    def identity(self, name: str) -> str:
+        """The dtype and the sha256 of a tensor when all of its planes are there."""
+        return f"{self.cut[name].dtype} {self.cut[name].sha256}" if name in self.cut else ""
 
     def entries(self, name: str) -> list[str]:
         """The file's names of the streams of its plane of a cut tensor."""
         return [stream_name(name, self.plane, index) for index in range(len(self.cut[name].codecs))]
 
-    def check(self, entries: Mapping[str, TensorEntry], what: str) -> None:
+    def check(self, entries: Entries, what: str) -> None:
         """Raise Damaged unless the file has, for each cut tensor, the streams of its plane, none above its size."""
         if not (self.split and self.cut):
             raise Damaged(f"{what} is cut and names no split, or the other way round")
@@ -76,10 +84,16 @@ class PlaneCoding:
                     raise Damaged(f"{what} has no stream {key}")
                 if entry.shape[0] > size or (codec == "raw" and entry.shape[0] != size):
                     raise Damaged(f"{what}: the stream {key} has {entry.shape[0]:,} bytes, and decoded it has {size:,}")
+        if self.refines and (whole := self.tensors(entries).keys() - self.cut.keys()):
+            raise Damaged(f"{what} refines tensors, and brings {shown(min(whole))} beside them")
+        if both := self.cut.keys() & entries.keys():
+            raise Damaged(f"{what} brings {shown(min(both))} cut and whole")
 
-    def planned(self, whole: tuple[str, ...]) -> PlannedPlane:
-        """What a plan says of the part, which brings ``whole`` as they are."""
-        return PlannedPlane(self.split, self.plane, whole)
+    def planned(self, entries: Entries) -> PlannedPlane:
+        """What a plan says of the part."""
+        return PlannedPlane(
+            self.split, self.plane, tuple(name for name in self.tensors(entries) if name not in self.cut)
+        )
 
 
 @dataclass(frozen=True)
@@ -157,21 +171,21 @@ class PlaneFormat:
         """What a manifest says of a part. Raises Damaged."""
         return shaped(PlaneCoding, content)
 
-    def filler(self) -> FirstPlanes:
+    def reader(self, dtype: torch.dtype) -> PlaneReader:
         """Return what makes weights of first planes."""
-        from firsttoken_extras.bitplanes.decode import FirstPlanes
+        from firsttoken_extras.bitplanes.decode import PlaneReader
 
-        return FirstPlanes()
+        return PlaneReader(dtype)
 
-    def word_filler(self, parts: Sequence[CodedPart]) -> FirstWords | None:
+    def word_filler(self, parts: Sequence[StoredPart]) -> FirstWords | None:
         """Return what makes words of the first planes of ``parts`` without torch; None where blocks are rounded, or
         there is no compiler."""
         from firsttoken_extras.bitplanes.streams import FirstWords, fills
 
         return FirstWords() if fills(parts) else None
 
-    def merger(self, run: Callable[[Sequence[Callable[[], None]], int], None]) -> LaterPlanes:
+    def refiner(self, between: Callable[[Callable[[], None]], Any]) -> PlaneRefiner:
         """Return what merges later planes into weights."""
-        from firsttoken_extras.bitplanes.decode import LaterPlanes
+        from firsttoken_extras.bitplanes.decode import PlaneRefiner
 
-        return LaterPlanes(run)
+        return PlaneRefiner(between)

@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from firsttoken.progressiveserve.checkpoint.part_formats import CodedPart
+from firsttoken.progressiveserve.checkpoint.part_formats import StoredPart
 from firsttoken.progressiveserve.loading.reader import host_memory
 from firsttoken_extras.bitplanes.codec import Decoding
 from firsttoken_extras.bitplanes.layouts import BLOCK, SPLITS
@@ -30,7 +30,7 @@ class Scratch:
         return self._rooms[number]
 
 
-def decodings(part: CodedPart, name: str, file: memoryview, most: int, scratch: Scratch) -> list[Decoding]:
+def decodings(part: StoredPart, name: str, file: memoryview, most: int, scratch: Scratch) -> list[Decoding]:
     """The streams of the plane of ``name`` that ``file`` holds, for ``most`` words at a time. Raises ModelError."""
     coding = part.coding
     tensor, count = coding.cut[name], math.prod(coding.cut[name].shape)
@@ -48,7 +48,7 @@ class FirstWords:
     def __init__(self) -> None:
         self._merge, self._scratch = merger(), Scratch()
 
-    def fill(self, part: CodedPart, name: str, file: memoryview, words: np.ndarray) -> None:
+    def fill(self, part: StoredPart, name: str, file: memoryview, words: np.ndarray) -> None:
         """Fill ``words``, uint16 [count], of the tensor ``name`` from its first plane, a block at a time. Raises
         ModelError."""
         coding, count = part.coding, len(words)
@@ -63,7 +63,7 @@ class FirstWords:
             self._merge(layout, dtype, coding.plane, place, list(map(_memory, pieces)), floats=False)
 
 
-def fills(parts: Iterable[CodedPart]) -> bool:
+def fills(parts: Iterable[StoredPart]) -> bool:
     """Whether :class:`FirstWords` makes words of all of ``parts``: of bits, not of rounded blocks, by compiled code."""
     coded = [(part.coding.split, tensor.dtype) for part in parts for tensor in part.coding.cut.values()]
     return not any(SPLITS[split][dtype].code_bits for split, dtype in coded) and merger() is not None

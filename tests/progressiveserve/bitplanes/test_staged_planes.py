@@ -155,14 +155,14 @@ def test_a_coded_stream_that_expands_beyond_its_declared_size(stage_planes):
 
     staged = stage_planes("bits", F16)
     part = staged.manifest.stages[0].parts[2]
-    name = next(name for name, tensor in part.coded.items() if name == GATE and tensor.codecs == ("zstd",))
+    name = next(name for name, tensor in part.coding.cut.items() if name == GATE and tensor.codecs == ("zstd",))
     bomb = zstandard.compress(bytes(1 << 26))
 
     def swell(streams):
         streams[f"{name}.plane0.0"] = torch.frombuffer(bytearray(bomb), dtype=torch.uint8)
 
     rewritten(staged, 1, 2, swell)
-    if len(bomb) <= part.coded[name].shape[0] * part.coded[name].shape[1]:
+    if len(bomb) <= part.carried[name].shape[0] * part.carried[name].shape[1]:
         refused(staged, "would expand to 67,108,864 bytes, by its shape")
     else:
         refused(staged, "and decoded it has")

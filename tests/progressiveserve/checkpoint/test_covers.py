@@ -76,7 +76,7 @@ def lose_a_tensor(parts: Parts, dice: random.Random) -> None:
     place = dice.randrange(len(stage))
     part = stage[place]
     name = dice.choice(list(part.carried))
-    gone = {name, *(part.coding.entries(name) if name in part.coded else ())}
+    gone = {name, *(() if name in part.tensors else part.coding.entries(name))}
     if kept := [one for one in part.tensors if one not in gone]:
         cut = {one: tensor for one, tensor in part.content.get("cut", {}).items() if one != name}
         told = {"format": part.format, "content": part.content | {"cut": cut}} if cut else {"format": "", "content": {}}
@@ -91,7 +91,7 @@ def shorten_a_tensor(parts: Parts, dice: random.Random) -> None:
     place = dice.randrange(len(stage))
     part = stage[place]
     name = dice.choice(list(part.carried))
-    if name in part.coded:
+    if name not in part.tensors:
         tensor = part.content["cut"][name]
         shape = [tensor["shape"][0] - 1, *tensor["shape"][1:]]
         cut = part.content["cut"] | {name: tensor | {"shape": shape}}

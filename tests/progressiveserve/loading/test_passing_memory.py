@@ -1,4 +1,4 @@
-"""Files that wait to be merged: a few at once, and memory that goes with what is in it."""
+"""Files that wait to refine weights: a few at once, and memory that goes with what is in it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def waiting(memory: PassingMemory, size: int) -> tuple[threading.Thread, list]:
     return thread, got
 
 
-def test_a_reader_waits_until_something_was_merged():
+def test_a_reader_waits_until_a_file_is_let_go():
     memory = PassingMemory(most=100)
     first, second = memory.allocate(60), memory.allocate(40)
     thread, got = waiting(memory, 10)

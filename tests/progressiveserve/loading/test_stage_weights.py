@@ -27,7 +27,6 @@ from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.base_model import at_stage
 from firsttoken.progressiveserve.checkpoint.manifest import ADAPTER_WEIGHTS
 from firsttoken.progressiveserve.loading.stage_weights import StageWeights
-from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
 from firsttoken.study.errors import LinkError, ModelError, StageError
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -71,9 +70,9 @@ def test_words_and_panels_are_those_that_torch_makes(wide, plan):
     read, loads = weights.read(), Loads(staged)
     view = loads.bring(1)
     parameters = dict(loads.model.named_parameters())
-    coded = {name for part in staged.manifest.stages[0].parts for name in part.coded}
-    assert read.decoded.keys() == coded and coded
-    for name, words in read.decoded.items():
+    cut = {name for part in staged.manifest.stages[0].parts if part.format for name in part.coding.cut}
+    assert read.unpacked.keys() == cut and cut
+    for name, words in read.unpacked.items():
         assert np.array_equal(words.view(np.int16), parameters[name].view(torch.int16).numpy()), name
     if weights.packer.dtype == "bfloat16":
         for number, panels in weights.panels.items():
@@ -90,8 +89,7 @@ def test_torch_begins_with_what_has_been_read(wide, ids, computing):
     read = StageWeights(staged.folder, [link], threads=2).read()
     moved = link.bytes_moved
     loads, alone = Loads(staged, dtype=computing), Loads(staged, dtype=computing)
-    place = torch.device("cpu"), computing
-    builder = WeightBuilder(staged.manifest, [1], read, *place, decoded=read.decoded)
+    builder = read.builder(staged.manifest, [1], torch.device("cpu"), computing)
     view = loads.begin(1, links=[link], builder=builder).wait()
     assert torch.equal(loads.answer(ids, view), alone.answer(ids, alone.bring(1)))
     assert link.bytes_moved == moved == staged.manifest.stages[0].bytes
@@ -199,9 +197,9 @@ def test_what_waits_for_torch(wide, plan, dtype, reason):
         numpy_of(wide(dtype=dtype, planes=plan))
 
 
-def test_stages_that_are_merged_wait_for_torch(wide):
+def test_stages_that_refine_wait_for_torch(wide):
     staged = wide(dtype=BF16, planes="bits")
-    with pytest.raises(OtherWay, match="a later stage is merged into weights that are there"):
+    with pytest.raises(OtherWay, match="a later stage refines weights that are there"):
         numpy_of(staged, stages=(1, 2))
 
 

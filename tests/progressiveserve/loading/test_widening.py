@@ -50,11 +50,11 @@ def test_the_memory_of_a_layer_is_not_kept_until_the_others_are_there(stage, mon
     rooms: list[weakref.ref[WeightRoom]] = []
     kept: list[int] = []
 
-    def noted(builder, index, part, room, scratch):
+    def noted(builder, index, part, room):
         assert backed.wait(60) and begun.wait(60)  # until then who began it may have them
         kept.append(sum(ref() is not None for ref in rooms))
         rooms.append(weakref.ref(room))
-        return make(builder, index, part, room, scratch)
+        return make(builder, index, part, room)
 
     monkeypatch.setattr(WeightBuilder, "_make", noted)
     monkeypatch.setattr(WeightBuilder, "_back", lambda builder, rooms: (back(builder, rooms), backed.set()))

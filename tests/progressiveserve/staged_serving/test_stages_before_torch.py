@@ -84,9 +84,7 @@ def test_bits_go_on_and_become_exact(wide, serve, torch_comes):
 def test_the_layers_of_stage_1_are_the_packed_ones(wide, serve, torch_comes, monkeypatch, options):
     """Its tokens take no longer than before, and layers that later bits change are not taken for these."""
     taken, right = [], StagedService._take_packed
-    monkeypatch.setattr(
-        StagedService, "_take_packed", lambda server, early: taken.append(early) or right(server, early)
-    )
+    monkeypatch.setattr(StagedService, "_take_packed", lambda server, *of: taken.append(of[0]) or right(server, *of))
     server = serve(wide(**options), early=True, recover=False)
     assert first_event(server.submit(PROMPT, 3))
     torch_comes.set()

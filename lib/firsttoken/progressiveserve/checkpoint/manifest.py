@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from firsttoken.progressiveserve.checkpoint.names import COARSE, DTYPES, EMBEDDING, HEAD
-from firsttoken.progressiveserve.checkpoint.part_formats import CodedTensor, PartCoding, format_of
+from firsttoken.progressiveserve.checkpoint.part_formats import PartCoding, PartTensor, format_of
 from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Part, Stage
 from firsttoken.study.canonical_json import sha256_of
 from firsttoken.study.errors import ModelError, StageError
@@ -54,12 +54,8 @@ def check_layout(manifest: Manifest) -> None:
             if not part.tensors:
                 raise Damaged(f"{file} ({part.name}) holds no tensor")
             check_tiles(part.tensors, part.data_start, part.bytes, f"{file} ({part.name})")
-            if part.format:
-                part.coding.check(part.tensors, f"{file} ({part.name})")
-            elif part.content:
-                raise Damaged(f"{file} ({part.name}) says more of its tensors and names no format")
-            whole = (entry for name, entry in part.carried.items() if name not in part.coded)
-            if odd := next((entry.dtype for entry in whole if entry.dtype not in DTYPES), ""):
+            part.coding.check(part.tensors, f"{file} ({part.name})")
+            if odd := next((tensor.dtype for tensor in part.carried.values() if tensor.dtype not in DTYPES), ""):
                 raise Damaged(f"{file} ({part.name}) holds the dtype {odd}, in which no weights are served")
         adapter = stage.adapter
         if adapter and adapter.folder != adapter_folder(stage.name):
@@ -88,7 +84,7 @@ class PartFile:
     """One safetensors file, read as a whole. A "refine" part overwrites tensors that an "add" part has brought.
 
     With a ``format`` the file holds tensors otherwise than as they are (``part_formats``), and ``content`` is what the
-    format says of them; its "refine" parts are merged into what the parts before have brought.
+    format says of them; its "refine" parts refine what the parts before have brought.
 
     ``name`` is "embedding", "layer 07" or "head", ``layer`` the 0-based index where it is a layer; ``file`` is
     relative to the folder (``check_layout``).
@@ -110,20 +106,14 @@ class PartFile:
         return format_of(self.format).read(self.content)
 
     @property
-    def coded(self) -> Mapping[str, CodedTensor]:
-        """The model's tensors that it brings in its format; none where it has none."""
-        return self.coding.tensors if self.format else {}
-
-    @property
-    def merged(self) -> bool:
-        """Whether its tensors are merged into weights that are there, which it does not bring itself."""
-        return bool(self.format) and self.action == "refine"
+    def refines(self) -> bool:
+        """Whether it refines weights that are there, which it does not bring itself."""
+        return self.coding.refines
 
     @cached_property
-    def carried(self) -> Mapping[str, TensorEntry | CodedTensor]:
-        """The model's tensors that it brings, as they are or in its format, with the dtype and shape that they have."""
-        entries = {entry for name in self.coded for entry in self.coding.entries(name)}
-        return {name: entry for name, entry in self.tensors.items() if name not in entries} | dict(self.coded)
+    def carried(self) -> Mapping[str, PartTensor]:
+        """The model's tensors that it brings or refines, with the dtype and shape that they have in the end."""
+        return self.coding.tensors(self.tensors)
 
     @property
     def data_start(self) -> int:
@@ -183,15 +173,15 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all "add" parts and of what is merged into them: the model once, without what overwrites it and
+        """Bytes of all "add" parts and of what refines them: the model once, without what overwrites it and
         adapters."""
         parts = (part for stage in self.stages for part in stage.parts)
-        return sum(part.bytes for part in parts if part.action == "add" or part.merged)
+        return sum(part.bytes for part in parts if part.action == "add" or part.refines)
 
     @property
-    def coded(self) -> bool:
-        """Whether a file holds tensors otherwise than as they are: stock transformers cannot read it."""
-        return any(part.format for stage in self.stages for part in stage.parts)
+    def formats(self) -> frozenset[str]:
+        """The formats of files that hold tensors otherwise than as they are, which stock transformers cannot read."""
+        return frozenset(part.format for stage in self.stages for part in stage.parts if part.format)
 
     @cached_property
     def plan(self) -> LoadPlan:
@@ -301,17 +291,16 @@ def check_complete(folder: Path, manifest: Manifest, shapes: Mapping[str, tuple[
         manifest.plan.check(list(shapes))
     except StageError as error:
         raise ModelError(f"{folder} does not stage the model of its {CONFIG}: {error}; {MEND}") from error
-    whose: dict[str, tuple[str, str]] = {}
+    whose: dict[str, str] = {}
     for part in (part for stage in manifest.stages for part in stage.parts):
-        for name, entry in part.carried.items():
-            if entry.shape != shapes[name]:
+        for name, tensor in part.carried.items():
+            if tensor.shape != shapes[name]:
                 raise ModelError(
-                    f"{folder}: {part.name} brings {name} as {list(entry.shape)}, by {CONFIG} it has the shape "
+                    f"{folder}: {part.name} brings {name} as {list(tensor.shape)}, by {CONFIG} it has the shape "
                     f"{list(shapes[name])}; {MEND}"
                 )
-        for name, tensor in part.coded.items():
-            found = tensor.dtype, tensor.sha256
-            if whose.setdefault(name, found) != found:
+            identity = part.coding.identity(name)
+            if identity and whose.setdefault(name, identity) != identity:
                 raise ModelError(f"{folder}: {part.file} holds {name} of another checkpoint; {MEND}")
 
 
@@ -338,8 +327,7 @@ def _sha256(path: Path) -> str:
 
 def _planned(part: PartFile) -> Part:
     coarse = next((entry.dtype for entry in part.tensors.values() if entry.dtype in COARSE), None)
-    whole = tuple(name for name in part.carried if name not in part.coded)
-    coding = part.coding.planned(whole) if part.format else None
+    coding = part.coding.planned(part.tensors)
     return Part(part.name, tuple(part.carried), part.layer, part.action, coarse, coding)
 
 

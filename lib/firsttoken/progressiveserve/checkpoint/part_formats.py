@@ -1,81 +1,102 @@
-"""Formats in which a file may hold tensors otherwise than as they are, each behind a handler that is found by name.
+"""How the files of parts hold tensors: as they are, or in a format whose handler is found by name.
 
-A manifest names the format of a part and keeps what the part says of itself in it; whoever reads, checks, loads or
-stages parts asks the handler. It is registered by name (``study.extensions``) and imported when the first part of its
-format is met. Only the standard library is imported, here and by a handler before weights are made.
+A manifest names the format of a part and keeps what the part says of itself in it. Whoever reads, checks, loads or
+stages parts asks the handler, which knows how to read a part into tensors, and how to refine tensors that are there. It
+is registered by name (``study.extensions``) and imported when the first part of its format is met. Only the standard
+library is imported, here and by a handler before weights are made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from firsttoken.progressiveserve.checkpoint.names import torch_dtype
 from firsttoken.study.errors import ModelError
 from firsttoken.study.extensions import extension, registered
+from firsttoken.study.parsing.parse_errors import Damaged
 from firsttoken.study.parsing.safetensors_header import TensorEntry
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from torch import Tensor, nn
 
 KIND = "PART_FORMATS"
 
+Room = Callable[[tuple[int, ...]], "Tensor"]
+"""Gives a tensor of a shape in memory that is there for it, its values whatever they are."""
 
-class CodedTensor(Protocol):
-    """A tensor of a model that files hold in a format: what it is when all of its parts are there.
 
-    ``dtype`` is in safetensors' words ("BF16"); ``sha256`` is that of its bytes.
-    """
+class PartTensor(Protocol):
+    """A tensor of a model as it is when all parts of it are there; ``dtype`` is in safetensors' words ("BF16")."""
 
     dtype: str
     shape: tuple[int, ...]
-    sha256: str
+
+
+Entries = Mapping[str, TensorEntry]
+"""What a file's header says of what lies in it."""
 
 
 class PartCoding(Protocol):
-    """What one part says of the tensors that it holds in its format."""
+    """What one part says of its tensors, whose file has these ``entries``."""
 
     @property
-    def tensors(self) -> Mapping[str, CodedTensor]:
-        """The model's tensors that the part brings in its format, whole or a piece of each."""
+    def refines(self) -> bool:
+        """Whether the part refines tensors that are there, and brings none."""
 
-    def entries(self, name: str) -> Sequence[str]:
-        """The file's names of what it holds of the tensor ``name``."""
+    def tensors(self, entries: Entries) -> Mapping[str, PartTensor]:
+        """The model's tensors that the part brings or refines. Those that lie in the file as they are have their own
+        name there, and no other has."""
 
-    def check(self, entries: Mapping[str, TensorEntry], what: str) -> None:
+    def identity(self, name: str) -> str:
+        """What all parts of the tensor ``name`` must say alike; "" where the part knows nothing of the kind."""
+
+    def check(self, entries: Entries, what: str) -> None:
         """Raise Damaged unless the file's ``entries`` are what the coding says; ``what`` names the part."""
 
-    def planned(self, whole: tuple[str, ...]) -> Any:
-        """What a plan says of the part (``plan.PlannedCoding``), which brings ``whole`` as they are."""
+    def planned(self, entries: Entries) -> Any:
+        """What a plan says of the part (``plan.PlannedCoding``); None where its tensors lie as they are."""
 
 
-class CodedPart(Protocol):
+class StoredPart(Protocol):
     """A part as its format's handler meets it (``manifest.PartFile``); ``coding`` is what the handler has read."""
 
     name: str
     tensors: dict[str, TensorEntry]
     coding: Any
+    carried: Mapping[str, PartTensor]
+    data_start: int
 
 
-class WeightFiller(Protocol):
-    """Makes weights of the "add" parts of one format, for one thread."""
+class PartReader(Protocol):
+    """Reads parts of one format that bring tensors, for one thread."""
 
-    def fill(self, part: CodedPart, name: str, file: memoryview, weights: Tensor) -> None:
-        """Fill ``weights``, which have the shape of the tensor ``name``, from ``file``. Raises ModelError."""
+    def moved(self, part: StoredPart) -> list[tuple[int, ...]]:
+        """The shapes of the tensors that cannot stay where the file was read."""
+
+    def read(self, part: StoredPart, file: memoryview, data: Tensor, room: Room) -> dict[str, Tensor]:
+        """The tensors of ``part`` by name. ``data``, uint8, are the bytes of ``file`` behind its header, where the
+        model computes; ``room`` gives memory there. Raises ModelError."""
 
 
 class WordFiller(Protocol):
-    """Makes words of the "add" parts of one format without torch, for one thread."""
+    """Makes words of the parts of one format that bring tensors, without torch and for one thread."""
 
-    def fill(self, part: CodedPart, name: str, file: memoryview, words: np.ndarray) -> None:
+    def fill(self, part: StoredPart, name: str, file: memoryview, words: np.ndarray) -> None:
         """Fill ``words``, flat, with the bits of the tensor ``name`` in its dtype, from ``file``. Raises ModelError."""
 
 
-class WeightMerger(Protocol):
-    """Merges the "refine" parts of one format into weights that are there."""
+class PartRefiner(Protocol):
+    """Refines the weights of one model by parts of one format; by a part that comes again it refines nothing twice."""
 
-    def place(self, part: CodedPart, file: memoryview, parameters: Callable[[str], nn.Parameter]) -> None:
-        """Merge ``file`` into ``parameters``, each found by its tensor's name. Raises ModelError."""
+    def refine(self, part: StoredPart, file: memoryview, parameters: Callable[[str], nn.Parameter]) -> None:
+        """Refine ``parameters``, each found by its tensor's name, by what ``file`` holds. Raises ModelError."""
+
+    def spent(self) -> dict[str, float]:
+        """What it took since this was asked last, by names of measures."""
 
 
 class PartFormat(Protocol):
@@ -84,19 +105,89 @@ class PartFormat(Protocol):
     def read(self, content: dict[str, Any]) -> PartCoding:
         """The coding of a part whose manifest says ``content``. Raises Damaged."""
 
-    def filler(self) -> WeightFiller:
-        """Return a new filler."""
+    def reader(self, dtype: torch.dtype) -> PartReader:
+        """Return a new reader, whose tensors are of ``dtype``."""
 
-    def word_filler(self, parts: Sequence[CodedPart]) -> WordFiller | None:
+    def word_filler(self, parts: Sequence[StoredPart]) -> WordFiller | None:
         """Return a new filler that needs no torch; None where ``parts`` need it."""
 
-    def merger(self, run: Callable[[Sequence[Callable[[], None]], int], None]) -> WeightMerger:
-        """Return a new merger. It gives its merges to ``run``, some at a time, with the bytes of weights that they
-        change, and is called back when nobody computes with these."""
+    def refiner(self, between: Callable[[Callable[[], None]], Any]) -> PartRefiner:
+        """Return a new refiner. It gives each change of weights to ``between``, which calls it when nobody computes
+        with them."""
+
+
+def stored_tensor(part: StoredPart, name: str, data: Tensor) -> Tensor:
+    """The tensor ``name``, which lies as it is in the file of ``part``, whose bytes behind the header are ``data``."""
+    entry, first = part.tensors[name], part.data_start
+    return data[entry.start - first : entry.end - first].view(torch_dtype(entry.dtype)).reshape(entry.shape)
+
+
+@dataclass(frozen=True)
+class WholeTensors:
+    """The coding of parts without a format, of which a manifest has nothing more to say."""
+
+    content: dict[str, Any]
+    refines = False
+
+    def tensors(self, entries: Entries) -> Entries:
+        """Return the ``entries``."""
+        return entries
+
+    def identity(self, name: str) -> str:
+        """Return nothing: a rounded tensor and the exact one are of different bytes."""
+        return ""
+
+    def check(self, entries: Entries, what: str) -> None:
+        """Raise Damaged where the manifest says more."""
+        if self.content:
+            raise Damaged(f"{what} says more of its tensors and names no format")
+
+    def planned(self, entries: Entries) -> None:
+        """Return None: a plan has nothing more to say either."""
+
+
+class WholeReader:
+    """Takes tensors as they lie in the file, in its memory where they are of ``dtype``."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def moved(self, part: StoredPart) -> list[tuple[int, ...]]:
+        """The shapes of those of another dtype."""
+        return [tensor.shape for tensor in part.carried.values() if torch_dtype(tensor.dtype) != self._dtype]
+
+    def read(self, part: StoredPart, file: memoryview, data: Tensor, room: Room) -> dict[str, Tensor]:
+        """The tensors; each that is converted is copied."""
+        stored = {name: stored_tensor(part, name, data) for name in part.carried}
+        return {
+            name: tensor if tensor.dtype == self._dtype else room(tensor.shape).copy_(tensor)
+            for name, tensor in stored.items()
+        }
+
+
+class WholeFormat:
+    """The handler of parts without a format: a part that comes again takes the place of the one before."""
+
+    def read(self, content: dict[str, Any]) -> WholeTensors:
+        """The coding of a part."""
+        return WholeTensors(content)
+
+    def reader(self, dtype: torch.dtype) -> WholeReader:
+        """Return a reader."""
+        return WholeReader(dtype)
+
+    def word_filler(self, parts: Sequence[StoredPart]) -> None:
+        """Return None: the words are those of the file."""
+
+    def refiner(self, between: Callable[[Callable[[], None]], Any]) -> PartRefiner:
+        """There is none, as no such part refines what is there."""
+        raise NotImplementedError
 
 
 def format_of(name: str) -> PartFormat:
     """The handler of the format ``name``. Raises ModelError for one that is not registered, or cannot be imported."""
+    if not name:
+        return WholeFormat()
     known = registered(KIND)
     if name not in known:
         raise ModelError(

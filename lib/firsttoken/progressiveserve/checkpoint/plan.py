@@ -8,16 +8,46 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from firsttoken.progressiveserve.checkpoint.names import DTYPES, EMBEDDING, HEAD, NORM, layer_of
 from firsttoken.progressiveserve.stages import StagePlan
 from firsttoken.study.errors import StageError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+    from transformers import PretrainedConfig
 
-    from firsttoken.progressiveserve.checkpoint.sources import TensorSource
+
+class Origin(NamedTuple):
+    """What the weights are; ``sha256`` is None only for random ones, which ``source`` names with their seed."""
+
+    source: str
+    sha256: str | None
+    kind: Literal["real", "random"]
+
+
+class TensorSource(Protocol):
+    """Tensors by name, one at a time; a tied head is not among them.
+
+    ``names`` are in the order in which a forward pass needs them, ``shapes`` and ``dtype`` are known without reading.
+    """
+
+    names: list[str]
+    shapes: dict[str, tuple[int, ...]]
+    config: PretrainedConfig
+    provenance: Origin
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor."""
+
+    def get(self, name: str) -> Tensor:
+        """The tensor, on any device. Raises ModelError for one that is not :func:`finite`."""
+
+    def write_side_files(self, folder: Path) -> None:
+        """Write config.json, and where they exist generation_config.json and the tokenizer's files."""
 
 
 class PlannedCoding(Protocol):
@@ -46,7 +76,7 @@ class Part:
 
     ``action`` "add" brings tensors for the first time, "refine" overwrites in place ones that are there. ``dtype``, in
     safetensors' words ("F8_E5M2"), rounds them on the way; None keeps what the source has. With a ``coding`` they
-    travel in its format, and "refine" merges them into what is there.
+    travel in its format, and "refine" refines what is there by them.
     """
 
     name: str

@@ -7,7 +7,6 @@ import hashlib
 import shutil
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,38 +20,10 @@ from firsttoken.assets.shapes import shape_config
 from firsttoken.assets.text_tokenizer import check_same_ids
 from firsttoken.assets.weights import check_tied, read_tensor
 from firsttoken.progressiveserve.checkpoint.names import SERVED, torch_dtype
+from firsttoken.progressiveserve.checkpoint.plan import Origin
 from firsttoken.study.errors import ModelError
 
 _SIDE_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
-
-
-class Origin(NamedTuple):
-    """What the weights are; ``sha256`` is None only for random ones, which ``source`` names with their seed."""
-
-    source: str
-    sha256: str | None
-    kind: Literal["real", "random"]
-
-
-class TensorSource(Protocol):
-    """Tensors by name, one at a time; a tied head is not among them.
-
-    ``names`` are in the order in which a forward pass needs them, ``shapes`` and ``dtype`` are known without reading.
-    """
-
-    names: list[str]
-    shapes: dict[str, tuple[int, ...]]
-    config: PretrainedConfig
-    provenance: Origin
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor."""
-
-    def get(self, name: str) -> Tensor:
-        """The tensor, on any device. Raises ModelError for one that is not :func:`finite`."""
-
-    def write_side_files(self, folder: Path) -> None:
-        """Write config.json, and where they exist generation_config.json and the tokenizer's files."""
 
 
 class FolderSource:
@@ -94,7 +65,7 @@ class FolderSource:
 
 
 class ModelSource:
-    """A model in memory, such as the served one with its task adapter merged."""
+    """A model in memory, such as the served one, whose weights have taken its task adapter in."""
 
     def __init__(
         self,

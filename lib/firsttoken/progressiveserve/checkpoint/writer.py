@@ -41,8 +41,7 @@ from firsttoken.progressiveserve.checkpoint.manifest import (
     write_manifest,
 )
 from firsttoken.progressiveserve.checkpoint.names import DTYPES, torch_dtype
-from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Part
-from firsttoken.progressiveserve.checkpoint.sources import TensorSource
+from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Part, TensorSource
 from firsttoken.progressiveserve.stage_adapters import check_fit
 from firsttoken.study.errors import ModelError, StageError
 from firsttoken.study.files import replacing, write_text
@@ -79,7 +78,7 @@ def already_there(folder: Path, partial: Path, identity: str) -> Manifest | None
         if manifest:
             check_files(folder, manifest)
             check_side(folder, manifest)
-            if (folder / INDEX).is_file() or manifest.coded:
+            if (folder / INDEX).is_file() or manifest.formats:
                 (folder / LOG).unlink(missing_ok=True)  # left by a kill between the rename and its removal
                 return manifest
     except ModelError:
@@ -250,7 +249,7 @@ def _complete(
         side=side,
         stages=tuple(stages),
     )
-    if not manifest.coded:  # else no file has a tensor that stock transformers could read
+    if not manifest.formats:  # else no file has a tensor that stock transformers could read
         index = {
             "metadata": {"total_size": _payload(Part("all", tuple(source.names)), source)},
             "weight_map": {name: part.file for stage in stages for part in stage.parts for name in part.tensors},

@@ -86,6 +86,10 @@ class PinnedMemory(Memory):
             self._free.put(buffer)
         return target, event
 
+    def let_go(self, data: memoryview) -> None:
+        if (lent := self._lent.pop(id(data.obj), None)) is not None:
+            self._free.put(lent)
+
     def close(self) -> None:
         self._free.put(None)
 

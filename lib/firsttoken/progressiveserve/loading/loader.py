@@ -74,7 +74,7 @@ class StageLoad:
         """What ended the load before it was whole; what a forward pass behind its layers raises then is this."""
         self._targets: dict[int | str, nn.Module] = {}
         self.stalled_s = 0.0  # that forward passes inside streaming() waited
-        self._merging_s = 0.0
+        self._placing_s = 0.0
         self._all_cores = 0  # that a forward pass found, 0 before the first
         self._computing_s = math.inf  # when a forward pass was let go on last, by time.perf_counter
         self.arrived_s = 0.0  # time.monotonic when the last parameter was in its place
@@ -90,7 +90,7 @@ class StageLoad:
 
     def _memory_for(self, largest: int, files: int, links: int) -> Memory:
         if self._meta_model.device.type == "cpu":
-            return cpu_memory(all(part.merged for part in self._parts), links)
+            return cpu_memory(all(part.refines for part in self._parts), links)
         # with several links files are read long before their turn, and hold their buffers until then
         return memory_for(self._meta_model.device, largest, BUFFERS if links == 1 else max(1, files))
 
@@ -106,7 +106,7 @@ class StageLoad:
         for part in self._parts:
             if part.layer is not None:
                 # A layer that serves already takes other weights in a copy: requests may stay with the earlier stage,
-                # which goes on with its own. (What is merged changes the weights themselves, for all stages.)
+                # which goes on with its own. (What refines weights changes these themselves, for all stages.)
                 present = not isinstance(base[part.layer], PassLayer)
                 old = base[part.layer] if present else self._meta_model.layers[part.layer]
                 base[part.layer] = shared_copy(old, own_parameters=True) if present else old
@@ -132,23 +132,21 @@ class StageLoad:
 
     def _place(self, part: PartFile, made: BuiltPart) -> torch.cuda.Event | None:
         begin = time.perf_counter()
-        if lacking := sorted(part.carried.keys() - made.weights.keys() - part.coded.keys()):
-            raise ModelError(f"{part.name} came without {lacking[0]}; stage it again")
         for name, weights in made.weights.items():
             put(*self._target(part, name), weights)
-        if part.merged:
-            self._meta_model.merges.place(part, made.file, partial(self._parameter, part))
+        if part.refines:
+            self._meta_model.refiner(part.format).refine(part, made.file, partial(self._parameter, part))
             self._builder.memory.let_go(made.file)
         if self._manifest.tied and part.layer is None:
             head, embedding = self._targets["lm_head"], self._targets["embed_tokens"]
             head._parameters["weight"] = embedding._parameters["weight"]
-        self._merging_s += time.perf_counter() - begin
+        self._placing_s += time.perf_counter() - begin
         return made.copied
 
     @property
     def placing_s(self) -> float:
         """Seconds that were spent on parameters, not on waiting for bytes."""
-        return self._builder.seconds + self._merging_s
+        return self._builder.seconds + self._placing_s
 
     def _parameter(self, part: PartFile, name: str) -> nn.Parameter:
         module, leaf = self._target(part, name)

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-AHEAD = 24 << 20  # bytes that wait to be merged
-BEFORE_TORCH = 80 << 20  # the same while nobody can merge: what 1 Gbit/s brings during an import of 0.6 s
+AHEAD = 24 << 20  # bytes that wait to refine weights
+BEFORE_TORCH = 80 << 20  # the same while nobody can refine: what 1 Gbit/s brings during an import of 0.6 s
 
 
 class Memory:
@@ -31,17 +31,17 @@ class Memory:
         return torch.frombuffer(data, dtype=torch.uint8), None
 
     def let_go(self, data: memoryview) -> None:
-        """What was read there has been merged into weights and is needed no more; this does nothing where the bytes go
-        with their last weight, or their buffer is free once it has been copied."""
+        """What was read there has refined weights and is needed no more; this does nothing where the bytes go with
+        their last weight."""
 
     def close(self) -> None:
         """The load is over: who waits in :meth:`allocate` gets a LinkError."""
 
 
 class PassingMemory(Memory):
-    """Memory for files that are merged into weights and let go: ``most`` bytes of files wait for that, or one file.
+    """Memory for files that refine weights and are let go: ``most`` bytes of files wait for that, or one file.
 
-    Merges wait for the steps of an engine, so a link that is faster would pile up all that is still to come.
+    They wait for the steps of an engine, so a link that is faster would pile up all that is still to come.
     """
 
     def __init__(self, most: int = AHEAD) -> None:
@@ -71,7 +71,7 @@ class PassingMemory(Memory):
             self._change.notify_all()
 
 
-def cpu_memory(merged: bool, links: int, most: int = AHEAD) -> Memory:
-    """The memory for files that come over as many ``links`` to where a CPU computes; of those that are all ``merged``
-    into weights, ``most`` bytes wait for it."""
-    return PassingMemory(most) if merged and links == 1 else Memory()
+def cpu_memory(refines: bool, links: int, most: int = AHEAD) -> Memory:
+    """The memory for files that come over as many ``links`` to where a CPU computes; where each of them ``refines``
+    weights, ``most`` bytes wait for it."""
+    return PassingMemory(most) if refines and links == 1 else Memory()

@@ -24,13 +24,13 @@ ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 def parts_of(manifest: Manifest, stages: Sequence[int]) -> list[PartFile]:
     """The parts that ``stages`` (1-based) need, in the order of the forward pass.
 
-    Of tensors that a later one of the same stages overwrites only that is read; what is merged is read with all before.
+    Of tensors that a later one of the same stages overwrites only that is read; what refines is read with all before.
     """
     bringing = [part for stage in sorted(stages) for part in manifest.stages[stage - 1].parts]
     made_of: dict[str, list[PartFile]] = {}
     for part in bringing:
         for name in part.carried:
-            made_of[name] = [*(made_of.get(name, []) if name in part.coded else []), part]
+            made_of[name] = [*(made_of.get(name, []) if part.refines else []), part]
     needed = [part for part in bringing if any(part in made_of[name] for name in part.carried)]
     return sorted(needed, key=_depth)
 

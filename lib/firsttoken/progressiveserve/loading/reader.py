@@ -11,7 +11,7 @@ import hashlib
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -22,8 +22,6 @@ from firsttoken.study.errors import LinkError, ModelError
 from firsttoken.study.system.direct_io import is_cached, open_uncached, read_no_further
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from firsttoken.progressiveserve.loading.http_reader import RemoteFile, RemotePath
 
 _END_CHUNKS = 4  # the last so many are divided
@@ -180,21 +178,6 @@ class BlobReader:
     def _release(self) -> None:
         for event in self._done:
             event.set()
-
-
-class ReadBefore:
-    """The ``files`` of a stage that have been read, by place, as a reader gives them; ``decoded`` are the tensors, in
-    the dtype that they are stored in, which lie in a format in the files."""
-
-    def __init__(self, files: Mapping[int, memoryview], decoded: Mapping[str, np.ndarray]) -> None:
-        self._files, self.decoded = files, decoded
-
-    def wait(self, index: int) -> memoryview:
-        """The file ``index``, which is there."""
-        return self._files[index]
-
-    def close(self) -> None:
-        """Do nothing: nothing is being read."""
 
 
 def even_groups(sizes: Sequence[int], count: int) -> list[range]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +14,14 @@ from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manif
 from firsttoken.progressiveserve.checkpoint.names import torch_dtype
 from firsttoken.progressiveserve.loading.read_memory import BEFORE_TORCH, Memory, cpu_memory
 from firsttoken.progressiveserve.loading.read_plan import adapter_blobs, open_reader, part_blobs, parts_of
-from firsttoken.progressiveserve.loading.reader import BlobReader, ReadBefore
+from firsttoken.progressiveserve.loading.reader import BlobReader
 from firsttoken.study import dtypes
 from firsttoken.study.errors import FirstTokenError, files_alone
 from firsttoken.study.system.cgroup_limits import free_memory_bytes
 
 if TYPE_CHECKING:  # imported by the thread that loads, while requests are already taken
+    import torch
+
     from firsttoken.progressiveserve.loading.loader import StageLoad
     from firsttoken.progressiveserve.loading.meta_model import MetaModel
     from firsttoken.progressiveserve.loading.views import StageView
@@ -50,8 +52,8 @@ class StageLoader:
             return
         with suppress(FirstTokenError):
             manifest = manifest or read_manifest(self.folder)
-            merged = all(part.merged for part in parts_of(manifest, [stage]))
-            memory = cpu_memory(merged, len(self.links), BEFORE_TORCH)
+            refines = all(part.refines for part in parts_of(manifest, [stage]))
+            memory = cpu_memory(refines, len(self.links), BEFORE_TORCH)
             options = {"threads": self._threads, "allocate": memory.allocate}
             with self._lock:
                 if not self._closed and stage > self._reached:
@@ -78,13 +80,13 @@ class StageLoader:
         return free is None or free >= 2 * self.bytes_total
 
     @property
-    def merges(self) -> bool:
+    def refines(self) -> bool:
         """Whether a later stage changes weights that are there."""
-        return any(part.merged for stage in self.manifest.stages for part in stage.parts)
+        return any(part.refines for stage in self.manifest.stages for part in stage.parts)
 
-    def build(self, read: ReadBefore | None = None) -> MetaModel:
-        """The model before its weights, which are read meanwhile, or have been ``read`` for another one. Raises
-        ModelError and StageError, or PermanentFault."""
+    def build(self, begun: Callable[[torch.device, torch.dtype], WeightBuilder] | None = None) -> MetaModel:
+        """The model before its weights, which are read meanwhile; ``begun`` returns their builder where somebody else
+        has begun with them. Raises ModelError and StageError, or PermanentFault."""
         import torch
 
         from firsttoken.lean.build import build_lean
@@ -95,8 +97,8 @@ class StageLoader:
         computing = dtypes.serving(self._dtype, torch_dtype(manifest.dtype), self._device)
         place = torch.device(self._device), computing
         with self._lock:
-            if read is not None:
-                self._builder = WeightBuilder(manifest, [1], read, *place, decoded=read.decoded)
+            if begun is not None:
+                self._builder = begun(*place)
             elif 1 in self._ahead:
                 reader, memory = self._ahead.pop(1)
                 self._builder = WeightBuilder(manifest, [1], reader, *place, memory)
@@ -135,15 +137,6 @@ class StageLoader:
     def ended_by(self, error: Exception) -> bool:
         """Whether ``error`` is what ended the load that was under way."""
         return self._loading is not None and self._loading.failure is error
-
-    def merging(self) -> dict[str, float]:
-        """What it took to merge a stage into weights that were there: bytes of these, seconds in all and of the longest
-        merge between two steps."""
-        spent, self.meta_model.merges.spent = self.meta_model.merges.spent, []
-        if not spent:
-            return {}
-        sizes, seconds = zip(*spent, strict=True)
-        return {"merged_bytes": sum(sizes), "merging_s": sum(seconds), "longest_merge_s": max(seconds)}
 
     def close(self) -> None:
         """Stop the load that is under way, and begin no other."""

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,22 +25,105 @@ from firsttoken.lean.lean_config import OtherWay, lean_config
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import (
     CONFIG,
+    Manifest,
     PartFile,
     check_complete,
     check_header,
     check_side,
     read_manifest,
 )
-from firsttoken.progressiveserve.checkpoint.names import EMBEDDING, HEAD, NORM
-from firsttoken.progressiveserve.checkpoint.part_formats import WordFiller, format_of
+from firsttoken.progressiveserve.checkpoint.names import EMBEDDING, HEAD, NORM, torch_dtype
+from firsttoken.progressiveserve.checkpoint.part_formats import (
+    PartFormat,
+    PartReader,
+    Room,
+    StoredPart,
+    WordFiller,
+    format_of,
+    stored_tensor,
+)
 from firsttoken.progressiveserve.loading.read_plan import ADAPTER_FILES, Folder, open_reader, parts_of
-from firsttoken.progressiveserve.loading.reader import ReadBefore, host_memory
+from firsttoken.progressiveserve.loading.reader import host_memory
 from firsttoken.study.errors import StageError
 from firsttoken.study.parsing.parse_errors import blaming
 from firsttoken.study.system.cgroup_limits import cores
 from firsttoken.study.system.direct_io import back
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
+
 Arrays = dict[str, np.ndarray]
+
+
+class ReadBefore:
+    """The ``files`` of a stage that have been read, by place, as a reader gives them; ``unpacked`` are the tensors, in
+    the dtype that they are stored in, which lie in a format in the files."""
+
+    def __init__(self, files: Mapping[int, memoryview], unpacked: Arrays) -> None:
+        self._files, self.unpacked = files, unpacked
+
+    def wait(self, index: int) -> memoryview:
+        """The file ``index``, which is there."""
+        return self._files[index]
+
+    def close(self) -> None:
+        """Do nothing: nothing is being read."""
+
+    def builder(
+        self, manifest: Manifest, stages: Sequence[int], device: torch.device, dtype: torch.dtype
+    ) -> WeightBuilder:
+        """What makes torch's weights of it; nothing is unpacked twice."""
+        from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
+
+        return WeightBuilder(manifest, stages, self, device, dtype, formats=self._format_of)
+
+    def _format_of(self, name: str) -> PartFormat:
+        return UnpackedFormat(format_of(name), self.unpacked)
+
+
+class UnpackedFormat(PartFormat):
+    """A ``handler`` of parts of which some tensors have been ``unpacked`` before."""
+
+    def __init__(self, handler: PartFormat, unpacked: Arrays) -> None:
+        self._handler, self._unpacked = handler, unpacked
+
+    def reader(self, dtype: torch.dtype) -> UnpackedReader:
+        """Return a reader that takes what has been unpacked."""
+        return UnpackedReader(self._handler.reader(dtype), self._unpacked, dtype)
+
+
+class UnpackedReader:
+    """A ``reader`` of parts whose tensors may have been ``unpacked`` before, those of a part together."""
+
+    def __init__(self, reader: PartReader, unpacked: Arrays, dtype: torch.dtype) -> None:
+        self._reader, self._unpacked, self._dtype = reader, unpacked, dtype
+
+    def moved(self, part: StoredPart) -> list[tuple[int, ...]]:
+        """The shapes of those that were not unpacked, or are of another dtype."""
+        if part.carried.keys().isdisjoint(self._unpacked):
+            return self._reader.moved(part)
+        return [tensor.shape for name, tensor in part.carried.items() if not self._stays(name, tensor.dtype)]
+
+    def read(self, part: StoredPart, file: memoryview, data: Tensor, room: Room) -> dict[str, Tensor]:
+        """The tensors; a norm need not hold the memory of the file."""
+        import torch
+
+        if part.carried.keys().isdisjoint(self._unpacked):
+            return self._reader.read(part, file, data, room)
+        weights: dict[str, Tensor] = {}
+        for name, tensor in part.carried.items():
+            if name in self._unpacked:
+                stored = torch.from_numpy(self._unpacked[name]).view(torch_dtype(tensor.dtype))
+            else:
+                stored = stored_tensor(part, name, data)
+            weights[name] = stored if self._stays(name, tensor.dtype) else room(tensor.shape).copy_(stored)
+        return weights
+
+    def _stays(self, name: str, stored: str) -> bool:
+        return name in self._unpacked and torch_dtype(stored) == self._dtype
 
 
 class StageWeights(NumpyWeights):
@@ -69,8 +153,8 @@ class StageWeights(NumpyWeights):
         check_side(folder, manifest, CONFIG)
         config = lean_config(folder)
         self._parts = parts_of(manifest, stages)
-        if any(part.merged for part in self._parts):
-            raise OtherWay("a later stage is merged into weights that are there")
+        if any(part.refines for part in self._parts):
+            raise OtherWay("a later stage refines weights that are there")
         # what needs torch is known before bytes are asked for: over a slow link it takes seconds to stop its readers
         self.packer = Packer(config, _stored(self._parts))
         fillers = [self._fillers() for _ in range(threads or cores())]
@@ -83,7 +167,7 @@ class StageWeights(NumpyWeights):
         self._head_name = EMBEDDING if manifest.tied else HEAD
         self._whole = False
         self._files: dict[int, memoryview] = {}
-        self._decoded: Arrays = {}
+        self._unpacked: Arrays = {}
         ends = [part for part in self._parts if part.layer is None]
         # embedding, norm and head as they are stored, which are there before the head is packed
         self._ends: dict[str, Future[np.ndarray]] = {name: Future() for part in ends for name in part.carried}
@@ -115,7 +199,7 @@ class StageWeights(NumpyWeights):
         for made in (self._adapter, *self._made):
             made.result()
         self.close()
-        return ReadBefore(self._files, self._decoded)
+        return ReadBefore(self._files, self._unpacked)
 
     @property
     def panels(self) -> dict[int, dict[str, np.ndarray]]:
@@ -185,7 +269,7 @@ class StageWeights(NumpyWeights):
 
     def _make(self, index: int, fillers: Mapping[str, WordFiller]) -> LaidOut | None:
         part, stored = self._parts[index], STORAGE[self.packer.stored]
-        sizes = {name: math.prod(tensor.shape) for name, tensor in part.coded.items()}
+        sizes = {name: math.prod(one.shape) for name, one in part.carried.items() if name not in part.tensors}
         words = np.empty(0, stored)
         if sizes:
             room = host_memory(sum(sizes.values()) * words.itemsize)
@@ -195,10 +279,10 @@ class StageWeights(NumpyWeights):
         check_header(part, bytes(file[: part.data_start]))
         found = Arrays()
         for name, entry in part.carried.items():
-            if name in part.coded:
+            if name in sizes:
                 mine, words = words[: sizes[name]], words[sizes[name] :]
                 fillers[part.format].fill(part, name, file, mine)
-                found[name] = self._decoded[name] = mine.reshape(entry.shape)
+                found[name] = self._unpacked[name] = mine.reshape(entry.shape)
             else:
                 raw = np.frombuffer(file, np.uint8, entry.end - entry.start, entry.start)
                 found[name] = np.require(raw.view(stored).reshape(entry.shape), requirements="A")

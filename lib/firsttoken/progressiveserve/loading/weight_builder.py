@@ -6,39 +6,44 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, PartFile, check_header
-from firsttoken.progressiveserve.checkpoint.names import torch_dtype
-from firsttoken.progressiveserve.checkpoint.part_formats import WeightFiller, format_of
+from firsttoken.progressiveserve.checkpoint.part_formats import PartFormat, format_of
 from firsttoken.progressiveserve.loading.host_memory import BUFFERS, WeightRoom, memory_for, room_for
 from firsttoken.progressiveserve.loading.read_memory import Memory
 from firsttoken.progressiveserve.loading.read_plan import ADAPTER_FILES, parts_of
-from firsttoken.progressiveserve.loading.reader import BlobReader, ReadBefore
 from firsttoken.study.errors import LinkError
 from firsttoken.study.system.openmp import loops_on_one_core
 
 
 class BuiltPart(NamedTuple):
-    """A part that has come: its ``file``, its weights by name (but those that are merged into others), and the event
-    after which they may be used."""
+    """A part that has come: its ``file``, the weights that it brings by name, and the event after which they may be
+    used."""
 
     file: memoryview
     weights: dict[str, Tensor]
     copied: torch.cuda.Event | None
 
 
-class WeightBuilder:
-    """Makes the weights of ``stages`` on ``device`` in ``dtype``, part by part, as ``reader`` brings them.
+class PartFiles(Protocol):
+    """The files of a load by their place in it, as ``reader.BlobReader`` brings them."""
 
-    What has been ``decoded`` before, by name, in the dtype that it is stored in, is not decoded again.
+    def wait(self, index: int) -> memoryview:
+        """The file ``index``, once it is there. Raises as ``BlobReader.wait``."""
+
+    def close(self) -> None:
+        """Stop reading what has not come."""
+
+
+class WeightBuilder:
+    """Makes the weights of ``stages`` on ``device`` in ``dtype``, part by part, as ``reader`` brings them; ``formats``
+    gives the handler of a format by its name.
 
     It needs no model, so it may begin while one is built: in a start of bits over 1 Gbit/s a third of all bytes had
     come by then, and the last were weights half a second after they came (one start, two cores).
@@ -48,18 +53,20 @@ class WeightBuilder:
         self,
         manifest: Manifest,
         stages: Sequence[int],
-        reader: BlobReader | ReadBefore,
+        reader: PartFiles,
         device: torch.device,
         dtype: torch.dtype,
         memory: Memory | None = None,
-        decoded: Mapping[str, np.ndarray] = MappingProxyType({}),
+        formats: Callable[[str], PartFormat] = format_of,
     ) -> None:
         self._parts = parts_of(manifest, stages)
         self.manifest, self.reader = manifest, reader
         self.memory = memory or memory_for(device, max((part.bytes for part in self._parts), default=0), BUFFERS)
         self.seconds = 0.0  # that were spent on weights, not on waiting for bytes
         self._first = 0 if manifest.stages[max(stages) - 1].adapter is None else len(ADAPTER_FILES)
-        self._device, self._dtype, self._stopped, self._decoded = device, dtype, False, decoded
+        self._device, self._dtype, self._stopped = device, dtype, False
+        names = {part.format for part in self._parts if not part.refines}
+        self._readers = {name: formats(name).reader(dtype) for name in names}
         self._made: queue.SimpleQueue[BuiltPart | Exception] = queue.SimpleQueue()
         rooms = [self._room(part) for part in self._parts]
         backing = threading.Thread(target=self._back, args=(deque(rooms),), name="rooms", daemon=True)
@@ -86,13 +93,8 @@ class WeightBuilder:
             thread.join()
 
     def _room(self, part: PartFile) -> WeightRoom:
-        """Memory for the weights of ``part`` that cannot stay where they are read, or are merged into others."""
-        moved = [
-            entry.shape
-            for name, entry in part.carried.items()
-            if (not part.merged if name in part.coded else part.coded or torch_dtype(entry.dtype) != self._dtype)
-            and not (name in self._decoded and torch_dtype(entry.dtype) == self._dtype)
-        ]
+        """Memory for the weights of ``part`` that cannot stay where they are read."""
+        moved = [] if part.refines else self._readers[part.format].moved(part)
         return WeightRoom(sum(room_for(shape, self._dtype) for shape in moved), self._device)
 
     def _back(self, rooms: deque[WeightRoom]) -> None:
@@ -104,41 +106,26 @@ class WeightBuilder:
             rooms.popleft().back()
 
     def _make_all(self, rooms: deque[WeightRoom]) -> None:
-        fillers: dict[str, WeightFiller] = {}
         try:
             for index, part in enumerate(self._parts):
                 if self._stopped:
                     raise LinkError("the load was stopped")
-                self._made.put(self._make(index, part, rooms.popleft(), fillers))
+                self._made.put(self._make(index, part, rooms.popleft()))
         except Exception as error:
             self._stopped = True
             self._made.put(error)
 
-    def _make(self, index: int, part: PartFile, room: WeightRoom, fillers: dict[str, WeightFiller]) -> BuiltPart:
+    def _make(self, index: int, part: PartFile, room: WeightRoom) -> BuiltPart:
         file, first = self.reader.wait(self._first + index), part.data_start
         begin = time.perf_counter()
         check_header(part, bytes(file[:first]))
-        data, copied = self.memory.settle(file[first:])
-        found: dict[str, Tensor] = {}
-        for name, entry in part.carried.items():
-            if name in part.coded:
-                continue
-            raw = data[entry.start - first : entry.end - first]
-            weights = raw.view(torch_dtype(entry.dtype)).reshape(entry.shape)
-            if weights.dtype != self._dtype or part.coded:  # a norm need not hold the memory of what is decoded
-                weights = room.take(entry.shape, self._dtype).copy_(weights)
-            found[name] = weights
-        for name, tensor in part.coded.items() if not part.merged else ():
-            if name in self._decoded:
-                words = torch.from_numpy(self._decoded[name]).view(torch_dtype(tensor.dtype))
-                found[name] = words if words.dtype == self._dtype else room.take(tensor.shape, self._dtype).copy_(words)
-                continue
-            found[name] = room.take(tensor.shape, self._dtype)
-            if part.format not in fillers:
-                fillers[part.format] = format_of(part.format).filler()
-            fillers[part.format].fill(part, name, file, found[name])
+        weights: dict[str, Tensor] = {}
+        copied = None
+        if not part.refines:
+            data, copied = self.memory.settle(file[first:])
+            weights = self._readers[part.format].read(part, file, data, partial(room.take, dtype=self._dtype))
         self.seconds += time.perf_counter() - begin
-        return BuiltPart(file, found, copied)
+        return BuiltPart(file, weights, copied)
 
 
 def on_pinned_core(name: str, work: Callable[[], None]) -> threading.Thread:

@@ -87,7 +87,7 @@ class StagedServer(LoadingServer):
         server.between(self._gates.close)  # the gates go while no step passes them
         self._compare(self._first)
         server.versions = self._hosted()
-        self._loader.meta_model.merges.between = server.between
+        self._loader.meta_model.between = server.between
         return True
 
     def _load_first(self) -> StageLoad:
@@ -126,7 +126,7 @@ class StagedServer(LoadingServer):
         view = self._attempt(stage, load)
         if view is None:
             return False
-        self._note(stage, "arrived", **loader.merging())
+        self._note(stage, "arrived", **loader.meta_model.spent())
         self._last = self._view(view)
         self._last.take_fused(self._fused)
         self._compare(stage)
@@ -143,9 +143,8 @@ class StagedServer(LoadingServer):
             self._last.compare(self._live, self._server.between, self._loader.folder, stage == self._stages)
 
     def _fuse_beside(self) -> None:
-        """Fuse the layers that serve, where nothing will be merged into them, and there is memory for twice what they
-        take."""
-        if self._loader.merges or not self._loader.fits_twice:
+        """Fuse the layers that serve, where no later stage refines them and there is memory for them twice."""
+        if self._loader.refines or not self._loader.fits_twice:
             return
         for _ in self._last.fuse_beside(self._fused):
             if self._closing.is_set():

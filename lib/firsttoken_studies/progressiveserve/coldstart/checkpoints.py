@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from firsttoken.assets.corpora import load_qa
 from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, load_served
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest
-from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, staged, whole
-from firsttoken.progressiveserve.checkpoint.sources import RandomSource, TensorSource
+from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, TensorSource, staged, whole
+from firsttoken.progressiveserve.checkpoint.sources import RandomSource
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.samples import qa_prompt
 from firsttoken.progressiveserve.stages import StagePlan

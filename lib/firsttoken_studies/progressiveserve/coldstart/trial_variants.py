@@ -17,7 +17,7 @@ import torch
 from firsttoken.lean.tokenizer import read_tokenizer  # noqa: F401 imported with the libraries, before the clock of a request
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest
-from firsttoken.progressiveserve.loading.reader import BlobReader, ReadBefore
+from firsttoken.progressiveserve.loading.reader import BlobReader
 from firsttoken.study.dtypes import DTYPES, named
 from firsttoken.study.timing import timed
 from firsttoken_studies.probes.footprint import cpu_seconds
@@ -25,6 +25,7 @@ from firsttoken_studies.progressiveserve.coldstart.spec import PhaseClock, Trial
 from firsttoken_studies.progressiveserve.coldstart.variants import StartVariant
 
 if TYPE_CHECKING:
+    from firsttoken.progressiveserve.loading.stage_weights import ReadBefore
     from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
 
 
@@ -47,7 +48,7 @@ def import_libraries(spec: TrialSpec, variant: StartVariant) -> None:
     else:
         from firsttoken.progressiveserve.loading import loader  # noqa: F401
 
-        if read_manifest(Path(spec.staged)).coded:
+        if "planes" in read_manifest(Path(spec.staged)).formats:
             from firsttoken_extras.bitplanes.native_words import merger
 
             merger()
@@ -135,12 +136,10 @@ def torch_behind(
     from firsttoken.lean.build import build_lean
     from firsttoken.progressiveserve.loading.loader import StageLoad
     from firsttoken.progressiveserve.loading.meta_model import MetaModel
-    from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
 
     folder = Path(spec.staged)
     meta_model = MetaModel(folder, manifest, spec.device, _dtype(spec), build_lean)
-    place = meta_model.device, meta_model.dtype
-    builder = WeightBuilder(manifest, variant.stages, read, *place, decoded=read.decoded)
+    builder = read.builder(manifest, variant.stages, meta_model.device, meta_model.dtype)
     load = StageLoad(folder, manifest, variant.stages, links, meta_model, meta_model.empty_view(), builder=builder)
     view, prompt = load.wait(), tokenize(spec, variant)
     row = {"place_s": load.placing_s, "bytes": sum(link.bytes_moved for link in links)}
