@@ -11,7 +11,7 @@ from waiting import until, wait_stage
 from firsttoken.engine.async_engine import Stream
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
-from firsttoken.study.errors import BusyError
+from firsttoken.study.errors import BusyError, ModelError
 
 
 @pytest.mark.parametrize("when", ["stage 1", "stage 2", "complete"])
@@ -56,6 +56,20 @@ def test_closing_what_never_started(stage):
     server.close()
     with pytest.raises(BusyError):
         server.submit(PROMPT, 1)
+
+
+def test_alone_it_ends_with_the_first_load_that_fails(stage):
+    staged = stage()
+    part_path(staged, 2).unlink()
+    server = StagedServer(staged.folder, [Link()])
+    session = server.submit(PROMPT, 1000)
+    server.start()
+    until(lambda: server.status()["state"] == "failed", "the failure is told")
+    for ask in (lambda: events_of(session), lambda: server.submit(PROMPT, 1)):
+        with pytest.raises(ModelError, match="is missing in"):
+            ask()
+    server.close()
+    assert "is missing in" in server.status()["error"]
 
 
 def test_clients_that_come_while_it_closes_are_not_forgotten(stage, serve):
