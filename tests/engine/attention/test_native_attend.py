@@ -199,7 +199,9 @@ def test_layers_in_one_call_are_the_layers_one_by_one(
         got.append([logits, later, executor.pool.rows.clone(), *states])
         executor.close()
     parts = {(): [3, 1], (2,): [2, 1, 1], (0, 3): [3, 1]}[kept]
-    assert calls == (parts * 2 if dtype in kernels().multiplied else [])
+    # layers of bfloat16 are fused where torch multiplies it, which a process held to AVX2 does not
+    multiplied = dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert calls == (parts * 2 if dtype in kernels().multiplied and multiplied else [])
     for mine, other in zip(*got, strict=True):
         assert torch.equal(mine, other) and mine.isfinite().all()
 
