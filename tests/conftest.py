@@ -12,9 +12,10 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from firsttoken.assets.lock import load_lock
-from firsttoken.engine.native.library import kernels
+from firsttoken.engine.accelerator import accelerator
 from firsttoken.study import progress
 from firsttoken.study.system.compiled import ACCELERATOR
+from firsttoken_cpu.native.library import kernels
 
 # how long an example takes says more about what else the machine does than about the code
 # The committed suite draws the same examples each time, so that it says the same of the same code: of ten runs beside
@@ -62,9 +63,11 @@ def accelerated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Non
     def switch(name: str) -> None:
         monkeypatch.setenv(ACCELERATOR, name)
         kernels.cache_clear()
+        accelerator.cache_clear()
 
     yield switch
     kernels.cache_clear()
+    accelerator.cache_clear()
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from the_library import LIB, named, sources
 
 REPORTS = {"progressiveserve", "cps", "sarathi", "droidspeak", "petals"}
 FLOORS = {  # who lives on one may use all below it, and none beside it: a system never imports another
-    "firsttoken": ({"study"}, {"assets", "link", "scoring"}, {"lean"}, {"engine"}, {"simulation"}, REPORTS),
+    "firsttoken": ({"study"}, {"assets", "link", "scoring"}, {"engine"}, {"simulation"}, REPORTS),
+    "firsttoken_cpu": ({"lean", "native"}, {"fused", "native_attend"}, {"before_torch"}),
     "firsttoken_extras": ({"bitplanes", "layer_borrowing", "min_move_rebalancing", "vllm_cross_point"},),
     "firsttoken_studies": (
         {"probes"},
@@ -117,6 +118,8 @@ def test_arrows_point_one_way() -> None:
         ("firsttoken.study.profile", "from firsttoken import options"),
         ("firsttoken.options", "def f():\n    import firsttoken_studies.registry"),
         ("firsttoken.engine.engine", "from firsttoken_extras import layer_borrowing"),
+        ("firsttoken.engine.decoder", "from firsttoken_cpu.fused import fuse"),
+        ("firsttoken_serve.served_model", "from firsttoken_cpu.lean import lean_config"),
         ("firsttoken_extras.layer_borrowing.lease", "from firsttoken_studies.combined import arrival"),
         ("firsttoken_studies.cps.tables", "from firsttoken_studies.sarathi import figures"),
         ("firsttoken.assets.models", "from firsttoken.link.shaped import Link"),

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from firsttoken.lean.importing import uncollected
+from firsttoken.study.system.importing import uncollected
 
 with uncollected():
     from firsttoken.options import EXTENSIONS, parser
@@ -15,7 +15,7 @@ from firsttoken.study import paths, storage
 from firsttoken.study.errors import AssetError, FirstTokenError
 from firsttoken.study.parsing.schema import unknown
 from firsttoken.study.profile import check_used, load_profile
-from firsttoken.study.system.compiled import accelerator
+from firsttoken.study.system.compiled import accelerator_name
 from firsttoken.terminal import answering, check_clone, ended_as_interrupted, show_what_it_can, size_text
 
 ANYWHERE = [name for extension in EXTENSIONS for name in getattr(extension, "ANYWHERE", ())]
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser(COMMANDS).parse_args(arguments)
     name = options.command.__name__
     try:
-        accelerator()  # another word would be noticed in the middle of an answer
+        accelerator_name()  # another word would be noticed in the middle of an answer
         if name not in ANYWHERE:
             check_clone(f"`firsttoken {name}`")
         ends = nullcontext() if name in OWN_ENDS else ended_as_interrupted()

@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from firsttoken.lean.importing import uncollected
 from firsttoken.study import extensions
 from firsttoken.study import option_values as values
 from firsttoken.study.dtypes import AUTO, DTYPES
 from firsttoken.study.machine import kernels_multiply
+from firsttoken.study.system.importing import uncollected
 from firsttoken.study.system.openmp import wait_briefly
 from firsttoken.terminal import check_clone
 from firsttoken_serve.service_config import ELSEWHERE, HELP, ServiceConfig

@@ -5,42 +5,90 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from firsttoken.assets.lock import first_line
 from firsttoken.engine.model_server import LoadingServer
-from firsttoken.engine.numpy_answers import NumpyAnswers
-from firsttoken.engine.torch_behind import by_kernels
-from firsttoken.lean.lean_config import OtherWay
+from firsttoken.engine.stream import Asked, Stream
 from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.study import dtypes
-from firsttoken.study.errors import FirstTokenError, ModelError, PermanentFault, files_alone
+from firsttoken.study.errors import FirstTokenError, ModelError, OtherWay, PermanentFault, files_alone
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from torch import nn
 
     from firsttoken.engine.async_engine import AsyncEngine
     from firsttoken.engine.live_executor import LiveExecutor
     from firsttoken.engine.model_version import ModelVersion
-    from firsttoken.engine.numpy_model import NumpyModel
     from firsttoken.progressiveserve.loading.loader import StageLoad
     from firsttoken.progressiveserve.loading.meta_model import MetaModel
-    from firsttoken.progressiveserve.loading.stage_weights import StageWeights
     from firsttoken.progressiveserve.staged_serving.stage_versions import Between, StagedModelVersion
 
 LONGEST_PAUSE_S = 60.0
 T = TypeVar("T")
 
 
+class EarlyWeights(Protocol):
+    """The weights of a model that computes without torch, as threads read and pack them.
+
+    Those of a staged checkpoint have its ``manifest`` and the ``panels`` of its layers, packed.
+    """
+
+    seen: str
+    manifest: Any
+    panels: Mapping[int, Mapping[str, np.ndarray]]
+
+    @property
+    def fault(self) -> BaseException | None:
+        """Why some of them cannot come."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until all weights are there or cannot come, or until ``timeout_s`` is over."""
+
+    def read(self) -> Any:
+        """What has been read of a staged checkpoint, once all has come. Raises what brings it."""
+
+    def close(self) -> None:
+        """Bring no more: who waits for a layer gets an error soon."""
+
+
+class EarlyModel(Protocol):
+    """A model of ``weights`` that computes in ``dtype`` without torch."""
+
+    weights: EarlyWeights
+    dtype: str
+
+
+class EarlyAnswers(Protocol):
+    """Answers requests until torch is imported."""
+
+    @property
+    def model(self) -> EarlyModel | None:
+        """The model, once it has come; None where it cannot."""
+
+    def begin(self) -> bool:
+        """Answer from now on, and return when torch may be imported: True, but False where no model comes."""
+
+    def end(self) -> None:
+        """Generate no more tokens; a request in the middle of its answer goes back to those that wait."""
+
+    def close(self) -> None:
+        """End, and let nobody wait for weights that have not come."""
+
+
+AnswerEarly = Callable[[threading.Condition, dict[Stream, Asked]], EarlyAnswers]
+"""Makes the answers to the requests that wait, by stream; the condition guards them and is notified of each new one."""
+
+
 class RetryingServer(LoadingServer):
     """Tries again what fails after ``retry_s`` seconds, and after twice as long each further time, up to a minute; each
     failure is a line on the terminal. ``broken`` is told, by the thread that loads, of what leaves no hope: something
-    that computes cannot be imported, or the files are of no model that can be served. ``comes`` is the model that
-    answers until there is an engine.
+    that computes cannot be imported, or the files are of no model that can be served. ``early`` makes what answers
+    until there is an engine.
     """
 
     def __init__(
@@ -48,16 +96,16 @@ class RetryingServer(LoadingServer):
         *options: Any,
         retry_s: float = 1.0,
         broken: Callable[[FirstTokenError], None] = lambda error: None,
-        comes: Future[NumpyModel] | None = None,
+        early: AnswerEarly | None = None,
         **named: Any,
     ) -> None:
         super().__init__(*options, **named)
         self._retry_s, self._broken = retry_s, broken
-        self._numpy = None if comes is None else NumpyAnswers(comes, self._change, self._open)
+        self._early = None if early is None else early(self._change, self._open)
 
     def _answers_early(self) -> bool:
         """Whether requests are answered without torch from now on, which may be imported when this returns."""
-        return self._numpy is not None and self._numpy.begin()
+        return self._early is not None and self._early.begin()
 
     def _attempt(self, stage: int, load: Callable[[], T]) -> T | None:
         """Return what ``load`` brings, called until it raises nothing. Raises PermanentFault.
@@ -83,23 +131,23 @@ class RetryingServer(LoadingServer):
         return None
 
     def _run(self, executor: LiveExecutor, *options: Any, **named: Any) -> AsyncEngine:
-        self._end_numpy()
+        self._end_early()
         return super()._run(executor, *options, **named)
 
     def _give_up(self, fault: FirstTokenError) -> None:
         super()._give_up(fault)
         self._broken(fault)
 
-    def _end_numpy(self) -> None:
+    def _end_early(self) -> None:
         """End answers without torch. Their model is freed once the engine has copied its keys and values."""
-        if self._numpy is not None:
-            self._numpy.end()
-            self._numpy = None
+        if self._early is not None:
+            self._early.end()
+            self._early = None
 
     def _end_all(self, error: Exception) -> None:
-        if self._numpy is not None:
-            self._numpy.close()
-            self._numpy = None
+        if self._early is not None:
+            self._early.close()
+            self._early = None
         super()._end_all(error)
 
 
@@ -123,7 +171,7 @@ class StagedService(RetryingServer, StagedServer):
     def __init__(self, *options: Any, **named: Any) -> None:
         super().__init__(*options, **named)
         self._reading: threading.Thread | None = None  # that begins with the second stage
-        self._early: StageWeights | None = None  # of the first stage, which has come
+        self._packed: EarlyWeights | None = None  # of the first stage, which have come
         self.whole: Callable[[torch.dtype, str], str] | None = None
         """Called by the thread that loads, with dtype and sha256 of the weights, once the last stage serves; what it
         returns is an event."""
@@ -134,8 +182,8 @@ class StagedService(RetryingServer, StagedServer):
     def close(self) -> None:
         with self._change:
             self._closing.set()
-        if (numpy := self._numpy) is not None:
-            numpy.close()  # whose weights this server's threads may be waiting for
+        if (early := self._early) is not None:
+            early.close()  # whose weights this server's threads may be waiting for
         super().close()
         if self._reading is not None:
             self._reading.join()
@@ -145,39 +193,40 @@ class StagedService(RetryingServer, StagedServer):
         if not self._answers_early():
             super()._read_ahead()
         elif self._recover:
-            self._reading = threading.Thread(target=self._read_behind, args=(self._numpy,), name="reading", daemon=True)
+            self._reading = threading.Thread(target=self._read_behind, args=(self._early,), name="reading", daemon=True)
             self._reading.start()
 
-    def _read_behind(self, answers: NumpyAnswers) -> None:
+    def _read_behind(self, answers: EarlyAnswers) -> None:
         if (model := answers.model) is not None:
-            weights: StageWeights = model.weights
+            weights = model.weights
             weights.wait()
             if weights.fault is None and len(weights.manifest.stages) > 1:
                 self._loader.read_ahead(2, weights.manifest)
 
     def _build(self) -> MetaModel:
-        self._early = self._early_weights()
-        meta_model = self._loader.build(self._early and partial(self._early.read().builder, self._loader.manifest, [1]))
+        self._packed = self._early_weights()
+        manifest = self._loader.manifest
+        meta_model = self._loader.build(self._packed and partial(self._packed.read().builder, manifest, [1]))
         if self.variants is not None:
             self._late = self.variants()
             with files_alone():
-                self._late.read(self._loader.folder, self._loader.manifest.source_sha256 or "", meta_model.layers)
+                self._late.read(self._loader.folder, manifest.source_sha256 or "", meta_model.layers)
         return meta_model
 
-    def _early_weights(self) -> StageWeights | None:
+    def _early_weights(self) -> EarlyWeights | None:
         """The weights that answer without torch, if any do, once they have come or cannot. Raises ModelError where
         other files have taken the place of theirs."""
-        if self._numpy is None or (model := self._numpy.model) is None:
+        if self._early is None or (model := self._early.model) is None:
             return None
-        weights: StageWeights = model.weights
+        weights = model.weights
         if self._closing.is_set():
             weights.close()  # it has come after the server was closed
         weights.wait()
         if isinstance(weights.fault, OtherWay):
             if type(weights.fault) is OtherWay:  # why there are no kernels, the engine tells
                 print(f"firsttoken: {self._loader.folder.name} starts with torch: {weights.fault}", file=sys.stderr)
-            self._numpy.close()
-            self._numpy = None
+            self._early.close()
+            self._early = None
             return None
         if weights.manifest.plan_sha256 != self._loader.manifest.plan_sha256:
             raise ModelError(f"{self._loader.folder} was staged anew while it was read; it is read again")
@@ -185,24 +234,25 @@ class StagedService(RetryingServer, StagedServer):
 
     def _load_first(self) -> StageLoad:
         load = super()._load_first()
-        if (early := self._early) is not None:
-            self._early = None
+        if (packed := self._packed) is not None:
+            self._packed = None
             self._loader.finish(load)  # it has nothing to read
-            self._take_packed(early)
+            self._take_packed(packed, self._early.model.dtype)
         return load
 
-    def _take_packed(self, early: StageWeights) -> None:
-        """Let stage 1 compute with the weights that ``early`` has packed, where there is memory for both."""
-        from firsttoken.engine.fused import FusedLayer
-        from firsttoken.engine.native.library import kernels
+    def _take_packed(self, packed: EarlyWeights, computed: str) -> None:
+        """Let stage 1 compute with the weights that were ``packed``, in the dtype ``computed``, where there is memory
+        for both."""
+        from firsttoken.engine.accelerator import accelerator
 
-        dtype, name = self._loader.meta_model.dtype, early.packer.dtype
-        if name == dtypes.name_of(dtype) and self._loader.fits_twice:
+        dtype, own = self._loader.meta_model.dtype, accelerator()
+        if computed == dtypes.name_of(dtype) and self._loader.fits_twice:
             plain = self._last.modules.base
-            fused = {i: (plain[i], FusedLayer(plain[i], panels)) for i, panels in early.panels.items()}
+            fused = {i: (plain[i], own.fuse_layer(plain[i], panels)) for i, panels in packed.panels.items()}
             self._last.take_fused(fused)
-            if dtype not in kernels().multiplied:
-                by_kernels(self._last, self._loader.meta_model.model, early)
+            if not own.multiplies(dtype):
+                head, self._last.attend = own.goes_on(self._loader.meta_model.model.lm_head, packed)
+                self._last.decoder.set_head(head)
             elif not self._loader.refines:
                 self._fused |= fused
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from firsttoken.assets.adapter_files import CONFIG as ADAPTER_CONFIG
 from firsttoken.assets.adapter_files import WEIGHTS, check_plain
@@ -25,20 +25,16 @@ from firsttoken.cps.policies import make_policy
 from firsttoken.cps.policies.measured import MeasuredCrossPoint
 from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.model_server import EngineServer, ModelServer
-from firsttoken.engine.numpy_model import NumpyModel
-from firsttoken.engine.numpy_weights import FolderWeights
 from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
 from firsttoken.engine.request_limits import STALL_FREE, RequestLimits
-from firsttoken.engine.torch_behind import fused_version, take_over
-from firsttoken.lean.lean_config import OtherWay, lean_config
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.checkpoint.manifest import MANIFEST, check_files, read_manifest
 from firsttoken.progressiveserve.loading.read_plan import ends_of
-from firsttoken.progressiveserve.loading.stage_weights import StageWeights
 from firsttoken.study import dtypes
 from firsttoken.study.errors import FirstTokenError, StageError, files_alone
+from firsttoken.study.extensions import extension, registered
 from firsttoken.study.system.direct_io import read_ahead
-from firsttoken_serve.retrying_server import RetryingServer, StagedService
+from firsttoken_serve.retrying_server import AnswerEarly, RetryingServer, StagedService
 from firsttoken_serve.service_config import ServiceConfig
 
 if TYPE_CHECKING:
@@ -50,11 +46,13 @@ if TYPE_CHECKING:
     from firsttoken.engine.model_version import ModelVersion
     from firsttoken_serve.variants import LateVariants
 
+BEFORE_TORCH = "BEFORE_TORCH"  # what a package registers that computes without it
+
 
 class Coming(NamedTuple):
-    """A model that answers until torch is imported, and the links over which it is read."""
+    """What answers until torch is imported, and the links over which its model is read."""
 
-    model: Future[NumpyModel]
+    answers: AnswerEarly
     links: tuple[Link, ...] = ()
 
 
@@ -63,8 +61,8 @@ class Coming(NamedTuple):
 
 class PlainServer(RetryingServer):
     """Serves the whole model in the plain folder ``folder``, and uses what is in ``store`` of how a prompt begins; with
-    it, under their names, the ``variants`` that adapters in these folders make of it. ``comes`` is the model that
-    answers until torch is imported, as :func:`without_torch` returns it."""
+    it, under their names, the ``variants`` that adapters in these folders make of it. ``early`` answers until torch is
+    imported, as :func:`without_torch` returns it."""
 
     def __init__(
         self,
@@ -76,9 +74,9 @@ class PlainServer(RetryingServer):
         store: Path | None = None,
         owner: str = "",
         variants: Mapping[str, Path] = MappingProxyType({}),
-        comes: Future[NumpyModel] | None = None,
+        early: AnswerEarly | None = None,
     ) -> None:
-        super().__init__(limits, device, broken=broken, comes=comes)
+        super().__init__(limits, device, broken=broken, early=early)
         self._folder, self._store, self._owner, self._variants = folder, store, owner, variants
         self._live: LiveExecutor
         self._load_other: Callable[[], nn.Module] | None = None  # where others multiply better than who begins
@@ -90,27 +88,29 @@ class PlainServer(RetryingServer):
 
     def _import(self) -> None:
         """Import all that loads, but not transformers, which only few folders ask for."""
-        from firsttoken.lean import build  # noqa: F401
+        from firsttoken.engine.accelerator import accelerator
+
+        accelerator()
 
     def _begin(self) -> bool:
         """Read it all. Raises PermanentFault for a folder that cannot be read: it stays as it is."""
         import torch
 
-        from firsttoken.engine.native.library import kernels
+        from firsttoken.engine.accelerator import accelerator
 
         self._stages = 1
         with files_alone():
             files = check_servable(self._folder, way="spans" if self._store or self._variants else "alone")
             self._bytes_total = files.bytes
             stored = getattr(torch, stored_dtype(self._folder))
-        early, policy = None if self._numpy is None else self._numpy.model, self.limits.preemption
+        early, policy = None if self._early is None else self._early.model, self.limits.preemption
         with unchanged(files.files, "" if early is None else early.weights.seen), files_alone():
             dtype = dtypes.serving(dtypes.AUTO, stored, self._device)
             measures = isinstance(policy, MeasuredCrossPoint) and policy.measures(dtypes.name_of(dtype))
             taken = early is not None and early.dtype == dtypes.name_of(dtype)
-            lasts = taken and dtype in kernels().multiplied
+            lasts = taken and accelerator().multiplies(dtype)
             if lasts or (taken and not measures):
-                self._live = take_over(early, self.limits.blocks, self.limits.host_blocks)
+                self._live = extension(BEFORE_TORCH, "take_over")(early, self.limits.blocks, self.limits.host_blocks)
                 if not lasts:
                     self._load_other = partial(_load_again, files, dtype, self._device, early.weights.seen)
             else:
@@ -131,12 +131,12 @@ class PlainServer(RetryingServer):
         """Hold a step to the lean modules' own, unless it was before; others than lean ones the executor has held to
         transformers'. Requests run meanwhile. Raises PermanentFault."""
         from firsttoken.assets.held import unchanged
+        from firsttoken.engine.attention import is_stock
         from firsttoken.engine.compared_step import Comparison, check_rows, lean_rows, prompt_of
-        from firsttoken.lean.lean_model import LeanModel
 
         live, server = self._live, self._server
         comparison = Comparison([files.folder / CONFIG, *files.files], "lean", str(dtype), self._device)
-        if comparison.due and isinstance(live.model, LeanModel):
+        if comparison.due and not is_stock(live.model):
             prompt = prompt_of(live.limits)
             with unchanged(files.files), files_alone():
                 reference = lean_rows(files, dtype, self._device, prompt)
@@ -155,6 +155,8 @@ class PlainServer(RetryingServer):
             self._fuse(self._live.version.fuse, self._release_plain)
             return
         with suppress(FirstTokenError):  # the server is being closed, or others have taken the place of its files
+            from firsttoken.engine.model_version import fused_version
+
             version = fused_version(self._load_other())
             self._server.between(lambda: self._server.publish(version, lambda old, new: None))
 
@@ -176,28 +178,28 @@ def without_torch(config: ServiceConfig) -> Coming | None:
     pack its weights.
 
     None where answers wait for torch: because it is imported already, because of ``torch_first``, or because this
-    process does not serve a model of its own, without variants, on the CPU. The future raises OtherWay where the
-    kernels do not run the model.
+    process does not serve a model of its own, without variants, on the CPU; and where nothing computes without it.
     """
     elsewhere = config.swarm or config.device != "cpu"
-    if elsewhere or config.variants or config.torch_first or "torch" in sys.modules:
+    waits = config.variants or config.torch_first or "torch" in sys.modules
+    if elsewhere or waits or not registered(BEFORE_TORCH):
         return None
     staged = is_staged(config.folder)
     links = (Link(LinkConfig(config.gbit_per_s)),) if staged else ()
     if not staged:
         bring(config.folder)
 
-    def made() -> NumpyModel:
+    def made() -> Any:
         if staged:
-            weights = StageWeights(config.folder, links, readers=config.threads)
+            weights = extension(BEFORE_TORCH, "staged")(config.folder, links, readers=config.threads)
         else:
-            weights = FolderWeights(check_servable(config.folder))
-        return NumpyModel(weights, config.max_len(context_in(config.folder)))
+            weights = extension(BEFORE_TORCH, "plain")(check_servable(config.folder))
+        return extension(BEFORE_TORCH, "model")(weights, config.max_len(context_in(config.folder)))
 
     maker = ThreadPoolExecutor(1, "reading")
     coming = maker.submit(made)
     maker.shutdown(wait=False)
-    return Coming(coming, links)
+    return Coming(partial(extension(BEFORE_TORCH, "answers"), coming), links)
 
 
 def bring(folder: Path) -> None:
@@ -227,16 +229,14 @@ def _load_again(files: ModelFiles, dtype: torch.dtype, device: str, before: str)
 
 
 def _loaded(files: ModelFiles, dtype: torch.dtype, device: str) -> nn.Module:
-    try:
-        lean_config(files.folder)
-    except OtherWay as reason:
-        print(f"firsttoken: {files.folder.name} starts with transformers' own modules: {reason}", file=sys.stderr)
-        from firsttoken.assets.models import load_model
+    from firsttoken.assets.weights import fill
+    from firsttoken.engine.accelerator import accelerator
 
-        return load_model(str(files.folder), dtype=dtype, device=device, with_tokenizer=False).model
-    from firsttoken.lean.build import load_lean
+    if (own := accelerator().build_own(files.folder, dtype)) is not None:
+        return fill(own, files, device)
+    from firsttoken.assets.models import load_model
 
-    return load_lean(files, dtype, device)
+    return load_model(str(files.folder), dtype=dtype, device=device, with_tokenizer=False).model
 
 
 # Keys and values that were computed before, in a folder of KV files.
@@ -347,7 +347,7 @@ def serve_model(
         return swarm
     if is_staged(config.folder):
         links = [Link(LinkConfig(config.gbit_per_s))] if comes is None else comes.links
-        options = {"device": config.device, "broken": broken, "comes": comes and comes.model}
+        options = {"device": config.device, "broken": broken, "early": comes and comes.answers}
         staged = StagedService(config.folder, links, limits, dtype=dtypes.AUTO, threads=config.threads, **options)
         if variants := dict(config.variants):
             staged.variants = lambda: late_variants(variants, config.device)
@@ -360,7 +360,7 @@ def serve_model(
             )
         return staged
     options = {"device": config.device, "store": config.prefix_store, "owner": config.prefix_owner}
-    options |= {"variants": dict(config.variants), "comes": comes and comes.model}
+    options |= {"variants": dict(config.variants), "early": comes and comes.answers}
     return PlainServer(config.folder, limits, broken=broken, **options)
 
 

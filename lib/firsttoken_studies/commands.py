@@ -185,7 +185,7 @@ def doctor(options: argparse.Namespace) -> int:
     from firsttoken.assets.fetch import load_lock
     from firsttoken.study import dtypes
     from firsttoken.study.machine import describe
-    from firsttoken.study.system.compiled import ACCELERATOR, ACCELERATORS, accelerator, compiler
+    from firsttoken.study.system.compiled import ACCELERATOR, ACCELERATORS, accelerator_name, compiler
     from firsttoken_studies.record.results import result_path
 
     machine, answer = describe(), options.answer
@@ -197,7 +197,7 @@ def doctor(options: argparse.Namespace) -> int:
             print(f"{profile}: {', '.join(absent) or 'nothing is missing'}")
         return OK
     answer |= machine | {"dtype": dtypes.why("cuda" if machine["gpu"] else "cpu"), "compiler": compiler()}
-    answer |= {"accelerator": accelerator(), "clone": str(paths.ROOT) if paths.IS_CLONE else None}
+    answer |= {"accelerator": accelerator_name(), "clone": str(paths.ROOT) if paths.IS_CLONE else None}
     for key, value in machine.items():
         if key != "packages":
             print(f"{key}: {size_text(value) if key.endswith('_bytes') else value}")
@@ -205,7 +205,7 @@ def doctor(options: argparse.Namespace) -> int:
         print(f"{package}: {version or 'not installed'}")
     print(f"dtype: auto is {answer['dtype']}")
     print(f"C++ compiler: {' '.join(compiler() or []) or 'none, so the engine does without its CPU kernels'}")
-    print(f"{ACCELERATOR}: {accelerator()}, {ACCELERATORS[accelerator()]}")
+    print(f"{ACCELERATOR}: {accelerator_name()}, {ACCELERATORS[accelerator_name()]}")
     if not paths.IS_CLONE:
         print(f"clone: none at {paths.ROOT}; FIRSTTOKEN_ROOT names one, whose notebooks, profiles and models are used")
         return OK

@@ -18,9 +18,9 @@ from firsttoken.assets.empty_model import stock_config
 from firsttoken.assets.known_models import FIELDS, check_family, is_silent
 from firsttoken.assets.servable import check_attention
 from firsttoken.engine.request import Request, Sampling, ScheduledChunk
-from firsttoken.lean.lean_config import lean_config
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.study.errors import ModelError
+from firsttoken_cpu.lean.lean_config import lean_config
 
 CLASSES = architectures()
 SPANNED = [

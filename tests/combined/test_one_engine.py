@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from firsttoken.assets.models import load_model
-from firsttoken.engine.fused import fuse
+from firsttoken.engine.accelerator import fuse
 from firsttoken_studies.combined.one_engine import OneEngineConfig, over_a_link, shared_prompt, stage_arrives
 
 ASKED = OneEngineConfig(

@@ -21,12 +21,10 @@ from swarms import DEPTH, Here
 from firsttoken.cps.policies import make_policy
 from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.source import StoredPrefix
-from firsttoken.engine import live_executor
 from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
-from firsttoken.engine.native.library import kernels
 from firsttoken.engine.preemption.preemption_policy import MOVED, PreemptionPolicy
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
@@ -42,6 +40,8 @@ from firsttoken.progressiveserve.staged_serving.transitions import (
     Transition,
 )
 from firsttoken.study.errors import StageError
+from firsttoken_cpu.cpu_accelerator import CPUAccelerator
+from firsttoken_cpu.native.library import kernels
 from firsttoken_extras.layer_borrowing.arrivals import LayerArrivals
 from firsttoken_extras.layer_borrowing.lease import Lease
 from firsttoken_extras.layer_borrowing.lender import Lender
@@ -305,8 +305,8 @@ def _a_token_late(enter: Callable) -> Callable:
     return lambda kept, layer, hidden, chunks: enter(kept, layer, hidden.roll(1, 1), chunks)
 
 
-def _of_each_other(layer_table: Callable) -> Callable:
-    return lambda variants: None if (fields := layer_table(variants)) is None else fields[::-1].copy()
+def _of_each_other(join: Callable) -> Callable:
+    return lambda accelerator, variants: join(accelerator, variants[::-1])
 
 
 def _noticed(scheduled: Callable, **options: Any) -> None:
@@ -320,13 +320,13 @@ def _noticed(scheduled: Callable, **options: Any) -> None:
     [
         (LiveExecutor, "swap_out", _one_block_changed),
         (HiddenStateCache, "enter", _a_token_late),
-        (live_executor, "layer_table", _of_each_other),
+        (CPUAccelerator, "join", _of_each_other),
     ],
     ids=["a block in the host", "states that enter borrowed layers", "adapters in one pass"],
 )
 def test_a_part_that_is_wrong_is_noticed(scheduled, monkeypatch, of, name, spoil):
     """The controls, one a part."""
-    if of is live_executor and kernels() is None:
+    if of is CPUAccelerator and kernels() is None:
         pytest.skip("no compiler builds the kernels here")
     monkeypatch.setattr(of, name, spoil(getattr(of, name)))
     _noticed(scheduled)

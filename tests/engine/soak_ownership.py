@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 sys.path += [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parent)]
-from conftest import Lab, build, subject
+from engine_fixtures import Lab, build, subject
 from owned import Ordeal, Prefixes
 
 from firsttoken.assets.shapes import shape_config

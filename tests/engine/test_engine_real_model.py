@@ -10,8 +10,8 @@ from plain_tokens import check_greedy, generated
 
 from firsttoken.assets.models import load_model
 from firsttoken.cps.policies import make_policy
+from firsttoken.engine.accelerator import fuse
 from firsttoken.engine.engine import Engine, EngineConfig
-from firsttoken.engine.fused import fuse
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.trace import Trace

@@ -11,10 +11,10 @@ from torch import nn
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.models import load_model
 from firsttoken.engine import linear8
-from firsttoken.engine.fused import FusedLayer, fuse
 from firsttoken.engine.linear8 import KEPT, THRESHOLD, Linear8, _integer_product, resting_bytes, to_8_bits
-from firsttoken.engine.native.library import kernels
 from firsttoken.study.errors import ModelError
+from firsttoken_cpu.fused import FusedLayer, fuse
+from firsttoken_cpu.native.library import kernels
 
 
 def linear(inner: int, outer: int, seed: int = 0, bias: bool = False) -> nn.Linear:

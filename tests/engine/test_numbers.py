@@ -17,11 +17,12 @@ from transformers import LlamaConfig
 
 from firsttoken.engine.async_engine import AsyncEngine
 from firsttoken.engine.live_executor import LiveExecutor
-from firsttoken.engine.native.library import kernels
 from firsttoken.engine.request import LEAST, Request, Sampling, ScheduledChunk
 from firsttoken.engine.sampling import argmax_tokens, next_tokens, token_logprob
-from firsttoken.engine.sdpa_attention import NativeAttend, PaddedAttend
+from firsttoken.engine.sdpa_attention import PaddedAttend
 from firsttoken.study.errors import OutputError, RequestError
+from firsttoken_cpu.native.library import kernels
+from firsttoken_cpu.native_attend import NativeAttend
 
 ANSWER = 24
 NAN, INF = math.nan, math.inf

@@ -39,7 +39,6 @@ from tiny_profiles import FEWER, SHORTER, shorter, tiny_profile
 from transformers import AutoModelForCausalLM
 
 from firsttoken.assets import corpora, models, needs, shapes
-from firsttoken.engine.native.library import kernels
 from firsttoken.progressiveserve import evaluation, training
 from firsttoken.progressiveserve.recipe import RECIPES
 from firsttoken.simulation.costs import mixture_costs
@@ -49,6 +48,7 @@ from firsttoken.simulation.hardware import Hardware
 from firsttoken.simulation.workload import sharegpt
 from firsttoken.study import paths, stats
 from firsttoken.study.summary import Summary
+from firsttoken_cpu.native.library import kernels
 from firsttoken_extras.bitplanes.native_words import merger
 from firsttoken_studies import multiple_choice
 from firsttoken_studies.combined.borrowed import experiment as borrowed

@@ -16,8 +16,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from firsttoken.assets import corpora
 from firsttoken.assets.adapters import export_adapter
 from firsttoken.assets.shapes import shape_config
-from firsttoken.engine import numpy_weights
-from firsttoken.engine.native.library import kernels
 from firsttoken.progressiveserve import training
 from firsttoken.progressiveserve.base_model import ServedModel
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest
@@ -29,6 +27,8 @@ from firsttoken.progressiveserve.recipe import Recipe
 from firsttoken.progressiveserve.stages import StagePlan
 from firsttoken.study import paths
 from firsttoken.study.profile import Profile, load_profile
+from firsttoken_cpu.before_torch import numpy_weights
+from firsttoken_cpu.native.library import kernels
 from firsttoken_extras.bitplanes.plane_plan import by_planes
 
 VOCABULARY = 260  # end of text, 256 bytes, three merges

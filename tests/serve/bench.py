@@ -65,8 +65,8 @@ def _said(answer: bytes) -> int:
 def alone(folder: Path, tokens: int, scheduler: str) -> None:
     """Print tokens/s of the engine by itself, for each line that comes in: how many streams."""
     from firsttoken.assets.models import load_model
+    from firsttoken.engine.accelerator import fuse
     from firsttoken.engine.engine import Engine, EngineConfig
-    from firsttoken.engine.fused import fuse
     from firsttoken.engine.live_executor import LiveExecutor
     from firsttoken.engine.request import Sampling
     from firsttoken.progressiveserve.checkpoint.manifest import read_manifest

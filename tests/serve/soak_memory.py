@@ -30,8 +30,8 @@ from mixed_requests import BLOCKS, LONGEST, MODELS, RUNNING, VARIANTS, WAITING, 
 from services import free_port
 from waiting import until
 
-from firsttoken.engine.native.exports import load_exports
 from firsttoken.study import paths
+from firsttoken_cpu.native.exports import load_exports
 
 EACH, FROM = 500, 2000  # requests between two readings, and before the first that counts
 FLAT_KB = 10.0  # per 1,000 requests: at 10,000 a day 36 MB a year

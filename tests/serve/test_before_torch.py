@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,17 @@ from small_models import small_model
 from transformers import AutoModelForCausalLM
 
 from firsttoken.assets.servable import check_servable
-from firsttoken.engine.fused import PackedLinear
-from firsttoken.engine.native.library import kernels
-from firsttoken.engine.numpy_model import NumpyModel
-from firsttoken.engine.numpy_weights import FolderWeights
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.progressiveserve.checkpoint.plan import staged
 from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.stages import StagePlan
 from firsttoken.study import dtypes
+from firsttoken_cpu.before_torch.numpy_answers import NumpyAnswers
+from firsttoken_cpu.before_torch.numpy_model import NumpyModel
+from firsttoken_cpu.before_torch.numpy_weights import FolderWeights
+from firsttoken_cpu.fused import PackedLinear
+from firsttoken_cpu.native.library import kernels
 from firsttoken_serve.served_model import PlainServer
 
 pytestmark = pytest.mark.long(seconds=60)
@@ -280,7 +282,7 @@ def test_who_began_with_the_kernels_ends_with_them(accelerated, folder, tmp_path
     early: Future[NumpyModel] = Future()
     early.set_result(NumpyModel(FolderWeights(check_servable(halves), 1), context=600, threads=1))
     limits = RequestLimits(max_sessions=4, max_model_len=600)
-    server = PlainServer(halves, limits, device="cpu", broken=lambda error: None, comes=early)
+    server = PlainServer(halves, limits, device="cpu", broken=lambda error: None, early=partial(NumpyAnswers, early))
     server.start()
     try:
         begun = iter(server.submit(prompt, 500))

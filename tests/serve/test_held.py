@@ -22,9 +22,9 @@ from waiting import until
 
 from firsttoken.assets.checkpoint import weight_files
 from firsttoken.assets.held import unchanged
-from firsttoken.engine.native.library import kernels
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.study.errors import ModelError
+from firsttoken_cpu.native.library import kernels
 
 Damage = Callable[[Path], None]
 
@@ -86,9 +86,9 @@ from pathlib import Path
 import torch
 from firsttoken.assets.servable import check_servable
 from firsttoken.assets.weights import read_tensor, tensors_of
-from firsttoken.engine.native.library import kernels
-from firsttoken.engine.numpy_model import NumpyModel
-from firsttoken.engine.numpy_weights import FolderWeights
+from firsttoken_cpu.native.library import kernels
+from firsttoken_cpu.before_torch.numpy_model import NumpyModel
+from firsttoken_cpu.before_torch.numpy_weights import FolderWeights
 from firsttoken.petals import checkpoint_blocks
 from firsttoken.progressiveserve.checkpoint.sources import FolderSource
 from firsttoken.study.errors import ModelError

@@ -23,16 +23,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from waiting import until
 
 from firsttoken.assets.checkpoint import model_files
-from firsttoken.engine import live_executor
+from firsttoken.engine import shared_base
 from firsttoken.engine.block_pool import PrefixSharing
 from firsttoken.engine.engine import Engine
-from firsttoken.engine.fused import FusedLayer
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.lora import Adapter, with_adapter
-from firsttoken.engine.native.library import kernels
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.study.errors import FirstTokenError, ModelError, StageError
-from firsttoken_serve import variants as variants_module
+from firsttoken_cpu.cpu_accelerator import CPUAccelerator
+from firsttoken_cpu.fused import FusedLayer
+from firsttoken_cpu.native.library import kernels
 from firsttoken_serve.http.launch import running
 from firsttoken_serve.service_config import ServiceConfig
 from firsttoken_serve.variants import host_variants, read_variants
@@ -92,7 +92,7 @@ def test_a_step_takes_the_requests_of_all_variants(base, variants, monkeypatch: 
     engine.run()
     assert passes == [4, 4, 4]
     passes.clear()
-    monkeypatch.setattr(live_executor, "layer_table", lambda *_: None)
+    monkeypatch.setattr(CPUAccelerator, "join", lambda *_: (0, None))
     for name in versions:
         engine.submit([5, 6, 7], Sampling(3), version=versions[name])
     engine.run()
@@ -237,7 +237,7 @@ def test_a_variant_that_computes_something_else_is_refused(base, tmp_path, monke
     def doubled(layer: nn.Module, slices: Any) -> nn.Module:
         return with_adapter(layer, {path: (a, 2 * b) for path, (a, b) in slices.items()})
 
-    monkeypatch.setattr(variants_module, "with_adapter", doubled)
+    monkeypatch.setattr(shared_base, "with_adapter", doubled)
     executor = LiveExecutor(copy.deepcopy(base), 16)
     with pytest.raises(ModelError, match="the adapter of the variant qa is another model here than by its own"):
         host_variants(executor, {"qa": folder}, model_files(tmp_path / "base"), "cpu")

@@ -53,7 +53,7 @@ def test_without_the_server_nothing_serves(there: bool) -> None:
 def test_a_format_that_nobody_reads_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match=r"in the format 'bites', which nothing here reads \(known: planes\); install"):
         format_of("bites")
-    monkeypatch.setattr(extensions, "EXTRAS", "firsttoken_of_nobody")
+    monkeypatch.setattr(extensions, "REGISTERED", ("firsttoken_of_nobody",))
     extensions.registered.cache_clear()
     try:
         with pytest.raises(ModelError, match=r"'planes', which nothing here reads \(known: none\); install firsttoken"):

@@ -18,8 +18,8 @@ import torch
 from transformers import PreTrainedModel
 
 from firsttoken.assets.models import load_model
+from firsttoken.engine.accelerator import fuse
 from firsttoken.engine.engine import Engine, EngineConfig
-from firsttoken.engine.fused import fuse
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
 from firsttoken.study.dtypes import AUTO, name_of, resolve

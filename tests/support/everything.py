@@ -22,13 +22,13 @@ from firsttoken.droidspeak.layer_group import Group
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.lora import Adapter, parse_adapter
 from firsttoken.engine.model_version import ModelVersion
-from firsttoken.engine.native.library import kernels
 from firsttoken.engine.request import Request
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.progressiveserve.loading.views import make_view
 from firsttoken.progressiveserve.passlayer import PassLayer, pass_layers
 from firsttoken.progressiveserve.staged_serving.stage_versions import FusedBeside, StagedModelVersion
 from firsttoken.progressiveserve.staged_serving.transitions import PrefillAgain, Transition
+from firsttoken_cpu.native.library import kernels
 
 STAGES = {"stage 1": (2, 3, 4), "stage 2": (3, 4), "whole": ()}  # what each lacks
 BEGINNING = {"first layers": (2, 3, 4, 5)}  # what a replica lacks that has two layers, and passes the others

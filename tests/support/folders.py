@@ -29,10 +29,10 @@ from firsttoken.assets.checkpoint import EMBEDDING, HEAD, INDEX, SINGLE
 from firsttoken.assets.models import load_model
 from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.assets.servable import check_servable
+from firsttoken.engine.accelerator import build_model
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
-from firsttoken.lean.build import build_lean
 from firsttoken.link.shaped import Link
 from firsttoken.petals.checkpoint_blocks import load_ends, load_span, model_sha256
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
@@ -486,7 +486,7 @@ def _staged(folder: Path) -> Callable[[Sequence[int]], list[int]]:
     source = FolderSource(folder)
     write_staged(source, staged(source.names, StagePlan.from_block(LAYERS, (1, 2))), out)
     manifest = read_manifest(out)
-    meta_model = MetaModel(out, manifest, dtype=torch.float32, build=build_lean)
+    meta_model = MetaModel(out, manifest, dtype=torch.float32, build=build_model)
     view = meta_model.empty_view()
     for stage in range(1, len(manifest.stages) + 1):
         view = StageLoad(out, manifest, [stage], [Link()], meta_model, view).wait()

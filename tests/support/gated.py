@@ -46,7 +46,7 @@ class Gate:
         return spec
 
 sys.meta_path.insert(0, Gate())
-from firsttoken.engine.numpy_model import NumpyModel
+from firsttoken_cpu.before_torch.numpy_model import NumpyModel
 
 def paced(self, tokens, right=NumpyModel.logits, pace_s=float(sys.argv[2])):
     time.sleep(pace_s)  # an engine is there before the answer ends

@@ -9,8 +9,8 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from firsttoken.engine.native.exports import PRODUCTS
-from firsttoken.engine.native.library import NativeLinear
+from firsttoken_cpu.native.exports import PRODUCTS
+from firsttoken_cpu.native.library import NativeLinear
 
 SMALL = {
     "vocab_size": 97,

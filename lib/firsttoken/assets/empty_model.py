@@ -97,6 +97,15 @@ def on_meta(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def finish(model: nn.Module) -> nn.Module:
+    """Tie the head where the model ties it. Raises ModelError naming the first parameter that is still missing."""
+    model.tie_weights()
+    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if missing:
+        raise ModelError(f"{len(missing)} parameters were never brought, first {missing[0]}; copy the whole checkpoint")
+    return model
+
+
 def put(model: nn.Module, name: str, tensor: Tensor) -> None:
     """Make ``tensor`` the parameter ``name`` of ``model``, without a copy where its dtype is already the model's.
 

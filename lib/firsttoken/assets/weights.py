@@ -8,9 +8,10 @@ import mmap
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from firsttoken.assets.checkpoint import EMBEDDING, HEAD, STORED, ModelFiles, StoredTensor
+from firsttoken.assets.empty_model import finish, put
 from firsttoken.assets.model_config import CONFIG
 from firsttoken.assets.weight_files import WeightFile
 from firsttoken.study.errors import ModelError
@@ -37,6 +38,17 @@ def tensors_of(
             opened = WeightFile(file)
             for name, stored in tensors:
                 yield name, _read(opened, stored).to(device)
+
+
+def fill(model: nn.Module, files: ModelFiles, device: str | torch.device = "cpu") -> nn.Module:
+    """``model``, which is empty, with the weights of ``files`` on ``device``, in memory of their own.
+
+    Raises ModelError for a parameter that ``files`` lack, or that is another there.
+    """
+    model.model.rotary_emb.to(device)
+    for name, tensor in tensors_of(files, device=device):
+        put(model, name, tensor)
+    return finish(model)
 
 
 def read_tensor(stored: StoredTensor) -> Tensor:

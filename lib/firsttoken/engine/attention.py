@@ -1,4 +1,4 @@
-"""Attention over the paged pool, given to lean models, and to unmodified ones through their ``AttentionInterface``.
+"""Attention over the paged pool, given to unmodified models through their ``AttentionInterface``, and to lean ones.
 
 A model that runs with ``set_attn_implementation(NAME)`` passes the extra keyword ``paged`` down to every layer. It is
 the step's ``Attend``, which writes the new keys and values into the pool and reads what each request sees.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -17,8 +16,6 @@ from torch import nn
 
 from firsttoken.engine.kv import KVPool
 from firsttoken.engine.request import ScheduledChunk
-from firsttoken.lean.layers import INTERFACES, LeanAttention
-from firsttoken.lean.lean_model import LeanModel
 from firsttoken.study.errors import ModelError
 
 NAME = "firsttoken_paged"
@@ -117,30 +114,24 @@ def cache_layer(module: nn.Module) -> int:
     return getattr(module, _CACHE_LAYER, module.layer_idx)
 
 
-INTERFACES[NAME] = paged_attention
+def is_stock(model: nn.Module) -> bool:
+    """Whether the modules of ``model`` are transformers' own. Others have ``attention_interfaces`` by name."""
+    return not hasattr(model, "attention_interfaces")
 
 
 def page(model: nn.Module, first: int = 0) -> None:
-    """Let the layers of ``model``, stock or lean, call :func:`paged_attention`; the pool begins with the layer of the
+    """Let the layers of ``model``, stock or not, call :func:`paged_attention`; the pool begins with the layer of the
     number ``first``."""
     for module in model.modules() if first else ():
         if isinstance(getattr(module, "layer_idx", None), int):
             setattr(module, _CACHE_LAYER, module.layer_idx - first)
-    if not isinstance(model, LeanModel):
+    if is_stock(model):
         from transformers import AttentionInterface
 
         AttentionInterface.register(NAME, paged_attention)
+    else:
+        model.attention_interfaces[NAME] = paged_attention
     model.set_attn_implementation(NAME)
-
-
-def interface(module: nn.Module) -> Callable[..., Any]:
-    """What an attention module, stock or lean, calls now."""
-    if isinstance(module, LeanAttention):
-        return module.interface
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-    from transformers.models.llama.modeling_llama import eager_attention_forward
-
-    return ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager_attention_forward)
 
 
 # Paged attention with one variable-length call for the whole step: CUDA, half precision.

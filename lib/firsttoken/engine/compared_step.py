@@ -26,15 +26,16 @@ from firsttoken.assets.checkpoint import ModelFiles
 from firsttoken.assets.empty_model import put
 from firsttoken.assets.lock import first_line
 from firsttoken.assets.weights import tensors_of
+from firsttoken.engine.accelerator import build_model
 from firsttoken.engine.attention import Attend
 from firsttoken.engine.decoder import Decoder
 from firsttoken.engine.executor import Limits
 from firsttoken.engine.kv import KVPool
 from firsttoken.engine.request import Request, Sampling, ScheduledChunk
 from firsttoken.engine.step_plan import StepPlan
-from firsttoken.lean.build import lean_on_meta
 from firsttoken.study import paths
 from firsttoken.study.errors import FirstTokenError, ModelError
+from firsttoken.study.extensions import CPU
 from firsttoken.study.machine import cpu_flags
 from firsttoken.study.system.processor import cpu_model
 
@@ -99,9 +100,11 @@ def reference_rows(model: nn.Module, prompt: Sequence[int]) -> Reference:
 
 @torch.inference_mode()
 def lean_rows(files: ModelFiles, dtype: torch.dtype, device: str, prompt: Sequence[int]) -> Reference:
-    """The same by the lean modules of the model of ``files``, one layer of which is in memory at a time. Raises
-    ModelError as :func:`tensors_of`."""
-    model = lean_on_meta(files.folder, dtype)
+    """The same by the modules of the model of ``files``, lean or stock, one layer of which is in memory at a time.
+
+    Raises ModelError as :func:`tensors_of`.
+    """
+    model = build_model(files.folder, dtype)
     model.model.rotary_emb.to(device)
 
     def bring(wanted: Callable[[str], bool]) -> None:
@@ -240,7 +243,8 @@ def _behind(logits: Tensor) -> Tensor:
 def _code() -> str:
     """A digest of the sources that compute, and the versions of what they stand on."""
     library = Path(__file__).parent.parent
-    sources = [file for room in ("assets", "engine", "lean") for file in (library / room).rglob("*.*")]
+    rooms = library / "assets", library / "engine", library.with_name(CPU)
+    sources = [file for room in rooms for file in room.rglob("*.*")]
     digest = hashlib.sha256(f"{torch.__version__} {version('transformers')}".encode())
     for file in sorted(file for file in sources if file.suffix in (".py", ".cpp", ".h")):
         digest.update(file.read_bytes())

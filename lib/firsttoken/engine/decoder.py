@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from firsttoken.engine.fused import JoinedLayers, fuse_layer, normed, packed, packs, run_layers, run_together
-from firsttoken.engine.native.library import NativeLinear
+from firsttoken.engine.accelerator import JoinedLayers, accelerator
 from firsttoken.engine.rotary_table import RotaryTable
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.study.errors import ModelError, RequestError
@@ -67,7 +65,8 @@ class LocalSegment:
     def __init__(self, modules: Sequence[nn.Module], lo: int = 0) -> None:
         self.modules = list(modules)  # one may be put in the place of another that computes the same, at any time
         self._lo = lo
-        self._joined: dict[tuple[int, int], JoinedLayers] = {}  # of layers that are all fused, by their numbers
+        self._accelerator = accelerator()
+        self._joined: dict[tuple[int, int], tuple[list[nn.Module], int, JoinedLayers]] = {}  # where one call runs all
 
     @property
     def layers(self) -> range:
@@ -86,18 +85,18 @@ class LocalSegment:
             part = slice(layer - self._lo, end - self._lo)
             modules = self.modules[part]
             if step.variants is not None:
-                fields, whose = step.variants
-                hidden = run_layers(modules, hidden, step.paged, turns, np.ascontiguousarray(fields[:, part]), whose)
+                joined, variant_of = step.variants
+                hidden = joined.part(part).run(hidden, step.paged, turns, variant_of)
                 layer = end
                 continue
-            joined = self._joined.get((layer, end))
-            if joined is None or joined.layers != modules:
-                joined = JoinedLayers.of(modules)
-                if joined.count == len(modules):  # others will be replaced, and must go then
-                    self._joined[layer, end] = joined
-            if together := run_together(joined, hidden, step.paged, turns):
-                hidden = run_layers(modules[:together], hidden, step.paged, turns, joined.fields)
-                layer += together
+            joined_modules, count, joined = self._joined.get((layer, end), (None, 0, None))
+            if joined_modules != modules:
+                count, joined = self._accelerator.join([modules])
+                if count == len(modules):  # others will be replaced, and must go then
+                    self._joined[layer, end] = modules, count, joined
+            if joined is not None and joined.fits(hidden, step.paged, turns):
+                hidden = joined.run(hidden, step.paged, turns)
+                layer += count
             else:
                 own = {"position_embeddings": turns[layer]} if isinstance(turns, dict) else {}
                 hidden = modules[0](hidden, *args, **(keywords | own))
@@ -113,7 +112,7 @@ class LocalSegment:
         The weights of a layer are there twice for that long, and where another segment has it until that is gone.
         """
         for i, layer in enumerate(self.modules):
-            self.modules[i] = fuse_layer(layer)
+            self.modules[i] = self._accelerator.fuse_layer(layer)
             yield
 
 
@@ -141,6 +140,9 @@ class Decoder:
         self._model = _twin(model, way.split("."), self._decoder) if way else self._decoder
         self._width = model.config.hidden_size
         self._turns: RotaryTable | None = None
+        self._norm: Callable[[Tensor], Tensor] | None = None  # bound with the head
+        if _is_plain(self._model):
+            self._norm = accelerator().norm_before(self._model.lm_head, self._decoder.norm)
 
     @property
     def depth(self) -> int:
@@ -158,7 +160,7 @@ class Decoder:
             nowhere = both.through(range(0))
             self._decoder(**_inputs(nowhere))  # for what the model's code tells its layers of these tokens
             both.arguments = nowhere.arguments
-        elif _is_plain(self._model):
+        elif self._norm is not None:
             return self._plain_logits(step)
         return self._model(**_inputs(step), logits_to_keep=step.last).logits[0]
 
@@ -169,8 +171,7 @@ class Decoder:
         turns = self._angles(hidden, step)
         told = {"attention_mask": None, "past_key_values": None, "use_cache": False}
         hidden = decoder.layers[0](hidden, step=step, position_embeddings=turns, position_ids=step.positions, **told)
-        rows, head = hidden[0].index_select(0, step.last), self._model.lm_head
-        return head(normed(rows, decoder.norm) if type(head) is NativeLinear else decoder.norm(rows))
+        return self._model.lm_head(self._norm(hidden[0].index_select(0, step.last)))
 
     def _angles(self, hidden: Tensor, step: StepPlan) -> tuple[Tensor, Tensor] | None:
         """The cosines and sines of the positions; None where layers are in other processes, which have their own."""
@@ -200,11 +201,11 @@ class Decoder:
 
     def pack_head(self) -> None:
         """Keep the head's weight in the layout that it is multiplied in, beside the model's own, which may be the
-        embedding too; does nothing where :func:`packs` says no. Called while steps run, it is there for the next."""
-        head = self._model.get_output_embeddings()
-        if packs(head):
-            with torch.no_grad():
-                self.set_head(packed(head))
+        embedding too; does nothing where nothing packs it. Called while steps run, it is there for the next."""
+        with torch.no_grad():
+            head = accelerator().pack(self._model.get_output_embeddings())
+        if head is not None:
+            self.set_head(head)
 
     def set_head(self, head: nn.Module) -> None:
         """Compute logits with ``head``, which has the weight of the model's own."""
@@ -212,6 +213,8 @@ class Decoder:
         for name, child in self._model.named_children():
             if child is own:
                 self._model._modules[name] = head
+        if self._norm is not None:
+            self._norm = accelerator().norm_before(head, self._decoder.norm)
 
     def take_head(self, other: Decoder) -> None:
         """Compute logits with the head of ``other``, which has the same weight and may be packed."""

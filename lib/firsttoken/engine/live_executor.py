@@ -15,11 +15,11 @@ from torch import nn
 
 from firsttoken.assets.positions import context_of
 from firsttoken.assets.servable import FULL, SLIDING, attention_kinds, has_windows
-from firsttoken.engine.attention import NAME, Attend, page
+from firsttoken.engine.accelerator import accelerator
+from firsttoken.engine.attention import NAME, Attend, is_stock, page
 from firsttoken.engine.compared_step import Comparison, check_rows, engine_rows, prompt_of, reference_rows
 from firsttoken.engine.decoder import Decoder, LocalSegment, Segment
 from firsttoken.engine.executor import Limits
-from firsttoken.engine.fused import layer_table
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.kv import KVPool, KVShape
 from firsttoken.engine.model_version import ModelVersion
@@ -30,7 +30,6 @@ from firsttoken.engine.step_plan import StepPlan, fuse_recompute
 from firsttoken.engine.swap import make_path
 from firsttoken.engine.swap.block_copier import Moved, Movement, SwapPath
 from firsttoken.engine.swap.host_pool import HostPool, Span
-from firsttoken.lean.lean_model import LeanModel
 from firsttoken.study.dtypes import name_of
 from firsttoken.study.errors import CacheError, ModelError, RequestError
 
@@ -93,7 +92,7 @@ class LiveExecutor:
         self._attend = attend or (PaddedAttend if windowed else fastest_attend(self.pool))
         if windowed and not self._attend.has_windows:
             raise ModelError(f"{self._attend.__name__} has no windows, which {config.model_type} needs; leave it out")
-        if segments is None and self._adapted is None and not isinstance(model, LeanModel):
+        if segments is None and self._adapted is None and is_stock(model):
             self._compare()
         else:
             self._page()
@@ -224,15 +223,15 @@ class LiveExecutor:
             segments = [member.decoder.segments for member in members]
             if len(members) == 1 or any(len(mine) > 1 or type(mine[0]) is not LocalSegment for mine in segments):
                 continue
-            fields = layer_table([mine[0].modules for mine in segments])
+            count, joined = accelerator().join([mine[0].modules for mine in segments])
             step = self.plan(base, [chunk for member in members for chunk in versions[member][None]])
-            if fields is None or step.paged.read_by_kernels(step.ids.shape[1]) is None:
+            if count < len(segments[0][0].modules) or step.paged.read_by_kernels(step.ids.shape[1]) is None:
                 continue
             number = {member: i for i, member in enumerate(members)}
             whose = [
                 number[chunk.request.version or self.version] for chunk in step.chunks for _ in range(chunk.tokens)
             ]
-            step.variants = fields, torch.tensor(whose)
+            step.variants = joined, torch.tensor(whose)
             for member in members:
                 del versions[member][None]
             said |= self._said(base, step)

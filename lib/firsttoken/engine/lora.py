@@ -20,7 +20,6 @@ from torch.nn import functional
 
 from firsttoken.assets.adapter_config import MEND, LoraConfig, lora_config
 from firsttoken.assets.adapter_files import lora_halves
-from firsttoken.engine.fused import PackedLinear
 from firsttoken.study.errors import StageError
 from firsttoken.study.parsing.parse_errors import blaming
 
@@ -64,7 +63,7 @@ def parse_adapter(name: str, config: bytes, weights: bytes, device: str | torch.
 class LoraLinear(nn.Module):
     """A linear layer with a low-rank correction beside it; the layer itself is shared, not copied."""
 
-    def __init__(self, base: nn.Linear | PackedLinear, a: Tensor, b: Tensor) -> None:
+    def __init__(self, base: nn.Module, a: Tensor, b: Tensor) -> None:
         super().__init__()
         self.base = base
         self.register_buffer("a", a, persistent=False)
@@ -88,10 +87,8 @@ def with_adapter(layer: nn.Module, slices: Slices) -> nn.Module:
             base = twin.get_submodule(path)
         except AttributeError:
             base = None
-        if not isinstance(base, (nn.Linear, PackedLinear)) or (b.shape[0], a.shape[1]) != (
-            base.out_features,
-            base.in_features,
-        ):
+        sizes = getattr(base, "out_features", None), getattr(base, "in_features", None)  # one may be packed
+        if (b.shape[0], a.shape[1]) != sizes:
             raise StageError(f"the adapter's {path} does not fit this model's layers: train one for this model")
         twin.get_submodule(parent)._modules[leaf] = LoraLinear(base, a, b)
     return twin

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from firsttoken.engine.accelerator import accelerator
 from firsttoken.engine.draws import choose
-from firsttoken.engine.native.library import NAMES, kernels
 from firsttoken.engine.request import LEAST, ScheduledChunk, TokenLogprob
 from firsttoken.study.errors import OutputError
 
@@ -49,7 +49,7 @@ def next_tokens(logits: torch.Tensor, chunks: Sequence[ScheduledChunk]) -> list[
     A partial work draws nothing: what a request says must not hang on how its prompt was cut. Where the largest logit
     is no finite number the request has a ``failure`` instead of a token.
     """
-    tokens, largest = (found.tolist() for found in _largest(logits))
+    tokens, largest = (found.tolist() for found in accelerator().argmax(logits))
     for row, chunk in enumerate(chunks):
         request, sampling = chunk.request, chunk.request.sampling
         if not chunk.completes:
@@ -63,15 +63,6 @@ def next_tokens(logits: torch.Tensor, chunks: Sequence[ScheduledChunk]) -> list[
         if sampling.logprobs is not None:
             request.token_logprobs.append(token_logprob(logits[row], tokens[row], sampling.logprobs))
     return tokens
-
-
-def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The place of the largest of ``logits`` [rows, vocabulary] in each row, the first of equals, and itself."""
-    plain = logits.device.type == "cpu" and logits.dtype in NAMES and logits.is_contiguous()
-    if plain and len(logits) and (native := kernels()) is not None:
-        return native.largest(logits)
-    best = logits.max(-1)  # as argmax, and in a quarter of its time on a CPU
-    return best.indices, best.values
 
 
 def argmax_tokens(logits: torch.Tensor) -> torch.Tensor:

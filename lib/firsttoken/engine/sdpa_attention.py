@@ -1,4 +1,4 @@
-"""Paged attention with stock SDPA, on any device: the reference; and the same by the engine's own kernels on a CPU."""
+"""Paged attention with stock SDPA, on any device: the reference; and which way is the fastest here."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from firsttoken.engine.accelerator import accelerator
 from firsttoken.engine.attention import Attend, VarlenAttend, layer_steps
-from firsttoken.engine.kv import KVPool, KVShape
-from firsttoken.engine.native.exports import WIDTHS
-from firsttoken.engine.native.library import NAMES, kernels, multiplies_by_tiles
+from firsttoken.engine.kv import KVPool
 from firsttoken.engine.request import ScheduledChunk
 
 
@@ -144,53 +143,8 @@ class PaddedAttend(Attend):
         return torch.stack([keys, keys + 1], 1).flatten() + layer_steps(self.pool, 2)
 
 
-class NativeAttend(PaddedAttend):
-    """Decodes and short prefills in one call of the kernels, which read the pool in place: nothing is gathered, nothing
-    padded (CPU). A long prefill is done as the reference does it."""
-
-    # one layer, 9 heads of 64, 2 cores: with AVX-512 in bf16 3.6 ms at 512 tokens against SDPA's 5.1, 13.6 against 13.2
-    # at 1,024 and 55 against 43 at 2,048; with AVX2 in float32 5.4 against 6.2, 19 against 16 and 79 against 58
-    together = 512
-    has_windows = False
-
-    def _plan(self, works: list[ScheduledChunk]) -> None:
-        shape = self.pool.shape
-        width = max(shape.blocks(work.end) for work in works)
-        self.tables = torch.tensor([(work.request.blocks + [0] * width)[:width] for work in works])
-        self.works = torch.tensor([number for number, work in enumerate(works) for _ in range(work.tokens)])
-        self.contexts = torch.tensor([position + 1 for work in works for position in range(work.start, work.end)])
-
-    def read_by_kernels(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        return (self.tables, self.works, self.contexts) if self.shared == tokens else None
-
-    def _attend(self, layer: int, query: torch.Tensor, scaling: float, window: int | None = None) -> torch.Tensor:
-        if query.stride()[1:] != (query.shape[2], 1):
-            query = query.contiguous()
-        return kernels().attend(query, self.pool.rows, layer, self.tables, self.works, self.contexts, scaling)
-
-
-class TiledAttend(NativeAttend):
-    """Calls the kernels for decodes and a few tokens only, for CPUs whose SDPA multiplies with tiles (AMX, bf16).
-
-    The kernels do not use tiles: a longer prefill is faster by SDPA.
-    """
-
-    # as above, over a context of 4,096: 16 tokens 2.5 ms by the kernels and 1.0 by SDPA, 512 tokens 68 and 7.7; over
-    # one of 512, 16 tokens 0.20 and 0.16
-    together = 15
-
-
-def supports(shape: KVShape, device: torch.device) -> bool:
-    """Whether the kernels can be built here, and read a pool of this shape."""
-    known = device.type == "cpu" and shape.dtype in NAMES and shape.head_dim in WIDTHS
-    return known and kernels() is not None
-
-
 def fastest_attend(pool: KVPool) -> type[Attend]:
     """The way to compute attention over ``pool`` that is fastest here."""
-    dtype = pool.shape.dtype
-    if pool.device.type == "cuda" and dtype in (torch.float16, torch.bfloat16):
+    if pool.device.type == "cuda" and pool.shape.dtype in (torch.float16, torch.bfloat16):
         return VarlenAttend
-    if not supports(pool.shape, pool.device):
-        return PaddedAttend
-    return TiledAttend if dtype == torch.bfloat16 and multiplies_by_tiles() else NativeAttend
+    return accelerator().attention(pool) or PaddedAttend

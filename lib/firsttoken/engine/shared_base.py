@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from firsttoken.engine.accelerator import Fused
 from firsttoken.engine.decoder import Decoder, LocalSegment
-from firsttoken.engine.fused import FusedLayer
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.lora import Adapter, Slices, with_adapter
 from firsttoken.engine.model_version import ModelVersion
@@ -34,7 +34,7 @@ def adapted_layers(layers: Sequence[nn.Module], adapter: Adapter, first: int = 0
 
 
 def _adapted(layer: nn.Module, slices: Slices, name: str) -> nn.Module:
-    if not isinstance(layer, FusedLayer):
+    if not isinstance(layer, Fused):
         return with_adapter(layer, slices)
     if (adapted := layer.with_adapter(slices)) is None:
         raise StageError(f"adapter {name} is on modules that a fused layer does not add up; host it before layers fuse")
@@ -86,5 +86,5 @@ def take_layer(version: ModelVersion, number: int, layer: nn.Module, adapter: Ad
     slices = adapter.layers.get(number)
     if slices is None:
         segment.modules[number] = layer
-    elif isinstance(layer, FusedLayer) and (adapted := layer.with_adapter(slices)) is not None:
+    elif isinstance(layer, Fused) and (adapted := layer.with_adapter(slices)) is not None:
         segment.modules[number] = adapted

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from firsttoken.engine.accelerator import JoinedLayers
 from firsttoken.engine.attention import Attend
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.kv import KVPool
@@ -36,7 +36,7 @@ class StepPlan:
     hidden_cache: HiddenStateCache | None = None
     arguments: tuple[tuple[Any, ...], dict[str, Any]] = field(default=((), {}))  # of every layer, by the model's code
     fused_recompute: FusedRecompute | None = None
-    variants: tuple[np.ndarray, Tensor] | None = None  # as fused.run_layers has them
+    variants: tuple[JoinedLayers, Tensor] | None = None  # and, int64 [tokens], to which of them a token belongs
 
     @classmethod
     def of(

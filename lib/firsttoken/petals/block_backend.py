@@ -16,11 +16,11 @@ from firsttoken.assets.held import seen, unchanged
 from firsttoken.assets.model_config import CONFIG, read_config
 from firsttoken.assets.positions import context_of
 from firsttoken.assets.servable import check_servable
+from firsttoken.engine.accelerator import accelerator
 from firsttoken.engine.attention import page
 from firsttoken.engine.compared_step import Comparison, check_rows, chunks_of, prompt_of, span_rows
 from firsttoken.engine.decoder import LocalSegment
 from firsttoken.engine.executor import Limits
-from firsttoken.engine.fused import fuse_layer, layer_table
 from firsttoken.engine.kv import KVPool, KVShape
 from firsttoken.engine.request import ScheduledChunk
 from firsttoken.engine.rotary_table import RotaryTable
@@ -111,11 +111,11 @@ class BlockBackend:
         )
         segments = [self._adapted[name] if name else self._segment for name in names]
         if len(names) > 1:
-            fields = layer_table([segment.modules for segment in segments])
-            if fields is None or step.paged.read_by_kernels(step.ids.shape[1]) is None:
+            count, joined = accelerator().join([segment.modules for segment in segments])
+            if count < len(self.blocks) or step.paged.read_by_kernels(step.ids.shape[1]) is None:
                 return self._apart(layers, chunks, hidden, adapters)
             whose = [names.index(adapters[place]) for place in order for _ in range(chunks[place].tokens)]
-            step.variants = fields, torch.tensor(whose)
+            step.variants = joined, torch.tensor(whose)
         parts = segments[0].run(states, step)[0].split([chunks[place].tokens for place in order])
         out: list[Tensor] = [states] * len(chunks)
         for place, part in zip(order, parts, strict=True):
@@ -162,7 +162,7 @@ class BlockBackend:
             states = 0.25 * torch.randn(len(tokens), model.config.hidden_size, generator=draw)
             self._reference = tokens, states.to(self.dtype), span_rows(model, states.to(self.dtype))
         page(model, blocks.start)
-        plain, fused = list(model.model.layers), [fuse_layer(layer) for layer in model.model.layers]
+        plain, fused = list(model.model.layers), [accelerator().fuse_layer(layer) for layer in model.model.layers]
         if self._adapters is not None:
             adapted = self._adapters.adapted(blocks, plain, fused)
             self._adapted = {name: LocalSegment(layers) for name, layers in adapted.items()}

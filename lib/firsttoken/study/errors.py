@@ -84,6 +84,10 @@ class SwarmError(FirstTokenError):
     """No chain of servers covers the layers, or what a server or client sent cannot be what was asked."""
 
 
+class OtherWay(Exception):
+    """Why a model that may be fine is none that starts lean: one part of a sentence, "its ... is ..."."""
+
+
 class PermanentFault(Exception):
     """Why a load fails each time: ``fault`` follows from files that do not change by themselves."""
 

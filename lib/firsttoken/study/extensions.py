@@ -11,9 +11,10 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-EXTRAS = "firsttoken_extras"
+EXTRAS, CPU = "firsttoken_extras", "firsttoken_cpu"
 # named, not imported: arrows lead from them to the library
 PACKAGES = ("firsttoken_studies", EXTRAS, "firsttoken_serve")
+REGISTERED = (CPU, EXTRAS)
 
 
 def commands() -> tuple[ModuleType, ...]:
@@ -26,10 +27,10 @@ def commands() -> tuple[ModuleType, ...]:
 
 @cache
 def registered(kind: str) -> Mapping[str, str]:
-    """What the extras have of ``kind`` (an attribute of their ``registered`` module): "module:object" by name."""
-    if importlib.util.find_spec(EXTRAS) is None:
-        return {}
-    return getattr(importlib.import_module(f"{EXTRAS}.registered"), kind)
+    """What packages have of ``kind`` (an attribute of their ``registered`` module): "module:object" by name."""
+    there = (package for package in REGISTERED if importlib.util.find_spec(package) is not None)
+    modules = [importlib.import_module(f"{package}.registered") for package in there]
+    return {name: path for module in modules for name, path in getattr(module, kind, {}).items()}
 
 
 def extension(kind: str, name: str) -> Any:

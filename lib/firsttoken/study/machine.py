@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from firsttoken.study.system.cgroup_limits import cores, memory_bytes
-from firsttoken.study.system.compiled import KERNELS, accelerator, compiler
+from firsttoken.study.system.compiled import KERNELS, accelerator_name, compiler
 from firsttoken.study.system.processor import cpu_model, cpuinfo, virtualised
 
 PACKAGES = ("torch", "transformers", "peft", "safetensors", "numpy")
@@ -50,7 +50,7 @@ def machine_slug() -> str:
     kernels ("amd-epyc-avx2-2c-none")."""
     if gpu := gpu_description():
         return slugify(gpu["name"])
-    other = "" if accelerator() == KERNELS else f"-{accelerator()}"
+    other = "" if accelerator_name() == KERNELS else f"-{accelerator_name()}"
     return f"{slugify(cpu_model())}-{vector_extension()}-{cores()}c{other}"
 
 
@@ -76,7 +76,7 @@ def vector_extension() -> str:
 def kernels_multiply() -> bool:
     """Whether the engine's steps are its own kernels', as far as can be told before torch: they are wanted and can be
     compiled, and oneDNN has no tiles to multiply with."""
-    return accelerator() == KERNELS and compiler() is not None and "amx_bf16" not in cpu_flags()
+    return accelerator_name() == KERNELS and compiler() is not None and "amx_bf16" not in cpu_flags()
 
 
 @cache

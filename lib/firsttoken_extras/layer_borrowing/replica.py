@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from firsttoken.engine.accelerator import accelerator
 from firsttoken.engine.decoder import Decoder, LocalSegment
 from firsttoken.engine.engine import Engine, EngineConfig
-from firsttoken.engine.fused import fuse_layer
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
-from firsttoken.engine.native.exports import WeightMemory, packed_in
 from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
 from firsttoken.engine.request import GREEDY, Request, Sampling
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.engine.trace import Trace
 from firsttoken.petals.states import Stretch
 from firsttoken.study.errors import RequestError, SwarmError
+from firsttoken_cpu.native.exports import WeightMemory, packed_in
 from firsttoken_extras.layer_borrowing.arrivals import LayerArrivals
 from firsttoken_extras.layer_borrowing.lease import Lease
 from firsttoken_extras.layer_borrowing.lender import NeighbourGone
@@ -204,7 +204,8 @@ class BorrowingReplica:
         """The model as it is now, with its own layers fused. Its head is packed when all of them are here: before the
         first token it would take longer than to multiply it."""
         with packed_in(self._panels):
-            self._layers[: self._here] = map(fuse_layer, self._layers[: self._here])  # fused ones stay as they are
+            layers = self._layers[: self._here]  # fused ones stay as they are
+            self._layers[: self._here] = map(accelerator().fuse_layer, layers)
             version = self._view()
             if self._here == len(self._layers):
                 version.decoder.pack_head()

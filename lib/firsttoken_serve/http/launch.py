@@ -13,14 +13,14 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from firsttoken.assets.positions import shortened
-from firsttoken.lean.importing import uncollected
-from firsttoken.lean.lean_config import OtherWay, lean_config
-from firsttoken.study.errors import FirstTokenError, StageError
+from firsttoken.study.errors import FirstTokenError, OtherWay, StageError
+from firsttoken.study.extensions import extension, registered
 from firsttoken.study.machine import kernels_multiply
 from firsttoken.study.system.compiled import build_beside
+from firsttoken.study.system.importing import uncollected
 from firsttoken.study.system.openmp import wait_briefly
 from firsttoken_serve.chat.chat_template import ChatTemplate, read_template
-from firsttoken_serve.served_model import check_model, without_torch
+from firsttoken_serve.served_model import BEFORE_TORCH, check_model, without_torch
 from firsttoken_serve.service_config import ServiceConfig, listening
 
 POLL_S = 0.2
@@ -161,7 +161,8 @@ def _announce(config: ServiceConfig) -> None:
 def _runs_by_kernels(config: ServiceConfig) -> bool:
     """Whether the layers of its model are run by the kernels, as far as can be told without torch."""
     with suppress(FirstTokenError, OtherWay):
-        return kernels_multiply() and config.device == "cpu" and lean_config(config.folder) is not None
+        if kernels_multiply() and config.device == "cpu" and registered(BEFORE_TORCH):
+            return extension(BEFORE_TORCH, "config")(config.folder) is not None
     return False
 
 

@@ -14,10 +14,10 @@ import torch
 
 from firsttoken.assets.checkpoint import SINGLE, sum_of_sums
 from firsttoken.assets.servable import check_servable
+from firsttoken.engine.accelerator import build_model
 from firsttoken.engine.model_server import StaticServer
 from firsttoken.engine.request import KVSource
 from firsttoken.engine.request_limits import RequestLimits
-from firsttoken.lean.build import build_lean
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.petals.access import Access, check_installed
 from firsttoken.petals.chain import Chain
@@ -50,7 +50,7 @@ def staged_ends(folder: Path, link: Link, threads: int, dtype: torch.dtype, devi
     """The ends of the staged checkpoint in ``folder`` as its last stage has them, read over ``link`` by so many
     ``threads``: of its weights nothing else is read. Raises LinkError, and ModelError for what was not staged so."""
     manifest = read_manifest(folder)
-    meta_model, ends = MetaModel(folder, manifest, device, dtype, build_lean), ends_of(manifest)
+    meta_model, ends = MetaModel(folder, manifest, device, dtype, build_model), ends_of(manifest)
     stages = range(1, len(manifest.stages) + 1)
     load = StageLoad(folder, ends, stages, [link], meta_model, meta_model.empty_view(), threads=threads)
     with closing(load):

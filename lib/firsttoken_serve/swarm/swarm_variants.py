@@ -11,7 +11,7 @@ from torch import nn
 
 from firsttoken.assets.checkpoint import ModelFiles, combined_sha256
 from firsttoken.assets.servable import check_servable
-from firsttoken.engine.fused import FusedLayer
+from firsttoken.engine.accelerator import Fused
 from firsttoken.engine.lora import Adapter
 from firsttoken.engine.shared_base import adapted_layers
 from firsttoken.petals.block_backend import BlockBackend
@@ -83,7 +83,7 @@ class AdapterFolders:
         for index, (number, layer) in enumerate(zip(blocks, fused, strict=False)):
             if number not in slices:
                 layers[index] = layer
-            elif isinstance(layer, FusedLayer) and (adapted := layer.with_adapter(slices[number])) is not None:
+            elif isinstance(layer, Fused) and (adapted := layer.with_adapter(slices[number])) is not None:
                 layers[index] = adapted
         return layers
 

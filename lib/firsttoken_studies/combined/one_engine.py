@@ -29,8 +29,8 @@ from firsttoken.droidspeak.pipeline.schedule import Schedule
 from firsttoken.droidspeak.prefill import full_prefill
 from firsttoken.droidspeak.source import StoredPrefix
 from firsttoken.droidspeak.store import KVStore
+from firsttoken.engine.accelerator import fuse
 from firsttoken.engine.engine import Engine, EngineConfig
-from firsttoken.engine.fused import fuse
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.link.shaped import Link, LinkConfig

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 from firsttoken.assets.models import Loaded, load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
 from firsttoken.cps.policies import make_policy
+from firsttoken.engine.accelerator import fuse
 from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.executor import Executor
-from firsttoken.engine.fused import fuse
 from firsttoken.engine.latency_metrics import client_metrics, recovery_metrics, serve_items
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.preemption import PreemptionPolicy

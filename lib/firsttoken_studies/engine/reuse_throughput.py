@@ -18,10 +18,10 @@ from torch import nn
 
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
+from firsttoken.engine.accelerator import fuse
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.fitted import StepSample, relative_fit
 from firsttoken.engine.engine import Engine, EngineConfig
-from firsttoken.engine.fused import fuse
 from firsttoken.engine.kv import KVShape
 from firsttoken.engine.latency_metrics import serve_items
 from firsttoken.engine.live_executor import LiveExecutor

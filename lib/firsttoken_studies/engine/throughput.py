@@ -22,9 +22,9 @@ from torch import nn
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
 from firsttoken.assets.quiet import quiet_transformers
+from firsttoken.engine.accelerator import fuse
 from firsttoken.engine.attention import Attend
 from firsttoken.engine.engine import Engine
-from firsttoken.engine.fused import fuse
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.sdpa_attention import PaddedAttend

@@ -18,7 +18,7 @@ from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, text_of
-from firsttoken.engine.fused import fuse
+from firsttoken.engine.accelerator import fuse
 from firsttoken.engine.linear8 import KEPT, THRESHOLD, Linear8, resting_bytes, to_8_bits
 from firsttoken.engine.sampling import argmax_tokens
 from firsttoken.petals.int8_transport import pack, packed_bytes, unpack

@@ -18,9 +18,9 @@ from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.models import Loaded, load_model
 from firsttoken.assets.quiet import quiet_transformers
+from firsttoken.engine.accelerator import accelerator
 from firsttoken.engine.decoder import LocalSegment
 from firsttoken.engine.engine import Engine
-from firsttoken.engine.fused import fuse_layer
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.access import Access
@@ -101,7 +101,7 @@ def prompt_of(loaded: Loaded, tokens: int, seed: int) -> list[int]:
 @contextmanager
 def local_engine(model: nn.Module, tokens: int) -> Iterator[Engine]:
     """The engine over all blocks in this process, fused as servers fuse theirs, its head packed as a client's."""
-    fused = LocalSegment([fuse_layer(layer) for layer in layers_of(model)])
+    fused = LocalSegment([accelerator().fuse_layer(layer) for layer in layers_of(model)])
     executor = LiveExecutor(model, -(-tokens // 16), segments=[fused])
     executor.version.decoder.pack_head()
     try:

@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from firsttoken.study import paths
+from firsttoken.study.extensions import registered
 from firsttoken.study.files import write_text
 
 FORM = "locals"  # begins each digest: one without it is of functions as texts, and cannot be held beside these
 _LIBRARY = Path(__file__).parents[2]  # the folder that holds the packages
 _IMPORTS = re.compile(r"^[ \t]*(?:from (firsttoken[\w.]*) import ([\w, ]+|\([^)]*\))|import (firsttoken[\w.]*))", re.M)
+_ASKED = re.compile(r'\bextension\("([A-Z_]+)"')  # what packages register under a kind, by the kind
 _NATIVE = (".cpp", ".h")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -79,7 +81,7 @@ def functions(module: str) -> frozenset[str]:
 @lru_cache(maxsize=8)
 def imported(module: str) -> tuple[str, ...]:
     """The files of ``module`` and of all that it imports of this library, relative to its folder, sorted. What a
-    function imports when it is called counts as well."""
+    function imports when it is called counts as well, and so does what it asks for by the kind of an extension."""
     found, left = dict[str, Path](), [module]
     while left:
         name = left.pop()
@@ -88,8 +90,10 @@ def imported(module: str) -> tuple[str, ...]:
             continue
         found[name] = path
         left += [name.rpartition(".")[0]] * ("." in name)
-        for source, names, plain in _IMPORTS.findall(path.read_text(encoding="utf-8")):
+        text = path.read_text(encoding="utf-8")
+        for source, names, plain in _IMPORTS.findall(text):
             left += [source or plain, *(f"{source}.{part}" for part in re.findall(r"\w+", names) if source)]
+        left += [entry.partition(":")[0] for kind in _ASKED.findall(text) for entry in registered(kind).values()]
     compiled = {file.parent for path in found.values() for file in path.parent.glob("*.cpp")}
     native = {file for folder in compiled for kind in _NATIVE for file in folder.glob(f"*{kind}")}
     return tuple(sorted(path.relative_to(_LIBRARY).as_posix() for path in {*found.values(), *native}))

@@ -12,10 +12,10 @@ import numpy as np
 
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
+from firsttoken.engine.accelerator import fuse
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.executor import Executor
-from firsttoken.engine.fused import fuse
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Request, Sampling, ScheduledChunk
 from firsttoken.engine.schedulers.sarathi import Sarathi

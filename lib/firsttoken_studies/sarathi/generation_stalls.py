@@ -11,9 +11,9 @@ import numpy as np
 
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
+from firsttoken.engine.accelerator import fuse
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.executor import Executor
-from firsttoken.engine.fused import fuse
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.simulated import SimulatedExecutor

@@ -13,11 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from firsttoken.engine.accelerator import fuse
 from firsttoken.engine.attention import VarlenAttend
-from firsttoken.engine.fused import fuse
 from firsttoken.engine.live_executor import LiveExecutor
-from firsttoken.engine.sdpa_attention import NativeAttend, PaddedAttend
+from firsttoken.engine.sdpa_attention import PaddedAttend
 from firsttoken.study.errors import ModelError
+from firsttoken_cpu.native_attend import NativeAttend
 
 TOLERANCE = 1e-4
 

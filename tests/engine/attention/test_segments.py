@@ -25,15 +25,15 @@ from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.prefill import full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import LayerKV, Prefix
 from firsttoken.engine.decoder import LocalSegment
-from firsttoken.engine.fused import fuse_layer
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
-from firsttoken.engine.native.library import kernels
 from firsttoken.engine.preemption.preemption_policy import Action
 from firsttoken.engine.request import GREEDY, LayerRecompute, Request, Sampling, ScheduledChunk
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.sdpa_attention import PaddedAttend
 from firsttoken.study.errors import ModelError, RequestError
+from firsttoken_cpu.fused import fuse_layer
+from firsttoken_cpu.native.library import kernels
 
 TOLERANCE = 1e-4
 DEPTH = 6

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from firsttoken.engine.fused import fuse
+from firsttoken.engine.accelerator import fuse
 from firsttoken.study import paths
 from firsttoken.study.errors import FirstTokenError
 from firsttoken_studies.engine import throughput

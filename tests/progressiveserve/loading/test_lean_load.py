@@ -8,18 +8,18 @@ import pytest
 import torch
 from loads import ALL, Loads
 
-from firsttoken.engine.fused import FusedLayer, fuse_layer
+from firsttoken.assets.tokenizer import read_tokenizer
+from firsttoken.engine.accelerator import build_model
 from firsttoken.engine.lora import LoraLinear
-from firsttoken.engine.native.library import kernels
-from firsttoken.lean.build import build_lean
-from firsttoken.lean.lean_model import LeanModel
-from firsttoken.lean.tokenizer import read_tokenizer
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.passlayer import PassLayer
 from firsttoken.study.errors import ModelError
+from firsttoken_cpu.fused import FusedLayer, fuse_layer
+from firsttoken_cpu.lean.lean_model import LeanModel
+from firsttoken_cpu.native.library import kernels
 
 IDS = torch.randint(256, (1, 17), generator=torch.Generator().manual_seed(2))
 
@@ -29,7 +29,7 @@ class LeanLoads(Loads):
 
     def __init__(self, staged) -> None:
         super().__init__(staged)
-        self.meta_model = MetaModel(staged.folder, self.manifest, build=build_lean)
+        self.meta_model = MetaModel(staged.folder, self.manifest, build=build_model)
         assert type(self.meta_model.model) is LeanModel
         self.model, self.view = self.meta_model.model, self.meta_model.empty_view()
 
@@ -51,7 +51,7 @@ def test_every_stage_says_what_the_stock_layers_say(stage, kind, tied):
 @torch.inference_mode()
 def test_a_prefill_that_streams_behind_the_layers(stage):
     staged = stage()
-    meta_model = MetaModel(staged.folder, staged.manifest, build=build_lean)
+    meta_model = MetaModel(staged.folder, staged.manifest, build=build_model)
     load = StageLoad(staged.folder, staged.manifest, ALL, [Link()], meta_model, meta_model.empty_view())
     load.view.activate(meta_model.model)
     with load.streaming():
@@ -88,10 +88,10 @@ def test_a_tensor_that_is_missing_or_has_another_shape(stage):
 
     lacking = with_tensors({key: entry for key, entry in layer.tensors.items() if key != name})
     with pytest.raises(ModelError, match=r"does not stage the model of its config\.json: .*up_proj"):
-        MetaModel(staged.folder, lacking, build=build_lean)
+        MetaModel(staged.folder, lacking, build=build_model)
     turned = with_tensors(layer.tensors | {name: replace(layer.tensors[name], shape=layer.tensors[name].shape[::-1])})
     with pytest.raises(ModelError, match=r"layer 00 brings model\.layers\.0\.mlp\.up_proj\.weight as \[32, 64\]"):
-        MetaModel(staged.folder, turned, build=build_lean)
+        MetaModel(staged.folder, turned, build=build_model)
 
 
 @pytest.mark.parametrize("content", [None, "", "{", '{"version": "1.0"}', "\ud800"])

@@ -7,8 +7,7 @@ import torch
 from edited import set_keys
 from transformers import AutoModelForCausalLM
 
-from firsttoken.assets.empty_model import build_on_meta, put
-from firsttoken.lean.build import finish
+from firsttoken.assets.empty_model import build_on_meta, finish, put
 from firsttoken.progressiveserve.checkpoint.names import torch_dtype
 from firsttoken.study.errors import ModelError
 

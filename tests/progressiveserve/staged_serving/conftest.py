@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from growing import OURS, TIMEOUT_S
@@ -13,13 +14,14 @@ from transformers import PreTrainedModel
 
 from firsttoken.assets.adapter_files import CONFIG, WEIGHTS
 from firsttoken.engine.lora import parse_adapter
-from firsttoken.engine.numpy_model import NumpyModel
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.link.shaped import Link
-from firsttoken.progressiveserve.loading.stage_weights import StageWeights
 from firsttoken.progressiveserve.loading.views import StageView, make_view
 from firsttoken.progressiveserve.passlayer import PassLayer
 from firsttoken.progressiveserve.staged_serving.transitions import Transition
+from firsttoken_cpu.before_torch.numpy_answers import NumpyAnswers
+from firsttoken_cpu.before_torch.numpy_model import NumpyModel
+from firsttoken_cpu.before_torch.stage_weights import StageWeights
 from firsttoken_serve import retrying_server
 from firsttoken_serve.retrying_server import StagedService
 
@@ -64,7 +66,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., StagedServi
         link = link or Link()
         if config.pop("early", False):
             maker = ThreadPoolExecutor(1)
-            options["comes"] = maker.submit(lambda: NumpyModel(StageWeights(staged.folder, [link]), threads=1))
+            coming = maker.submit(lambda: NumpyModel(StageWeights(staged.folder, [link]), threads=1))
+            options["early"] = partial(NumpyAnswers, coming)
             maker.shutdown(wait=False)
         server = StagedService(staged.folder, [link], RequestLimits(**config), **options)
         servers.append(server)

@@ -26,10 +26,7 @@ from torch import nn
 from waiting import until, wait_stage
 
 from firsttoken.engine.async_engine import TokenEvent
-from firsttoken.engine.fused import FusedLayer
-from firsttoken.engine.native.library import kernels
 from firsttoken.engine.request import Sampling
-from firsttoken.lean.layers import LeanLayer
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.base_model import at_stage
 from firsttoken.progressiveserve.checkpoint.plan import whole
@@ -37,6 +34,9 @@ from firsttoken.progressiveserve.loading import stage_loader
 from firsttoken.progressiveserve.passlayer import PassLayer
 from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.progressiveserve.staged_serving.transitions import FromBoundary, Naive, PrefillAgain, Transition
+from firsttoken_cpu.fused import FusedLayer
+from firsttoken_cpu.lean.layers import LeanLayer
+from firsttoken_cpu.native.library import kernels
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("llama", True), ("qwen2", False)])
@@ -88,7 +88,7 @@ def test_the_layers_of_an_early_stage_are_fused_beside_the_plain_ones(stage, ser
     for layer in present(server):
         if type(layer) is FusedLayer and (old := first.get(layer.attention.layer_idx)):
             assert layer.joint.panels.data_ptr() == old.panels.data_ptr()
-            assert (layer.joint.fields[5] != old.fields[5]) == bool(adapters)
+            assert (layer.joint.struct.adapter.a != old.struct.adapter.a) == bool(adapters)
     assert wait_stage(server, 3, TIMEOUT_S)
     check_greedy(tokens_of(server.submit(PROMPT, 24)), greedy(staged.folder, PROMPT, 24))
     until(lambda: not server._fused, "the plain layers are let go")

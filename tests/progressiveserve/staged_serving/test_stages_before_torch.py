@@ -26,15 +26,15 @@ from loads import Held
 from plain_tokens import check_greedy, generated
 from waiting import until, wait_stage
 
-from firsttoken.engine import numpy_weights
-from firsttoken.engine.fused import FusedLayer, PackedLinear
-from firsttoken.engine.numpy_model import NumpyModel
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest, write_manifest
 from firsttoken.progressiveserve.loading import read_memory, stage_loader
-from firsttoken.progressiveserve.loading.stage_weights import StageWeights
 from firsttoken.study import dtypes
 from firsttoken.study.errors import BusyError, LinkError, ModelError
+from firsttoken_cpu.before_torch import numpy_weights
+from firsttoken_cpu.before_torch.numpy_model import NumpyModel
+from firsttoken_cpu.before_torch.stage_weights import StageWeights
+from firsttoken_cpu.fused import FusedLayer, PackedLinear
 from firsttoken_serve.retrying_server import StagedService
 
 pytestmark = pytest.mark.usefixtures("compiled_once")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,19 +16,14 @@ from firsttoken.progressiveserve.checkpoint.part_formats import PartRefiner, for
 from firsttoken.progressiveserve.loading.views import StageView, make_view
 from firsttoken.progressiveserve.passlayer import PassLayer
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from firsttoken.lean.lean_model import LeanModel
-
 
 class MetaModel:
     """The model of a staged checkpoint with no weights yet, and its layers by index whether they compute or not.
 
     It computes in ``dtype``, or as it is stored; what arrives is converted as it is put in its place. ``build`` makes
-    the model of a folder's config.json, in a dtype, without memory for its weights: the stock one, or the lean one
-    (``lean.build.build_lean``). Raises ModelError for a config.json that is not the one that was staged, or describes
-    another model than the manifest.
+    the model of a folder's config.json, in a dtype, without memory for its weights: the stock one, or the accelerator's
+    own (``accelerator.build_model``). Raises ModelError for a config.json that is not the one that was staged, or
+    describes another model than the manifest.
     """
 
     def __init__(
@@ -37,7 +32,7 @@ class MetaModel:
         manifest: Manifest,
         device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None,
-        build: Callable[[Path, torch.dtype], PreTrainedModel | LeanModel] = build_on_meta,
+        build: Callable[[Path, torch.dtype], nn.Module] = build_on_meta,
     ) -> None:
         check_side(folder, manifest, CONFIG)
         self.dtype = dtype or torch_dtype(manifest.dtype)

@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from firsttoken.assets.checkpoint import ModelFiles, check_shard, stored_dtype
-from firsttoken.assets.empty_model import build_on_meta, put
+from firsttoken.assets.empty_model import build_on_meta, finish, put
 from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.assets.servable import check_servable
-from firsttoken.assets.weights import check_tied
-from firsttoken.lean.build import finish, load_lean
-from firsttoken.lean.lean_model import LeanModel
+from firsttoken.assets.weights import check_tied, fill
+from firsttoken.engine.accelerator import build_model
 from firsttoken.progressiveserve.checkpoint.names import torch_dtype
 from firsttoken.progressiveserve.loading.reader import PAGE, host_memory
 from firsttoken.study.errors import LinkError, StageError
@@ -131,7 +130,7 @@ Tensors = Iterable[tuple[str, Tensor]]
 class Peer:
     """A way to load, and what it imports of a package that it needs beyond ours."""
 
-    load: Callable[[ModelFiles, torch.dtype, torch.device], PreTrainedModel]
+    load: Callable[[ModelFiles, torch.dtype, torch.device], nn.Module]
     module: str | None = None
 
 
@@ -221,9 +220,11 @@ def _chunked(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> Pre
         return _filled(files, dtype, device, arrived())
 
 
-def _filled(
-    files: ModelFiles, dtype: torch.dtype, device: torch.device, stored: Tensors
-) -> LeanModel | PreTrainedModel:
+def _lean(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    return fill(build_model(files.folder, dtype), files, device)
+
+
+def _filled(files: ModelFiles, dtype: torch.dtype, device: torch.device, stored: Tensors) -> nn.Module:
     """An empty model with what the files hold put into it, where it has a place."""
     model = build_on_meta(files.folder, dtype)
     model.model.rotary_emb.to(device)
@@ -239,5 +240,5 @@ PEERS = {
     "runai": Peer(_runai, "runai_model_streamer"),
     "fastsafetensors": Peer(_fastsafetensors, "fastsafetensors"),
     "chunked": Peer(_chunked),
-    "lean": Peer(load_lean),  # not a peer but what they are measured against: lean layers on the mapped file
+    "lean": Peer(_lean),  # not a peer but what they are measured against: lean layers on the mapped file
 }

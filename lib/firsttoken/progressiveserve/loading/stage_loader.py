@@ -89,7 +89,7 @@ class StageLoader:
         has begun with them. Raises ModelError and StageError, or PermanentFault."""
         import torch
 
-        from firsttoken.lean.build import build_lean
+        from firsttoken.engine.accelerator import build_model
         from firsttoken.progressiveserve.loading.meta_model import MetaModel
         from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
 
@@ -104,7 +104,7 @@ class StageLoader:
                 self._builder = WeightBuilder(manifest, [1], reader, *place, memory)
         # a file that is not there yet may still be on its way, as a part of the model may; what a file says stays
         with files_alone() if (self.folder / CONFIG).is_file() else nullcontext():
-            self.meta_model = MetaModel(self.folder, manifest, self._device, computing, build_lean)
+            self.meta_model = MetaModel(self.folder, manifest, self._device, computing, build_model)
         return self.meta_model
 
     def load(self, stage: int, previous: StageView) -> StageLoad:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from firsttoken.engine.accelerator import Fused, accelerator
+from firsttoken.engine.attention import is_stock
 from firsttoken.engine.compared_step import Comparison, check_rows, prompt_of, reference_rows
 from firsttoken.engine.decoder import Decoder, LocalSegment
 from firsttoken.engine.executor import Transition as EngineTransition
-from firsttoken.engine.fused import FusedLayer, fuse_layer, fuses
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.model_version import ModelVersion
-from firsttoken.lean.lean_model import LeanModel
 from firsttoken.progressiveserve.checkpoint.manifest import CONFIG, MANIFEST
 from firsttoken.progressiveserve.loading.views import StageView
 from firsttoken.progressiveserve.staged_serving.transitions import Transition
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Between = Callable[[Callable[[], None]], None]
 """Lets the engine's thread call something between two steps."""
-FusedBeside = dict[int, tuple[nn.Module, FusedLayer]]
+FusedBeside = dict[int, tuple[nn.Module, Fused]]
 """By number, a plain layer and the same fused in memory of its own, without an adapter."""
 
 
@@ -53,7 +53,7 @@ class StagedModelVersion(ModelVersion):
         model, dtype = executor.model, executor.pool.shape.dtype
         files = folder / CONFIG, folder / MANIFEST
         comparison = Comparison(files, self.modules.stage, str(dtype), executor.pool.device.type)
-        if not comparison.due or (isinstance(model, LeanModel) and not last):
+        if not comparison.due or not (is_stock(model) or last):
             return
 
         def compare() -> None:
@@ -74,12 +74,12 @@ class StagedModelVersion(ModelVersion):
         """
         (segment,) = self.decoder.segments
         for number, plain in enumerate(self.modules.base):
-            if isinstance(segment.modules[number], FusedLayer):
+            if isinstance(segment.modules[number], Fused):
                 continue
             if number not in known or known[number][0] is not plain:
-                if not fuses(plain):
+                if not accelerator().fuses(plain):
                     continue
-                known[number] = plain, fuse_layer(plain)
+                known[number] = plain, accelerator().fuse_layer(plain)
             self._take(segment, number, known[number][1])
             yield
 
@@ -90,7 +90,7 @@ class StagedModelVersion(ModelVersion):
             if self.modules.base[number] is plain:
                 self._take(segment, number, fused)
 
-    def _take(self, segment: LocalSegment, number: int, fused: FusedLayer) -> None:
+    def _take(self, segment: LocalSegment, number: int, fused: Fused) -> None:
         slices = self.modules.adapter.layers.get(number) if self.modules.adapter else None
         adapted = fused if slices is None else fused.with_adapter(slices)
         if adapted is not None:

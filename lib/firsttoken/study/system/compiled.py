@@ -44,7 +44,7 @@ class TorchAlone(OSError):
     """Nothing is built, as the environment asks for torch alone."""
 
 
-def accelerator() -> str:
+def accelerator_name() -> str:
     """One of ``ACCELERATORS``, which the environment names. Raises ProfileError for any other word."""
     name = os.environ.get(ACCELERATOR, "").strip() or KERNELS
     if name not in ACCELERATORS:
@@ -66,7 +66,7 @@ def shared_library(source: Path) -> Path:
     Raises OSError, of one line, without a compiler, where it fails, and within :func:`build_beside` where it is still
     to be built; TorchAlone where the environment wants none.
     """
-    if accelerator() == NONE:
+    if accelerator_name() == NONE:
         raise TorchAlone(f"{ACCELERATOR} is {NONE}")
     cxx = compiler()
     if cxx is None:

@@ -17,11 +17,11 @@ from typing import Any, TypeAlias  # noqa: E402
 
 import torch  # noqa: E402
 
+from firsttoken.engine.accelerator import build_model  # noqa: E402
 from firsttoken.engine.decoder import LocalSegment  # noqa: E402
 from firsttoken.engine.engine import Engine  # noqa: E402
 from firsttoken.engine.live_executor import LiveExecutor  # noqa: E402
 from firsttoken.engine.request import Request, Sampling  # noqa: E402
-from firsttoken.lean.build import build_lean  # noqa: E402
 from firsttoken.link.shaped import Link, LinkConfig  # noqa: E402
 from firsttoken.petals.timeouts import Timeouts  # noqa: E402
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest  # noqa: E402
@@ -70,7 +70,7 @@ def start(
     folder, link = Path(spec.staged), Link(LinkConfig(spec.gbit_per_s))
     manifest = read_manifest(folder)
     meta_model = MetaModel(
-        folder, manifest, spec.device, named(spec.dtype) if spec.dtype in DTYPES else None, build_lean
+        folder, manifest, spec.device, named(spec.dtype) if spec.dtype in DTYPES else None, build_model
     )
     load = StageLoad(
         folder, manifest, [1], [link], meta_model, meta_model.empty_view(), threads=spec.readers, verify=False

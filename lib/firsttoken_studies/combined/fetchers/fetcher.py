@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from firsttoken.engine.accelerator import build_model
 from firsttoken.engine.attention import page
 from firsttoken.engine.request import ScheduledChunk
-from firsttoken.lean.build import build_lean
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.checkpoint_blocks import parse_blocks
@@ -75,7 +75,7 @@ class FetchedBackend(BlockBackend):
         return 0.0
 
     def _span(self, blocks: range) -> PreTrainedModel:
-        meta_model = MetaModel(self._folder, self._manifest, dtype=self.dtype, build=build_lean)
+        meta_model = MetaModel(self._folder, self._manifest, dtype=self.dtype, build=build_model)
         nothing = make_view(0, [PassLayer() for _ in meta_model.layers], {})
         wanted, readers = only(self._manifest, blocks), self._readers
         self.load = StageLoad(

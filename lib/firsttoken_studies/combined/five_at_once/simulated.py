@@ -12,10 +12,10 @@ import numpy as np
 from torch import nn
 
 from firsttoken.assets.dense_shape import DenseShape, dense_shape
+from firsttoken.engine.accelerator import fuse
 from firsttoken.engine.costs.cost_model import Costs, follow, step_parts
 from firsttoken.engine.costs.fitted import FittedCosts, relative_fit
 from firsttoken.engine.engine import Engine
-from firsttoken.engine.fused import fuse
 from firsttoken.engine.kv import KVShape
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling

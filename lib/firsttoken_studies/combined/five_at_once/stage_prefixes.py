@@ -22,10 +22,10 @@ from firsttoken.droidspeak.identity import ModelIdentity
 from firsttoken.droidspeak.layer_group import NOTHING, Group
 from firsttoken.droidspeak.source import StoredPrefix
 from firsttoken.droidspeak.store import KVStore
+from firsttoken.engine.accelerator import build_model
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Request, Sampling
-from firsttoken.lean.build import build_lean
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.base_model import load_served
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
@@ -129,7 +129,7 @@ def stages(folder: Path, dtype: str, blocks: int, readers: int) -> tuple[LiveExe
     """An executor with so many KV ``blocks``, and all stages of the checkpoint ``folder`` beside each other in it,
     fused as a replica that grows has them one after another."""
     manifest = read_manifest(folder)
-    meta_model = MetaModel(folder, manifest, "cpu", named(dtype), build_lean)
+    meta_model = MetaModel(folder, manifest, "cpu", named(dtype), build_model)
     views, view = [], meta_model.empty_view()
     for stage in range(1, len(manifest.stages) + 1):
         options = {"threads": readers, "verify": False}

@@ -25,11 +25,11 @@ from firsttoken.droidspeak.identity import ModelIdentity
 from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.source import StoredPrefix
 from firsttoken.droidspeak.store import KVStore
+from firsttoken.engine.accelerator import build_model
 from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.preemption import PreemptionPolicy
 from firsttoken.engine.request import Request, Sampling
-from firsttoken.lean.build import build_lean
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.progressiveserve.loading.loader import StageLoad
@@ -193,7 +193,7 @@ def started(spec: WindowSpec) -> tuple[ColdReplica, Callable[[], float]]:
     borrows, stages = BORROWING in spec.ideas, STAGES in spec.ideas
     folder = Path(spec.staged if stages and not borrows else spec.ends_first)
     manifest, link = read_manifest(folder), Link(LinkConfig(spec.gbit_per_s))
-    meta_model = MetaModel(folder, manifest, "cpu", named(spec.dtype), build_lean)
+    meta_model = MetaModel(folder, manifest, "cpu", named(spec.dtype), build_model)
 
     def load_of(stage: int, previous: StageView) -> StageLoad:
         options = {"threads": spec.readers, "verify": False}

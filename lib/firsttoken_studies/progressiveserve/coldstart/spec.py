@@ -53,7 +53,7 @@ class TrialSpec:
 
 def prompt_ids(spec: TrialSpec) -> list[int]:
     """The prompt's ids; with an empty prompt as many arbitrary ones as ``spec`` says."""
-    from firsttoken.lean.tokenizer import read_tokenizer
+    from firsttoken.assets.tokenizer import read_tokenizer
 
     if not spec.prompt:
         return list(range(1, spec.prompt_tokens + 1))

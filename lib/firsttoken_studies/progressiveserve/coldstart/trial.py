@@ -23,20 +23,20 @@ from itertools import pairwise  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
-from firsttoken.lean.importing import uncollected  # noqa: E402
 from firsttoken.link.shaped import Link, LinkConfig  # noqa: E402
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest  # noqa: E402
 from firsttoken.progressiveserve.loading.read_plan import open_reader, part_blobs  # noqa: E402
 from firsttoken.progressiveserve.loading.reader import BlobReader  # noqa: E402
 from firsttoken.study.errors import StageError  # noqa: E402
 from firsttoken.study.system.direct_io import read_ahead  # noqa: E402
+from firsttoken.study.system.importing import uncollected  # noqa: E402
 from firsttoken_studies.probes.fast_exit import tell_and_end  # noqa: E402
 from firsttoken_studies.probes.footprint import MemoryGrowth, cpu_seconds  # noqa: E402
 from firsttoken_studies.progressiveserve.coldstart.spec import PhaseClock, TrialSpec, prompt_ids  # noqa: E402
 from firsttoken_studies.progressiveserve.coldstart.variants import StartVariant, find_variant  # noqa: E402
 
 if TYPE_CHECKING:
-    from firsttoken.engine.numpy_model import NumpyModel
+    from firsttoken_cpu.before_torch.numpy_model import NumpyModel
 
 ANSWER, LAST = 160, 8  # tokens, of which the last wait for the engine, where a small model is quicker than the import
 
@@ -115,11 +115,11 @@ def _start_before_torch(spec: TrialSpec, marks: PhaseClock) -> dict[str, Any] | 
     """
     _read_ahead(spec)
     from firsttoken.assets.servable import check_servable
-    from firsttoken.engine.numpy_model import NumpyModel
-    from firsttoken.engine.numpy_weights import FolderWeights
-    from firsttoken.engine.torch_behind import Takeover
-    from firsttoken.lean.lean_config import OtherWay
-    from firsttoken.lean.tokenizer import read_tokenizer  # noqa: F401 its import belongs to this phase
+    from firsttoken.assets.tokenizer import read_tokenizer  # noqa: F401 its import belongs to this phase
+    from firsttoken.study.errors import OtherWay
+    from firsttoken_cpu.before_torch.numpy_model import NumpyModel
+    from firsttoken_cpu.before_torch.numpy_weights import FolderWeights
+    from firsttoken_cpu.before_torch.torch_behind import Takeover
 
     marks.phase("imports")
     arrived, used, growth = marks.last, cpu_seconds(), MemoryGrowth()
@@ -162,10 +162,10 @@ def _stages_before_torch(
 ) -> dict[str, Any] | None:
     """The row of a trial of stages whose first token comes before torch, which then has the same weights; None, after a
     line on stderr, for stages that need torch. Raises ModelError for a folder that cannot be served."""
-    from firsttoken.engine.numpy_model import NumpyModel
-    from firsttoken.lean.lean_config import OtherWay
-    from firsttoken.lean.tokenizer import read_tokenizer  # noqa: F401 its import belongs to this phase
-    from firsttoken.progressiveserve.loading.stage_weights import StageWeights
+    from firsttoken.assets.tokenizer import read_tokenizer  # noqa: F401 its import belongs to this phase
+    from firsttoken.study.errors import OtherWay
+    from firsttoken_cpu.before_torch.numpy_model import NumpyModel
+    from firsttoken_cpu.before_torch.stage_weights import StageWeights
 
     marks.phase("imports")
     arrived, used, growth = marks.last, cpu_seconds(), MemoryGrowth()
@@ -197,7 +197,7 @@ def _stages_before_torch(
 
 def _in_the_dtype(spec: TrialSpec, model: NumpyModel) -> NumpyModel:
     """``model``. Raises OtherWay where another dtype is asked for."""
-    from firsttoken.lean.lean_config import OtherWay
+    from firsttoken.study.errors import OtherWay
 
     if spec.dtype not in ("stored", model.dtype):
         model.weights.close()

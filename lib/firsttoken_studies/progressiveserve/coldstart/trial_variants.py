@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from firsttoken.lean.tokenizer import read_tokenizer  # noqa: F401 imported with the libraries, before the clock of a request
+from firsttoken.assets.tokenizer import read_tokenizer  # noqa: F401 imported with the libraries, before the clock of a request
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest
 from firsttoken.progressiveserve.loading.reader import BlobReader
@@ -25,8 +25,8 @@ from firsttoken_studies.progressiveserve.coldstart.spec import PhaseClock, Trial
 from firsttoken_studies.progressiveserve.coldstart.variants import StartVariant
 
 if TYPE_CHECKING:
-    from firsttoken.progressiveserve.loading.stage_weights import ReadBefore
     from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
+    from firsttoken_cpu.before_torch.stage_weights import ReadBefore
 
 
 More = Callable[[float], dict[str, Any]]
@@ -96,13 +96,13 @@ def start_ours(
 ) -> tuple[int, More]:
     """Our loader, the prefill behind it or in its stream: the first token, and what to measure after it."""
     from firsttoken.assets.empty_model import build_on_meta
-    from firsttoken.lean.build import build_lean
+    from firsttoken.engine.accelerator import build_model
     from firsttoken.progressiveserve.loading.loader import StageLoad
     from firsttoken.progressiveserve.loading.meta_model import MetaModel
 
     folder = Path(spec.staged)
     manifest = builder.manifest if builder else read_manifest(folder)  # which takes some 50 ms
-    meta_model = MetaModel(folder, manifest, spec.device, _dtype(spec), build_lean if variant.lean else build_on_meta)
+    meta_model = MetaModel(folder, manifest, spec.device, _dtype(spec), build_model if variant.lean else build_on_meta)
     marks.phase("build")
     options = {"threads": spec.readers, "verify": variant.verify, "builder": builder}
     load = StageLoad(spec.weights, manifest, variant.stages, links, meta_model, meta_model.empty_view(), **options)
@@ -133,12 +133,12 @@ def torch_behind(
 ) -> dict[str, Any]:
     """What is behind a first token of ``begun`` that came without torch: the same weights as torch has them, made of
     what has been ``read``, and what :func:`start_ours` measures."""
-    from firsttoken.lean.build import build_lean
+    from firsttoken.engine.accelerator import build_model
     from firsttoken.progressiveserve.loading.loader import StageLoad
     from firsttoken.progressiveserve.loading.meta_model import MetaModel
 
     folder = Path(spec.staged)
-    meta_model = MetaModel(folder, manifest, spec.device, _dtype(spec), build_lean)
+    meta_model = MetaModel(folder, manifest, spec.device, _dtype(spec), build_model)
     builder = read.builder(manifest, variant.stages, meta_model.device, meta_model.dtype)
     load = StageLoad(folder, manifest, variant.stages, links, meta_model, meta_model.empty_view(), builder=builder)
     view, prompt = load.wait(), tokenize(spec, variant)
