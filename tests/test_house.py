@@ -94,6 +94,22 @@ def test_every_link_of_a_page_leads_to_a_file():
     assert [f"{page}: {link}" for page, link in links if not (page.parent / link).exists()] == []
 
 
+def test_what_to_audit_names_its_files_lines_and_tests():
+    """Lines are rounded, so that a file may change a little without the page; the rows are those of the sums."""
+    page = (paths.ROOT / "lib" / "README.md").read_text(encoding="utf-8")
+    row = r"^\| \[`(\S+\.py)`\]\(\1\) \| (\d+) \| (\d+) \| [^|]+\. \| [^|]+ \| `(\S+\.py)::(\w+)` \|$"
+    rows = re.findall(row, page, re.MULTILINE)
+    assert len(rows) == page.count("\n| [`") and len({file for file, *_ in rows}) == len(rows)
+    counts = [len((paths.ROOT / "lib" / file).read_text(encoding="utf-8").splitlines()) for file, *_ in rows]
+    rounded, minutes = (sum(int(entry[column]) for entry in rows) for column in (1, 2))
+    assert f"{len(rows)} files,\n{rounded:,} lines of Python" in page and f"about {round(minutes, -1)} minutes" in page
+    off = [(entry[0], count) for entry, count in zip(rows, counts, strict=True) if abs(count - int(entry[1])) > 20]
+    assert off == [] and sum(counts) <= 5000
+    for *_, file, name in rows:
+        text = (paths.ROOT / file).read_text(encoding="utf-8")
+        assert re.search(rf"^(?:def {name}\(|{name} = )", text, re.MULTILINE), (file, name)
+
+
 def test_every_command_in_the_readme_exists(capsys):
     commands = set(re.findall(r"firsttoken (\w+)", TEXT)) & {
         "run",
