@@ -35,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         accelerator_name()  # another word would be noticed in the middle of an answer
         if name not in ANYWHERE:
             check_clone(f"`firsttoken {name}`")
-        ends = nullcontext() if name in OWN_ENDS else ended_as_interrupted()
-        with storage.storing(paths.OUT), ends, answering(getattr(options, "json", False)) as options.answer:
+        interruption = nullcontext() if name in OWN_ENDS else ended_as_interrupted()
+        with storage.storing(paths.OUT), interruption, answering(getattr(options, "json", False)) as options.answer:
             return options.command(options)
     except FirstTokenError as error:
         print(f"firsttoken: {error}", file=sys.stderr)
@@ -55,9 +55,9 @@ def fetch(options: argparse.Namespace) -> int:
     from firsttoken.assets.manual_downloads import bring, download, names
 
     lock = {asset.name: asset for asset in load_lock(npm=True)}
-    asked = [name for name in options.names if name not in lock]
-    if odd := next((name for name in asked if name not in names()), ""):
-        raise AssetError(f"no asset is called {odd!r}; {unknown(odd, [*lock, *names()])}")
+    extra_names = [name for name in options.names if name not in lock]
+    if unknown_name := next((name for name in extra_names if name not in names()), ""):
+        raise AssetError(f"no asset is called {unknown_name!r}; {unknown(unknown_name, [*lock, *names()])}")
     options.names = [name for name in options.names if name in lock]
     if options.list:
         for asset in [lock[name] for name in options.names or lock]:
@@ -68,8 +68,8 @@ def fetch(options: argparse.Namespace) -> int:
         return OK
     for name in bring(options.from_dir) if options.from_dir else ():
         print(f"{name}: brought")
-    download(asked, options.from_dir)
-    if options.names or not asked:
+    download(extra_names, options.from_dir)
+    if options.names or not extra_names:
         fetch(options.names or None, from_dir=options.from_dir)
     return OK
 
@@ -89,7 +89,7 @@ def stage(options: argparse.Namespace) -> int:
     return OK
 
 
-COMMANDS = (*(one for extension in EXTENSIONS for one in extension.COMMANDS), fetch, stage)
+COMMANDS = (*(command for extension in EXTENSIONS for command in extension.COMMANDS), fetch, stage)
 
 
 if __name__ == "__main__":

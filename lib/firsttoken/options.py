@@ -21,21 +21,21 @@ EXTENSIONS = extensions.commands()  # packages of their own: the library serves 
 
 def parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
     """Return the program's parser; the command that was chosen is ``command`` of what it parses."""
-    known, made = {function.__name__: function for function in commands}, dict[str, argparse.ArgumentParser]()
+    functions, made = {function.__name__: function for function in commands}, dict[str, argparse.ArgumentParser]()
     parser = CommandLine(prog="firsttoken", description=_WHAT, epilog=_FIRST)
     parser.add_argument("--version", action="version", version=f"firsttoken {__version__}")
     added_to = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
         made[name] = added = added_to.add_parser(name, help=text, description=text)
-        added.set_defaults(command=known[name])
+        added.set_defaults(command=functions[name])
         return added
 
     for extension in EXTENSIONS:
         extension.add_options(command)
 
-    what = "Download the pinned model and texts, or what a page of the site runs on, and check their hashes."
-    added = command("fetch", what)
+    description = "Download the pinned model and texts, or what a page of the site runs on, and check their hashes."
+    added = command("fetch", description)
     added.add_argument(
         "names", nargs="*", metavar="ASSET", help="the assets to fetch, as --list names them (default: all)"
     )

@@ -12,12 +12,12 @@ from firsttoken.study import paths
 from firsttoken.study.errors import AssetError
 
 
-def check_clone(what: str) -> None:
-    """Raise AssetError where the package alone is installed, and ``what`` works on a clone's files."""
+def check_clone(subject: str) -> None:
+    """Raise AssetError where the package alone is installed, and ``subject`` works on a clone's files."""
     if not paths.IS_CLONE:
         raise AssetError(
-            f"{what} works on the files of a clone, and {paths.ROOT} is none: clone the project and run it there after"
-            " `pip install -e .`, or set FIRSTTOKEN_ROOT to the clone"
+            f"{subject} works on the files of a clone, and {paths.ROOT} is none: clone the project and run it there "
+            "after `pip install -e .`, or set FIRSTTOKEN_ROOT to the clone"
         )
 
 

@@ -1,4 +1,4 @@
-"""The same decoder in fewer and larger operations (CPU): what vLLM's own model definitions do, for the model given."""
+"""A decoder fused into fewer and larger operations (CPU): what vLLM's own model definitions do, for the model given."""
 
 from __future__ import annotations
 
@@ -39,20 +39,21 @@ class PackedLinear(nn.Module):
         self.bias = linear.bias
 
     def __deepcopy__(self, memo: dict[int, object]) -> PackedLinear:
-        """Itself: nothing writes to its weight, whose memory is oneDNN's own."""
+        """Return this layer itself: nothing writes to its weight, whose memory is oneDNN's own."""
         return self
 
     def forward(self, states: Tensor) -> Tensor:
-        """[..., in_features] -> [..., out_features]"""
+        """Multiply ``states`` [..., in_features] -> [..., out_features]."""
         return torch.ops.mkldnn._linear_pointwise(states, self.packed, self.bias, "none", [], "")
 
     def plus(self, states: Tensor, other: Tensor) -> Tensor:
-        """The product, and ``other`` [..., out_features] added to it."""
+        """Return the product with ``other`` [..., out_features] added to it."""
         return torch.ops.mkldnn._linear_pointwise(states, other, self.packed, self.bias, "add")
 
 
 def packs(linear: nn.Module) -> bool:
-    """Whether this is a plain ``nn.Linear`` that oneDNN can pack: torch has it, and this CPU multiplies the dtype."""
+    """Return whether ``linear`` is a plain ``nn.Linear`` that oneDNN can pack: torch has it, and this CPU multiplies
+    the dtype."""
     if type(linear) is not nn.Linear or linear.weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     dtype = linear.weight.dtype
@@ -104,19 +105,19 @@ class FusedLayer(Fused):
         self.kind = (*sizes, self.attention.head_dim, self.attention.scaling, norms[0].variance_epsilon)
 
     def with_adapter(self, slices: Mapping[str, Halves]) -> FusedLayer | None:
-        """The same over the same weights with LoRA's ``slices`` by module, "self_attn.q_proj" and so on; None where the
-        kernels do not add them up."""
+        """Return a layer over the same weights with LoRA's ``slices`` by module, "self_attn.q_proj" and so on; None
+        where the kernels do not add them up."""
         twin = copy.copy(self)
         twin._modules = dict(self._modules)
-        known = 0
+        adapted_count = 0
         for name, paths in PRODUCTS.items():
             product, halves = getattr(self, name), [slices.get(path) for path in paths]
             adapted = product.with_adapter(halves) if type(product) is NativeLinear else None
             if adapted is None:
                 return None
             twin._modules[name] = adapted
-            known += sum(pair is not None for pair in halves)
-        if known != len(slices):
+            adapted_count += sum(pair is not None for pair in halves)
+        if adapted_count != len(slices):
             return None
         twin._describe()
         return twin
@@ -129,7 +130,7 @@ class FusedLayer(Fused):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **keywords: Any,
     ) -> Tensor:
-        """[batch, tokens, hidden] -> the same, as the stock layer."""
+        """Run the layer as the stock one does: [batch, tokens, hidden] -> the same shape."""
         native, module = kernels(), self.attention
         batch, tokens, _ = hidden_states.shape
         states = self.joint(normed(hidden_states, self.before_attention)).view(batch * tokens, -1, module.head_dim)
@@ -139,10 +140,10 @@ class FusedLayer(Fused):
         query, key, value = heads.tensor_split((-2 * self.kv_heads, -self.kv_heads), 1)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, module.layer_idx)
-        seen, _ = _interface(module)(
+        attended, _ = _interface(module)(
             module, query, key, value, attention_mask, dropout=0.0, scaling=module.scaling, **keywords
         )
-        hidden_states = self.out.plus(seen.reshape(batch, tokens, -1), hidden_states)
+        hidden_states = self.out.plus(attended.reshape(batch, tokens, -1), hidden_states)
         return self.down.plus(self.gate_up(normed(hidden_states, self.before_mlp)), hidden_states)
 
 
@@ -176,7 +177,7 @@ class KernelLayers:
         self._structs = (LayerStruct * len(structs))(*structs)
 
     def fits(self, hidden: Tensor, paged: Attend, rotary: Any) -> bool:
-        """Whether the attention ``paged`` reads all tokens of the step by the kernels, in the layers' dtype."""
+        """Return whether the attention ``paged`` reads all tokens of the step by the kernels, in the layers' dtype."""
         same = hidden.dtype == paged.pool.shape.dtype == self._first.joint.panels.dtype
         return same and rotary is not None and paged.read_by_kernels(hidden.shape[1]) is not None
 
@@ -208,7 +209,8 @@ class KernelLayers:
 
 
 def join(variants: Sequence[Sequence[nn.Module]]) -> tuple[int, KernelLayers | None]:
-    """How many layers of all ``variants``, from the first on, one call of the kernels runs, and what calls them.
+    """Return the number of layers of all ``variants``, from the first on, that one call of the kernels runs, and what
+    calls them.
 
     These are fused and alike, and have the same weights in all variants.
     """
@@ -235,7 +237,8 @@ def fuse(model: nn.Module) -> nn.Module:
 
 
 def fuse_layer(layer: nn.Module) -> nn.Module:
-    """One decoder layer as it arrives: fused, and itself as it was; one that cannot be is packed in place."""
+    """Fuse one decoder layer as it arrives, and leave the stock one as it was; one that cannot be fused is packed in
+    place."""
     with torch.no_grad():
         if fuses(layer):
             return FusedLayer(layer)
@@ -256,7 +259,7 @@ def _replace(parent: nn.Module) -> None:
 
 
 def fuses(layer: nn.Module) -> bool:
-    """Whether :func:`fuse_layer` makes a :class:`FusedLayer` of ``layer``, and leaves that as it was."""
+    """Return whether :func:`fuse_layer` makes a :class:`FusedLayer` of ``layer``, and leaves that as it was."""
     if _kind(layer) not in _LAYERS:
         return False
     attention, mlp = layer.self_attn, layer.mlp
@@ -281,15 +284,15 @@ def _kind(module: nn.Module) -> tuple[str, str]:
 
 
 def normed(states: Tensor, norm: nn.Module) -> Tensor:
-    """What ``norm``, a root-mean-square norm of Llama's kind, makes of ``states``, by the kernels."""
+    """Return ``states`` through ``norm``, a root-mean-square norm of Llama's kind, by the kernels."""
     return kernels().rms_norm(states.contiguous(), norm.weight, norm.variance_epsilon)
 
 
 def _own(norm: nn.Module) -> nn.Module:
     """``norm`` with memory of its own: where a whole layer lies in one buffer, a part of it would keep all of it."""
-    own = copy.copy(norm)
-    own._parameters = {"weight": nn.Parameter(norm.weight.detach().clone(), requires_grad=False)}
-    return own
+    copied_norm = copy.copy(norm)
+    copied_norm._parameters = {"weight": nn.Parameter(norm.weight.detach().clone(), requires_grad=False)}
+    return copied_norm
 
 
 def packed(linear: nn.Linear) -> NativeLinear | PackedLinear:

@@ -50,9 +50,9 @@ class TiledAttend(NativeAttend):
 
 
 def supports(shape: KVShape, device: torch.device) -> bool:
-    """Whether the kernels can be built here, and read a pool of this shape."""
-    known = device.type == "cpu" and shape.dtype in NAMES and shape.head_dim in WIDTHS
-    return known and kernels() is not None
+    """Return whether the kernels can be built here, and read a pool of this shape."""
+    supported = device.type == "cpu" and shape.dtype in NAMES and shape.head_dim in WIDTHS
+    return supported and kernels() is not None
 
 
 def by_kernels(head: nn.Module, panels: np.ndarray) -> tuple[NativeLinear, type[NativeAttend]]:

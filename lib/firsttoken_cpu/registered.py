@@ -1,4 +1,5 @@
-"""What this package adds to the library, by name: each is imported when it is asked for (``study.extensions``)."""
+"""The extensions that this package adds to the library, by name: each is imported when it is asked for
+(``study.extensions``)."""
 
 ACCELERATOR = {"cpu": "firsttoken_cpu.cpu_accelerator:CPUAccelerator"}
 BEFORE_TORCH = {

@@ -1,4 +1,4 @@
-"""What the extras add to the command line: ``firsttoken stage --planes``."""
+"""The option that the extras add to the command line: ``firsttoken stage --planes``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
 
 
 def add_stage_options(stage: argparse.ArgumentParser) -> None:
-    """Let ``firsttoken stage`` write planes."""
+    """Add the option ``--planes`` to ``firsttoken stage``, by which it writes planes."""
     stage.add_argument(
         "--planes",
         default="",
@@ -32,7 +32,8 @@ MORE_OPTIONS = {"stage": add_stage_options}
 
 
 def plan_of_planes(options: argparse.Namespace) -> Callable[..., object] | None:
-    """What makes the plan of ``--planes`` of the shapes of a model's tensors; None where the plan is the library's."""
+    """Return a function that makes the plan of ``--planes`` of the shapes of a model's tensors; None where the plan is
+    the library's."""
     if not options.planes:
         return None
     from firsttoken_extras.bitplanes.plane_plan import by_planes

@@ -23,7 +23,7 @@ _INT8 = "Write a copy of a model whose blocks are stored in 8 bits. Servers and 
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Serve a model until Ctrl-C."""
+    """Serve a model over HTTP until Ctrl-C; return the exit status."""
     with uncollected():
         from firsttoken.assets.checkpoint import hub_folder
         from firsttoken_serve.http.launch import serve_forever
@@ -65,11 +65,11 @@ ANYWHERE, OWN_ENDS = ("serve", "prefix", "swarm"), ("serve", "swarm")
 def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     """Add the commands of the server, each by ``command``, which makes its parser."""
     serve = command("serve", _SERVE)
-    what = (
+    description = (
         "what `firsttoken stage` wrote, a Hugging Face folder of a Llama-like model, or ORG/NAME of one that"
         " `hf download ORG/NAME` has brought to this machine (default: SmolLM2)"
     )
-    serve.add_argument("folder", type=values.folder, nargs="?", metavar="FOLDER", help=what)
+    serve.add_argument("folder", type=values.folder, nargs="?", metavar="FOLDER", help=description)
     keys = "a file with the key that clients must send (default: the variable FIRSTTOKEN_API_KEY, or no key)"
     serve.add_argument("--api-key-file", type=Path, metavar="FILE", help=keys)
     values.add_fields(serve, ServiceConfig, HELP)
@@ -111,15 +111,15 @@ def _add_swarm_options(swarm: argparse.ArgumentParser) -> None:
         help="the rule of that check: paper moves a server when the swarm would then gain a third; fewest-moves plans"
         " the fewest moves that gain a fiftieth, and moves only the servers in that plan (default: paper)",
     )
-    known = (
+    registry_help = (
         "a server that is in the swarm already, such as 127.0.0.1:4000; may be repeated. Without it a new swarm begins"
     )
-    serve.add_argument("--registry", action="append", default=[], metavar="HOST:PORT", help=known)
+    serve.add_argument("--registry", action="append", default=[], metavar="HOST:PORT", help=registry_help)
     serve.add_argument("--host", type=values.host, default="127.0.0.1", help=HELP["host"])
     port, any_port = values.whole(0, 65535), "the port to listen on (default: 0, any free port)"
     serve.add_argument("--port", type=port, default=0, help=any_port)
-    told = "the address by which others reach this server, where it differs from the one that it listens on"
-    serve.add_argument("--address", default="", metavar="HOST:PORT", help=told)
+    address_help = "the address by which others reach this server, where it differs from the one that it listens on"
+    serve.add_argument("--address", default="", metavar="HOST:PORT", help=address_help)
     key = "the file of this server's private key; it is made if it does not exist (default: a new key at each start)"
     serve.add_argument("--key", type=Path, metavar="FILE", help=key)
     variant = "also compute the blocks with this LoRA adapter, for clients that ask for it; may be repeated"
@@ -145,8 +145,8 @@ def _add_swarm_options(swarm: argparse.ArgumentParser) -> None:
     generate.add_argument("prompt", help="the text to continue, such as 'The capital of France is'")
     listed = action("list", "Print which server of a swarm has which blocks of a model.")
     for added in (generate, listed):
-        known = "a server of the swarm, such as 127.0.0.1:4000; may be repeated"
-        added.add_argument("--registry", action="append", required=True, metavar="HOST:PORT", help=known)
+        registry_help = "a server of the swarm, such as 127.0.0.1:4000; may be repeated"
+        added.add_argument("--registry", action="append", required=True, metavar="HOST:PORT", help=registry_help)
     most = "the most tokens to generate (default: 32)"
     generate.add_argument("--max-tokens", type=values.whole(1, 100_000), default=32, metavar="N", help=most)
     sent = "the number format in which hidden states are sent (default: that of --dtype)"

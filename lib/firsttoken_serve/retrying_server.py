@@ -245,13 +245,13 @@ class StagedService(RetryingServer, StagedServer):
         for both."""
         from firsttoken.engine.accelerator import accelerator
 
-        dtype, own = self._loader.meta_model.dtype, accelerator()
+        dtype, backend = self._loader.meta_model.dtype, accelerator()
         if computed == dtypes.name_of(dtype) and self._loader.fits_twice:
             plain = self._last.modules.base
-            fused = {i: (plain[i], own.fuse_layer(plain[i], panels)) for i, panels in packed.panels.items()}
+            fused = {i: (plain[i], backend.fuse_layer(plain[i], panels)) for i, panels in packed.panels.items()}
             self._last.take_fused(fused)
-            if not own.multiplies(dtype):
-                head, self._last.attend = own.goes_on(self._loader.meta_model.model.lm_head, packed)
+            if not backend.multiplies(dtype):
+                head, self._last.attend = backend.goes_on(self._loader.meta_model.model.lm_head, packed)
                 self._last.decoder.set_head(head)
             elif not self._loader.refines:
                 self._fused |= fused

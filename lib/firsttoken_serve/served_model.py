@@ -221,7 +221,7 @@ def load_plain(files: ModelFiles, dtype: torch.dtype, device: str) -> nn.Module:
 
 
 def _load_again(files: ModelFiles, dtype: torch.dtype, device: str, before: str) -> nn.Module:
-    """The same while the files are as :func:`seen` has said ``before``."""
+    """Load as :func:`load_plain` while the files are as :func:`seen` has said ``before``."""
     from firsttoken.assets.held import unchanged
 
     with unchanged(files.files, before):
@@ -232,8 +232,8 @@ def _loaded(files: ModelFiles, dtype: torch.dtype, device: str) -> nn.Module:
     from firsttoken.assets.weights import fill
     from firsttoken.engine.accelerator import accelerator
 
-    if (own := accelerator().build_own(files.folder, dtype)) is not None:
-        return fill(own, files, device)
+    if (own_model := accelerator().build_own(files.folder, dtype)) is not None:
+        return fill(own_model, files, device)
     from firsttoken.assets.models import load_model
 
     return load_model(str(files.folder), dtype=dtype, device=device, with_tokenizer=False).model
@@ -276,15 +276,18 @@ def receivers(
     from firsttoken_serve.variants import ADAPTER_FILES
 
     model = identify_folder(folder, dtype, weights or combined_sha256(weight_files(folder)), owner)
-    sums = {name: combined_sha256([place / file for file in ADAPTER_FILES]) for name, place in variants.items()}
-    return {"": model} | {name: replace(model, adapters=of) for name, of in sums.items()}
+    sums = {
+        name: combined_sha256([adapter_folder / file for file in ADAPTER_FILES])
+        for name, adapter_folder in variants.items()
+    }
+    return {"": model} | {name: replace(model, adapters=adapters) for name, adapters in sums.items()}
 
 
 # Which of the servers it is.
 
 
 def is_staged(folder: Path) -> bool:
-    """Whether ``folder`` is what `firsttoken stage` writes, and not a plain Hugging Face folder.
+    """Return whether ``folder`` is what `firsttoken stage` writes, and not a plain Hugging Face folder.
 
     The default model's folder has a manifest of its own kind beside its weights; a stage's weights lie in folders.
     """

@@ -188,8 +188,8 @@ class ServiceConfig:
         names = [self.model, *(name for name, _ in self.variants)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise StageError(f"serve: two models would be called {twice[0]!r}; give each --variant a name of its own")
-        if odd := [name for name in names[1:] if not _NAME.fullmatch(name)]:
-            raise StageError(f"serve: {odd[0][:80]!r} is no name; take up to 64 letters, digits, dots, dashes")
+        if bad_names := [name for name in names[1:] if not _NAME.fullmatch(name)]:
+            raise StageError(f"serve: {bad_names[0][:80]!r} is no name; take up to 64 letters, digits, dots, dashes")
         if self.max_waiting < 0:
             raise StageError(f"serve: max_waiting must be 0 or more, not {self.max_waiting}")
         for key in ("body_s", "stalled_s", "swarm_step_s"):
@@ -205,7 +205,7 @@ class ServiceConfig:
     def check_pairs(self, staged: bool | None = None) -> None:
         """Raises StageError for two options that cannot be served together; a model is ``staged``, or it is not known
         yet whether it is."""
-        asked = {
+        set_options = {
             "--cluster": self.cluster is not None,
             "--device": self.device != "cpu",
             "--gbit-per-s": self.gbit_per_s > 0,
@@ -218,9 +218,9 @@ class ServiceConfig:
             STAGES: staged is True,
             WHOLE: staged is False,
         }
-        for (one, other), why in REFUSED.items():
-            if asked[one] and asked[other]:
-                raise StageError(f"serve: {one} does not go with {other}: {why}; leave one of them out")
+        for (first, other), why in REFUSED.items():
+            if set_options[first] and set_options[other]:
+                raise StageError(f"serve: {first} does not go with {other}: {why}; leave one of them out")
 
     def max_len(self, context: int) -> int:
         """Tokens of a prompt and its answer together at most, for a model of a ``context`` of so many tokens.
@@ -240,7 +240,7 @@ class ServiceConfig:
 
     @property
     def one_process(self) -> bool:
-        """Whether this process serves, and not Ray."""
+        """Return whether this process serves, and not Ray."""
         return self.replicas == 1 and self.cluster is None
 
     @property
@@ -255,7 +255,7 @@ class ServiceConfig:
 
     @property
     def loopback(self) -> bool:
-        """Whether only this machine can connect."""
+        """Return whether only this machine can connect."""
         with suppress(ValueError):
             return ipaddress.ip_address(self.host).is_loopback
         return self.host == "localhost"

@@ -44,8 +44,8 @@ def run(options: argparse.Namespace) -> int:
         raise ProfileError(f"notebooks/ shows the quick profile, not {profile.name}; leave out --publish")
     failed = running.run_notebooks(notebooks, profile, published=options.publish)
     print("", *ledger.end_of_run(profile.name, [path.name[:2] for path in notebooks]), sep="\n")
-    for what, folder in (("figures", paths.own_figures()), ("results", paths.RESULTS / machine_slug() / profile.name)):
-        print(f"{what}: {folder}")
+    for kind, folder in (("figures", paths.own_figures()), ("results", paths.RESULTS / machine_slug() / profile.name)):
+        print(f"{kind}: {folder}")
     print(f"executed notebooks: {paths.EXECUTED / profile.name}")
     if failed:
         print(f"firsttoken: {failed} of {len(notebooks)} notebooks failed", file=sys.stderr)
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Run experiments without notebooks."""
+    """Run experiments without notebooks; return the exit status."""
     experiments = [find_experiment(name) for name in options.experiments]
     if any(experiment.in_turns for experiment in experiments):
         wait_briefly(kernels_multiply())
@@ -64,12 +64,12 @@ def measure(options: argparse.Namespace) -> int:
     profile, used = load_profile(options.profile, **dict(options.set)), set[str]()
     for name in options.experiments:
         result = run_experiment(name, profile, options.because)
-        found = {"duration_s": result.duration_s, "rows": len(result.rows), "path": str(result.path)}
-        options.answer[name] = found | {"summary": list(result.summary)}
+        measured = {"duration_s": result.duration_s, "rows": len(result.rows), "path": str(result.path)}
+        options.answer[name] = measured | {"summary": list(result.summary)}
         print(f"{name}: {result.duration_s:.1f} s, {len(result.rows)} rows in {result.path}", flush=True)
         for entry in result.summary:
-            what = named(entry["measure"], entry["where"])
-            print(f"  {what}: {show(entry['value'])} {entry.get('unit', '')}".rstrip())
+            measure_name = named(entry["measure"], entry["where"])
+            print(f"  {measure_name}: {show(entry['value'])} {entry.get('unit', '')}".rstrip())
         used |= profile.used.keys()
     check_used(dict(options.set), used)
     return OK
@@ -108,8 +108,8 @@ def _card(options: argparse.Namespace) -> dict[str, Any]:
             raise ProfileError("--model and --gpus say what runs on a card: add --hardware NAME, or leave them out")
         return {}
     card = {"costs": options.hardware, "model": options.model or "llama-3.1-8b", "gpus": options.gpus}
-    at = {"layers": 0, "blocks": 0, "decodes": 32, "context": 1024}
-    return {f"hardware.{key}": value for key, value in (card | at).items()} | {
+    shape_of_step = {"layers": 0, "blocks": 0, "decodes": 32, "context": 1024}
+    return {f"hardware.{key}": value for key, value in (card | shape_of_step).items()} | {
         "capacity.lengths": "openchat-sharegpt4-fit"
     }
 
@@ -121,11 +121,14 @@ def claims(options: argparse.Namespace) -> int:
 
     if not (options.check or options.update):
         judged = ledger.judged(options.machine, options.report, options.verdict)
-        options.answer |= {"machine": options.machine or ledger.machine(), "claims": [one.content for one in judged]}
+        options.answer |= {
+            "machine": options.machine or ledger.machine(),
+            "claims": [judgement.content for judgement in judged],
+        }
         if options.json:
             return OK
         if options.all or options.report or options.verdict or not sys.stdout.isatty():
-            print(ledger.table(options.machine, asked=[one.claim for one in judged]))
+            print(ledger.table(options.machine, statements=[judgement.claim for judgement in judged]))
         else:
             print(*claims_table.overview(judged), sep="\n")
         return OK
@@ -173,9 +176,9 @@ def record(options: argparse.Namespace) -> int:
     options.answer |= {"count": len(log.lines), "head": log.head, "lines": [asdict(line) for line in lines]}
     for line in lines:
         verdicts = Counter(answer.verdict for answer in line.claims.values() if answer.verdict)
-        said = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
-        what = " ".join(filter(None, (line.kind, line.experiment, line.profile, line.machine, line.started)))
-        print(": ".join(filter(None, (what, said, line.reason))))
+        counts_text = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
+        line_text = " ".join(filter(None, (line.kind, line.experiment, line.profile, line.machine, line.started)))
+        print(": ".join(filter(None, (line_text, counts_text, line.reason))))
     print(f"{len(log.lines)} lines; the last has sha256 {log.head}")
     return OK
 
@@ -232,8 +235,8 @@ def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     added.add_argument("--list", action="store_true", help="list the notebooks with their numbers, and stop")
 
     added = command("measure", "Run experiments without their notebooks, for example on a GPU machine.")
-    what = f"the experiments to run, one or more of: {', '.join(EXPERIMENTS)}"
-    added.add_argument("experiments", nargs="+", metavar="EXPERIMENT", help=what)
+    experiments_help = f"the experiments to run, one or more of: {', '.join(EXPERIMENTS)}"
+    added.add_argument("experiments", nargs="+", metavar="EXPERIMENT", help=experiments_help)
     option_values.add_profile(added)
     option_values.add_setting(added)
     why = "with a result that is recorded already: the reason for measuring it again, which the log keeps"
@@ -276,11 +279,11 @@ def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
 
     added = command("try", "Run a policy of your own beside the built-in ones on one workload, and print a table.")
     added.add_argument("kind", choices=KINDS, help="what it decides; examples are in CONTRIBUTING.md, 'Add a policy'")
-    mine = (
+    own_options = (
         "your Python file, with one subclass of Scheduler, PreemptionPolicy, Transition or Rebalancing, or with one"
         " function (victim, layers); a token budget may follow the file of a scheduler, as in 'mine.py 1024'"
     )
-    added.add_argument("file", metavar="FILE", help=mine)
+    added.add_argument("file", metavar="FILE", help=own_options)
     draws = "how many random workloads to run; more give narrower intervals (default: 5)"
     added.add_argument("--draws", type=option_values.whole(1, 1000), default=5, metavar="N", help=draws)
     option_values.add_profile(added)

@@ -26,12 +26,13 @@ from firsttoken_studies.registry import EXPERIMENTS, find_experiment
 def run_experiment(name: str, profile: Profile, because: str = "") -> Result:
     """Run an experiment, seeded and timed, write its result and return it.
 
-    What it reads of others is measured first where this machine has no result of theirs under these settings. The seeds
-    recorded are those in a ``seed`` column of the rows, else the profile's. A run for the record becomes a line of the
-    log, with ``because`` as the reason for measuring again. Raises ProfileError when the
-    experiment does not exist or is not meant for the profile, or when a result for the record would name no commit,
-    ClaimsError when the ledger cannot be read, StorageError when the disk takes no result, and what the experiment
-    raises.
+    The results that it reads are measured first where this machine has none under these settings. The seeds recorded
+    are those in a ``seed`` column of the rows, else the profile's. A run for the record becomes a line of the log, with
+    ``because`` as the reason for measuring again.
+
+    Raises ProfileError when the experiment does not exist or is not meant for the profile, or when a result for the
+    record would name no commit, ClaimsError when the ledger cannot be read, StorageError when the disk takes no result,
+    and what the experiment raises.
     """
     experiment = find_experiment(name)
     if profile.name in EVERY_PROFILE and profile.name not in experiment.profiles:
@@ -51,7 +52,7 @@ def run_experiment(name: str, profile: Profile, because: str = "") -> Result:
     torch.set_num_threads(profile.threads or cores())
     started, clock = datetime.now(UTC), time.perf_counter()
     storage.check(paths.RESULTS)
-    with storage.storing(paths.CACHE), counting_kept() as kept, progress.running(name, _usual_s(name, profile)):
+    with storage.storing(paths.CACHE), counting_kept() as cached_count, progress.running(name, _usual_s(name, profile)):
         outcome = experiment(profile, *read)
     parameters = profile.parameters()
     result = Result(
@@ -63,7 +64,7 @@ def run_experiment(name: str, profile: Profile, because: str = "") -> Result:
         git_revision=revision,
         seeds=sorted({row["seed"] for row in outcome.rows if "seed" in row}) or [profile.seed],
         started=started.isoformat(timespec="seconds"),
-        duration_s=round(time.perf_counter() - clock + sum(kept), 3),
+        duration_s=round(time.perf_counter() - clock + sum(cached_count), 3),
         entries=entries,
         rows=outcome.rows,
         floors=outcome.floors,
@@ -77,16 +78,16 @@ def run_experiment(name: str, profile: Profile, because: str = "") -> Result:
 
 
 def _usual_s(name: str, profile: Profile) -> float | None:
-    """How long this experiment took here under this profile when it ran last; None where it never did."""
+    """Return the seconds that this experiment took here under this profile the last time; None where it never did."""
     before = load_result(name, profile.name)
     return before.duration_s if before else None
 
 
 def kept_result(experiment: str, profile: Profile) -> Result | None:
-    """The result of ``experiment`` that another one reads: what this machine has under ``profile``.
+    """Return this machine's result of ``experiment`` under ``profile``, for another experiment that reads it.
 
-    It is None where it is not there, or was measured under other settings than those that hold now.
-    Raises FirstTokenError for one that cannot be read.
+    Returns None where there is none, or where it was measured under other settings than those that hold now. Raises
+    FirstTokenError for a result that cannot be read.
     """
     now: dict[str, Any] = {"model": profile.model, "dtype": profile.dtype_name, "threads": profile.threads}
     now |= profile.sections
@@ -97,7 +98,7 @@ def kept_result(experiment: str, profile: Profile) -> Result | None:
 
 
 def _differ(now: Any, then: Any) -> bool:
-    """Whether a setting, or any key of a section, is another; a section's defaults are not in the profile."""
+    """Return whether a setting, or any key of a section, differs; a section's defaults are not in the profile."""
     if isinstance(then, dict):
         return any(then.get(key) != value for key, value in now.items())
     return now != then

@@ -30,7 +30,7 @@ class Bar:
 
     @property
     def value(self) -> float:
-        """What is drawn."""
+        """Return the value that is drawn."""
         return float(self.found["value"] if isinstance(self.found, Mapping) else self.found)
 
 
@@ -51,43 +51,43 @@ def panels(claims: Sequence[Claim], results: Sequence[Result], machine: str) -> 
     Raises FirstTokenError for an experiment that nobody recorded or a measure that its result lacks, KeyError for a
     claim that the ledger does not have.
     """
-    of = recorded_entries(results, machine)
-    said = {claim.id: claim.value for claim in claims}
+    entry_of = recorded_entries(results, machine)
+    values = {claim.id: claim.value for claim in claims}
     made = (_progressiveserve, _cps, _sarathi, _droidspeak, _petals)
-    return [panel(of, said) for panel in made]
+    return [panel(entry_of, values) for panel in made]
 
 
-def _progressiveserve(of: Found, said: Said) -> Panel:
-    place = {"link": "1gbit", "variant": "progressive"}
-    here = of("cold_start", "ttft_p50_below_pct", **place, than="whole_streamed")
-    process = of("cold_start", "process_ttft_p50_below_pct", **place, than="whole_streamed")
-    spared = 100 * (1 - of("cold_start", "byte_share", **place)["value"])
+def _progressiveserve(entry_of: Found, values: Said) -> Panel:
+    labels = {"link": "1gbit", "variant": "progressive"}
+    gain = entry_of("cold_start", "ttft_p50_below_pct", **labels, than="whole_streamed")
+    process = entry_of("cold_start", "process_ttft_p50_below_pct", **labels, than="whole_streamed")
+    spared = 100 * (1 - entry_of("cold_start", "byte_share", **labels)["value"])
     return Panel(
         "ProgressiveServe",
-        f"The first token comes {here['value']:.0f} % earlier, as {spared:.0f} % of the bytes may wait",
+        f"The first token comes {gain['value']:.0f} % earlier, as {spared:.0f} % of the bytes may wait",
         "saving in time to the first token, %",
         (
-            Bar("Llama-2-7B, from the request", said["progressive.ttft"], PAPER),
-            Bar("measured, from the request", here),
+            Bar("Llama-2-7B, from the request", values["progressive.ttft"], PAPER),
+            Bar("measured, from the request", gain),
             Bar("measured, process start included", process),
         ),
         (Bar("bytes that wait here", spared, BOUND),),
     )
 
 
-def _cps(of: Found, said: Said) -> Panel:
+def _cps(entry_of: Found, values: Said) -> Panel:
     def below(policy: str, costs: str = "published") -> Entry:
-        return of("crosspoint_replayed", "tpot_p99_below_pct", policy=policy, than="swap", costs=costs)
+        return entry_of("crosspoint_replayed", "tpot_p99_below_pct", policy=policy, than="swap", costs=costs)
 
-    here, free = below("cross_point"), below("cross_point", "coalesced")
+    gain, free = below("cross_point"), below("cross_point", "coalesced")
     return Panel(
         "CPS",
-        f"The tail falls by {here['value']:.0f} %, with almost free copies by {free['value']:.0f} %: the gain lies in "
+        f"The tail falls by {gain['value']:.0f} %, with almost free copies by {free['value']:.0f} %: the gain lies in "
         "the queue",
         "P99 time per token below always swap, %",
         (
-            Bar("measured on an A6000", said["cps.p99-below-swap"], PAPER),
-            Bar("replayed on the report's costs", here),
+            Bar("measured on an A6000", values["cps.p99-below-swap"], PAPER),
+            Bar("replayed on the report's costs", gain),
             Bar("replayed, copies almost free", free),
             Bar("always swap, resumed out of order", below("swap_overtaking"), BESIDE),
         ),
@@ -95,22 +95,22 @@ def _cps(of: Found, said: Said) -> Panel:
     )
 
 
-def _sarathi(of: Found, said: Said) -> Panel:
+def _sarathi(entry_of: Found, values: Said) -> Panel:
     def times(case: str) -> Entry:
-        where = {"scheduler": "sarathi", "budget_tokens": 512, "case": case, "than": "prefill_first"}
-        return of("card_capacity", "capacity_x", **where)
+        labels = {"scheduler": "sarathi", "budget_tokens": 512, "case": case, "than": "prefill_first"}
+        return entry_of("card_capacity", "capacity_x", **labels)
 
-    where = {"scheduler": "chunked_only", "budget_tokens": 512, "objective": "strict", "than": "prefill_first"}
-    chunks = of("serving_capacity", "capacity_x", **where)
+    labels = {"scheduler": "chunked_only", "budget_tokens": 512, "objective": "strict", "than": "prefill_first"}
+    chunks = entry_of("serving_capacity", "capacity_x", **labels)
     mistral, yi = times("mistral-7b on 1 a100-sxm, 100 ms"), times("yi-34b on 2 a100-sxm, 200 ms")
     return Panel(
         "Sarathi-Serve",
         f"{mistral['value']:.1f} and {yi['value']:.1f} times the requests under a strict objective, on its GPUs",
         "requests a second over those of prefill first",
         (
-            Bar("Mistral-7B on an A100", said["sarathi.capacity-mistral"], PAPER),
+            Bar("Mistral-7B on an A100", values["sarathi.capacity-mistral"], PAPER),
             Bar("Mistral-7B on an A100, simulated", mistral),
-            Bar("Yi-34B on two A100", said["sarathi.capacity-yi"], PAPER),
+            Bar("Yi-34B on two A100", values["sarathi.capacity-yi"], PAPER),
             Bar("Yi-34B on two A100, simulated", yi),
             Bar("chunks alone, RTX 4090, simulated", chunks, BESIDE),
         ),
@@ -118,9 +118,9 @@ def _sarathi(of: Found, said: Said) -> Panel:
     )
 
 
-def _droidspeak(of: Found, said: Said) -> Panel:
-    def kept(method: str, **where: Scalar) -> Entry:
-        lost = of("reuse_methods", "relative_loss_pct", method=method, **where)
+def _droidspeak(entry_of: Found, values: Said) -> Panel:
+    def kept(method: str, **labels: Scalar) -> Entry:
+        lost = entry_of("reuse_methods", "relative_loss_pct", method=method, **labels)
         return lost | {"value": 100 - lost["value"], "low": 100 - lost["high"], "high": 100 - lost["low"]}
 
     pairs = [("qa", "base"), ("qa", "lead"), ("all", "base")]
@@ -140,19 +140,19 @@ def _droidspeak(of: Found, said: Said) -> Panel:
     )
 
 
-def _petals(of: Found, said: Said) -> Panel:
-    place = {"model": "bloom-176b", "link": "100 Mbit/s, 100 ms", "gbit_per_s": 256, "than": "offloading"}
-    foreseen = of("swarm_chains", "steps_per_s_x", source="foreseen", **place)
-    here = of("swarm_chains", "steps_per_s_x", source="measured", bits=8, **place)
+def _petals(entry_of: Found, values: Said) -> Panel:
+    labels = {"model": "bloom-176b", "link": "100 Mbit/s, 100 ms", "gbit_per_s": 256, "than": "offloading"}
+    foreseen = entry_of("swarm_chains", "steps_per_s_x", source="foreseen", **labels)
+    speedup = entry_of("swarm_chains", "steps_per_s_x", source="measured", bits=8, **labels)
     return Panel(
         "PETALS",
         f"By arithmetic three servers are {foreseen['value']:.1f} times as fast as offloading with the paper's GPUs, "
-        f"and {here['value']:.1f} times with this processor",
+        f"and {speedup['value']:.1f} times with this processor",
         "tokens a second over those of offloading",
         (
-            Bar("BLOOM-176B on A100s, 100 Mbit/s", said["petals.latency-256"], PAPER),
+            Bar("BLOOM-176B on A100s, 100 Mbit/s", values["petals.latency-256"], PAPER),
             Bar("calculated from its fast link", foreseen),
-            Bar("calculated from a layer timed here", here),
+            Bar("calculated from a layer timed here", speedup),
         ),
         (Bar("offloading: no gain", 1.0, BOUND),),
     )
@@ -179,11 +179,11 @@ def _look(kind: str) -> dict[str, Any]:
 
 
 def _draw(ax: Axes, panel: Panel) -> None:
-    for place, bar in enumerate(panel.bars):
+    for row, bar in enumerate(panel.bars):
         entry = bar.found if isinstance(bar.found, Mapping) else {}
         low, high = (entry.get(end, bar.value) for end in ("low", "high"))
         error = [[bar.value - low], [high - bar.value]]
-        ax.errorbar(bar.value, place, xerr=error, **_look(bar.kind))
+        ax.errorbar(bar.value, row, xerr=error, **_look(bar.kind))
     for bound in panel.bounds:
         ax.axvline(bound.value, color=LOOKS[BOUND].colour, linestyle="--", linewidth=1.5, zorder=1)
         ax.annotate(bound.name, (bound.value, -0.75), (4, 0), textcoords="offset points", fontsize=9, va="center")

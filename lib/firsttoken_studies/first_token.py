@@ -40,10 +40,10 @@ class Lengths:
 
 def process_phases() -> dict[str, float]:
     """Seconds until a fresh interpreter runs, and until it has imported torch and transformers."""
-    asked = time.time()
-    said = subprocess.run([sys.executable, "-c", _STARTED], capture_output=True, text=True, check=True).stdout.split()
-    running, imported = (float(moment) for moment in said)
-    return {"process": running - asked, "imports": imported - running}
+    asked_s = time.time()
+    output = subprocess.run([sys.executable, "-c", _STARTED], capture_output=True, text=True, check=True).stdout.split()
+    running, imported = (float(moment) for moment in output)
+    return {"process": running - asked_s, "imports": imported - running}
 
 
 @torch.inference_mode()
@@ -71,19 +71,21 @@ def timeline(phases: Mapping[str, float]) -> Figure:
     fig, ax = panels(figsize=(9, 4.2), layout="constrained")
     start, middle = 0.0, {}
     for name, seconds in phases.items():
-        told = "resume, if\npreempted" if name == "resume" else name
+        label = "resume, if\npreempted" if name == "resume" else name
         ax.barh(0, seconds, left=start, height=0.5, color=LOOKS["other"].colour, edgecolor="black")
         middle[name] = start + seconds / 2
-        ax.annotate(f"{told}\n{seconds:.2f} s", (middle[name], 0.3), ha="center", va="bottom", fontsize=9)
+        ax.annotate(f"{label}\n{seconds:.2f} s", (middle[name], 0.3), ha="center", va="bottom", fontsize=9)
         start += seconds
     for row, (report, (phase, does, look)) in enumerate(IDEAS.items(), 1):
-        alike = [other for other, (where, *_) in IDEAS.items() if where == phase]  # they stand side by side
+        alike = [
+            other for other, (phase_of_idea, *_) in IDEAS.items() if phase_of_idea == phase
+        ]  # they stand side by side
         at_s = middle[phase] + phases[phase] * ((alike.index(report) + 0.5) / len(alike) - 0.5)
         ax.plot([at_s] * 2, [-0.25, -0.45 * row - 0.2], color=LOOKS[look].colour, linewidth=1.2)
         ax.plot(at_s, -0.25, "^", color=LOOKS[look].colour, markersize=9)
         side = {"xytext": (-6, 0), "ha": "right"} if at_s > 0.5 * start else {"xytext": (6, 0), "ha": "left"}
-        place = at_s, -0.45 * row - 0.2
-        ax.annotate(f"{report}: {does}", place, textcoords="offset points", va="center", fontsize=9.5, **side)
+        anchor = at_s, -0.45 * row - 0.2
+        ax.annotate(f"{report}: {does}", anchor, textcoords="offset points", va="center", fontsize=9.5, **side)
     first = sum(seconds for name, seconds in phases.items() if name in ("process", "imports", "load", "prefill"))
     ax.axvline(first, color=LOOKS["mark"].colour, linestyle="--", linewidth=1.2)
     ax.annotate("first token", (first, 0.95), (4, 0), textcoords="offset points", fontsize=9, va="center")
@@ -99,9 +101,9 @@ def timeline(phases: Mapping[str, float]) -> Figure:
 
 @dataclass(frozen=True)
 class Work:
-    """What a model asks of a machine: ``layer_weights`` that every token is multiplied with, ``weight_bytes`` that
-    every pass reads, and ``token_bytes`` of keys and values that a decode reads for each token before it. The rates are
-    the best that the machine showed, in operations and bytes a second."""
+    """The load that a model puts on a machine: ``layer_weights`` that every token is multiplied with, ``weight_bytes``
+    that every pass reads, and ``token_bytes`` of keys and values that a decode reads for each token before it. The
+    rates are the best that the machine showed, in operations and bytes a second."""
 
     layer_weights: int
     weight_bytes: int
@@ -119,7 +121,7 @@ class Work:
             sum(weight.numel() for weight in layers_of(model).parameters()),
             sum(weight.numel() * weight.element_size() for weight in weights),
             2 * config.num_hidden_layers * width * weights[0].element_size(),
-            1e9 * max(rate for what, rate in best.items() if what.startswith("matmul")),
+            1e9 * max(rate for measure, rate in best.items() if measure.startswith("matmul")),
             2e9 * best["memcpy"],
         )
 
@@ -157,8 +159,8 @@ def roofline(measured: Lengths, work: Work) -> Figure:
         ("decode of one token", measured.decode, False, "measured"),
     ):
         done = {n: 2 * work.layer_weights * (n if many else 1) for n in times}
-        at = [done[n] / work.weight_bytes for n in times]
-        ax.plot(at, [done[n] / s / 1e9 for n, s in times.items()], "o", color=LOOKS[look].colour, label=name)
+        intensities = [done[n] / work.weight_bytes for n in times]
+        ax.plot(intensities, [done[n] / s / 1e9 for n, s in times.items()], "o", color=LOOKS[look].colour, label=name)
     knee = work.operations_per_s / work.bytes_per_s
     ax.axvline(knee, color=LOOKS["mark"].colour, linewidth=1, linestyle=":")
     ax.annotate("memory-bound", (knee, 1.2), (-6, 0), textcoords="offset points", ha="right", fontsize=9)

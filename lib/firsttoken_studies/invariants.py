@@ -29,25 +29,29 @@ def _faults(rule: Rule, rows: list[Row]) -> Iterator[str]:
             yield f"row {number}: {fault}"
 
 
-def adds_up(whole: str, *parts: str) -> Rule:
-    """A rule: the column ``whole`` is the sum of ``parts``, in rows that have them all."""
+def adds_up(whole_name: str, *parts: str) -> Rule:
+    """A rule: the column ``whole_name`` is the sum of ``parts``, in rows that have them all."""
 
     def rule(row: Row) -> str:
-        if any(row.get(name) is None for name in (whole, *parts)):
+        if any(row.get(name) is None for name in (whole_name, *parts)):
             return ""
         total = sum(row[name] for name in parts)
-        return "" if abs(row[whole] - total) <= SLACK_S * len(parts) else f"{whole} is {row[whole]}, its parts {total}"
+        return (
+            ""
+            if abs(row[whole_name] - total) <= SLACK_S * len(parts)
+            else f"{whole_name} is {row[whole_name]}, its parts {total}"
+        )
 
     return rule
 
 
-def no_shorter(whole: str, part: str) -> Rule:
-    """A rule: the time ``whole`` holds the time ``part``."""
+def no_shorter(total: str, part: str) -> Rule:
+    """A rule: the time ``total`` holds the time ``part``."""
 
     def rule(row: Row) -> str:
-        if row.get(whole) is None or row.get(part) is None or row[whole] >= row[part] - SLACK_S:
+        if row.get(total) is None or row.get(part) is None or row[total] >= row[part] - SLACK_S:
             return ""
-        return f"{whole} is {row[whole]}, less than its part {part}, {row[part]}"
+        return f"{total} is {row[total]}, less than its part {part}, {row[part]}"
 
     return rule
 

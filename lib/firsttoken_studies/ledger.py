@@ -75,102 +75,112 @@ def verdicts(*ids: str) -> None:
 
     Raises ClaimsError for a claim that does not exist.
     """
-    known, results, noted = _standing(_state())
-    asked = [_named(name, known) for name in ids]
-    for judged in judge_record(asked, results, machine(), noted):
-        told = f", {judged.measured}" if judged.measured else ""
-        print(f"{judged.says}: {judged.claim.says}{told} ({judged.claim.id})")
+    standing_claims, results, noted = _standing(_state())
+    chosen = [_named(name, standing_claims) for name in ids]
+    for judged in judge_record(chosen, results, machine(), noted):
+        measured_text = f", {judged.measured}" if judged.measured else ""
+        print(f"{judged.says}: {judged.claim.says}{measured_text} ({judged.claim.id})")
 
 
 def beside(now: Result, recorded: Result | None) -> None:
-    """Print, for above a figure, where what was run now and the record come from, whether by the same code, and on what
-    they disagree.
+    """Print, for above a figure, where this run and the record come from, whether they ran the same code, and on which
+    claims they disagree.
 
-    They disagree on a claim where its verdict is another, or where the intervals of what it is judged by lie apart. A
-    run under changed settings is held against the reader's unchanged one, too, where there is one.
+    They disagree on a claim where its verdict differs, or where the intervals of the deciding measure lie apart. A run
+    under changed settings is held against the reader's unchanged one, too, where there is one.
     """
     print(f"your run: {show.where(now)}")
     if recorded is None or (recorded.path, recorded.started) == (now.path, now.started):
         print("recorded: " + ("this run is the record" if recorded else "nothing yet"))
         return
     print(f"recorded: {show.where(recorded)}{_other_code(now, recorded)}")
-    said = list(_disagreements(now, recorded, "the record"))
+    lines = list(_disagreements(now, recorded, "the record"))
     if now.profile.endswith(CHANGED):
         before = load_result(now.experiment, now.profile.removesuffix(CHANGED))
-        said += _disagreements(now, before, "your unchanged run") if before else ()
-    for line in said or ["where both judge a claim of this experiment, they agree"]:
+        lines += _disagreements(now, before, "your unchanged run") if before else ()
+    for line in lines or ["where both judge a claim of this experiment, they agree"]:
         print(line)
 
 
 def _other_code(now: Result, recorded: Result) -> str:
-    """That the record was made by other code than runs here, and how much of it differs; nothing where that is not so,
-    or cannot be known for want of git's history."""
+    """Say that the record was made by other code than runs here, and how much of it differs; return "" where that is
+    not so, or cannot be known for want of git's history."""
     module = EXPERIMENTS[now.experiment].module
     if recorded.code == code.digest(module):
         return ""
-    other, whole = code.changed(module, recorded.git_revision), len(code.functions(module))
+    other, function_count = code.changed(module, recorded.git_revision), len(code.functions(module))
     if other is None:
         return "\nthe code is another than the record's" if recorded.code.startswith(f"{code.FORM}-") else ""
-    said = f"\nthe code is another than the record's: {other} of the {whole} functions that this experiment imports"
-    return f"{said} have changed since {recorded.git_revision[:9]}" if other else ""
+    sentence = (
+        f"\nthe code is another than the record's: {other} of the {function_count} functions that this experiment"
+    )
+    return f"{sentence} imports have changed since {recorded.git_revision[:9]}" if other else ""
 
 
 def _disagreements(now: Result, other: Result, whose: str) -> Iterable[str]:
     for claim in _standing(_state())[0].values():
         if claim.experiment != now.experiment:
             continue
-        mine, theirs = judge(claim, now), judge(claim, other)
-        if Verdict.NOT_RUN not in (mine.verdict, theirs.verdict) and _differ(mine, theirs, now, other):
-            yield f"OTHERWISE than {whose}: {claim.says}: {mine.measured} here, {theirs.measured} there ({claim.id})"
+        own_judgement, theirs = judge(claim, now), judge(claim, other)
+        if Verdict.NOT_RUN not in (own_judgement.verdict, theirs.verdict) and _differ(
+            own_judgement, theirs, now, other
+        ):
+            measured = f"{own_judgement.measured} here, {theirs.measured} there"
+            yield f"OTHERWISE than {whose}: {claim.says}: {measured} ({claim.id})"
 
 
-def _differ(mine: Judgement, theirs: Judgement, now: Result, other: Result) -> bool:
-    """Whether two results disagree on a claim: in the verdict, or by intervals that lie apart. Where one of them is of
-    too few observations for a verdict, only an effect in the other direction counts."""
-    claim = mine.claim
-    if mine.verdict.judged and theirs.verdict.judged and mine.verdict != theirs.verdict:
+def _differ(own_judgement: Judgement, theirs: Judgement, now: Result, other: Result) -> bool:
+    """Return whether two results disagree on a claim: in the verdict, or by intervals that lie apart. Where one of them
+    has too few observations for a verdict, only an effect in the other direction counts."""
+    claim = own_judgement.claim
+    if own_judgement.verdict.judged and theirs.verdict.judged and own_judgement.verdict != theirs.verdict:
         return True
     entries = [result.summary.of(claim.measure, **claim.places[0]) for result in (now, other)]
     if claim.kind == "ordering" or not all(is_number(entry["value"]) for entry in entries):
         return False
-    if not (mine.verdict.judged and theirs.verdict.judged):
+    if not (own_judgement.verdict.judged and theirs.verdict.judged):
         return claim.no_effect is not None and len({effect(claim, entry)[1] > 0 for entry in entries}) == 2
-    ends = [(entry.get("low", entry["value"]), entry.get("high", entry["value"])) for entry in entries]
-    return ends[0][0] > ends[1][1] or ends[0][1] < ends[1][0]
+    bounds = [(entry.get("low", entry["value"]), entry.get("high", entry["value"])) for entry in entries]
+    return bounds[0][0] > bounds[1][1] or bounds[0][1] < bounds[1][0]
 
 
-def table(of: str | None = None, profile: str | None = None, asked: Sequence[Claim] | None = None) -> str:
-    """The table of the claims that are ``asked`` (all without) on the machine ``of``; without one, the record beside
-    what this machine measured, under ``profile`` where one is named. Raises FirstTokenError for a machine without
-    results."""
-    results, asked = all_results(), claims() if asked is None else asked
-    if of:
-        return table_for(asked, results, known_machine(of, results), log=log())
-    return table_for(asked, recorded(), machine(), _own(results, profile), log())
+def table(slug: str | None = None, profile: str | None = None, statements: Sequence[Claim] | None = None) -> str:
+    """The table of the claims that are ``statements`` (all without) on the machine ``slug``; without one, the record
+    beside what this machine measured, under ``profile`` where one is named. Raises FirstTokenError for a machine
+    without results."""
+    results, statements = all_results(), claims() if statements is None else statements
+    if slug:
+        return table_for(statements, results, known_machine(slug, results), log=log())
+    return table_for(statements, recorded(), machine(), _own(results, profile), log())
 
 
-def judged(of: str | None = None, report: str = "", verdict: str = "") -> list[Judgement]:
+def judged(slug: str | None = None, report: str = "", verdict: str = "") -> list[Judgement]:
     """Return the record's verdicts on the claims of ``report`` that are ``verdict`` (its words joined by "-"), as on
-    the machine ``of``. Raises ClaimsError for a report or verdict that there is not, and as ``table`` does."""
-    results, asked = all_results() if of else recorded(), claims()
-    reports = {claim.report.casefold(): claim.report for claim in asked}
-    verdicts = {one.replace(" ", "-"): one for one in map(str, Verdict)}
+    the machine ``slug``. Raises ClaimsError for a report or verdict that there is not, and as ``table`` does."""
+    results, statements = all_results() if slug else recorded(), claims()
+    reports = {claim.report.casefold(): claim.report for claim in statements}
+    verdicts = {kind.replace(" ", "-"): kind for kind in map(str, Verdict)}
     if report and report.casefold() not in reports:
         raise ClaimsError(f"no report {report!r}; {unknown(report, reports.values())}")
     if verdict and verdict not in verdicts:
         raise ClaimsError(f"no verdict {verdict!r}; {unknown(verdict, verdicts)}")
-    judgements = judge_record(asked, results, known_machine(of, results) if of else machine(), log())
+    judgements = judge_record(statements, results, known_machine(slug, results) if slug else machine(), log())
     return [
-        one
-        for one in judgements
-        if report.casefold() in ("", one.claim.report.casefold()) and verdicts.get(verdict) in (None, one.verdict)
+        judgement
+        for judgement in judgements
+        if report.casefold() in ("", judgement.claim.report.casefold())
+        and verdicts.get(verdict) in (None, judgement.verdict)
     ]
 
 
 def _own(results: Iterable[Result], profile: str | None) -> Own:
-    here = machine_slug()
-    own = (result for result in results if result.slug == here and not result.profile.endswith(CHANGED))
-    return Own(here, profile or "any profile", tuple(one for one in own if profile in (None, one.profile)))
+    machine = machine_slug()
+    own_results = (result for result in results if result.slug == machine and not result.profile.endswith(CHANGED))
+    return Own(
+        machine,
+        profile or "any profile",
+        tuple(own_result for own_result in own_results if profile in (None, own_result.profile)),
+    )
 
 
 def end_of_run(profile: str, notebooks: Collection[str]) -> list[str]:
@@ -183,58 +193,64 @@ def end_of_run(profile: str, notebooks: Collection[str]) -> list[str]:
     page = paths.EXECUTED / profile / "claims.md"
     with storing(page.parent):
         write_text(page, table(profile=profile) + "\n")
-    asked = [claim for claim in claims() if claim.notebook in notebooks]
-    own = _own(all_results((profile,)), profile)
-    lines = run_end(asked, recorded(), machine(), own, log()) if asked else ["No claim hangs on what was run."]
+    statements = [claim for claim in claims() if claim.notebook in notebooks]
+    own_results = _own(all_results((profile,)), profile)
+    lines = (
+        run_end(statements, recorded(), machine(), own_results, log())
+        if statements
+        else ["No claim hangs on what was run."]
+    )
     return [*lines, "", f"all claims: {page}"]
 
 
-def update_pages(of: str | None = None) -> None:
-    """Write README.md, the pages of data and what notebooks say from the record of ``of``.
+def update_pages(slug: str | None = None) -> None:
+    """Write README.md, the pages of data and what notebooks say from the record of ``slug``.
 
     Raises ClaimsError where the pages would lose verdicts that they show, and ClaimsError and FirstTokenError as
     ``pages.update``.
     """
     results, shown = recorded(), machine()
-    new = known_machine(of, results) if of else shown
-    told = {
+    new = known_machine(slug, results) if slug else shown
+    changed = {
         slug: sum(j.verdict != Verdict.NOT_RUN for j in judge_all(claims(), results, slug)) for slug in (shown, new)
     }
-    if told[new] < told[shown]:
-        raise ClaimsError(f"{new} has {told[new]} verdicts, the pages show {told[shown]} of {shown}; measure the rest")
+    if changed[new] < changed[shown]:
+        raise ClaimsError(
+            f"{new} has {changed[new]} verdicts, the pages show {changed[shown]} of {shown}; measure the rest"
+        )
     pages.update(claims(), results, new, TABLES, log())
 
 
-def outdated_pages(of: str | None = None) -> Iterable[str]:
+def outdated_pages(slug: str | None = None) -> Iterable[str]:
     """The names of the pages that do not show the record. Raises as ``update_pages``."""
-    return [page.name for page in pages.outdated(claims(), recorded(), of or machine(), TABLES, log())]
+    return [page.name for page in pages.outdated(claims(), recorded(), slug or machine(), TABLES, log())]
 
 
 def record_faults() -> list[str]:
-    """What does not fit in the record: results, log, claims, what rows must obey, and where it is here the history.
+    """Return the faults of the record: in results, log, claims, the rules of rows, and where it is here the history.
 
     Raises ClaimsError and FirstTokenError for files that cannot be read.
     """
-    noted, results, asked = log(), recorded(), claims()
-    found = faults(noted, results, asked)
+    noted, results, statements = log(), recorded(), claims()
+    messages = faults(noted, results, statements)
     for result in results:
-        found += [f"{result.experiment} on {result.slug}: {fault}" for fault in broken(result)]
-    return found + (history.faults(noted, asked) if history.is_here() else [])
+        messages += [f"{result.experiment} on {result.slug}: {fault}" for fault in broken(result)]
+    return messages + (history.faults(noted, statements) if history.is_here() else [])
 
 
 def note_run(result: Result, because: str = "") -> None:
     """Add the line of a run for the record to the log. Raises as ``log`` does, ClaimsError and StorageError."""
-    asked = [claim for claim in claims() if claim.experiment == result.experiment]
-    may = [claim for claim in asked if not claim.profiles or result.profile in claim.profiles]
+    statements = [claim for claim in claims() if claim.experiment == result.experiment]
+    may = [claim for claim in statements if not claim.profiles or result.profile in claim.profiles]
     noted = log()
     again = (result.experiment, result.profile, result.slug) in noted.standing
-    told = because or (f"recorded again, at revision {result.git_revision[:9]}" if again else "")
-    write_log(noted.followed_by([run_line(result, _answers(may, result), noted, told)]))
+    reason = because or (f"recorded again, at revision {result.git_revision[:9]}" if again else "")
+    write_log(noted.followed_by([run_line(result, _answers(may, result), noted, reason)]))
 
 
-def _answers(asked: Iterable[Claim], result: Result) -> dict[str, ClaimRecord]:
-    found = {claim.id: answer_of(claim, result, str(judge(claim, result).verdict)) for claim in asked}
-    return {name: answer for name, answer in found.items() if answer}
+def _answers(statements: Iterable[Claim], result: Result) -> dict[str, ClaimRecord]:
+    answers = {claim.id: answer_of(claim, result, str(judge(claim, result).verdict)) for claim in statements}
+    return {name: answer for name, answer in answers.items() if answer}
 
 
 def summarise_again(because: str) -> list[str]:
@@ -242,7 +258,7 @@ def summarise_again(because: str) -> list[str]:
 
     Return what changed, a line a result. Raises as ``note_run`` does.
     """
-    told, noted = list[str](), log()
+    messages, noted = list[str](), log()
     for result in recorded():
         made = EXPERIMENTS[result.experiment].summarise(result.rows, result.parameters)
         plain = Summary(json.loads(json.dumps(made, default=lambda number: number.item())))
@@ -253,12 +269,14 @@ def summarise_again(because: str) -> list[str]:
         write_result(again)
         line = noted.standing[result.experiment, result.profile, result.slug]
         answers = _answers((claim for claim in claims() if claim.id in line.claims), again)
-        kept = {name: replace(line.claims[name], **_measured(answer)) for name, answer in answers.items()}
-        same = LogLine("summary", *line.place, rows=line.rows, started=line.started, claims=kept, reason=because)
+        answers_kept = {name: replace(line.claims[name], **_measured(answer)) for name, answer in answers.items()}
+        same = LogLine(
+            "summary", *line.place, rows=line.rows, started=line.started, claims=answers_kept, reason=because
+        )
         noted = noted.followed_by([same])
-        told.append(f"{result.experiment} on {result.slug}: {other} of {len(plain)} entries are others")
+        messages.append(f"{result.experiment} on {result.slug}: {other} of {len(plain)} entries are others")
     write_log(noted)
-    return told
+    return messages
 
 
 def _measured(answer: ClaimRecord) -> dict[str, Any]:
@@ -272,14 +290,14 @@ def take_out(experiment: str, slug: str, because: str, *, faulty: bool) -> Path:
     is none, and as ``note_run`` does.
     """
     noted = log()
-    place = next((place for place in noted.standing if place[0] == experiment and place[2] == slug), None)
-    if place is None:
-        known = sorted(found[2] for found in noted.standing if found[0] == experiment)
-        raise FirstTokenError(f"no result of {experiment} on {slug} is recorded; {unknown(slug, known)}")
-    line = noted.standing[place]
-    gone = LogLine("removal", *place, line.gpu, line.started, rows=line.rows, reason=because, faulty=faulty)
+    key = next((key for key in noted.standing if key[0] == experiment and key[2] == slug), None)
+    if key is None:
+        machines = sorted(standing_key[2] for standing_key in noted.standing if standing_key[0] == experiment)
+        raise FirstTokenError(f"no result of {experiment} on {slug} is recorded; {unknown(slug, machines)}")
+    line = noted.standing[key]
+    gone = LogLine("removal", *key, line.gpu, line.started, rows=line.rows, reason=because, faulty=faulty)
     write_log(noted.followed_by([gone]))
-    path = result_path(*place)
+    path = result_path(*key)
     path.unlink(missing_ok=True)
     return path
 
@@ -287,16 +305,18 @@ def take_out(experiment: str, slug: str, because: str, *, faulty: bool) -> Path:
 def note_edits(because: str) -> list[str]:
     """Note the claims that are others than the log knows or are gone, and return their names. Raises as ``note_run``
     does."""
-    noted, asked = log(), claims()
-    edited = {one.id: ClaimRecord((), *forms(one)) for one in asked if forms(one) not in noted.known(one)}
-    edited |= dict.fromkeys(sorted(noted.claimed() - {one.id for one in asked}), RETIRED)
+    noted, statements = log(), claims()
+    edited = {
+        claim.id: ClaimRecord((), *forms(claim)) for claim in statements if forms(claim) not in noted.known(claim)
+    }
+    edited |= dict.fromkeys(sorted(noted.claimed() - {claim.id for claim in statements}), RETIRED)
     if edited:
         write_log(noted.followed_by([LogLine("edit", claims=edited, reason=because)]))
     return list(edited)
 
 
 def _state() -> tuple[tuple[Path, int, int], ...]:
-    """What the ledger and the record are read from, with what changes when it does."""
+    """Return the files from which ledger and record are read, each with time and size, which change when it does."""
     read = (paths.CLAIMS, paths.RECORD_LOG, *result_files(FOR_THE_RECORD))
     files = [(path, path.stat()) for path in read if path.exists()]
     return tuple((path, stat.st_mtime_ns, stat.st_size) for path, stat in files)
@@ -307,7 +327,7 @@ def _standing(_: tuple[tuple[Path, int, int], ...]) -> tuple[dict[str, Claim], l
     return {claim.id: claim for claim in claims()}, recorded(), log()
 
 
-def _named(name: str, known: dict[str, Claim]) -> Claim:
-    if name not in known:
-        raise ClaimsError(f"no claim {name!r} in {paths.CLAIMS.name}; {unknown(name, known)}")
-    return known[name]
+def _named(name: str, by_id: dict[str, Claim]) -> Claim:
+    if name not in by_id:
+        raise ClaimsError(f"no claim {name!r} in {paths.CLAIMS.name}; {unknown(name, by_id)}")
+    return by_id[name]

@@ -76,23 +76,23 @@ def accuracy_summary(rows: Rows, places: Mapping[str, dict[str, Scalar]], baseli
     share of equal answers, both paired by question; and the points averaged over the tasks, each counted alike."""
     right = {row["task"]: np.array(row["right"]) for row in rows if "right" in row}
     chosen = {(row["variant"], row["task"]): np.array(row["chosen"]) for row in rows if "chosen" in row}
-    asked = sum(map(len, right.values()))
+    question_count = sum(map(len, right.values()))
     summary = Summary()
     for variant in dict.fromkeys(name for name, _ in chosen):
-        place, changes = places[variant], []
+        labels, changes = places[variant], []
         for task, answers in right.items():
             correct = chosen[variant, task] == answers
-            summary.add("accuracy_pct", bootstrap(correct).summary("%", 100), **place, task=task)
+            summary.add("accuracy_pct", bootstrap(correct).summary("%", 100), **labels, task=task)
             if variant != baseline:
                 before = (chosen[baseline, task] == answers).astype(float)
                 change = paired_bootstrap(correct.astype(float), before)
-                summary.add("accuracy_change", change.summary("points", 100), **place, task=task)
+                summary.add("accuracy_change", change.summary("points", 100), **labels, task=task)
                 same = bootstrap(chosen[variant, task] == chosen[baseline, task])
-                summary.add("same_choice_pct", same.summary("%", 100), **place, task=task)
-                changes.append((correct - before) * (asked / len(right) / len(answers)))
+                summary.add("same_choice_pct", same.summary("%", 100), **labels, task=task)
+                changes.append((correct - before) * (question_count / len(right) / len(answers)))
         if len(changes) > 1:  # weighted so that the mean over all questions is the mean of the tasks' means
             mean = bootstrap(np.concatenate(changes))
-            summary.add("accuracy_change", mean.summary("points", 100), **place, across="mean")
+            summary.add("accuracy_change", mean.summary("points", 100), **labels, across="mean")
     return summary
 
 
@@ -104,8 +104,8 @@ def choices(
     chosen = []
     for item, losses in zip(items, option_losses(model, tokenizer, items, batch), strict=True):
         sizes = [len(text.encode()) if by_length else 1 for text in item.continuations]
-        each = [loss / size for loss, size in zip(losses, sizes, strict=True)]
-        chosen.append(min(range(len(each)), key=each.__getitem__))
+        losses_per_token = [loss / size for loss, size in zip(losses, sizes, strict=True)]
+        chosen.append(min(range(len(losses_per_token)), key=losses_per_token.__getitem__))
     return chosen
 
 
@@ -116,12 +116,12 @@ def option_losses(
     """The nats of every option's continuation behind its context, for each item; ``batch`` items at once, the longest
     first, so that what does not fit the memory fails at once."""
     rows = [_PackedOptions.of(item, tokenizer) for item in items]
-    order = sorted(range(len(rows)), key=lambda at: -len(rows[at].ids))
+    order = sorted(range(len(rows)), key=lambda row_index: -len(rows[row_index].ids))
     losses: dict[int, list[float]] = {}
-    for at in track(range(0, len(order), batch), desc="choices", leave=False):
-        chosen = order[at : at + batch]
-        losses |= dict(zip(chosen, _losses(model, [rows[one] for one in chosen]), strict=True))
-    return [losses[at] for at in range(len(items))]
+    for first in track(range(0, len(order), batch), desc="choices", leave=False):
+        chosen = order[first : first + batch]
+        losses |= dict(zip(chosen, _losses(model, [rows[row_index] for row_index in chosen]), strict=True))
+    return [losses[item_index] for item_index in range(len(items))]
 
 
 @dataclass
@@ -144,15 +144,15 @@ class _PackedOptions:
     def of(cls, item: ChoiceItem, tokenizer: PreTrainedTokenizerBase) -> _PackedOptions:
         packed, contexts = cls(), dict[tuple[int, ...], tuple[int, int]]()
         for context, continuation in zip(item.contexts, item.continuations, strict=True):
-            known = tokenizer(context)["input_ids"]
-            told = tokenizer(f"{context} {continuation}")["input_ids"][len(known) :]
-            key = tuple(known)
+            context_ids = tokenizer(context)["input_ids"]
+            continuation_ids = tokenizer(f"{context} {continuation}")["input_ids"][len(context_ids) :]
+            key = tuple(context_ids)
             if key not in contexts:
-                contexts[key] = (packed._add(known, 0), len(packed.ids) - 1)
+                contexts[key] = (packed._add(context_ids, 0), len(packed.ids) - 1)
             segment, last = contexts[key]
             start = len(packed.ids)
-            packed._add(told, len(known), segment)
-            packed.scored.append(([last, *range(start, len(packed.ids) - 1)], told))
+            packed._add(continuation_ids, len(context_ids), segment)
+            packed.scored.append(([last, *range(start, len(packed.ids) - 1)], continuation_ids))
         return packed
 
     def _add(self, ids: list[int], position: int, before: int | None = None) -> int:
@@ -164,29 +164,31 @@ class _PackedOptions:
         return segment
 
     def seen(self) -> Tensor:
-        """Whether a token [tokens] sees another [tokens]."""
+        """Return whether a token [tokens] sees another [tokens]."""
         segments = torch.tensor(self.segments)
         behind = torch.tensor(self.before)[segments]
-        own = (segments[:, None] == segments[None]) | (behind[:, None] == segments[None])
-        return own & torch.ones_like(own).tril()
+        same_segment = (segments[:, None] == segments[None]) | (behind[:, None] == segments[None])
+        return same_segment & torch.ones_like(same_segment).tril()
 
 
 def _losses(model: PreTrainedModel, rows: Sequence[_PackedOptions]) -> list[list[float]]:
     width, device = max(len(row.ids) for row in rows), model.device
     ids, positions = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(2))
-    seen = torch.eye(width, dtype=torch.bool).repeat(len(rows), 1, 1)  # padding sees itself, or softmax has no number
-    for at, row in enumerate(rows):
+    mask = torch.eye(width, dtype=torch.bool).repeat(len(rows), 1, 1)  # padding sees itself, or softmax has no number
+    for row_index, row in enumerate(rows):
         size = len(row.ids)
-        ids[at, :size], positions[at, :size] = torch.tensor(row.ids), torch.tensor(row.positions)
-        seen[at, :size, :size] = row.seen()
-    hidden = torch.zeros(seen.shape, dtype=model.dtype).masked_fill(~seen, torch.finfo(model.dtype).min)[:, None]
+        ids[row_index, :size], positions[row_index, :size] = torch.tensor(row.ids), torch.tensor(row.positions)
+        mask[row_index, :size, :size] = row.seen()
+    hidden = torch.zeros(mask.shape, dtype=model.dtype).masked_fill(~mask, torch.finfo(model.dtype).min)[:, None]
     logits = model(
         ids.to(device), attention_mask=hidden.to(device), position_ids=positions.to(device), use_cache=False
     ).logits
     return [
         [
-            F.cross_entropy(logits[at, places].float(), torch.tensor(told, device=device), reduction="sum").item()
-            for places, told in row.scored
+            F.cross_entropy(
+                logits[row_index, places].float(), torch.tensor(answer_ids, device=device), reduction="sum"
+            ).item()
+            for places, answer_ids in row.scored
         ]
-        for at, row in enumerate(rows)
+        for row_index, row in enumerate(rows)
     ]

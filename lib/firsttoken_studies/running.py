@@ -23,12 +23,13 @@ RUN = "run"  # the experiment that holds the seconds of each notebook
 
 
 def run_notebooks(notebooks: Sequence[Path], profile: Profile, *, published: bool) -> int:
-    """Run ``notebooks`` in order and return how many failed; one that fails does not keep the others from running.
+    """Run ``notebooks`` in order and return the number that failed; one that fails does not keep the others from
+    running.
 
-    What they show goes into the repository's copies where that is to be ``published``. Of several runs that write into
-    the same folders one goes on, and the others wait. A run of all notebooks is recorded.
+    Their output goes into the repository's copies where it is to be ``published``. Of several runs that write into the
+    same folders one goes on, and the others wait. A run of all notebooks is recorded.
 
-    Raises StorageError when what they write cannot be kept.
+    Raises StorageError when their output cannot be kept.
     """
     if published:
         os.environ[paths.PUBLISHES] = "1"  # heard by the notebooks' processes

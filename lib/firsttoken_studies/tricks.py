@@ -61,8 +61,8 @@ def swap_s(kv_kib_per_token: float, layers: float, tokens: float, host_gb_per_s:
 def progressiveserve(s: Situation) -> Times:
     """A start: the first token after all weights, or after those that are not deferred. A layer may be computed while
     the next ones come, so that the longer of loading and prefill is the bound."""
-    whole = max(load_s(s.weights_gb, s.link_gbit_per_s), prefill_s(s.weights_gb, s.prompt_tokens, s.tflop_per_s))
-    return Times(whole, whole * (1 - s.deferred_share))
+    whole_s = max(load_s(s.weights_gb, s.link_gbit_per_s), prefill_s(s.weights_gb, s.prompt_tokens, s.tflop_per_s))
+    return Times(whole_s, whole_s * (1 - s.deferred_share))
 
 
 def petals(s: Situation) -> Times:
@@ -89,8 +89,8 @@ def cps(s: Situation) -> Times:
 
 def sarathi(s: Situation) -> Times:
     """A running request beside a new prompt: it waits for the whole prompt, or for one chunk."""
-    whole = prefill_s(s.weights_gb, s.prompt_tokens, s.tflop_per_s)
-    return Times(whole, prefill_s(s.weights_gb, min(s.chunk_tokens, s.prompt_tokens), s.tflop_per_s))
+    whole_s = prefill_s(s.weights_gb, s.prompt_tokens, s.tflop_per_s)
+    return Times(whole_s, prefill_s(s.weights_gb, min(s.chunk_tokens, s.prompt_tokens), s.tflop_per_s))
 
 
 IDEAS = {

@@ -151,7 +151,7 @@ def test_layers_are_divided_by_bytes_and_the_ends_count(ends_folder):
     for count in range(2, DEPTH):
         layers = divided(manifest, count)
         assert [layer for one in layers for layer in one] == list(range(DEPTH)) and all(layers[1:])
-        sizes = [bytes_of(manifest, one, ends=one is layers[0]) for one in layers]
+        sizes = [bytes_of(manifest, one, with_ends=one is layers[0]) for one in layers]
         assert sum(sizes) == manifest.bytes and max(sizes) < 2 * manifest.bytes / count
     with pytest.raises(StageError, match="20 processes cannot share 6 layers and the ends: take fewer"):
         divided(manifest, 20)
@@ -182,7 +182,7 @@ def test_a_trial_of_real_processes(ends_folder, lent):
     spec = FetchSpec(**vars(spec) | {"dtype": "float32", "tokens": 6, "servers": 3})
     row = one_trial(spec, TrialLink(0.002, BUCKET, cold=False), module=TRIAL)
     assert check_greedy(row["tokens"], generated(lent, prompt, 6)) == 6
-    behind = [bytes_of(manifest, one, ends=False) for one in divided(manifest, 3)[1:]]
+    behind = [bytes_of(manifest, one, with_ends=False) for one in divided(manifest, 3)[1:]]
     assert row["bytes_each"] == [manifest.bytes, *behind]
     assert row["gone"] == "all layers are here" and row["lent_steps"]
     for size, seconds in zip(row["bytes_each"][1:], row["fetched_s"][1:], strict=True):
@@ -202,7 +202,7 @@ def test_a_fetcher_ends_with_whoever_started_it(ends_folder):
         said, failure = one.communicate(timeout=60)
     told = json.loads(said)
     assert one.returncode == 0 and not failure and told["loaded_s"] is None
-    assert told["bytes"] < bytes_of(read_manifest(ends_folder), range(2, DEPTH), ends=False)
+    assert told["bytes"] < bytes_of(read_manifest(ends_folder), range(2, DEPTH), with_ends=False)
 
 
 def start(servers: int, round_: int, ttft: float, tokens: Sequence[int], **more) -> dict:

@@ -119,7 +119,7 @@ def test_share_one_is_full_prefill(kind, attention, gradual):
 def test_a_receiver_that_is_the_sender_changes_nothing(share, gradual, whole):
     prefix = Prefix.of([ROW, ROW[:9]])
     sent = full_prefill(RECEIVER, prefix)
-    blend = blended_cache(RECEIVER, prefix, sent, share, gradual, whole=whole)
+    blend = blended_cache(RECEIVER, prefix, sent, share, gradual, full_layers=whole)
     for row, skip in ((0, 0), (1, 31)):
         torch.testing.assert_close(kv_of(blend, row, skip), kv_of(sent, row, skip), atol=1e-4, rtol=1e-4)
 
@@ -133,7 +133,7 @@ def test_share_zero_is_the_senders_cache_above_the_first_layer():
 
 def test_all_layers_whole_is_full_prefill():
     prefix = Prefix.of([ROW])
-    blend = blended_cache(RECEIVER, prefix, full_prefill(SENDER, prefix), 0.15, whole=DEPTH)
+    blend = blended_cache(RECEIVER, prefix, full_prefill(SENDER, prefix), 0.15, full_layers=DEPTH)
     assert torch.equal(kv_of(blend), kv_of(full_prefill(RECEIVER, prefix)))
 
 
@@ -144,7 +144,7 @@ def test_equals_an_oracle_that_computes_every_token(share, gradual, whole):
     prefix = Prefix.of([ROW])
     sent = full_prefill(SENDER, prefix)
     counts = tokens_per_layer(len(ROW), DEPTH, share, gradual, whole)
-    blend = blended_cache(RECEIVER, prefix, sent, share, gradual, whole=whole)
+    blend = blended_cache(RECEIVER, prefix, sent, share, gradual, full_layers=whole)
     expected = oracle(RECEIVER, prefix, sent, counts)
     assert changed(blend, sent) == changed(expected, sent)
     torch.testing.assert_close(kv_of(blend), kv_of(expected), atol=1e-4, rtol=1e-4)
@@ -170,7 +170,7 @@ def test_the_first_layer_chooses_by_token_and_the_second_by_context():
     torch.testing.assert_close(apart[0, same], apart[0, same[:1]].expand(8), rtol=1e-3, atol=0)
     assert apart[1, same].max() > 1.1 * apart[1, same].min()
     best = set(apart[1].topk(4).indices.tolist())
-    assert changed(blended_cache(RECEIVER, prefix, sent, 0.2, whole=2), sent)[2] == best
+    assert changed(blended_cache(RECEIVER, prefix, sent, 0.2, full_layers=2), sent)[2] == best
 
 
 @settings(max_examples=12, deadline=None)
@@ -260,7 +260,7 @@ def test_a_bad_share_is_refused(share):
 def test_a_bad_number_of_whole_layers_is_refused(whole):
     prefix = Prefix.of([ROW])
     with pytest.raises(RequestError, match=f"1 to {DEPTH}"):
-        blended_cache(RECEIVER, prefix, full_prefill(SENDER, prefix), whole=whole)
+        blended_cache(RECEIVER, prefix, full_prefill(SENDER, prefix), full_layers=whole)
 
 
 def test_a_cache_that_does_not_fit_is_refused():

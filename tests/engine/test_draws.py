@@ -201,4 +201,4 @@ def test_a_seed_has_64_bits() -> None:
     assert firsts[-1] == firsts[2**64 - 1] and firsts[-(2**63)] == firsts[2**63]
     assert len(set(firsts.values())) == 6
     assert generator(4, 3).random() == generator(4).random(4)[3]
-    assert Sampling(seed=4, drawn=2).numbers(said=1).random() == generator(4).random(4)[3]
+    assert Sampling(seed=4, drawn=2).numbers(generated=1).random() == generator(4).random(4)[3]

@@ -181,7 +181,7 @@ class Clients:
                     if way == "falls silent":
                         await call.read()
                     elif way == "whole":
-                        await call.write(encode(None, "float32", over=[0]))
+                        await call.write(encode(None, "float32", finished=[0]))
                         await call.done_writing()
                         await call.read()
             if way.startswith("cancels"):

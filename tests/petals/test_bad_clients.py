@@ -166,7 +166,7 @@ def test_memory_is_flat_over_many_sessions(here, server, talk):
                 call = channel.stream_stream(SESSION)(metadata=given)
                 await call.write(encode(rows(20), "float32", [Stretch(0, 0, 12), Stretch(1, 0, 8)]))
                 await call.read()
-                await call.write(encode(None, "float32", over=[1]))
+                await call.write(encode(None, "float32", finished=[1]))
                 await call.done_writing()
                 await call.read()
 

@@ -174,7 +174,7 @@ def test_a_session_that_computes_nothing_is_idle_however_much_it_says(here):
             await call.read()
             with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 while not call.done():
-                    await call.write(encode(None, "float32", over=[1]))
+                    await call.write(encode(None, "float32", finished=[1]))
                     await asyncio.sleep(0.1)
             return await call.details()
 

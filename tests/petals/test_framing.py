@@ -107,7 +107,7 @@ class Accuser:
 
     async def forget(self, call) -> None:
         number = self.draw.choice(NUMBERS)
-        await call.write(encode(None, "float32", over=[number]))
+        await call.write(encode(None, "float32", finished=[number]))
         self.cached[number] = 0
 
     async def shared(self, call) -> int:

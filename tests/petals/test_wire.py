@@ -37,7 +37,7 @@ def test_what_is_encoded_is_decoded(coding):
 
 
 def test_sequences_end_without_a_step():
-    message = decode(encode(None, "float32", over=[1, 2]), "float32", WIDTH, torch.float32)
+    message = decode(encode(None, "float32", finished=[1, 2]), "float32", WIDTH, torch.float32)
     assert message.hidden is None and message.over == (1, 2)
 
 

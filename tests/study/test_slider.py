@@ -42,5 +42,5 @@ def test_outside_a_notebook_it_is_drawn_once() -> None:
     from matplotlib.figure import Figure
 
     drawn = []
-    turn(lambda value: drawn.append(value) or Figure(), "value", range(3), at=1)
+    turn(lambda value: drawn.append(value) or Figure(), "value", range(3), initial=1)
     assert drawn == [1]

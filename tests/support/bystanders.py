@@ -101,7 +101,7 @@ class Disturber:
         for _ in range(3):
             for call in calls:
                 if not call.done():
-                    await call.write(encode(None, "float32", over=[1]))
+                    await call.write(encode(None, "float32", finished=[1]))
             await asyncio.sleep(0.01)
 
     async def _hoards(self, channel: grpc.aio.Channel) -> None:

@@ -42,7 +42,7 @@ _Names = str | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """What of PEFT's configuration makes the arithmetic, under PEFT's names and with its meanings.
+    """The part of PEFT's configuration that decides the arithmetic, under PEFT's names and with its meanings.
 
     A module is named as the base model names it: "model.layers.0.self_attn.q_proj".
     """
@@ -79,13 +79,13 @@ class LoraConfig:
         return patterns.get(_first(patterns, module), self.r)
 
     def scale(self, module: str) -> float:
-        """What the product of both halves on ``module`` is multiplied by."""
+        """Return the factor on the product of both halves on ``module``."""
         patterns = self.alpha_pattern or {}
         alpha, rank = patterns.get(_first(patterns, module), self.lora_alpha), self.rank(module)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def targets(self, module: str) -> bool:
-        """Whether PEFT puts halves on the linear ``module`` of a decoder's layer."""
+        """Return whether PEFT puts halves on the linear ``module`` of a decoder's layer."""
         if self.exclude_modules and _named(self.exclude_modules, module):
             return False
         if isinstance(self.target_modules, str):
@@ -119,7 +119,7 @@ def lora_config(content: bytes) -> LoraConfig:
 
 
 def _named(names: str | Iterable[str], module: str) -> bool:
-    """Whether ``module`` is one of ``names`` or ends in one, or fits the pattern that they are."""
+    """Return whether ``module`` is one of ``names`` or ends in one, or fits the pattern that they are."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)

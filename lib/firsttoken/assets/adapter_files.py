@@ -28,7 +28,7 @@ _NUMBERS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.
 
 @dataclass(frozen=True)
 class Training:
-    """What the recipe says of the training; more than this is for readers."""
+    """The rank and alpha of the training, as the recipe has them; its other fields are for readers."""
 
     rank: int
     alpha: float
@@ -52,7 +52,7 @@ class TunedFrom:
 
 
 def lora_halves(config: LoraConfig, weights: bytes) -> HalvesByLayer:
-    """What a safetensors file holds, named as PEFT names it.
+    """Read the LoRA halves of a safetensors file, named as PEFT names them, by layer.
 
     Raises Damaged for a file that is not whole, a name, a rank or a dtype that no layer takes, a module that the
     configuration does not name (PEFT would drop it without a word), a half that is missing, and numbers that are not
@@ -99,17 +99,18 @@ def _numbers(key: str, entry: TensorEntry, weights: bytes) -> np.ndarray:
 
 
 def read_adapter(folder: Path) -> tuple[MadeFrom, LoraConfig]:
-    """What the adapter in ``folder`` was made from, and its configuration.
+    """Read the origin and the configuration of the adapter in ``folder``.
 
     Raises StageError for a file that is missing or damaged, and where the two say different things.
     """
     made = made_from(folder, MadeFrom)
     with blaming(folder / CONFIG, StageError, MEND):
         config = lora_config(read_bytes(folder / CONFIG))
-        said = made.recipe and (made.recipe.rank, made.recipe.alpha)
-        if said and said != (config.r, config.lora_alpha):
+        recipe_sizes = made.recipe and (made.recipe.rank, made.recipe.alpha)
+        if recipe_sizes and recipe_sizes != (config.r, config.lora_alpha):
             raise Damaged(
-                f"its rank {config.r} and alpha {config.lora_alpha:g} are not the {said[0]} and {said[1]:g} of {RECIPE}"
+                f"its rank {config.r} and alpha {config.lora_alpha:g} are not the "
+                f"{recipe_sizes[0]} and {recipe_sizes[1]:g} of {RECIPE}"
             )
     return made, config
 
@@ -122,7 +123,7 @@ def check_plain(folder: Path, name: str) -> None:
 
 
 def made_from(folder: Path, kind: type[Kind]) -> Kind:
-    """What of an adapter's recipe decides where it fits, as ``kind``. Raises StageError."""
+    """Read the part of an adapter's recipe that decides where it fits, as ``kind``. Raises StageError."""
     content = read_recipe(folder)
     with blaming(folder / RECIPE, StageError, "it is of another tool; train it here or check it out"):
         return shaped(kind, content, others=True)

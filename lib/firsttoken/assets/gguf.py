@@ -102,12 +102,12 @@ def _joined(parts: Sequence[Path]) -> Iterator[Path]:
         yield parts[0]
         return
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=parts[0].parent) as folder:
-        whole = Path(folder) / "joined.gguf"
-        with whole.open("wb") as sink:
+        joined = Path(folder) / "joined.gguf"
+        with joined.open("wb") as sink:
             for part in parts:
                 with part.open("rb") as source:
                     shutil.copyfileobj(source, sink)
-        yield whole
+        yield joined
 
 
 def _check_readable(gguf: Path, name: str) -> None:
@@ -118,7 +118,7 @@ def _check_readable(gguf: Path, name: str) -> None:
         reader = GGUFReader(str(gguf))
     except (ValueError, IndexError, KeyError) as error:  # no magic, a type that has no name, or bytes of another file
         raise ModelError(f"the GGUF of {name} cannot be read ({first_line(error)}); fetch its parts again") from error
-    end, size = max(one.data_offset + one.n_bytes for one in reader.tensors), gguf.stat().st_size
+    end, size = max(tensor.data_offset + tensor.n_bytes for tensor in reader.tensors), gguf.stat().st_size
     if not end <= size < end + reader.alignment:
         raise ModelError(
             f"the GGUF of {name} has {size:,} bytes, and by its header {end:,}; a part is of another model: fetch all"
@@ -163,6 +163,6 @@ def _check_reload(model: torch.nn.Module, folder: Path) -> None:
 
     reloaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
     ours, theirs = model.state_dict(), reloaded.state_dict()
-    odd = [key for key in ours if key not in theirs or not torch.equal(ours[key], theirs[key])]
-    if odd or len(ours) != len(theirs):
-        raise ModelError(f"the converted weights do not reload bit-equal ({len(odd)} tensors); report this")
+    different = [key for key in ours if key not in theirs or not torch.equal(ours[key], theirs[key])]
+    if different or len(ours) != len(theirs):
+        raise ModelError(f"the converted weights do not reload bit-equal ({len(different)} tensors); report this")

@@ -12,10 +12,11 @@ CHANGED = "the weights in {folder} were changed while they were in use; start ag
 
 
 def seen(files: Sequence[Path]) -> str:
-    """What tells whether ``files`` have been changed: sizes, times and places on the disk; "" where one has gone."""
+    """Return a text that changes when any of ``files`` does: sizes, times and places on the disk; "" where one has
+    gone."""
     with suppress(OSError):
-        found = [file.stat() for file in files]
-        return " ".join(f"{one.st_dev}:{one.st_ino}:{one.st_size}:{one.st_mtime_ns}" for one in found)
+        states = [file.stat() for file in files]
+        return " ".join(f"{state.st_dev}:{state.st_ino}:{state.st_size}:{state.st_mtime_ns}" for state in states)
     return ""
 
 

@@ -137,7 +137,7 @@ def check_family(architecture: str, way: Way = "alone") -> None:
 
 
 def is_silent(key: str, value: Any) -> bool:
-    """Whether a ``key`` of config.json with this ``value`` says nothing of how tokens become logits."""
+    """Return whether a ``key`` of config.json with this ``value`` says nothing of how tokens become logits."""
     if key in SILENT or (key in _SILENT_OFF and not value):
         return True
     return any(type(value) is type(silent) and value == silent for silent in _SILENT_AS.get(key, ()))

@@ -27,7 +27,7 @@ class Member:
         return paths.CACHE / "assets" / self.saved_as
 
     def fault(self) -> str:
-        """What is wrong with the member in the cache; empty when it is intact."""
+        """Return what is wrong with the member in the cache; empty when it is intact."""
         try:
             size = self.target.stat().st_size
         except OSError:
@@ -90,13 +90,13 @@ def pinned(name: str) -> Member:
 
     Raises AssetError when the lock has neither.
     """
-    known: dict[str, Member] = {}
+    members: dict[str, Member] = {}
     for asset in load_lock(npm=True):
-        known[asset.name] = asset.members[0]
-        known.update((member.saved_as, member) for member in asset.members)
-    if name not in known:
-        raise AssetError(f"no asset is called {name!r}; known: {', '.join(known)}")
-    return known[name]
+        members[asset.name] = asset.members[0]
+        members.update((member.saved_as, member) for member in asset.members)
+    if name not in members:
+        raise AssetError(f"no asset is called {name!r}; known: {', '.join(members)}")
+    return members[name]
 
 
 def asset_path(name: str) -> Path:

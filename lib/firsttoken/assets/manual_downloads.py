@@ -53,21 +53,21 @@ def bring(folder: str | Path) -> list[str]:
     """
     if not Path(folder).is_dir():
         raise AssetError(f"no folder {folder}; name the one that holds the files")
-    whole = []
+    files_complete = []
     for name, entry in _lock().items():
-        found = {file.name: _found(Path(folder), name, file.name) for file in entry.files}
-        if not any(found.values()):
+        files_found = {file.name: _found(Path(folder), name, file.name) for file in entry.files}
+        if not any(files_found.values()):
             continue
         for file in entry.files:
-            source = found[file.name]
+            source = files_found[file.name]
             if source is None:
                 raise AssetError(f"{folder} has a part of {name} and no {file.name}; take all of it: {_where(entry)}")
             if file_sha256(source) != file.sha256:
                 raise AssetError(f"{source} is not the pinned file of {name}; take it from {_where(entry)}")
             with replacing(_target(name) / file.name) as partial:
                 shutil.copyfile(source, partial)
-        whole.append(name)
-    return whole
+        files_complete.append(name)
+    return files_complete
 
 
 def download(names: Iterable[str], from_dir: str | Path | None = None) -> None:
@@ -98,30 +98,30 @@ def _from_url(entry: _DownloadedAsset, file: _DownloadedFile, target: Path) -> N
     by_hand = f"bring it by hand with `firsttoken fetch --from DIR`, from {_where(entry)}"
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
-    there = partial.stat().st_size if partial.exists() else 0
-    if there > file.bytes:
+    received = partial.stat().st_size if partial.exists() else 0
+    if received > file.bytes:
         partial.unlink()
-        there = 0
-    if there < file.bytes:
-        request = urllib.request.Request(file.url, headers={"Range": f"bytes={there}-"} if there else {})
+        received = 0
+    if received < file.bytes:
+        request = urllib.request.Request(file.url, headers={"Range": f"bytes={received}-"} if received else {})
         try:
             with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-                if there and answer.status != 206:  # the whole file comes, and not the rest
-                    there = 0
-                bar = track(total=file.bytes, initial=there, unit="B", desc=file.name)
-                with partial.open("ab" if there else "wb") as sink, bar:
-                    while there <= file.bytes and (piece := answer.read(_PIECE)):
+                if received and answer.status != 206:  # the whole file comes, and not the rest
+                    received = 0
+                bar = track(total=file.bytes, initial=received, unit="B", desc=file.name)
+                with partial.open("ab" if received else "wb") as sink, bar:
+                    while received <= file.bytes and (piece := answer.read(_PIECE)):
                         sink.write(piece)
-                        there += len(piece)
+                        received += len(piece)
                         bar.update(len(piece))
         except OSError as error:  # urllib's errors are of this kind, and name the socket's as their reason
             why = getattr(error, "reason", error)
             raise AssetError(f"{file.url}: cannot be downloaded ({why}); try again, or {by_hand}") from error
-    if there < file.bytes:
+    if received < file.bytes:
         raise AssetError(
-            f"{file.url}: it ended after {there:,} of {file.bytes:,} bytes; run the command again to go on"
+            f"{file.url}: it ended after {received:,} of {file.bytes:,} bytes; run the command again to go on"
         )
-    if there > file.bytes or file_sha256(partial) != file.sha256:
+    if received > file.bytes or file_sha256(partial) != file.sha256:
         partial.unlink()
         raise AssetError(f"{file.url} is not the pinned file of {entry.name}; {by_hand}")
     partial.replace(target)
@@ -149,7 +149,7 @@ def downloaded(name: str) -> Path:
 
 
 def names() -> list[str]:
-    """What can be downloaded by name."""
+    """Return the names of all that can be downloaded."""
     return list(_lock())
 
 

@@ -26,7 +26,7 @@ _Width = Annotated[int, between(1, 1 << 20)]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What is used of it; ``torch_dtype`` is what transformers called ``dtype`` before version 5.
+    """The keys of a config.json that are used; ``torch_dtype`` is transformers' name of ``dtype`` before version 5.
 
     Of ``quantization_config`` and ``transformers_weights`` it matters only whether they are there.
     """
@@ -67,17 +67,17 @@ class ModelConfig:
 
     @property
     def architecture(self) -> str:
-        """The class in transformers."""
+        """Return the model's class in transformers."""
         return self.architectures[0]
 
     @property
     def experts(self) -> Any:
-        """How many experts a layer has; nothing where its MLP is dense."""
+        """Return the number of experts of a layer; nothing where its MLP is dense."""
         return self.num_experts or self.num_local_experts
 
     @property
     def is_known(self) -> bool:
-        """Whether the tensors of this architecture are known without transformers."""
+        """Return whether the tensors of this architecture are known without transformers."""
         return self.architecture in KINDS
 
     @property
@@ -112,7 +112,7 @@ def hub_snapshot(name: str) -> Path | None:
 
 
 def _on_the_hub(folder: Path) -> str:
-    """What to do about a ``folder`` that is not there."""
+    """Return the advice for a ``folder`` that is not there."""
     if not (name := hub_name(folder)):
         return f"give a folder with {CONFIG} and *.safetensors"
     if snapshot := hub_snapshot(name):

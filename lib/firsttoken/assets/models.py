@@ -109,7 +109,7 @@ def model_config(spec: str) -> PretrainedConfig:
 
 
 def model_name(spec: str) -> str:
-    """What a message calls a model: its folder's last name, no path of this machine."""
+    """Return the model's name for messages: its folder's last name, no path of this machine."""
     return Path(spec).name if _is_folder(spec) else spec
 
 
@@ -152,9 +152,9 @@ def _from_folder(files: ModelFiles, dtype: torch.dtype, with_tokenizer: bool) ->
         ) from error
     model.name_or_path = model.config.name_or_path = str(folder)
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if odd := sorted(map(str, report[fault])):
+        if keys := sorted(map(str, report[fault])):
             raise ModelError(
-                f"{folder} and its model disagree on {len(odd)} tensors ({fault}), first {odd[0]}; copy config.json "
+                f"{folder} and its model disagree on {len(keys)} tensors ({fault}), first {keys[0]}; copy config.json "
                 "and weights of one model"
             )
     return model, tokenizer

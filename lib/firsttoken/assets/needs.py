@@ -30,12 +30,12 @@ class Need:
 
 
 def questions_of(source: str, split: str) -> str:
-    """What a need for questions of ``source`` is of; ``ModelFacts`` counts them."""
+    """Name the questions of ``source`` as the subject of a need; ``ModelFacts`` counts them."""
     return f"{split} questions of {source}"
 
 
 def text_of(split: str) -> str:
-    """What a need for running text is of: tokens, those between passages included."""
+    """Name running text as the subject of a need: it is counted in tokens, those between passages included."""
     return f"{TEXT}, {split}"
 
 
@@ -48,31 +48,31 @@ class ModelFacts:
     def __init__(self, model: str, more: Mapping[str, int] | None = None) -> None:
         self._model, self._more = model, dict(more or {})
 
-    def get(self, of: str, /) -> int | None:
-        """How many there are."""
-        if of not in self._more and of in (LAYERS, CONTEXT):
+    def get(self, fact: str, /) -> int | None:
+        """Return the number of what ``of`` names, None where it is not known."""
+        if fact not in self._more and fact in (LAYERS, CONTEXT):
             config = model_config(self._model)
             self._more |= {LAYERS: config.num_hidden_layers, CONTEXT: context_of(config)}
-        split, counted, source = of.partition(" questions of ")
-        if of not in self._more and counted and split in SPLITS:
-            self._more[of] = len(load_qa(source, split))
-        return self._more.get(of)
+        split, counted, source = fact.partition(" questions of ")
+        if fact not in self._more and counted and split in SPLITS:
+            self._more[fact] = len(load_qa(source, split))
+        return self._more.get(fact)
 
     def __str__(self) -> str:
         return model_name(self._model)
 
 
-def check(needs: Iterable[Need], facts: ModelFacts | Mapping[str, int], where: str = "") -> None:
+def check(needs: Iterable[Need], facts: ModelFacts | Mapping[str, int], context: str = "") -> None:
     """Raise ProfileError for the first need that asks for more than ``facts`` have, naming its key and the mend.
 
-    ``where`` is what lacks it, by default the model for what a model has. A need of what is not known is passed over.
+    ``context`` is what lacks it, by default the model for what a model has. A need of what is not known is passed over.
     """
     for need in needs:
-        there = facts.get(need.of)
-        if there is not None and need.wanted > there:
-            owner = where or (str(facts) if isinstance(facts, ModelFacts) and need.of in (LAYERS, CONTEXT) else "")
-            of = f"{need.of} of {owner}" if owner else need.of
-            raise ProfileError(f"{need.key}: {need.wanted:,} {of} are asked for, there are {there:,}; {need.mend}")
+        value = facts.get(need.of)
+        if value is not None and need.wanted > value:
+            owner = context or (str(facts) if isinstance(facts, ModelFacts) and need.of in (LAYERS, CONTEXT) else "")
+            fact = f"{need.of} of {owner}" if owner else need.of
+            raise ProfileError(f"{need.key}: {need.wanted:,} {fact} are asked for, there are {value:,}; {need.mend}")
 
 
 def weight_bytes(model: str, dtype: torch.dtype) -> int:

@@ -44,7 +44,7 @@ def kinds_by_length(config: Any) -> list[str]:
 
 @contextmanager
 def _of(config: Any) -> Iterator[dict[str, Any]]:
-    """What is said of positions by transformers' ``config``; what is wrong with it inside the block is a ModelError."""
+    """Yield the settings of positions in transformers' ``config``; a fault of theirs in the block is a ModelError."""
     names = (_KEY, "original_max_position_embeddings", "rope_parameters")
     try:
         yield {name: value for name in names if (value := getattr(config, name, None)) is not None}
@@ -53,12 +53,13 @@ def _of(config: Any) -> Iterator[dict[str, Any]]:
 
 
 def read_context(content: Mapping[str, Any]) -> int:
-    """The same for the ``content`` of a config.json, under the names of transformers 5 or of those before it.
+    """Return the most tokens of a request for the ``content`` of a config.json, under the names of transformers 5 or of
+    those before it.
 
     Raises Damaged for a rotary kind that is unknown, and for lengths that are no whole numbers above 0.
     """
     most = _most(content)
-    return min(_bound(told, content, most) for told in _told(content))
+    return min(_bound(settings, content, most) for settings in _told(content))
 
 
 def check_kinds(content: Mapping[str, Any]) -> list[str]:
@@ -84,7 +85,7 @@ def context_in(folder: Path) -> int:
 
 
 def shortened(folder: Path) -> str:
-    """What a person is told of a model in ``folder`` that is run with less than its context; most often nothing.
+    """Return the notice that the model in ``folder`` is run with less than its context; most often "".
 
     Raises ModelError for a config.json that cannot be read.
     """
@@ -97,14 +98,14 @@ def shortened(folder: Path) -> str:
         )
 
 
-def _bound(told: Mapping[str, Any], content: Mapping[str, Any], most: int) -> int:
-    """The most tokens up to which the rotation that is ``told`` is fixed."""
-    if _kind(told) != "longrope":
+def _bound(rope: Mapping[str, Any], content: Mapping[str, Any], most: int) -> int:
+    """The most tokens up to which the rotation that is ``rope`` is fixed."""
+    if _kind(rope) != "longrope":
         return most
     name = "original_max_position_embeddings"
     # what stands beside the rotary parameters goes first, as in transformers
-    found = [one for one in (content, told) if one.get(name) is not None]
-    return min(most, _length(found[0], name)) if found else most
+    sources = [source for source in (content, rope) if source.get(name) is not None]
+    return min(most, _length(sources[0], name)) if sources else most
 
 
 def _most(content: Mapping[str, Any]) -> int:
@@ -116,17 +117,17 @@ def _most(content: Mapping[str, Any]) -> int:
 
 def _told(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The rotary parameters that ``content`` names: one set of them, or one for each type of layers."""
-    told = content.get("rope_scaling") or content.get("rope_parameters") or {}
-    if not isinstance(told, Mapping):
-        raise Damaged(f"rotary parameters that should be a mapping and are {shown(told)}")
-    return [one for one in told.values() if isinstance(one, Mapping)] or [told]
+    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise Damaged(f"rotary parameters that should be a mapping and are {shown(rope)}")
+    return [settings for settings in rope.values() if isinstance(settings, Mapping)] or [rope]
 
 
-def _kind(told: Mapping[str, Any]) -> str:
-    kind = told.get("rope_type") or told.get("type") or "default"
+def _kind(rope: Mapping[str, Any]) -> str:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in FIXED + BY_LENGTH:
-        known = ", ".join(FIXED + BY_LENGTH)
-        raise Damaged(f"rotary positions of the kind {shown(kind)}, which cannot be computed here; known: {known}")
+        kinds = ", ".join(FIXED + BY_LENGTH)
+        raise Damaged(f"rotary positions of the kind {shown(kind)}, which cannot be computed here; known: {kinds}")
     return kind
 
 

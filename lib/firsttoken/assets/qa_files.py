@@ -31,11 +31,11 @@ class _BoolqLine:
 def read_boolq_train(path: Path) -> list[tuple[str, str]]:
     """(passage, question) of every line; a passage may be "". Raises CorpusError for a file that is damaged."""
     with blaming(path.name, CorpusError, "delete it and run `firsttoken fetch`"):
-        found = []
+        rows = []
         for _, line in json_lines(read_gzip(path)):
             text, _, question = shaped(_BoolqLine, line, others=True).doc.query.rpartition("\nQuestion: ")
-            found.append((text.partition(" -- ")[2].strip(), question.removesuffix("\nAnswer:")))
-        return found
+            rows.append((text.partition(" -- ")[2].strip(), question.removesuffix("\nAnswer:")))
+        return rows
 
 
 # The rows of a pinned Arrow file, kept as plain JSON once read: a measuring machine need not have pyarrow.
@@ -52,16 +52,17 @@ def arrow_rows(name: str) -> list[dict[str, Any]]:
 
 
 def kept_rows(name: str, make: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-    """What CACHE/rows keeps as ``name``, where that is sound, else what ``make`` gives, which is then kept.
+    """Return the rows that CACHE/rows keeps as ``name``, where they are sound, else those of ``make``, which are then
+    kept.
 
-    A pair comes back as a list. Raises CorpusError where a folder is in its place, and what ``make`` raises.
+    A pair comes back as a list. Raises CorpusError where a folder is in their place, and what ``make`` raises.
     """
-    kept = paths.CACHE / "rows" / f"{name}.jsonl.gz"
-    if not (rows := _kept(kept)):
-        if kept.is_dir():
-            raise CorpusError(f"{kept} is a folder, where a copy of the rows is kept; remove it")
+    cache_file = paths.CACHE / "rows" / f"{name}.jsonl.gz"
+    if not (rows := _kept(cache_file)):
+        if cache_file.is_dir():
+            raise CorpusError(f"{cache_file} is a folder, where a copy of the rows is kept; remove it")
         rows = make()
-        with replacing(kept) as partial, gzip.open(partial, "wt", encoding="utf-8") as lines:
+        with replacing(cache_file) as partial, gzip.open(partial, "wt", encoding="utf-8") as lines:
             lines.writelines(json.dumps(row) + "\n" for row in rows)
     return rows
 
@@ -157,11 +158,11 @@ class _Squad:
 
     def items(self) -> list[QAItem]:
         return [
-            QAItem(asked.id, paragraph.context, asked.question.strip(), answers)
+            QAItem(question.id, paragraph.context, question.question.strip(), answers)
             for article in self.data
             for paragraph in article.paragraphs
-            for asked in paragraph.qas
-            if (answers := distinct(answer.text for answer in asked.answers)) and not asked.is_impossible
+            for question in paragraph.qas
+            if (answers := distinct(answer.text for answer in question.answers)) and not question.is_impossible
         ]
 
 

@@ -53,27 +53,28 @@ def check_attention(folder: Path, way: Way = "spans") -> None:
     windowed = False
     if config.is_known:
         with blaming(folder / CONFIG, ModelError, "copy the model's own"):
-            told = read_json(folder / CONFIG, 1 << 24)
-        kinds, name = _known_kinds(config, told), config.architecture
-        check_keys(folder / CONFIG, told, FIELDS[name])
+            content = read_json(folder / CONFIG, 1 << 24)
+        kinds, name = _known_kinds(config, content), config.architecture
+        check_keys(folder / CONFIG, content, FIELDS[name])
     else:
         from firsttoken.assets.empty_model import stock_config
 
         kind, stock = stock_config(folder)
         kinds, name, windowed = attention_kinds(stock), kind.__name__, has_windows(stock)
-    if odd := kinds - {FULL, *([SLIDING] if windowed else [])}:
+    if unknown_kinds := kinds - {FULL, *([SLIDING] if windowed else [])}:
         raise ModelError(
-            f"{folder}: {name} has layers of {min(odd)}, and only models of {FULL} are served; use another model"
+            f"{folder}: {name} has layers of {min(unknown_kinds)}, and only models of {FULL} are served; "
+            "use another model"
         )
 
 
 def has_windows(config: PretrainedConfig) -> bool:
-    """Whether the engine has the windows that layers of this model see."""
+    """Return whether the engine has the windows that layers of this model see."""
     return config.model_type in WINDOWED and not config.use_bidirectional_attention
 
 
 def attention_kinds(config: PretrainedConfig) -> set[str]:
-    """Which kinds of attention the layers of a model have, in transformers' words."""
+    """Return the kinds of attention that the layers of a model have, in transformers' words."""
     if kinds := getattr(config, "layer_types", None):
         return {str(kind) for kind in kinds}
     # Mistral has a window, and no list as all of its layers are alike
@@ -86,9 +87,11 @@ def check_tensors(files: ModelFiles) -> None:
     What transformers renames as it loads (experts that are merged, for one) is for it to judge.
     """
     stored = _stored(files)
-    if odd := next((name for name, (dtype, _) in stored.items() if dtype not in STORED), ""):
-        known = ", ".join(STORED)
-        raise ModelError(f"{odd} in {files.folder} is stored as {stored[odd][0]}; convert it to one of {known}")
+    if unknown_dtype := next((name for name, (dtype, _) in stored.items() if dtype not in STORED), ""):
+        dtypes = ", ".join(STORED)
+        raise ModelError(
+            f"{unknown_dtype} in {files.folder} is stored as {stored[unknown_dtype][0]}; convert it to one of {dtypes}"
+        )
     shapes = model_shapes(files.folder, files.config)
     lacking, more = [name for name in shapes if name not in stored], [name for name in stored if name not in shapes]
     if lacking and more and not files.config.is_known:
@@ -119,18 +122,18 @@ def model_shapes(folder: Path, config: ModelConfig) -> Shapes:
 
     from firsttoken.assets.empty_model import build_on_meta
 
-    return {name: tuple(one.shape) for name, one in build_on_meta(folder, torch.float32).named_parameters()}
+    return {name: tuple(parameter.shape) for name, parameter in build_on_meta(folder, torch.float32).named_parameters()}
 
 
-def _known_kinds(config: ModelConfig, told: Mapping[str, Any]) -> set[str]:
+def _known_kinds(config: ModelConfig, content: Mapping[str, Any]) -> set[str]:
     """:func:`attention_kinds` of Llama and Qwen2, by the text of config.json."""
-    if kinds := told.get("layer_types"):
+    if kinds := content.get("layer_types"):
         return {str(kind) for kind in kinds} if isinstance(kinds, list) else {shown(kinds)}
-    window = told.get("sliding_window", 4096 if config.architecture.startswith("Qwen2") else None)
+    window = content.get("sliding_window", 4096 if config.architecture.startswith("Qwen2") else None)
     if config.architecture.startswith("Qwen2"):
-        first = told.get("max_window_layers", 28)
+        first = content.get("max_window_layers", 28)
         windowed = not isinstance(first, int) or first < config.num_hidden_layers
-        return {SLIDING} if window and told.get("use_sliding_window") and windowed else {FULL}
+        return {SLIDING} if window and content.get("use_sliding_window") and windowed else {FULL}
     return {SLIDING} if window else {FULL}
 
 
@@ -152,12 +155,12 @@ def _known_shapes(config: ModelConfig) -> Shapes:
     }
     shapes: Shapes = {EMBEDDING: (config.vocab_size, width)}
     for layer in range(config.num_hidden_layers):
-        place = f"model.layers.{layer}"
+        prefix = f"model.layers.{layer}"
         for name, (shape, bias) in linears.items():
-            shapes[f"{place}.{name}.weight"] = shape
+            shapes[f"{prefix}.{name}.weight"] = shape
             if bias:
-                shapes[f"{place}.{name}.bias"] = shape[:1]
-        shapes |= {f"{place}.{norm}_layernorm.weight": (width,) for norm in ("input", "post_attention")}
+                shapes[f"{prefix}.{name}.bias"] = shape[:1]
+        shapes |= {f"{prefix}.{norm}_layernorm.weight": (width,) for norm in ("input", "post_attention")}
     shapes["model.norm.weight"] = (width,)
     if not config.tie_word_embeddings:
         shapes[HEAD] = (config.vocab_size, width)
@@ -166,11 +169,11 @@ def _known_shapes(config: ModelConfig) -> Shapes:
 
 def _stored(files: ModelFiles) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Dtype and shape by the name that the model has for a tensor; of a layer in 8 bits its codes are the weight."""
-    found = {}
+    tensors = {}
     for name, stored in files.tensors.items():
         resting = _RESTING.fullmatch(name)
         if resting is None:
-            found[name] = stored.entry.dtype, stored.entry.shape
+            tensors[name] = stored.entry.dtype, stored.entry.shape
         elif resting[2] == CODES:
-            found[f"{resting[1]}.weight"] = "BF16", stored.entry.shape
-    return found
+            tensors[f"{resting[1]}.weight"] = "BF16", stored.entry.shape
+    return tensors

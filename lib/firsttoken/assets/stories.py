@@ -65,10 +65,12 @@ def read_llama2c(path: Path) -> LlamaForCausalLM:
         }
         if len(data) < 28 + 4 * sum(map(math.prod, shapes.values())):
             raise Damaged("it is truncated: shorter than its header says")
-        state, at = {}, 28
+        state, offset = {}, 28
         for name, shape in shapes.items():
-            tensor = torch.frombuffer(data, dtype=torch.float32, count=math.prod(shape), offset=at).view(shape).clone()
-            at += 4 * tensor.numel()
+            tensor = (
+                torch.frombuffer(data, dtype=torch.float32, count=math.prod(shape), offset=offset).view(shape).clone()
+            )
+            offset += 4 * tensor.numel()
             state |= _named(name, tensor, dim // heads)
         with torch.device("meta"):
             model = LlamaForCausalLM(config)

@@ -90,8 +90,10 @@ def check_same_ids(folder: Path, theirs: Any) -> None:
 
 
 def _read_here(folder: Path) -> tuple[TextTokenizer, str]:
-    """What the tokenizers' own library makes of ``folder``; it is not made as any class where only transformers can
-    tell, and then with the reason, if it is one."""
+    """Read the tokenizer of ``folder`` with the tokenizers' own library alone.
+
+    Where only transformers can make its class, it is made as no class; the reason is returned with it, if there is one.
+    """
     with blaming(folder / TOKENIZER, ModelError, "copy the model's own"):
         text = read_bytes(folder / TOKENIZER, _MOST_BYTES).decode("utf-8")
         try:
@@ -152,7 +154,7 @@ class _TextPieces(NamedTuple):
 
 
 def _unusual(raw: Tokenizer, files: TokenizerFiles) -> str:
-    """What is not known to be done here as transformers does it; "" where nothing is."""
+    """Return what this module may do otherwise than transformers, as the reason; "" where there is nothing."""
     model = raw.model
     if files.made_as != BACKEND and (
         type(model).__name__ != "BPE" or model.continuing_subword_prefix or model.end_of_word_suffix

@@ -87,15 +87,15 @@ class TokenizerFiles:
 
     def complete(self, tokenizer: Tokenizer) -> None:
         """Add to ``tokenizer`` what it does not know as a token of its own: a special token is one token."""
-        known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+        present = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
         for token in (*self.numbered, *self.named):
-            if token.content and token.content not in known:
-                known.add(token.content)
+            if token.content and token.content not in present:
+                present.add(token.content)
                 tokenizer.add_tokens([_added(token, token.content in self.special.values())])
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """What the files of ``folder`` say; without any, what the tokenizer's class in transformers has.
+    """Read the tokenizer's settings from the files of ``folder``; without any, those of its class in transformers.
 
     Raises ModelError for a file that is damaged, with its key at fault.
     """
@@ -107,13 +107,13 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
             decoder = shaped(
                 dict[str, SideToken], settings["added_tokens_decoder"], "added_tokens_decoder", others=True
             )
-            if odd := next((key for key in decoder if not key.isdecimal()), ""):
-                raise Damaged(f"added_tokens_decoder: {odd!r} is no token id")
-    told = settings
+            if bad_key := next((key for key in decoder if not key.isdecimal()), ""):
+                raise Damaged(f"added_tokens_decoder: {bad_key!r} is no token id")
+    with_special = settings
     if "added_tokens_decoder" not in settings and (folder / SPECIAL_MAP).is_file():  # it says all where it is
-        told = settings | _mapping(path := folder / SPECIAL_MAP)
+        with_special = settings | _mapping(path := folder / SPECIAL_MAP)
     with blaming(path, ModelError, MEND):
-        special, extra = _special_tokens(settings, told)
+        special, extra = _special_tokens(settings, with_special)
     made_as, why = _class_of(folder, settings)
     by_name = {name: SideToken(text, special=True) for name, text in CLASS_TOKENS.get(made_as, {}).items()} | special
     order = sorted(by_name, key=lambda name: NAMED.index(name) if name in NAMED else len(NAMED))
@@ -131,16 +131,22 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(
-    settings: Mapping[str, Any], told: Mapping[str, Any]
+    settings: Mapping[str, Any], token_settings: Mapping[str, Any]
 ) -> tuple[dict[str, SideToken | None], list[SideToken]]:
-    """By name, in the order in which transformers adds them, and those without names. ``told`` is ``settings`` and what
-    the map of special tokens says."""
-    special: dict[str, SideToken | None] = dict.fromkeys(name for name in NAMED if name in told)
-    own = [key for key in told if key not in NAMED and key.endswith("_token") and isinstance(told[key], str | dict)]
-    own.sort(key=lambda key: isinstance(settings.get(key), str))  # as texts they come after those that are objects
-    for key in [*special, *own]:
-        special[key] = None if told[key] is None else _content(key, told[key])
-    extra = next((told[key] for key in _EXTRA if told.get(key)), [])
+    """By name, in the order in which transformers adds them, and those without names. ``token_settings`` is
+    ``settings`` and what the map of special tokens says."""
+    special: dict[str, SideToken | None] = dict.fromkeys(name for name in NAMED if name in token_settings)
+    named_tokens = [
+        key
+        for key in token_settings
+        if key not in NAMED and key.endswith("_token") and isinstance(token_settings[key], str | dict)
+    ]
+    named_tokens.sort(
+        key=lambda key: isinstance(settings.get(key), str)
+    )  # as texts they come after those that are objects
+    for key in [*special, *named_tokens]:
+        special[key] = None if token_settings[key] is None else _content(key, token_settings[key])
+    extra = next((token_settings[key] for key in _EXTRA if token_settings.get(key)), [])
     if isinstance(extra, dict):
         special |= {name: _content(f"{_EXTRA[0]}.{name}", value) for name, value in extra.items()}
         extra = []
@@ -198,18 +204,21 @@ def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     files = {DEFAULT: folder / TEMPLATE} if (folder / TEMPLATE).is_file() else {}
     files |= {path.name.removesuffix(".jinja"): path for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
     if files:
-        found = {}
+        templates = {}
         for name, path in files.items():
             with blaming(path, ModelError, MEND):
-                found[name] = read_bytes(path, _MOST_TEMPLATE_BYTES).decode("utf-8")
-        return found
-    told = settings.get("chat_template")
+                templates[name] = read_bytes(path, _MOST_TEMPLATE_BYTES).decode("utf-8")
+        return templates
+    template = settings.get("chat_template")
     with blaming(folder / SETTINGS, ModelError, MEND):
-        if isinstance(told, list):
-            return {one.name: one.template for one in shaped(tuple[_Named, ...], told, "chat_template", others=True)}
-        if isinstance(told, dict):
-            return shaped(dict[str, str], told, "chat_template")
-        return {} if told is None else {DEFAULT: shaped(str, told, "chat_template")}
+        if isinstance(template, list):
+            return {
+                entry.name: entry.template
+                for entry in shaped(tuple[_Named, ...], template, "chat_template", others=True)
+            }
+        if isinstance(template, dict):
+            return shaped(dict[str, str], template, "chat_template")
+        return {} if template is None else {DEFAULT: shaped(str, template, "chat_template")}
 
 
 @dataclass(frozen=True)

@@ -35,31 +35,32 @@ def blended_cache(
     share: float = SHARE,
     gradual: bool = False,
     *,
-    whole: int = 1,
+    full_layers: int = 1,
 ) -> DynamicCache:
     """The sender's keys and values with those of the most deviating ``share`` of tokens replaced by the receiver's.
 
-    The lowest ``whole`` layers are computed for all tokens, and the last of them chooses: once for all layers above, or
-    with ``gradual`` again in every layer among the tokens still computed, so that fewer go on (``tokens_per_layer``).
-    Padding is never chosen. ``sent`` is left as it is. Raises RequestError for a share outside [0, 1], for ``whole``
-    outside 1..depth, and for a cache that does not fit the prefix or the model; ModelError for layers with a window.
+    The lowest ``full_layers`` layers are computed for all tokens, and the last of them chooses: once for all layers
+    above, or with ``gradual`` again in every layer among the tokens still computed, so that fewer go on
+    (``tokens_per_layer``). Padding is never chosen. ``sent`` is left as it is. Raises RequestError for a share outside
+    [0, 1], for ``full_layers`` outside 1..depth, and for a cache that does not fit the prefix or the model; ModelError
+    for layers with a window.
     """
     forward = Forward(model, prefix)
     if has_windows(model.config):
         raise ModelError(f"{type(model).__name__} has layers with a window, which no blend has; reuse whole layers")
     _check(sent, prefix, forward.depth)
     real = torch.ones_like(prefix.ids, dtype=torch.bool) if prefix.mask is None else prefix.mask.bool()
-    plans = [tokens_per_layer(int(n), forward.depth, share, gradual, whole) for n in real.sum(1)]
+    plans = [tokens_per_layer(int(n), forward.depth, share, gradual, full_layers) for n in real.sum(1)]
     counts = torch.tensor(plans)  # stays on the CPU: on a GPU every look at it would wait for the layers before
-    cache = cache_of(None if layer < whole else kv for layer, kv in enumerate(sent.kv))
-    hidden = forward.run(forward.embed(), range(whole), cache)
-    if whole == forward.depth or not counts[:, whole].any():
+    cache = cache_of(None if layer < full_layers else kv for layer, kv in enumerate(sent.kv))
+    hidden = forward.run(forward.embed(), range(full_layers), cache)
+    if full_layers == forward.depth or not counts[:, full_layers].any():
         return cache
-    deviation = _deviation(layer_kv(cache, whole - 1), sent.kv[whole - 1])
-    chosen = _Chosen(prefix, real, hidden).narrowed(deviation, counts[:, whole])
+    deviation = _deviation(layer_kv(cache, full_layers - 1), sent.kv[full_layers - 1])
+    chosen = _Chosen(prefix, real, hidden).narrowed(deviation, counts[:, full_layers])
     layers, rotary = layers_of(model), model.get_decoder().rotary_emb
     around = chosen.around(rotary)
-    for index in range(whole, forward.depth):
+    for index in range(full_layers, forward.depth):
         scattered = cache.layers[index] = _Scattered(sent.kv[index], chosen)
         chosen.hidden = layers[index](chosen.hidden, past_key_values=cache, use_cache=True, **around)
         if index + 1 < forward.depth and (counts[:, index + 1] < counts[:, index]).any():
@@ -68,23 +69,26 @@ def blended_cache(
     return cache_of(layer_kv(cache, index) for index in range(forward.depth))
 
 
-def tokens_per_layer(tokens: int, depth: int, share: float = SHARE, gradual: bool = False, whole: int = 1) -> list[int]:
-    """How many of ``tokens`` a blend computes in each of ``depth`` layers; the sum over tokens * depth is its compute.
+def tokens_per_layer(
+    tokens: int, depth: int, share: float = SHARE, gradual: bool = False, full_layers: int = 1
+) -> list[int]:
+    """Return the number of ``tokens`` that a blend computes in each of ``depth`` layers; the sum over tokens * depth is
+    its compute.
 
     With ``gradual`` the share falls in a line from 1.5 times ``share`` (at most 1) so that its mean stays ``share``.
     Counts are rounded up, so that a share above 0 always computes a token. Raises RequestError as ``blended_cache``.
     """
     if not 0 <= share <= 1:
         raise RequestError(f"cannot recompute a share of {share} of the tokens; give one from 0 to 1")
-    if not 1 <= whole <= depth:
-        raise RequestError(f"cannot compute {whole} of {depth} layers for all tokens; give 1 to {depth}")
-    rest, first = depth - whole, min(1.0, _WIDEST * share) if gradual else share
+    if not 1 <= full_layers <= depth:
+        raise RequestError(f"cannot compute {full_layers} of {depth} layers for all tokens; give 1 to {depth}")
+    rest, first = depth - full_layers, min(1.0, _WIDEST * share) if gradual else share
     fall = 2 * (first - share) / (rest - 1) if rest > 1 else 0.0
     if rest == 1:
         first = share
     # 0.1 * 30 is a little more than 3 in floating point, and should be 3
     counts = (math.ceil((first - fall * i) * tokens - 1e-9) for i in range(rest))
-    return [tokens] * whole + [max(count, int(share > 0)) for count in counts]
+    return [tokens] * full_layers + [max(count, int(share > 0)) for count in counts]
 
 
 class _Chosen:
@@ -110,7 +114,7 @@ class _Chosen:
         return fewer
 
     def around(self, rotary: nn.Module) -> dict[str, Any]:
-        """What a decoder layer is called with besides the hidden states: mask and rotary tables of the chosen tokens.
+        """Return a decoder layer's arguments besides the hidden states: mask and rotary tables of the chosen tokens.
 
         A token always attends to itself: a slot on padding would otherwise attend to nothing, and its NaN would spoil
         the row. The mask [batch, 1, slots, tokens] is added to the scores, which sdpa and eager attention both take.
@@ -148,9 +152,12 @@ class _Scattered(DynamicLayer):
         return LayerKV(self.keys, self.values)
 
 
-def _deviation(own: LayerKV, sent: LayerKV) -> Tensor:
+def _deviation(recomputed: LayerKV, sent: LayerKV) -> Tensor:
     """Squared distance of each token's keys and values from the sender's, [batch, tokens], in float32."""
-    return sum((mine.float() - theirs.float()).square().sum((1, 3)) for mine, theirs in zip(own, sent, strict=True))
+    return sum(
+        (recomputed_half.float() - theirs.float()).square().sum((1, 3))
+        for recomputed_half, theirs in zip(recomputed, sent, strict=True)
+    )
 
 
 def _check(sent: PrefixCache, prefix: Prefix, depth: int) -> None:

@@ -63,8 +63,8 @@ class Entry:
         with torch.inference_mode(False):  # a tensor made in that mode could never be trained on
             for layer, kv in enumerate(cache.kv):
                 name = layer_name(layer)
-                for what, tensor in zip(("keys", "values"), kv, strict=True):
-                    self._check(f"the {what} of layer {layer}", tensor, shapes[name][1:])
+                for half, tensor in zip(("keys", "values"), kv, strict=True):
+                    self._check(f"the {half} of layer {layer}", tensor, shapes[name][1:])
                 pieces[name] = torch.stack([kv.keys.detach(), kv.values.detach()]).cpu()
             for layer in self.edges:
                 name = e_cache_name(layer)
@@ -76,10 +76,10 @@ class Entry:
             check_numbers(piece, name)
         return pieces
 
-    def _check(self, what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    def _check(self, subject: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         dtype = str(tensor.dtype).removeprefix("torch.")
         if (dtype, tuple(tensor.shape)) != (self.model.dtype, shape):
             raise CacheError(
-                f"{what} are {dtype} {list(tensor.shape)}, but {self.model} makes {self.model.dtype} {list(shape)} "
+                f"{subject} are {dtype} {list(tensor.shape)}, but {self.model} makes {self.model.dtype} {list(shape)} "
                 f"of {self.length} tokens; store what it computed for them"
             )

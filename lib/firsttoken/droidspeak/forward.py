@@ -56,7 +56,6 @@ class Forward:
 
     @property
     def depth(self) -> int:
-        """How many layers the model has."""
         return len(self._layers)
 
     def embed(self) -> Tensor:
@@ -126,7 +125,7 @@ def check_supported(model: PreTrainedModel) -> None:
 
 
 def _seen(tokens: int) -> DynamicCache | None:
-    """What the mask asks for the number of cached tokens: a cache of one layer of that length.
+    """Return a cache of one layer of ``tokens`` tokens, which the mask asks for that number.
 
     Not the cache that is computed on: in that one some layers hold the prefix already while others are about to, and
     transformers would count the prefix twice.

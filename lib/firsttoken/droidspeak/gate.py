@@ -27,13 +27,13 @@ class Gate:
     threshold: float
 
     def accepts(self, value: float) -> bool:
-        """Whether the reused cache may be used; never for a signal that is not a number."""
+        """Return whether the reused cache may be used; never for a signal that is not a number."""
         return value <= self.threshold
 
 
 @dataclass(frozen=True)
 class GateRates:
-    """What a gate does to ``n`` requests, as shares of 0 to 1.
+    """The errors of a gate on ``n`` requests, as shares of 0 to 1.
 
     ``miss``: of the failed ones, those accepted; ``false_alarm``: of the good ones, those that fell back. None where
     there is no such request.
@@ -79,7 +79,7 @@ def calibrate(
 
 
 def rates(gate: Gate, signals: Sequence[float], failed: Sequence[bool]) -> GateRates:
-    """How often ``gate`` is wrong on these requests. Raises RequestError for none, or for lengths that differ."""
+    """Return the error rates of ``gate`` on these requests. Raises RequestError for none, or for unequal lengths."""
     values, bad = _arrays(signals, failed)
     fallen = ~(values <= gate.threshold)
     miss = float((~fallen[bad]).mean()) if bad.any() else None
@@ -118,8 +118,8 @@ def auc_interval(signals: Sequence[float], failed: Sequence[bool], resamples: in
     values, bad = _arrays(signals, failed)
     area, rng = auc(roc(signals, failed)), np.random.default_rng(seed)
     wins = (values[bad][:, None] > values[~bad]) + 0.5 * (values[bad][:, None] == values[~bad])
-    drawn = [wins[np.ix_(*(rng.integers(0, n, n) for n in wins.shape))].mean() for _ in range(resamples)]
-    return Interval(area, *map(float, np.percentile(drawn, [2.5, 97.5])), len(values))
+    resampled = [wins[np.ix_(*(rng.integers(0, n, n) for n in wins.shape))].mean() for _ in range(resamples)]
+    return Interval(area, *map(float, np.percentile(resampled, [2.5, 97.5])), len(values))
 
 
 def _arrays(signals: Sequence[float], failed: Sequence[bool]) -> tuple[np.ndarray, np.ndarray]:

@@ -65,7 +65,7 @@ class Conditions:
 
 @dataclass(frozen=True)
 class GroupCosts:
-    """What a prefix costs a receiver of ``depth`` layers on an idle processor.
+    """Costs of a prefix for a receiver of ``depth`` layers on an idle processor.
 
     A recomputed layer takes ``layer_s`` + ``layer_token_s`` seconds a token (measured at one length: all in
     ``layer_s``), the pass behind the prefix ``first_token_s``. ``kv_token_bytes`` are a token's keys and values in one
@@ -88,11 +88,11 @@ class GroupCosts:
 
     @property
     def full(self) -> Group:
-        """The group of all layers."""
+        """Return the group of all layers."""
         return Group(0, self.depth)
 
     def compute_s(self, group: Group, now: Conditions) -> float:
-        """Seconds to recompute ``group``."""
+        """Return the seconds to recompute ``group`` under these conditions."""
         return now.load * len(group) * (self.layer_s + self.layer_token_s * now.tokens)
 
     def ttft_s(self, group: Group, now: Conditions, schedule: Schedule = Schedule.PIPELINED) -> float:
@@ -144,7 +144,7 @@ class LinkEstimate:
 
     @property
     def bytes_per_s(self) -> float:
-        """The estimate, for ``Conditions``."""
+        """Return the estimated rate of the link, for ``Conditions``."""
         return self._bytes / self._seconds if self._seconds else self._believed
 
 

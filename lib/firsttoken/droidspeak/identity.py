@@ -41,14 +41,13 @@ _SYNONYMS = ("type",)  # of "rope_type", in configurations from before transform
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What a KV cache depends on beside its tokens; ``key`` stands for all of it.
+    """All that a KV cache depends on beside its tokens; ``key`` stands for all of it.
 
     ``weights``, ``adapters`` ("" without) and ``tokenizer`` ("" without) are hex sha256 sums, ``dtype`` is torch's name
     ("bfloat16"), ``rope`` the rotary parameters and the windows as sorted JSON, ``hidden`` and ``head_dim`` count
-    numbers a token.
-    ``config`` is config.json as sorted JSON, without keys that are known to say nothing of what is computed; "" in a
-    file of an earlier release, which no model takes any more.
-    ``owner`` says whose it is: nobody else may read what is stored under a name, and everybody what is under none.
+    numbers a token. ``config`` is config.json as sorted JSON, without keys that are known to say nothing of what is
+    computed; "" in a file of an earlier release, which no model takes any more. ``owner`` says whose it is: nobody else
+    may read what is stored under a name, and everybody what is under none.
     """
 
     weights: str
@@ -71,7 +70,7 @@ class ModelIdentity:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What a file holds of it: all fields, but an owner and a configuration where there are some."""
+        """Return the fields that a file holds: all, but an owner and a configuration only where there are some."""
         return {name: value for name, value in asdict(self).items() if name not in ("owner", "config") or value}
 
     @property
@@ -80,7 +79,7 @@ class ModelIdentity:
         return replace(self, owner="") if self.owner else self
 
     def may_read(self, stored: ModelIdentity) -> bool:
-        """Whether what ``stored`` computed is for everybody, or of the same owner."""
+        """Return whether a cache that ``stored`` computed is for everybody, or of the same owner."""
         return stored.owner in ("", self.owner)
 
     def __str__(self) -> str:
@@ -140,12 +139,12 @@ def weights_sha256(model: nn.Module) -> str:
     return total.hexdigest()
 
 
-def difference(stored: ModelIdentity, asked: ModelIdentity) -> str:
-    """The first reason why ``asked`` cannot use what ``stored`` computed, empty where it can; weights may differ."""
-    if not asked.may_read(stored):
+def difference(stored: ModelIdentity, wanted: ModelIdentity) -> str:
+    """The first reason why ``wanted`` cannot use what ``stored`` computed, empty where it can; weights may differ."""
+    if not wanted.may_read(stored):
         return "another owner"
     for field, words in _MUST_AGREE.items():
-        theirs, ours = getattr(stored, field), getattr(asked, field)
+        theirs, ours = getattr(stored, field), getattr(wanted, field)
         if theirs != ours:
             if field == "tokenizer":
                 theirs, ours = (sum_[:12] or "none" for sum_ in (theirs, ours))
@@ -153,13 +152,13 @@ def difference(stored: ModelIdentity, asked: ModelIdentity) -> str:
     return ""
 
 
-def why_another(stored: ModelIdentity, asked: ModelIdentity) -> str:
-    """Why ``asked``, which has another key than ``stored``, is not the model that computed it."""
-    if (reason := difference(stored, asked)) or stored.config == asked.config:
+def why_another(stored: ModelIdentity, wanted: ModelIdentity) -> str:
+    """Why ``wanted``, which has another key than ``stored``, is not the model that computed it."""
+    if (reason := difference(stored, wanted)) or stored.config == wanted.config:
         return reason or "other weights, so ask for it under its own identity"
     if not stored.config:
         return "it was stored by an earlier release, which kept no config.json; store it again"
-    theirs, ours = json.loads(stored.config), json.loads(asked.config or "{}")
+    theirs, ours = json.loads(stored.config), json.loads(wanted.config or "{}")
     key = min(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
     return f"another config.json ({key} is {theirs.get(key)}, not {ours.get(key)})"
 
@@ -171,7 +170,7 @@ def check_compatible(sender: ModelIdentity, receiver: ModelIdentity) -> None:
 
 
 def _positions(config: PretrainedConfig) -> dict[str, Any]:
-    """What a layer makes of positions: its rotary parameters, and the window that it sees, where it has one."""
+    """Return how a layer treats positions: its rotary parameters, and the window that it sees, where it has one."""
     windows = {name: getattr(config, name) for name in ("layer_types", "sliding_window") if has_windows(config)}
     return (getattr(config, "rope_parameters", None) or {}) | windows
 

@@ -93,7 +93,9 @@ def draft(path: Path, entry: Entry, pieces: Mapping[str, Tensor]) -> Draft:
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
     header = len(text).to_bytes(8, "little") + text
-    placed = {name: replace(at, start=at.start + len(header), end=at.end + len(header)) for name, at in stored.items()}
+    placed = {
+        name: replace(span, start=span.start + len(header), end=span.end + len(header)) for name, span in stored.items()
+    }
     file = KVFile(path, entry, _spans(path, entry, placed, sums), len(header) + start)
     return Draft(file, header, tuple(data.values()))
 
@@ -104,17 +106,17 @@ def read_header(path: Path) -> KVFile:
         header = safetensors_header.read_header(path)
         if header.metadata.pop("format", None) != _FORMAT:
             raise Damaged(f"it is not of the format {_FORMAT}")
-        kept = shaped(_Metadata, {name: parse_json(text) for name, text in header.metadata.items()})
+        metadata = shaped(_Metadata, {name: parse_json(text) for name, text in header.metadata.items()})
         # before a name is made for each layer that it says the model has
-        if len(header.tensors) != 1 + kept.model.layers + len(kept.edges):
+        if len(header.tensors) != 1 + metadata.model.layers + len(metadata.edges):
             raise Damaged(f"it has {len(header.tensors)} tensors, not one a layer and an edge of its model")
         with path.open("rb") as opened:
             stored = header.tensors[_TOKENS]
             opened.seek(stored.start)
-            entry = Entry(kept.model, opened.read(stored.end - stored.start), kept.edges)
+            entry = Entry(metadata.model, opened.read(stored.end - stored.start), metadata.edges)
         if path.name != file_name(entry.key):
             raise Damaged("it holds another KV cache than its name says")
-        return KVFile(path, entry, _spans(path, entry, header.tensors, kept.sha256), path.stat().st_size)
+        return KVFile(path, entry, _spans(path, entry, header.tensors, metadata.sha256), path.stat().st_size)
 
 
 def read_piece(handle: int, span: CachePiece) -> Tensor:
@@ -146,9 +148,9 @@ def _spans(
     """The spans of the pieces that the entry must have. Raises Damaged for one of another dtype or shape."""
     dtype = _DTYPES.get(entry.model.dtype)
     wanted = {_TOKENS: ("I64", (entry.length,))} | {name: (dtype, shape) for name, shape in entry.shapes.items()}
-    for name, what in wanted.items():
-        if (stored[name].dtype, stored[name].shape) != what:
-            raise Damaged(f"{name} is {stored[name].dtype} {list(stored[name].shape)}, its model makes {what}")
+    for name, wanted_shape in wanted.items():
+        if (stored[name].dtype, stored[name].shape) != wanted_shape:
+            raise Damaged(f"{name} is {stored[name].dtype} {list(stored[name].shape)}, its model makes {wanted_shape}")
     torch_dtype = getattr(torch, entry.model.dtype)
     spans = {}
     for name, shape in entry.shapes.items():

@@ -25,12 +25,11 @@ class Group:
 
     @property
     def layers(self) -> range:
-        """The layers of the group."""
         return range(self.lo, self.hi)
 
     @property
     def needs_e_cache(self) -> bool:
-        """Whether the sender's hidden states are needed: layer 0 starts from the token ids."""
+        """Return whether the sender's hidden states are needed: layer 0 starts from the token ids."""
         return len(self) > 0 and self.lo > 0
 
     def check(self, depth: int) -> Group:

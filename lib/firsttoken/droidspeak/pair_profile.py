@@ -61,9 +61,9 @@ class PairProfile:
         return Group(self.lo, self.hi)
 
     def __str__(self) -> str:
-        what = f"layers {self.group}" if len(self.group) else "no layer"
+        layers_text = f"layers {self.group}" if len(self.group) else "no layer"
         return (
-            f"{what} of {self.layers} computed again: {100 * self.loss:.1f} % of the tokens differ "
+            f"{layers_text} of {self.layers} computed again: {100 * self.loss:.1f} % of the tokens differ "
             f"({100 * self.reused:.1f} % where all is reused; {self.items} texts)"
         )
 
@@ -84,14 +84,14 @@ def profile_pair(
     with track(
         desc=f"{len(rows)} texts of {ids.shape[1]} tokens", total=1 + comb(len(edges), 2), unit="layer group"
     ) as bar:
-        asked = torch.cat([given, _continued(receiver, ids)], 1)
-        predicts = torch.zeros_like(asked, dtype=torch.bool)
+        with_continuation = torch.cat([given, _continued(receiver, ids)], 1)
+        predicts = torch.zeros_like(with_continuation, dtype=torch.bool)
         predicts[:, SUFFIX - 1 : -1] = True
-        questions = Questions(prefix, asked, torch.ones_like(asked), predicts)
+        questions = Questions(prefix, with_continuation, torch.ones_like(with_continuation), predicts)
         profiler = LayerProfiler(sender, receiver, questions, edges[:-1])
-        own, tried = tuple(profiler.prefill().accuracy.tolist()), {}
+        own_accuracy, tried = tuple(profiler.prefill().accuracy.tolist()), {}
         for group, score in profiler.groups(edges):
-            tried[group] = Profiled(group, own, tuple(score.accuracy.tolist()))
+            tried[group] = Profiled(group, own_accuracy, tuple(score.accuracy.tolist()))
             bar.update()
     best = smallest_within(list(tried.values()), bound, absolute=True)
     reused = tried[Group(0, 0)].absolute_loss
@@ -118,12 +118,12 @@ def keep_profile(folder: Path, sender: ModelIdentity, receiver: ModelIdentity, p
 
 
 def read_profiles(folder: Path) -> dict[tuple[str, str], PairProfile]:
-    """What is kept in ``folder``, by the keys of sender and receiver; a file that cannot be read says nothing."""
+    """Return the profiles in ``folder``, by the keys of sender and receiver, without files that cannot be read."""
     profiles = {}
     for file in sorted(folder.glob("*.pair.json")):
-        if found := _NAME.fullmatch(file.name):
+        if match := _NAME.fullmatch(file.name):
             with suppress(OSError, ValueError, FirstTokenError):
                 profile = shaped(PairProfile, read_json(file, _MOST_BYTES))
                 profile.group.check(profile.layers)
-                profiles[found.group(1), found.group(2)] = profile
+                profiles[match.group(1), match.group(2)] = profile
     return profiles

@@ -20,22 +20,22 @@ from firsttoken.study.errors import CacheError, RequestError
 
 @torch.inference_mode()
 def full_prefill(model: PreTrainedModel, prefix: Prefix, edges: Iterable[int] = ()) -> PrefixCache:
-    """What ``model`` computes for ``prefix``, with the E-cache at each of ``edges`` (layers, 0-based).
+    """Compute the cache of ``model`` for ``prefix``, with the E-cache at each of ``edges`` (layers, 0-based).
 
     Raises RequestError for an edge that the model does not have.
     """
-    forward, kept = Forward(model, prefix), {}
+    forward, states = Forward(model, prefix), {}
     wanted = set(edges)
     if wanted and not 0 <= min(wanted) <= max(wanted) < forward.depth:
         raise RequestError(f"no E-caches at layers {sorted(wanted)} of {forward.depth}; name its own")
 
     def keep(layer: int, hidden: Tensor) -> None:
         if layer in wanted:
-            kept[layer] = hidden
+            states[layer] = hidden
 
     cache = cache_of([None] * forward.depth)
     forward.run(forward.embed(), range(forward.depth), cache, keep)
-    return PrefixCache(tuple(layer_kv(cache, i) for i in range(forward.depth)), kept)
+    return PrefixCache(tuple(layer_kv(cache, i) for i in range(forward.depth)), states)
 
 
 @torch.inference_mode()
@@ -54,7 +54,8 @@ def partial_prefill(model: PreTrainedModel, prefix: Prefix, sent: PrefixCache, g
 
 
 def start_of(forward: Forward, sent: PrefixCache, group: Group) -> Tensor:
-    """What enters the lowest layer of ``group``: the sender's E-cache, or at layer 0 the receiver's own embedding."""
+    """Return the hidden states that enter the lowest layer of ``group``: the sender's E-cache, or at layer 0 the
+    receiver's own embedding."""
     if not group.needs_e_cache:
         return forward.embed()
     if group.lo not in sent.e_cache:
@@ -84,13 +85,13 @@ def _check_fit(sent: PrefixCache, forward: Forward, group: Group) -> None:
 
 def spans(layers: Iterable[int]) -> list[Group]:
     """The contiguous groups that a scattered set of ``layers`` falls into, in order; each begins with a transition."""
-    found: list[Group] = []
+    groups: list[Group] = []
     for layer in sorted(set(layers)):
-        if found and found[-1].hi == layer:
-            found[-1] = Group(found[-1].lo, layer + 1)
+        if groups and groups[-1].hi == layer:
+            groups[-1] = Group(groups[-1].lo, layer + 1)
         else:
-            found.append(Group(layer, layer + 1))
-    return found
+            groups.append(Group(layer, layer + 1))
+    return groups
 
 
 @torch.inference_mode()

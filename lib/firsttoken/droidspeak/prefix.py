@@ -21,7 +21,7 @@ class LayerKV(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both."""
+        """Return the bytes of keys and values together."""
         return self.keys.nbytes + self.values.nbytes
 
 
@@ -49,7 +49,7 @@ class Prefix:
 
     @property
     def tokens(self) -> int:
-        """Columns, padding included."""
+        """Return the number of columns, padding included."""
         return self.ids.shape[1]
 
     @cached_property
@@ -64,8 +64,8 @@ class Prefix:
         joined = torch.cat([self.ids, ids], 1)
         if self.mask is None and mask is None:
             return Prefix(joined)
-        own = torch.ones_like(self.ids) if self.mask is None else self.mask
-        return Prefix(joined, torch.cat([own, torch.ones_like(ids) if mask is None else mask], 1))
+        own_mask = torch.ones_like(self.ids) if self.mask is None else self.mask
+        return Prefix(joined, torch.cat([own_mask, torch.ones_like(ids) if mask is None else mask], 1))
 
     def rows(self, which: Tensor) -> Prefix:
         """The rows ``which`` (indices, one may come twice) of this prefix."""

@@ -36,18 +36,19 @@ def answer_doubt(logits: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def head_deviation(model: PreTrainedModel, prefix: Prefix, cache: DynamicCache, tokens: int = TOKENS) -> Tensor:
-    """How far ``cache`` is from what the receiver computes for the first ``tokens`` of each row, [batch], relative.
+    """Return the relative distance of ``cache`` from the receiver's own prefill of the first ``tokens`` of each row,
+    [batch].
 
-    The first tokens see nothing but one another, so their own prefill is exact. Norm of the difference over norm of
-    the receiver's own, the mean over keys, values and all layers: a recomputed layer deviates too, because it started
-    from the sender's hidden states. Raises RequestError unless every row has ``tokens``.
+    The first tokens see nothing but one another, so their own prefill is exact. Norm of the difference over norm of the
+    receiver's own, the mean over keys, values and all layers: a recomputed layer deviates too, because it started from
+    the sender's hidden states. Raises RequestError unless every row has ``tokens``.
     """
     lengths = _lengths(prefix, tokens)
     columns = (prefix.tokens - lengths)[:, None] + torch.arange(tokens, device=prefix.ids.device)
-    own = full_prefill(model, Prefix(prefix.ids.gather(1, columns))).kv
+    alone = full_prefill(model, Prefix(prefix.ids.gather(1, columns))).kv
     relative = []
-    for index, mine in enumerate(own):
-        for exact, mixed in zip(mine, layer_kv(cache, index), strict=True):
+    for index, recomputed in enumerate(alone):
+        for exact, mixed in zip(recomputed, layer_kv(cache, index), strict=True):
             held = mixed.gather(2, columns[:, None, :, None].expand_as(exact))
             relative.append((held - exact).float().flatten(1).norm(dim=1) / exact.float().flatten(1).norm(dim=1))
     return torch.stack(relative).mean(0)
@@ -63,7 +64,8 @@ def tail_divergence(
     tokens: int = TOKENS,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """How the first answer token changes once the receiver has read the last ``tokens`` of the prefix itself, [batch].
+    """Return the change of the first answer token once the receiver has read the last ``tokens`` of the prefix itself,
+    [batch].
 
     Those tokens and ``suffix`` [batch, suffix] (``mask`` 0 on its right padding) go through all layers over what
     ``cache`` holds of the tokens before them. Compared with ``logits`` [batch, vocabulary], the first answer token's
@@ -72,19 +74,19 @@ def tail_divergence(
     ``tokens``.
     """
     _lengths(prefix, tokens)
-    kept = prefix.tokens - tokens
-    head = Prefix(prefix.ids[:, :kept], None if prefix.mask is None else prefix.mask[:, :kept])
+    head_tokens = prefix.tokens - tokens
+    head = Prefix(prefix.ids[:, :head_tokens], None if prefix.mask is None else prefix.mask[:, :head_tokens])
     short = cache_of(
-        LayerKV(kv.keys[:, :, :kept], kv.values[:, :, :kept])
+        LayerKV(kv.keys[:, :, :head_tokens], kv.values[:, :, :head_tokens])
         for kv in (layer_kv(cache, index) for index in range(len(cache.layers)))
     )
-    again = torch.cat([prefix.ids[:, kept:], suffix], 1)
-    own = None if mask is None else torch.cat([torch.ones_like(prefix.ids[:, kept:]), mask], 1)
-    reread = suffix_logits(model, head, again, short, own, keep=suffix.shape[1])
+    again = torch.cat([prefix.ids[:, head_tokens:], suffix], 1)
+    tail_mask = None if mask is None else torch.cat([torch.ones_like(prefix.ids[:, head_tokens:]), mask], 1)
+    reread = suffix_logits(model, head, again, short, tail_mask, keep=suffix.shape[1])
     last = torch.full_like(suffix[:, 0], suffix.shape[1] - 1) if mask is None else mask.sum(1) - 1
-    mine = reread[torch.arange(len(last), device=last.device), last].float().log_softmax(-1)
+    log_probs = reread[torch.arange(len(last), device=last.device), last].float().log_softmax(-1)
     mixed = logits.float().log_softmax(-1)
-    return ((mine.exp() - mixed.exp()) * (mine - mixed)).sum(-1)
+    return ((log_probs.exp() - mixed.exp()) * (log_probs - mixed)).sum(-1)
 
 
 def _lengths(prefix: Prefix, tokens: int) -> Tensor:

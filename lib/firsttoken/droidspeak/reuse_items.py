@@ -25,7 +25,7 @@ class TaskItem:
 
     @property
     def target(self) -> str:
-        """What should follow the suffix, the stop included."""
+        """Return the text that should follow the suffix, the stop included."""
         return f" {self.answers[0]}{STOP}"
 
 
@@ -41,7 +41,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Task:
-    """How answers are taken and scored: at most ``answer_tokens`` new tokens, up to ``stop`` ("": none).
+    """A task's answers and their score: an answer has at most ``answer_tokens`` new tokens, up to ``stop`` ("": none).
 
     ``score`` is in 0..1, of a prediction against the accepted answers; ``metric`` is its name in tables.
     """
@@ -68,7 +68,7 @@ def _continuation(tokenizer: PreTrainedTokenizerBase, before: str, text: str) ->
     Where the tokenizer joins across the seam (Llama 3 makes two line ends one token), ``text`` is encoded alone: the
     prefix was tokenised before anyone knew what would follow.
     """
-    start, whole = tokenizer.encode(before), tokenizer.encode(before + text)
-    if whole[: len(start)] == start:
-        return whole[len(start) :]
+    start, encoded = tokenizer.encode(before), tokenizer.encode(before + text)
+    if encoded[: len(start)] == start:
+        return encoded[len(start) :]
     return tokenizer.encode(text, add_special_tokens=False)

@@ -15,7 +15,7 @@ from firsttoken.engine.request import Request
 
 
 def served_prefix(executor: LiveExecutor, request: Request, edges: Iterable[int] = ()) -> PrefixCache:
-    """What was computed of the prompt of ``request``, with the E-cache at ``edges``; the request goes on.
+    """Return the cache of the prompt of ``request``, with the E-cache at ``edges``; the request goes on.
 
     Of a prefix that was itself taken from another model, the layers that were not computed again, and the E-cache at
     the lower edge of the group, are that model's. Raises RequestError where the prompt has not been computed, or no
@@ -23,6 +23,6 @@ def served_prefix(executor: LiveExecutor, request: Request, edges: Iterable[int]
     """
     tokens = request.prompt_tokens
     kv = executor.computed(request, tokens)
-    kept = (request.version or executor.version).hidden_cache or HiddenStateCache(())
-    e_cache = {edge: kept.of(request.number, edge)[:, :tokens].clone() for edge in edges}
+    boundary_cache = (request.version or executor.version).hidden_cache or HiddenStateCache(())
+    e_cache = {edge: boundary_cache.of(request.number, edge)[:, :tokens].clone() for edge in edges}
     return PrefixCache(tuple(LayerKV(*layer) for layer in kv), e_cache)

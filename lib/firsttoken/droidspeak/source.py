@@ -65,11 +65,11 @@ class StoredPrefix:
 
     @property
     def complete(self) -> bool:
-        """Whether every reused layer was handed over."""
+        """Return whether every reused layer was handed over."""
         return not self._left
 
     def begin(self) -> None:
-        """Let it come."""
+        """Start the transfer over the link, where there is one."""
         if self._transfer is not None:
             self._begun.enter_context(self._transfer)
 
@@ -96,12 +96,11 @@ class StoredPrefix:
         return came
 
     def close(self) -> None:
-        """End the transfer."""
         self._begun.close()
 
     def _ready(self, name: str) -> Tensor | None:
-        """What has come over the link, or None yet. A file that is at fault is removed, and named on the terminal, the
-        first time: whoever asks is answered without it."""
+        """Return the piece ``name`` if it has come over the link, or None yet. A file that is at fault is removed, and
+        named on the terminal, the first time; the request is answered without it."""
         try:
             return self._transfer.ready(name)
         except LinkError as error:

@@ -93,7 +93,7 @@ class KVStore:
             self._enter(file.entry)
 
     def __len__(self) -> int:
-        """How many prefixes are kept."""
+        """Return the number of stored prefixes."""
         return len(self._entries)
 
     @property
@@ -125,7 +125,7 @@ class KVStore:
         return bool(new or gone)
 
     def drop(self, key: str) -> None:
-        """Remove the prefix of this key; who reads it has all of it. Raises CacheError where it is not there."""
+        """Remove the prefix of this key; an open reader still has all of it. Raises CacheError where it is absent."""
         with self._lock:
             if key not in self._entries:
                 raise CacheError(f"no prefix {key[:80]!r} is stored; `firsttoken prefix list` names them")
@@ -168,7 +168,7 @@ class KVStore:
                 self._enter(entry)
 
     def match(self, context: Sequence[int], model: ModelIdentity, e_cache_layer: int | None = None) -> int:
-        """How many of the first tokens of ``context`` are stored for ``model`` (with the E-cache at layer
+        """Return how many of the first tokens of ``context`` are stored for ``model`` (with the E-cache at layer
         ``e_cache_layer``)."""
         tokens = _tokens(context)
         with self._lock:
@@ -304,9 +304,9 @@ class KVStore:
         if hit := self._find(tokens, model, e_cache_layer):
             return hit
         if hit := self._find(tokens, model):
-            there = ", ".join(map(str, self._entries[hit.key].edges)) or "none"
+            edges = ", ".join(map(str, self._entries[hit.key].edges)) or "none"
             raise CacheError(
-                f"no E-cache at layer {e_cache_layer} is stored for this context (there: {there}); store that edge too"
+                f"no E-cache at layer {e_cache_layer} is stored for this context (there: {edges}); store that edge too"
             )
         for other in dict.fromkeys(entry.model for entry in self._entries.values()):
             if model.may_read(other) and self._find(tokens, other):  # nobody learns of what is another's

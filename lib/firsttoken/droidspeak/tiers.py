@@ -68,7 +68,7 @@ class MemoryTier:
 
     @property
     def used(self) -> int:
-        """Bytes of all tensors."""
+        """Return the bytes of all tensors."""
         return self._lru.used
 
     def check(self, length: int, pieces: Mapping[str, Tensor]) -> None:
@@ -96,12 +96,12 @@ class MemoryTier:
         return gone
 
     def pieces(self, key: str) -> Mapping[str, Tensor]:
-        """What is held of ``key``, which counts as a use; it stays as it is when the entry goes."""
+        """Return the held pieces of ``key``, which counts as a use; they stay as they are when the entry goes."""
         self._lru.touch(key)
         return self._pieces.get(key, {})
 
     def drop(self, key: str) -> None:
-        """Forget ``key`` and its pieces."""
+        """Remove ``key`` and its pieces."""
         self._lru.drop(key)
         self._pieces.pop(key, None)
 
@@ -130,7 +130,7 @@ class DiskTier:
 
     @property
     def used(self) -> int:
-        """Bytes of all files."""
+        """Return the bytes of all files."""
         return self._lru.used
 
     @property
@@ -139,21 +139,25 @@ class DiskTier:
         return list(self._files.values())
 
     def look(self) -> tuple[list[Entry], list[str]]:
-        """What others have put into the folder since this was last called, and the keys of what they took out of it or
-        replaced, of which no file is removed. Where the folder was not changed, only the system is asked.
-        """
+        """Return the entries that others have put into the folder since this was last called, and the keys of those
+        that they took out of it or replaced, of which no file is removed. Where the folder was not changed, only the
+        system is asked."""
         try:
             stamp = self.folder.stat().st_mtime_ns
             if stamp == self._stamp:
                 return [], []
-            with os.scandir(self.folder) as found:
-                there = {one.name: one.stat().st_ctime_ns for one in found if _NAME.fullmatch(one.name)}
+            with os.scandir(self.folder) as scanned:
+                present = {
+                    scanned_file.name: scanned_file.stat().st_ctime_ns
+                    for scanned_file in scanned
+                    if _NAME.fullmatch(scanned_file.name)
+                }
         except OSError:  # the folder itself is gone, and its files with it
-            stamp, there = 0, {}
-        known = {file_name(key): key for key in self._files}
-        new, gone = [], [key for name, key in known.items() if name not in there]
-        for name, changed in sorted(there.items()):
-            key = known.get(name)
+            stamp, present = 0, {}
+        names = {file_name(key): key for key in self._files}
+        new, gone = [], [key for name, key in names.items() if name not in present]
+        for name, changed in sorted(present.items()):
+            key = names.get(name)
             if key is not None and self._changed.get(key) == changed:
                 continue
             file = self._read(self.folder / name)
@@ -195,7 +199,7 @@ class DiskTier:
             raise self._unusable(error) from error
 
     def publish(self, made: Draft) -> None:
-        """What was written can be opened from now on."""
+        """Let the written draft be opened from now on."""
         self._enter(made.file)
         self.file(made.file.entry.key)  # writing stamps a coarser time than a use does: the order would turn round
 
@@ -233,7 +237,8 @@ class DiskTier:
         self._enter(file)
 
     def _read(self, path: Path) -> KVFile | None:
-        """What is in the file at ``path``; None for a torn one, which a line on the terminal names the first time."""
+        """Read the header of the file at ``path``; None for a torn one, which a line on the terminal names the first
+        time."""
         try:
             return read_header(path)
         except CacheError as error:

@@ -1,4 +1,4 @@
-"""What may compute in the place of stock torch: the one protocol that the engine, stages and swarms ask.
+"""Accelerators, which may compute in the place of stock torch: the one protocol that the engine, stages and swarms ask.
 
 A package beside the library registers its accelerator by name (``study.extensions``). Where none is installed, or the
 environment asks for torch alone, this class computes, with transformers' own modules.
@@ -32,8 +32,8 @@ class Fused(nn.Module):
     """A decoder layer in fewer and larger operations, over weights of its own."""
 
     def with_adapter(self, slices: Mapping[str, Halves]) -> Fused | None:
-        """The same over the same weights with LoRA's ``slices`` by module, "self_attn.q_proj" and so on; None where
-        they are not added up."""
+        """Return a layer over the same weights with LoRA's ``slices`` by module, "self_attn.q_proj" and so on; None
+        where they are not added up."""
         return None
 
 
@@ -41,8 +41,8 @@ class JoinedLayers(Protocol):
     """Decoder layers that one call runs, of one model or of variants of it that differ in adapters alone."""
 
     def fits(self, hidden: Tensor, paged: Attend, rotary: Any) -> bool:
-        """Whether the call takes ``hidden`` [1, tokens, hidden] in the step whose attention is ``paged``; ``rotary``
-        are the cosines and sines of its positions."""
+        """Return whether the call takes ``hidden`` [1, tokens, hidden] in the step whose attention is ``paged``;
+        ``rotary`` are the cosines and sines of its positions."""
 
     def run(
         self, hidden: Tensor, paged: Attend, rotary: tuple[Tensor, Tensor], variant_of: Tensor | None = None
@@ -67,7 +67,7 @@ class Accelerator:
         return model
 
     def fuses(self, layer: nn.Module) -> bool:
-        """Whether :meth:`fuse_layer` makes another layer of this one, and leaves that as it was."""
+        """Return whether :meth:`fuse_layer` makes another layer of this one, and leaves that as it was."""
         return False
 
     def fuse_layer(self, layer: nn.Module, panels: Mapping[str, np.ndarray] | None = None) -> nn.Module:
@@ -80,15 +80,16 @@ class Accelerator:
         return None
 
     def norm_before(self, head: nn.Module, norm: nn.Module) -> Callable[[Tensor], Tensor]:
-        """What computes ``norm`` of the rows that ``head`` multiplies."""
+        """Return the function that computes ``norm`` of the rows that ``head`` multiplies."""
         return norm
 
     def join(self, variants: Sequence[Sequence[nn.Module]]) -> tuple[int, JoinedLayers | None]:
-        """How many layers of all ``variants``, from the first on, one call runs, and what calls them; 0 and None."""
+        """Return the number of layers of all ``variants``, from the first on, that one call runs, and what calls them;
+        0 and None where there are none."""
         return 0, None
 
     def attention(self, pool: KVPool) -> type[Attend] | None:
-        """How attention over ``pool`` is computed fastest; None for torch's own."""
+        """Return the fastest way to compute attention over ``pool``; None for torch's own."""
         return None
 
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +98,7 @@ class Accelerator:
         return best.indices, best.values
 
     def multiplies(self, dtype: torch.dtype) -> bool:
-        """Whether products in ``dtype`` are the accelerator's own."""
+        """Return whether products in ``dtype`` are the accelerator's own."""
         return False
 
     def goes_on(self, head: nn.Module, weights: Any) -> tuple[nn.Module, type[Attend] | None]:
@@ -108,7 +109,8 @@ class Accelerator:
 
 @cache
 def accelerator() -> Accelerator:
-    """What computes in this process. Raises ProfileError for a word in the environment that names none."""
+    """Return the accelerator that computes in this process. Raises ProfileError for a word in the environment that
+    names none."""
     if accelerator_name() == NONE or "cpu" not in registered("ACCELERATOR"):
         return Accelerator()
     return extension("ACCELERATOR", "cpu")()
@@ -117,8 +119,8 @@ def accelerator() -> Accelerator:
 def build_model(folder: Path, dtype: torch.dtype) -> nn.Module:
     """The model of ``folder/config.json`` with every parameter on the meta device, in ``dtype``: by modules of the
     accelerator's own, or the stock one. Raises ModelError as :func:`build_on_meta`."""
-    own = accelerator().build_own(folder, dtype)
-    return build_on_meta(folder, dtype) if own is None else own
+    own_model = accelerator().build_own(folder, dtype)
+    return build_on_meta(folder, dtype) if own_model is None else own_model
 
 
 def fuse(model: nn.Module) -> nn.Module:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """How many requests run and wait (also for stored keys and values), and how many KV blocks they have."""
+    """The numbers of requests that run and that wait (also for stored keys and values), and of the KV blocks they
+    have."""
 
     running: int = 0
     waiting: int = 0
@@ -88,7 +89,7 @@ class AsyncEngine:
         self.soon(accept)
 
     def leave(self, stream: Stream, wait: bool) -> None:
-        """The client of ``stream`` goes."""
+        """End the request of ``stream``, whose client goes; with ``wait``, return once it has ended."""
         if stream.request is not None and stream.request.finished:
             return
         (self.between if wait else self.soon)(lambda: self._drop(stream))
@@ -98,9 +99,10 @@ class AsyncEngine:
         for request, error in self._engine.publish(version, transition):
             self._streams.pop(request.number).end(error)
 
-    def between(self, what: Callable[[], Any]) -> Any:
-        """Let the engine's thread call ``what`` between two steps, and return or raise what that returns or raises."""
-        answer = self.soon(what)
+    def between(self, action: Callable[[], Any]) -> Any:
+        """Let the engine's thread call ``action`` between two steps, and return or raise what that returns or
+        raises."""
+        answer = self.soon(action)
         while True:
             try:
                 # The thread may end before it comes to this wish, and nobody answers then: hence the look every second.
@@ -109,10 +111,10 @@ class AsyncEngine:
                 if not self._thread.is_alive():
                     raise RequestError("the server is closed; start another") from None
 
-    def soon(self, what: Callable[[], Any]) -> Future:
-        """Let the engine's thread call ``what`` between two steps."""
+    def soon(self, action: Callable[[], Any]) -> Future:
+        """Let the engine's thread call ``action`` between two steps."""
         answer: Future = Future()
-        self._wishes.put((what, answer))
+        self._wishes.put((action, answer))
         return answer
 
     def stats(self) -> EngineStats:
@@ -137,9 +139,9 @@ class AsyncEngine:
     def _loop(self) -> None:
         while not self._closed:
             while not self._closed and not (self._engine.busy and self._wishes.empty()):
-                what, answer = self._wishes.get()
+                action, answer = self._wishes.get()
                 try:
-                    answer.set_result(what())
+                    answer.set_result(action())
                 except Exception as error:  # whatever one client asked for, the others' thread goes on
                     answer.set_exception(error)
             if not self._closed:
@@ -163,8 +165,8 @@ class AsyncEngine:
             if request.finished:
                 self._streams.pop(request.number).end()
 
-    def _accept(self, stream: Stream, asked: Asked) -> None:
-        prompt, sampling, moves, variant, source = asked
+    def _accept(self, stream: Stream, submission: Asked) -> None:
+        prompt, sampling, moves, variant, source = submission
         if len(self._streams) >= self._most:
             raise BusyError(f"{self._most} requests are open; ask again later")
         if variant and variant not in self.versions:

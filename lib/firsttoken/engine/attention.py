@@ -39,7 +39,7 @@ class Attend(ABC):
     has_windows = False
 
     def __init__(self, pool: KVPool, blocks: torch.Tensor, offsets: torch.Tensor) -> None:
-        """``blocks`` and ``offsets`` [tokens] say where in the pool each new token belongs."""
+        """Set up the step: ``blocks`` and ``offsets`` [tokens] say where in the pool each new token belongs."""
         self.pool = pool
         self._blocks, self._offsets = blocks, offsets
 
@@ -60,7 +60,8 @@ class Attend(ABC):
         scaling: float | None,
         window: int | None = None,
     ) -> torch.Tensor:
-        """``query`` [1, heads, tokens, head_dim], ``key``, ``value`` [1, kv_heads, ...] -> [1, tokens, heads, ...]."""
+        """Attend with ``query`` [1, heads, tokens, head_dim], ``key``, ``value`` [1, kv_heads, ...] -> [1, tokens,
+        heads, ...]."""
         new = torch.cat([key[0].transpose(0, 1), value[0].transpose(0, 1)]).flatten(1)
         self.pool.token_rows.index_copy_(0, self.writes[layer], new)
         windowed = {} if window is None else {"window": window}
@@ -79,7 +80,7 @@ class Attend(ABC):
 
 
 def layer_steps(pool: KVPool, rows: int) -> torch.Tensor:
-    """[layers, 1]: how far the rows of each layer lie behind those of the first; a block has ``rows`` in each."""
+    """Return how far the rows of each layer lie behind those of the first [layers, 1]; a block has ``rows`` in each."""
     return (torch.arange(pool.shape.layers, device=pool.device) * rows)[:, None]
 
 
@@ -115,7 +116,7 @@ def cache_layer(module: nn.Module) -> int:
 
 
 def is_stock(model: nn.Module) -> bool:
-    """Whether the modules of ``model`` are transformers' own. Others have ``attention_interfaces`` by name."""
+    """Return whether the modules of ``model`` are transformers' own. Others have ``attention_interfaces`` by name."""
     return not hasattr(model, "attention_interfaces")
 
 
@@ -173,8 +174,8 @@ class VarlenAttend(Attend):
             else:
                 both = both.repeat_interleave(queries_a_key, 2)
         causal = (-1, 0)
-        ends, longest = self.ends, self.longest
-        return varlen_attn(q, *both, *ends, *longest, scale=scaling, window_size=causal, **grouped)[None]
+        sequence_ends, longest = self.ends, self.longest
+        return varlen_attn(q, *both, *sequence_ends, *longest, scale=scaling, window_size=causal, **grouped)[None]
 
     def _token_rows(self, chunk: ScheduledChunk) -> torch.Tensor:
         """Rows of ``KVPool.token_rows`` of the keys in the first layer, of all that the request sees."""

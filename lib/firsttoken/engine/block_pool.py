@@ -73,12 +73,13 @@ class BlockPool:
                     self._blank.append(block)
 
     def publish(self, block: int, key: bytes) -> None:
-        """Let ``block``, which has an owner and is complete, be found by ``key``; of two blocks the first is."""
+        """Register ``block``, which has an owner and is complete, by ``key``; of two blocks of a key the first is
+        found."""
         if key not in self._found:
             self._found[key], self._keys[block] = block, key
 
     def published(self, block: int) -> bool:
-        """Whether ``block`` can be found, so that others may have it too, and nobody writes to it."""
+        """Return whether ``block`` can be found, so that others may have it too, and nobody writes to it."""
         return block in self._keys
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
@@ -86,13 +87,13 @@ class BlockPool:
         return [self._found[key] for key in takewhile(self._found.__contains__, keys)]
 
     def withdraw(self, blocks: Iterable[int]) -> None:
-        """Let ``blocks``, which have owners, not be found any more."""
+        """Withdraw the keys of ``blocks``, which have owners, so that they are not found any more."""
         for block in blocks:
             if (key := self._keys.pop(block, None)) is not None:
                 del self._found[key]
 
     def forget(self) -> None:
-        """Let no block be found until it is published again, because all have lost what they held."""
+        """Withdraw all keys, because all blocks have lost what they held: none is found until it is published again."""
         self._blank += self._kept
         self._kept.clear()
         self._keys.clear()
@@ -160,8 +161,8 @@ class PrefixSharing:
         request.published = _NEVER
 
     def publish(self, chunk: ScheduledChunk) -> None:
-        """Let requests that are admitted after ``chunk`` share the blocks it fills, in its step too: there each layer
-        writes all keys and values before it reads any."""
+        """Share the blocks that ``chunk`` fills with requests that are admitted after it, in its step too: there each
+        layer writes all keys and values before it reads any."""
         request, full = chunk.request, chunk.end // self._block_tokens
         if request.published >= full:
             return
@@ -171,7 +172,8 @@ class PrefixSharing:
         request.published = full
 
     def withdraw(self, chunk: ScheduledChunk) -> list[int]:
-        """Let blocks that ``chunk``, which was not computed, should have filled not be found any more."""
+        """Withdraw the keys of blocks that ``chunk``, which was not computed, should have filled; return these
+        blocks."""
         request, full = chunk.request, chunk.start // self._block_tokens
         if request.published < _NEVER:
             request.published = min(request.published, full)

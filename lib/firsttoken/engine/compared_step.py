@@ -52,12 +52,12 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def prompt_of(limits: Limits) -> list[int]:
-    """The ids of the prompt, as many as fit."""
+    """Return the token ids of the prompt, as many as fit."""
     return [(number * 7919 + 17) % limits.vocabulary for number in range(min(CUTS[-1], limits.context))]
 
 
 def chunks_of(prompt: Sequence[int], block_tokens: int) -> Iterator[ScheduledChunk]:
-    """The pieces of ``prompt`` as a request has them that is alone in a pool."""
+    """Yield the pieces of ``prompt`` as chunks of a request that is alone in a pool."""
     request = Request(0, prompt, Sampling(1), 0.0)
     request.blocks = list(range(-(-len(prompt) // block_tokens)))
     stops = sorted({min(cut, len(prompt)) for cut in CUTS})
@@ -84,7 +84,8 @@ class Reference(NamedTuple):
 
 @torch.inference_mode()
 def reference_rows(model: nn.Module, prompt: Sequence[int]) -> Reference:
-    """The same by ``model`` itself, in one forward pass; in half precision in two."""
+    """Return the rows of :func:`engine_rows` as ``model`` itself computes them, in one forward pass; in half precision
+    in two."""
     embedding = model.get_input_embeddings()
     ids = torch.tensor([list(prompt)], device=embedding.weight.device)
     with _running(type(model).__name__):
@@ -100,7 +101,8 @@ def reference_rows(model: nn.Module, prompt: Sequence[int]) -> Reference:
 
 @torch.inference_mode()
 def lean_rows(files: ModelFiles, dtype: torch.dtype, device: str, prompt: Sequence[int]) -> Reference:
-    """The same by the modules of the model of ``files``, lean or stock, one layer of which is in memory at a time.
+    """Return the rows of :func:`engine_rows` by the modules of the model of ``files``, lean or stock, one layer of
+    which is in memory at a time.
 
     Raises ModelError as :func:`tensors_of`.
     """
@@ -133,8 +135,8 @@ class _ReachedError(Exception):
 
 @torch.inference_mode()
 def span_rows(model: PreTrainedModel, hidden: Tensor) -> Reference:
-    """What the layers of ``model``, whose ends need not be there, add to ``hidden`` [tokens, hidden] in its own forward
-    pass, and by how much they move what is rounded once more."""
+    """Return what the layers of ``model``, whose ends need not be there, add to ``hidden`` [tokens, hidden] in its own
+    forward pass, and by how much they move what is rounded once more."""
 
     def leave(module: nn.Module, args: Any, out: Tensor) -> None:
         raise _ReachedError(out)
@@ -186,7 +188,7 @@ def _running(name: str) -> Iterator[None]:
 
 
 class Comparison:
-    """Whether what ``parts`` name is still to be compared by this code on this machine."""
+    """A note of whether this code on this machine has compared what ``parts`` name."""
 
     def __init__(self, files: Iterable[Path], *parts: Any) -> None:
         """``files`` are those of the model: each counts with its size, its beginning and its end. Raises OSError."""
@@ -202,11 +204,11 @@ class Comparison:
 
     @property
     def due(self) -> bool:
-        """Whether nobody has noted that it was right."""
+        """Return whether the comparison is still to be made: nobody has noted that it was right."""
         return self._note not in _RIGHT and not self._note.is_file()
 
     def right(self) -> None:
-        """Note that it was."""
+        """Note that the comparison was right."""
         _RIGHT.add(self._note)
         with suppress(OSError):  # in a cache that cannot be written it is compared at each start
             self._note.parent.mkdir(parents=True, exist_ok=True)
@@ -228,7 +230,7 @@ def _nudged(states: Tensor) -> Tensor:
 
 
 def _away(rows: Tensor, reference: Tensor) -> float:
-    """How far the median of ``rows`` is from ``reference``, as a share of the spread of its numbers."""
+    """Return how far the median of ``rows`` is from ``reference``, as a share of the spread of its numbers."""
     rows, reference = rows.float().cpu(), reference.float().cpu()
     spread = (reference - reference.mean(-1, keepdim=True)).norm(dim=-1)
     return float(((rows - reference).norm(dim=-1) / spread.clamp_min(1e-20)).nan_to_num(torch.inf).median())

@@ -45,7 +45,7 @@ def check_cover(segments: Sequence[Segment], layers: range) -> None:
     else:
         if reached == max(layers.start, layers.stop):
             return
-    held = ", ".join(f"[{one.layers.start}, {one.layers.stop})" for one in segments)
+    held = ", ".join(f"[{held_segment.layers.start}, {held_segment.layers.stop})" for held_segment in segments)
     raise ModelError(f"the segments {held} are not the model's layers [{layers.start}, {layers.stop}) in order")
 
 
@@ -55,7 +55,8 @@ where attention is the engine's. Their own code for it takes 0.25 ms more, of 4 
 
 
 def _is_plain(model: nn.Module) -> bool:
-    """Whether ``model`` is one of ``_PLAIN`` as transformers has it: a checkpoint may bring other code by that name."""
+    """Return whether ``model`` is one of ``_PLAIN`` as transformers has it: a checkpoint may bring other code by that
+    name."""
     return type(model).__name__ in _PLAIN and type(model).__module__.startswith("transformers.models.")
 
 
@@ -81,7 +82,7 @@ class LocalSegment:
             end = some.stop
             if step.hidden_cache is not None:
                 step.hidden_cache.enter(layer, hidden, step.chunks)
-                end = min((kept for kept in step.hidden_cache.layers if layer < kept < end), default=end)
+                end = min((boundary for boundary in step.hidden_cache.layers if layer < boundary < end), default=end)
             part = slice(layer - self._lo, end - self._lo)
             modules = self.modules[part]
             if step.variants is not None:
@@ -98,8 +99,8 @@ class LocalSegment:
                 hidden = joined.run(hidden, step.paged, turns)
                 layer += count
             else:
-                own = {"position_embeddings": turns[layer]} if isinstance(turns, dict) else {}
-                hidden = modules[0](hidden, *args, **(keywords | own))
+                rotary = {"position_embeddings": turns[layer]} if isinstance(turns, dict) else {}
+                hidden = modules[0](hidden, *args, **(keywords | rotary))
                 layer += 1
         return hidden
 
@@ -146,7 +147,6 @@ class Decoder:
 
     @property
     def depth(self) -> int:
-        """Layers of the model."""
         return self.segments[-1].layers.stop
 
     def logits(self, step: StepPlan) -> Tensor:
@@ -165,12 +165,15 @@ class Decoder:
         return self._model(**_inputs(step), logits_to_keep=step.last).logits[0]
 
     def _plain_logits(self, step: StepPlan) -> Tensor:
-        """The same by the model's parts, for one of ``_PLAIN``, and only the rows that are wanted through the norm."""
+        """Return the logits of ``step`` by the parts of a model in ``_PLAIN``; only the rows that are wanted go through
+        the norm."""
         decoder = self._decoder
         hidden = decoder.embed_tokens(step.ids)
         turns = self._angles(hidden, step)
-        told = {"attention_mask": None, "past_key_values": None, "use_cache": False}
-        hidden = decoder.layers[0](hidden, step=step, position_embeddings=turns, position_ids=step.positions, **told)
+        keywords = {"attention_mask": None, "past_key_values": None, "use_cache": False}
+        hidden = decoder.layers[0](
+            hidden, step=step, position_embeddings=turns, position_ids=step.positions, **keywords
+        )
         return self._model.lm_head(self._norm(hidden[0].index_select(0, step.last)))
 
     def _angles(self, hidden: Tensor, step: StepPlan) -> tuple[Tensor, Tensor] | None:
@@ -209,9 +212,9 @@ class Decoder:
 
     def set_head(self, head: nn.Module) -> None:
         """Compute logits with ``head``, which has the weight of the model's own."""
-        own = self._model.get_output_embeddings()
+        embeddings = self._model.get_output_embeddings()
         for name, child in self._model.named_children():
-            if child is own:
+            if child is embeddings:
                 self._model._modules[name] = head
         if self._norm is not None:
             self._norm = accelerator().norm_before(head, self._decoder.norm)
@@ -227,7 +230,7 @@ class Decoder:
 
 
 class _Through(nn.Module):
-    """What stands in the place of a model's layers, and is called as each of them would be.
+    """A stand-in for a model's layers, called as each of them would be.
 
     Where each of their ``kinds`` has rotary angles of its own (Gemma-3), every layer is given those of its kind.
     """

@@ -35,8 +35,10 @@ def _adjusted(logits: np.ndarray, sampling: Sampling, tokens: Sequence[int], gen
         values[token] += bias
     if sampling.repetition_penalty != 1:
         present = np.unique(tokens)
-        found = values[present]
-        values[present] = np.where(found > 0, found / sampling.repetition_penalty, found * sampling.repetition_penalty)
+        scores = values[present]
+        values[present] = np.where(
+            scores > 0, scores / sampling.repetition_penalty, scores * sampling.repetition_penalty
+        )
     if generated and (sampling.frequency_penalty or sampling.presence_penalty):
         present, counts = np.unique(tokens[-generated:], return_counts=True)
         values[present] -= sampling.frequency_penalty * counts + sampling.presence_penalty
@@ -77,8 +79,8 @@ def _cut(shares: np.ndarray, top_p: float) -> None:
     """Set ``shares`` [vocabulary] to 0 outside the nucleus, to which the first belong of those that are equal."""
     falling = np.sort(shares)[::-1]
     sums = falling.cumsum()
-    kept = int(sums.searchsorted(top_p * sums[-1])) + 1
-    least = falling[kept - 1]
+    nucleus = int(sums.searchsorted(top_p * sums[-1])) + 1
+    least = falling[nucleus - 1]
     shares[shares < least] = 0.0
     equal = np.flatnonzero(shares == least)
-    shares[equal[kept - int(np.count_nonzero(shares > least)) :]] = 0.0
+    shares[equal[nucleus - int(np.count_nonzero(shares > least)) :]] = 0.0

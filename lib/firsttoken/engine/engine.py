@@ -26,12 +26,12 @@ from firsttoken.study.errors import ProfileError, RequestError
 
 @dataclass(frozen=True)
 class EngineConfig(SchedulerConfig):
-    """How requests share the pool. ``scheduler`` is a name, or a class of one's own.
+    """The configuration by which requests share the pool. ``scheduler`` is a name, or a class of one's own.
 
-    ``victim`` says who is preempted (LIFO in the paper, 2.2), by name or as a choice of one's own; ``watermark`` is the
-    share of blocks that admission leaves free (vLLM: 0.01; CPS: 0, 3.1). ``share_prefixes``: requests that begin alike
-    share blocks; off, as the preemption policies are taught and measured with prefills from nothing. Raises
-    ProfileError for an unknown name, and for bounds that the scheduler cannot keep.
+    ``victim`` says who is preempted (LIFO in the paper, 2.2), by name or as a choice of one's own. ``watermark`` is the
+    share of blocks that admission leaves free (vLLM: 0.01; CPS: 0, 3.1). With ``share_prefixes``, requests that begin
+    alike share blocks; that is off by default, as the preemption policies are taught and measured with prefills from
+    nothing. Raises ProfileError for an unknown name, and for bounds that the scheduler cannot keep.
     """
 
     scheduler: str | type[Scheduler] = "prefill_first"
@@ -58,13 +58,13 @@ def check_admission(request: Request, source: KVSource | None, executor: Executo
     """Raises RequestError for more tokens than the model's context or ``pool`` can ever hold, a token outside the
     vocabulary, and a ``source`` of all tokens of the prompt or more, or of a prompt whose own chances are asked for."""
     limits, most = executor.limits, request.prompt_tokens + request.sampling.max_tokens
-    asked = f"a prompt of {request.prompt_tokens} tokens and {request.sampling.max_tokens} new ones"
+    demand = f"a prompt of {request.prompt_tokens} tokens and {request.sampling.max_tokens} new ones"
     if most > limits.context:
-        raise RequestError(f"{asked} exceed the model's context of {limits.context} tokens; ask for fewer")
+        raise RequestError(f"{demand} exceed the model's context of {limits.context} tokens; ask for fewer")
     usable = pool.count - pool.watermark
     if -(-request.most_cached // executor.block_tokens) > usable:
         room = usable * executor.block_tokens
-        raise RequestError(f"{asked} exceed the KV pool of {room} tokens; ask for fewer or make the pool larger")
+        raise RequestError(f"{demand} exceed the KV pool of {room} tokens; ask for fewer or make the pool larger")
     if min(request.tokens) < 0 or max(request.tokens) >= limits.vocabulary:
         raise RequestError(f"the prompt holds a token outside the vocabulary of {limits.vocabulary}")
     if source is None:
@@ -93,7 +93,9 @@ def fast_forward(engine: Engine, next_arrival_s: float) -> bool:
     if not isinstance(executor, SimulatedExecutor) or not scheduler.steady or away:
         return False
     running = sorted(scheduler.running, key=lambda request: request.order)
-    most = _that_fit(scheduler, min([one.sampling.max_tokens - len(one.times_s) for one in running], default=0))
+    most = _that_fit(
+        scheduler, min([candidate.sampling.max_tokens - len(candidate.times_s) for candidate in running], default=0)
+    )
     contexts, now, times = tuple([request.cached for request in running]), executor.now(), []
     if engine.trace is None and type(scheduler).completed is Scheduler.completed:  # nobody looks at single steps
         times, most = executor.charge_decodes(contexts, most, next_arrival_s), 0
@@ -108,9 +110,9 @@ def fast_forward(engine: Engine, next_arrival_s: float) -> bool:
     if not times:
         return False
     engine.token_counts[Kind.DECODE] += len(times) * len(running)
-    said, size = [TOKEN] * len(times), scheduler.block_tokens
+    outputs, size = [TOKEN] * len(times), scheduler.block_tokens
     for request in running:
-        request.tokens += said
+        request.tokens += outputs
         request.times_s += times
     if scheduler.prefixes is not None:
         _share_in_turn(scheduler, scheduler.prefixes, running, len(times))
@@ -118,7 +120,7 @@ def fast_forward(engine: Engine, next_arrival_s: float) -> bool:
         if end > len(request.blocks) * size:
             request.blocks += scheduler.pool.take(-(-end // size) - len(request.blocks))
         request.advance(end)
-    for request in [one for one in running if len(one.times_s) >= one.sampling.max_tokens]:
+    for request in [candidate for candidate in running if len(candidate.times_s) >= candidate.sampling.max_tokens]:
         engine.end(request)
     return True
 
@@ -128,13 +130,13 @@ def _share_in_turn(scheduler: Scheduler, prefixes: PrefixSharing, running: Seque
     block that is taken may be one that somebody else could have found."""
     size = scheduler.block_tokens
     edges = [
-        (step, place)
-        for place, request in enumerate(running)
+        (step, index)
+        for index, request in enumerate(running)
         for step in range(steps)
         if not step or (request.cached + step) % size in (0, size - 1)
     ]
-    for step, place in sorted(edges):
-        request, cached = running[place], running[place].cached + step
+    for step, index in sorted(edges):
+        request, cached = running[index], running[index].cached + step
         if cached >= len(request.blocks) * size:
             request.blocks += scheduler.pool.take(1)
         prefixes.publish(ScheduledChunk(request, cached, cached + 1, cached))
@@ -144,7 +146,7 @@ def _that_fit(scheduler: Scheduler, steps: int) -> int:
     """Halve ``steps`` until the free blocks are enough, so that no request is preempted in them; return the result."""
     size, running, free = scheduler.block_tokens, scheduler.running, scheduler.pool.free
     while steps > 0 and len(running) * (steps // size + 1) > free:  # else they are enough wherever blocks end
-        if sum([max(0, -(-(one.cached + steps) // size) - len(one.blocks)) for one in running]) <= free:
+        if sum([max(0, -(-(request.cached + steps) // size) - len(request.blocks)) for request in running]) <= free:
             break
         steps //= 2
     return steps
@@ -154,7 +156,7 @@ POLL_S = 0.001  # between two looks at what comes from elsewhere
 
 
 class Engine:
-    """Requests go in, tokens come out of ``step``; nothing runs between two steps.
+    """An engine: requests go in, tokens come out of ``step``; nothing runs between two steps.
 
     ``token_counts`` count the tokens that were prefilled, decoded and recomputed. ``policy`` overrides the one that the
     configuration names; ``trace`` collects steps and recoveries if given, ``recovered`` is told of these.
@@ -191,7 +193,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is open."""
+        """Return whether a request is open."""
         return bool(self._open)
 
     @property
@@ -231,7 +233,7 @@ class Engine:
         return request
 
     def awaits_prefix(self, request: Request) -> bool:
-        """Whether a stored prefix of ``request`` is wanted that has not come whole."""
+        """Return whether a stored prefix of ``request`` is wanted that has not come whole."""
         return request.number in self.scheduler.pending
 
     def cancel(self, request: Request) -> None:
@@ -328,7 +330,7 @@ class Engine:
         return requests
 
     def _next_chunks(self) -> list[ScheduledChunk]:
-        """Let arrivals in and schedule; waits for the next arrival or transfer when that yields nothing."""
+        """Admit what has arrived and schedule; waits for the next arrival or transfer when that yields nothing."""
         while self.busy:
             now = self.executor.now()
             while self._coming and self._coming[0][0][0] <= now:

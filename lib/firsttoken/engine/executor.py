@@ -1,4 +1,4 @@
-"""What carries a scheduler's decisions out. The live one runs a model, the simulated one charges a cost model."""
+"""Executors carry a scheduler's decisions out. The live one runs a model, the simulated one charges a cost model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Limits:
-    """What an executor can hold: tokens of one request, ids of the vocabulary."""
+    """The limits of an executor: tokens of one request, ids of the vocabulary."""
 
     context: int
     vocabulary: int
@@ -32,14 +32,14 @@ class SwapIn(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether they have arrived."""
+        """Return whether the keys and values have arrived."""
 
     def wait(self) -> SwapTime:
-        """Wait until they have arrived, and return the seconds that this took."""
+        """Wait until the keys and values have arrived, and return the seconds that this took."""
 
 
 class Version(Protocol):
-    """What requests compute with: a model as it is now. ``key`` tells it from every other, ``stage`` (0: it has none)
+    """A model as it is now, which requests compute with. ``key`` tells it from every other, ``stage`` (0: it has none)
     says how far it has grown, and ``depth`` how many layers it has."""
 
     key: int | str
@@ -47,8 +47,8 @@ class Version(Protocol):
     depth: int
 
     def redo(self, request: Request, layers: range) -> LayerRecompute:
-        """What ``request``, which computes with it, has to compute again through ``layers`` when it moves. Raises
-        RequestError where no hidden states are kept there."""
+        """Return what ``request``, which computes with this version, has to compute again through ``layers`` when it
+        moves. Raises RequestError where no hidden states are kept there."""
 
     def adopt(self, request: Request) -> None:
         """Keep from now on what the request's own version has kept of it so far."""
@@ -59,7 +59,7 @@ Transition = Callable[[Version, Version], range | None]
 
 
 class Executor(Protocol):
-    """Runs steps and moves keys and values, on a clock of its own."""
+    """An executor runs steps and moves keys and values, on a clock of its own."""
 
     limits: Limits
     block_tokens: int
@@ -69,10 +69,11 @@ class Executor(Protocol):
 
     @property
     def salt(self) -> str:
-        """What decides keys and values beside the tokens, and may change while no request is open: the adapter."""
+        """Return what decides keys and values beside the tokens, and may change while no request is open: the
+        adapter."""
 
     def now(self) -> float:
-        """The executor's clock, in seconds since some moment."""
+        """Return the executor's clock, in seconds since some moment."""
 
     def wait_until(self, moment_s: float) -> None:
         """Let the time pass, as nothing can run before ``moment_s``."""
@@ -90,10 +91,11 @@ class Executor(Protocol):
         """Give up a copy in host memory."""
 
     def fill(self, request: Request, layer: int, kv: Tensor) -> None:
-        """Write keys and values [2, 1, kv_heads, tokens, head_dim] of its first tokens into its blocks at ``layer``."""
+        """Write keys and values [2, 1, kv_heads, tokens, head_dim] of the request's first tokens into its blocks at
+        ``layer``."""
 
     def hidden_states_of(self, hidden: Tensor, tokens: int) -> Tensor:
-        """The first ``tokens`` of ``hidden`` [1, tokens or more, hidden], where they are computed with."""
+        """Return the first ``tokens`` of ``hidden`` [1, tokens or more, hidden], where they are computed with."""
 
     def forget(self, request: Request) -> None:
         """Drop what is kept of the request beside blocks and copies, as it is over."""

@@ -25,11 +25,11 @@ class HiddenStateCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held now."""
-        return sum(kept.rows.nbytes for layers in self._kept.values() for kept in layers.values())
+        """Return the bytes that are held now."""
+        return sum(entry.rows.nbytes for layers in self._kept.values() for entry in layers.values())
 
     def enter(self, layer: int, hidden: Tensor, chunks: Sequence[ScheduledChunk]) -> None:
-        """``hidden`` [1, tokens, hidden] of ``chunks``, end to end, is about to enter ``layer``."""
+        """Keep ``hidden`` [1, tokens, hidden] of ``chunks``, end to end, which is about to enter ``layer``."""
         if layer not in self.layers:
             return
         first = 0
@@ -38,43 +38,45 @@ class HiddenStateCache:
             first += chunk.tokens
 
     def keep(self, request: int, layer: int, start: int, rows: Tensor) -> None:
-        """``rows`` [tokens, hidden] of the tokens from ``start`` on enter ``layer``, which is one of those kept."""
-        kept = self._kept[request]
-        if layer not in kept:
-            kept[layer] = _CachedStates(rows[:0])
-        kept[layer].write(start, rows)
+        """Keep ``rows`` [tokens, hidden] of the tokens from ``start`` on, which enter ``layer``, one of those kept."""
+        by_layer = self._kept[request]
+        if layer not in by_layer:
+            by_layer[layer] = _CachedStates(rows[:0])
+        by_layer[layer].write(start, rows)
 
     def whole(self, request: int, layer: int, tokens: int) -> bool:
-        """Whether what entered ``layer`` was kept of all its first ``tokens`` tokens, not of later ones only."""
-        kept = self._kept.get(request, {}).get(layer)
-        return kept is not None and kept.start == 0 and kept.end >= tokens
+        """Return whether the states that entered ``layer`` are kept of all the first ``tokens`` tokens, not of later
+        ones only."""
+        entry = self._kept.get(request, {}).get(layer)
+        return entry is not None and entry.start == 0 and entry.end >= tokens
 
     def reaches(self, request: int, layer: int, start: int) -> bool:
-        """Whether what entered ``layer`` was kept of its tokens from ``start`` on."""
-        kept = self._kept.get(request, {}).get(layer)
-        return kept is not None and kept.start <= start
+        """Return whether the states that entered ``layer`` are kept of the tokens from ``start`` on."""
+        entry = self._kept.get(request, {}).get(layer)
+        return entry is not None and entry.start <= start
 
     def of(self, request: int, layer: int, start: int = 0) -> Tensor:
-        """What entered ``layer``, [1, tokens, hidden], from the request's token ``start`` to its latest.
+        """Return the states that entered ``layer``, [1, tokens, hidden], from the request's token ``start`` to its
+        latest.
 
-        Raises RequestError where this is not kept, or the first tokens came with blocks that others had computed.
+        Raises RequestError where these are not kept, or the first tokens came with blocks that others had computed.
         """
-        kept = self._kept.get(request, {}).get(layer)
-        if kept is None:
+        entry = self._kept.get(request, {}).get(layer)
+        if entry is None:
             held = ", ".join(map(str, sorted(self.layers))) or "none"
             raise RequestError(f"no hidden states of request {request} are kept at layer {layer} (layers: {held})")
-        if kept.start > start:
+        if entry.start > start:
             raise RequestError(
-                f"request {request} has no hidden states of its first {kept.start} tokens at layer {layer}: they came "
+                f"request {request} has no hidden states of its first {entry.start} tokens at layer {layer}: they came "
                 "with shared blocks; set share_prefixes to False to keep hidden states"
             )
-        return kept.rows[None, start : kept.end]
+        return entry.rows[None, start : entry.end]
 
     def adopt(self, request: int, other: HiddenStateCache) -> None:
         """Take over what ``other`` has kept of the request, at the layers that are kept here too."""
-        kept = {layer: rows for layer, rows in other._kept.get(request, {}).items() if layer in self.layers}
-        if kept:
-            self._kept[request] = kept
+        taken = {layer: rows for layer, rows in other._kept.get(request, {}).items() if layer in self.layers}
+        if taken:
+            self._kept[request] = taken
 
     def drop(self, request: int) -> None:
         """Drop what is kept of the request, as it is over."""

@@ -34,7 +34,7 @@ class KVShape:
 
     @classmethod
     def of(cls, config: PretrainedConfig, dtype: torch.dtype, block_tokens: int = 16) -> KVShape:
-        """The shape that a model of ``config`` needs."""
+        """Return the shape that a model of ``config`` needs."""
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         return cls(config.num_hidden_layers, kv_heads, head_dim, dtype, block_tokens)
@@ -112,11 +112,11 @@ class KVPool:
         return self.rows.view(-1, self.shape.kv_heads * self.shape.head_dim)
 
 
-def _check_room(needed: int, what: str, device: torch.device) -> None:
+def _check_room(needed: int, subject: str, device: torch.device) -> None:
     """Refuse what the device has no memory for: Linux promises more than there is, and later ends who uses it."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory_bytes()
     if free is not None and needed > free:
         raise RequestError(
-            f"KV cache: {what} need {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB of memory are free; "
+            f"KV cache: {subject} need {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB of memory are free; "
             "ask for fewer (serve --kv-blocks, swarm serve --kv-tokens)"
         )

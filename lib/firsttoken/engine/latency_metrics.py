@@ -1,4 +1,4 @@
-"""What the clients of a run saw, and what its recoveries cost."""
+"""Metrics of a run: the latencies that its clients saw, and the cost of its recoveries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def client_metrics(requests: Sequence[Request]) -> dict[str, float]:
 
 
 def recovery_metrics(trace: Trace) -> dict[str, Any]:
-    """How often requests were preempted and came back which way, and the seconds that took."""
+    """Count the preemptions and the ways in which requests came back, with the seconds that took."""
     actions = [recovery.action for recovery in trace.recoveries]
     return {
         "preemptions": len(actions),

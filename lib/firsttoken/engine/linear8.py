@@ -60,7 +60,7 @@ class _MixedProduct(torch.autograd.Function):
 
 @lru_cache(maxsize=1)
 def _sums_are_exact() -> bool:
-    """Whether torch adds up the products of the largest codes: held to AVX2 on a processor with VNNI
+    """Return whether torch adds up the products of the largest codes: held to AVX2 on a processor with VNNI
     (``ONEDNN_MAX_CPU_ISA``) it does not, and says nothing."""
     most = torch.full((1, 2), _LARGEST, dtype=torch.int8)
     return int(torch._int_mm(most, most.t())) == 2 * _LARGEST**2
@@ -72,7 +72,9 @@ def _integer_product(x: Tensor, codes: Tensor) -> Tensor:
     if x.device.type == "cpu" and codes.shape[1] > 1 and torch.cpu._is_vnni_supported() and _sums_are_exact():
         return torch._int_mm(x, codes.t())
     pieces = zip(x.split(_EXACT, 1), codes.split(_EXACT, 1), strict=True)
-    return torch.stack([(left.float() @ right.float().t()).int() for left, right in pieces]).sum(0, dtype=torch.int32)
+    return torch.stack([(row_piece.float() @ right.float().t()).int() for row_piece, right in pieces]).sum(
+        0, dtype=torch.int32
+    )
 
 
 def _put_into(codes: Tensor, weight: Tensor) -> Tensor:
@@ -111,7 +113,7 @@ class Linear8(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear, threshold: float = THRESHOLD) -> Self:
-        """``linear`` in 8 bits. Raises ModelError for weights that are not finite."""
+        """Return ``linear`` in 8 bits. Raises ModelError for weights that are not finite."""
         codes, scales = coded(linear.weight.detach())
         return cls(codes, scales, None if linear.bias is None else linear.bias.clone(), threshold)
 
@@ -124,7 +126,7 @@ class Linear8(nn.Module):
         return cls(codes, scales, bias, layers[0].threshold)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` [..., in] -> [..., out] in its dtype."""
+        """Multiply ``x`` [..., in] -> [..., out] in its dtype."""
         rows = x.reshape(-1, self.in_features)
         if self.threshold == KEPT:
             result = _kept_product(rows, self.codes, self.scales)
@@ -134,7 +136,7 @@ class Linear8(nn.Module):
         return result if self.bias is None else result + self.bias
 
     def plus(self, states: Tensor, other: Tensor) -> Tensor:
-        """The product, and ``other`` [..., out_features] added to it."""
+        """Return the product with ``other`` [..., out_features] added to it."""
         return self(states) + other
 
     def stored(self) -> Tensor:
@@ -155,18 +157,18 @@ def to_8_bits(modules: Iterable[nn.Module], threshold: float = THRESHOLD) -> int
 
     Raises ModelError where there are none, as in fused layers.
     """
-    found = [
+    linears = [
         (parent, name, child)
         for module in modules
         for parent in module.modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear
     ]
-    for parent, name, linear in found:
+    for parent, name, linear in linears:
         setattr(parent, name, Linear8.of(linear, threshold))
-    if not found:
+    if not linears:
         raise ModelError("these layers hold no nn.Linear to put into 8 bits; take them before they are fused")
-    return len(found)
+    return len(linears)
 
 
 def resting_bytes(modules: Iterable[nn.Module]) -> int:

@@ -66,9 +66,10 @@ class LiveExecutor:
         config = model.config
         self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
         kinds = attention_kinds(config)
-        if odd := kinds - {FULL, *([SLIDING] if has_windows(config) else [])}:
+        if unknown_kinds := kinds - {FULL, *([SLIDING] if has_windows(config) else [])}:
             raise ModelError(
-                f"{config.model_type} has layers of {min(odd)}; the engine runs {FULL} only, and Gemma-3's windows"
+                f"{config.model_type} has layers of {min(unknown_kinds)}; the engine runs {FULL} only, and Gemma-3's "
+                "windows"
             )
         self._stock = self._base.config._attn_implementation
         if self._stock == NAME:
@@ -144,26 +145,24 @@ class LiveExecutor:
 
     @property
     def blocks(self) -> int:
-        """Blocks of the pool."""
         return self.pool.blocks
 
     @property
     def dtype(self) -> str:
-        """Torch's name of what is computed in."""
+        """Return torch's name of the dtype of the computation."""
         return name_of(self.pool.shape.dtype)
 
     @property
     def salt(self) -> str:
-        """The adapters that are on."""
+        """Return the names of the adapters that are on."""
         on = self._adapted is not None and not self._adapted.disable_adapters
         return ",".join(self._adapted.active_adapters) if on else ""
 
     def now(self) -> float:
-        """The machine's monotonic clock."""
+        """Return the machine's monotonic clock, in seconds."""
         return time.perf_counter()
 
     def wait_until(self, moment_s: float) -> None:
-        """Sleep until ``moment_s``."""
         time.sleep(max(0.0, moment_s - self.now()))
 
     @torch.inference_mode()
@@ -184,21 +183,21 @@ class LiveExecutor:
         tokens: dict[int, int] = defaultdict(int)  # nothing is said by what is redone
         tokens |= self._variants(versions)
         for version, parts in versions.items():
-            if whole := parts.pop(None, []):
+            if full_chunks := parts.pop(None, []):
                 # Only a group that begins above the embedding brings hidden states that can be laid beside the step's
                 # own, and a step takes one such group.
                 joins = next((layers for layers in parts if layers.start), None)
-                tokens |= self._whole(version, whole, parts.pop(joins) if joins else [])
-            for layers, mine in parts.items():
-                step = self.plan(version, mine)
+                tokens |= self._whole(version, full_chunks, parts.pop(joins) if joins else [])
+            for layers, group_chunks in parts.items():
+                step = self.plan(version, group_chunks)
                 step.redo(layers)
                 version.decoder.run(step)
         return [tokens[chunk.request.number] for chunk in chunks]
 
     def _some(self, redo: LayerRecompute | None) -> range | None:
         """The layers of ``redo``; None for all of them from the tokens on, which any other work goes through too."""
-        whole = redo is None or (redo.hidden is None and len(redo.layers) == self.pool.shape.layers)
-        return None if whole else redo.layers
+        complete = redo is None or (redo.hidden is None and len(redo.layers) == self.pool.shape.layers)
+        return None if complete else redo.layers
 
     def _whole(
         self, version: ModelVersion, chunks: Sequence[ScheduledChunk], fused: Sequence[ScheduledChunk]
@@ -218,12 +217,15 @@ class LiveExecutor:
             base = version.base or version
             if None in parts and version.hidden_cache is base.hidden_cache:
                 families[base].append(version)
-        said: dict[int, int] = {}
+        tokens: dict[int, int] = {}
         for base, members in families.items():
             segments = [member.decoder.segments for member in members]
-            if len(members) == 1 or any(len(mine) > 1 or type(mine[0]) is not LocalSegment for mine in segments):
+            if len(members) == 1 or any(
+                len(variant_segments) > 1 or type(variant_segments[0]) is not LocalSegment
+                for variant_segments in segments
+            ):
                 continue
-            count, joined = accelerator().join([mine[0].modules for mine in segments])
+            count, joined = accelerator().join([variant_segments[0].modules for variant_segments in segments])
             step = self.plan(base, [chunk for member in members for chunk in versions[member][None]])
             if count < len(segments[0][0].modules) or step.paged.read_by_kernels(step.ids.shape[1]) is None:
                 continue
@@ -234,11 +236,11 @@ class LiveExecutor:
             step.variants = joined, torch.tensor(whose)
             for member in members:
                 del versions[member][None]
-            said |= self._said(base, step)
-        return said
+            tokens |= self._said(base, step)
+        return tokens
 
     def _said(self, version: ModelVersion, step: StepPlan) -> dict[int, int]:
-        """The next token by request of each chunk of ``step``."""
+        """Return the next token, by request, of each chunk of ``step``."""
         chunks = step.chunks
         logits = version.decoder.logits(step)
         chosen = next_tokens(logits[: len(chunks)], step.chunks)
@@ -273,11 +275,11 @@ class LiveExecutor:
 
         Raises RequestError for tokens that the pool does not have of it, or that it computes again in some layers.
         """
-        there = request.cached if request.phase is Phase.RUNNING and request.redo is None else 0
-        if not 0 < tokens <= there:
+        first_position = request.cached if request.phase is Phase.RUNNING and request.redo is None else 0
+        if not 0 < tokens <= first_position:
             raise RequestError(
-                f"request {request.number} has {there} of {tokens} tokens in the pool; ask when its prompt has been "
-                "computed, and before it ends"
+                f"request {request.number} has {first_position} of {tokens} tokens in the pool; ask when its prompt "
+                "has been computed, and before it ends"
             )
         rows = self.pool.rows[request.blocks[: self.pool.shape.blocks(tokens)]]
         blocks, layers, _, block_tokens, heads, width = rows.shape
@@ -299,7 +301,7 @@ class LiveExecutor:
         return hidden[:, :tokens].to(self.pool.device)
 
     def forget(self, request: Request) -> None:
-        """Drop the hidden states that are kept of it."""
+        """Drop the hidden states that are kept of the request."""
         (request.version or self.version).forget(request)
 
     def swap_out(self, request: Request) -> Moved | None:
@@ -312,7 +314,7 @@ class LiveExecutor:
         return self.path.out(request.blocks[:count], span)
 
     def swap_in(self, request: Request) -> Movement:
-        """Begin to copy it back."""
+        """Begin to copy the request's keys and values back to its blocks."""
         return self.path.into(request.host, request.blocks[: request.host.blocks])
 
     def drop(self, host: Span) -> None:

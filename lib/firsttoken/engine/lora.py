@@ -70,7 +70,7 @@ class LoraLinear(nn.Module):
         self.register_buffer("b", b, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` [..., in] -> [..., out]."""
+        """Apply the layer and its correction to ``x`` [..., in] -> [..., out]."""
         y = self.base(x)
         return (y + functional.linear(functional.linear(x.float(), self.a), self.b)).to(y.dtype)
 

@@ -1,8 +1,8 @@
-"""What serves a model, whatever that is made of: the one protocol that the HTTP service knows, and what all share.
+"""Servers of a model, whatever that is made of: the one protocol that the HTTP service knows, and what all share.
 
-Requests are taken from the first moment on, and wait until there is an engine. Whoever
-imports this has imported no torch yet: the thread that loads does (:class:`LoadingServer`), and every import of torch
-is its own, so that no two threads wait for each other's.
+Requests are taken from the first moment on, and wait until there is an engine. Whoever imports this has imported no
+torch yet: the thread that loads does (:class:`LoadingServer`), and every import of torch is its own, so that no two
+threads wait for each other's.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ class ModelServer(Protocol):
         """
 
     def status(self) -> dict[str, Any]:
-        """What JSON says of it: the ``stage`` that answers (0: none yet) of ``stages``, 1 of 1 for a model without any;
-        the ``state``, the ``error`` or None, ``events`` so far, open ``sessions``, ``bytes_loaded``, ``bytes_total``.
-        """
+        """Return the server's status for JSON: the ``stage`` that answers (0: none yet) of ``stages``, 1 of 1 for a
+        model without any; the ``state``, the ``error`` or None, ``events`` so far, open ``sessions``, ``bytes_loaded``,
+        ``bytes_total``."""
 
     def stats(self) -> EngineStats:
-        """What the engine holds now; what waits for the model to be there waits there."""
+        """Return what the engine holds now; requests that wait for the model to be there count as waiting."""
 
     def swarm_status(self) -> dict[str, Any] | None:
         """Tell who holds which blocks of the model; None where they are all here."""
@@ -83,7 +83,7 @@ class ModelServer(Protocol):
 
 
 class EngineServer(ModelServer):
-    """Keeps who comes until there is an engine, then sends them on to it."""
+    """A server that keeps requests until there is an engine, then sends them on to it."""
 
     def __init__(self, limits: RequestLimits) -> None:
         self.limits = limits
@@ -103,16 +103,22 @@ class EngineServer(ModelServer):
         variant: str = "",
     ) -> Stream:
         self.limits.check(len(prompt_ids), sampling.max_tokens if isinstance(sampling, Sampling) else sampling)
-        asked = prompt_ids, sampling if isinstance(sampling, Sampling) else Sampling(sampling), upgrade, variant, None
+        submission = (
+            prompt_ids,
+            sampling if isinstance(sampling, Sampling) else Sampling(sampling),
+            upgrade,
+            variant,
+            None,
+        )
         with self._change:
             if self._closing.is_set():
                 raise self._permanent_fault or ClosedError("the server is shutting down")
             self.limits.check_room(len(self._open))
             session = Stream(self._leave, self._forget, events)
-            self._open[session] = asked
+            self._open[session] = submission
             self._change.notify_all()
             if self._server is not None:
-                self._server.add(session, *asked)
+                self._server.add(session, *submission)
         return session
 
     def stats(self) -> EngineStats:
@@ -162,8 +168,15 @@ class StaticServer(EngineServer):
         self._server: AsyncEngine = AsyncEngine(engine, limits.max_sessions, versions=named)
 
     def status(self) -> dict[str, Any]:
-        there = {"stage": 1, "stages": 1, "state": "complete", "error": None, "events": [], "sessions": len(self._open)}
-        return there | {"bytes_loaded": self._weights, "bytes_total": self._weights}
+        served = {
+            "stage": 1,
+            "stages": 1,
+            "state": "complete",
+            "error": None,
+            "events": [],
+            "sessions": len(self._open),
+        }
+        return served | {"bytes_loaded": self._weights, "bytes_total": self._weights}
 
     def close(self) -> None:
         with self._change:
@@ -239,7 +252,7 @@ class LoadingServer(EngineServer):
 
     @abstractmethod
     def _go_on(self) -> None:
-        """What there is to do beside serving, until it is done or the server is being closed."""
+        """Do what there is to do beside serving, until it is done or the server is being closed."""
 
     def _attempt(self, stage: int, load: Callable[[], T]) -> T | None:
         """Return what ``load`` brings for ``stage``; None when the server is being closed. Raises what it raises."""
@@ -251,9 +264,9 @@ class LoadingServer(EngineServer):
                 return None
             raise
 
-    def _note(self, stage: int, what: str, **more: float) -> None:
-        """Remember that ``what`` happened to ``stage``, now."""
-        self._events.append({"at_s": time.monotonic() - self._started_s, "stage": stage, "what": what} | more)
+    def _note(self, stage: int, event: str, **more: float) -> None:
+        """Remember that ``event`` happened to ``stage``, now."""
+        self._events.append({"at_s": time.monotonic() - self._started_s, "stage": stage, "what": event} | more)
 
     def _load_and_serve(self) -> None:
         try:
@@ -287,7 +300,7 @@ class LoadingServer(EngineServer):
             raise StageError(f"{fault}; install firsttoken again") from error
 
     def _give_up(self, fault: FirstTokenError) -> None:
-        """Nobody is served from now on: who waits, and who asks, learns of ``fault``."""
+        """Serve nobody from now on: clients that wait, and those that ask, learn of ``fault``."""
         self._error = str(fault)
         with self._change:
             self._permanent_fault = fault
@@ -295,7 +308,7 @@ class LoadingServer(EngineServer):
         self._end_all(fault)
 
     def _executor(self, model: nn.Module, device: torch.device) -> LiveExecutor:
-        """What runs ``model`` over a pool as large as the limits say. Raises PermanentFault."""
+        """Return an executor that runs ``model`` over a pool as large as the limits say. Raises PermanentFault."""
         from firsttoken.engine.live_executor import LiveExecutor
 
         limits = self.limits
@@ -310,21 +323,21 @@ class LoadingServer(EngineServer):
         recovered: Callable[[Recovery], None] | None = None,
         versions: Versions = NONE,
     ) -> AsyncEngine:
-        """Let requests run, those that wait and those that come; as :class:`Engine` and :class:`AsyncEngine` are
-        told."""
+        """Start the engine for the requests that wait and those that come; arguments as for :class:`Engine` and
+        :class:`AsyncEngine`."""
         from firsttoken.engine.engine import Engine
 
         policy = self.limits.preemption
-        if policy is not None and (told := policy.prepare(executor, executor.dtype)):
-            print(f"firsttoken: {told}", file=sys.stderr, flush=True)
-            self._note(1, told)
+        if policy is not None and (report := policy.prepare(executor, executor.dtype)):
+            print(f"firsttoken: {report}", file=sys.stderr, flush=True)
+            self._note(1, report)
         engine = Engine(executor, self.limits.engine, policy=self.limits.preemption, recovered=recovered)
         server = AsyncEngine(engine, self.limits.max_sessions, failed, versions)
         loops_on_one_core()  # layers are fused in this thread while others are computed with
         with self._change:
             self._server = server
-            for session, asked in self._open.items():
-                server.add(session, *asked)
+            for session, submission in self._open.items():
+                server.add(session, *submission)
         return server
 
     def _serving(self, stage: int) -> None:
@@ -334,7 +347,7 @@ class LoadingServer(EngineServer):
             self._change.notify_all()
 
     def _fuse(self, fuse: Callable[[], Iterator[None]], release: Callable[[], None]) -> None:
-        """What ``fuse`` does to one layer after another, with pauses in which steps have all cores to themselves, once
+        """Run ``fuse`` over one layer after another, with pauses in which steps have all cores to themselves, once
         ``release`` has let go of what else has them."""
         with suppress(FirstTokenError):  # the server is being closed
             self._server.between(release)
@@ -343,7 +356,7 @@ class LoadingServer(EngineServer):
                     return
 
     def _end_all(self, error: Exception) -> None:
-        """Whoever is open ends with ``error``, in the engine or before it."""
+        """End every open request with ``error``, in the engine or before it."""
         with self._change:
             server, self._server = self._server, None
             waiting = [session for session in self._open if session.request is None]

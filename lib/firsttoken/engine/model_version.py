@@ -1,4 +1,5 @@
-"""What requests compute with. A model that grows is several views of shared weights, and each request has one."""
+"""Versions of a model, which requests compute with. A model that grows is several views of shared weights, and each
+request has one."""
 
 from __future__ import annotations
 
@@ -40,17 +41,17 @@ class ModelVersion:
 
     @property
     def depth(self) -> int:
-        """Layers of the model."""
         return self.decoder.depth
 
     def forget(self, request: Request) -> None:
-        """Drop what is kept of it beside its blocks."""
+        """Drop what is kept of the request beside its blocks."""
         self.decoder.drop(request.number)
         if self.hidden_cache is not None:
             self.hidden_cache.drop(request.number)
 
     def redo(self, request: Request, layers: range) -> LayerRecompute:
-        """What ``request`` has to compute again through ``layers``, from the hidden states that are kept of it here.
+        """Return what ``request`` has to compute again through ``layers``, from the hidden states that are kept of it
+        here.
 
         That is everything for a request that has not finished an earlier change, or whose first tokens never entered
         the first of ``layers`` because they were brought or an earlier change began above. Raises RequestError where no
@@ -69,12 +70,14 @@ class ModelVersion:
 
     def adopt(self, request: Request) -> None:
         """Keep from now on what the request's own view has kept of it so far."""
-        kept = request.version.hidden_cache
-        if kept is not None and kept is self.hidden_cache:  # variants of one base keep theirs in one place
+        boundary_cache = request.version.hidden_cache
+        if (
+            boundary_cache is not None and boundary_cache is self.hidden_cache
+        ):  # variants of one base keep theirs in one place
             request.version.decoder.drop(request.number)
             return
-        if self.hidden_cache is not None and kept is not None:
-            self.hidden_cache.adopt(request.number, kept)
+        if self.hidden_cache is not None and boundary_cache is not None:
+            self.hidden_cache.adopt(request.number, boundary_cache)
         request.version.forget(request)
 
     def fuse(self) -> Iterator[None]:

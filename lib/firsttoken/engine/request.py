@@ -20,17 +20,18 @@ if TYPE_CHECKING:
 
 
 class KVSource(Protocol):
-    """What is stored of the first ``tokens`` tokens of a request; the layers in ``redo`` are computed again.
+    """A source of what is stored of the first ``tokens`` tokens of a request; the layers in ``redo`` are computed
+    again.
 
-    It brings the hidden states that enter the first of these, if they are not the embedding's, and then every other
-    layer's keys and values. The engine's thread asks it between two steps and never waits for it.
+    A source brings the hidden states that enter the first of these, if they are not the embedding's, and then every
+    other layer's keys and values. The engine's thread asks it between two steps and never waits for it.
     """
 
     tokens: int
     redo: range
 
     def begin(self) -> None:
-        """Let it come."""
+        """Begin to bring what is stored."""
 
     def hidden_states(self) -> Tensor | None:
         """The hidden states [1, tokens or more, hidden] that enter the first of ``redo``, once they are there.
@@ -39,17 +40,18 @@ class KVSource(Protocol):
         """
 
     def arrived(self) -> list[tuple[int, Tensor]]:
-        """(layer, keys and values [2, 1, kv_heads, tokens or more, head_dim]) that have come since this was last asked.
+        """Return the (layer, keys and values [2, 1, kv_heads, tokens or more, head_dim]) that have come since the last
+        call.
 
         Raises FirstTokenError when no more will come, and not all has.
         """
 
     @property
     def complete(self) -> bool:
-        """Whether ``arrived`` has told of every layer that is not computed again."""
+        """Return whether ``arrived`` has told of every layer that is not computed again."""
 
     def close(self) -> None:
-        """Nothing more is wanted of it; may be called twice."""
+        """Stop bringing, as nothing more is wanted; may be called twice."""
 
 
 # How likely a model thought a token, as OpenAI's interface reports it.
@@ -58,7 +60,7 @@ LEAST = -9999.0  # stands for the logarithm of 0, which no JSON can carry
 
 
 class TokenLogprob(NamedTuple):
-    """How likely a token is: the natural logarithm of the model's probability, before temperature and nucleus.
+    """The natural logarithm of the probability that the model gave a token, before temperature and nucleus.
 
     ``top_logprobs`` are (token id, logarithm) of those that the model gave the largest shares, the largest first. No
     logarithm is below ``LEAST``.
@@ -72,7 +74,8 @@ class TokenLogprob(NamedTuple):
 
 
 class Kind(StrEnum):
-    """What a step does for a token: for the first time, one of the prompt or one that was generated; or once more."""
+    """The kind of work that a step does for a token: for the first time, on one of the prompt (prefill) or on one that
+    was generated (decode); or once more (recompute)."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -89,7 +92,7 @@ class TokenSpan(NamedTuple):
 
 
 class LayerRecompute(NamedTuple):
-    """What a request has to compute once more: its first ``end`` tokens through ``layers`` (0-based).
+    """Work that a request has to do once more: its first ``end`` tokens through ``layers`` (0-based).
 
     ``hidden`` [1, end, hidden] enters the first of them; None where that is what the model makes of the ids.
     """
@@ -118,12 +121,12 @@ class ScheduledChunk(NamedTuple):
 
     @property
     def completes(self) -> bool:
-        """Whether the step gives the request its next token."""
+        """Return whether the step gives the request its next token."""
         return self.redo is None and self.end == len(self.request.tokens)
 
     @property
     def decodes(self) -> bool:
-        """Whether it is one generated token, and the first time that this is processed."""
+        """Return whether the chunk is one generated token, processed for the first time."""
         return self.request.prompt_tokens <= self.start == self.computed
 
     @property
@@ -139,12 +142,12 @@ class ScheduledChunk(NamedTuple):
 
     @property
     def token_spans(self) -> list[TokenSpan]:
-        """What is computed again, what is prefilled and what is decoded of it, in the order of its tokens."""
+        """Return the spans of the chunk that are computed again, prefilled and decoded, in the order of its tokens."""
         if self.decodes:
             return [TokenSpan(self.request.number, Kind.DECODE, self.start, self.end)]
         prompt = self.request.prompt_tokens
-        known, prefilled = min(self.computed, self.end), min(max(self.computed, prompt), self.end)
-        cuts = (self.start, max(known, self.start), max(prefilled, self.start), self.end)
+        computed, prefilled = min(self.computed, self.end), min(max(self.computed, prompt), self.end)
+        cuts = (self.start, max(computed, self.start), max(prefilled, self.start), self.end)
         kinds = (Kind.RECOMPUTE, Kind.PREFILL, Kind.DECODE)
         return [
             TokenSpan(self.request.number, *line)
@@ -165,7 +168,8 @@ def split_decodes(chunks: Sequence[ScheduledChunk]) -> tuple[list[ScheduledChunk
 
 
 def shapes(chunks: Sequence[ScheduledChunk]) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
-    """What the cost of a step depends on: (cached, new) tokens of each prefill, and cached tokens of each decode."""
+    """Return what the cost of a step depends on: (cached, new) tokens of each prefill, and cached tokens of each
+    decode."""
     others, contexts = split_decodes(chunks)
     return tuple((chunk.start, chunk.tokens) for chunk in others), contexts
 
@@ -182,7 +186,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen and when to end.
+    """The rules by which tokens are chosen and a request ends.
 
     ``temperature`` 0 is greedy; ``top_p`` keeps the likeliest tokens that make up this share; ``stop`` are token ids
     that end the request, and are part of its output, though none of its first ``min_tokens``. ``seed`` makes a
@@ -233,18 +237,18 @@ class Sampling:
 
     @property
     def adjusts(self) -> bool:
-        """Whether logits are changed before a token is chosen by them."""
+        """Return whether logits are changed before a token is chosen by them."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
         return bool(penalties or self.logit_bias or (self.min_tokens and self.stop))
 
-    def numbers(self, said: int = 0) -> np.random.Generator:
-        """The random numbers of its draws, one for each, behind those of the first ``said`` tokens of the output.
+    def numbers(self, generated: int = 0) -> np.random.Generator:
+        """The random numbers of its draws, one for each, behind those of the first ``generated`` tokens of the output.
 
         The first call in a process imports ``numpy.random``.
         """
         import numpy as np
 
-        return np.random.Generator(np.random.PCG64(self.seed % 2**64).advance(self.drawn + said))
+        return np.random.Generator(np.random.PCG64(self.seed % 2**64).advance(self.drawn + generated))
 
 
 GREEDY = Sampling()
@@ -292,12 +296,12 @@ class Request:
 
     def salted(self, salt: str) -> str:
         """``salt``, which says what beside its tokens decides its keys and values, and the client's salt behind it."""
-        own = self.sampling.cache_salt
-        return f"{salt}\0{own}" if own else salt
+        cache_salt = self.sampling.cache_salt
+        return f"{salt}\0{cache_salt}" if cache_salt else salt
 
     @property
     def output(self) -> list[int]:
-        """The tokens generated so far."""
+        """Return the tokens generated so far."""
         return self.tokens[self.prompt_tokens :]
 
     @property
@@ -318,11 +322,11 @@ class Request:
 
     @property
     def decoding(self) -> bool:
-        """Whether the prompt is cached, and all that was ever computed behind it."""
+        """Return whether the prompt is cached, and all that was ever computed behind it."""
         return self.prompt_tokens <= self.cached == self.computed
 
     def chunk(self, tokens: int | None = None) -> ScheduledChunk:
-        """Its next ``tokens`` tokens (all that are to do) as the work of a step."""
+        """Return the request's next ``tokens`` tokens (all that are to do) as the work of a step."""
         end = self.cached + (self.remaining if tokens is None else tokens)
         return ScheduledChunk(self, self.cached, end, self.computed, self.redo)
 
@@ -334,18 +338,17 @@ class Request:
             self.redo = None
 
     def switch_to(self, version: Any, redo: LayerRecompute | None = None) -> None:
-        """It computes with ``version`` from now on, after what there is to ``redo``."""
+        """Compute with ``version`` from now on, after what there is to ``redo``."""
         if redo is not None and redo is not self.redo:
             self.cached = 0
         self.version, self.redo = version, redo
 
     def forget(self) -> None:
-        """Its keys and values are gone; what was computed will be computed again."""
+        """Drop the note of cached keys and values, which are gone; what was computed will be computed again."""
         self.cached, self.redo = 0, None
 
     @property
     def finished(self) -> bool:
-        """Whether it is over."""
         return self.phase is Phase.FINISHED
 
     @property

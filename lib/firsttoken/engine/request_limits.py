@@ -1,4 +1,4 @@
-"""What may be asked of a model that is served: how long, by how many, and how they share its engine."""
+"""The limits on requests to a model that is served: their length, their number, and how they share its engine."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def token_logprob(logits: torch.Tensor, token: int, most: int) -> TokenLogprob:
 
 
 def no_number() -> OutputError:
-    """Why a request ends whose logits are no finite numbers."""
+    """Return the error that ends a request whose logits are no finite numbers."""
     return OutputError(
         "the model's output is no finite number; copy its weights again, or let it compute in a wider dtype"
     )
@@ -35,11 +35,11 @@ def read_prompts(logits: torch.Tensor, chunks: Sequence[ScheduledChunk]) -> None
     largest, row = logits.max(-1).values.tolist() if len(logits) else [], 0
     for chunk in chunks:
         request = chunk.request
-        for place in chunk.judged:
+        for judged_row in chunk.judged:
             most = request.sampling.logprobs or 0
             if not math.isfinite(largest[row]):
                 request.failure = no_number()
-            request.prompt_logprobs.append(token_logprob(logits[row], request.tokens[place + 1], most))
+            request.prompt_logprobs.append(token_logprob(logits[row], request.tokens[judged_row + 1], most))
             row += 1
 
 
@@ -49,7 +49,7 @@ def next_tokens(logits: torch.Tensor, chunks: Sequence[ScheduledChunk]) -> list[
     A partial work draws nothing: what a request says must not hang on how its prompt was cut. Where the largest logit
     is no finite number the request has a ``failure`` instead of a token.
     """
-    tokens, largest = (found.tolist() for found in accelerator().argmax(logits))
+    tokens, largest = (largest_pair.tolist() for largest_pair in accelerator().argmax(logits))
     for row, chunk in enumerate(chunks):
         request, sampling = chunk.request, chunk.request.sampling
         if not chunk.completes:

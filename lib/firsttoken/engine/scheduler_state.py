@@ -1,4 +1,5 @@
-"""Where requests stand: in which queue, who gives way when a block is missing, and what comes from elsewhere."""
+"""The queues that requests stand in, the choice of who gives way when a block is missing, and what comes from
+elsewhere."""
 
 from __future__ import annotations
 
@@ -32,12 +33,16 @@ VICTIM = PolicyKind(
     "victim",
     None,
     "write one function of the running requests that returns one of them, as in firsttoken.engine.scheduler_state",
-    {"": lambda victim, running: "" if any(victim is one for one in running) else f"{_NOT_ONE}, not {victim!r:.60}"},
+    {
+        "": lambda victim, running: (
+            "" if any(victim is candidate for candidate in running) else f"{_NOT_ONE}, not {victim!r:.60}"
+        )
+    },
 )
 
 
 def victim_named(victim: str | Victim) -> Victim:
-    """The choice of that name, or one's own. Raises ProfileError for a name that is unknown."""
+    """Return the victim choice of that name, or one's own. Raises ProfileError for a name that is unknown."""
     if isinstance(victim, str) and victim not in VICTIMS:
         raise ProfileError(f"engine: no victim choice {victim!r}; {unknown(victim, VICTIMS)}")
     return VICTIMS[victim] if isinstance(victim, str) else victim
@@ -64,16 +69,16 @@ class Queues:
 
     @property
     def full(self) -> int:
-        """Requests that have blocks."""
+        """Return the number of requests that have blocks."""
         return len(self.running) + len(self.restoring)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Requests in each of the queues."""
+        """Return the number of requests in each of the queues."""
         return tuple(map(len, self._queues.values()))
 
     def sort_waiting(self, turn: Callable[[Request], Any]) -> None:
-        """Whoever waits stands in the order of ``turn``, the least first."""
+        """Sort the waiting requests by ``turn``, the least first."""
         ordered = sorted(self.waiting, key=turn)
         self.waiting.clear()
         self.waiting.extend(ordered)
@@ -87,7 +92,7 @@ class Queues:
             self._queues[phase].append(request)
 
     def requeue_first(self, request: Request) -> None:
-        """It waits before all who never ran."""
+        """Move ``request`` to the head of the waiting queue, before all requests that never ran."""
         self.move_to(request, Phase.WAITING)
         self.waiting.rotate(1)
 
@@ -96,7 +101,7 @@ class Queues:
 
 
 class PendingPrefix:
-    """What ``source`` brings of how ``request`` begins, from its arrival until nothing more is wanted.
+    """The stored beginning of ``request`` that ``source`` brings, from its arrival until nothing more is wanted.
 
     The source is held to what it says: each layer of a model of ``depth`` layers (None: unknown, and not asked about)
     that is not computed again comes once, with keys and values of all its tokens, before it is complete. Raises
@@ -118,16 +123,16 @@ class PendingPrefix:
         self.begun = True
 
     def close(self) -> None:
-        """Nothing more is wanted of the source; may be called twice."""
+        """Close the source, of which nothing more is wanted; may be called twice."""
         self.closed = True
         self._source.close()
 
     def bring(self, executor: Executor) -> bool:
-        """Take in what has come; whether the request has something to compute now.
+        """Take in the layers that have come, and return whether the request has something to compute now.
 
-        That is what it computes again, as soon as this can begin, and what follows its prefix, once that is whole:
-        then this is closed. Where the source fails, or brings what does not fit, everything is computed from the
-        tokens, and ``request.fell_back`` says why.
+        That is what it computes again, as soon as this can begin, and what follows its prefix, once that is whole: then
+        this is closed. Where the source fails, or brings what does not fit, everything is computed from the tokens, and
+        ``request.fell_back`` says why.
         """
         request = self.request
         try:
@@ -171,7 +176,7 @@ class PendingPrefix:
         return came
 
     def _complete(self) -> bool:
-        """Whether the source is complete. Raises CacheError where it is and has not brought every layer."""
+        """Return whether the source is complete. Raises CacheError where it is and has not brought every layer."""
         if (complete := self._source.complete) and self._left:
             raise CacheError(f"a stored prefix ended without layer {min(self._left)}; store it again")
         return complete

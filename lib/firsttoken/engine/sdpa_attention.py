@@ -70,21 +70,21 @@ class PaddedAttend(Attend):
             positions = torch.arange(part.position, part.position + q.shape[2], device=q.device)
             mask = self._windowed(mask, positions[:, None], window)
             grouped = heads > self.pool.shape.kv_heads
-            seen = F.scaled_dot_product_attention(
+            attended = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
             )
-            out[new] = seen[0].transpose(0, 1)
+            out[new] = attended[0].transpose(0, 1)
         return out[None]
 
     def _attend(self, layer: int, query: torch.Tensor, scaling: float, window: int | None = None) -> torch.Tensor:
-        """What the shared tokens see: ``query`` [tokens, heads, head_dim] -> the same shape."""
+        """Attend from the shared tokens to what they see: ``query`` [tokens, heads, head_dim] -> the same shape."""
         requests, heads, width = query.shape
         keys, values = self._read(self.reads[layer], requests)
         keys[self.stale] = values[self.stale] = 0
         packed = query.reshape(requests, self.pool.shape.kv_heads, -1, width)
         mask = self._windowed(self.mask, self.positions, window)
-        seen = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scaling)
-        return seen.reshape(requests, heads, width)
+        attended = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scaling)
+        return attended.reshape(requests, heads, width)
 
     def _windowed(self, mask: torch.Tensor | None, positions: torch.Tensor, window: int | None) -> torch.Tensor | None:
         """``mask``, in which what lies ``window`` tokens and more behind ``positions`` [tokens, 1] is hidden, too; None
@@ -112,11 +112,11 @@ class PaddedAttend(Attend):
         width = shape.blocks(int(contexts.max()))
         tables = [self._table(chunk, width) for chunk in chunks]
         self.reads = self._rows(torch.tensor(tables))
-        columns, ends = torch.arange(width * shape.block_tokens), contexts[:, None]
-        hidden = columns >= ends
+        columns, context_ends = torch.arange(width * shape.block_tokens), contexts[:, None]
+        hidden = columns >= context_ends
         # the rest of a last block holds what its owner before left there: of what is no number a share of 0 is none
-        rest = columns < -(-ends // shape.block_tokens) * shape.block_tokens
-        rows, columns = (hidden & (rest | (ends < shape.block_tokens))).nonzero(as_tuple=True)
+        rest = columns < -(-context_ends // shape.block_tokens) * shape.block_tokens
+        rows, columns = (hidden & (rest | (context_ends < shape.block_tokens))).nonzero(as_tuple=True)
         self.stale = rows.to(device), slice(None), columns.to(device)
         mask = torch.zeros(hidden.shape, dtype=shape.dtype).masked_fill_(hidden, float("-inf"))
         self.mask = mask[:, None, None].to(device)

@@ -19,9 +19,9 @@ def adapted_layers(layers: Sequence[nn.Module], adapter: Adapter, first: int = 0
 
     Raises StageError for an adapter that does not fit, or that lacks a module which its configuration names.
     """
-    if odd := sorted(number for number in adapter.layers if number >= first + len(layers)):
+    if outside := sorted(number for number in adapter.layers if number >= first + len(layers)):
         raise StageError(
-            f"adapter {adapter.name} is for layer {odd[-1]}, and this model has {len(layers)}; name one that was "
+            f"adapter {adapter.name} is for layer {outside[-1]}, and this model has {len(layers)}; name one that was "
             "trained on it"
         )
     adapted = [
@@ -50,7 +50,7 @@ class SharedBase(ModelVersion):
         self._variants: list[tuple[ModelVersion, Adapter]] = []
 
     def variant(self, model: nn.Module, adapter: Adapter) -> ModelVersion:
-        """What ``model``, whose layers these are, is with ``adapter``.
+        """Return the version of ``model``, whose layers these are, with ``adapter``.
 
         Raises StageError where layers are borrowed, and for an adapter that does not fit.
         """

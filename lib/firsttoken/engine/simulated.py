@@ -75,18 +75,18 @@ class SimulatedExecutor:
         self._now = max(self._now, moment_s)
 
     def execute(self, chunks: Sequence[ScheduledChunk]) -> list[int]:
-        """Charge the step."""
+        """Charge the time of the step; every next token is ``TOKEN``."""
         self.charge(*shapes(chunks))
         return [TOKEN] * len(chunks)
 
     def charge(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
-        """Let the time of a step of these shapes pass; what the clock says then."""
+        """Let the time of a step of these shapes pass, and return the clock then."""
         self._now += self.costs_at(self._now).step_s(prefills, contexts)
         return self._now
 
     def charge_decodes(self, contexts: Sequence[int], steps: int, until_s: float) -> list[float]:
         """Let the time of up to ``steps`` steps pass in which requests with ``contexts`` cached tokens decode, of which
-        none begins at ``until_s`` or later; what the clock says after each."""
+        none begins at ``until_s`` or later. Return the clock after each."""
         if self._now >= until_s or not steps:
             return []
         costs = self.costs_at(self._now)
@@ -100,7 +100,7 @@ class SimulatedExecutor:
         return times
 
     def swap_out(self, request: Request) -> Charged | None:
-        """Charge the way out, if the host pool has room."""
+        """Charge the time of the way out, if the host pool has room."""
         blocks = -(-request.cached // self.block_tokens)
         if blocks > self._host_free:
             return None
@@ -111,7 +111,7 @@ class SimulatedExecutor:
         return charged
 
     def swap_in(self, request: Request) -> SwapIn:
-        """Charge the way back."""
+        """Charge the time of the way back."""
         charged = Charged(self.costs_at(self._now).swap_in_s(request.cached))
         self._now += charged.copy_s
         return charged
@@ -121,14 +121,14 @@ class SimulatedExecutor:
         self._host_free += host
 
     def fill(self, request: Request, layer: int, kv: object) -> None:
-        """Nothing is computed with it."""
+        """Do nothing, as nothing is computed with keys and values."""
 
     def hidden_states_of(self, hidden: object, tokens: int) -> object:
-        """Nothing is computed with it."""
+        """Return ``hidden`` as it is, as nothing is computed with it."""
         return hidden
 
     def forget(self, request: Request) -> None:
-        """Nothing is kept."""
+        """Do nothing, as nothing is kept of a request."""
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing, as there is nothing to give back."""

@@ -57,18 +57,18 @@ class StepPlan:
         size = pool.shape.block_tokens
         for chunk in batch:
             request, new = chunk.request, range(chunk.start, chunk.end)
-            judged += [len(ids) + place - chunk.start for place in chunk.judged]
+            judged += [len(ids) + judged_position - chunk.start for judged_position in chunk.judged]
             ids += request.tokens[chunk.start : chunk.end]
             positions += new
             blocks += [request.blocks[position // size] for position in new]
             last.append(len(ids) - 1)
-        device, where = pool.device, torch.tensor(positions)
+        device, position_ids = pool.device, torch.tensor(positions)
         return cls(
             chunks=tuple(batch),
             ids=torch.tensor([ids], device=device),
-            positions=where[None].to(device),
+            positions=position_ids[None].to(device),
             last=torch.tensor(last + judged, device=device),
-            paged=attend(pool, batch, torch.tensor(blocks, device=device), (where % size).to(device)),
+            paged=attend(pool, batch, torch.tensor(blocks, device=device), (position_ids % size).to(device)),
             layers=range(pool.shape.layers),
             hidden_cache=hidden_cache,
         )
@@ -79,7 +79,7 @@ class StepPlan:
         self.hidden = recompute_inputs(self.chunks)
 
     def through(self, layers: range) -> StepPlan:
-        """The same through other ``layers``."""
+        """Return this step through other ``layers``."""
         return replace(self, layers=layers)
 
     def within(self, layers: range) -> range:
@@ -112,11 +112,12 @@ class FusedRecompute:
     whole: Tensor
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """The whole step's ``hidden`` [1, tokens, hidden] and those that are redone."""
+        """Return the whole step's ``hidden`` [1, tokens, hidden] and the states that are redone, as rows of
+        ``both``."""
         return torch.cat([hidden, self.redone], dim=1)[:, self.entering]
 
     def leave(self, hidden: Tensor) -> Tensor:
-        """The whole step's of them."""
+        """Return the whole step's rows of ``hidden``, in their own order."""
         return hidden[:, self.whole]
 
 
@@ -139,5 +140,5 @@ def fuse_recompute(
     ]
     entering = torch.cat(spans).to(step.ids.device)
     # ``entering`` names each row once, so sorting it gives the way back; the whole step's rows have the lowest numbers.
-    whole = torch.argsort(entering)[: step.ids.shape[1]]
-    step.fused_recompute = FusedRecompute(both, recompute_inputs(chunks), entering, whole)
+    order = torch.argsort(entering)[: step.ids.shape[1]]
+    step.fused_recompute = FusedRecompute(both, recompute_inputs(chunks), entering, order)

@@ -58,7 +58,7 @@ class Stream:
         self._inbox = inbox or self._events
 
     def __iter__(self) -> Iterator[int]:
-        """The tokens' ids; raises as ``events``."""
+        """Yield the tokens' ids; raises as ``events``."""
         for event in self.events():
             yield event.token_id
 
@@ -98,8 +98,8 @@ class Stream:
 
 
 def step_failure(error: Exception) -> FirstTokenError:
-    """What clients of a step that raised ``error`` are told: the error if it was foreseen, else an EngineError, also
-    for a RequestError, which belongs to ``submit``. The traceback goes to the log."""
+    """Return what clients of a step that raised ``error`` are told: the error if it was foreseen, else an EngineError,
+    also for a RequestError, which belongs to ``submit``. The traceback goes to the log."""
     if isinstance(error, FirstTokenError) and not isinstance(error, RequestError):
         return error
     logging.getLogger(__name__).error("a step failed", exc_info=error)

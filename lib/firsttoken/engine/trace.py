@@ -1,4 +1,4 @@
-"""What an observer of the engine keeps."""
+"""The trace that an observer of the engine keeps, and the files that it is written to."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Step:
 
     @property
     def token_spans(self) -> tuple[TokenSpan, ...]:
-        """What was done for which tokens of whom."""
+        """Return the token spans that the step processed, of every request."""
         return tuple(span for chunk in self.chunks for span in chunk.token_spans)
 
     @property
     def tokens(self) -> dict[Kind, int]:
-        """How many of each kind."""
+        """Return the number of tokens of each kind."""
         tokens = dict.fromkeys(Kind, 0)
         for span in self.token_spans:
             tokens[span.kind] += span.end - span.start
@@ -84,23 +84,23 @@ def run_rows(trace: Trace, requests: Sequence[Request]) -> Iterator[dict[str, An
         row = {"what": ITERATION, "number": number, "at_s": step.at_s, "seconds": step.seconds}
         yield row | {"requests": len(step.chunks)} | _sizes(step)
     for request in requests:
-        said = bool(request.times_s)
+        answered = bool(request.times_s)
         yield {
             "what": REQUEST,
             "number": request.number,
             "at_s": request.arrival_s,
-            "seconds": request.times_s[-1] - request.arrival_s if said else None,
+            "seconds": request.times_s[-1] - request.arrival_s if answered else None,
             "prompt_tokens": request.prompt_tokens,
             "output_tokens": len(request.times_s),
             "begun_s": request.begun_s,
-            "ttft_s": request.ttft_s if said else None,
-            "tpot_s": request.tpot_s if said else None,
+            "ttft_s": request.ttft_s if answered else None,
+            "tpot_s": request.tpot_s if answered else None,
             "preemptions": request.preemptions,
         }
 
 
 def write_rows(path: Path, trace: Trace, requests: Sequence[Request]) -> None:
-    """Write them as CSV to ``path``, whole or not at all. Raises OSError."""
+    """Write the rows of :func:`run_rows` as CSV to ``path``, whole or not at all. Raises OSError."""
     with replacing(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
         table = csv.DictWriter(file, COLUMNS)
         table.writeheader()

@@ -65,11 +65,11 @@ def with_ids(items: Sequence[Item], vocabulary: int, seed: int = 0) -> tuple[Ite
 
 @dataclass(frozen=True)
 class Arrivals:
-    """When requests arrive: how many a second, and how unevenly (their gaps are Gamma distributed).
+    """The rate at which requests arrive, and how unevenly (their gaps are Gamma distributed).
 
     ``rate_per_s`` inf is all at once, as the report has it (4.1). ``cv`` is the standard deviation of the gaps between
-    arrivals over their mean: 1 is a Poisson process, more comes in bursts, less is more even. Raises RequestError for
-    a rate or a cv that is not above 0, and for a cv where there are no gaps.
+    arrivals over their mean: 1 is a Poisson process, more comes in bursts, less is more even. Raises RequestError for a
+    rate or a cv that is not above 0, and for a cv where there are no gaps.
     """
 
     rate_per_s: float = math.inf

@@ -30,12 +30,13 @@ _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")  # no file has more by
 
 
 class LinkServer(ThreadingHTTPServer):
-    """Answers by ``handler`` on ``host`` and ``port`` (0: one that is free), and sends files over ``link``."""
+    """A server that answers by ``handler`` on ``host`` and ``port`` (0: one that is free), and sends files over
+    ``link``."""
 
     daemon_threads = True
 
     def __init__(self, link: Link, handler: type[FileHandler], host: str, port: int) -> None:
-        """Raises LinkError where the port cannot be had."""
+        """Bind the port. Raises LinkError where it cannot be had."""
         self.link = link
         try:
             super().__init__((host, port), handler)
@@ -44,11 +45,11 @@ class LinkServer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """What its clients are told."""
+        """Return the URL at which clients reach the server."""
         return f"http://{self.server_address[0]}:{self.server_address[1]}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up in the middle is nobody's error."""
+        """Ignore a client that hangs up in the middle, which is nobody's error."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -61,14 +62,14 @@ class FileHandler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True  # head and body are two writes
 
     def log_message(self, *_: object) -> None:
-        """A line for every chunk would be thousands."""
+        """Log nothing: a line for every chunk would be thousands."""
 
     def opened(self) -> FileIO | None:
         """The file that the path names; None where there is none."""
         raise NotImplementedError
 
     def do_GET(self) -> None:
-        """Send it over the link, or say that it is not there."""
+        """Send the file over the link, or answer that it is not there."""
         if (file := self.opened()) is None:
             self.send_error(404)
             return
@@ -92,7 +93,7 @@ class FileHandler(BaseHTTPRequestHandler):
 
 
 class DataServer(LinkServer):
-    """Serves ``folder`` over ``link``."""
+    """A server of the files in ``folder`` over ``link``."""
 
     def __init__(self, folder: Path, link: Link, host: str = "127.0.0.1", port: int = 0) -> None:
         """Raises LinkError where there is no such folder or the port cannot be had."""
@@ -122,8 +123,8 @@ def asked_range(header: str | None, size: int) -> tuple[int, int, int]:
     200 and the whole file without a header, and for one that is malformed or names several ranges, as RFC 9110 (14.2)
     allows.
     """
-    found = _RANGE.fullmatch((header or "").strip())
-    first, last = found.groups() if found else ("", "")
+    match = _RANGE.fullmatch((header or "").strip())
+    first, last = match.groups() if match else ("", "")
     if (not first and not last) or (first and last and int(last) < int(first)):
         return 200, 0, size
     begin = int(first) if first else max(0, size - int(last))
@@ -132,16 +133,16 @@ def asked_range(header: str | None, size: int) -> tuple[int, int, int]:
 
 
 def main() -> None:
-    """The command; ends with one line where it cannot serve."""
+    """Run the command; ends with one line where it cannot serve."""
     parser = CommandLine(prog="python -m firsttoken.link.data_server", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="the folder whose files are served")
     rate = "the rate of all connections together in Gbit/s (default: 0, no limit)"
     parser.add_argument("--gbit-per-s", type=float, default=0.0, help=rate)
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=0, help="the port to listen on (default: 0, any free port)")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     try:
-        server = DataServer(asked.folder, Link(LinkConfig(asked.gbit_per_s)), asked.host, asked.port)
+        server = DataServer(options.folder, Link(LinkConfig(options.gbit_per_s)), options.host, options.port)
     except LinkError as error:
         parser.exit(1, f"{error}\n")
     print(server.address, flush=True)

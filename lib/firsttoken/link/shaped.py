@@ -38,7 +38,7 @@ class LinkConfig:
 
     @property
     def name(self) -> str:
-        """What a table calls it: "unshaped", "1 Gbit/s" or "1 Gbit/s, 5 ms latency"."""
+        """Return the link's name in a table: "unshaped", "1 Gbit/s" or "1 Gbit/s, 5 ms latency"."""
         rate = f"{self.gbit_per_s:g} Gbit/s" if self.gbit_per_s else "unshaped"
         return f"{rate}, {self.latency_ms:g} ms latency" if self.latency_ms else rate
 
@@ -50,11 +50,12 @@ class Source(Protocol):
     """An open file that is not this machine's."""
 
     def read_at(self, buffer: memoryview, offset: int) -> int:
-        """Bytes read from ``offset`` into ``buffer``, perhaps fewer than it holds. Raises OSError."""
+        """Read from ``offset`` into ``buffer`` and return the number of bytes, perhaps fewer than it holds. Raises
+        OSError."""
 
 
 class TokenBucket:
-    """When bytes arrive over a wire of ``bytes_per_s``, as a schedule of bookings instead of a count of tokens.
+    """A schedule of when bytes arrive over a wire of ``bytes_per_s``, kept as bookings instead of a count of tokens.
 
     Bookings follow each other without a gap, so that a reader who wakes late delays no byte behind its own. A wire that
     stood idle makes up for ``burst_s`` of it at most; before the first booking there is nothing to make up for.
@@ -106,7 +107,7 @@ class Link:
                 self._moved += count
 
     def _book(self, wanted: int) -> tuple[int, float]:
-        """How many bytes to read now, and when they will have arrived."""
+        """Return the number of bytes to read now, and the time at which they will have arrived."""
         if self._bucket is None:
             return wanted, 0.0
         count = min(wanted, self._slice)
@@ -119,8 +120,12 @@ def _read(handle: int | Source, buffer: memoryview, offset: int, missing: int) -
     done = 0
     while done < len(buffer):
         try:
-            here, at = buffer[done:], offset + done
-            got = read_at(handle, here, at) if isinstance(handle, int) else handle.read_at(here, at)
+            buffer_rest, file_offset = buffer[done:], offset + done
+            got = (
+                read_at(handle, buffer_rest, file_offset)
+                if isinstance(handle, int)
+                else handle.read_at(buffer_rest, file_offset)
+            )
         except OSError as error:
             raise LinkError(f"reading at byte {offset + done}: {error.strerror or error}") from error
         if got == 0:

@@ -40,12 +40,12 @@ class Access:
     @classmethod
     def read(cls, token: Path | None, authority: Path | None, certificate: Path | None, key: Path | None) -> Access:
         """Read the access from files. Raises SwarmError for one that cannot be read."""
-        said = [_read(path) for path in (token, authority, certificate, key)]
-        return cls(said[0].decode("ascii", "replace").strip(), *said[1:])
+        contents = [_read(path) for path in (token, authority, certificate, key)]
+        return cls(contents[0].decode("ascii", "replace").strip(), *contents[1:])
 
     @property
     def secure(self) -> bool:
-        """Whether other machines are connected to: there is a certificate to know them by."""
+        """Return whether connections to other machines are possible: there is a certificate to know them by."""
         return bool(self.authority or self.certificate)
 
     @property
@@ -54,9 +54,9 @@ class Access:
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()
 
     def admits(self, headers: dict[str, str]) -> bool:
-        """Whether a call with these headers has the token."""
-        said = headers.get("authorization", "")
-        return not self.token or hmac.compare_digest(said.encode(), f"Bearer {self.token}".encode())
+        """Return whether a call with these headers has the token."""
+        header = headers.get("authorization", "")
+        return not self.token or hmac.compare_digest(header.encode(), f"Bearer {self.token}".encode())
 
     def listen(self, server: grpc.aio.Server, host: str, port: int) -> int:
         """Bind ``server`` and return its port. Raises SwarmError for an address beyond this machine without TLS and a
@@ -69,13 +69,13 @@ class Access:
                 f"{host} can be reached from other machines: give --tls-cert, --tls-key and --token-file, or stay on "
                 "127.0.0.1"
             )
-        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             if not secure:
-                return server.add_insecure_port(where)
-            return server.add_secure_port(where, grpc.ssl_server_credentials([(self.key, self.certificate)]))
+                return server.add_insecure_port(address)
+            return server.add_secure_port(address, grpc.ssl_server_credentials([(self.key, self.certificate)]))
         except RuntimeError as error:
-            raise SwarmError(f"cannot listen on {where}: choose another --port") from error
+            raise SwarmError(f"cannot listen on {address}: choose another --port") from error
 
     def channel(self, address: str, width: int, trained: int = 0) -> Channel:
         """A connection to the server at ``address``, for messages of at most ``most_bytes`` of hidden states.
@@ -127,9 +127,9 @@ def _read(path: Path | None) -> bytes:
     if path is None:
         return b""
     try:
-        said = path.read_bytes()[: _LONGEST + 1]
+        content = path.read_bytes()[: _LONGEST + 1]
     except OSError as error:
         raise SwarmError(f"{path} cannot be read: {error.strerror}") from error
-    if not said.strip() or len(said) > _LONGEST:
+    if not content.strip() or len(content) > _LONGEST:
         raise SwarmError(f"{path} is empty or too long for a token, certificate or key: name another file")
-    return said
+    return content

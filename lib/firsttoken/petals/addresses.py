@@ -14,7 +14,7 @@ _LOOPBACK = "loopback"
 
 
 def fault_of(address: str) -> str:
-    """What is wrong with ``address`` as HOST:PORT, "" for nothing. Names are ASCII, and no port is 0."""
+    """Return what is wrong with ``address`` as HOST:PORT, "" for nothing. Names are ASCII, and no port is 0."""
     host, colon, port = address.rpartition(":")
     good = host and colon and port.isascii() and port.isdecimal() and len(address) <= MOST_CHARACTERS
     good = good and address.isascii() and address.isprintable() and " " not in address
@@ -22,7 +22,7 @@ def fault_of(address: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` is this machine as it calls itself; names other than localhost are not looked up."""
+    """Return whether ``host`` names this machine's loopback; names other than localhost are not looked up."""
     return host == "localhost" or ((ip := _ip(host)) is not None and ip.is_loopback)
 
 
@@ -69,20 +69,20 @@ def check_kind(address: str, near: bool, far: bool) -> None:
 async def check_name(address: str) -> None:
     """Raise SwarmError for a host name that stands for no address, or for loopback or an address of no machine.
 
-    Who names a server by a name may have it lead anywhere: it is looked up before anybody connects.
+    A name may lead anywhere, whoever gave it: it is looked up before anybody connects.
     """
     host, _, port = address.rpartition(":")
     if _ip(host.strip("[]")) is not None or host == "localhost":
         return
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+        addresses = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     except OSError as error:
         raise SwarmError(f"{host} is the name of no machine: {error.strerror or error}") from error
-    for *_, at in found:
+    for *_, sockaddr in addresses:
         try:
-            check_kind(f"[{at[0]}]:{port}", near=False, far=True)
+            check_kind(f"[{sockaddr[0]}]:{port}", near=False, far=True)
         except SwarmError as error:
-            raise SwarmError(f"{host} leads to {at[0]}: {error}") from error
+            raise SwarmError(f"{host} leads to {sockaddr[0]}: {error}") from error
 
 
 def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

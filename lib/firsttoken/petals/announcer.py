@@ -47,32 +47,36 @@ class Announcer:
 
     @property
     def record(self) -> Record:
-        """What the server says of itself now."""
+        """Return the record that the server announces now."""
         return self._record
 
-    def say(self, **said: Any) -> Record:
+    def say(self, **fields: Any) -> Record:
         """Change these fields of the record; members that exchange with this server from now on hear it."""
-        self._renew(replace(self._record, **said))
+        self._renew(replace(self._record, **fields))
         return self._record
 
-    def answer(self, told: Exchanged, refused: str) -> bytes:
-        """What this member answers to one that has ``told`` it something, and why its record was ``refused``."""
-        own = self._record
-        page, after = page_of(self._registry.live(steady_s()), own, told.after)
-        proof = proof_of(self._key, own, told.nonce) if told.nonce else None
-        others = [] if told.after else self._contacts.refused()
-        return tell(page, own.server, after=after, proof=proof, refused=refused, others=others)
+    def answer(self, exchange: Exchanged, refused: str) -> bytes:
+        """Return the answer to a member that has ``told`` this one something, with the reason why its record was
+        ``refused``."""
+        record = self._record
+        page, after = page_of(self._registry.live(steady_s()), record, exchange.after)
+        proof = proof_of(self._key, record, exchange.nonce) if exchange.nonce else None
+        others = [] if exchange.after else self._contacts.refused()
+        return tell(page, record.server, after=after, proof=proof, refused=refused, others=others)
 
     async def tell_all(self) -> set[str]:
         """Exchange with every member that is known, and those of which they tell; the subkeys of who answered."""
-        asked, answered = {self._record.address}, set()
+        contacted, answered = {self._record.address}, set()
         while True:
-            known = {*self._peers, *(one.address for one in self._registry.live(steady_s()) if one.counted())}
-            new = (known | set(self._contacts.due(set(asked)))) - asked
+            addresses = {
+                *self._peers,
+                *(record.address for record in self._registry.live(steady_s()) if record.counted()),
+            }
+            new = (addresses | set(self._contacts.due(set(contacted)))) - contacted
             if not new:
-                return {one for one, _ in answered if one}
-            asked |= new
-            answered.update(one for one in await asyncio.gather(*map(self._meet, new)) if one is not None)
+                return {address for address, _ in answered if address}
+            contacted |= new
+            answered.update(answer for answer in await asyncio.gather(*map(self._meet, new)) if answer is not None)
 
     async def run(self) -> None:
         """Announce until cancelled. Raises SwarmError when a server that started earlier has the same key."""
@@ -97,11 +101,11 @@ class Announcer:
     async def announce(self) -> bool:
         """Announce once; return False when all members that were asked are silent or refuse. Raises as ``run``."""
         self._renew(self._record)
-        asked = self._whom()
-        answers = dict(zip(asked, await asyncio.gather(*map(self._meet, asked)), strict=True))
-        await asyncio.gather(*map(self._meet, self._contacts.due(set(asked))))  # of whom these have told
+        addresses = self._whom()
+        answers = dict(zip(addresses, await asyncio.gather(*map(self._meet, addresses)), strict=True))
+        await asyncio.gather(*map(self._meet, self._contacts.due(set(addresses))))  # of whom these have told
         self._check_twins()
-        refused = {address: self._why(address, answers[address]) for address in asked}
+        refused = {address: self._why(address, answers[address]) for address in addresses}
         if taken := not refused or not all(refused.values()):
             self._said = ""
         else:
@@ -115,9 +119,9 @@ class Announcer:
         await asyncio.gather(*map(self._meet, self._whom()))
 
     def _whom(self) -> list[str]:
-        known = [one.address for one in self._registry.live(steady_s())]
-        asked = dict.fromkeys([*self._peers, *random.sample(known, min(PEERS, len(known)))])
-        return [address for address in asked if address != self._record.address]
+        members = [record.address for record in self._registry.live(steady_s())]
+        addresses = dict.fromkeys([*self._peers, *random.sample(members, min(PEERS, len(members)))])
+        return [address for address in addresses if address != self._record.address]
 
     def _renew(self, record: Record) -> None:
         now = steady_s()
@@ -129,49 +133,52 @@ class Announcer:
             self._twins[self._record.address] = error
 
     async def _meet(self, address: str) -> tuple[str | None, str] | None:
-        """Exchange with one; its subkey and why it refuses the record of this server, None where it does not answer."""
+        """Exchange with the member at ``address``; return its subkey and why it refuses the record of this server, None
+        where it does not answer."""
         contacts = self._contacts
         try:
             if address not in self._peers and self._registry.at(address, steady_s()) is None:
                 await check_name(address)
             async with contacts.access.channel(address, contacts.width) as channel:
-                told, _ = await contacts.ask(channel, address, ANSWER_S + PROVE_S, self._record)
+                exchange, _ = await contacts.ask(channel, address, ANSWER_S + PROVE_S, self._record)
         except TwinError as error:
             self._twins[address] = error
             return None, str(error)
         except SwarmError as error:
             contacts.fault(address, str(error))
             return None
-        return told.server, told.refused
+        return exchange.server, exchange.refused
 
     def _why(self, address: str, answer: tuple[str | None, str] | None) -> str:
         return self._contacts.faults.get(address, "it does not answer") if answer is None else answer[1]
 
     async def _reach_itself(self) -> None:
         """Wait until this server answers at its address, where the others will call it back."""
-        contacts, own, wait_s, why = self._contacts, self._record, _SOON_S, ""
+        contacts, record, wait_s, why = self._contacts, self._record, _SOON_S, ""
         until = time.monotonic() + _SELF_S
         while time.monotonic() < until:
             try:
-                async with contacts.access.channel(own.address, contacts.width) as channel:
-                    told, _ = await contacts.ask(channel, own.address, PROVE_S)
-                if told.server == own.server:
+                async with contacts.access.channel(record.address, contacts.width) as channel:
+                    exchange, _ = await contacts.ask(channel, record.address, PROVE_S)
+                if exchange.server == record.server:
                     return
-                why = f"who answers there is {(told.server or 'nobody')[:8]}"
+                why = f"who answers there is {(exchange.server or 'nobody')[:8]}"
             except SwarmError as error:
                 why = str(error)
             await asyncio.sleep(wait_s)
             wait_s *= 2
-        self._warn(f"this server does not reach itself at {own.address}, the address that it gives others: {why}")
+        self._warn(f"this server does not reach itself at {record.address}, the address that it gives others: {why}")
 
-    def _warn(self, said: str) -> None:
-        """Say it on the terminal, once for each reason: seconds and such may have changed."""
-        if (kind := re.sub(r"\d+(\.\d+)? s", "", said)) != self._said:
+    def _warn(self, warning: str) -> None:
+        """Print ``said`` on standard error, once for each reason; a reason that differs in its seconds alone is the
+        same."""
+        if (kind := re.sub(r"\d+(\.\d+)? s", "", warning)) != self._said:
             self._said = kind
-            print(said, file=sys.stderr, flush=True)
+            print(warning, file=sys.stderr, flush=True)
 
     def _check_twins(self) -> None:
-        """What is left of an earlier life of this server expires; a twin is there again and again."""
+        """Raise TwinError where another server uses this key for longer than a record lives: one of an earlier life of
+        this server expires by then."""
         now = time.monotonic()
         self._refused_s = (self._refused_s or now) if self._twins else None
         if self._refused_s is not None and now - self._refused_s > self._expiry_s:

@@ -65,14 +65,14 @@ class Batcher:
         if self._ended:
             raise SwarmError(_ENDS)
         self.slots.lease(chunks)
-        one = Waiting(client, layers, chunks, hidden, asyncio.get_running_loop().create_future(), adapter)
-        self._waiting.append(one)
+        entry = Waiting(client, layers, chunks, hidden, asyncio.get_running_loop().create_future(), adapter)
+        self._waiting.append(entry)
         self._came.set()
         try:
-            return await one.answer
+            return await entry.answer
         finally:
-            if one in self._waiting:  # its session ended before its turn
-                self._waiting.remove(one)
+            if entry in self._waiting:  # its session ended before its turn
+                self._waiting.remove(entry)
                 self.slots.release(chunks)
 
     async def serve(self) -> None:
@@ -90,13 +90,13 @@ class Batcher:
                     await ran
         finally:
             self._ended = True
-            for one in self._waiting:
-                if not one.answer.done():
-                    one.answer.set_exception(SwarmError(_ENDS))
+            for entry in self._waiting:
+                if not entry.answer.done():
+                    entry.answer.set_exception(SwarmError(_ENDS))
 
-    async def aside(self, what: Callable[[], Answer]) -> Answer:
-        """Run ``what`` on the thread that computes, between two batches; return or raise what that does."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, what)
+    async def aside(self, compute: Callable[[], Answer]) -> Answer:
+        """Run ``compute`` on the thread that computes, between two batches; return or raise what that does."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, compute)
 
     def close(self) -> None:
         """End the thread when its batch is done."""
@@ -105,19 +105,19 @@ class Batcher:
     def _next(self) -> list[Waiting]:
         """The first step of the client whose turn it is, and those that fit with it: of the same layers, as far as the
         tokens go."""
-        client = self._turns.next(dict.fromkeys(one.client for one in self._waiting))
-        one = next(one for one in self._waiting if one.client == client)
-        layers, batch, room = one.layers, [], self.tokens
-        while one is not None:
-            batch.append(one)
-            self._waiting.remove(one)
-            self._turns.charge(one.client, len(one.hidden) * len(layers))
-            room -= len(one.hidden)
+        client = self._turns.next(dict.fromkeys(entry.client for entry in self._waiting))
+        entry = next(entry for entry in self._waiting if entry.client == client)
+        layers, batch, room = entry.layers, [], self.tokens
+        while entry is not None:
+            batch.append(entry)
+            self._waiting.remove(entry)
+            self._turns.charge(entry.client, len(entry.hidden) * len(layers))
+            room -= len(entry.hidden)
             heads: dict[Client, Waiting] = {}
             for other in self._waiting:
                 if other.layers == layers and len(other.hidden) <= room:
                     heads.setdefault(other.client, other)
-            one = heads[min(heads, key=self._turns.tag)] if heads else None
+            entry = heads[min(heads, key=self._turns.tag)] if heads else None
         return batch
 
     def _tell(
@@ -129,26 +129,27 @@ class Batcher:
 
     def _ran(self, batch: Sequence[Waiting], ran: asyncio.Future[None], job: Computed) -> None:
         error = job.exception()
-        for one, said in zip(batch, [error] * len(batch) if error else job.result(), strict=True):
-            self.slots.release(one.chunks)
-            if one.answer.done():  # its session has ended
+        for entry, result in zip(batch, [error] * len(batch) if error else job.result(), strict=True):
+            self.slots.release(entry.chunks)
+            if entry.answer.done():  # its session has ended
                 continue
-            one.answer.set_exception(said) if isinstance(said, BaseException) else one.answer.set_result(said)
+            entry.answer.set_exception(result) if isinstance(result, BaseException) else entry.answer.set_result(result)
         if not ran.done():
             ran.set_result(None)
 
     def _compute(self, batch: Sequence[Waiting]) -> list[Tensor | Exception]:
-        """What is said to each step, or why not: one that cannot be computed fails no other of its batch."""
+        """Return for each step its answer, or the error where it failed: one that cannot be computed fails no other of
+        its batch."""
         try:
-            chunks = [chunk for one in batch for chunk in one.chunks]
-            rows = [rows for one in batch for rows in _apart(one)]
-            adapters = [one.adapter for one in batch for _ in one.chunks]
+            chunks = [chunk for entry in batch for chunk in entry.chunks]
+            rows = [rows for entry in batch for rows in _apart(entry)]
+            adapters = [entry.adapter for entry in batch for _ in entry.chunks]
             out = iter(self.backend.run(batch[0].layers, chunks, rows, *([adapters] if any(adapters) else [])))
-            return [end_to_end([next(out) for _ in one.chunks]) for one in batch]
+            return [end_to_end([next(out) for _ in entry.chunks]) for entry in batch]
         except Exception as error:  # out of memory: these sessions learn it, the next may run
-            return [error] if len(batch) == 1 else [said for one in batch for said in self._compute([one])]
+            return [error] if len(batch) == 1 else [result for entry in batch for result in self._compute([entry])]
 
 
-def _apart(one: Waiting) -> Sequence[Tensor]:
-    """The hidden states of each of its chunks."""
-    return one.hidden.split([chunk.tokens for chunk in one.chunks]) if len(one.chunks) > 1 else [one.hidden]
+def _apart(entry: Waiting) -> Sequence[Tensor]:
+    """Return the hidden states of each chunk of a step."""
+    return entry.hidden.split([chunk.tokens for chunk in entry.chunks]) if len(entry.chunks) > 1 else [entry.hidden]

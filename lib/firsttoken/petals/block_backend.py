@@ -69,8 +69,10 @@ class BlockBackend:
         self._adapted: dict[str, LocalSegment] = {}
         self._comparison: Comparison | None = None
         model = self._span(blocks)
-        if odd := set(getattr(model.config, "layer_types", None) or []) - {"full_attention"}:
-            raise ModelError(f"{model.config.model_type} has layers of {min(odd)}; a swarm runs full_attention only")
+        if unknown_types := set(getattr(model.config, "layer_types", None) or []) - {"full_attention"}:
+            raise ModelError(
+                f"{model.config.model_type} has layers of {min(unknown_types)}; a swarm runs full_attention only"
+            )
         self.blocks = blocks
         self.width: int = model.config.hidden_size
         self.context: int = context_of(model.config)
@@ -94,10 +96,10 @@ class BlockBackend:
         """``hidden`` [tokens, hidden] of each of ``chunks`` through ``layers`` of the model -> the same shapes; with
         the ``adapters`` that are named for each ("": none), in one pass where the kernels run them together."""
         names = list(dict.fromkeys(adapters)) or [""]
-        order = sorted(range(len(chunks)), key=lambda place: chunks[place].tokens)  # as a step lays them
+        order = sorted(range(len(chunks)), key=lambda index: chunks[index].tokens)  # as a step lays them
         step = StepPlan.of(chunks, self.pool, self._attend)
         step.layers = range(layers.start - self.blocks.start, layers.stop - self.blocks.start)
-        states = end_to_end([hidden[place] for place in order])[None]
+        states = end_to_end([hidden[index] for index in order])[None]
         step.arguments = (
             (),
             {
@@ -114,24 +116,26 @@ class BlockBackend:
             count, joined = accelerator().join([segment.modules for segment in segments])
             if count < len(self.blocks) or step.paged.read_by_kernels(step.ids.shape[1]) is None:
                 return self._apart(layers, chunks, hidden, adapters)
-            whose = [names.index(adapters[place]) for place in order for _ in range(chunks[place].tokens)]
+            whose = [names.index(adapters[index]) for index in order for _ in range(chunks[index].tokens)]
             step.variants = joined, torch.tensor(whose)
-        parts = segments[0].run(states, step)[0].split([chunks[place].tokens for place in order])
+        parts = segments[0].run(states, step)[0].split([chunks[index].tokens for index in order])
         out: list[Tensor] = [states] * len(chunks)
-        for place, part in zip(order, parts, strict=True):
-            out[place] = part
+        for index, part in zip(order, parts, strict=True):
+            out[index] = part
         return out
 
     def _apart(
         self, layers: range, chunks: Sequence[ScheduledChunk], hidden: Sequence[Tensor], adapters: Sequence[str]
     ) -> list[Tensor]:
-        """What ``run`` returns, by a pass for each adapter."""
+        """Return what ``run`` returns, computed by one pass for each adapter."""
         out = list(hidden)
         for name in dict.fromkeys(adapters):
-            mine = [place for place, other in enumerate(adapters) if other == name]
-            said = self.run(layers, [chunks[place] for place in mine], [hidden[place] for place in mine], [name])
-            for place, rows in zip(mine, said, strict=True):
-                out[place] = rows
+            indices = [index for index, other in enumerate(adapters) if other == name]
+            outputs = self.run(
+                layers, [chunks[index] for index in indices], [hidden[index] for index in indices], [name]
+            )
+            for index, rows in zip(indices, outputs, strict=True):
+                out[index] = rows
         return out
 
     @torch.inference_mode()

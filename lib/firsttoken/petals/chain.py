@@ -62,16 +62,21 @@ _POLL_S = 0.001  # between two looks whether more of what is stored has come
 
 
 class AnswerCheck(Protocol):
-    """What looks at the answers of servers; ``ends`` counts how its checks ended, ``why`` the last one showed
+    """Checks the answers of servers; ``ends`` counts how its checks ended, ``why`` says why the last one showed
     nothing."""
 
     ends: Counter[str]
     why: str
 
     async def look(
-        self, session: ServerSession, record: Record, message: Sequence[Stretch], inputs: Sequence[Tensor], said: Tensor
+        self,
+        session: ServerSession,
+        record: Record,
+        message: Sequence[Stretch],
+        inputs: Sequence[Tensor],
+        outputs: Tensor,
     ) -> None:
-        """Perhaps check what the server of ``record`` has ``said`` [tokens, hidden] to ``message``, behind the
+        """Perhaps check what the server of ``record`` has ``outputs`` [tokens, hidden] to ``message``, behind the
         ``inputs`` [end, hidden] of each of its sequences. Raises DoubtFault for a server that is not to be believed."""
 
 
@@ -112,11 +117,17 @@ class Chain:
         """
         check_states(hidden)
         async with self._turn:
-            for one, rows in zip(stretches, hidden.split([one.end - one.start for one in stretches]), strict=True):
-                self._hidden_cache.keep(one.number, self.layers.start, one.start, rows)
-            if new := {one.number: keyed[one.number] for one in stretches if not one.start and one.number in keyed}:
+            for stretch, rows in zip(
+                stretches, hidden.split([stretch.end - stretch.start for stretch in stretches]), strict=True
+            ):
+                self._hidden_cache.keep(stretch.number, self.layers.start, stretch.start, rows)
+            if new := {
+                stretch.number: keyed[stretch.number]
+                for stretch in stretches
+                if not stretch.start and stretch.number in keyed
+            }:
                 await self._adopt(new)
-            keys = {number: one.keys for number, one in keyed.items()}
+            keys = {number: prefix.keys for number, prefix in keyed.items()}
             try:
                 out = await self._unshared(stretches, hidden, keys)
             except _LackingError as lacking:  # at most once: all hidden states are here then
@@ -127,9 +138,9 @@ class Chain:
 
     def unserved(self) -> list[int]:
         """The layers that no server has which can be asked now. A server of the chain counts as long as it answers."""
-        known, lately_s = self.swarm.servers(self._adapter), time.monotonic() - self.swarm.timeouts.refresh_s
-        answering = {one.server for one in known}
-        serving = [one.span for one in known if self.swarm.state(one)[0] == "serves"]
+        records, lately_s = self.swarm.servers(self._adapter), time.monotonic() - self.swarm.timeouts.refresh_s
+        answering = {server_record.server for server_record in records}
+        serving = [server_record.span for server_record in records if self.swarm.state(server_record)[0] == "serves"]
         for session, record in list(self.sessions):  # one that computes may be too busy to be looked at
             if session.steps and (record.server in answering or session.answered_s > lately_s):
                 serving.append(session.layers)
@@ -144,7 +155,6 @@ class Chain:
             await session.forget(numbers)
 
     def close(self) -> None:
-        """End all sessions."""
         for session, _ in self.sessions:
             session.close()
         self.sessions = []
@@ -152,27 +162,29 @@ class Chain:
     async def _adopt(self, new: Mapping[int, Keyed]) -> None:
         """Ask all servers what they have of how these sequences begin, which go on behind what all have."""
         await self._fill_gaps()
-        asked = {number: one.keys[: (one.tokens - 1) // NAMED_TOKENS] for number, one in new.items()}
-        asked, sessions = {number: keys for number, keys in asked.items() if keys}, list(self.sessions)
-        said: list[dict[int, int] | ServerFault] = [{}] * len(sessions)
-        if asked:
-            said = await self._all(sessions, (session.adopt(asked) for session, _ in sessions))
-        whole = not any(isinstance(answer, ServerFault) for answer in said)
-        for number, one in new.items():
+        names = {number: prefix.keys[: (prefix.tokens - 1) // NAMED_TOKENS] for number, prefix in new.items()}
+        names, sessions = {number: keys for number, keys in names.items() if keys}, list(self.sessions)
+        answers: list[dict[int, int] | ServerFault] = [{}] * len(sessions)
+        if names:
+            answers = await self._all(sessions, (session.adopt(names) for session, _ in sessions))
+        complete = not any(isinstance(answer, ServerFault) for answer in answers)
+        for number, prefix in new.items():
             had: dict[ServerSession, int] = {}
-            if whole:
-                had = {session: answer.get(number, 0) for (session, _), answer in zip(sessions, said, strict=True)}
+            if complete:
+                had = {session: answer.get(number, 0) for (session, _), answer in zip(sessions, answers, strict=True)}
             self._shared[number] = min(had.values(), default=0)
             self.shared_tokens += self._shared[number]
-            if one.stored is not None:
-                blocks = one.stored.tokens - one.stored.tokens % NAMED_TOKENS  # for the rest alone nothing is sent
+            if prefix.stored is not None:
+                blocks = (
+                    prefix.stored.tokens - prefix.stored.tokens % NAMED_TOKENS
+                )  # for the rest alone nothing is sent
                 if had and not 0 < self._shared[number] >= blocks:
-                    end = blocks if any(had.values()) else one.stored.tokens  # within no block that others may have
-                    self._shared[number] = await self._fill(number, one.stored, end, one.keys, had)
+                    end = blocks if any(had.values()) else prefix.stored.tokens  # within no block that others may have
+                    self._shared[number] = await self._fill(number, prefix.stored, end, prefix.keys, had)
                 self.restored += 0 < self._shared[number] >= blocks
             for session, _ in self.sessions:
                 session.known[number] = self._shared[number]
-            self.asked_tokens += one.tokens
+            self.asked_tokens += prefix.tokens
 
     async def _fill(
         self, number: int, stored: KVSource, end: int, keys: Sequence[bytes], had: Mapping[ServerSession, int]
@@ -189,24 +201,24 @@ class Chain:
             session.fill(number, had[session], kv[layers.start : layers.stop, ..., had[session] : end, :], keys)
             for session, layers in ((session, session.layers) for session, _ in sessions)
         ]
-        said = await self._all(sessions, parts)
-        return min([least if isinstance(one, ServerFault) else one for one in said])
+        answers = await self._all(sessions, parts)
+        return min([least if isinstance(answer, ServerFault) else answer for answer in answers])
 
-    async def _all(self, sessions: Sequence[tuple[ServerSession, Record]], asked: Iterable[Awaitable]) -> list:
-        """What the servers answer to what they are ``asked`` at once; those that fail are dropped, and their fault is
-        the answer."""
+    async def _all(self, sessions: Sequence[tuple[ServerSession, Record]], requests: Iterable[Awaitable]) -> list:
+        """Return the servers' answers to what they are ``asked`` at once; those that fail are dropped, and their fault
+        is the answer."""
         try:
-            said = await asyncio.gather(*asked, return_exceptions=True)
+            answers = await asyncio.gather(*requests, return_exceptions=True)
         except BaseException:  # as in ``_past``
             for session, _ in sessions:
                 self._let_go(session)
             raise
-        for (session, record), answer in zip(sessions, said, strict=True):
+        for (session, record), answer in zip(sessions, answers, strict=True):
             if isinstance(answer, ServerFault):
                 await self._drop(session, record, answer)
             elif isinstance(answer, BaseException):
                 raise answer
-        return said
+        return answers
 
     def _begin_anew(self, numbers: Collection[int]) -> None:
         """Let all servers be sent these sequences from their first token on."""
@@ -219,9 +231,11 @@ class Chain:
         self, stretches: Sequence[Stretch], hidden: Tensor, keys: Mapping[int, Sequence[bytes]]
     ) -> Tensor:
         """``hidden`` [tokens, hidden] of ``stretches`` after the layers, and zeros for tokens that servers had."""
-        starts = {one.number: min(self._shared.get(one.number, 0), one.end) for one in stretches}
-        left = [Stretch(one.number, max(one.start, starts[one.number]), one.end) for one in stretches]
-        if not (some := [one for one in left if one.start < one.end]):
+        starts = {stretch.number: min(self._shared.get(stretch.number, 0), stretch.end) for stretch in stretches}
+        remaining = [
+            Stretch(stretch.number, max(stretch.start, starts[stretch.number]), stretch.end) for stretch in stretches
+        ]
+        if not (some := [stretch for stretch in remaining if stretch.start < stretch.end]):
             return torch.zeros_like(hidden)
         await self._fill_gaps()
         out, through = hidden, []
@@ -231,20 +245,21 @@ class Chain:
         check_cover(through, self.layers)
         if some == list(stretches):
             return out
-        parts, whole = iter(out.split([one.end - one.start for one in some])), torch.zeros_like(hidden)
-        rows = whole.split([one.end - one.start for one in stretches])
-        for one, part in zip(left, rows, strict=True):
-            if one.start < one.end:
-                part[one.start - one.end :] = next(parts)
-        return whole
+        parts, outputs = iter(out.split([stretch.end - stretch.start for stretch in some])), torch.zeros_like(hidden)
+        rows = outputs.split([stretch.end - stretch.start for stretch in stretches])
+        for stretch, part in zip(remaining, rows, strict=True):
+            if stretch.start < stretch.end:
+                part[stretch.start - stretch.end :] = next(parts)
+        return outputs
 
     async def _past(
-        self, place: int, stretches: Sequence[Stretch], keys: Mapping[int, Sequence[bytes]]
+        self, hop_index: int, stretches: Sequence[Stretch], keys: Mapping[int, Sequence[bytes]]
     ) -> tuple[Tensor, range]:
-        """What comes out behind the server at ``place``, or whoever has to replace it, and the layers of that one."""
+        """Return the hidden states behind the server at ``place``, or behind its successor where it fails, and the
+        layers of that server."""
         most, failing_s, refused = self.swarm.timeouts.find_s, 0.0, set()
         while True:
-            session, record = self.sessions[place]
+            session, record = self.sessions[hop_index]
             try:
                 return await self._through(session, record, stretches, keys), session.layers
             except _LackingError:
@@ -254,7 +269,7 @@ class Chain:
                 refused |= {record.server} if fault.refused else set()
                 await self._drop(session, record, fault)
                 if isinstance(fault, DoubtFault):  # what it told the servers behind it is told them again by another
-                    for behind, _ in self.sessions[place:]:
+                    for behind, _ in self.sessions[hop_index:]:
                         behind.known = dict.fromkeys(behind.known, 0)
                 if time.monotonic() - failing_s > most:
                     raise SwarmError(f"{fault} (the servers that took over failed too, for {most:g} s)") from fault
@@ -269,27 +284,34 @@ class Chain:
         """The step through one server, behind all that it has not seen; what comes out, of the step's tokens."""
         if record.server in self.swarm.convicted:
             raise DoubtFault(f"{record.name} was convicted")
-        behind = [Stretch(one.number, min(session.known.get(one.number, 0), one.start), one.end) for one in stretches]
+        behind = [
+            Stretch(stretch.number, min(session.known.get(stretch.number, 0), stretch.start), stretch.end)
+            for stretch in stretches
+        ]
         layer, cache = session.layers.start, self._hidden_cache
-        if lacking := [one.number for one in behind if not cache.reaches(one.number, layer, one.start)]:
+        if lacking := [stretch.number for stretch in behind if not cache.reaches(stretch.number, layer, stretch.start)]:
             raise _LackingError(lacking)
         out: list[list[Tensor]] = [[] for _ in behind]
-        places = {one.number: place for place, one in enumerate(behind)}
+        places = {stretch.number: index for index, stretch in enumerate(behind)}
         for message in messages_of(behind):
-            rows = [cache.of(one.number, layer, one.start)[0, : one.end - one.start] for one in message]
+            rows = [
+                cache.of(stretch.number, layer, stretch.start)[0, : stretch.end - stretch.start] for stretch in message
+            ]
             begun = time.monotonic()
-            said = await session.run(message, end_to_end(rows), keys=keys)
-            announced_s = self.swarm.announced_s(record, session.layers, len(said))
+            answer = await session.run(message, end_to_end(rows), keys=keys)
+            announced_s = self.swarm.announced_s(record, session.layers, len(answer))
             self.swarm.conduct.took(record.server, time.monotonic() - begun, announced_s)
-            self.swarm.served[record.server] += len(said) * len(session.layers)
+            self.swarm.served[record.server] += len(answer) * len(session.layers)
             if self.auditor is not None:
-                whole = [cache.of(one.number, layer)[0, : one.end] for one in message]
-                await self.auditor.look(session, record, message, whole, said)
-            for one, part in zip(message, said.split([one.end - one.start for one in message]), strict=True):
-                out[places[one.number]].append(part)
+                prefixes = [cache.of(stretch.number, layer)[0, : stretch.end] for stretch in message]
+                await self.auditor.look(session, record, message, prefixes, answer)
+            for stretch, part in zip(
+                message, answer.split([stretch.end - stretch.start for stretch in message]), strict=True
+            ):
+                out[places[stretch.number]].append(part)
                 if session.layers.stop != self.layers.stop:
-                    cache.keep(one.number, session.layers.stop, one.start, part)
-        wanted = (one.end - one.start for one in stretches)
+                    cache.keep(stretch.number, session.layers.stop, stretch.start, part)
+        wanted = (stretch.end - stretch.start for stretch in stretches)
         return end_to_end([end_to_end(parts)[-tokens:] for parts, tokens in zip(out, wanted, strict=True)])
 
     async def _fill_gaps(self) -> None:
@@ -309,7 +331,7 @@ class Chain:
                     self.heirs[-1] = await self._extend(session.layers, str(fault), 0.0)
 
     async def _drop(self, session: ServerSession, record: Record, fault: ServerFault) -> None:
-        """The server of ``session``, which is that of ``record``, is not asked further."""
+        """End ``session``, with the server of ``record``, and note its fault; the server is not asked further."""
         self._let_go(session)
         self.faults.append((record.server, str(fault)))
         self.heirs.append([])
@@ -318,7 +340,7 @@ class Chain:
             await self.swarm.reconnect(record.address)
 
     def _let_go(self, session: ServerSession) -> None:
-        self.sessions = [(one, other) for one, other in self.sessions if one is not session]
+        self.sessions = [(open_session, other) for open_session, other in self.sessions if open_session is not session]
         session.close()
 
     async def _extend(
@@ -327,13 +349,13 @@ class Chain:
         """Put servers where the chain lacks ``layers``; who they are, and for which blocks. Raises as ``route``."""
         swarm = self.swarm
         routed = await swarm.route(layers, why, until, refused, self._adapter)
-        found = [(record, hop.blocks) for hop, record in routed]
+        hops = [(record, hop.blocks) for hop, record in routed]
         sessions = [
             *self.sessions,
-            *((swarm.open_session(record, blocks, self.coding, self._adapter), record) for record, blocks in found),
+            *((swarm.open_session(record, blocks, self.coding, self._adapter), record) for record, blocks in hops),
         ]
-        self.sessions = sorted(sessions, key=lambda one: one[0].layers.start)
-        return found
+        self.sessions = sorted(sessions, key=lambda pair: pair[0].layers.start)
+        return hops
 
 
 def _read(stored: KVSource, layers: range) -> Tensor:
@@ -356,14 +378,14 @@ def messages_of(stretches: Sequence[Stretch]) -> list[list[Stretch]]:
     """``stretches`` in as many messages as they need, a sequence's tokens in order."""
     messages: list[list[Stretch]] = [[]]
     room = MOST_TOKENS
-    for one in stretches:
-        start = one.start
-        while start < one.end:
+    for stretch in stretches:
+        start = stretch.start
+        while start < stretch.end:
             if not room:
                 messages.append([])
                 room = MOST_TOKENS
-            end = min(one.end, start + room)
-            messages[-1].append(Stretch(one.number, start, end))
+            end = min(stretch.end, start + room)
+            messages[-1].append(Stretch(stretch.number, start, end))
             room -= end - start
             start = end
     return messages

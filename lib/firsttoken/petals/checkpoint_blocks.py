@@ -42,7 +42,8 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(.+)")
 
 
 def model_sha256(folder: Path) -> str:
-    """What servers and clients of one model agree on: a sha256 over config.json and all weight files, read once.
+    """Return the sha256 by which servers and clients of one model agree on it, over config.json and all weight files,
+    read once.
 
     Raises ModelError for a folder that cannot be served.
     """
@@ -51,10 +52,10 @@ def model_sha256(folder: Path) -> str:
 
 def parse_blocks(text: str, depth: int) -> range:
     """ "a:b" as blocks [a, b) of a model of ``depth``. Raises SwarmError for anything else."""
-    found = re.fullmatch(r"(\d{1,6}):(\d{1,6})", text)
-    if not found or not int(found[1]) < int(found[2]) <= depth:
+    match = re.fullmatch(r"(\d{1,6}):(\d{1,6})", text)
+    if not match or not int(match[1]) < int(match[2]) <= depth:
         raise SwarmError(f"blocks {text!r} are not a:b with 0 <= a < b <= {depth}, the model's depth")
-    return range(int(found[1]), int(found[2]))
+    return range(int(match[1]), int(match[2]))
 
 
 def load_span(folder: Path, blocks: range, dtype: torch.dtype) -> PreTrainedModel:
@@ -65,10 +66,10 @@ def load_span(folder: Path, blocks: range, dtype: torch.dtype) -> PreTrainedMode
     model = build_on_meta(folder, dtype, blocks)
 
     def place(name: str) -> str | None:
-        found = _LAYER.fullmatch(name)
-        if not found or int(found[1]) not in blocks:
+        match = _LAYER.fullmatch(name)
+        if not match or int(match[1]) not in blocks:
             return None
-        return f"model.layers.{int(found[1]) - blocks.start}.{found[2]}"
+        return f"model.layers.{int(match[1]) - blocks.start}.{match[2]}"
 
     _fill(model, folder, place)
     return _checked(model, folder, lambda name: _LAYER.fullmatch(name) is not None)
@@ -79,18 +80,20 @@ def load_ends(folder: Path, dtype: torch.dtype, device: str = "cpu") -> PreTrain
     ``load_span``."""
     model = build_on_meta(folder, dtype)
     model.model.rotary_emb.to(device)
-    known = dict(model.named_parameters())
-    _fill(model, folder, lambda name: name if name in known and not _LAYER.fullmatch(name) else None, device)
+    parameters = dict(model.named_parameters())
+    _fill(model, folder, lambda name: name if name in parameters and not _LAYER.fullmatch(name) else None, device)
     model.tie_weights()
     return _checked(model, folder, lambda name: _LAYER.fullmatch(name) is None)
 
 
-def _fill(model: PreTrainedModel, folder: Path, place: Callable[[str], str | None], device: str = "cpu") -> None:
-    """Put the tensors that ``place`` gives a name in ``model`` there."""
+def _fill(
+    model: PreTrainedModel, folder: Path, name_in_model: Callable[[str], str | None], device: str = "cpu"
+) -> None:
+    """Put the tensors that ``name_in_model`` gives a name in ``model`` there."""
     in_8_bits: dict[str, dict[str, Tensor]] = {}
     files = check_servable(folder, in_8_bits=True)
-    for stored, tensor in tensors_of(files, lambda name: place(name) is not None):
-        name = place(stored)
+    for stored, tensor in tensors_of(files, lambda name: name_in_model(name) is not None):
+        name = name_in_model(stored)
         path, _, leaf = name.rpartition(".")
         if leaf in (CODES, SCALES):
             in_8_bits.setdefault(path, {})[leaf] = tensor
@@ -101,7 +104,7 @@ def _fill(model: PreTrainedModel, folder: Path, place: Callable[[str], str | Non
 
 
 def _checked(model: PreTrainedModel, folder: Path, wanted: Callable[[str], bool]) -> PreTrainedModel:
-    missing = [name for name, one in model.named_parameters() if one.is_meta and wanted(name)]
+    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta and wanted(name)]
     if missing:
         raise ModelError(f"{folder} lacks {len(missing)} tensors, first {missing[0]}; copy the whole checkpoint")
     return model
@@ -136,13 +139,13 @@ def write_8_bits(source: Path, target: Path) -> int:
 
 def _resting(file: Path) -> Iterator[tuple[str, Tensor]]:
     for name, entry in check_shard(file).tensors.items():
-        tensor, found = read_tensor(StoredTensor(file, name, entry)), _WEIGHT.fullmatch(name)
-        if not found or tensor.dim() != 2:
+        tensor, match = read_tensor(StoredTensor(file, name, entry)), _WEIGHT.fullmatch(name)
+        if not match or tensor.dim() != 2:
             yield name, tensor
             continue
         codes, scales = coded(tensor)
-        yield f"{found[1]}.{CODES}", codes
-        yield f"{found[1]}.{SCALES}", scales
+        yield f"{match[1]}.{CODES}", codes
+        yield f"{match[1]}.{SCALES}", scales
 
 
 def put_8_bits(model: nn.Module, path: str, parts: Mapping[str, Tensor]) -> None:

@@ -57,11 +57,12 @@ _Line = Annotated[str, _short]
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What one member says to another: its own subkey ``server``, None for a client, and ``records``.
+    """A message from one member to another: its own subkey ``server``, None for a client, and ``records``.
 
-    Who asks gives a ``nonce``, and ``after``, the subkey behind which it wants to hear. Who answers signs the nonce,
-    the ``proof`` that the key is there, and gives as ``after`` where the next page begins, "" behind the last one. It
-    says why it has ``refused`` the record that it was told, "" where it has not, and what it holds against ``others``.
+    The asking member gives a ``nonce``, and ``after``, the subkey behind which it wants to hear. The answering one
+    signs the nonce, the ``proof`` that the key is there, and gives as ``after`` where the next page begins, "" behind
+    the last one. It says why it has ``refused`` the record that it was told, "" where it has not, and what it holds
+    against ``others``.
     """
 
     server: Annotated[str, digits(64)] | None
@@ -81,8 +82,8 @@ class Exchanged:
 
     @property
     def speaker(self) -> Record | None:
-        """What who says this says of itself."""
-        return next((one for one in self.records if one.server == self.server), None)
+        """Return the record that the sender of this message gives of itself, None where there is none."""
+        return next((record for record in self.records if record.server == self.server), None)
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,10 @@ class _Page(Exchanged):
     records: tuple[dict, ...] = ()  # what is wrong with one is said of the record
 
 
-def line_of(said: str, most: int = _MOST_TEXT) -> str:
-    """``said``, which may hold what strangers have written, as one line of at most ``most`` characters that show as
+def line_of(text: str, most: int = _MOST_TEXT) -> str:
+    """``text``, which may hold what strangers have written, as one line of at most ``most`` characters that show as
     what they are; a message can carry a line of the most that there are by default."""
-    line = "".join(one if one.isprintable() else "?" for one in " ".join(said.split()))
+    line = "".join(character if character.isprintable() else "?" for character in " ".join(text.split()))
     return line if len(line) <= most else line[: most - 3] + "..."
 
 
@@ -108,13 +109,13 @@ def _statement(server: str, nonce: str, record: Record | None) -> dict[str, str]
 
 def tell(records: Iterable[Record], server: str | None = None, **more: object) -> bytes:
     """A message of ``records`` and of the fields ``more`` of a ``Exchanged``."""
-    said = {"server": server, "talk": TALK, **more}
-    head = json.dumps({name: value for name, value in said.items() if value or name == "server"})
+    header = {"server": server, "talk": TALK, **more}
+    head = json.dumps({name: value for name, value in header.items() if value or name == "server"})
     return f'{head[:-1]}, "records": [{", ".join(record.text for record in records)}]}}'.encode()
 
 
 def hear(data: bytes) -> Exchanged:
-    """What was said. Raises SwarmError for no such message, or one of more records than a page has."""
+    """Decode a message. Raises SwarmError for bytes that are none, or one of more records than a page has."""
     # a later version may say more
     page = read_said(_Page, data, "an exchange of records cannot be read", others=True)
     if len(page.records) > _MOST_RECORDS:
@@ -122,30 +123,30 @@ def hear(data: bytes) -> Exchanged:
     return Exchanged(**vars(page) | {"records": tuple(map(read_record, page.records))})
 
 
-def page_of(records: Iterable[Record], own: Record | None, after: str) -> tuple[list[Record], str]:
+def page_of(records: Iterable[Record], speaker: Record | None, after: str) -> tuple[list[Record], str]:
     """Return the page of ``records`` behind the subkey ``after``, and the subkey where the next begins, "" for none.
 
-    The first page begins with the member's ``own``.
+    The first page begins with the member's ``speaker``.
     """
-    page = [own] if own is not None and not after else []
-    room = PAGE_BYTES - sum(len(one.text) for one in page)
-    for one in sorted((one for one in records if one.server > after), key=lambda one: one.server):
-        if own is not None and one.server == own.server:
+    page = [speaker] if speaker is not None and not after else []
+    room = PAGE_BYTES - sum(len(record.text) for record in page)
+    for record in sorted((record for record in records if record.server > after), key=lambda record: record.server):
+        if speaker is not None and record.server == speaker.server:
             continue
-        if (room := room - len(one.text)) < 0 or len(page) == _MOST_RECORDS:
+        if (room := room - len(record.text)) < 0 or len(page) == _MOST_RECORDS:
             return page, page[-1].server
-        page.append(one)
+        page.append(record)
     return page, ""
 
 
-async def exchange(channel: Channel, access: Access, said: bytes, seconds: float) -> Exchanged:
-    """One exchange; what the other says. Raises SwarmError when it does not answer, or nonsense."""
+async def exchange(channel: Channel, access: Access, message: bytes, seconds: float) -> Exchanged:
+    """Exchange messages once, and return the other's. Raises SwarmError when it does not answer, or nonsense."""
     import grpc
 
     codes = grpc.StatusCode
     try:
         async with asyncio.timeout(seconds):  # gRPC's own ends by the wall clock
-            told = hear(await channel.unary_unary(EXCHANGE)(said, metadata=access.headers))
+            answer = hear(await channel.unary_unary(EXCHANGE)(message, metadata=access.headers))
     except TimeoutError:
         raise SwarmError(f"it did not answer within {seconds:g} s") from None
     except grpc.aio.AioRpcError as error:
@@ -160,9 +161,9 @@ async def exchange(channel: Channel, access: Access, said: bytes, seconds: float
         if asyncio.current_task().cancelling():
             raise
         raise SwarmError("the connection was closed") from None
-    if told.talk != TALK:
-        raise SwarmError(f"it speaks version {told.talk} of records, not {TALK}: have one version on all members")
-    return told
+    if answer.talk != TALK:
+        raise SwarmError(f"it speaks version {answer.talk} of records, not {TALK}: have one version on all members")
+    return answer
 
 
 def _unreached(details: str, access: Access) -> str:
@@ -191,9 +192,9 @@ _TOLD, _LATELY_S = 8, 60.0  # servers that were refused, as others are told
 
 
 class Contacts:
-    """What one member knows: the ``registry`` of those who have proven themselves, ``faults`` of others by address.
+    """The knowledge of one member: the ``registry`` of the proven members, ``faults`` of others by address.
 
-    ``near`` and ``far`` are the addresses it takes: of loopback, and of other machines. ``own`` is where it is itself.
+    ``near`` and ``far`` are the addresses it takes: of loopback, and of other machines. ``own`` is its own address.
     """
 
     def __init__(self, registry: Registry, access: Access, width: int) -> None:
@@ -224,20 +225,22 @@ class Contacts:
         answers within ``limit_s`` seconds, or nonsense.
         """
         nonce, first, hints, after, seconds = secrets.token_hex(16), None, [], "", 0.0
-        said = [record] if record is not None else []
+        records = [record] if record is not None else []
         server = record.server if record is not None else None
         try:
             for _ in range(MOST_PAGES):
                 more = {"after": after} if after else {"nonce": nonce}
                 begun = time.perf_counter()
-                told = await exchange(channel, self.access, tell([] if after else said, server, **more), limit_s)
+                exchanged = await exchange(
+                    channel, self.access, tell([] if after else records, server, **more), limit_s
+                )
                 if first is None:
-                    first, seconds = told, time.perf_counter() - begun
-                    self._proven(address, told, nonce)
-                hints += self._passed_on(told)
-                if told.after <= after:
+                    first, seconds = exchanged, time.perf_counter() - begun
+                    self._proven(address, exchanged, nonce)
+                hints += self._passed_on(exchanged)
+                if exchanged.after <= after:
                     break
-                after = told.after
+                after = exchanged.after
         except SwarmError as error:
             if not isinstance(error, TwinError):
                 self.fault(address, str(error))
@@ -249,13 +252,13 @@ class Contacts:
         remember(self._hints, address, hints[:MOST], _MOST_FAULTS)
         return first, seconds
 
-    def due(self, asked: set[str]) -> list[str]:
-        """The addresses to ask now beside those ``asked``: what others have named since, of each in turn."""
+    def due(self, contacted: set[str]) -> list[str]:
+        """The addresses to ask now beside those ``contacted``: what others have named since, of each in turn."""
         lists, due = list(self._hints.values()), []
         self._hints.clear()
-        for place in range(max(map(len, lists), default=0)):
-            for address in (hints[place].address for hints in lists if place < len(hints)):
-                if len(due) + len(asked) < _FIRST and address not in asked and self._may_ask(address):
+        for rank in range(max(map(len, lists), default=0)):
+            for address in (hints[rank].address for hints in lists if rank < len(hints)):
+                if len(due) + len(contacted) < _FIRST and address not in contacted and self._may_ask(address):
                     self.tried(address)
                     due.append(address)
         return due
@@ -299,13 +302,15 @@ class Contacts:
         return ""
 
     def held_against(self) -> list[str]:
-        """What other members hold against servers that have said to them that they are there."""
+        """Return a line for each server that another member refuses though it announced itself there, and why."""
         return [f"{teller} refuses {line}" for teller, lines in self.others.items() for line in lines]
 
     def refused(self) -> list[str]:
-        """What is held against servers that have said lately that they are there, the latest last."""
+        """Return a line for each server that announced itself lately and was refused, and why, the latest last."""
         lately = time.monotonic() - _LATELY_S
-        return [line_of(f"{at}: {why}") for at, (why, when) in self._refused.items() if when > lately][-_TOLD:]
+        return [line_of(f"{address}: {why}") for address, (why, when) in self._refused.items() if when > lately][
+            -_TOLD:
+        ]
 
     async def _check(self, record: Record, source: str, now: float) -> None:
         if self.registry.knows(record, now):
@@ -343,20 +348,20 @@ class Contacts:
                 async with self._calling:
                     await check_name(address)
                     async with self.access.channel(address, self.width) as channel:
-                        told, _ = await self.ask(channel, address, PROVE_S)
+                        exchanged, _ = await self.ask(channel, address, PROVE_S)
         except TimeoutError:
             raise SwarmError(f"{address} did not answer within {PROVE_S:g} s when it was called back") from None
         except SwarmError as error:
             raise SwarmError(f"{address} does not answer when it is called back: {error}") from error
-        if told.server != record.server or not self.registry.knows(record, steady_s()):
+        if exchanged.server != record.server or not self.registry.knows(record, steady_s()):
             raise SwarmError(f"another server than {record.server[:8]} answers at {address}: mend --address")
 
-    def _proven(self, address: str, told: Exchanged, nonce: str) -> None:
-        """Believe what who answers at ``address`` says of itself, if it is its address."""
-        if told.server is None:
+    def _proven(self, address: str, exchanged: Exchanged, nonce: str) -> None:
+        """Believe the record that the member at ``address`` gives of itself, if that is its address."""
+        if exchanged.server is None:
             return
-        told.check_proof(nonce)
-        if (speaker := told.speaker) is None or spot_of(speaker.address) != spot_of(address):
+        exchanged.check_proof(nonce)
+        if (speaker := exchanged.speaker) is None or spot_of(speaker.address) != spot_of(address):
             return
         try:
             self.registry.take(speaker, steady_s())
@@ -365,14 +370,14 @@ class Contacts:
                 raise
         self._asked.pop(spot_of(address), None)
 
-    def _passed_on(self, told: Exchanged) -> list[Record]:
-        wrong = self.registry.take_all(told.records, steady_s())
-        for one in told.records:
-            error = wrong.get(one.server)
+    def _passed_on(self, exchanged: Exchanged) -> list[Record]:
+        wrong = self.registry.take_all(exchanged.records, steady_s())
+        for record in exchanged.records:
+            error = wrong.get(record.server)
             if error is not None and not isinstance(error, UnprovenError | StaleError):
-                self.fault(one.address, str(error))
-        return [one for one in told.records if isinstance(wrong.get(one.server), UnprovenError)]
+                self.fault(record.address, str(error))
+        return [record for record in exchanged.records if isinstance(wrong.get(record.server), UnprovenError)]
 
-    def fault(self, address: str, said: str) -> None:
-        """Note that the member at ``address`` does not count, and the reason ``said``."""
-        remember(self.faults, address, line_of(said), _MOST_FAULTS)
+    def fault(self, address: str, reason: str) -> None:
+        """Note that the member at ``address`` does not count, and the reason ``reason``."""
+        remember(self.faults, address, line_of(reason), _MOST_FAULTS)

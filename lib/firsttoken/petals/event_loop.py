@@ -17,14 +17,15 @@ from firsttoken.study.system.openmp import loops_on_one_core
 Answer = TypeVar("Answer")
 
 
-def begin(what: Coroutine[Any, Any, Answer]) -> Future[Answer]:
-    """Let the coroutine run there."""
-    return asyncio.run_coroutine_threadsafe(what, _loop())
+def begin(coroutine: Coroutine[Any, Any, Answer]) -> Future[Answer]:
+    """Schedule the coroutine on the swarm's event loop, and return its future."""
+    return asyncio.run_coroutine_threadsafe(coroutine, _loop())
 
 
-def wait_for(what: Coroutine[Any, Any, Answer]) -> Answer:
-    """What the coroutine returns or raises there. Who stops waiting, as at a KeyboardInterrupt, ends it, too."""
-    answer = begin(what)
+def wait_for(coroutine: Coroutine[Any, Any, Answer]) -> Answer:
+    """Return what the coroutine returns on the swarm's event loop, or raise its error. An interrupted wait, as at a
+    KeyboardInterrupt, ends the coroutine, too."""
+    answer = begin(coroutine)
     try:
         return answer.result()
     except BaseException:

@@ -40,10 +40,10 @@ def client_of(peer: str) -> Client:
     All addresses of this machine's loopback are one host, as whoever is here may use any of them. So are the addresses
     of one IPv6 network of 64 bits, which is what one customer is given.
     """
-    kind, _, where = unquote(peer).partition(":")
-    said = where.rpartition(":")[0].strip("[]").partition("%")[0]
+    kind, _, location = unquote(peer).partition(":")
+    host = location.rpartition(":")[0].strip("[]").partition("%")[0]
     try:
-        address = ipaddress.ip_address(said)
+        address = ipaddress.ip_address(host)
     except ValueError:  # a Unix socket, or a transport without addresses
         return Client(kind, peer)
     address = getattr(address, "ipv4_mapped", None) or address
@@ -65,20 +65,20 @@ def who_yields(
     for client, count in held.items():
         hosts[client.host] += count
 
-    def too_much(one: Client) -> bool:
-        if one.host != asking.host:
-            return hosts[one.host] > hosts[asking.host] + wanted
-        return one != asking and held.get(one, 0) > held.get(asking, 0) + wanted
+    def too_much(client: Client) -> bool:
+        if client.host != asking.host:
+            return hosts[client.host] > hosts[asking.host] + wanted
+        return client != asking and held.get(client, 0) > held.get(asking, 0) + wanted
 
-    above = [one for one in (held if among is None else among) if too_much(one)]
-    return max(above, key=lambda one: (hosts[one.host], held.get(one, 0)), default=None)
+    above = [candidate for candidate in (held if among is None else among) if too_much(candidate)]
+    return max(above, key=lambda candidate: (hosts[candidate.host], held.get(candidate, 0)), default=None)
 
 
-def busy(said: str, spare: Iterable[float]) -> BusyError:
-    """What is ``said``, and when it is worth asking again: ``spare`` are seconds until this or that may be given
-    up."""
+def busy(reason: str, spare: Iterable[float]) -> BusyError:
+    """Return the error with the text ``said`` and the time after which to ask again: ``spare`` are seconds until this
+    or that may be given up."""
     after = min(spare, default=math.inf)
-    return BusyError(f"{said}; ask again in {max(after, 0.1):.1f} s" if after < math.inf else said)
+    return BusyError(f"{reason}; ask again in {max(after, 0.1):.1f} s" if after < math.inf else reason)
 
 
 class _Level:
@@ -113,7 +113,7 @@ class Turns:
         client = min(waiting, key=self.tag)
         self._hosts.begin(client.host)
         self._within.setdefault(client.host, _Level()).begin(client.connection)
-        hosts = {one.host for one in waiting} | set(self._hosts.ends)
+        hosts = {turn_client.host for turn_client in waiting} | set(self._hosts.ends)
         self._within = {host: level for host, level in self._within.items() if host in hosts}
         return client
 
@@ -124,12 +124,12 @@ class Turns:
         within.ends[client.connection] = within.tag(client.connection) + cost
 
 
-def remember(known: dict[str, Any], key: str, value: Any, most: int) -> None:
+def remember(entries: dict[str, Any], key: str, value: Any, most: int) -> None:
     """Set ``known[key]``, as the latest; of more than ``most`` what was set longest ago is forgotten."""
-    known.pop(key, None)
-    known[key] = value
-    if len(known) > most:
-        del known[next(iter(known))]
+    entries.pop(key, None)
+    entries[key] = value
+    if len(entries) > most:
+        del entries[next(iter(entries))]
 
 
 class Shares:
@@ -140,27 +140,27 @@ class Shares:
         self._left: dict[str, tuple[float, float]] = {}  # by source: shares, and when
 
     def left(self, source: str) -> bool:
-        """Whether ``source`` has a share left."""
+        """Return whether ``source`` has a share left."""
         return self._now(source) >= 1
 
     def take(self, source: str) -> None:
         """Take one of the shares of ``source``. Raises BusyError where it has none."""
-        left = self._now(source)
-        if left < 1:
+        credit = self._now(source)
+        if credit < 1:
             raise BusyError(
                 f"too much was asked from {source.rpartition(':')[0] or source}: ask again in "
-                f"{(1 - left) * self.every_s:.0f} s"
+                f"{(1 - credit) * self.every_s:.0f} s"
             )
-        remember(self._left, source, (left - 1, time.monotonic()), _MOST)
+        remember(self._left, source, (credit - 1, time.monotonic()), _MOST)
 
     def give_back(self, source: str) -> None:
         """Give the share of ``source`` back, as it was well spent."""
-        left = min(self._now(source) + 1, self.most)
-        remember(self._left, source, (left, time.monotonic()), _MOST)
+        credit = min(self._now(source) + 1, self.most)
+        remember(self._left, source, (credit, time.monotonic()), _MOST)
 
     def _now(self, source: str) -> float:
-        left, at = self._left.get(source, (float(self.most), 0.0))
-        return min(left + (time.monotonic() - at) / self.every_s, self.most)
+        credit, updated_s = self._left.get(source, (float(self.most), 0.0))
+        return min(credit + (time.monotonic() - updated_s) / self.every_s, self.most)
 
 
 @dataclass(eq=False)

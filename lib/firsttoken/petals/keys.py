@@ -44,36 +44,36 @@ def server_key(path: Path | None) -> ServerKey:
 
 
 def public_hex(key: ServerKey) -> str:
-    """The server's subkey."""
+    """Return the server's subkey: its public key in hexadecimal."""
     return key.public_key().public_bytes_raw().hex()
 
 
-def signature_of(key: ServerKey, domain: bytes, said: Mapping[str, Any]) -> str:
-    """The signature (hex) of ``said`` but for its own "signature"; ``domain`` is the kind of what is said."""
-    return key.sign(_spoken(domain, said)).hex()
+def signature_of(key: ServerKey, domain: bytes, fields: Mapping[str, Any]) -> str:
+    """The signature (hex) of ``fields`` but for its own "signature"; ``domain`` is the kind of what is said."""
+    return key.sign(_spoken(domain, fields)).hex()
 
 
-def check_signature(who: str, domain: bytes, said: Mapping[str, Any], what: str) -> None:
-    """Raise SwarmError that names ``what`` unless ``said["signature"]`` is of the subkey ``who``."""
+def check_signature(who: str, domain: bytes, fields: Mapping[str, Any], subject: str) -> None:
+    """Raise SwarmError that names ``subject`` unless ``said["signature"]`` is of the subkey ``who``."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
     try:
         public = Ed25519PublicKey.from_public_bytes(bytes.fromhex(who))
-        public.verify(bytes.fromhex(said["signature"]), _spoken(domain, said))
+        public.verify(bytes.fromhex(fields["signature"]), _spoken(domain, fields))
     except (InvalidSignature, ValueError) as error:
-        raise SwarmError(f"{what} is not signed by its key: it is forged") from error
+        raise SwarmError(f"{subject} is not signed by its key: it is forged") from error
 
 
-def read_said(kind: type[Said], data: bytes | str, what: str, *, others: bool = False) -> Said:
-    """What a stranger has said as JSON, in the shape of the dataclass ``kind``; ``others``: it may have more keys.
-    Raises SwarmError that begins with ``what`` for anything else."""
+def read_said(kind: type[Said], data: bytes | str, subject: str, *, others: bool = False) -> Said:
+    """Parse the JSON of a stranger as the dataclass ``kind``; ``others``: it may have more keys. Raises SwarmError that
+    begins with ``what`` for anything else."""
     try:
         return shaped(kind, parse_json(data), others=others)
     except ValueError as error:
-        raise SwarmError(f"{what}: {error}") from error
+        raise SwarmError(f"{subject}: {error}") from error
 
 
-def _spoken(domain: bytes, said: Mapping[str, Any]) -> bytes:
-    told = {name: value for name, value in said.items() if name != "signature"}
-    return domain + json.dumps(told, sort_keys=True, separators=(",", ":")).encode()
+def _spoken(domain: bytes, fields: Mapping[str, Any]) -> bytes:
+    signed = {name: value for name, value in fields.items() if name != "signature"}
+    return domain + json.dumps(signed, sort_keys=True, separators=(",", ":")).encode()

@@ -33,7 +33,7 @@ class SoonError(BusyError):
 
 
 class Rows(NamedTuple):
-    """What stands for a request in the engine's step: nothing but where its keys and values are."""
+    """Stands for a request in the engine's step, and says only where its keys and values are."""
 
     number: int
     blocks: list[int]
@@ -79,59 +79,65 @@ class KVSlots:
 
     @property
     def held(self) -> int:
-        """Sequences, of all sessions."""
+        """Return the number of sequences, of all sessions."""
         return len(self._homes)
 
     async def placed(
-        self, mine: Sequences, stretches: Sequence[Stretch], first: int = 0, client: Client = HERE
+        self, sequences: Sequences, stretches: Sequence[Stretch], first: int = 0, client: Client = HERE
     ) -> list[ScheduledChunk]:
         """Do what ``place`` does, once the steps that use the blocks it needs have run; such calls queue up."""
-        if not sum(self._needs(mine, stretches, first)):
-            return self.place(mine, stretches, first, client)
+        if not sum(self._needs(sequences, stretches, first)):
+            return self.place(sequences, stretches, first, client)
         async with self._turn:
             while True:
                 try:
-                    return self.place(mine, stretches, first, client)
+                    return self.place(sequences, stretches, first, client)
                 except SoonError:
                     self._released.clear()
                     await self._released.wait()
 
     def place(
-        self, mine: Sequences, stretches: Sequence[Stretch], first: int = 0, client: Client = HERE
+        self, sequences: Sequences, stretches: Sequence[Stretch], first: int = 0, client: Client = HERE
     ) -> list[ScheduledChunk]:
-        """The works of a step of a session of ``client`` whose sequences are ``mine``; takes the blocks that they
+        """The works of a step of a session of ``client`` whose sequences are ``sequences``; takes the blocks that they
         need, or none.
 
         The step begins at layer ``first``: a client may leave layers out from then on, as they have come to it.
         Raises LostError for a step that begins behind what is cached, or at layers that were left out, RequestError
         beyond the context, BusyError where there is no room, SoonError where there will be.
         """
-        needs = self._needs(mine, stretches, first)
-        for one in stretches:
-            if one.number in mine:
-                self._part(mine[one.number], one.start)
-        new = [one.number for one in stretches if one.number not in mine]
-        keep = {id(mine[one.number]) for one in stretches if one.number in mine}
+        needs = self._needs(sequences, stretches, first)
+        for stretch in stretches:
+            if stretch.number in sequences:
+                self._part(sequences[stretch.number], stretch.start)
+        new = [stretch.number for stretch in stretches if stretch.number not in sequences]
+        keep = {id(sequences[stretch.number]) for stretch in stretches if stretch.number in sequences}
         for number, sequence in self._yielding(client, keep, sum(needs), len(new)):
             self.leave(self._homes[id(sequence)][0], [number])
         if (taken := self.pool.take(sum(needs))) is None:
             raise SoonError("all blocks are in use by steps that run now: ask again soon")
         chunks, now = [], time.monotonic()
-        for one, need in zip(stretches, needs, strict=True):
-            if (sequence := mine.get(one.number)) is None:
-                sequence = mine[one.number] = CachedSequence(client=client)
-                self._homes[id(sequence)] = mine, one.number, sequence
+        for stretch, need in zip(stretches, needs, strict=True):
+            if (sequence := sequences.get(stretch.number)) is None:
+                sequence = sequences[stretch.number] = CachedSequence(client=client)
+                self._homes[id(sequence)] = sequences, stretch.number, sequence
             sequence.blocks += [taken.pop() for _ in range(need)]
-            sequence.cached, sequence.first, sequence.used = one.start, first, now  # what lies behind is written anew
-            del sequence.trail[one.start :]  # by whoever does: nothing is signed of what was there
-            rows = Rows(one.number, list(sequence.blocks), range(self.context))
-            chunks.append(ScheduledChunk(rows, one.start, one.end, one.start))
+            sequence.cached, sequence.first, sequence.used = (
+                stretch.start,
+                first,
+                now,
+            )  # what lies behind is written anew
+            del sequence.trail[stretch.start :]  # by whoever does: nothing is signed of what was there
+            rows = Rows(stretch.number, list(sequence.blocks), range(self.context))
+            chunks.append(ScheduledChunk(rows, stretch.start, stretch.end, stretch.start))
         return chunks
 
-    def adopt(self, mine: Sequences, number: int, keys: Sequence[bytes], first: int = 0, client: Client = HERE) -> int:
+    def adopt(
+        self, sequences: Sequences, number: int, keys: Sequence[bytes], first: int = 0, client: Client = HERE
+    ) -> int:
         """Begin sequence ``number`` of a session of ``client`` anew with the blocks of the first ``keys`` that are
         here, of layers from ``first`` on; return how many tokens they hold. Raises BusyError as ``place``."""
-        self.leave(mine, [number])
+        self.leave(sequences, [number])
         if not self.pool.find(keys[:1]):
             return 0
         for other, sequence in self._yielding(client, (), 0, 1):
@@ -139,16 +145,16 @@ class KVSlots:
         blocks = self.pool.find(keys[: self.context // self.block_tokens])
         self.pool.take(0, shared=blocks)
         cached, now = len(blocks) * self.block_tokens, time.monotonic()
-        sequence = mine[number] = CachedSequence(blocks, cached, first, client=client, used=now)
-        self._homes[id(sequence)] = mine, number, sequence
+        sequence = sequences[number] = CachedSequence(blocks, cached, first, client=client, used=now)
+        self._homes[id(sequence)] = sequences, number, sequence
         return cached
 
-    def publish(self, mine: Sequences, number: int, block: int, keys: Sequence[bytes]) -> None:
+    def publish(self, sequences: Sequences, number: int, block: int, keys: Sequence[bytes]) -> None:
         """Let the blocks of a sequence from number ``block`` on be found by ``keys``, as far as they are full."""
-        if (sequence := mine.get(number)) is not None:
+        if (sequence := sequences.get(number)) is not None:
             full = sequence.blocks[block : sequence.cached // self.block_tokens]
-            for one, key in zip(full, keys, strict=False):
-                self.pool.publish(one, key)
+            for block_id, key in zip(full, keys, strict=False):
+                self.pool.publish(block_id, key)
 
     def lease(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Own the blocks of a step that is under way, until ``release``.
@@ -171,49 +177,58 @@ class KVSlots:
             self._leased -= Counter(chunk.request.blocks)
         self._released.set()
 
-    def computed(self, mine: Sequences, stretches: Sequence[Stretch]) -> None:
+    def computed(self, sequences: Sequences, stretches: Sequence[Stretch]) -> None:
         """Note that a step has left the keys and values of ``stretches`` in the pool."""
-        for one in stretches:
-            if one.number in mine:
-                mine[one.number].cached, mine[one.number].used = one.end, time.monotonic()
+        for stretch in stretches:
+            if stretch.number in sequences:
+                sequences[stretch.number].cached, sequences[stretch.number].used = stretch.end, time.monotonic()
 
-    def leave(self, mine: Sequences, numbers: Iterable[int]) -> None:
+    def leave(self, sequences: Sequences, numbers: Iterable[int]) -> None:
         """End these sequences of a session. Their blocks are free, or free once the step that uses them has run.
         Numbers that it does not have are ignored."""
         for number in numbers:
-            if (sequence := mine.pop(number, None)) is not None:
+            if (sequence := sequences.pop(number, None)) is not None:
                 del self._homes[id(sequence)]
                 self.pool.give(sequence.blocks)
 
-    def _needs(self, mine: Sequences, stretches: Sequence[Stretch], first: int) -> list[int]:
+    def _needs(self, sequences: Sequences, stretches: Sequence[Stretch], first: int) -> list[int]:
         """The blocks that each of ``stretches`` lacks. Raises as ``place`` for a step that cannot be."""
         needs: list[int] = []
-        for one in stretches:
-            cached = mine[one.number].cached if one.number in mine else 0
-            if one.start > cached:
-                raise LostError(f"sequence {one.number} has {cached} tokens here, and the step begins at {one.start}")
-            if one.start and first < mine[one.number].first:
-                raise LostError(f"sequence {one.number} has nothing here of layer {first}, where the step begins")
-            if one.end > self.context:
-                raise RequestError(f"sequence {one.number} of {one.end} tokens exceeds the context of {self.context}")
-            had = len(self._own(mine[one.number], one.start)) if one.number in mine else 0
-            needs.append(max(0, -(-one.end // self.block_tokens) - had))
+        for stretch in stretches:
+            cached = sequences[stretch.number].cached if stretch.number in sequences else 0
+            if stretch.start > cached:
+                raise LostError(
+                    f"sequence {stretch.number} has {cached} tokens here, and the step begins at {stretch.start}"
+                )
+            if stretch.start and first < sequences[stretch.number].first:
+                raise LostError(f"sequence {stretch.number} has nothing here of layer {first}, where the step begins")
+            if stretch.end > self.context:
+                raise RequestError(
+                    f"sequence {stretch.number} of {stretch.end} tokens exceeds the context of {self.context}"
+                )
+            had = len(self._own(sequences[stretch.number], stretch.start)) if stretch.number in sequences else 0
+            needs.append(max(0, -(-stretch.end // self.block_tokens) - had))
         return needs
 
     def _own(self, sequence: CachedSequence, start: int) -> list[int]:
-        """Its blocks but those that a step from ``start`` on would write to, and others may have. Raises LostError
-        where it would go on within one of these."""
-        place = start // self.block_tokens
-        if start % self.block_tokens and self.pool.published(sequence.blocks[place]):
+        """Return the blocks of ``sequence`` without those that a step from ``start`` on would write to, and others may
+        have.
+
+        Raises LostError where the step would go on within one of these.
+        """
+        first_block = start // self.block_tokens
+        if start % self.block_tokens and self.pool.published(sequence.blocks[first_block]):
             raise LostError(f"token {start} is within a block that others may have: begin the step at a block")
-        return sequence.blocks[:place] + [one for one in sequence.blocks[place:] if not self.pool.published(one)]
+        return sequence.blocks[:first_block] + [
+            block for block in sequence.blocks[first_block:] if not self.pool.published(block)
+        ]
 
     def _part(self, sequence: CachedSequence, start: int) -> None:
         """Let a sequence go on from ``start`` without the blocks that ``_own`` leaves out."""
-        own = self._own(sequence, start)
-        if len(own) < len(sequence.blocks):
-            self.pool.give([block for block in sequence.blocks if block not in own])
-            sequence.blocks, sequence.cached = own, start
+        private_blocks = self._own(sequence, start)
+        if len(private_blocks) < len(sequence.blocks):
+            self.pool.give([block for block in sequence.blocks if block not in private_blocks])
+            sequence.blocks, sequence.cached = private_blocks, start
 
     def _yielding(
         self, client: Client, keep: Collection[int], blocks: int, new: int
@@ -229,40 +244,42 @@ class KVSlots:
         for _, sequence in homes:
             held["blocks"][sequence.client] += len(sequence.blocks)
             held["sequences"][sequence.client] += 1
-        rest = [one for one in homes if id(one[1]) not in keep]
-        rest.sort(key=lambda one: (self._runs(one[1]), one[1].used))  # who was idle longest first
+        rest = [home for home in homes if id(home[1]) not in keep]
+        rest.sort(key=lambda home: (self._runs(home[1]), home[1].used))  # who was idle longest first
         gone: list[tuple[int, CachedSequence]] = []
-        left = Counter[int]()  # how many of those that have a block are gone
+        freed = Counter[int]()  # how many of those that have a block are gone
         while max(lacks.values()) > 0:
-            what = max(lacks, key=lacks.__getitem__)
-            wanted = blocks if what == "blocks" else new
-            yields = who_yields(held[what], client, wanted, [one[1].client for one in rest])
-            found = next((one for one in rest if one[1].client == yields), None)
-            if found is None:
-                spare = (one for one in rest if not self._runs(one[1]) and one[1].used + self.spare_s <= now)
-                found = next(spare, None)
-            if found is None:
-                raise self._full(what, [sequence for _, sequence in rest], now)
-            rest.remove(found)
-            gone.append(found)
-            left.update(found[1].blocks)
-            alone = sum(self.pool.owners(b) - self._leased[b] == left[b] for b in found[1].blocks)
+            resource = max(lacks, key=lacks.__getitem__)
+            wanted = blocks if resource == "blocks" else new
+            yields = who_yields(held[resource], client, wanted, [home[1].client for home in rest])
+            victim = next((home for home in rest if home[1].client == yields), None)
+            if victim is None:
+                spare = (home for home in rest if not self._runs(home[1]) and home[1].used + self.spare_s <= now)
+                victim = next(spare, None)
+            if victim is None:
+                raise self._full(resource, [sequence for _, sequence in rest], now)
+            rest.remove(victim)
+            gone.append(victim)
+            freed.update(victim[1].blocks)
+            alone = sum(self.pool.owners(b) - self._leased[b] == freed[b] for b in victim[1].blocks)
             lacks["blocks"] -= alone
             lacks["sequences"] -= 1
-            held["blocks"][found[1].client] -= len(found[1].blocks)
-            held["sequences"][found[1].client] -= 1
+            held["blocks"][victim[1].client] -= len(victim[1].blocks)
+            held["sequences"][victim[1].client] -= 1
         return gone
 
-    def _full(self, what: str, others: Sequence[CachedSequence], now: float) -> BusyError:
-        said = f"the pool of {self.pool.count * self.block_tokens} tokens is full"
-        if what == "sequences":
-            said = f"{self.held} sequences are open here, and at most {self.sequences} are taken"
-        return busy(said, [one.used + self.spare_s - now for one in others])
+    def _full(self, resource: str, others: Sequence[CachedSequence], now: float) -> BusyError:
+        reason = f"the pool of {self.pool.count * self.block_tokens} tokens is full"
+        if resource == "sequences":
+            reason = f"{self.held} sequences are open here, and at most {self.sequences} are taken"
+        return busy(reason, [sequence.used + self.spare_s - now for sequence in others])
 
     def _runs(self, sequence: CachedSequence) -> bool:
-        """Whether a step of it is under way."""
+        """Return whether a step of ``sequence`` is under way."""
         return any(last in self._leased for last in sequence.blocks[-1:])  # the first ones may be of others', too
 
     def _writes(self, chunks: Sequence[ScheduledChunk]) -> list[int]:
         size = self.block_tokens
-        return [block for one in chunks for block in one.request.blocks[one.start // size : -(-one.end // size)]]
+        return [
+            block for chunk in chunks for block in chunk.request.blocks[chunk.start // size : -(-chunk.end // size)]
+        ]

@@ -45,15 +45,15 @@ class UsualMessage(NamedTuple):
 
 def told_step(
     stretches: Sequence[Stretch] = (),
-    over: Collection[int] = (),
+    finished: Collection[int] = (),
     first: int = 0,
     names: Mapping[int, Sequence[str]] = MappingProxyType({}),
     shared: Mapping[int, int] = MappingProxyType({}),
 ) -> str:
     """The step of a message, as JSON; ``wire.Message`` says what its parts are."""
-    told: dict[str, object] = {"stretches": list(stretches), "over": list(over)}
+    header: dict[str, object] = {"stretches": list(stretches), "over": list(finished)}
     more = {"first": first, "names": list(names.items()), "shared": list(shared.items())}
-    return json.dumps(told | {name: value for name, value in more.items() if value})
+    return json.dumps(header | {name: value for name, value in more.items() if value})
 
 
 def laid_out(numbers: memoryview, dtype: str, shape: Sequence[int], metadata: Mapping[str, str]) -> bytes:
@@ -82,17 +82,17 @@ _USUAL = re.compile(
 
 
 def usual_message(data: bytes) -> UsualMessage | None:
-    """What ``data`` says where its header is written as here, and the rest is as many numbers as it says; None where
-    somebody has to look closer."""
+    """Parse ``data``, a message whose header is laid out as by ``laid_out``, and whose numbers are as many as it says;
+    None for any other, which needs the full parser."""
     start = 8 + int.from_bytes(data[:8], "little")
-    if start % 8 or (found := _USUAL.fullmatch(data, 8, start)) is None:  # numbers are aligned
+    if start % 8 or (match := _USUAL.fullmatch(data, 8, start)) is None:  # numbers are aligned
         return None
-    commitment, listed, named, *counts = found.groups()
+    commitment, listed, named, *counts = match.groups()
     tokens, width, size = map(int, counts)
     dtype = named.decode()
     if not size == len(data) - start == tokens * width * SIZES.get(dtype, 0):
         return None
     steps = listed[1:-1].split(b"], [") if listed else []
-    stretches = tuple(Stretch(*map(int, one.split(b", "))) for one in steps)
-    said = commitment.decode().replace('\\"', '"') if commitment else ""
-    return UsualMessage(stretches, dtype, (tokens, width), start, said)
+    stretches = tuple(Stretch(*map(int, step.split(b", "))) for step in steps)
+    commitment_text = commitment.decode().replace('\\"', '"') if commitment else ""
+    return UsualMessage(stretches, dtype, (tokens, width), start, commitment_text)

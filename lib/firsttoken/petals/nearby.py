@@ -55,13 +55,12 @@ class Nearby:
         """One server of each of ``spans``, told of those before it; ``options`` are those of ServerConfig."""
         ups: list[Running] = []
         for span in spans:
-            known = (*peers, *(one.record.address for one in ups[:1]))
-            config = ServerConfig(self.folder, span, torch.float32, peers=known, **options)
+            addresses = (*peers, *(server.record.address for server in ups[:1]))
+            config = ServerConfig(self.folder, span, torch.float32, peers=addresses, **options)
             until = AsyncExitStack()
             ups.append(wait_for(until.enter_async_context(serving(config, self.sha256, make_backend))))
             self._ends[ups[-1].record.address] = until
         return ups
 
     def end(self, address: str) -> None:
-        """End the server at ``address``."""
         wait_for(self._ends.pop(address).aclose())

@@ -63,28 +63,34 @@ class Rebalancing:
 
     def __post_init__(self) -> None:
         if not (0 < self.quality <= 1 and 0 < self.enough <= 1):
-            asked = f"{self.quality} and {self.enough}"
-            raise SwarmError(f"quality and enough must be above 0 and at most 1, not {asked}")
+            thresholds = f"{self.quality} and {self.enough}"
+            raise SwarmError(f"quality and enough must be above 0 and at most 1, not {thresholds}")
 
     def move(self, name: str, servers: Collection[Reachable], depth: int) -> range | None:
         """The blocks that server ``name`` should hold instead, or None where it should stay.
 
         Raises SwarmError when it is not among ``servers``.
         """
-        placed = sorted(servers, key=lambda one: one.name)
-        mine = next((server for server in placed if server.name == name), None)
-        if mine is None:
+        placed = sorted(servers, key=lambda placed_server: placed_server.name)
+        current = next((server for server in placed if server.name == name), None)
+        if current is None:
             raise SwarmError(f"server {name} is not announced, and cannot move")
-        now, without = swarm_rate(placed, depth), swarm_rate((one for one in placed if one is not mine), depth)
+        now, without = (
+            swarm_rate(placed, depth),
+            swarm_rate((placed_server for placed_server in placed if placed_server is not current), depth),
+        )
         if (now > 0 and without <= 0) or now >= min(self.quality, self.enough) * most_rate(placed, depth):
             return None  # the only one that holds some block, or nothing could gain enough
-        foreseen = self._foreseen(mine, placed, depth)
-        then, target = swarm_rate(foreseen, depth), next(one.blocks for one in foreseen if one.name == name)
-        return target if target != mine.blocks and then > 0 and now < self.quality * then else None
+        foreseen = self._foreseen(current, placed, depth)
+        then, target = (
+            swarm_rate(foreseen, depth),
+            next(placed_server.blocks for placed_server in foreseen if placed_server.name == name),
+        )
+        return target if target != current.blocks and then > 0 and now < self.quality * then else None
 
-    def _foreseen(self, mine: Reachable, placed: Sequence[Reachable], depth: int) -> Sequence[Reachable]:
-        """The servers where they would be, if ``mine`` moved and those who want to after it."""
-        return settled((mine, *(server for server in placed if server is not mine)), depth)
+    def _foreseen(self, current: Reachable, placed: Sequence[Reachable], depth: int) -> Sequence[Reachable]:
+        """The servers where they would be, if ``current`` moved and those who want to after it."""
+        return settled((current, *(server for server in placed if server is not current)), depth)
 
 
 @lru_cache(maxsize=256)  # between two changes of the records every server asks the same

@@ -41,12 +41,12 @@ def steady_s() -> float:
 
 
 def adapter_name(name: str, sha256: str) -> str:
-    """What servers and clients call the adapter of these files under this name: both have to be the same."""
+    """Return the name that servers and clients use for this adapter: both name and files have to be the same."""
     return f"{name}@{sha256}"
 
 
 def adapters_fault(value: tuple[str, ...]) -> str:
-    """What is wrong with the names of a server's adapters; nothing where they can be announced."""
+    """Return what is wrong with the names of a server's adapters, "" where they can be announced."""
     fits = len(value) <= MOST_ADAPTERS and all(map(_ADAPTER.fullmatch, value))
     return "" if fits else f"expected at most {MOST_ADAPTERS} adapters as NAME@SHA256"
 
@@ -109,18 +109,18 @@ class Record:
         return self.wishes, self.server
 
     def counted(self, turn: tuple[float, str] | None = None) -> range:
-        """The blocks with which who means to move counts it: those that it means to hold, unless its turn comes behind
-        ``turn``. None of one that leaves."""
+        """Return the blocks with which the server counts for one that means to move: those that it means to hold,
+        unless its turn comes behind ``turn``. A server that leaves has none."""
         later = turn is not None and self.span and self.turn > turn
         return self.span if later or not range(*self.target) else range(*self.target)
 
     @property
     def name(self) -> str:
-        """What messages call the server: the first digits of its key, and where it is."""
+        """Return the server's name in messages: the first digits of its key, and its address."""
         return f"{self.server[:8]} at {self.address}"
 
     def signed(self, key: ServerKey) -> Record:
-        """This with the signature of its server's ``key``."""
+        """Return this record with the signature of its server's ``key``."""
         return replace(self, signature=signature_of(key, _DOMAIN, self.as_dict()))
 
     def check(self) -> None:
@@ -253,7 +253,7 @@ class Registry:
         return wrong
 
     def knows(self, record: Record, now: float) -> bool:
-        """Whether this server has proven this address, and its record there has not expired."""
+        """Return whether this server has proven this address, and its record there has not expired."""
         entry = self._entries.get(record.server)
         return entry is not None and entry.record.address == record.address and entry.until > now
 
@@ -263,7 +263,7 @@ class Registry:
         return entry.record if entry is not None and entry.until > now else None
 
     def met(self, server: str, now: float) -> bool:
-        """Whether the server of this subkey was believed here within the longest life of a record."""
+        """Return whether the server of this subkey was believed here within the longest life of a record."""
         return self._met.get(server, -LONGEST_S) > now - LONGEST_S
 
     def left_s(self, server: str, now: float) -> float:
@@ -273,7 +273,7 @@ class Registry:
 
     def live(self, now: float) -> list[Record]:
         """The records that have not expired, those of servers that leave included."""
-        return [one.record for one in list(self._entries.values()) if one.until > now]  # any thread may ask
+        return [entry.record for entry in list(self._entries.values()) if entry.until > now]  # any thread may ask
 
     def serving(self, model: str, now: float) -> list[Record]:
         """Return the records of the servers that serve blocks of ``model`` (sha256) now."""

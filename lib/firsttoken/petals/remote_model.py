@@ -72,8 +72,8 @@ class RemoteSegment:
             step.hidden_cache.enter(self.layers.start, hidden, step.chunks)
         stretches = [Stretch(chunk.request.number, chunk.start, chunk.end) for chunk in step.chunks]
         chunks = [chunk for chunk in step.chunks if not chunk.request.sampling.prompt_logprobs]
-        found = {chunk.request.number: self._keyed(chunk.request, chunk.start) for chunk in chunks}
-        keyed = {number: one for number, one in found.items() if one is not None}
+        prefixes = {chunk.request.number: self._keyed(chunk.request, chunk.start) for chunk in chunks}
+        keyed = {number: prefix for number, prefix in prefixes.items() if prefix is not None}
         more = (keyed,) if keyed else ()  # a chain that shares nothing, as a notebook's, need not take them
         out = wait_for(self.chain.run(stretches, hidden[0].cpu(), *more))
         return out[None].to(hidden.device)
@@ -131,7 +131,7 @@ class RemoteModel:
         audits: Audits | None = None,
         tokens: int = 16384,
         config: EngineConfig = DEFAULT_CONFIG,
-        ends: Ends | None = None,
+        model_ends: Ends | None = None,
         variants: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         coding = coding or str(dtype).removeprefix("torch.")
@@ -141,16 +141,18 @@ class RemoteModel:
             raise SwarmError("audits compare answers in float32: set dtype and coding to float32, or audit nothing")
         if config.share_prefixes and audits is not None:
             raise SwarmError(f"{UNSHARED}; leave one of them out")
-        ends = ends or Ends(load_ends(folder, dtype, device), [model_sha256(folder)])
-        self.model, (name, *others) = ends
+        model_ends = model_ends or Ends(load_ends(folder, dtype, device), [model_sha256(folder)])
+        self.model, (name, *others) = model_ends
         width, depth = self.model.config.hidden_size, self.model.config.num_hidden_layers
         self.swarm = Swarm(name, peers, width, access or Access(), timeouts or Timeouts(), other_names=others)
         wait_for(self.swarm.meet())
         auditor = None if audits is None else Auditor(self.swarm, audits)
         self.chain = Chain(self.swarm, range(depth), coding, auditor)
-        self._chains = {name: Chain(self.swarm, range(depth), coding, adapter=one) for name, one in variants.items()}
+        self._chains = {
+            name: Chain(self.swarm, range(depth), coding, adapter=adapter) for name, adapter in variants.items()
+        }
         chains = {"": self.chain} | self._chains
-        self.segments = {name: RemoteSegment(one, config.share_prefixes, name) for name, one in chains.items()}
+        self.segments = {name: RemoteSegment(chain, config.share_prefixes, name) for name, chain in chains.items()}
         self.executor = LiveExecutor(self.model, -(-tokens // 16), segments=[self.segments[""]], elsewhere=True)
         self.engine = Engine(self.executor, replace(config, share_prefixes=False))  # servers share, not this pool
         self.versions = {name: ModelVersion(Decoder(self.model, [self.segments[name]]), stage=1) for name in variants}
@@ -196,12 +198,11 @@ class RemoteModel:
             for request in requests:
                 engine.cancel(request)  # does nothing for one that is done
         longest = max((len(request.output) for request in requests), default=0)
-        said = [request.output + [pad_token_id] * (longest - len(request.output)) for request in requests]
-        new = torch.tensor(said, dtype=input_ids.dtype).view(len(said), longest)
+        outputs = [request.output + [pad_token_id] * (longest - len(request.output)) for request in requests]
+        new = torch.tensor(outputs, dtype=input_ids.dtype).view(len(outputs), longest)
         return torch.cat([input_ids, new.to(input_ids.device)], dim=1)
 
     def close(self) -> None:
-        """End all sessions."""
         self.executor.close()
         self._looking.cancel()
 

@@ -64,7 +64,9 @@ def best_chain(servers: Collection[Reachable], layers: range, without: Collectio
     """
     if len(layers) < 1 or layers.step != 1:
         raise SwarmError(f"a chain leads through a range of layers, not {layers}")
-    usable = sorted((one for one in servers if one.name not in without), key=lambda one: one.name)
+    usable = sorted(
+        (candidate for candidate in servers if candidate.name not in without), key=lambda candidate: candidate.name
+    )
     best: dict[int, tuple[float, int]] = {layers.stop: (0.0, 0)}
     step: dict[int, Hop] = {}
     for first in reversed(layers):
@@ -82,12 +84,12 @@ def best_chain(servers: Collection[Reachable], layers: range, without: Collectio
         gaps = [block for block in layers if not any(block in server.blocks for server in usable)]
         raise SwarmError(unserved(gaps))
     chain: list[Hop] = []
-    at = layers.start
-    while at != layers.stop:
-        hop = step[at]
-        at = hop.blocks.stop
+    position = layers.start
+    while position != layers.stop:
+        hop = step[position]
+        position = hop.blocks.stop
         if chain and chain[-1].server == hop.server:  # no way between them, and a sum that was rounded down
-            hop = Hop(hop.server, range(chain.pop().blocks.start, at))
+            hop = Hop(hop.server, range(chain.pop().blocks.start, position))
         chain.append(hop)
     check_cover([hop.blocks for hop in chain], layers)
     return chain
@@ -100,23 +102,23 @@ def best_chain(servers: Collection[Reachable], layers: range, without: Collectio
 
 def gaps(spans: Iterable[range], layers: range) -> list[range]:
     """The parts of ``layers`` that none of ``spans`` has, in order."""
-    missing, at = [], layers.start
-    for span in sorted(spans, key=lambda one: one.start):
-        if at < min(span.start, layers.stop):
-            missing.append(range(at, min(span.start, layers.stop)))
-        at = max(at, span.stop)
-    return [*missing, range(at, layers.stop)] if at < layers.stop else missing
+    missing, block = [], layers.start
+    for span in sorted(spans, key=lambda covered: covered.start):
+        if block < min(span.start, layers.stop):
+            missing.append(range(block, min(span.start, layers.stop)))
+        block = max(block, span.stop)
+    return [*missing, range(block, layers.stop)] if block < layers.stop else missing
 
 
 def check_cover(spans: Iterable[range], layers: range) -> None:
     """Raise SwarmError unless ``spans``, in the order in which they come, have each of ``layers`` once and no other."""
-    at, spans = layers.start, list(spans)
+    block, spans = layers.start, list(spans)
     for span in spans:
-        if span.start != at or not len(span):
+        if span.start != block or not len(span):
             break
-        at = span.stop
+        block = span.stop
     else:
-        if at == layers.stop:
+        if block == layers.stop:
             return
     raise SwarmError(
         f"the servers have layers {named(spans)}, and the model needs {named([layers])}, each once and in order"
@@ -124,12 +126,12 @@ def check_cover(spans: Iterable[range], layers: range) -> None:
 
 
 def named(spans: Iterable[range]) -> str:
-    """``spans`` as messages write them."""
+    """Return ``spans`` in the form that messages use, such as "[0, 4), [4, 8)"."""
     return ", ".join(f"[{span.start}, {span.stop})" for span in spans) or "none"
 
 
 def unserved(blocks: Sequence[int]) -> str:
-    """What a user is told of ``blocks`` that nobody serves."""
+    """Return the message for a user about ``blocks`` that no server has."""
     return f"no server that answers has blocks {_spans(blocks)}: start one with `firsttoken swarm serve`"
 
 

@@ -97,20 +97,24 @@ class BlockService:
     async def _exchange(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         await self._admitted(context)
         if len(data) > ASKED_BYTES:
-            said = f"a member says one record of itself, in {ASKED_BYTES} bytes at most: {len(data)} are not read"
-            await _abort(context, RequestError(said))
+            refusal = f"a member says one record of itself, in {ASKED_BYTES} bytes at most: {len(data)} are not read"
+            await _abort(context, RequestError(refusal))
         refused = ""
         try:
-            told = hear(data)
-            if told.talk != TALK:
-                refused = f"this member speaks version {TALK} of records, not {told.talk}: have one version on all"
-            for own in [] if refused else [one for one in told.records if one.server == told.server][:1]:
-                refused = await self.contacts.hear_of(own, source_of(context.peer()))
+            exchanged = hear(data)
+            if exchanged.talk != TALK:
+                refused = f"this member speaks version {TALK} of records, not {exchanged.talk}: have one version on all"
+            for record in (
+                []
+                if refused
+                else [candidate for candidate in exchanged.records if candidate.server == exchanged.server][:1]
+            ):
+                refused = await self.contacts.hear_of(record, source_of(context.peer()))
         except TwinError as error:
             await _abort(context, error)
         except SwarmError as error:
             await _abort(context, RequestError(str(error)))
-        return self.announcer.answer(told, refused)
+        return self.announcer.answer(exchanged, refused)
 
     async def _accuse(self, messages: AsyncIterable[bytes], context: grpc.aio.ServicerContext) -> bytes:
         await self._admitted(context)
@@ -131,7 +135,7 @@ class BlockService:
 
 @asynccontextmanager
 async def _told(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-    """What goes wrong in the block ends the call; that the client has gone, a cancellation, passes through."""
+    """End the call with any error of the block; a cancellation, which says that the client has gone, passes through."""
     try:
         yield
     except Exception as error:
@@ -150,9 +154,9 @@ async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
         (RequestError, code.INVALID_ARGUMENT),
         (SwarmError, code.FAILED_PRECONDITION),
     ]
-    found = next((code for kind, code in kinds if isinstance(error, kind)), code.INTERNAL)
-    said = str(error) if isinstance(error, FirstTokenError) else f"the blocks failed: {error}"
-    await context.abort(found, " ".join(said.split())[:500])
+    status = next((code for kind, code in kinds if isinstance(error, kind)), code.INTERNAL)
+    details = str(error) if isinstance(error, FirstTokenError) else f"the blocks failed: {error}"
+    await context.abort(status, " ".join(details.split())[:500])
 
 
 # A server that goes where the swarm gains by it, while it serves (PETALS, section 3.2).
@@ -164,33 +168,40 @@ async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
 
 
 def wanted(
-    rule: Rebalancing, mine: Record, others: Iterable[Record], depth: int, answered: Collection[str] | None = None
+    rule: Rebalancing, own_record: Record, others: Iterable[Record], depth: int, answered: Collection[str] | None = None
 ) -> range | None:
-    """The blocks of ``depth`` that the server of ``mine`` should hold instead by ``rule``, or None where it stays.
+    """The blocks of ``depth`` that the server of ``own_record`` should hold instead by ``rule``, or None where it
+    stays.
 
     One that has said what it wishes counts those ``others`` as gone who said so before. Unless some block is unserved
     that nobody loads, it leaves none that is not served by somebody who stays, and is among those who ``answered``
     (None: all of them).
     """
-    turn = mine.turn if mine.wishes else None
-    others = [one for one in others if one.server != mine.server and one.model == mine.model]
-    others = [one for one in others if max(one.blocks[1], one.target[1]) <= depth]  # anybody may announce anything
-    placed = [one.reachable(0.0, span) for one in others if (span := one.counted(turn))]
-    target = rule.move(mine.server, [*placed, mine.reachable(0.0)], depth)
+    turn = own_record.turn if own_record.wishes else None
+    others = [record for record in others if record.server != own_record.server and record.model == own_record.model]
+    others = [
+        record for record in others if max(record.blocks[1], record.target[1]) <= depth
+    ]  # anybody may announce anything
+    placed = [record.reachable(0.0, span) for record in others if (span := record.counted(turn))]
+    target = rule.move(own_record.server, [*placed, own_record.reachable(0.0)], depth)
     if target is None:
         return None
-    present = [mine.span, *(one.span or one.counted() for one in others)]  # a wish may yet be taken back
+    present = [own_record.span, *(record.span or record.counted() for record in others)]  # a wish may yet be taken back
     if len({block for span in present for block in span}) < depth:
         return target  # nobody gets through as it is
-    staying = [one for one in others if (answered is None or one.server in answered) and one.counted(turn) == one.span]
-    return target if set(mine.span) <= {block for one in staying for block in one.span} else None
+    staying = [
+        record
+        for record in others
+        if (answered is None or record.server in answered) and record.counted(turn) == record.span
+    ]
+    return target if set(own_record.span) <= {block for record in staying for block in record.span} else None
 
 
 class Rebalancer:
     """Moves the server whose calls ``service`` answers, by ``rule``. ``told`` is given its record after a move."""
 
-    def __init__(self, rule: Rebalancing, service: BlockService, told: Callable[[Record], None]) -> None:
-        self._rule, self._told = rule, told
+    def __init__(self, rule: Rebalancing, service: BlockService, on_move: Callable[[Record], None]) -> None:
+        self._rule, self._told = rule, on_move
         self._announcer, self._registry = service.announcer, service.contacts.registry
         self._sessions, self._frozen, self._limits = service.sessions, service.frozen, service.sessions.limits
 
@@ -217,8 +228,8 @@ class Rebalancer:
         return False
 
     def _wanted(self, answered: Collection[str] | None = None) -> range | None:
-        known, depth = self._registry.live(steady_s()), self._sessions.batcher.backend.depth
-        return wanted(self._rule, self._announcer.record, known, depth, answered)
+        records, depth = self._registry.live(steady_s()), self._sessions.batcher.backend.depth
+        return wanted(self._rule, self._announcer.record, records, depth, answered)
 
     async def _move(self, blocks: range) -> None:
         backend = self._sessions.batcher.backend
@@ -276,7 +287,7 @@ class Running:
 
     @property
     def record(self) -> Record:
-        """What it says of itself now."""
+        """Return the record that the server announces now."""
         return self.announcer.record
 
 
@@ -285,11 +296,11 @@ async def serving(
     config: ServerConfig,
     model: str,
     make_backend: Callable[..., BlockBackend] = BlockBackend,
-    told: Callable[[Record, int], None] = lambda *_: None,
+    on_served: Callable[[Record, int], None] = lambda *_: None,
 ) -> AsyncIterator[Running]:
     """The server of blocks of ``model`` (its sha256), up and announced for the time of the block.
 
-    ``make_backend`` makes its blocks: those that compute wrongly have a class of their own. ``told`` is given its
+    ``make_backend`` makes its blocks: those that compute wrongly have a class of their own. ``on_served`` is given its
     record and the port that it listens on when it serves, and again whenever it has moved.
 
     Raises ModelError for blocks that cannot be loaded, SwarmError for an address that cannot be had or may not.
@@ -329,13 +340,13 @@ async def serving(
     service.announcer = announcer
     rebalancer = None
     if config.rebalancing is not None:
-        rebalancer = Rebalancer(config.rebalancing, service, lambda record: told(record, port))
+        rebalancer = Rebalancer(config.rebalancing, service, lambda record: on_served(record, port))
     tasks = [asyncio.create_task(batcher.serve()), asyncio.create_task(announcer.run())]
     tasks += [asyncio.create_task(rebalancer.run())] if rebalancer is not None else []
     failed = asyncio.gather(*tasks)
     try:
         await announcer.soon_announced()
-        told(record, port)
+        on_served(record, port)
         # On the batcher's thread, which has loaded, too: threads of this one would be in its way.
         with loops_elsewhere():
             yield Running(announcer, port, sessions, registry, failed, frozen, rebalancer)

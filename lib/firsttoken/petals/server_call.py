@@ -68,7 +68,7 @@ class ServerCall:
         return data
 
     async def tell(self, message: bytes) -> bool:
-        """Send ``message``, which has no answer; whether that was possible."""
+        """Send ``message``, which has no answer; return whether that was possible."""
         import grpc
 
         try:
@@ -83,7 +83,6 @@ class ServerCall:
             return False
 
     def close(self) -> None:
-        """End the session."""
         self._call.cancel()
 
     async def _exchange(self, message: bytes) -> bytes:
@@ -96,19 +95,19 @@ class ServerCall:
             data = await self._call.read()
             if data is not grpc.aio.EOF:
                 return data
-            code, said = await self._call.code(), await self._call.details()
+            code, details = await self._call.code(), await self._call.details()
         except grpc.aio.AioRpcError as error:
-            code, said = error.code(), error.details()
+            code, details = error.code(), error.details()
         except grpc.aio.BaseError as error:
             raise ServerFault(f"{self.name}: its connection was closed ({error})", lasting=False) from None
         except asyncio.InvalidStateError:  # the call is over, and its status says why
-            code, said = await self._call.code(), await self._call.details()
+            code, details = await self._call.code(), await self._call.details()
         except asyncio.CancelledError:
             if asyncio.current_task().cancelling():
                 raise
             raise ServerFault(f"{self.name}: its connection was closed", lasting=False) from None
         if code.name in REFUSALS:
-            raise ServerFault(f"{self.name} refuses: {said or code.name}", refused=True)
-        said = "it ended the session without a word" if code is grpc.StatusCode.OK else said or code.name
+            raise ServerFault(f"{self.name} refuses: {details or code.name}", refused=True)
+        details = "it ended the session without a word" if code is grpc.StatusCode.OK else details or code.name
         # a session that was never answered has nothing that could be lost
-        raise ServerFault(f"{self.name}: {said}", lasting=code is not grpc.StatusCode.ABORTED or not self.steps)
+        raise ServerFault(f"{self.name}: {details}", lasting=code is not grpc.StatusCode.ABORTED or not self.steps)

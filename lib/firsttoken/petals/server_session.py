@@ -17,7 +17,7 @@ from firsttoken.petals.wire import Message, decode, encode
 
 
 class ServerSession:
-    """What ``call`` leads to, by hidden states: its layers of a model on a server.
+    """Layers of a model on the server that ``call`` leads to, run on hidden states.
 
     ``known`` are the tokens of each sequence that the server has seen, ``commitment`` what it vouches for of its latest
     answer. Blocks of shared beginnings have names that are of this ``server`` (its subkey) alone; keys and values go to
@@ -33,7 +33,7 @@ class ServerSession:
 
     @property
     def steps(self) -> int:
-        """Steps that were answered."""
+        """Return the number of answered steps."""
         return self._call.steps
 
     @property
@@ -55,8 +55,8 @@ class ServerSession:
         """
         answer = await self._answer(hidden, stretches, first, self._filled(stretches, keys))
         self._call.steps += 1
-        for one in stretches:
-            self.known[one.number] = one.end
+        for stretch in stretches:
+            self.known[stretch.number] = stretch.end
         self.commitment = answer.commitment
         return answer.hidden
 
@@ -64,14 +64,14 @@ class ServerSession:
         """Begin these sequences anew with what the server has of their blocks of ``keys``; return how many tokens that
         is. Raises ServerFault as ``run``, and for more than was asked."""
         most = MOST_NAMES // len(keys)
-        asked = {number: self._names(mine[:most]) for number, mine in keys.items()}
-        said = await self._answer(torch.empty(0, 0), names=asked)
-        shared = dict(said.shared)
-        wrong = shared.keys() != asked.keys() or any(
-            tokens % NAMED_TOKENS or tokens > NAMED_TOKENS * len(asked[number]) for number, tokens in shared.items()
+        names = {number: self._names(prefix_keys[:most]) for number, prefix_keys in keys.items()}
+        answer = await self._answer(torch.empty(0, 0), names=names)
+        shared = dict(answer.shared)
+        wrong = shared.keys() != names.keys() or any(
+            tokens % NAMED_TOKENS or tokens > NAMED_TOKENS * len(names[number]) for number, tokens in shared.items()
         )
-        if wrong or len(said.shared) > len(shared):
-            raise ServerFault(f"{self.name} says that it has {said.shared} of what begins {len(asked)} sequences")
+        if wrong or len(answer.shared) > len(shared):
+            raise ServerFault(f"{self.name} says that it has {answer.shared} of what begins {len(names)} sequences")
         self.known |= shared
         return shared
 
@@ -84,7 +84,9 @@ class ServerSession:
             some = kv[:, :, :, first : first + most]
             stretches = [Stretch(number, start + first, start + first + some.shape[3])]
             answer = await self._answer(torch.empty(0, 0), stretches, 0, self._filled(stretches, {number: keys}), some)
-            if [one for one, _ in answer.shared] != [number] or answer.shared[0][1] > stretches[0].end:
+            if [shared_number for shared_number, _ in answer.shared] != [number] or answer.shared[0][1] > stretches[
+                0
+            ].end:
                 raise ServerFault(f"{self.name} says that it has {answer.shared} of what it was sent")
             if (has := answer.shared[0][1]) < stretches[0].end:
                 return has
@@ -93,19 +95,20 @@ class ServerSession:
     async def forget(self, numbers: Sequence[int]) -> None:
         """Tell the server that these sequences are over; one that is not there any more knows anyway."""
         self._over.update(number for number in numbers if self.known.pop(number, None) is not None)
-        if not (over := list(self._over)):
+        if not (finished := list(self._over)):
             return
-        if await self._call.tell(encode(None, self._call.coding, over=over)):
-            self._over.difference_update(over)  # else the next step tells it, or finds out
+        if await self._call.tell(encode(None, self._call.coding, finished=finished)):
+            self._over.difference_update(finished)  # else the next step tells it, or finds out
 
     def close(self) -> None:
-        """End the session."""
         self._call.close()
 
     def _filled(self, stretches: Sequence[Stretch], keys: Mapping[int, Sequence[bytes]]) -> dict[int, list[str]]:
         """The names of the blocks that ``stretches`` fill, of sequences in ``keys``."""
-        places = {one.number: slice(one.start // NAMED_TOKENS, one.end // NAMED_TOKENS) for one in stretches}
-        names = {number: self._names(keys[number][place]) for number, place in places.items() if number in keys}
+        places = {
+            stretch.number: slice(stretch.start // NAMED_TOKENS, stretch.end // NAMED_TOKENS) for stretch in stretches
+        }
+        names = {number: self._names(keys[number][blocks]) for number, blocks in places.items() if number in keys}
         return {number: some for number, some in names.items() if some}
 
     def _names(self, keys: Sequence[bytes]) -> list[str]:
@@ -119,12 +122,12 @@ class ServerSession:
         names: Mapping[int, Sequence[str]] = MappingProxyType({}),
         kv: Tensor | None = None,
     ) -> Message:
-        """What the server says to ``hidden`` [tokens, hidden], or without tokens to ``kv`` or ``names`` alone. Raises
-        as ``run``."""
-        rows, over = hidden.shape[0], list(self._over)
-        message = encode(hidden if rows else None, self._call.coding, stretches, over, first, names=names, kv=kv)
+        """Return the server's answer to ``hidden`` [tokens, hidden], or without tokens to ``kv`` or ``names`` alone.
+        Raises as ``run``."""
+        rows, finished = hidden.shape[0], list(self._over)
+        message = encode(hidden if rows else None, self._call.coding, stretches, finished, first, names=names, kv=kv)
         data = await self._call.ask(message, rows)
-        self._over.difference_update(over)
+        self._over.difference_update(finished)
         try:
             answer = decode(data, self._call.coding, hidden.shape[1], hidden.dtype, rows)
         except Exception as error:  # whatever goes wrong with its answer is this server's fault

@@ -103,7 +103,7 @@ class Sessions:
 
     @property
     def open(self) -> int:
-        """The number of open sessions."""
+        """Return the number of open sessions."""
         return len(self._open)
 
     async def serve(self, context: grpc.aio.ServicerContext, headers: dict[str, str]) -> None:
@@ -149,18 +149,18 @@ class Sessions:
         return [self.limits.spare_s + (0.0 if session.busy else session.used - now) for session in self._open]
 
     def _making_way(self, client: Client) -> Session | None:
-        held, now = Counter(one.client for one in self._open), asyncio.get_running_loop().time()
-        longest = sorted(self._open, key=lambda one: (one.busy, one.used))
-        unused = [one for one in longest if not one.busy and not one.computed]
-        idle = [one for one in longest if not one.busy and one.used + self.limits.spare_s <= now]
+        held, now = Counter(session.client for session in self._open), asyncio.get_running_loop().time()
+        longest = sorted(self._open, key=lambda session: (session.busy, session.used))
+        unused = [session for session in longest if not session.busy and not session.computed]
+        idle = [session for session in longest if not session.busy and session.used + self.limits.spare_s <= now]
         for some, wanted in ((unused, 0), (longest, 1)):  # of two that have as much, who uses nothing has too much
-            yields = who_yields(held, client, wanted, [one.client for one in some])
+            yields = who_yields(held, client, wanted, [session.client for session in some])
             if yields is not None:
-                return next(one for one in some if one.client == yields)
+                return next(session for session in some if session.client == yields)
         return idle[0] if idle else None
 
     def _close(self, session: Session) -> None:
-        """A session is over; its sequences and its place are free, if they have not been before."""
+        """End a session; its sequences and its place are free, if they have not been before."""
         if session in self._open:
             self._open.remove(session)
             self.slots.leave(session.sequences, list(session.sequences))
@@ -172,13 +172,13 @@ class Sessions:
         data = await self.within(context.read(), "said nothing", session.used)
         if data is grpc.aio.EOF:
             return False
-        backend, layers, mine = self.batcher.backend, session.layers, session.sequences
+        backend, layers, sequences = self.batcher.backend, session.layers, session.sequences
         try:
             shape = len(layers), backend.pool.shape.kv_heads, backend.pool.shape.head_dim
             message = decode(data, session.coding, backend.width, backend.dtype, kv_shape=shape)
         except SwarmError as error:  # no server would take it
             raise RequestError(str(error)) from error
-        self.slots.leave(mine, message.over)
+        self.slots.leave(sequences, message.over)
         if message.kv is not None:
             await self._fill(context, session, message)
             return True
@@ -194,44 +194,46 @@ class Sessions:
             raise RequestError(f"layer {message.first} is not among the session's [{layers.start}, {layers.stop})")
         layers = range(message.first or layers.start, layers.stop)
         session.busy, session.silent = True, 0
-        chunks = await self.slots.placed(mine, message.stretches, layers.start, session.client)
-        trails = [mine[one.number].trail for one in message.stretches]  # a sequence may make room meanwhile
+        chunks = await self.slots.placed(sequences, message.stretches, layers.start, session.client)
+        trails = [
+            sequences[stretch.number].trail for stretch in message.stretches
+        ]  # a sequence may make room meanwhile
         out = await self.batcher.run(layers, chunks, message.hidden, session.client, session.adapter)
         check_states(out, "the hidden states that come out of these blocks hold")
         self._computed(session, message, named=layers == session.layers)
         session.busy, session.computed, session.used = False, True, asyncio.get_running_loop().time()
         commitment = ""
-        seen = all(one.start <= len(trail) for one, trail in zip(message.stretches, trails, strict=True))
+        continuous = all(stretch.start <= len(trail) for stretch, trail in zip(message.stretches, trails, strict=True))
         # What is rounded on the way was not computed, who judges has the model alone, and what was sent of a shared
         # beginning is not known any more.
-        if seen and backend.dtype is CODINGS[session.coding] is torch.float32 and not session.adapter:
+        if continuous and backend.dtype is CODINGS[session.coding] is torch.float32 and not session.adapter:
             commitment = self.committer.commit(layers, trails, message.stretches, message.hidden, out)
-        said = encode(out, session.coding, commitment=commitment)
-        await self.within(context.write(said), "did not read its answer")
+        answer = encode(out, session.coding, commitment=commitment)
+        await self.within(context.write(answer), "did not read its answer")
         return True
 
     async def _fill(self, context: grpc.aio.ServicerContext, session: Session, message: Message) -> None:
         """Take keys and values from a client for its own sequence, and answer how many tokens it has then: as many as
         before where they are in another dtype than what is computed here. Nobody else finds them, as the names of their
         blocks are the client's own."""
-        (one,), mine, backend = message.stretches, session.sequences, self.batcher.backend
+        (stretch,), sequences, backend = message.stretches, session.sequences, self.batcher.backend
         if message.kv.dtype is backend.dtype:
             session.busy = True
-            (chunk,) = chunks = await self.slots.placed(mine, [one], session.layers.start, session.client)
+            (chunk,) = chunks = await self.slots.placed(sequences, [stretch], session.layers.start, session.client)
             self.slots.lease(chunks)
             filled = asyncio.ensure_future(self.batcher.aside(lambda: backend.fill(session.layers, chunk, message.kv)))
             filled.add_done_callback(lambda _: self.slots.release(chunks))  # also where the client goes meanwhile
             await asyncio.shield(filled)
             self._computed(session, message, named=True)
             session.busy, session.silent, session.used = False, 0, asyncio.get_running_loop().time()
-        has = mine[one.number].cached if one.number in mine else 0
-        said = encode(None, session.coding, shared={one.number: has})
-        await self.within(context.write(said), "did not read its answer")
+        has = sequences[stretch.number].cached if stretch.number in sequences else 0
+        answer = encode(None, session.coding, shared={stretch.number: has})
+        await self.within(context.write(answer), "did not read its answer")
 
     def _computed(self, session: Session, message: Message, named: bool) -> None:
         """Note that the keys and values of a message are there, by their names where they are of all layers."""
         self.slots.computed(session.sequences, message.stretches)
-        starts = {one.number: one.start // self.slots.block_tokens for one in message.stretches}
+        starts = {stretch.number: stretch.start // self.slots.block_tokens for stretch in message.stretches}
         for number, names in message.names if named else ():
             keys = self._keys(session, names)
             self.slots.publish(session.sequences, number, starts.get(number, self.slots.context), keys)
@@ -242,14 +244,14 @@ class Sessions:
         return self.slots.adopt(session.sequences, number, keys, first, session.client)
 
     def _keys(self, session: Session, names: Sequence[str]) -> list[bytes]:
-        """What blocks of a session are found by: their names, its layers, coding and adapter; none where blocks have
-        another size. Raises RequestError for a name that comes twice."""
+        """Return the keys by which blocks of a session are found, of their names, its layers, coding and adapter; none
+        where blocks have another size. Raises RequestError for a name that comes twice."""
         if len(set(names)) < len(names):
             raise RequestError("two blocks of a sequence have one name: name each after all tokens up to its end")
         if self.slots.block_tokens != NAMED_TOKENS:
             return []
-        said = f"{session.layers.start}:{session.layers.stop} {session.coding} {session.adapter} ".encode()
-        return [said + bytes.fromhex(name) for name in names]
+        salt = f"{session.layers.start}:{session.layers.stop} {session.coding} {session.adapter} ".encode()
+        return [salt + bytes.fromhex(name) for name in names]
 
     async def drain(self, seconds: float) -> None:
         """Open no more sessions until ``moving`` is undone, and end those that are open after so many ``seconds``."""
@@ -264,9 +266,12 @@ class Sessions:
             await asyncio.sleep(_POLL_S)
         self._ended = False
 
-    async def within(self, awaited, what: str, since: float | None = None):
-        """What is awaited of a client. Raises IdleError, with ``what`` it did, when ``idle_s`` seconds have passed
-        ``since`` then (by the loop's clock; None: now), SwarmError when the server moves and has waited enough."""
+    async def within(self, awaited, subject: str, since: float | None = None):
+        """Return what is ``awaited`` of a client.
+
+        Raises IdleError, with ``what`` it did, when ``idle_s`` seconds have passed ``since`` then (by the loop's clock;
+        None: now), SwarmError when the server moves and has waited enough.
+        """
         begun = asyncio.get_running_loop().time() if since is None else since
         limit = asyncio.timeout_at(0 if self._ended else begun + self.limits.idle_s)
         self._awaited.add(limit)
@@ -276,7 +281,7 @@ class Sessions:
         except TimeoutError:
             if self._ended:
                 raise SwarmError(_MOVES) from None
-            raise IdleError(f"the client {what} for {self.limits.idle_s:g} s; open a session again") from None
+            raise IdleError(f"the client {subject} for {self.limits.idle_s:g} s; open a session again") from None
         finally:
             self._awaited.discard(limit)
 

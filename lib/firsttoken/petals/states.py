@@ -24,14 +24,14 @@ class Stretch(NamedTuple):
     end: int
 
 
-def check_states(hidden: Tensor, what: str = "hidden states hold") -> None:
-    """Raise SwarmError, whose message begins with ``what``, unless the numbers of ``hidden`` [any shape] are finite and
-    at most ``dtypes.LARGEST``, of either sign."""
+def check_states(hidden: Tensor, subject: str = "hidden states hold") -> None:
+    """Raise SwarmError, whose message begins with ``subject``, unless the numbers of ``hidden`` [any shape] are
+    finite and at most ``dtypes.LARGEST``, of either sign."""
     if not hidden.numel():
         return
     low, high = hidden.aminmax()  # both are NaN where any number is
     if fault := range_fault(float(low), float(high)):
-        raise SwarmError(f"{what} {fault}: the server that computed them is at fault")
+        raise SwarmError(f"{subject} {fault}: the server that computed them is at fault")
 
 
 def end_to_end(parts: Sequence[Tensor]) -> Tensor:

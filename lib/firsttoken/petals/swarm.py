@@ -43,7 +43,7 @@ class _Behaviour:
 
 
 class Conduct:
-    """What a client of this ``timeouts`` remembers of each server, by subkey."""
+    """The behaviour of each server, by subkey, as a client with these ``timeouts`` remembers it."""
 
     def __init__(self, timeouts: Timeouts) -> None:
         self._timeouts = timeouts
@@ -51,22 +51,22 @@ class Conduct:
 
     def failed(self, server: str) -> None:
         """Note that the server could not go on, refused, gave an impossible answer, or was much too late."""
-        known, now = self._known.setdefault(server, _Behaviour()), time.monotonic()
-        if now - known.failed_s > 2 * self._ban_s(known):
-            known.failures = 0
-        known.failures, known.failed_s = known.failures + 1, now
-        known.late_s.clear()
+        behaviour, now = self._known.setdefault(server, _Behaviour()), time.monotonic()
+        if now - behaviour.failed_s > 2 * self._ban_s(behaviour):
+            behaviour.failures = 0
+        behaviour.failures, behaviour.failed_s = behaviour.failures + 1, now
+        behaviour.late_s.clear()
 
     def back(self, server: str) -> None:
         """Note that the server was silent and answers again, so that its earlier fault may be over."""
-        if (known := self._known.get(server)) is not None:
-            known.back_s = time.monotonic()
+        if (behaviour := self._known.get(server)) is not None:
+            behaviour.back_s = time.monotonic()
 
     def lost(self, server: str) -> bool:
         """Note that the server has lost a session, and return whether it does so too often to be without fault."""
-        known, now = self._known.setdefault(server, _Behaviour()), time.monotonic()
-        often = len(known.lost_s) == _LOST and now - known.lost_s[0] < self._timeouts.ban_s
-        known.lost_s.append(now)
+        behaviour, now = self._known.setdefault(server, _Behaviour()), time.monotonic()
+        often = len(behaviour.lost_s) == _LOST and now - behaviour.lost_s[0] < self._timeouts.ban_s
+        behaviour.lost_s.append(now)
         return often
 
     def took(self, server: str, seconds: float, announced_s: float) -> None:
@@ -77,31 +77,37 @@ class Conduct:
 
     def late_s(self, server: str) -> float:
         """Seconds that a step takes beyond what the server announced; 0 for one that is not late again and again."""
-        known = self._known.get(server)
-        if known is None or sum(one > 0 for one in known.late_s) < _LATE_STEPS:
+        behaviour = self._known.get(server)
+        if behaviour is None or sum(delay_s > 0 for delay_s in behaviour.late_s) < _LATE_STEPS:
             return 0.0
-        return sum(known.late_s) / len(known.late_s)
+        return sum(behaviour.late_s) / len(behaviour.late_s)
 
     def shunned(self) -> set[str]:
         """Return the servers that are not asked where another has their blocks. Any thread may call this."""
-        return {server for server, one in list(self._known.items()) if self._within(one, self._ban_s(one))}
+        return {
+            server for server, behaviour in list(self._known.items()) if self._within(behaviour, self._ban_s(behaviour))
+        }
 
     def resting(self) -> set[str]:
         """Return the servers that are not asked at all."""
-        return {server for server, one in list(self._known.items()) if self._within(one, self._rest_s(one))}
+        return {
+            server
+            for server, behaviour in list(self._known.items())
+            if self._within(behaviour, self._rest_s(behaviour))
+        }
 
-    def _within(self, one: _Behaviour, seconds: float) -> bool:
-        return one.failed_s > one.back_s and time.monotonic() - one.failed_s < seconds
+    def _within(self, behaviour: _Behaviour, seconds: float) -> bool:
+        return behaviour.failed_s > behaviour.back_s and time.monotonic() - behaviour.failed_s < seconds
 
-    def _ban_s(self, one: _Behaviour) -> float:
-        return min(2 ** (one.failures - 1), _LONGEST) * self._timeouts.ban_s if one.failures else 0.0
+    def _ban_s(self, behaviour: _Behaviour) -> float:
+        return min(2 ** (behaviour.failures - 1), _LONGEST) * self._timeouts.ban_s if behaviour.failures else 0.0
 
-    def _rest_s(self, one: _Behaviour) -> float:
+    def _rest_s(self, behaviour: _Behaviour) -> float:
         """Return for how long a failed server is not asked at all [s].
 
         It is at most a quarter of the time in which a server is looked for: some tries fit in it.
         """
-        return min(_REST_S * 2 ** (one.failures - 1), self._timeouts.find_s / 4) if one.failures else 0.0
+        return min(_REST_S * 2 ** (behaviour.failures - 1), self._timeouts.find_s / 4) if behaviour.failures else 0.0
 
 
 _SEEN = 8  # things that are said of what was seen
@@ -150,15 +156,15 @@ class Swarm:
 
     async def look(self) -> None:
         """Ask all members that are known for the others, and how far away they are; new ones in the same look."""
-        asked, first = set(), {*self.peers, *(one.address for one in self._records())}
-        while new := first - asked:
-            asked |= new
+        contacted, first = set(), {*self.peers, *(record.address for record in self._records())}
+        while new := first - contacted:
+            contacted |= new
             await asyncio.gather(*map(self._ask, new))
-            first = {*(one.address for one in self._records()), *self.contacts.due(asked)}
+            first = {*(record.address for record in self._records()), *self.contacts.due(contacted)}
             if len(self._names) > 1 and not self._records():
                 served = (name for name in self._names if self.registry.serving(name, steady_s()))
                 self.model = next(served, self.model)
-        for address in self._channels.keys() - asked:
+        for address in self._channels.keys() - contacted:
             await self.reconnect(address)
 
     async def meet(self) -> None:
@@ -166,7 +172,7 @@ class Swarm:
         await self.look()
         if not any(address in self._pings for address in self.peers):
             await self.close()
-            whys = "; ".join(f"{at}: {self.contacts.faults.get(at, 'it does not answer')}" for at in self.peers)
+            whys = "; ".join(f"{peer}: {self.contacts.faults.get(peer, 'it does not answer')}" for peer in self.peers)
             raise SwarmError(
                 f"no server of a swarm answers at {', '.join(self.peers)}: name HOST:PORT of one that runs ({whys})"
             )
@@ -174,8 +180,12 @@ class Swarm:
     def servers(self, adapter: str = "") -> list[Record]:
         """Return the model's servers that have proven their address, answered when last asked and are not convicted;
         those alone that announce the ``adapter``, if one is named."""
-        there = [one for one in self._records() if one.address in self._pings and one.server not in self.convicted]
-        return [one for one in there if not adapter or adapter in one.adapters]
+        present = [
+            record
+            for record in self._records()
+            if record.address in self._pings and record.server not in self.convicted
+        ]
+        return [record for record in present if not adapter or adapter in record.adapters]
 
     def state(self, record: Record) -> tuple[str, float | None]:
         """The state of a server, and its distance in seconds (None if it does not answer). The state is "serves",
@@ -235,8 +245,8 @@ class Swarm:
         raise SwarmError(f"{why} (the servers that took over failed too, for {find_s:g} s)")
 
     def faster(self, record: Record, layers: range, adapter: str = "") -> bool:
-        """Whether others would bring a token through ``layers`` several times as fast as the server of ``record``,
-        which is late again and again."""
+        """Return whether others would bring a token through ``layers`` several times as fast as the server of
+        ``record``, which is late again and again."""
         if not (late_s := self.conduct.late_s(record.server)):
             return False
         try:
@@ -269,23 +279,22 @@ class Swarm:
             await channel.close()
 
     async def close(self) -> None:
-        """Close all connections."""
         for address in list(self._channels):
             await self.reconnect(address)
 
     def unseen(self) -> str:
-        """What was seen of the swarm that serves nothing here, and why: other models, refused records, silence."""
+        """Describe the members of the swarm that serve nothing here: other models, refused records, silence."""
         now, faults = steady_s(), self.contacts.faults
-        others = [one for one in self.registry.live(now) if one.span and one.model != self.model]
-        silent = {one.address for one in self._records() if one.address not in self._pings}
-        seen = [f"{len(others)} of another model, as at {others[0].address}"] if others else []
-        seen += [f"{at}: {why}" for at, why in faults.items()]
-        seen += [f"{at} does not answer" for at in silent - faults.keys()]
-        seen += self.contacts.held_against()
-        seen += [f"{who[:8]} was convicted" for who in self.convicted]
-        seen += [f"{who[:8]} failed lately and is not asked for a while" for who in self.conduct.shunned()]
-        more = [f"{len(seen) - _SEEN} more"] if len(seen) > _SEEN else []
-        return "; ".join([*seen[:_SEEN], *more]) or "no other server"
+        others = [record for record in self.registry.live(now) if record.span and record.model != self.model]
+        silent = {record.address for record in self._records() if record.address not in self._pings}
+        reasons = [f"{len(others)} of another model, as at {others[0].address}"] if others else []
+        reasons += [f"{address}: {why}" for address, why in faults.items()]
+        reasons += [f"{address} does not answer" for address in silent - faults.keys()]
+        reasons += self.contacts.held_against()
+        reasons += [f"{who[:8]} was convicted" for who in self.convicted]
+        reasons += [f"{who[:8]} failed lately and is not asked for a while" for who in self.conduct.shunned()]
+        more = [f"{len(reasons) - _SEEN} more"] if len(reasons) > _SEEN else []
+        return "; ".join([*reasons[:_SEEN], *more]) or "no other server"
 
     def _records(self) -> list[Record]:
         return self.registry.serving(self.model, steady_s())
@@ -297,11 +306,13 @@ class Swarm:
 
     def _best(self, layers: range, without: set[str], adapter: str) -> list[tuple[Hop, Record]]:
         """Return the best chain through ``layers``; a server that is late counts as farther away than its ping says."""
-        known = {one.server: one for one in self.servers(adapter)}
+        records = {record.server: record for record in self.servers(adapter)}
         late_s = self.conduct.late_s
-        reachable = [one.reachable(self._pings[one.address] + late_s(one.server)) for one in known.values()]
+        reachable = [
+            record.reachable(self._pings[record.address] + late_s(record.server)) for record in records.values()
+        ]
         try:
-            return [(hop, known[hop.server.name]) for hop in best_chain(reachable, layers, without)]
+            return [(hop, records[hop.server.name]) for hop in best_chain(reachable, layers, without)]
         except SwarmError as error:
             lacking = f" (with the adapter {adapter[:80]})" if adapter else ""
             raise SwarmError(f"{error}{lacking}; seen: {self.unseen()}") from None
@@ -317,5 +328,5 @@ class Swarm:
             return
         returned = address not in self._pings
         self._pings[address] = ping_s
-        for server in {one.server for one in self._records() if returned and one.address == address}:
+        for server in {record.server for record in self._records() if returned and record.address == address}:
             self.conduct.back(server)

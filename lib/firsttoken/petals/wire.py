@@ -66,17 +66,17 @@ def encode(
     hidden: Tensor | None,
     coding: str,
     stretches: Sequence[Stretch] = (),
-    over: Collection[int] = (),
+    finished: Collection[int] = (),
     first: int = 0,
     commitment: str = "",
     names: Mapping[int, Sequence[str]] = MappingProxyType({}),
     shared: Mapping[int, int] = MappingProxyType({}),
     kv: Tensor | None = None,
 ) -> bytes:
-    """The bytes of a message; an answer has neither ``stretches`` nor ``over``, and a ``commitment`` where it has
+    """The bytes of a message; an answer has neither ``stretches`` nor ``finished``, and a ``commitment`` where it has
     one. Raises SwarmError as ``pack``."""
     metadata = {"commitment": commitment} if commitment else {}
-    metadata |= {"step": told_step(stretches, over, first, names, shared)}
+    metadata |= {"step": told_step(stretches, finished, first, names, shared)}
     if hidden is not None and kv is None and coding != "int8":
         states = hidden.detach().to(CODINGS[coding]).contiguous()
         numbers = states.view(torch.int16) if states.dtype is torch.bfloat16 else states  # numpy has none
@@ -100,28 +100,32 @@ def decode(
     values of that shape, in the dtype in which they come. Raises SwarmError for what is no message, or is not of this
     ``coding``, ``width``, shape or count, and for numbers that ``check_states`` refuses.
     """
-    if (said := int.from_bytes(data[:8], "little")) > _MOST_HEADER:
-        raise SwarmError(f"a message is no safetensors of a step: its header of {said} bytes is beyond {_MOST_HEADER}")
+    if (header_bytes := int.from_bytes(data[:8], "little")) > _MOST_HEADER:
+        raise SwarmError(
+            f"a message is no safetensors of a step: its header of {header_bytes} bytes is beyond {_MOST_HEADER}"
+        )
     if coding != "int8" and (usual := _usual(data, coding, width, dtype, tokens)) is not None:
         return usual
     try:
         header = header_of(data)
-        told = _told(header.metadata.get("step", "{}"))
+        fields = _told(header.metadata.get("step", "{}"))
     except ValueError as error:
         fault = str(error) if isinstance(error, Damaged) else type(error).__name__
         raise SwarmError(f"a message is no safetensors of a step: {fault}") from error
-    stretches = tuple(Stretch(*one) for one in told.stretches)
+    stretches = tuple(Stretch(*row) for row in fields.stretches)
     rows = _rows(stretches) if tokens is None else tokens
     if not header.tensors and not rows:
-        return Message(stretches, None, told.over, told.first, names=told.names, shared=told.shared)
+        return Message(stretches, None, fields.over, fields.first, names=fields.names, shared=fields.shared)
     if kv_shape is not None and list(header.tensors) == ["kv"]:
         layers, heads, head_dim = kv_shape
-        said, wanted = header.tensors["kv"], (layers, 2, heads, rows, head_dim)
-        if len(stretches) != 1 or said.shape != wanted or said.dtype not in _NAMES.values():
-            raise SwarmError(f"keys and values {said.dtype} {list(said.shape)} do not fit: {list(wanted)} are wanted")
+        header_bytes, wanted = header.tensors["kv"], (layers, 2, heads, rows, head_dim)
+        if len(stretches) != 1 or header_bytes.shape != wanted or header_bytes.dtype not in _NAMES.values():
+            raise SwarmError(
+                f"keys and values {header_bytes.dtype} {list(header_bytes.shape)} do not fit: {list(wanted)} are wanted"
+            )
         kv = load(data)["kv"]
         check_states(kv, "keys and values hold")
-        return Message(stretches, None, told.over, told.first, names=told.names, kv=kv)
+        return Message(stretches, None, fields.over, fields.first, names=fields.names, kv=kv)
     main = header.tensors.get("codes" if coding == "int8" else "hidden")
     if main is None or (coding != "int8" and len(header.tensors) > 1):
         raise SwarmError(f"a message holds {', '.join(sorted(header.tensors)) or 'nothing'}, no hidden states {coding}")
@@ -132,23 +136,23 @@ def decode(
     tensors = load(data)
     hidden = unpack(tensors, dtype) if coding == "int8" else tensors["hidden"].to(dtype)
     check_states(hidden)
-    return Message(stretches, hidden, told.over, told.first, header.metadata.get("commitment", ""), told.names)
+    return Message(stretches, hidden, fields.over, fields.first, header.metadata.get("commitment", ""), fields.names)
 
 
 def _usual(data: bytes, coding: str, width: int, dtype: torch.dtype, tokens: int | None) -> Message | None:
-    """What ``decode`` makes of hidden states alone whose header is the usual; None where it has to look closer.
+    """Decode hidden states alone whose header is the usual; None where ``decode`` has to look closer.
 
     With caches that are cold, as in ``laid_out``, a step is read in 0.04 ms, and in 0.14 by the way of any JSON.
     """
-    kind, said = CODINGS[coding], usual_message(data)
-    if said is None or said.dtype != _NAMES[kind]:
+    kind, message = CODINGS[coding], usual_message(data)
+    if message is None or message.dtype != _NAMES[kind]:
         return None
-    rows = _rows(said.stretches) if tokens is None else tokens
-    if not rows or said.shape != (rows, width):
+    rows = _rows(message.stretches) if tokens is None else tokens
+    if not rows or message.shape != (rows, width):
         return None
-    hidden = torch.frombuffer(bytearray(data), dtype=kind, offset=said.start).view(rows, width).to(dtype)
+    hidden = torch.frombuffer(bytearray(data), dtype=kind, offset=message.start).view(rows, width).to(dtype)
     check_states(hidden)
-    return Message(said.stretches, hidden, commitment=said.commitment)
+    return Message(message.stretches, hidden, commitment=message.commitment)
 
 
 def _told(text: str) -> _ToldStep:
@@ -157,15 +161,15 @@ def _told(text: str) -> _ToldStep:
 
 @lru_cache(256)
 def _known_step(text: str) -> _ToldStep:
-    """Answers say nothing of a step, and always the same."""
+    """Parse a step, and remember it: answers have an empty one, always the same."""
     return shaped(_ToldStep, parse_json(text))
 
 
 def _rows(stretches: Sequence[Stretch]) -> int:
-    if odd := next((one for one in stretches if not one.start < one.end), None):
-        raise SwarmError(f"sequence {odd.number} has no tokens [{odd.start}, {odd.end})")
-    if len({one.number for one in stretches}) < len(stretches):
+    if empty_stretch := next((stretch for stretch in stretches if not stretch.start < stretch.end), None):
+        raise SwarmError(f"sequence {empty_stretch.number} has no tokens [{empty_stretch.start}, {empty_stretch.end})")
+    if len({stretch.number for stretch in stretches}) < len(stretches):
         raise SwarmError("a sequence is in one step twice")
-    if (rows := sum(one.end - one.start for one in stretches)) > MOST_TOKENS:
+    if (rows := sum(stretch.end - stretch.start for stretch in stretches)) > MOST_TOKENS:
         raise SwarmError(f"a message of {rows} tokens; at most {MOST_TOKENS} are taken at once")
     return rows

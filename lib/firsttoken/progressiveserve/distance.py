@@ -1,4 +1,4 @@
-"""Which layers can wait: the angular distance between the inputs of layer l and of layer l + n.
+"""The angular distance between the inputs of layer l and of layer l + n, by which layers that can wait are chosen.
 
 d(l, n) = arccos(cos(x_l, x_{l+n})) / pi, at the last token (Gromov et al., "The Unreasonable Ineffectiveness of the
 Deeper Layers"; ProgressiveServe, 3.3.2). A block that hardly turns the residual stream can be passed for a while.

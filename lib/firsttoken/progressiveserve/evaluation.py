@@ -22,7 +22,8 @@ from firsttoken.study.summary import Rows
 
 @dataclass(frozen=True)
 class QualityConfig:
-    """What every variant answers: test ``items`` of ``questions``, ``closed_book`` questions, ``windows`` of text.
+    """The items that every variant is asked: test ``items`` of ``questions``, ``closed_book`` questions, ``windows`` of
+    text.
 
     ``judged`` is the task whose EM and F1 speak for a stage, "extractive" or "closed_book" (as KIISE Table 1 has it).
     Prompts of more than ``max_prompt_tokens`` lose their beginning, and their rows say how much.
@@ -49,14 +50,14 @@ class QualityConfig:
 
     @classmethod
     def recorded(cls, parameters: Mapping[str, Any]) -> QualityConfig:
-        """That of a result with ``parameters``; what it was recorded without has its default.
+        """Return the configuration of a result with ``parameters``; what it was recorded without has its default.
 
         Raises ProfileError for a key that is unknown now.
         """
         return build_config(cls, parameters["quality"], "the recorded section quality")
 
     def needs(self) -> list[Need]:
-        """The test splits hold every item and window, the context holds a prompt with its answer."""
+        """Require that the test splits hold every item and window, and the context a prompt with its answer."""
         return [
             Need("quality.items", self.items, questions_of(self.questions, "test")),
             Need("quality.closed_book", self.closed_book, questions_of(self.closed_book_questions, "test")),
@@ -66,7 +67,7 @@ class QualityConfig:
         ]
 
     def smaller(self, items: int, windows: int) -> QualityConfig:
-        """The same with ``items`` questions of the judged task alone, and ``windows``."""
+        """Return this configuration with ``items`` questions of the judged task alone, and ``windows``."""
         sizes = {"items": 0, "closed_book": 0} | {"items" if self.judged == EXTRACTIVE else "closed_book": items}
         return dataclasses.replace(self, windows=windows, **sizes)
 
@@ -77,22 +78,22 @@ class Evaluation:
     def __init__(self, config: QualityConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._answers = AnswerConfig(max_prompt_tokens=config.max_prompt_tokens, batch=config.batch)
-        asked = {
+        requested = {
             EXTRACTIVE: (config.questions, config.items),
             CLOSED_BOOK: (config.closed_book_questions, config.closed_book),
         }
-        self._items = {task: load_qa(source, "test")[:count] for task, (source, count) in asked.items() if count}
+        self._items = {task: load_qa(source, "test")[:count] for task, (source, count) in requested.items() if count}
         self._windows = token_windows(running_text("test"), tokenizer, config.window_tokens, config.windows)
 
     def rows(self, variant: str, model: PreTrainedModel) -> Rows:
-        """All rows of one variant."""
+        """Return all rows of one variant."""
         label = {"variant": variant}
-        found = [
+        table = [
             label | {"task": task} | row
             for task, items in self._items.items()
             for row in answer_scores(model, self._tokenizer, items, self._answers)
         ]
-        return found + [label | {"task": "text"} | row for row in text_scores(model, self._windows)]
+        return table + [label | {"task": "text"} | row for row in text_scores(model, self._windows)]
 
     @torch.inference_mode()
     def logits(self, model: PreTrainedModel) -> torch.Tensor:

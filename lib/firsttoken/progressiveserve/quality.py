@@ -1,7 +1,7 @@
-"""What a stage is worth: extractive and closed-book answers, four choices, running text.
+"""The quality of a stage: extractive and closed-book answers, four choices, running text.
 
-One prefill of the prompt serves all three question scores: the choices are scored on copies of its KV cache, the
-greedy answer is decoded on the cache itself.
+One prefill of the prompt serves all three question scores: the choices are scored on copies of its KV cache, the greedy
+answer is decoded on the cache itself.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class GapCache(DynamicCache):
 
 @dataclass(frozen=True)
 class AnswerConfig:
-    """How answers are taken: the report decodes 10 tokens greedily, zero-shot (3.5.2)."""
+    """The settings for taking answers: the report decodes 10 tokens greedily, zero-shot (3.5.2)."""
 
     max_new_tokens: int = 10
     max_prompt_tokens: int = 384
@@ -65,15 +65,15 @@ def answer_scores(
     Items of like length share a batch; rows come back in the order of ``items``. Where the prompt did not fit, the row
     has ``cut_tokens``.
     """
-    whole = [tokenizer.encode(qa_prompt(item.passage, item.question)) for item in items]
-    prompts = [shortened(ids, tokenizer, config.max_prompt_tokens) for ids in whole]
+    encoded = [tokenizer.encode(qa_prompt(item.passage, item.question)) for item in items]
+    prompts = [shortened(ids, tokenizer, config.max_prompt_tokens) for ids in encoded]
     order = sorted(range(len(items)), key=lambda i: (len(prompts[i]), i))
     rows: dict[int, dict[str, Any]] = {}
-    for at in range(0, len(order), config.batch):
-        chosen = order[at : at + config.batch]
+    for first in range(0, len(order), config.batch):
+        chosen = order[first : first + config.batch]
         scored = _score_batch(model, tokenizer, [items[i] for i in chosen], [prompts[i] for i in chosen], config)
         rows |= dict(zip(chosen, scored, strict=True))
-    for i, (ids, prompt) in enumerate(zip(whole, prompts, strict=True)):
+    for i, (ids, prompt) in enumerate(zip(encoded, prompts, strict=True)):
         if len(ids) > len(prompt):
             rows[i]["cut_tokens"] = len(ids) - len(prompt)
     return [rows[i] for i in range(len(items))]
@@ -122,21 +122,21 @@ def _option_nll(
     answer where it has none."""
     texts = [qa_prompt(item.passage, item.question) for item in items]
     options = [item.choices or item.answers[:1] for item in items]
-    each = max(map(len, options))
-    padded = [list(o) + [o[0]] * (each - len(o)) for o in options]
+    option_tokens = max(map(len, options))
+    padded = [list(o) + [o[0]] * (option_tokens - len(o)) for o in options]
     encoded = [answer_tokens(tokenizer, text, o) for text, row in zip(texts, padded, strict=True) for o in row]
     width = max(map(len, encoded))
     ids = torch.tensor([e + [0] * (width - len(e)) for e in encoded], device=model.device)
     real = torch.tensor([[1] * len(e) + [0] * (width - len(e)) for e in encoded], device=model.device)
-    full = torch.cat([mask.repeat_interleave(each, 0), real], 1)
+    full = torch.cat([mask.repeat_interleave(option_tokens, 0), real], 1)
     copied = copy.deepcopy(cache)
-    copied.batch_repeat_interleave(each)
+    copied.batch_repeat_interleave(option_tokens)
     later = model(
         ids, attention_mask=full, position_ids=_positions(full)[:, -width:], past_key_values=copied, use_cache=True
     ).logits
-    logits = torch.cat([first.repeat_interleave(each, 0)[:, None], later[:, :-1]], 1).float()
+    logits = torch.cat([first.repeat_interleave(option_tokens, 0)[:, None], later[:, :-1]], 1).float()
     losses = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view_as(ids)
-    means = ((losses * real).sum(1) / real.sum(1)).view(len(options), each).tolist()
+    means = ((losses * real).sum(1) / real.sum(1)).view(len(options), option_tokens).tolist()
     return [row[: len(o)] for row, o in zip(means, options, strict=True)]
 
 
@@ -170,7 +170,7 @@ def _decode(
 
 
 def _until(tokens: list[int], end: int | None) -> list[int]:
-    """The tokens before the first ``end``."""
+    """Return the tokens before the first ``end``."""
     return tokens[: tokens.index(end)] if end in tokens else tokens
 
 
@@ -191,6 +191,6 @@ def text_scores(model: PreTrainedModel, windows: Tensor, batch: int = 4) -> list
 
 
 def perplexity(rows: Iterable[dict[str, Any]]) -> float:
-    """exp of the mean ``text_nll``."""
+    """Return the exponential of the mean ``text_nll``."""
     losses = torch.tensor([r["text_nll"] for r in rows], dtype=torch.float64)
     return losses.mean().exp().item()

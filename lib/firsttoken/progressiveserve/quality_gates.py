@@ -34,25 +34,25 @@ def summarise(rows: Rows, places: Places, baseline: str = "s0", judged: str = EX
 
     Scores and drops without a task are those of the task ``judged``; any task that was asked has its own too.
     """
-    found = Summary()
+    summary = Summary()
     for variant in dict.fromkeys(r["variant"] for r in rows):
-        place = places[variant]
+        index = places[variant]
         for score, name in SCORES.items():
             values = column(rows, variant, judged, name)
             if not len(values):
                 continue
-            found.add(f"{score}_pct", bootstrap(values).summary("%", 100), **place)
+            summary.add(f"{score}_pct", bootstrap(values).summary("%", 100), **index)
             if variant != baseline:
                 drop = paired_bootstrap(column(rows, baseline, judged, name), values)
-                found.add(f"{score}_drop", drop.summary("points", 100), **place)
-        found.add("answer_nll", bootstrap(column(rows, variant, judged, "answer_nll")).summary("nats"), **place)
-        found.add("perplexity", bootstrap(column(rows, variant, "text", "text_nll"), exp_mean).summary(), **place)
+                summary.add(f"{score}_drop", drop.summary("points", 100), **index)
+        summary.add("answer_nll", bootstrap(column(rows, variant, judged, "answer_nll")).summary("nats"), **index)
+        summary.add("perplexity", bootstrap(column(rows, variant, "text", "text_nll"), exp_mean).summary(), **index)
         for task in (CLOSED_BOOK, EXTRACTIVE) if judged == CLOSED_BOOK else (CLOSED_BOOK,):
             for name in ("f1", "em"):
                 values = column(rows, variant, task, name)
                 if len(values):
-                    found.add(f"{name}_pct", bootstrap(values).summary("%", 100), **place, task=task)
-    return found
+                    summary.add(f"{name}_pct", bootstrap(values).summary("%", 100), **index, task=task)
+    return summary
 
 
 def recoveries(rows: Rows, places: Places, judged: str = EXTRACTIVE) -> Summary:
@@ -61,7 +61,7 @@ def recoveries(rows: Rows, places: Places, judged: str = EXTRACTIVE) -> Summary:
     A model has a share where it was asked unhealed too, at the same place with the recipe "none". 0 is the pruned model
     without healing, 100 the full one. Perplexity is compared by its logarithm.
     """
-    found = Summary()
+    summary = Summary()
     for pruned, healed in permutations(places, 2):
         if places[pruned] != places[healed] | {"recipe": "none"}:
             continue
@@ -69,8 +69,8 @@ def recoveries(rows: Rows, places: Places, judged: str = EXTRACTIVE) -> Summary:
             parts = [column(rows, variant, task, name) for variant in (pruned, healed, "s0")]
             if len({len(p) for p in parts}) == 1 and len(parts[0]) and parts[0].mean() != parts[2].mean():
                 share = bootstrap(np.stack(parts, 1), share_recovered)
-                found.add(f"{score}_recovered_pct", share.summary("% of the loss", 100), **places[healed])
-    return found
+                summary.add(f"{score}_recovered_pct", share.summary("% of the loss", 100), **places[healed])
+    return summary
 
 
 def share_recovered(parts: np.ndarray) -> float:

@@ -1,4 +1,4 @@
-"""What a healing run is made of: every parameter of it, in one frozen record."""
+"""A healing recipe: every parameter of a healing run, in one frozen record."""
 
 from __future__ import annotations
 

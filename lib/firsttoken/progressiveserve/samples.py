@@ -50,9 +50,9 @@ def qa_sample(item: QAItem, tokenizer: PreTrainedTokenizerBase, max_tokens: int)
     """Prompt and first answer of ``item``; a longer prompt loses tokens at its start, never its answer."""
     text = qa_prompt(item.passage, item.question)
     answer = answer_tokens(tokenizer, text, item.answers[0])
-    whole = tokenizer.encode(text)
-    prompt = shortened(whole, tokenizer, max_tokens - len(answer))
-    return Sample(item.id, (*prompt, *answer), len(prompt), len(whole) - len(prompt))
+    encoded = tokenizer.encode(text)
+    prompt = shortened(encoded, tokenizer, max_tokens - len(answer))
+    return Sample(item.id, (*prompt, *answer), len(prompt), len(encoded) - len(prompt))
 
 
 def text_samples(windows: Tensor, prefix: str) -> list[Sample]:

@@ -53,7 +53,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, layers: Sequence[int], ba
 
 
 def _spans(layers: Sequence[int]) -> str:
-    """0,1,2,5 as "0-2, 5"."""
+    """Write ``layers`` as runs: 0,1,2,5 as "0-2, 5"."""
     runs: list[list[int]] = []
     for i in layers:
         if runs and runs[-1][1] == i - 1:

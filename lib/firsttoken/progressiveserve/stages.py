@@ -16,7 +16,7 @@ STAGES = (1, 2, 3)
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Which layers wait: ``b`` until stage 2, ``c`` until stage 3. All others, group A, are served from stage 1."""
+    """The layers that wait: ``b`` until stage 2, ``c`` until stage 3. All others, group A, are served from stage 1."""
 
     depth: int
     b: tuple[int, ...]

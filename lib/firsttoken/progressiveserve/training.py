@@ -32,7 +32,7 @@ PROMPTS = "open questions, train"
 
 @dataclass(frozen=True)
 class HealingConfig:
-    """What training reads and watches.
+    """The data that training reads and watches.
 
     ``questions`` is a source that ``load_qa`` knows; ``windows`` windows of ``window_tokens`` of running text and
     ``prompts`` open questions join recipes that use text. Every ``watch_every`` steps ``watch_questions`` validation
@@ -49,7 +49,7 @@ class HealingConfig:
     max_tokens: int = 0
 
     def needs(self) -> list[Need]:
-        """The splits hold what is read and watched, the context holds the longest sequence."""
+        """Require that the splits hold what is read and watched, and the context the longest sequence."""
         return [
             Need("healing.watch_questions", self.watch_questions, questions_of(self.questions, "validation")),
             Need("healing.windows x window_tokens", self.windows * self.window_tokens, text_of("train")),
@@ -76,7 +76,8 @@ class TrainingData:
 
     @property
     def cut_questions(self) -> int:
-        """How many training questions were longer than the recipe takes and lost the beginning of their passage."""
+        """Return the number of training questions that were longer than the recipe takes and lost the beginning of
+        their passage."""
         return sum(sample.cut > 0 for sample in self.questions)
 
 
@@ -147,10 +148,10 @@ def healed(
         "seed": recipe.seed,
     }
     if (folder / "recipe.json").exists():
-        found = read_recipe(folder)
-        if all(found.get(key) == value for key, value in wanted.items()):
-            timing.kept(found["train_s"])
-            return found
+        recorded = read_recipe(folder)
+        if all(recorded.get(key) == value for key, value in wanted.items()):
+            timing.kept(recorded["train_s"])
+            return recorded
     peft, curve = heal(served, missing, recipe, data, config, teacher)
     machine = describe()
     made = {
@@ -164,7 +165,8 @@ def healed(
 
 
 def source_name(source: str) -> str:
-    """What a recipe says of its data: the name of a file, not where it lay; the hash beside it tells data apart."""
+    """Return the name of ``source`` in a recipe: the name of a file, not where it lay; the hash beside it tells data
+    apart."""
     return Path(source).name if Path(source).expanduser().is_absolute() else source
 
 

@@ -25,7 +25,8 @@ class Objective:
 
 @dataclass(frozen=True)
 class ClientTimes:
-    """What the clients of one run saw."""
+    """The times between tokens, to the first token and to the first step that the clients of one run saw, in
+    seconds."""
 
     tbt_p99_s: float
     tbt_max_s: float
@@ -46,7 +47,7 @@ class ClientTimes:
         )
 
     def within(self, objective: Objective) -> bool:
-        """Whether both bounds hold."""
+        """Return whether both limits of ``objective`` hold."""
         return self.tbt_p99_s <= objective.tbt_s and self.delay_p50_s <= objective.delay_s
 
     def as_dict(self) -> dict[str, float]:

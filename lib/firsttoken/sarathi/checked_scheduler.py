@@ -44,17 +44,18 @@ class _CheckedScheduler(Scheduler):
         self._processed = self._most = 0
 
     def _may(self, chunks: Sequence[ScheduledChunk]) -> None:
-        """Known requests, once each, their next tokens, blocks for these, and no more than the budget."""
+        """Check that ``chunks`` are of known requests, once each, their next tokens, with blocks for these, and no more
+        than the budget."""
         if not isinstance(chunks, list) or not all(isinstance(chunk, ScheduledChunk) for chunk in chunks):
             raise self._wrong("schedule must return a list of what self.chunk gives")
-        running, seen = set(map(id, self.running)), set[int]()
+        running, scheduled = set(map(id, self.running)), set[int]()
         for chunk in chunks:
             request = chunk.request
             if id(request) not in running:
                 raise self._wrong(f"a step for request {request.number}, which is not running; admit it first")
-            if id(request) in seen:
+            if id(request) in scheduled:
                 raise self._wrong(f"request {request.number} is twice in a step; give it one piece")
-            seen.add(id(request))
+            scheduled.add(id(request))
             if chunk != request.chunk(chunk.tokens) or not 0 < chunk.tokens <= request.remaining:
                 raise self._wrong(
                     f"tokens {chunk.start} to {chunk.end - 1} of request {request.number}, whose next is "
@@ -72,7 +73,7 @@ class _CheckedScheduler(Scheduler):
             )
 
     def _goes_on(self, chunks: Sequence[ScheduledChunk]) -> None:
-        """Something ends before long; without works, they come before long."""
+        """Check that some request ends before long and that work comes before long."""
         self._empty = 0 if chunks else self._empty + 1
         if self._empty > EMPTY:
             raise self._wrong(f"never finishes: {EMPTY:,} steps in a row without work, and requests are open")
@@ -86,5 +87,5 @@ class _CheckedScheduler(Scheduler):
                     "all open ones need"
                 )
 
-    def _wrong(self, what: str) -> ProfileError:
-        return ProfileError(f"{self.file}: {what}")
+    def _wrong(self, fault: str) -> ProfileError:
+        return ProfileError(f"{self.file}: {fault}")

@@ -1,4 +1,4 @@
-"""How a profile, a row and a reader write a scheduler: "sarathi 512" is Sarathi with a budget of 512 tokens."""
+"""The spelling of a scheduler in a profile and in a row: "sarathi 512" is Sarathi with a budget of 512 tokens."""
 
 from __future__ import annotations
 

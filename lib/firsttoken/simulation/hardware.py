@@ -1,4 +1,5 @@
-"""Which GPU a simulation runs on: the operators of a card that were measured, published batch times, or a profile."""
+"""The GPU that a simulation runs on: the operators of a card that were measured, published batch times, or a
+profile."""
 
 from __future__ import annotations
 

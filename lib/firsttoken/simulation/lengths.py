@@ -1,4 +1,4 @@
-"""How long prompts and answers are, and when they come.
+"""The lengths of prompts and answers, and the times at which requests come.
 
 Lengths are drawn from a sample (the paper's own where it was brought, a fit to what it states of it, or the pinned
 conversations) with Poisson arrivals, or replayed from a trace of a real service.
@@ -32,12 +32,12 @@ class StatedLengths:
     def drawn(self, count: int = 8192) -> np.ndarray:
         """(prompt, answer) tokens [count, 2] of lognormal distributions with these two quantiles, none above ``most``
         together: those that are longer are drawn again. Always the same."""
-        draw, found = np.random.default_rng(0), np.empty((0, 2), int)
-        while len(found) < count:
-            each = [np.exp(draw.normal(*_normal(quantiles), count)) for quantiles in (self.prompt, self.answer)]
-            pairs = np.maximum(np.rint(np.column_stack(each)), 1).astype(int)
-            found = np.concatenate([found, pairs[pairs.sum(1) <= self.most]])
-        return found[:count]
+        draw, pairs_drawn = np.random.default_rng(0), np.empty((0, 2), int)
+        while len(pairs_drawn) < count:
+            columns = [np.exp(draw.normal(*_normal(quantiles), count)) for quantiles in (self.prompt, self.answer)]
+            pairs = np.maximum(np.rint(np.column_stack(columns)), 1).astype(int)
+            pairs_drawn = np.concatenate([pairs_drawn, pairs[pairs.sum(1) <= self.most]])
+        return pairs_drawn[:count]
 
 
 STATED = {  # Sarathi-Serve, Table 2
@@ -74,9 +74,11 @@ def workload(pairs: np.ndarray, count: int, seed: int, rate_per_s: float) -> tup
     rate, closer together. Raises CorpusError when there are fewer."""
     if count > len(pairs):
         raise CorpusError(f"{len(pairs):,} conversations are there and {count:,} asked for; ask for fewer")
-    drawn = pairs[np.random.default_rng(seed).choice(len(pairs), size=count, replace=False)].tolist()
+    sample = pairs[np.random.default_rng(seed).choice(len(pairs), size=count, replace=False)].tolist()
     times = (Arrivals(1.0, seed=seed).times_s(count) / rate_per_s).tolist()
-    return tuple(Item(at, prompt, answer, (0,) * prompt) for at, (prompt, answer) in zip(times, drawn, strict=True))
+    return tuple(
+        Item(time_s, prompt, answer, (0,) * prompt) for time_s, (prompt, answer) in zip(times, sample, strict=True)
+    )
 
 
 def replayed(trace: RequestTrace, count: int, seed: int, rate_per_s: float) -> tuple[Item, ...]:
@@ -93,6 +95,11 @@ def replayed(trace: RequestTrace, count: int, seed: int, rate_per_s: float) -> t
         raise CorpusError(f"{count:,} requests of the trace come at once, and no rate spreads them; use a longer trace")
     faster = span_s * rate_per_s / (count - 1)
     return tuple(
-        Item((one.arrival_s - first_s) / faster, one.prompt_tokens, one.output_tokens, (0,) * one.prompt_tokens)
-        for one in taken
+        Item(
+            (request.arrival_s - first_s) / faster,
+            request.prompt_tokens,
+            request.output_tokens,
+            (0,) * request.prompt_tokens,
+        )
+        for request in taken
     )

@@ -76,15 +76,15 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot be kept in a result")
 
 
-def not_finite(value: Any, place: str = "") -> Iterable[str]:
+def not_finite(value: Any, path: str = "") -> Iterable[str]:
     """Places of the nan and infinite numbers in ``value``."""
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from not_finite(item, f"{place}.{key}".lstrip("."))
+            yield from not_finite(item, f"{path}.{key}".lstrip("."))
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            yield from not_finite(item, f"{place}[{index}]")
+            yield from not_finite(item, f"{path}[{index}]")
     elif getattr(value, "ndim", None) == 0:
-        yield from not_finite(value.item(), place)
+        yield from not_finite(value.item(), path)
     elif isinstance(value, float) and not math.isfinite(value):
-        yield place
+        yield path

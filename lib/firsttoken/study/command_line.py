@@ -52,7 +52,7 @@ class CommandLine(argparse.ArgumentParser):
                 yield name
 
     def _meant(self, name: str) -> str:
-        """What is said of an option ``name`` that is none."""
+        """Return the message about an option ``name`` that does not exist."""
         import difflib  # only where somebody mistypes
 
         options = [option for option in self._option_string_actions if option.startswith("--")]

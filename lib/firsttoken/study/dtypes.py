@@ -42,7 +42,7 @@ _TURNS = 3  # of both dtypes, the fastest product counting: whatever else runs c
 
 @dataclass(frozen=True)
 class ProductRates:
-    """What a device multiplies, in GFLOP/s, and whether torch has bf16 instructions for it."""
+    """The rates at which a device multiplies, in GFLOP/s, and whether torch has bf16 instructions for it."""
 
     native_bf16: bool
     float32: float
@@ -50,13 +50,13 @@ class ProductRates:
 
     @property
     def ratio(self) -> float:
-        """bf16's rate over fp32's."""
+        """Return bf16's rate over fp32's."""
         return self.bfloat16 / self.float32
 
 
 def range_fault(low: float, high: float) -> str:
-    """What numbers between ``low`` and ``high`` hold that no layer computes with: NaN, infinity, or more than
-    ``LARGEST``; "" where they hold nothing of it."""
+    """Say what no layer computes with between ``low`` and ``high``: NaN, infinity, or numbers of more than ``LARGEST``;
+    "" where there is nothing of it."""
     if low >= -LARGEST and high <= LARGEST:
         return ""
     finite = max(-low, high) < float("inf")
@@ -80,8 +80,8 @@ def why(device: torch.device | str) -> str:
     if _kind(device) == "cuda":
         return f"{name}: this GPU has {'' if name == 'bfloat16' else 'no '}bf16 instructions"
     rates = cpu_rates()
-    told = f"torch has {'' if rates.native_bf16 else 'no '}bf16 instructions for this processor"
-    return f"{name}: {told}, a bf16 product runs at {rates.ratio:.2g} of fp32's ({rates.float32:.0f} GFLOP/s a core)"
+    reason = f"torch has {'' if rates.native_bf16 else 'no '}bf16 instructions for this processor"
+    return f"{name}: {reason}, a bf16 product runs at {rates.ratio:.2g} of fp32's ({rates.float32:.0f} GFLOP/s a core)"
 
 
 def resolve(name: str, device: torch.device | str) -> torch.dtype:
@@ -94,15 +94,15 @@ def resolve(name: str, device: torch.device | str) -> torch.dtype:
 
 
 def _kind(device: torch.device | str) -> str:
-    """ "cuda" of the device "cuda:1"."""
+    """Return the kind of a device, such as "cuda" of "cuda:1"."""
     return str(device).partition(":")[0]
 
 
 def named(name: str) -> torch.dtype:
-    """torch.bfloat16 of "bfloat16", which is one of ``DTYPES``."""
+    """Return the dtype of a name that is one of ``DTYPES``, such as torch.bfloat16 of "bfloat16"."""
     import torch
 
-    return {known: getattr(torch, known) for known in DTYPES}[name]
+    return {name_of_type: getattr(torch, name_of_type) for name_of_type in DTYPES}[name]
 
 
 def serving(name: str, stored: torch.dtype, device: torch.device | str) -> torch.dtype:
@@ -114,7 +114,8 @@ def serving(name: str, stored: torch.dtype, device: torch.device | str) -> torch
 
 
 def autocast(model: torch.nn.Module) -> AbstractContextManager:
-    """What training computes in: bf16 autocast where the device is fast at it or the weights are halves, else fp32."""
+    """Return the context in which training computes: bf16 autocast where the device is fast at it or the weights are
+    halves, else fp32."""
     import torch
 
     weight = next(model.parameters())
@@ -130,26 +131,26 @@ def check_device(name: str) -> None:
     try:
         torch.empty(1, device=torch.device(name)).add_(1)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # as torch was built
-        told = " ".join(str(error).split())[:120]
-        raise StageError(f"no device {name!r} can be used here ({told}); say cpu, or cuda where a GPU is") from error
+        reason = " ".join(str(error).split())[:120]
+        raise StageError(f"no device {name!r} can be used here ({reason}); say cpu, or cuda where a GPU is") from error
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """ "bfloat16" of torch.bfloat16."""
+    """Return the name of a dtype, such as "bfloat16" of torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 @cache
 def cpu_rates() -> ProductRates:
     """The CPU's rates, measured once a machine and torch, and kept in the cache; a file of another is not believed."""
-    file, here = paths.CACHE / "cpu-rates.json", identity()
+    file, machine = paths.CACHE / "cpu-rates.json", identity()
     with suppress(OSError, ValueError, TypeError, KeyError):
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        if kept.pop("machine") == here:
-            return shaped(ProductRates, kept)
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        if stored.pop("machine") == machine:
+            return shaped(ProductRates, stored)
     rates = _measure()
     with suppress(OSError):  # a cache that cannot be written costs 0.3 s at the next start
-        write_text(file, json.dumps({"machine": here} | asdict(rates), indent=1) + "\n")
+        write_text(file, json.dumps({"machine": machine} | asdict(rates), indent=1) + "\n")
     return rates
 
 
@@ -164,8 +165,10 @@ def _measure() -> ProductRates:
     try:
         for _ in range(_TURNS):
             for name in fastest:
-                left, right = (torch.ones(shape, dtype=named(name)) for shape in ((rows, inner), (inner, columns)))
-                fastest[name] = min(fastest[name], *timed(lambda a=left, b=right: torch.mm(a, b), repeats=2))
+                first_factor, right = (
+                    torch.ones(shape, dtype=named(name)) for shape in ((rows, inner), (inner, columns))
+                )
+                fastest[name] = min(fastest[name], *timed(lambda a=first_factor, b=right: torch.mm(a, b), repeats=2))
     finally:
         torch.set_num_threads(threads)
     return ProductRates(bool(native), **{name: gflop / seconds for name, seconds in fastest.items()})

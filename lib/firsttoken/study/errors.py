@@ -8,7 +8,7 @@ class FirstTokenError(Exception):
     """Base of every error that the command line, and a notebook, show as one line instead of a traceback."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows of it."""
+        """Return the lines that IPython shows of the error."""
         return [f"firsttoken: {self}"]
 
 
@@ -49,7 +49,8 @@ class LinkError(FirstTokenError):
 
 
 class OutputError(FirstTokenError):
-    """What a model computes is no number: its weights are damaged, or too large for the dtype that it computes in."""
+    """A model computes something that is no number: its weights are damaged, or too large for the dtype that it
+    computes in."""
 
 
 class EngineError(FirstTokenError):

@@ -21,15 +21,16 @@ def commands() -> tuple[ModuleType, ...]:
     """The modules that add to the command line: ``COMMANDS``, ``add_options``, which makes their parsers, and, where it
     is there, ``MORE_OPTIONS``, which adds to the library's: by the command's name a function of its parser. Those of
     ``ANYWHERE`` need no clone, and those of ``OWN_ENDS`` answer signals themselves."""
-    there = (package for package in PACKAGES if importlib.util.find_spec(package) is not None)
-    return tuple(importlib.import_module(f"{package}.commands") for package in there)
+    present = (package for package in PACKAGES if importlib.util.find_spec(package) is not None)
+    return tuple(importlib.import_module(f"{package}.commands") for package in present)
 
 
 @cache
 def registered(kind: str) -> Mapping[str, str]:
-    """What packages have of ``kind`` (an attribute of their ``registered`` module): "module:object" by name."""
-    there = (package for package in REGISTERED if importlib.util.find_spec(package) is not None)
-    modules = [importlib.import_module(f"{package}.registered") for package in there]
+    """Return the objects that the extras register as ``kind`` (an attribute of their ``registered`` module):
+    "module:object" by name."""
+    present = (package for package in REGISTERED if importlib.util.find_spec(package) is not None)
+    modules = [importlib.import_module(f"{package}.registered") for package in present]
     return {name: path for module in modules for name, path in getattr(module, kind, {}).items()}
 
 

@@ -55,7 +55,8 @@ def machine_slug() -> str:
 
 
 def identity() -> dict[str, Any]:
-    """What a kept measurement of this machine hangs on: another value, and it is another machine or another torch."""
+    """Return the values on which a kept measurement of this machine depends: with another value it is another machine
+    or another torch."""
     import torch
 
     return {"slug": machine_slug(), "cpu": cpu_model(), "flags": sorted(cpu_flags()), "torch": torch.__version__}
@@ -69,21 +70,21 @@ def vector_extension() -> str:
     if architecture in ("arm64", "aarch64"):
         return "neonbf16" if "bf16" in flags else "neon"
     limits = (os.environ.get("ATEN_CPU_CAPABILITY", ""), os.environ.get("ONEDNN_MAX_CPU_ISA", ""))
-    known = _EXTENSIONS[-1:] if any("avx2" in limit.lower() for limit in limits) else _EXTENSIONS
-    return next((name for name, flag in known if flag in flags), architecture or "unknown")
+    extensions = _EXTENSIONS[-1:] if any("avx2" in limit.lower() for limit in limits) else _EXTENSIONS
+    return next((name for name, flag in extensions if flag in flags), architecture or "unknown")
 
 
 def kernels_multiply() -> bool:
-    """Whether the engine's steps are its own kernels', as far as can be told before torch: they are wanted and can be
-    compiled, and oneDNN has no tiles to multiply with."""
+    """Return whether the engine's steps are its own kernels', as far as can be told before torch: they are wanted and
+    can be compiled, and oneDNN has no tiles to multiply with."""
     return accelerator_name() == KERNELS and compiler() is not None and "amx_bf16" not in cpu_flags()
 
 
 @cache
 def cpu_flags() -> frozenset[str]:
     """The vector instructions that the processor names, in the kernel's words; none where the system does not tell."""
-    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo(), re.MULTILINE)
-    return frozenset(filter(_VECTORS.match, found.group(1).split())) if found else frozenset()
+    match = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo(), re.MULTILINE)
+    return frozenset(filter(_VECTORS.match, match.group(1).split())) if match else frozenset()
 
 
 def slugify(name: str) -> str:

@@ -33,7 +33,7 @@ def folder(text: str) -> Path:
 
 
 def named_folder(text: str) -> tuple[str, Path]:
-    """A name and a folder."""
+    """Parse a name and a folder, NAME=DIR."""
     name, equals, path = text.partition("=")
     if not (name and equals):
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is no NAME=DIR, such as qa=adapters/qa")
@@ -84,7 +84,7 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 
 def host(text: str) -> str:
-    """An address to listen on."""
+    """Check an address to listen on, which must not be empty."""
     if not text.strip():
         raise argparse.ArgumentTypeError(
             "the address is empty; name one, such as 127.0.0.1, or 0.0.0.0 for all of this machine"
@@ -126,29 +126,29 @@ def option(
     ``kind`` reads the text behind it. Where the default is False it is a switch, and where it is () it may be repeated.
     The options of a ``group`` stand below that heading.
     """
-    told = {"kind": kind, "metavar": metavar, "group": group, "flag": flag}
-    return dataclasses.field(default=default, metadata=told)
+    metadata = {"kind": kind, "metavar": metavar, "group": group, "flag": flag}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def add_fields(parser: argparse.ArgumentParser, config: type, texts: Mapping[str, str]) -> None:
     """Add an option for each field of the dataclass ``config`` that :func:`option` has made; ``texts`` explain them."""
     groups: dict[str, argparse._ActionsContainer] = {"": parser}
     for entry in dataclasses.fields(config):
-        if not (told := entry.metadata):
+        if not (metadata := entry.metadata):
             continue
-        if told["group"] not in groups:
-            groups[told["group"]] = parser.add_argument_group(told["group"])
+        if metadata["group"] not in groups:
+            groups[metadata["group"]] = parser.add_argument_group(metadata["group"])
         settings = {"dest": entry.name, "default": entry.default, "help": texts[entry.name]}
         if entry.default is False:
             settings |= {"action": "store_true"}
         else:
-            settings |= {"type": told["kind"], "metavar": told["metavar"]}
+            settings |= {"type": metadata["kind"], "metavar": metadata["metavar"]}
         if entry.default == ():
             settings |= {"action": "append", "default": []}
-        groups[told["group"]].add_argument(told["flag"] or f"--{entry.name.replace('_', '-')}", **settings)
+        groups[metadata["group"]].add_argument(metadata["flag"] or f"--{entry.name.replace('_', '-')}", **settings)
 
 
 def configured(config: type[Config], options: argparse.Namespace, **more: Any) -> Config:
     """The dataclass ``config`` with what :func:`add_fields` had parsed, and with ``more``. Raises as it does."""
     given = {entry.name: getattr(options, entry.name) for entry in dataclasses.fields(config) if entry.metadata}
-    return config(**{name: tuple(one) if isinstance(one, list) else one for name, one in given.items()}, **more)
+    return config(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}, **more)

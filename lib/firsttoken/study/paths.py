@@ -24,9 +24,9 @@ def named(variable: str, otherwise: Path) -> Path:
 
 def cache_of(root: Path, out: Path) -> Path:
     """The cache where no variable names one: the clone's, or ``out``'s where the clone's cannot be written."""
-    own = root / ".cache"
-    nearest = next(folder for folder in (own, *own.parents) if folder.exists())
-    return own if os.access(nearest, os.W_OK) else out / ".cache"
+    default = root / ".cache"
+    nearest = next(folder for folder in (default, *default.parents) if folder.exists())
+    return default if os.access(nearest, os.W_OK) else out / ".cache"
 
 
 ROOT = named("FIRSTTOKEN_ROOT", Path(__file__).resolve().parents[3])

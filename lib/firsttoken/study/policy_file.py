@@ -53,14 +53,14 @@ def bounded(decisions: Decisions, whose: object) -> Iterator[None]:
     if sys.platform == "emscripten":
         yield
         return
-    over, here = threading.Event(), ctypes.c_ulong(threading.get_ident())
+    finished, own_thread = threading.Event(), ctypes.c_ulong(threading.get_ident())
 
     def watch() -> None:
-        while not over.wait(LONGEST_S / 10):
+        while not finished.wait(LONGEST_S / 10):
             since_s = decisions.since_s
             if since_s is not None and time.monotonic() - since_s > LONGEST_S:
                 # again with each look: where it meets a callback of the collector, Python drops it
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(here, ctypes.py_object(TooLong))
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(own_thread, ctypes.py_object(TooLong))
 
     thread = threading.Thread(target=watch, name="patience", daemon=True)
     thread.start()
@@ -69,7 +69,7 @@ def bounded(decisions: Decisions, whose: object) -> Iterator[None]:
     except TooLong:
         raise ProfileError(f"{whose}: never finishes: a decision takes more than {LONGEST_S:g} s; mend it") from None
     finally:
-        over.set()
+        finished.set()
         thread.join()
 
 
@@ -78,9 +78,9 @@ Judge = Callable[..., str]  # of an answer, and of all that was asked: what is w
 
 @dataclass(frozen=True)
 class PolicyKind:
-    """What a file of a policy that is ``called`` so defines: one subclass of ``base`` or, where that is None, one
-    function; those with an underscore are helpers. ``mend`` says how to write one, ``judges`` who looks at the answers
-    of each method ("": of the function)."""
+    """A kind of policy file, ``called`` so: it defines one subclass of ``base`` or, where that is None, one function;
+    those with an underscore are helpers. ``mend`` says how to write one, ``judges`` check the answers of each method
+    ("": of the function)."""
 
     called: str
     base: type | None
@@ -103,8 +103,8 @@ class PolicyFile:
         run; what else it imports is not counted."""
         file, decisions = file.expanduser(), Decisions()
         if not file.is_file():
-            what = f"{file} is a folder, no policy file" if file.is_dir() else f"there is no policy file {file}"
-            raise ProfileError(f"{what}; give a {kind.called}'s name or a path")
+            fault = f"{file} is a folder, no policy file" if file.is_dir() else f"there is no policy file {file}"
+            raise ProfileError(f"{fault}; give a {kind.called}'s name or a path")
         module = ModuleType(f"policy_{file.stem}")
         module.__file__ = str(file)
         sys.modules[module.__name__] = module  # where a dataclass looks for what its annotations name
@@ -146,18 +146,22 @@ class PolicyFile:
 
 
 def _the_one(module: ModuleType, file: Path, kind: PolicyKind) -> Any:
-    own = {name: thing for name, thing in vars(module).items() if getattr(thing, "__module__", "") == module.__name__}
+    defined = {
+        name: thing for name, thing in vars(module).items() if getattr(thing, "__module__", "") == module.__name__
+    }
     if kind.base is None:
-        found = {name: thing for name, thing in own.items() if inspect.isfunction(thing) and name[0] != "_"}
+        candidates = {name: thing for name, thing in defined.items() if inspect.isfunction(thing) and name[0] != "_"}
     else:
-        found = {name: thing for name, thing in own.items() if inspect.isclass(thing) and issubclass(thing, kind.base)}
-    whole = {name: thing for name, thing in found.items() if not inspect.isabstract(thing)}
-    if len(whole) == 1:
-        return next(iter(whole.values()))
-    if whole:
-        raise ProfileError(f"{file}: defines {', '.join(whole)}; one {kind.called} a file")
+        candidates = {
+            name: thing for name, thing in defined.items() if inspect.isclass(thing) and issubclass(thing, kind.base)
+        }
+    concrete = {name: thing for name, thing in candidates.items() if not inspect.isabstract(thing)}
+    if len(concrete) == 1:
+        return next(iter(concrete.values()))
+    if concrete:
+        raise ProfileError(f"{file}: defines {', '.join(concrete)}; one {kind.called} a file")
     missing = f"defines no {kind.called}"
-    for name, thing in found.items():
+    for name, thing in candidates.items():
         missing = f"{name} has no method {', '.join(sorted(thing.__abstractmethods__))}"
     raise ProfileError(f"{file}: {missing}; {kind.mend}")
 
@@ -176,11 +180,11 @@ def blamed(path: Path) -> Iterator[None]:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         if isinstance(error, SyntaxError) and error.filename == str(path):
             lines.append(error.lineno)
-        where = f"{path}, line {lines[-1]}" if lines else str(path)
-        said = " ".join(str(error).split())
+        location = f"{path}, line {lines[-1]}" if lines else str(path)
+        reason = " ".join(str(error).split())
         # the engine asserts that a scheduler runs somebody as long as requests are open
         kind = "never finishes" if isinstance(error, AssertionError) and not lines else type(error).__name__
-        raise ProfileError(f"{where}: {kind}: {said}; mend the policy") from error
+        raise ProfileError(f"{location}: {kind}: {reason}; mend the policy") from error
 
 
 @contextmanager

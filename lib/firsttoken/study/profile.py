@@ -29,7 +29,7 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True)
 class Settings:
-    """What every profile says; ``threads`` counts CPU threads, 0 for all usable cores."""
+    """The settings that every profile has; ``threads`` counts CPU threads, 0 for all usable cores."""
 
     about: str
     model: str
@@ -55,7 +55,7 @@ class Profile(Settings):
         """
         if name not in self.sections:
             raise ProfileError(f"profile {self.name}: no section {name!r}; {unknown(name, self.sections)}")
-        built = build_config(config, self.sections[name], where=f"profile {self.name}, section {name}")
+        built = build_config(config, self.sections[name], location=f"profile {self.name}, section {name}")
         self.used[name] = dataclasses.asdict(built)
         return built
 
@@ -81,7 +81,7 @@ class Profile(Settings):
 
     @property
     def dtype_name(self) -> str:
-        """The name of :meth:`torch_dtype`."""
+        """Return the name of :meth:`torch_dtype`."""
         return dtypes.name_of(self.torch_dtype())
 
     def stored_dtype(self) -> torch.dtype:
@@ -124,15 +124,15 @@ def _completed(content: dict[str, Any]) -> dict[str, Any]:
     """The ``content`` of a profile, with what it leaves out as the profile named by its key ``like`` has it."""
     if "like" not in content:
         return content
-    like, known = content.pop("like"), profile_names()
-    if like not in known:
-        raise Damaged(f"like: no profile {like!r}; {unknown(str(like), known)}")
+    like, names = content.pop("like"), profile_names()
+    if like not in names:
+        raise Damaged(f"like: no profile {like!r}; {unknown(str(like), names)}")
     from firsttoken.study.parsing.yaml_text import read_yaml
 
-    whole = read_yaml(paths.PROFILES / f"{like}.yaml")
-    if not isinstance(whole, dict) or "like" in whole:
+    base = read_yaml(paths.PROFILES / f"{like}.yaml")
+    if not isinstance(base, dict) or "like" in base:
         raise Damaged(f"like: {like} must hold every setting itself")
-    return whole | content
+    return base | content
 
 
 def check_used(overrides: Iterable[str], used: Collection[str]) -> None:
@@ -142,9 +142,9 @@ def check_used(overrides: Iterable[str], used: Collection[str]) -> None:
             raise ProfileError(f"--set {key}: nothing that ran reads this section; leave it out")
 
 
-def build_config(config: type[Config], values: Mapping[str, Any], where: str) -> Config:
-    """A frozen dataclass from a mapping; lists become tuples. Raises ProfileError, beginning with ``where``."""
+def build_config(config: type[Config], values: Mapping[str, Any], location: str) -> Config:
+    """A frozen dataclass from a mapping; lists become tuples. Raises ProfileError, beginning with ``location``."""
     try:
         return shaped(config, values)
     except Damaged as error:
-        raise ProfileError(f"{where}: {error}") from error
+        raise ProfileError(f"{location}: {error}") from error

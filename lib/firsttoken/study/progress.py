@@ -105,8 +105,10 @@ class Lines(Generic[Item]):
             return
         self._due = now + LINE_S
         done = self.n - self._initial
-        left = f", {span((now - self._begun) / done * (self._total - self.n))} left" if done and self._total else ""
-        self._write(self._counted() + left + f" ({self._postfix})" * bool(self._postfix))
+        remaining_text = (
+            f", {span((now - self._begun) / done * (self._total - self.n))} left" if done and self._total else ""
+        )
+        self._write(self._counted() + remaining_text + f" ({self._postfix})" * bool(self._postfix))
 
     def _counted(self) -> str:
         if self._unit == "B":
@@ -134,31 +136,31 @@ def kernel() -> Any:
 
 
 @contextmanager
-def running(what: str, usual_s: float | None = None) -> Iterator[None]:
-    """Around something long: below the cell stands how many seconds ``what`` has run, of about ``usual_s`` if that is
-    known. The line goes when the block ends."""
+def running(activity: str, usual_s: float | None = None) -> Iterator[None]:
+    """Around something long: below the cell stands how many seconds ``activity`` has run, of about ``usual_s`` if
+    that is known. The line goes when the block ends."""
     if kernel() is None or os.environ.get(UNSEEN):
         yield
         return
-    over, line = threading.Event(), []
-    thread = threading.Thread(target=_tell, args=(what, usual_s, over, line), daemon=True, name="progress")
+    finished, line = threading.Event(), []
+    thread = threading.Thread(target=_tell, args=(activity, usual_s, finished, line), daemon=True, name="progress")
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        finished.set()
         thread.join()
         for handle in line:
             handle.update({"text/plain": ""}, raw=True)
 
 
-def _tell(what: str, usual_s: float | None, over: threading.Event, line: list[Any]) -> None:
+def _tell(activity: str, usual_s: float | None, finished: threading.Event, line: list[Any]) -> None:
     from IPython.display import display
 
     begun, usual = time.monotonic(), f" of about {usual_s:.0f} s" if usual_s else ""
     wait = QUIET_S
-    while not over.wait(wait):
-        text = {"text/plain": f"{what} has run for {time.monotonic() - begun:.0f} s{usual}"}
+    while not finished.wait(wait):
+        text = {"text/plain": f"{activity} has run for {time.monotonic() - begun:.0f} s{usual}"}
         if line:
             line[0].update(text, raw=True)
         else:

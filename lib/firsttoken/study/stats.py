@@ -101,10 +101,10 @@ def _ordered(sample: np.ndarray, median: float) -> Interval:
 
 def _student(sample: np.ndarray, function: Callable[[np.ndarray], float]) -> Interval:
     """Student's t on the jackknife's pseudo-values n f(all) - (n - 1) f(all but one) (Tukey, 1958)."""
-    n, whole = len(sample), float(function(sample))
+    n, estimate = len(sample), float(function(sample))
     without = np.array([float(function(np.delete(sample, index, axis=0))) for index in range(n)])
-    half = _STUDENT[n - 1] * math.sqrt((n * whole - (n - 1) * without).var(ddof=1) / n)
-    return Interval(whole, whole - half, whole + half, n)
+    half = _STUDENT[n - 1] * math.sqrt((n * estimate - (n - 1) * without).var(ddof=1) / n)
+    return Interval(estimate, estimate - half, estimate + half, n)
 
 
 def share(count: int, n: int) -> Interval:
@@ -162,33 +162,35 @@ def _resampled(sample: np.ndarray, stat: Statistic, resamples: int, rng: np.rand
     return np.asarray(draws)
 
 
-def median_ratio(over: Sequence[float], under: Sequence[float]) -> Interval:
+def median_ratio(numerator: Sequence[float], under: Sequence[float]) -> Interval:
     """The median of ``over[i] / under[i]``, where both were measured in round i.
 
     Raises ValueError when the lengths differ.
     """
-    if len(over) != len(under):
-        raise ValueError(f"rounds are paired as they ran, so {len(over)} and {len(under)} measurements make no pairs")
-    return bootstrap(np.divide(over, under), "median")
+    if len(numerator) != len(under):
+        raise ValueError(
+            f"rounds are paired as they ran, so {len(numerator)} and {len(under)} measurements make no pairs"
+        )
+    return bootstrap(np.divide(numerator, under), "median")
 
 
-def ratio_of_means(over: Sequence[float], under: Sequence[float]) -> Interval:
-    """The mean of ``over`` over the mean of ``under``, where over[i] and under[i] are of one draw: draws are resampled,
-    each with both its values. Raises ValueError when the lengths differ."""
-    return bootstrap(np.column_stack([over, under]), lambda sample: float(np.divide(*sample.mean(0))))
+def ratio_of_means(numerator: Sequence[float], under: Sequence[float]) -> Interval:
+    """The mean of ``numerator`` over the mean of ``under``, where over[i] and under[i] are of one draw: draws are
+    resampled, each with both its values. Raises ValueError when the lengths differ."""
+    return bootstrap(np.column_stack([numerator, under]), lambda sample: float(np.divide(*sample.mean(0))))
 
 
-def ratio_of_medians(over: Sequence[float], under: Sequence[float]) -> Interval:
+def ratio_of_medians(numerator: Sequence[float], under: Sequence[float]) -> Interval:
     """The ratio of the medians of two independent samples of positive values.
 
     Its interval reaches from the lower end of one median over the upper end of the other to the reverse, which holds
     the ratio at least as often as both intervals hold their medians.
     """
-    above, below = bootstrap(over, "median"), bootstrap(under, "median")
+    above, below = bootstrap(numerator, "median"), bootstrap(under, "median")
     n = min(above.n, below.n)
     return Interval(above.estimate / below.estimate, above.low / below.high, above.high / below.low, n)
 
 
-def share_below(mine: Sequence[float], other: Sequence[float]) -> Interval:
-    """The share by which the mean of ``mine`` lies below that of ``other``, drawn as by :func:`ratio_of_means`."""
-    return bootstrap(np.column_stack([mine, other]), lambda pairs: float(1 - np.divide(*pairs.mean(0))))
+def share_below(sample: Sequence[float], other: Sequence[float]) -> Interval:
+    """The share by which the mean of ``sample`` lies below that of ``other``, drawn as by :func:`ratio_of_means`."""
+    return bootstrap(np.column_stack([sample, other]), lambda pairs: float(1 - np.divide(*pairs.mean(0))))

@@ -31,16 +31,16 @@ def storing(folder: Path) -> Iterator[None]:
 def refusal(error: Exception, folder: Path) -> str | None:
     """The line for an error of the disk, None for any other error."""
     named = getattr(error, "filename", None)
-    place = Path(named) if isinstance(named, str) else folder
+    path = Path(named) if isinstance(named, str) else folder
     if getattr(error, "errno", None) in _FULL or is_full(str(error)):
-        return f"the disk of {place} is full: free some of it, or {_elsewhere(place)} on a larger disk"
-    if getattr(error, "errno", None) in _CLOSED and place is not folder:
-        return f"{place}: {error.strerror}: let this user write there, or {_elsewhere(place)} that can be written"
+        return f"the disk of {path} is full: free some of it, or {_elsewhere(path)} on a larger disk"
+    if getattr(error, "errno", None) in _CLOSED and path is not folder:
+        return f"{path}: {error.strerror}: let this user write there, or {_elsewhere(path)} that can be written"
     return None
 
 
 def is_full(text: str) -> bool:
-    """Whether a message of a program, such as safetensors' or papermill's, complains of a full disk."""
+    """Return whether a message of a program, such as safetensors' or papermill's, complains of a full disk."""
     return any(os.strerror(number) in text for number in _FULL)
 
 
@@ -56,6 +56,6 @@ def check(folder: Path) -> None:
             raise
 
 
-def _elsewhere(place: Path) -> str:
-    variable = "FIRSTTOKEN_CACHE" if place.is_relative_to(paths.CACHE) else "FIRSTTOKEN_OUT"
+def _elsewhere(path: Path) -> str:
+    variable = "FIRSTTOKEN_CACHE" if path.is_relative_to(paths.CACHE) else "FIRSTTOKEN_OUT"
     return f"set {variable} to a folder"

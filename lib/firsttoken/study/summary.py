@@ -76,13 +76,13 @@ WHERE = {
 class Summary(list[Entry]):
     """The entries of one result, in the order in which the experiment made them."""
 
-    def add(self, measure: str, entry: Mapping[str, Any], /, **where: Scalar) -> Entry:
-        """Note ``entry`` (value, and where they exist low, high, n, unit, range) as ``measure`` where ``where`` holds,
+    def add(self, measure: str, entry: Mapping[str, Any], /, **labels: Scalar) -> Entry:
+        """Note ``entry`` (value, and where they exist low, high, n, unit, range) as ``measure`` where ``labels`` holds,
         and return it.
 
         Raises FirstTokenError for a key that ``WHERE`` has not, and for what is there already.
         """
-        plain = _plain(where)
+        plain = _plain(labels)
         if fault := misnamed(plain):
             raise FirstTokenError(f"{measure}: {fault}")
         if self.get(measure, **plain) is not None:
@@ -91,7 +91,7 @@ class Summary(list[Entry]):
         return self[-1]
 
     def by(
-        self, frame: pandas.DataFrame, keys: Mapping[str, str], measures: Mapping[str, Made], /, **where: Scalar
+        self, frame: pandas.DataFrame, keys: Mapping[str, str], measures: Mapping[str, Made], /, **labels: Scalar
     ) -> None:
         """Note each of ``measures`` for each group of the rows of ``frame`` that have the same ``keys``, in the order
         in which they first appear; where no row has a value, nothing.
@@ -105,31 +105,33 @@ class Summary(list[Entry]):
             return
         groups = frame.groupby(list(keys.values()), sort=False) if keys else [((), frame)]
         for values, group in groups:
-            place = dict(zip(keys, values, strict=True))
+            group_labels = dict(zip(keys, values, strict=True))
             for measure, (column, statistic, unit, *scale) in measures.items():
-                found = group[column].dropna().infer_objects()
-                if len(found):
-                    plain = found.to_numpy(bool if found.dtype == bool else float)  # the mean of booleans is a share
-                    self.add(measure, bootstrap(plain, statistic).summary(unit, *scale), **place, **where)
+                column_values = group[column].dropna().infer_objects()
+                if len(column_values):
+                    plain = column_values.to_numpy(
+                        bool if column_values.dtype == bool else float
+                    )  # the mean of booleans is a share
+                    self.add(measure, bootstrap(plain, statistic).summary(unit, *scale), **group_labels, **labels)
 
-    def get(self, measure: str, /, **where: Scalar) -> Entry | None:
-        """The entry of ``measure`` at exactly ``where``, or None."""
-        return next((entry for entry in self if entry["measure"] == measure and entry["where"] == where), None)
+    def get(self, measure: str, /, **labels: Scalar) -> Entry | None:
+        """The entry of ``measure`` at exactly ``labels``, or None."""
+        return next((entry for entry in self if entry["measure"] == measure and entry["where"] == labels), None)
 
-    def of(self, measure: str, /, **where: Scalar) -> Entry:
+    def of(self, measure: str, /, **labels: Scalar) -> Entry:
         """Return the entry that ``get`` finds. Raises FirstTokenError where there is none, naming what there is."""
-        if (found := self.get(measure, **where)) is not None:
-            return found
-        asked, there = named(measure, where), [named(entry["measure"], entry["where"]) for entry in self]
-        raise FirstTokenError(f"no measure {asked}; {unknown(asked, there)}")
+        if (matching := self.get(measure, **labels)) is not None:
+            return matching
+        wanted, present = named(measure, labels), [named(entry["measure"], entry["where"]) for entry in self]
+        raise FirstTokenError(f"no measure {wanted}; {unknown(wanted, present)}")
 
-    def value(self, measure: str, /, **where: Scalar) -> Any:
-        """The value of :meth:`of`."""
-        return self.of(measure, **where)["value"]
+    def value(self, measure: str, /, **labels: Scalar) -> Any:
+        """Return the value of the entry that :meth:`of` finds."""
+        return self.of(measure, **labels)["value"]
 
-    def all(self, measure: str, /, **where: Scalar) -> list[Entry]:
-        """Every entry of ``measure`` whose place includes ``where``, in order."""
-        return [e for e in self if e["measure"] == measure and where.items() <= e["where"].items()]
+    def all(self, measure: str, /, **labels: Scalar) -> list[Entry]:
+        """Every entry of ``measure`` whose place includes ``labels``, in order."""
+        return [e for e in self if e["measure"] == measure and labels.items() <= e["where"].items()]
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,14 +139,14 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value.item() if isinstance(value, np.generic) else value for key, value in values.items()}
 
 
-def named(measure: str, where: Mapping[str, Scalar]) -> str:
+def named(measure: str, labels: Mapping[str, Scalar]) -> str:
     """An entry's name as a person reads it: "p99_tpot_ms (policy swap, requests 16)"."""
-    return measure + (f" ({', '.join(f'{key} {value}' for key, value in where.items())})" if where else "")
+    return measure + (f" ({', '.join(f'{key} {value}' for key, value in labels.items())})" if labels else "")
 
 
-def misnamed(where: Mapping[str, Any]) -> str:
-    """What is wrong with ``where`` as a place, "" if nothing."""
-    for key, value in where.items():
+def misnamed(labels: Mapping[str, Any]) -> str:
+    """Return what is wrong with ``where`` as a place, "" if nothing."""
+    for key, value in labels.items():
         if key not in WHERE:
             return f"no place {key!r}; {unknown(key, get_close_matches(key, WHERE, n=3) or WHERE)}"
         if not isinstance(value, Scalar):
@@ -153,7 +155,7 @@ def misnamed(where: Mapping[str, Any]) -> str:
 
 
 def misplaced(entries: Iterable[Entry]) -> str:
-    """What is wrong with ``entries`` that a file holds as a summary, "" if nothing."""
+    """Return what is wrong with ``entries`` that a file holds as a summary, "" if nothing."""
     summary = Summary()
     try:
         for entry in entries:

@@ -79,7 +79,7 @@ class NumpyAnswers:
         self._leaving.close()
 
     def close(self) -> None:
-        """End, and let nobody wait for weights that have not come."""
+        """Stop answering, and let nobody wait for weights that have not come."""
         with self._change:
             self._ended = True
         if self._coming.done() and (model := self.model) is not None:
@@ -88,10 +88,10 @@ class NumpyAnswers:
 
     def _answer(self) -> None:
         model = self.model
-        while model is not None and (found := self._wait_next()) is not None:
-            stream, asked = found
+        while model is not None and (waiting := self._wait_next()) is not None:
+            stream, submission = waiting
             try:
-                self._generate(model, stream, *asked)
+                self._generate(model, stream, *submission)
             except Exception as error:
                 if self._ended or model.weights.fault is not None:
                     break  # the server tells whoever is open, once its status says so
@@ -105,7 +105,7 @@ class NumpyAnswers:
 
     def _next(self) -> tuple[Stream, Asked] | None:
         """The first request that can be answered here, and its stream; the caller holds the lock."""
-        return next(((stream, asked) for stream, asked in self._waiting.items() if _can(asked)), None)
+        return next(((stream, submission) for stream, submission in self._waiting.items() if _can(submission)), None)
 
     def _generate(
         self,
@@ -136,25 +136,27 @@ class NumpyAnswers:
                 return
         with self._change:
             if stream in self._waiting and model.cached:
-                said = len(tokens) - len(prompt)
-                left = replace(sampling, max_tokens=sampling.max_tokens - said, drawn=sampling.drawn + said)
-                self._waiting[stream] = tokens, left, moves, variant, CacheSource(model)
+                generated_count = len(tokens) - len(prompt)
+                remaining = replace(
+                    sampling, max_tokens=sampling.max_tokens - generated_count, drawn=sampling.drawn + generated_count
+                )
+                self._waiting[stream] = tokens, remaining, moves, variant, CacheSource(model)
 
     def _goes_on(self, stream: Stream) -> bool:
         with self._change:
             return not self._ended and stream in self._waiting
 
     def _put(self, stream: Stream, token: int) -> bool:
-        """Send ``token`` to the client; False when that has left, whose stream takes nothing more."""
+        """Send ``token`` to the client; return False when the client has left, whose stream takes nothing more."""
         with self._change:
-            if there := stream in self._waiting:
+            if present := stream in self._waiting:
                 stream.put(TokenEvent(token, _STAGE, time.monotonic()))
                 self._begun = True
                 self._change.notify_all()
-            return there
+            return present
 
 
-def _can(asked: Asked) -> bool:
-    """Whether the request is one of the model itself, without logprobs."""
-    _, sampling, _, variant, _ = asked
+def _can(submission: Asked) -> bool:
+    """Return whether the request is one of the model itself, without logprobs."""
+    _, sampling, _, variant, _ = submission
     return not (sampling.prompt_logprobs or variant) and sampling.logprobs is None

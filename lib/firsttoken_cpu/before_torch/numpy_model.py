@@ -96,7 +96,7 @@ class NumpyModel:
         self._call("run_layers", layers, 1, None, len(layers), states, *rotary, paged, numbers, *scales, threads)
 
     def _logits(self, states: np.ndarray) -> np.ndarray:
-        """[vocabulary] in float32 of the last of ``states`` [1, hidden]."""
+        """Return the logits [vocabulary] in float32 of the last of ``states`` [1, hidden]."""
         normed = np.empty_like(states)
         logits = np.empty(self.config.vocab_size, states.dtype)
         sizes = (1, self.config.hidden_size, self.config.rms_norm_eps, self.threads)
@@ -145,13 +145,13 @@ class CacheSource:
         self._model, self.tokens, self._told = model, model.cached, False
 
     def begin(self) -> None:
-        """Do nothing: it is here."""
+        """Do nothing, as the keys and values are here."""
 
     def hidden_states(self) -> None:
         """Bring none, as no layer is computed again."""
 
     def arrived(self) -> list[tuple[int, Tensor]]:
-        """All layers, the first time that it is asked."""
+        """Return all layers at the first call, then none."""
         if self._told:
             return []
         self._told = True

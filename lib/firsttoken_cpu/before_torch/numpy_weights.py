@@ -75,8 +75,8 @@ class Packer:
     def __init__(self, config: LeanConfig, stored: str) -> None:
         if config.head_dim not in WIDTHS:
             raise OtherWay(f"its head_dim is {config.head_dim}")
-        if odd := [size for size in (config.hidden_size, config.intermediate_size) if size % 2]:
-            raise OtherWay(f"its products have {odd[0]} inputs, an odd number")
+        if uneven := [size for size in (config.hidden_size, config.intermediate_size) if size % 2]:
+            raise OtherWay(f"its products have {uneven[0]} inputs, an odd number")
         self.config, self.stored, self.exports = config, stored, _exports()
         bf16 = stored == "bfloat16" and self.exports.has_bfloat16
         self.dtype = "bfloat16" if bf16 else "float32"
@@ -199,12 +199,12 @@ class NumpyWeights(ABC):
     @property
     @abstractmethod
     def packed(self) -> bool:
-        """Whether all weights are there."""
+        """Return whether all weights are there."""
 
     @property
     @abstractmethod
     def fault(self) -> BaseException | None:
-        """Why some of them cannot come."""
+        """Return the reason why some weights cannot come; None while there is none."""
 
     @abstractmethod
     def wait(self, timeout_s: float | None = None) -> None:
@@ -240,7 +240,7 @@ class NumpyWeights(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Bring no more: who waits for a layer gets an error soon."""
+        """Bring no more: a thread that waits for a layer gets an error soon."""
 
 
 class FolderWeights(NumpyWeights):
@@ -262,9 +262,9 @@ class FolderWeights(NumpyWeights):
         jobs = [first]  # the largest first, so that one thread packs it beside the layers
         self._layers: list[tuple[LaidOut, slice]] = []
         for number in range(config.num_hidden_layers):
-            place = f"model.layers.{number}."
+            prefix = f"model.layers.{number}."
             # not read here: that would wait for the disk
-            tensors = {name[len(place) :]: self._in_file(name) for name in files.tensors if name.startswith(place)}
+            tensors = {name[len(prefix) :]: self._in_file(name) for name in files.tensors if name.startswith(prefix)}
             layer, more = self.packer.layer(number, tensors)
             self._layers.append((layer, slice(len(jobs), len(jobs) + len(more))))
             jobs += more
@@ -318,7 +318,7 @@ class FolderWeights(NumpyWeights):
     def small(self) -> list[str]:
         """The names of all parameters that are not packed."""
         packed = {f"{part}.weight" for parts in PRODUCTS.values() for part in parts} | {HEAD}
-        return [name for name in self.files.tensors if not any(name.endswith(one) for one in packed)]
+        return [name for name in self.files.tensors if not any(name.endswith(suffix) for suffix in packed)]
 
     def parameter(self, name: str) -> np.ndarray:
         """The tensor called ``name`` in the dtype that computes."""
@@ -347,15 +347,15 @@ def _is_in_file(part: object) -> bool:
 
 
 def _part(stored: Stored) -> PartStruct:
-    """Say where ``stored`` begins, its rows, and the number of its file or -1."""
+    """Return where ``stored`` begins, its rows, and the number of its file or -1."""
     if isinstance(stored, FileRows):
         return PartStruct(stored.start, len(stored), stored.file.handle)
     return PartStruct(stored.ctypes.data, len(stored), -1)
 
 
 def first_fault(futures: Iterable[Future[Any]]) -> BaseException | None:
-    """What the first of ``futures`` that has failed so far has raised."""
-    return next((fault for one in futures if one.done() and (fault := one.exception()) is not None), None)
+    """Return what the first of ``futures`` that has failed so far has raised; None where none has."""
+    return next((fault for future in futures if future.done() and (fault := future.exception()) is not None), None)
 
 
 def _stored(files: ModelFiles) -> str:
@@ -369,7 +369,7 @@ def _stored(files: ModelFiles) -> str:
 
 
 class NoKernels(OtherWay):
-    """There are no kernels here, or none are wanted."""
+    """Raised where there are no kernels, or none are wanted."""
 
 
 def _exports() -> Exports:

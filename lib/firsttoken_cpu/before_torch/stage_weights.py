@@ -66,7 +66,7 @@ class ReadBefore:
         self._files, self.unpacked = files, unpacked
 
     def wait(self, index: int) -> memoryview:
-        """The file ``index``, which is there."""
+        """Return the file ``index``, which is there."""
         return self._files[index]
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class ReadBefore:
     def builder(
         self, manifest: Manifest, stages: Sequence[int], device: torch.device, dtype: torch.dtype
     ) -> WeightBuilder:
-        """What makes torch's weights of it; nothing is unpacked twice."""
+        """Return a builder that makes torch's weights of the files; nothing is unpacked twice."""
         from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
 
         return WeightBuilder(manifest, stages, self, device, dtype, formats=self._format_of)
@@ -102,7 +102,7 @@ class UnpackedReader:
         self._reader, self._unpacked, self._dtype = reader, unpacked, dtype
 
     def moved(self, part: StoredPart) -> list[tuple[int, ...]]:
-        """The shapes of those that were not unpacked, or are of another dtype."""
+        """Return the shapes of the tensors that were not unpacked, or are of another dtype."""
         if part.carried.keys().isdisjoint(self._unpacked):
             return self._reader.moved(part)
         return [tensor.shape for name, tensor in part.carried.items() if not self._stays(name, tensor.dtype)]
@@ -168,17 +168,20 @@ class StageWeights(NumpyWeights):
         self._whole = False
         self._files: dict[int, memoryview] = {}
         self._unpacked: Arrays = {}
-        ends = [part for part in self._parts if part.layer is None]
+        end_parts = [part for part in self._parts if part.layer is None]
         # embedding, norm and head as they are stored, which are there before the head is packed
-        self._ends: dict[str, Future[np.ndarray]] = {name: Future() for part in ends for name in part.carried}
+        self._ends: dict[str, Future[np.ndarray]] = {name: Future() for part in end_parts for name in part.carried}
         self._head: LaidOut
         self._adapter: Future[HalvesByLayer] = Future()
         self._made: list[Future[LaidOut | None]] = [Future() for _ in self._parts]
         self._last = manifest.stages[max(stages) - 1]
         self._first = len(ADAPTER_FILES) if self._last.adapter else 0
         turns = iter(range(-1, len(self._parts))), threading.Lock()
-        told = [(turns, mine) for mine in fillers]
-        self._workers = [threading.Thread(target=self._work, args=one, name="packing", daemon=True) for one in told]
+        arguments = [(turns, fillers_of_worker) for fillers_of_worker in fillers]
+        self._workers = [
+            threading.Thread(target=self._work, args=worker_arguments, name="packing", daemon=True)
+            for worker_arguments in arguments
+        ]
         for worker in self._workers:
             worker.start()
 
@@ -195,7 +198,7 @@ class StageWeights(NumpyWeights):
         wait(self._made, timeout_s)
 
     def read(self) -> ReadBefore:
-        """What has been read, once all has come. Raises as :meth:`layers`."""
+        """Return what has been read, once all has come. Raises as :meth:`layers`."""
         for made in (self._adapter, *self._made):
             made.result()
         self.close()
@@ -230,7 +233,8 @@ class StageWeights(NumpyWeights):
                 yield made.result()
 
     def _fillers(self) -> dict[str, WordFiller]:
-        """What decodes parts in a format, by its name, for one thread. Raises OtherWay for those that need torch."""
+        """Return the fillers that decode parts in a format, by its name, for one thread. Raises OtherWay for those that
+        need torch."""
         fillers = {}
         for name in {part.format for part in self._parts} - {""}:
             filler = format_of(name).word_filler([part for part in self._parts if part.format == name])
@@ -240,7 +244,7 @@ class StageWeights(NumpyWeights):
         return fillers
 
     def _work(self, turns: tuple[Iterator[int], threading.Lock], fillers: Mapping[str, WordFiller]) -> None:
-        """Make of one file after the other what the model waits for; -1 are those of the adapter, which come first."""
+        """Make what the model waits for of one file after the other; -1 are those of the adapter, which come first."""
         indices, lock = turns
         while True:
             with lock:
@@ -263,13 +267,15 @@ class StageWeights(NumpyWeights):
         with blaming(f"adapter of stage {self._last.name}", StageError, MEND):
             config, weights = (bytes(self._files[index]) for index in range(self._first))
             halves = lora_halves(lora_config(config), weights)
-        if odd := sorted(halves.keys() - {part.layer for part in self._parts}):
-            raise StageError(f"the adapter of stage {self._last.name} is for layer {odd[0]} too, which does not come")
+        if unknown_layers := sorted(halves.keys() - {part.layer for part in self._parts}):
+            raise StageError(
+                f"the adapter of stage {self._last.name} is for layer {unknown_layers[0]} too, which does not come"
+            )
         return halves
 
     def _make(self, index: int, fillers: Mapping[str, WordFiller]) -> LaidOut | None:
         part, stored = self._parts[index], STORAGE[self.packer.stored]
-        sizes = {name: math.prod(one.shape) for name, one in part.carried.items() if name not in part.tensors}
+        sizes = {name: math.prod(carried.shape) for name, carried in part.carried.items() if name not in part.tensors}
         words = np.empty(0, stored)
         if sizes:
             room = host_memory(sum(sizes.values()) * words.itemsize)
@@ -277,29 +283,29 @@ class StageWeights(NumpyWeights):
             words = np.frombuffer(room, stored)
         file = self._files[self._first + index] = self._reader.wait(self._first + index)
         check_header(part, bytes(file[: part.data_start]))
-        found = Arrays()
+        arrays = Arrays()
         for name, entry in part.carried.items():
             if name in sizes:
-                mine, words = words[: sizes[name]], words[sizes[name] :]
-                fillers[part.format].fill(part, name, file, mine)
-                found[name] = self._unpacked[name] = mine.reshape(entry.shape)
+                tensor_words, words = words[: sizes[name]], words[sizes[name] :]
+                fillers[part.format].fill(part, name, file, tensor_words)
+                arrays[name] = self._unpacked[name] = tensor_words.reshape(entry.shape)
             else:
                 raw = np.frombuffer(file, np.uint8, entry.end - entry.start, entry.start)
-                found[name] = np.require(raw.view(stored).reshape(entry.shape), requirements="A")
+                arrays[name] = np.require(raw.view(stored).reshape(entry.shape), requirements="A")
         if part.layer is None:
-            return self._make_ends(found)
+            return self._make_ends(arrays)
         prefix = f"model.layers.{part.layer}."
         halves = self._adapter.result().get(part.layer, NO_HALVES)
-        tensors = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in arrays.items()}
         laid_out, jobs = self.packer.layer(part.layer, tensors, halves)
         self.packer.pack(jobs)
         return laid_out
 
-    def _make_ends(self, found: Arrays) -> None:
-        for name, tensor in found.items():
+    def _make_ends(self, arrays: Arrays) -> None:
+        for name, tensor in arrays.items():
             self._ends[name].set_result(tensor)
-        if self._head_name in found:
-            self._head, job = self.packer.head(found[self._head_name])
+        if self._head_name in arrays:
+            self._head, job = self.packer.head(arrays[self._head_name])
             self.packer.pack([job])
 
 

@@ -49,18 +49,18 @@ class Takeover:
         """
         if count < 1:
             raise RequestError(f"an answer has at least 1 token, not {count}")
-        said: list[int] = []
+        output: list[int] = []
         for token in self._before(prompt, count):
-            said.append(token)
+            output.append(token)
             yield token
-        if len(said) < count:
-            begun, self.tokens = time.monotonic(), len(said)
-            for token in self._go_on([*prompt, *said], count - len(said)):
+        if len(output) < count:
+            begun, self.tokens = time.monotonic(), len(output)
+            for token in self._go_on([*prompt, *output], count - len(output)):
                 self.took_s = self.took_s or time.monotonic() - begun
                 yield token
 
     def made(self) -> Engine:
-        """The engine that goes on, once it is there. Raises StageError when it cannot be made."""
+        """Return the engine that goes on, once it is there. Raises StageError when it cannot be made."""
         self._begin()
         self._thread.join()
         if self._engine is None:
@@ -106,8 +106,8 @@ class Takeover:
 
 
 def take_over(model: NumpyModel, blocks: int, host_blocks: int = 0) -> LiveExecutor:
-    """What runs the weights of ``model``, those of a plain folder, over a pool of ``blocks`` KV blocks, and as many of
-    ``host_blocks`` in host memory.
+    """Return an executor for the weights of ``model``, those of a plain folder, over a pool of ``blocks`` KV blocks,
+    and as many of ``host_blocks`` in host memory.
 
     The packed weights are the same memory; what is small is read, and so is the embedding. Layers are in the executor's
     version, fused; its plain model has none. That version computes all that ``model`` computes with the same kernels,

@@ -1,4 +1,4 @@
-"""What a Llama or Qwen2 layer is made of, operation by operation as transformers 5 has it, under the same names.
+"""The parts of a Llama or Qwen2 layer, operation by operation as transformers 5 has it, under the same names.
 
 So an engine fuses, adapts and replaces these as it does the stock modules, and the tests hold the two bit-equal.
 """
@@ -32,7 +32,7 @@ def sdpa(
     if grouped and attention_mask is not None:  # a mask and shared heads together leave the fast kernel on CUDA
         key, value = (half.repeat_interleave(query.shape[1] // half.shape[1], 1) for half in (key, value))
         grouped = False
-    seen = functional.scaled_dot_product_attention(
+    attended = functional.scaled_dot_product_attention(
         query,
         key,
         value,
@@ -41,7 +41,7 @@ def sdpa(
         is_causal=attention_mask is None and query.shape[2] > 1,
         enable_gqa=grouped,
     )
-    return seen.transpose(1, 2).contiguous(), None
+    return attended.transpose(1, 2).contiguous(), None
 
 
 INTERFACES: dict[str, Attention] = {"sdpa": sdpa}
@@ -57,7 +57,7 @@ class RMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, states: Tensor) -> Tensor:
-        """[..., size] -> the same."""
+        """Normalize ``states`` [..., size] -> the same shape."""
         wide = states.to(torch.float32)
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         return self.weight * wide.to(states.dtype)
@@ -78,13 +78,13 @@ class RotaryEmbedding(nn.Module):
 
 
 def frequencies(config: LeanConfig) -> Tensor:
-    """[head_dim / 2] in fp32 on the CPU, in radians a token."""
+    """Return the rotary frequencies [head_dim / 2] in fp32 on the CPU, in radians a token."""
     steps = torch.arange(0, config.head_dim, 2, dtype=torch.float, device="cpu") / config.head_dim
     return scaled_frequencies(config, steps, torch.where)
 
 
 class LeanAttention(nn.Module):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention with rotary position embeddings (Llama and Qwen2)."""
 
     def __init__(self, config: LeanConfig, layer_idx: int) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class LeanAttention(nn.Module):
 
     @property
     def interface(self) -> Attention:
-        """What it attends with now."""
+        """Return the attention function in use now."""
         return INTERFACES[self.config._attn_implementation]
 
     def forward(
@@ -110,7 +110,7 @@ class LeanAttention(nn.Module):
         past_key_values: Any = None,
         **keywords: Any,
     ) -> Tensor:
-        """[batch, tokens, hidden] -> the same."""
+        """Attend: [batch, tokens, hidden] -> the same shape."""
         batch, tokens, _ = hidden_states.shape
         query, key, value = (
             linear(hidden_states).view(batch, tokens, -1, self.head_dim).transpose(1, 2)
@@ -120,8 +120,8 @@ class LeanAttention(nn.Module):
         query, key = (states * cos + _quarter_turn(states) * sin for states in (query, key))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        seen, _ = self.interface(self, query, key, value, attention_mask, scaling=self.scaling, **keywords)
-        return self.o_proj(seen.reshape(batch, tokens, -1))
+        attended, _ = self.interface(self, query, key, value, attention_mask, scaling=self.scaling, **keywords)
+        return self.o_proj(attended.reshape(batch, tokens, -1))
 
 
 def _quarter_turn(states: Tensor) -> Tensor:
@@ -141,12 +141,12 @@ class LeanMLP(nn.Module):
         self.act_fn = nn.SiLU()
 
     def forward(self, states: Tensor) -> Tensor:
-        """[..., hidden] -> the same."""
+        """Apply the layer to ``states`` [..., hidden] -> the same shape."""
         return self.down_proj(self.act_fn(self.gate_proj(states)) * self.up_proj(states))
 
 
 class LeanLayer(nn.Module):
-    """One decoder layer."""
+    """One decoder layer: attention and feed-forward, each behind its norm and with a residual."""
 
     def __init__(self, config: LeanConfig, layer_idx: int) -> None:
         super().__init__()
@@ -156,6 +156,6 @@ class LeanLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden_states: Tensor, **keywords: Any) -> Tensor:
-        """[batch, tokens, hidden] -> the same."""
+        """Run the layer: [batch, tokens, hidden] -> the same shape."""
         hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), **keywords)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))

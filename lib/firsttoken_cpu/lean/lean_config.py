@@ -63,7 +63,7 @@ class LeanConfig:
 
     @property
     def model_type(self) -> str:
-        """What messages call it."""
+        """Return the name of the model's kind, for messages."""
         return KINDS[self.architectures[0]]
 
 
@@ -92,7 +92,7 @@ def _told(content: dict[str, Any], names: list[str]) -> dict[str, Any]:
     if (activation := content.pop("hidden_act", "silu")) != "silu":
         raise OtherWay(f"its hidden_act is {shown(activation)}")
     rotary = _rotary(content)
-    told = {
+    fields = {
         "architectures": names,
         "rotary": rotary,
         "max_position_embeddings": 2048 if kind == "llama" else 32_768,
@@ -100,31 +100,31 @@ def _told(content: dict[str, Any], names: list[str]) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "mlp_bias": False,
     }
-    known = set(LeanConfig.__dataclass_fields__) - {"output_bias", "_attn_implementation", "rotary"}
+    field_names = set(LeanConfig.__dataclass_fields__) - {"output_bias", "_attn_implementation", "rotary"}
     if kind == "qwen2":
-        known -= {"attention_bias", "mlp_bias"}
+        field_names -= {"attention_bias", "mlp_bias"}
         _plain_window(content)
     for key in list(content):
-        if key in known:
+        if key in field_names:
             if (value := content.pop(key)) is not None:
-                told[key] = value
+                fields[key] = value
         elif is_silent(key, content[key]):
             content.pop(key)
     if content:
         key = min(content)
         raise OtherWay(f"its {shown(key)} is {shown(content[key])}")
-    told.setdefault("attention_bias", kind == "qwen2")
-    told["output_bias"] = told["attention_bias"] if kind == "llama" else False
-    heads, width = told.get("num_attention_heads"), told.get("hidden_size")
+    fields.setdefault("attention_bias", kind == "qwen2")
+    fields["output_bias"] = fields["attention_bias"] if kind == "llama" else False
+    heads, width = fields.get("num_attention_heads"), fields.get("hidden_size")
     if kind == "llama" and heads is not None:
-        told.setdefault("num_key_value_heads", heads)
+        fields.setdefault("num_key_value_heads", heads)
     if isinstance(heads, int) and isinstance(width, int) and heads > 0:
-        if "head_dim" not in told and width % heads:
+        if "head_dim" not in fields and width % heads:
             raise Damaged(
                 f"hidden_size {width} is no multiple of num_attention_heads {heads}, and there is no head_dim"
             )
-        told.setdefault("head_dim", width // heads)
-    return told
+        fields.setdefault("head_dim", width // heads)
+    return fields
 
 
 def _plain_window(content: dict[str, Any]) -> None:
@@ -138,14 +138,15 @@ def _plain_window(content: dict[str, Any]) -> None:
 
 
 def _rotary(content: dict[str, Any]) -> dict[str, Any]:
-    """What is said of positions, as transformers 5 writes it ("rope_parameters") or as those before it did."""
+    """Return the settings of the rotary positions, as transformers 5 writes them ("rope_parameters") or as those before
+    it did."""
     old, new = content.pop("rope_scaling", None), content.pop("rope_parameters", None)
     if old and new:
         raise OtherWay("it has both rope_scaling and rope_parameters")
-    told = old or new or {}
-    if not isinstance(told, Mapping):
-        raise Damaged(f"rope_parameters: expected a mapping, not {shown(told)}")
-    rotary = dict(told)
+    rope = old or new or {}
+    if not isinstance(rope, Mapping):
+        raise Damaged(f"rope_parameters: expected a mapping, not {shown(rope)}")
+    rotary = dict(rope)
     kind = rotary.pop("type", None)
     kind = rotary.setdefault("rope_type", kind or "default")
     if kind not in ROTARY:
@@ -160,23 +161,23 @@ def _rotary(content: dict[str, Any]) -> dict[str, Any]:
     return rotary
 
 
-def scaled_frequencies(config: LeanConfig, steps: Any, where: Callable[..., Any]) -> Any:
+def scaled_frequencies(config: LeanConfig, steps: Any, select: Callable[..., Any]) -> Any:
     """Radians a token [head_dim / 2] of ``steps``, the places 0, 2 ... of a head over its width: fp32, as ``steps`` is
-    torch's or numpy's, whose ``where`` it is."""
-    told = config.rotary
-    plain = 1.0 / (told.rope_theta**steps)
-    if told.rope_type == "default":
+    torch's or numpy's, whose ``select`` it is."""
+    rope = config.rotary
+    plain = 1.0 / (rope.rope_theta**steps)
+    if rope.rope_type == "default":
         return plain
-    if told.rope_type == "linear":
-        return plain / told.factor
+    if rope.rope_type == "linear":
+        return plain / rope.factor
     # Long waves are stretched by ``factor``, short ones kept, those between blended (Llama 3.1, model card)
-    before = told.original_max_position_embeddings or config.max_position_embeddings
+    before = rope.original_max_position_embeddings or config.max_position_embeddings
     waves = 2 * math.pi / plain
-    kept = where(waves > before / told.low_freq_factor, plain / told.factor, plain)
-    blend = (before / waves - told.low_freq_factor) / (told.high_freq_factor - told.low_freq_factor)
-    blended = (1 - blend) * kept / told.factor + blend * kept
-    between = ~(waves < before / told.high_freq_factor) & ~(waves > before / told.low_freq_factor)
-    return where(between, blended, kept)
+    scaled = select(waves > before / rope.low_freq_factor, plain / rope.factor, plain)
+    blend = (before / waves - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - blend) * scaled / rope.factor + blend * scaled
+    between = ~(waves < before / rope.high_freq_factor) & ~(waves > before / rope.low_freq_factor)
+    return select(between, blended, scaled)
 
 
 def _checked(config: LeanConfig) -> LeanConfig:

@@ -27,7 +27,7 @@ class LeanCache:
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Add [batch, kv_heads, tokens, head_dim] to a layer; all that it has then."""
+        """Add [batch, kv_heads, tokens, head_dim] to a layer; return all that the layer has then."""
         if (held := self._held.get(layer)) is not None:
             key, value = (torch.cat(pair, 2) for pair in zip(held, (key, value), strict=True))
         self._held[layer] = key, value
@@ -39,7 +39,7 @@ class LeanCache:
 
 
 class LeanDecoder(nn.Module):
-    """Embedding, layers and norm."""
+    """A decoder without its head: embedding, layers and final norm."""
 
     def __init__(self, config: LeanConfig) -> None:
         super().__init__()
@@ -89,15 +89,13 @@ class LeanModel(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def get_decoder(self) -> LeanDecoder:
-        """All but the head."""
+        """Return the decoder, all but the head."""
         return self.model
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the embedding."""
         return self.model.embed_tokens
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the language model head."""
         return self.lm_head
 
     def set_attn_implementation(self, name: str) -> None:
@@ -106,7 +104,7 @@ class LeanModel(nn.Module):
         self.config._attn_implementation = name
 
     def tie_weights(self) -> None:
-        """Let the head be the embedding, where the model has it so."""
+        """Set the head's weight to the embedding's, where the model has them tied."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -119,12 +117,13 @@ class LeanModel(nn.Module):
         logits_to_keep: int | Tensor = 0,
         **keywords: Any,
     ) -> LeanOutput:
-        """``input_ids`` [batch, tokens]; ``logits_to_keep`` counts from the end (0: all) or names the tokens."""
+        """Compute the logits of ``input_ids`` [batch, tokens]; ``logits_to_keep`` counts from the end (0: all) or names
+        the tokens."""
         if use_cache and past_key_values is None:
             past_key_values = LeanCache()
         hidden = self.model(input_ids, past_key_values=past_key_values, **keywords)
-        kept = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        wanted = hidden[:, kept]
+        rows = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        wanted = hidden[:, rows]
         # One row that is cut out of many has strides that torch 2.13 multiplies by another way, on two cores a head of
         # 49,152 x 576 in bf16 in 39 ms; as a row of a matrix it takes 2.
         logits = self.lm_head(wanted.flatten(0, 1))

@@ -1,1 +1,1 @@
-"""What a step does between its matrix products, compiled for the CPU it runs on (``kernels.cpp``)."""
+"""The work of a step between its matrix products, compiled for the CPU it runs on (``kernels.cpp``)."""

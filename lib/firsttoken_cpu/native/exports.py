@@ -140,7 +140,7 @@ class Exports:
         return self._calls[name, dtype](*map(_address, arguments))
 
     def multiplies(self, dtype: str) -> bool:
-        """Whether a first product in ``dtype`` is what it must be: of whole numbers that no rounding changes."""
+        """Return whether a first product in ``dtype`` is what it must be: of whole numbers that no rounding changes."""
         outputs, inputs = self.panel + 3, 6  # an odd number of outputs, and of rows below, as models have them
         rows = np.arange(outputs * inputs, dtype=np.float32).reshape(outputs, inputs) % 7
         states = np.arange(3 * inputs, dtype=np.float32).reshape(3, inputs) % 5
@@ -172,8 +172,8 @@ def load_exports() -> Exports:
 def _take_the_openmp_of_torch() -> None:
     """Load the OpenMP runtime that torch brings, so that the kernels' threads are torch's when that comes: of two
     runtimes in a process, each has threads of its own that wait for work on the other's cores."""
-    found = importlib.util.find_spec("torch")
-    for folder in found.submodule_search_locations or () if found else ():
+    spec = importlib.util.find_spec("torch")
+    for folder in spec.submodule_search_locations or () if spec else ():
         for file in (*Path(folder, "lib").glob("libgomp*.so*"), *Path(folder).parent.glob("torch.libs/libgomp*.so*")):
             with suppress(OSError):
                 ctypes.CDLL(str(file), ctypes.RTLD_GLOBAL)
@@ -284,8 +284,8 @@ class WeightMemory:
             with suppress(OSError):  # a kernel that was built without them
                 memory.madvise(mmap.MADV_HUGEPAGE)
         self._mapped.add(memory)
-        whole = np.frombuffer(memory, np.uint8)
-        return whole[-whole.ctypes.data % _HUGE :][:size]
+        buffer = np.frombuffer(memory, np.uint8)
+        return buffer[-buffer.ctypes.data % _HUGE :][:size]
 
 
 _PANELS = WeightMemory(huge=True)

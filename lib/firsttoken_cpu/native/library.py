@@ -130,7 +130,7 @@ def paged_struct(pool: Tensor, tables: Tensor, sequences: Tensor, contexts: Tens
 
 
 def _are_right(exports: Exports, dtype: str) -> bool:
-    """Whether the products in ``dtype`` are right; says so where they are not."""
+    """Return whether the products in ``dtype`` are right; says so where they are not."""
     if exports.multiplies(dtype):
         return True
     say_once(f"the engine's own {dtype} products are wrong on this processor; oneDNN multiplies")
@@ -138,7 +138,7 @@ def _are_right(exports: Exports, dtype: str) -> bool:
 
 
 def multiplies_by_tiles() -> bool:
-    """Whether oneDNN multiplies bfloat16 in the place of the kernels, as it does by the tiles of AMX."""
+    """Return whether oneDNN multiplies bfloat16 in the place of the kernels, as it does by the tiles of AMX."""
     return torch.cpu._is_amx_tile_supported() or accelerator_name() == ONEDNN
 
 
@@ -159,8 +159,8 @@ def kernels() -> Kernels | None:
 
 
 def multiplies(linear: nn.Module) -> bool:
-    """Whether :class:`NativeLinear` takes it: a plain ``nn.Linear`` on the CPU with an even number of inputs, of a
-    dtype that the kernels multiply here."""
+    """Return whether :class:`NativeLinear` takes ``linear``: a plain ``nn.Linear`` on the CPU with an even number of
+    inputs, of a dtype that the kernels multiply here."""
     if type(linear) is not nn.Linear or linear.weight.device.type != "cpu" or kernels() is None:
         return False
     return linear.weight.dtype in kernels().multiplied and linear.in_features % 2 == 0
@@ -194,12 +194,13 @@ class NativeLinear(nn.Module):
         self.struct = WeightStruct(self.panels.data_ptr(), bias, outputs, self.in_features, gated)
         if fresh:
             weights = [linear.weight.detach() for linear in linears]
-            whole = weights[0] if len(weights) == 1 else torch.cat(weights)  # a head is large, and its copy too
-            kernels().pack(whole.contiguous(), self.struct)
+            joined = weights[0] if len(weights) == 1 else torch.cat(weights)  # a head is large, and its copy too
+            kernels().pack(joined.contiguous(), self.struct)
 
     def with_adapter(self, halves: Sequence[Halves | None]) -> NativeLinear | None:
-        """The same over the same weight with LoRA's correction, in fp32 as ``LoraLinear`` has it, of each of its linear
-        layers, or None of one. None where the kernels cannot: where the outputs of two of them share half a panel."""
+        """Return a layer over the same weight with LoRA's correction, in fp32 as ``LoraLinear`` has it, of each of its
+        linear layers, or None of one. None where the kernels cannot: where the outputs of two of them share half a
+        panel."""
         if not any(halves):
             return self
         arrays = [pair and (pair[0].numpy(), pair[1].numpy()) for pair in halves]
@@ -214,15 +215,15 @@ class NativeLinear(nn.Module):
         return twin
 
     def __deepcopy__(self, memo: dict[int, object]) -> NativeLinear:
-        """Itself: nothing writes to its weight."""
+        """Return this layer itself: nothing writes to its weight."""
         return self
 
     def forward(self, states: Tensor) -> Tensor:
-        """[..., in_features] -> [..., out_features]. Raises ModelError for states that do not fit."""
+        """Multiply states [..., in_features] -> [..., out_features]. Raises ModelError for states that do not fit."""
         return self._product(states, None)
 
     def plus(self, states: Tensor, other: Tensor) -> Tensor:
-        """The product, and ``other`` [..., out_features] added to it."""
+        """Return the product with ``other`` [..., out_features] added to it."""
         return self._product(states, other.contiguous())
 
     def _product(self, states: Tensor, other: Tensor | None) -> Tensor:

@@ -20,7 +20,7 @@ are half again as fast."""
 
 
 def encode(data: bytes) -> tuple[Codec, bytes]:
-    """``data`` as it travels: coded where it is worth it."""
+    """Return ``data`` as it travels: coded where it is worth it."""
     import zstandard
 
     settings = zstandard.ZstdCompressionParameters.from_level(1, **_NO_MATCHES)
@@ -36,13 +36,13 @@ class Decoding:
     ModelError where ``data`` says or holds another size, or is no code.
     """
 
-    def __init__(self, codec: Codec, data: memoryview, size: int, what: str, room: Callable[[], memoryview]) -> None:
+    def __init__(self, codec: Codec, data: memoryview, size: int, subject: str, room: Callable[[], memoryview]) -> None:
         self.size = self._left = size
-        self._what = what
+        self._what = subject
         self._data: memoryview | None = None
         if codec == "raw":
             if len(data) != size:
-                raise ModelError(f"{what} has {len(data):,} bytes, by its shape {size:,}; stage it again")
+                raise ModelError(f"{subject} has {len(data):,} bytes, by its shape {size:,}; stage it again")
             self._data = data
             return
         import zstandard
@@ -51,10 +51,10 @@ class Decoding:
         try:
             declared = zstandard.get_frame_parameters(data).content_size  # before any memory is taken
             if declared != size:
-                raise ModelError(f"{what} would expand to {declared:,} bytes, by its shape {size:,}; stage it again")
+                raise ModelError(f"{subject} would expand to {declared:,} bytes, by its shape {size:,}; stage it again")
             self._reader = zstandard.ZstdDecompressor().stream_reader(data)
         except zstandard.ZstdError as error:
-            raise ModelError(f"{what} cannot be decoded ({error}); copy it again") from error
+            raise ModelError(f"{subject} cannot be decoded ({error}); copy it again") from error
         self._piece = room()
 
     def take(self, count: int) -> memoryview:

@@ -125,7 +125,8 @@ class PlaneReader:
 
 
 def _words(weights: Tensor, stored: torch.dtype) -> Tensor:
-    """What a cutter works on: patterns where they are of the ``stored`` dtype, and the numbers of another."""
+    """Return what a cutter works on: patterns where ``weights`` are of the ``stored`` dtype, and the numbers of
+    another."""
     return weights.view(torch.int16) if weights.dtype == stored else weights
 
 

@@ -39,23 +39,23 @@ def halves(words: Tensor, apart: bool) -> Halves:
     return Halves((words >> 8).to(torch.uint8), words.to(torch.uint8))
 
 
-def join_into(words: Tensor, found: Halves, apart: bool) -> None:
+def join_into(words: Tensor, pair: Halves, apart: bool) -> None:
     """Fill ``words`` with what ``halves`` took apart."""
     if apart:
-        words.copy_(found.low.view(torch.int8))  # the sign spreads over the upper byte
+        words.copy_(pair.low.view(torch.int8))  # the sign spreads over the upper byte
         words &= SIGN_AND_MANTISSA
-        upper = found.high.to(torch.int16)
+        upper = pair.high.to(torch.int16)
         upper <<= 7
         words |= upper
     else:
-        words.copy_(found.high.view(torch.int8))
+        words.copy_(pair.high.view(torch.int8))
         words <<= 8
-        words |= found.low.to(torch.int16)
+        words |= pair.low.to(torch.int16)
 
 
-def pack(found: Halves, field: Field) -> Tensor:
+def pack(pair: Halves, field: Field) -> Tensor:
     """The stream of ``field``, uint8 [field.bytes(count)], the first words in the lowest bits."""
-    half, low = (found.high, field.low - 8) if field.low >= 8 else (found.low, field.low)
+    half, low = (pair.high, field.low - 8) if field.low >= 8 else (pair.low, field.low)
     values = (half >> low) & (2**field.width - 1)
     packed = torch.zeros(field.bytes(half.numel()), dtype=torch.uint8, device=half.device)
     for turn, part in enumerate(values.split(max(1, packed.numel()))):
@@ -63,9 +63,9 @@ def pack(found: Halves, field: Field) -> Tensor:
     return packed
 
 
-def unpack_into(found: Halves, packed: Tensor, field: Field) -> None:
+def unpack_into(pair: Halves, packed: Tensor, field: Field) -> None:
     """Set the bits of ``field``, which are 0, from the stream ``packed``."""
-    half, low = (found.high, field.low - 8) if field.low >= 8 else (found.low, field.low)
+    half, low = (pair.high, field.low - 8) if field.low >= 8 else (pair.low, field.low)
     if field.width == 8:
         half.copy_(packed)
         return
@@ -93,16 +93,16 @@ class PlaneEncoder(ABC):
         self._bits, self._apart = layout.code_bits, layout.exponent_apart
 
     def cut(self, words: Tensor, plane: int) -> list[Tensor]:
-        """The streams of ``plane`` (0-based)."""
+        """Return the streams of ``plane`` (0-based) of ``words``."""
         blocks = [self._cut(block, plane) for block in words.split(BLOCK)]
         return [torch.cat(parts) for parts in zip(*blocks, strict=True)]
 
     def first(self, streams: Sequence[Tensor], count: int) -> Tensor:
         """Words [count] from the first plane alone: exact where it is the only one."""
         words = torch.empty(count, dtype=torch.int16, device=streams[0].device)
-        for at in range(0, count, BLOCK):
-            block = words[at : at + BLOCK]
-            self.fill(block, self._within(streams, 0, at, len(block)))
+        for start in range(0, count, BLOCK):
+            block = words[start : start + BLOCK]
+            self.fill(block, self._within(streams, 0, start, len(block)))
         return words
 
     def fill(self, weights: Tensor, streams: Sequence[Tensor]) -> None:
@@ -120,9 +120,9 @@ class PlaneEncoder(ABC):
         They may be a part of the tensor's, from the word ``start`` on, a multiple of BLOCK; ``streams`` are all. From
         float32 the words are taken and put back, which is exact: a wider float holds every narrower one.
         """
-        for at in range(0, len(weights), BLOCK):
-            block = weights[at : at + BLOCK]
-            self._refine_block(block, plane, self._within(streams, plane, start + at, len(block)))
+        for first in range(0, len(weights), BLOCK):
+            block = weights[first : first + BLOCK]
+            self._refine_block(block, plane, self._within(streams, plane, start + first, len(block)))
 
     def _refine_block(self, weights: Tensor, plane: int, streams: Sequence[Tensor]) -> None:
         if weights.dtype == torch.int16:
@@ -139,7 +139,7 @@ class PlaneEncoder(ABC):
 
     @abstractmethod
     def _cut(self, words: Tensor, plane: int) -> list[Tensor]:
-        """The streams of one block."""
+        """Return the streams of ``plane`` of one block of ``words``."""
 
     @abstractmethod
     def _begin(self, words: Tensor, streams: Sequence[Tensor]) -> None:
@@ -158,8 +158,8 @@ class BitPlaneEncoder(PlaneEncoder):
     """
 
     def _cut(self, words: Tensor, plane: int) -> list[Tensor]:
-        found = halves(words, self._apart)
-        return [pack(found, field) for field in self._planes[plane]]
+        pair = halves(words, self._apart)
+        return [pack(pair, field) for field in self._planes[plane]]
 
     def fill(self, weights: Tensor, streams: Sequence[Tensor]) -> None:
         if not self._merge(weights, 0, streams):
@@ -170,22 +170,22 @@ class BitPlaneEncoder(PlaneEncoder):
             super()._refine_block(weights, plane, streams)
 
     def _merge(self, weights: Tensor, plane: int, streams: Sequence[Tensor]) -> bool:
-        """Whether there is compiled code for where ``weights`` lie, which has done it then."""
-        known = weights.device.type == "cpu" and weights.dtype in (torch.int16, torch.float32)
-        if not known or (merge := merger()) is None:
+        """Merge by compiled code, and return whether there is any for where ``weights`` lie."""
+        supported = weights.device.type == "cpu" and weights.dtype in (torch.int16, torch.float32)
+        if not supported or (merge := merger()) is None:
             return False
-        told = (self._layout, self._stored, plane, (weights.data_ptr(), weights.numel()))
+        arguments = (self._layout, self._stored, plane, (weights.data_ptr(), weights.numel()))
         streams = [(stream.data_ptr(), stream.numel()) for stream in streams]
-        merge(*told, streams, floats=weights.dtype == torch.float32)
+        merge(*arguments, streams, floats=weights.dtype == torch.float32)
         return True
 
     def _begin(self, words: Tensor, streams: Sequence[Tensor]) -> None:
         high, *others = streams  # the first field is the upper byte, in every layout
         middle = self._layout.middle(0)
-        found = Halves(high, torch.full_like(high, middle))
+        pair = Halves(high, torch.full_like(high, middle))
         for field, packed in zip(self._planes[0][1:], others, strict=True):
-            unpack_into(found, packed, field)
-        join_into(words, found, self._apart)
+            unpack_into(pair, packed, field)
+        join_into(words, pair, self._apart)
         most = self._infinite >> 7 if self._apart else self._infinite >> 8
         if middle and int((high if most == 0xFF else high & most).max()) == most:
             self._zero_infinities(words, middle)
@@ -237,11 +237,11 @@ class BlockPlaneEncoder(PlaneEncoder):
         words.copy_((steps * factors[:, None]).to(self._dtype).flatten()[: len(words)].view(torch.int16))
 
     def _refine(self, words: Tensor, plane: int, streams: Sequence[Tensor]) -> None:
-        found = Halves(*torch.zeros(2, len(words), dtype=torch.uint8, device=words.device))
+        pair = Halves(*torch.zeros(2, len(words), dtype=torch.uint8, device=words.device))
         for field, packed in zip(self._planes[plane], streams, strict=True):
-            unpack_into(found, packed, field)
+            unpack_into(pair, packed, field)
         off = torch.empty_like(words)
-        join_into(off, found, False)
+        join_into(off, pair, False)
         off = ((off >> 1) & MAGNITUDE) ^ -(off & 1)
         words.copy_(_ordered(_ordered(words) + off))
 
@@ -257,16 +257,18 @@ def _ordered(words: Tensor) -> Tensor:
 
 
 def plane_encoder(split: str, dtype: str) -> PlaneEncoder:
-    """What cuts a tensor of ``dtype`` ("BF16") by ``split``. Raises StageError when the split does not know it."""
+    """Return an encoder that cuts a tensor of ``dtype`` ("BF16") by ``split``. Raises StageError when the split does
+    not know it."""
     layout = layout_of(split, dtype)
     return (BlockPlaneEncoder if layout.code_bits else BitPlaneEncoder)(layout, dtype)
 
 
 def layout_of(split: str, dtype: str) -> Layout:
-    """Raises StageError for a split that does not exist, and a dtype that it does not know."""
+    """Return the layout of ``dtype`` by ``split``. Raises StageError for a split that does not exist, and a dtype that
+    it does not know."""
     if split not in SPLITS:
         raise StageError(f"no split of weights is called {split!r}: choose one of {', '.join(SPLITS)}")
     if dtype not in SPLITS[split]:
-        known = " or ".join(SPLITS[split])
-        raise StageError(f"no split cuts {dtype}: store the weights as {known} (dtype: bfloat16), or stage them whole")
+        names = " or ".join(SPLITS[split])
+        raise StageError(f"no split cuts {dtype}: store the weights as {names} (dtype: bfloat16), or stage them whole")
     return SPLITS[split][dtype]

@@ -27,8 +27,8 @@ _PLAN = re.compile(r"(?P<split>[^,]+)(, (?P<first>\d{1,5}):(?P<end>\d{1,5}) late
 
 @dataclass(frozen=True)
 class PlanSpec:
-    """Which bits and layers come first: layers are cut by ``split``, the embedding and the head by ``ends`` ("":
-    alike), and the layers ``waiting`` (0-based) come later.
+    """A plan of the bits and layers that come first: layers are cut by ``split``, the embedding and the head by
+    ``ends`` ("": alike), and the layers ``waiting`` (0-based) come later.
 
     Raises StageError for a split that does not exist.
     """
@@ -55,12 +55,12 @@ class PlanSpec:
         return cls(match["split"], waiting, match["ends"] or "")
 
     def split_of(self, layer: int | None) -> str:
-        """What the matrices of ``layer`` are cut by; None is what is of no layer."""
+        """Return the split by which the matrices of ``layer`` are cut; None is what is of no layer."""
         return self.ends or self.split if layer is None else self.split
 
     @property
     def exact(self) -> bool:
-        """Whether the first stage is the whole model, bit by bit."""
+        """Return whether the first stage is the whole model, bit by bit."""
         return not self.waiting and planes_of(self.split) == planes_of(self.split_of(None)) == 1
 
     def check(self, depth: int) -> None:
@@ -86,11 +86,12 @@ class Bytes:
 
 
 def layer_bytes(model: PreTrainedModel, plan_spec: PlanSpec, dtype: str) -> dict[int | None, Bytes]:
-    """What the layers of ``model`` weigh in planes of ``dtype`` ("BF16"), and, under None, what is of no layer.
+    """Return the bytes of the layers of ``model`` in planes of ``dtype`` ("BF16"), and, under None, of what is of no
+    layer.
 
     Vectors travel whole with the first. That a layer waits is not looked at.
     """
-    found: dict[int | None, Bytes] = {}
+    bytes_by_layer: dict[int | None, Bytes] = {}
     for name, parameter in model.named_parameters():
         layer = layer_of(name)
         split, plain = plan_spec.split_of(layer), 2 * parameter.numel()
@@ -100,15 +101,16 @@ def layer_bytes(model: PreTrainedModel, plan_spec: PlanSpec, dtype: str) -> dict
             made = plane_encoder(split, dtype)
             planes = (made.cut(words, plane) for plane in range(planes_of(split)))
             sizes = [sum(len(encode(stream.numpy().tobytes())[1]) for stream in streams) for streams in planes]
-        found[layer] = found.get(layer, Bytes()) + Bytes(plain, sizes[0], sum(sizes))
-    return found
+        bytes_by_layer[layer] = bytes_by_layer.get(layer, Bytes()) + Bytes(plain, sizes[0], sum(sizes))
+    return bytes_by_layer
 
 
 def coded_bytes(model: PreTrainedModel, plan_spec: PlanSpec, dtype: str) -> Bytes:
-    """What ``model`` weighs, of which the first stage brings the first planes of the layers that do not wait."""
-    each = layer_bytes(model, plan_spec, dtype)
-    first = sum(size.first for layer, size in each.items() if layer not in plan_spec.waiting)
-    return Bytes(sum(size.plain for size in each.values()), first, sum(size.planes for size in each.values()))
+    """Return the bytes of ``model``, of which the first stage brings the first planes of the layers that do not
+    wait."""
+    by_layer = layer_bytes(model, plan_spec, dtype)
+    first = sum(size.first for layer, size in by_layer.items() if layer not in plan_spec.waiting)
+    return Bytes(sum(size.plain for size in by_layer.values()), first, sum(size.planes for size in by_layer.values()))
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""Which bits of a weight travel in which plane (standard library only: a manifest is read before torch is there).
+"""Layouts: the bits of a weight that travel in each plane (standard library only: a manifest is read before torch is
+there).
 
 A word is the pattern of one 16-bit weight. Its planes are brought in order; each is one or more streams of bytes, and a
 stream holds one field of every word, packed. So the size of everything that is decoded follows from the tensor's shape.
@@ -37,11 +38,11 @@ Stream = Field | Scales
 
 @dataclass(frozen=True)
 class Layout:
-    """How words of a dtype (in safetensors' words) are cut into ``planes``, each of one or more streams.
+    """The cut of words of a dtype (in safetensors' words) into ``planes``, each of one or more streams.
 
     ``code_bits`` is 0 where the fields are those of the word itself, from its highest bits down; ``exponent_apart``
-    when its sign is moved between exponent and mantissa first. Otherwise the first plane holds a blockwise rounding
-    to so many bits and its factors, and the second what that is off by.
+    when its sign is moved between exponent and mantissa first. Otherwise the first plane holds a blockwise rounding to
+    so many bits and its factors, and the second what that is off by.
     """
 
     planes: tuple[tuple[Stream, ...], ...]
@@ -49,12 +50,12 @@ class Layout:
     exponent_apart: bool = False
 
     def unknown(self, plane: int) -> int:
-        """How many bits of a word, the lowest, are not there with the planes up to ``plane`` (0-based), of a layout
-        whose fields are those of the word itself."""
+        """Return the number of bits of a word, the lowest, that are not there with the planes up to ``plane``
+        (0-based), of a layout whose fields are those of the word itself."""
         return 16 - sum(field.width for fields in self.planes[: plane + 1] for field in fields)
 
     def middle(self, plane: int) -> int:
-        """The bit that stands for those which are not there with ``plane``; 0 where all are."""
+        """Return the bit that stands for those that are not there with ``plane``; 0 where all are."""
         return 1 << unknown - 1 if (unknown := self.unknown(plane)) else 0
 
 
@@ -105,10 +106,11 @@ in two steps; blockwise rounding first; everything at once, coded without loss (
 
 
 def planes_of(split: str | None) -> int:
-    """How many planes a tensor comes in, whatever its dtype; 1 without a split, or by one that does not exist."""
+    """Return the number of planes a tensor comes in, whatever its dtype; 1 without a split, or by one that does not
+    exist."""
     return max((len(layout.planes) for layout in SPLITS.get(split or "", {}).values()), default=1)
 
 
 def stream_name(tensor: str, plane: int, index: int) -> str:
-    """What the stream ``index`` of a plane of ``tensor`` is called in its file."""
+    """Return the name in its file of the stream ``index`` of a plane of ``tensor``."""
     return f"{tensor}.plane{plane}.{index}"

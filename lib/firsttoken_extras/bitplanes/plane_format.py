@@ -44,7 +44,8 @@ class PlaneTensor:
 
 @dataclass(frozen=True)
 class PlaneCoding:
-    """What a manifest says of a part in planes: of the tensors ``cut`` it brings ``plane`` (0-based) by ``split``."""
+    """The entry in a manifest for a part in planes: of the tensors ``cut`` it brings ``plane`` (0-based) by
+    ``split``."""
 
     split: str
     plane: Annotated[int, at_least(0)]
@@ -52,11 +53,11 @@ class PlaneCoding:
 
     @property
     def refines(self) -> bool:
-        """Whether planes came before this one."""
+        """Return whether planes came before this one."""
         return self.plane > 0
 
     def tensors(self, entries: Entries) -> Mapping[str, PartTensor]:
-        """The tensors that are cut, and those of the file's ``entries`` that are no stream."""
+        """Return the tensors that are cut, and those of the file's ``entries`` that are no stream."""
         streams = {key for name in self.cut for key in self.entries(name)}
         return {name: entry for name, entry in entries.items() if name not in streams} | dict(self.cut)
 
@@ -65,32 +66,34 @@ class PlaneCoding:
         return f"{self.cut[name].dtype} {self.cut[name].sha256}" if name in self.cut else ""
 
     def entries(self, name: str) -> list[str]:
-        """The file's names of the streams of its plane of a cut tensor."""
+        """Return the file's names of the streams of its plane of a cut tensor."""
         return [stream_name(name, self.plane, index) for index in range(len(self.cut[name].codecs))]
 
-    def check(self, entries: Entries, what: str) -> None:
+    def check(self, entries: Entries, subject: str) -> None:
         """Raise Damaged unless the file has, for each cut tensor, the streams of its plane, none above its size."""
         if not (self.split and self.cut):
-            raise Damaged(f"{what} is cut and names no split, or the other way round")
+            raise Damaged(f"{subject} is cut and names no split, or the other way round")
         for name, tensor in self.cut.items():
             layout = SPLITS.get(self.split, {}).get(tensor.dtype)
             planes = layout.planes if layout else ()
             if self.plane >= len(planes) or len(planes[self.plane]) != len(tensor.codecs):
                 split = f"the split {shown(self.split)} of {tensor.dtype}"
-                raise Damaged(f"{what} has a plane of {name} that {split} has not")
+                raise Damaged(f"{subject} has a plane of {name} that {split} has not")
             for stream, key, codec in zip(planes[self.plane], self.entries(name), tensor.codecs, strict=True):
                 entry, size = entries.get(key), stream.bytes(math.prod(tensor.shape))
                 if entry is None or entry.dtype != "U8" or len(entry.shape) != 1:
-                    raise Damaged(f"{what} has no stream {key}")
+                    raise Damaged(f"{subject} has no stream {key}")
                 if entry.shape[0] > size or (codec == "raw" and entry.shape[0] != size):
-                    raise Damaged(f"{what}: the stream {key} has {entry.shape[0]:,} bytes, and decoded it has {size:,}")
-        if self.refines and (whole := self.tensors(entries).keys() - self.cut.keys()):
-            raise Damaged(f"{what} refines tensors, and brings {shown(min(whole))} beside them")
+                    raise Damaged(
+                        f"{subject}: the stream {key} has {entry.shape[0]:,} bytes, and decoded it has {size:,}"
+                    )
+        if self.refines and (uncoded := self.tensors(entries).keys() - self.cut.keys()):
+            raise Damaged(f"{subject} refines tensors, and brings {shown(min(uncoded))} beside them")
         if both := self.cut.keys() & entries.keys():
-            raise Damaged(f"{what} brings {shown(min(both))} cut and whole")
+            raise Damaged(f"{subject} brings {shown(min(both))} cut and whole")
 
     def planned(self, entries: Entries) -> PlannedPlane:
-        """What a plan says of the part."""
+        """Return the part's coding in a plan."""
         return PlannedPlane(
             self.split, self.plane, tuple(name for name in self.tensors(entries) if name not in self.cut)
         )
@@ -98,8 +101,8 @@ class PlaneCoding:
 
 @dataclass(frozen=True)
 class PlannedPlane:
-    """What a plan says of a part: ``plane`` (0-based) by ``split`` of each tensor that comes, but for those of
-    ``whole``."""
+    """The entry in a plan for a part in planes: ``plane`` (0-based) by ``split`` of each tensor that comes, but for
+    those of ``whole``."""
 
     format: ClassVar[str] = FORMAT
     split: str
@@ -107,7 +110,7 @@ class PlannedPlane:
     whole: tuple[str, ...] = ()
 
     def fault(self, action: str, before: object) -> str:
-        """What is wrong with the plane of a tensor that comes after ``before``; "" if nothing."""
+        """Return what is wrong with the plane of a tensor that comes after ``before``; "" if nothing."""
         if self.split not in SPLITS:
             return f"is cut by {self.split!r}: no split of weights is called so; choose one of {', '.join(SPLITS)}"
         follows = isinstance(before, PlannedPlane) and before.split == self.split
@@ -117,8 +120,8 @@ class PlannedPlane:
         return ""
 
     def lacking(self) -> str:
-        """The planes that are still to come."""
-        return f"{left} of its planes" if (left := planes_of(self.split) - 1 - self.plane) else ""
+        """Return the planes that are still to come; "" if none."""
+        return f"{missing} of its planes" if (missing := planes_of(self.split) - 1 - self.plane) else ""
 
     def most_bytes(self, source: TensorSource, part: Part) -> int:
         """Bytes of the plane that ``part`` brings, no stream of it coded. Raises StageError for a dtype that the split
@@ -168,7 +171,7 @@ class PlaneFormat:
     """The handler of parts in planes."""
 
     def read(self, content: dict[str, Any]) -> PlaneCoding:
-        """What a manifest says of a part. Raises Damaged."""
+        """Return the coding of a part whose manifest says ``content``. Raises Damaged."""
         return shaped(PlaneCoding, content)
 
     def reader(self, dtype: torch.dtype) -> PlaneReader:
@@ -178,8 +181,8 @@ class PlaneFormat:
         return PlaneReader(dtype)
 
     def word_filler(self, parts: Sequence[StoredPart]) -> FirstWords | None:
-        """Return what makes words of the first planes of ``parts`` without torch; None where blocks are rounded, or
-        there is no compiler."""
+        """Return a filler that makes words of the first planes of ``parts`` without torch; None where blocks are
+        rounded, or there is no compiler."""
         from firsttoken_extras.bitplanes.streams import FirstWords, fills
 
         return FirstWords() if fills(parts) else None

@@ -37,8 +37,8 @@ def decodings(part: StoredPart, name: str, file: memoryview, most: int, scratch:
     kinds = SPLITS[coding.split][tensor.dtype].planes[coding.plane]
     streams = []
     for number, (kind, key, codec) in enumerate(zip(kinds, coding.entries(name), tensor.codecs, strict=True)):
-        entry, what, room = part.tensors[key], f"{part.name}: {key}", partial(scratch.room, number, kind.bytes(most))
-        streams.append(Decoding(codec, file[entry.start : entry.end], kind.bytes(count), what, room))
+        entry, label, room = part.tensors[key], f"{part.name}: {key}", partial(scratch.room, number, kind.bytes(most))
+        streams.append(Decoding(codec, file[entry.start : entry.end], kind.bytes(count), label, room))
     return streams
 
 
@@ -59,12 +59,13 @@ class FirstWords:
         for start in range(0, count, BLOCK):
             block = words[start : start + BLOCK]
             pieces = [stream.take(kind.bytes(len(block))) for kind, stream in zip(kinds, streams, strict=True)]
-            place = block.ctypes.data, len(block)
-            self._merge(layout, dtype, coding.plane, place, list(map(_memory, pieces)), floats=False)
+            target = block.ctypes.data, len(block)
+            self._merge(layout, dtype, coding.plane, target, list(map(_memory, pieces)), floats=False)
 
 
 def fills(parts: Iterable[StoredPart]) -> bool:
-    """Whether :class:`FirstWords` makes words of all of ``parts``: of bits, not of rounded blocks, by compiled code."""
+    """Return whether :class:`FirstWords` makes words of all of ``parts``: of bits, not of rounded blocks, by compiled
+    code."""
     coded = [(part.coding.split, tensor.dtype) for part in parts for tensor in part.coding.cut.values()]
     return not any(SPLITS[split][dtype].code_bits for split, dtype in coded) and merger() is not None
 

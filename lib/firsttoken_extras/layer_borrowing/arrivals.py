@@ -1,4 +1,4 @@
-"""Which layers have come: told by whoever brings them, asked and waited for by whoever computes."""
+"""The arrivals of layers: told by whoever brings them, asked and waited for by whoever computes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LayerArrivals:
 
     @property
     def layers(self) -> int:
-        """How many are here: [0, layers). Raises what ended the load."""
+        """Return the number of layers that are here: [0, layers). Raises what ended the load."""
         with self._change:
             self._raise()
             return max(0, self._parts - 1)
@@ -30,12 +30,12 @@ class LayerArrivals:
         with self._change:
             self._parts += parts
             self._change.notify_all()
-            whole = self._parts > self.depth
-        if whole:
+            complete = self._parts > self.depth
+        if complete:
             self.over.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """Nothing more will come."""
+        """End the arrivals with ``error``, after which nothing more will come."""
         with self._change:
             self._failure = error
             self._change.notify_all()

@@ -1,4 +1,4 @@
-"""What a replica that borrows needs of a checkpoint: the ends first, and what its neighbour calls the model."""
+"""The needs of a replica that borrows from a checkpoint: the ends first, and its neighbour's name of the model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def ends_first(names: Sequence[str], depth: int) -> LoadPlan:
     """One stage of embedding, norm and head in one file, and of layer after layer behind them: what is read in this
     order can begin to borrow when its first file is there. Raises StageError as ``whole``."""
     (stage,) = whole(names, depth).stages
-    ends = Part("ends", tuple(name for name in (EMBEDDING, NORM, HEAD) if name in names))
-    plan = LoadPlan((Stage(stage.name, (ends, *(part for part in stage.parts if part.layer is not None))),))
+    end_part = Part("ends", tuple(name for name in (EMBEDDING, NORM, HEAD) if name in names))
+    plan = LoadPlan((Stage(stage.name, (end_part, *(part for part in stage.parts if part.layer is not None))),))
     plan.check(names)
     return plan
 
 
 def neighbours_name(folder: Path, manifest: Manifest) -> str:
-    """What a server of the checkpoint in ``folder`` calls the model (``checkpoint_blocks.model_sha256``), from the sums
-    in ``manifest``: the replica has read none of the files yet."""
+    """Return the name by which a server of the checkpoint in ``folder`` calls the model
+    (``checkpoint_blocks.model_sha256``), from the sums in ``manifest``: the replica has read none of the files yet."""
     sums = {folder / part.file: part.sha256 for stage in manifest.stages for part in stage.parts}
     return sum_of_sums(sums | {folder / CONFIG: manifest.side[CONFIG].sha256})

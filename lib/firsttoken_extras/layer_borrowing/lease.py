@@ -1,4 +1,5 @@
-"""What others lend: steps through the layers that have not come, in one session with each for as long as that lasts.
+"""Leases of layers: steps through the layers that have not come, in one session with each lender for as long as that
+lasts.
 
 A session is for all layers that the lender has. Each step names the layer that it begins at, so that a layer that has
 come is left out from then on, and the keys and values of those above it stay where they are.
@@ -44,7 +45,7 @@ class LentSpan:
         self._open()
 
     def known(self, request: int) -> int:
-        """Tokens of the request that it has seen."""
+        """Return the number of the request's tokens that the lender has seen."""
         return self.sessions[-1].known.get(request, 0)
 
     async def run(self, stretches: Sequence[Stretch], hidden: Tensor, first: int) -> Tensor:
@@ -59,7 +60,6 @@ class LentSpan:
             raise
 
     async def close(self) -> None:
-        """End the session."""
         self.sessions[-1].close()
         await self._channel.close()
 
@@ -98,7 +98,7 @@ class Lease:
 
     @property
     def steps(self) -> int:
-        """Messages that were answered."""
+        """Return the number of messages that were answered."""
         return sum(session.steps for span in self._spans for session in span.sessions)
 
     @property
@@ -107,17 +107,18 @@ class Lease:
         return sum(session.moved_bytes for span in self._spans for session in span.sessions)
 
     def run(
-        self, first: int, stretches: Sequence[Stretch], hidden_cache: HiddenStateCache, over: Future[None]
+        self, first: int, stretches: Sequence[Stretch], hidden_cache: HiddenStateCache, returned: Future[None]
     ) -> Tensor:
-        """The step of ``stretches`` through the layers from ``first`` on, which ``hidden_cache`` have what enters of.
+        """Run the step of ``stretches`` through the layers from ``first`` on, which ``hidden_cache`` have what enters
+        of.
 
-        The states behind the last layer, [tokens, hidden]. Raises NeighbourGone when a lender does not answer in time
-        or refuses, and soon when ``over``, where own layers can be waited for no longer.
+        Return the states behind the last layer, [tokens, hidden]. Raises NeighbourGone when a lender does not answer in
+        time or refuses, and soon when ``over``, where own layers can be waited for no longer.
         """
         if self.gone:
             raise NeighbourGone(self.gone)
         answer = begin(self._through(first, stretches, hidden_cache))
-        wait([answer, over], return_when=FIRST_COMPLETED)
+        wait([answer, returned], return_when=FIRST_COMPLETED)
         try:
             return answer.result(None if answer.done() else HURRY_S)
         except TimeoutError:
@@ -129,7 +130,7 @@ class Lease:
         raise NeighbourGone(why)
 
     def forget(self, request: int) -> None:
-        """No lender need keep this one's keys and values."""
+        """Tell the lenders that none need keep the keys and values of ``request``."""
         for span in () if self.gone else self._spans:
             begin(span.sessions[-1].forget([request]))
 
@@ -159,20 +160,24 @@ class Lease:
         return await self._send(first, stretches, hidden_cache)
 
     async def _send(self, first: int, stretches: Sequence[Stretch], hidden_cache: HiddenStateCache) -> Tensor:
-        """The step behind all of its sequences that one of the lenders that it goes through has not seen."""
+        """Run the step from the first token of each sequence that one of the lenders in its way has not seen."""
         spans = [span for span in self._spans if first < span.layers.stop]
         entered = [range(max(first, span.layers.start), span.layers.stop) for span in spans]
         check_cover(entered, range(first, self._depth))
         behind = [
-            Stretch(one.number, min(one.start, *(span.known(one.number) for span in spans)), one.end)
-            for one in stretches
+            Stretch(stretch.number, min(stretch.start, *(span.known(stretch.number) for span in spans)), stretch.end)
+            for stretch in stretches
         ]
-        parts: dict[int, list[Tensor]] = {one.number: [] for one in behind}
+        parts: dict[int, list[Tensor]] = {stretch.number: [] for stretch in behind}
         for message in messages_of(behind):
-            said = torch.cat([hidden_cache.of(one.number, first)[0, one.start : one.end] for one in message]).cpu()
+            states = torch.cat(
+                [hidden_cache.of(stretch.number, first)[0, stretch.start : stretch.end] for stretch in message]
+            ).cpu()
             for span in spans:
                 self._asked = span.address
-                said = await span.run(message, said, first)
-            for one, part in zip(message, said.split([one.end - one.start for one in message]), strict=True):
-                parts[one.number].append(part)
-        return torch.cat([torch.cat(parts[one.number])[one.start - one.end :] for one in stretches])
+                states = await span.run(message, states, first)
+            for stretch, part in zip(
+                message, states.split([stretch.end - stretch.start for stretch in message]), strict=True
+            ):
+                parts[stretch.number].append(part)
+        return torch.cat([torch.cat(parts[stretch.number])[stretch.start - stretch.end :] for stretch in stretches])

@@ -10,7 +10,7 @@ from firsttoken.study.errors import SwarmError
 
 
 class NeighbourGone(SwarmError):
-    """Nothing is lent any more, for the reason that it says."""
+    """Raised where nothing is lent any more, with the reason."""
 
 
 class Lender(NamedTuple):
@@ -22,9 +22,11 @@ class Lender(NamedTuple):
 
 def check_lenders(lenders: Sequence[Lender], depth: int) -> None:
     """Raise SwarmError unless ``lenders``, in order, have each layer from their first one to ``depth`` - 1 once."""
-    spans = [one.layers for one in lenders]
+    spans = [lender.layers for lender in lenders]
     try:
         check_cover(spans, range(spans[0].start if spans else 0, depth))
     except SwarmError:
-        told = f"lenders have layers {named(spans)}; name them in order up to the end of [0, {depth}), each layer once"
-        raise SwarmError(told) from None
+        message = (
+            f"lenders have layers {named(spans)}; name them in order up to the end of [0, {depth}), each layer once"
+        )
+        raise SwarmError(message) from None

@@ -24,33 +24,37 @@ from firsttoken.engine.request import KVSource
 from firsttoken.study.errors import CacheError
 
 
-def group_at(group: Group, edges: tuple[int, ...], here: int, depth: int) -> Group:
-    """The group that is computed again in the place of ``group`` where the first ``here`` of ``depth`` layers are here
-    and the sender kept hidden states at ``edges``; all layers where no edge is low enough.
+def group_at(group: Group, edges: tuple[int, ...], first_borrowed: int, depth: int) -> Group:
+    """The group that is computed again in the place of ``group`` where the first ``first_borrowed`` of ``depth`` layers
+    are here and the sender kept hidden states at ``edges``; all layers where no edge is low enough.
 
     Raises RequestError for a group that does not fit.
     """
     group.check(depth)
-    if here >= depth:
+    if first_borrowed >= depth:
         return group
-    highest = min(group.lo, here) if len(group) else here
+    highest = min(group.lo, first_borrowed) if len(group) else first_borrowed
     return Group(max((edge for edge in edges if edge <= highest), default=0), depth)
 
 
 @dataclass(frozen=True)
 class PrefixOffer:
-    """What a sender has of how a request begins: ``source_of`` makes a source for any group that begins at one of the
+    """A sender's stored beginning of a request: ``source_of`` makes a source for any group that begins at one of the
     ``edges``, layers that the sender kept hidden states at; ``group`` is the one that the pair of models wants."""
 
     group: Group
     edges: tuple[int, ...]
     source_of: Callable[[Group], KVSource]
 
-    def source_at(self, here: int, depth: int) -> tuple[KVSource | None, str]:
-        """What a request takes where the first ``here`` of ``depth`` layers are here, or None and why."""
-        group = group_at(self.group, self.edges, here, depth)
+    def source_at(self, first_borrowed: int, depth: int) -> tuple[KVSource | None, str]:
+        """Return the source that a request takes where the first ``here`` of ``depth`` layers are here, or None and
+        why."""
+        group = group_at(self.group, self.edges, first_borrowed, depth)
         if len(group) == depth:
-            return None, f"no hidden states are kept at or below layer {min(self.group.lo or here, here)}"
+            return (
+                None,
+                f"no hidden states are kept at or below layer {min(self.group.lo or first_borrowed, first_borrowed)}",
+            )
         try:
             return self.source_of(group), ""
         except CacheError as error:  # the sender has dropped it meanwhile

@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 class BorrowedSegment:
     """``layers`` of a model, the last of them its last, on ``lease``; ``over`` is done when own ones are here."""
 
-    def __init__(self, lease: Lease, layers: range, over: Future[None]) -> None:
+    def __init__(self, lease: Lease, layers: range, returned: Future[None]) -> None:
         self.layers = layers
-        self._lease, self._over = lease, over
+        self._lease, self._over = lease, returned
 
     def run(self, hidden: Tensor, step: StepPlan) -> Tensor:
         """``hidden`` [1, tokens, hidden] through all of its layers -> the same shape.
@@ -65,7 +65,7 @@ class BorrowedSegment:
         return self._lease.run(first, stretches, step.hidden_cache, self._over)[None].to(hidden.device)
 
     def drop(self, request: int) -> None:
-        """Forget the request of this number, here and there."""
+        """Forget the request of this number, here and at the lenders."""
         self._lease.forget(request)
 
 
@@ -73,11 +73,16 @@ class BorrowingVersion(ModelVersion):
     """``model`` with its first ``here`` of ``layers`` from here and the others on ``lease``."""
 
     def __init__(
-        self, model: PreTrainedModel, layers: Sequence[nn.Module], here: int, lease: Lease, over: Future[None]
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[nn.Module],
+        first_borrowed: int,
+        lease: Lease,
+        returned: Future[None],
     ) -> None:
-        borrowed = BorrowedSegment(lease, range(here, len(layers)), over)
-        own = [LocalSegment(layers[:here])] if here else []
-        super().__init__(Decoder(model, [*own, borrowed]), HiddenStateCache([here]))
+        borrowed = BorrowedSegment(lease, range(first_borrowed, len(layers)), returned)
+        local_segments = [LocalSegment(layers[:first_borrowed])] if first_borrowed else []
+        super().__init__(Decoder(model, [*local_segments, borrowed]), HiddenStateCache([first_borrowed]))
 
     def adopt(self, request: Request) -> None:
         """Go on with what the lenders have of it; what entered the layers that were borrowed before is done with."""
@@ -126,7 +131,7 @@ class BorrowingReplica:
 
     @property
     def here(self) -> int:
-        """Own layers that steps run through now."""
+        """Return the number of own layers that steps run through now."""
         return self._here
 
     def submit(
@@ -184,20 +189,20 @@ class BorrowingReplica:
     def _switch_to(self, come: int) -> None:
         """Compute with the first ``come`` layers from here on, once nobody is about earlier ones."""
         self._open = [request for request in self._open if not request.finished]
-        whole = come == len(self._layers)
-        if come == self._here or (any(map(self._between, self._open)) and not (whole and self.lease.gone)):
+        complete = come == len(self._layers)
+        if come == self._here or (any(map(self._between, self._open)) and not (complete and self.lease.gone)):
             return
         before, self._here = self._here, come
         lost = self.engine.publish(self._ready_view(), partial(_come_between, range(before, come)))
         self.taken.append((self._executor.now(), come))
-        if whole:
+        if complete:
             self.lease.close()
         if lost:
             raise lost[0][1]
 
     def _between(self, request: Request) -> bool:
-        """Whether it computes layers again, or has computed upon a prefix that is still on its way: if it moved then,
-        it would have to compute all of it."""
+        """Return whether ``request`` computes layers again, or has computed upon a prefix that is still on its way: if
+        it moved then, it would have to compute all of it."""
         return request.redo is not None or (request.version is not None and self.engine.awaits_prefix(request))
 
     def _ready_view(self) -> ModelVersion:

@@ -27,7 +27,7 @@ class MinMoveRebalancing(Rebalancing):
     quality: float = 0.98
     enough: float = 0.92
 
-    def _foreseen(self, mine: Reachable, placed: Sequence[Reachable], depth: int) -> Sequence[Reachable]:
+    def _foreseen(self, current: Reachable, placed: Sequence[Reachable], depth: int) -> Sequence[Reachable]:
         return _foreseen(tuple(placed), depth, self.enough * most_rate(placed, depth))
 
 

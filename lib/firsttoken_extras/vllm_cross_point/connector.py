@@ -39,7 +39,7 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its 
 
 @dataclass(frozen=True)
 class HostCopy:
-    """What the host holds of one request: its first ``tokens`` tokens, in ``blocks``."""
+    """A request's copy on the host: its first ``tokens`` tokens, in ``blocks``."""
 
     tokens: int
     blocks: Span
@@ -54,7 +54,8 @@ class Copies(KVConnectorMetadata):
 
 
 class PreemptionStats(KVConnectorStats):
-    """How often preempted requests went which way since the last report; vLLM logs it as "KV Transfer metrics"."""
+    """The counts of preempted requests by the way that each went since the last report ("KV Transfer metrics" in vLLM's
+    log)."""
 
     def reset(self) -> None:
         self.data = {}
@@ -145,9 +146,9 @@ class CrossPointConnector(KVConnectorBase_V1):
             return
         if num_external_tokens:  # a prefix cache may have kept the first blocks; they are shared, and not written to
             first = (held.tokens - num_external_tokens) // self._block_tokens
-            (own,) = blocks.get_block_ids()
+            (block_ids,) = blocks.get_block_ids()
             rest = Span(held.blocks.start + first, held.blocks.blocks - first)
-            self._copies.back.append((own[first : held.blocks.blocks], rest))
+            self._copies.back.append((block_ids[first : held.blocks.blocks], rest))
             self.counts["restored"] += 1
         # Free for the next step's victims: the worker has read it by then, and no step both admits and preempts.
         self._release(request.request_id)

@@ -23,7 +23,7 @@ class KVBlocksOnHost:
         self.rows = torch.empty(shape, dtype=self._caches[0].dtype, pin_memory=pin_memory).zero_()
 
     def copy_out(self, blocks: Sequence[int], held: Span) -> None:
-        """KV blocks ``blocks`` to the host blocks ``held``."""
+        """Copy the KV blocks ``blocks`` to the host blocks ``held``."""
         for cache, rows, chosen in self._layers(blocks, held):
             if cache.is_cpu:
                 torch.index_select(cache, 0, chosen, out=rows)
@@ -31,7 +31,7 @@ class KVBlocksOnHost:
                 rows.copy_(cache.index_select(0, chosen), non_blocking=True)
 
     def copy_in(self, held: Span, blocks: Sequence[int]) -> None:
-        """The host blocks ``held`` to the KV blocks ``blocks``."""
+        """Copy the host blocks ``held`` to the KV blocks ``blocks``."""
         for cache, rows, chosen in self._layers(blocks, held):
             cache.index_copy_(0, chosen, rows.to(cache.device, non_blocking=True))
 

@@ -1,4 +1,4 @@
-"""What ``kv_connector_extra_config`` may say, and which servers Cross-Point Scheduling refuses to run in."""
+"""The settings in ``kv_connector_extra_config``, and the servers in which Cross-Point Scheduling refuses to run."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class CrossPointSettings:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> CrossPointSettings:
-        """Raises ProfileError for an unknown or missing key, or a value that cannot be."""
-        return build_config(cls, values, where=WHERE)
+        """Read the settings. Raises ProfileError for an unknown or missing key, or a value that cannot be."""
+        return build_config(cls, values, location=WHERE)
 
     def host_blocks(self, block_bytes: int) -> int:
         """KV blocks that the host memory holds. Raises ProfileError when it is not even one."""
@@ -61,7 +61,7 @@ def supported_cache(config: VllmConfig, cache: KVCacheConfig) -> FullAttentionSp
             len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec)
         ),
     }
-    for what, present in refusals.items():
+    for feature, present in refusals.items():
         if present:
-            raise ProfileError(f"cross-point scheduling does not run with {what}")
+            raise ProfileError(f"cross-point scheduling does not run with {feature}")
     return specs[0]

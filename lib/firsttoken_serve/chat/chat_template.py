@@ -40,8 +40,8 @@ class ChatTemplate:
     special: Mapping[str, str]
 
     def prompt(self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
-        """What the model reads before it says the next turn; the template is told ``variables``, too. The content of a
-        turn is a text, or a list of parts of text; the template gets the form that it reads.
+        """Render the text that the model reads before it says the next turn; the template is told ``variables``, too.
+        The content of a turn is a text, or a list of parts of text; the template gets the form that it reads.
 
         Raises RequestError where there is no template that can be used, and for a conversation that it refuses.
         """
@@ -51,12 +51,12 @@ class ChatTemplate:
 
     @property
     def chats(self) -> bool:
-        """Whether there is a template for conversations, whatever comes of it."""
+        """Return whether there is a template for conversations; it may still not be usable."""
         return bool(self.templates.get(DEFAULT))
 
     @cached_property
     def fault(self) -> str:
-        """Why there are no chats; "" where there are."""
+        """Return why there are no chats; "" where there are."""
         if not any(self.templates.values()):
             return "this model has no chat template"
         if DEFAULT not in self.templates:
@@ -84,7 +84,7 @@ class ChatTemplate:
         return text.rpartition(_ANSWER)[2].strip()
 
     def trial(self) -> str:
-        """What goes wrong with a conversation of one short question; "" where nothing does."""
+        """Return the fault of a conversation of one short question; "" where it renders."""
         try:
             self.prompt([_QUESTION])
         except FirstTokenError as error:
@@ -103,7 +103,8 @@ class ChatTemplate:
         return turns
 
     def _reads_parts(self, role: str) -> bool:
-        """Whether the template walks over parts where a turn of ``role`` has a text, of which it would say nothing."""
+        """Return whether the template walks over parts where a turn of ``role`` has a text, of which it would say
+        nothing."""
         if role not in self._parts:
             question = [] if role == "user" else self._as_read([_QUESTION])
             before, behind = ([], question) if role in ("system", "developer") else (question, [])
@@ -165,10 +166,10 @@ def model_ends(folder: Path) -> tuple[int, ...]:
 
 
 def _ends(value: Any, inside: Fault) -> tuple[int, ...]:
-    one = Annotated[int, inside]
+    token_id = Annotated[int, inside]
     if isinstance(value, list):
-        return shaped(tuple[one, ...], value, _KEY)
-    return () if value is None else (shaped(one, value, _KEY),)
+        return shaped(tuple[token_id, ...], value, _KEY)
+    return () if value is None else (shaped(token_id, value, _KEY),)
 
 
 def chat_ends(
@@ -181,11 +182,11 @@ def chat_ends(
     """
     files = files or read_tokenizer_files(folder)
     template = template or read_template(folder, files)
-    size, ends = read_config(folder).vocab_size, list(model_ends(folder))
+    size, stop_ids = read_config(folder).vocab_size, list(model_ends(folder))
     added = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()}
     behind = template.turn_end()
     written = max((token for token in added if token and behind.startswith(token)), key=len, default="")
     for number in (tokenizer.token_to_id(files.special.get("eos_token", "")), added.get(written)):
-        if number is not None and number < size and number not in ends:
-            ends.append(number)
-    return tuple(ends)
+        if number is not None and number < size and number not in stop_ids:
+            stop_ids.append(number)
+    return tuple(stop_ids)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _PLAIN = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))  # bytes that GPT-2's alphabet leaves as they are
 _ODD = [byte for byte in range(256) if byte not in _PLAIN]
-_ALPHABET = {chr(byte): byte for byte in _PLAIN} | {chr(256 + place): byte for place, byte in enumerate(_ODD)}
+_ALPHABET = {chr(byte): byte for byte in _PLAIN} | {chr(256 + index): byte for index, byte in enumerate(_ODD)}
 _Piece = str | bytes
 
 INCOMPLETE = "\ufffd"  # what bytes that are no character decode to, be it that the rest is yet to come
@@ -29,13 +29,19 @@ class Spelling:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-        found = None if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
-        decoders = [] if found is None else found["decoders"] if found["type"] == "Sequence" else [found]
+        decoder_state = None if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
+        decoders = (
+            []
+            if decoder_state is None
+            else decoder_state["decoders"]
+            if decoder_state["type"] == "Sequence"
+            else [decoder_state]
+        )
         steps = [_step(decoder) for decoder in decoders]
         self._steps = steps if steps and None not in steps else None
 
     def special(self, token_id: int) -> bool:
-        """Whether it stands for nothing in a text, such as the end of a turn."""
+        """Return whether a token stands for nothing in a text, such as the end of a turn."""
         return token_id in self._special
 
     def specials_in(self, text: str) -> dict[str, int]:
@@ -53,7 +59,7 @@ class Spelling:
         return count
 
     def spelt(self, token_id: int) -> bytes:
-        """Its bytes, those of its name where it is special; b"" for an id that no token has."""
+        """Return the bytes of a token, those of its name where it is special; b"" for an id that no token has."""
         token: _Piece = self._tokenizer.id_to_token(token_id) or ""
         if self.special(token_id):
             return str(token).encode()
@@ -64,7 +70,8 @@ class Spelling:
         return token.encode() if isinstance(token, str) else token
 
     def name(self, token_id: int) -> str:
-        """Its text, or as OpenAI writes the part of a character, "bytes:" and each byte as in \\\\xe5."""
+        """Return the text of a token, or as OpenAI writes the part of a character, "bytes:" and each byte as an escape
+        of two hex digits."""
         spelt = self.spelt(token_id)
         try:
             return spelt.decode()
@@ -73,15 +80,15 @@ class Spelling:
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
         """Return names that tell the tokens apart: one that reads like an earlier one is named by its id."""
-        found: dict[str, int] = {}
+        ids: dict[str, int] = {}
         for token_id in token_ids:
             name = self.name(token_id)
-            found[f"token_id:{token_id}" if name in found else name] = token_id
-        return list(found)
+            ids[f"token_id:{token_id}" if name in ids else name] = token_id
+        return list(ids)
 
 
 def _step(decoder: dict[str, Any]) -> Callable[[str], _Piece] | None:
-    """What one part of a decoder makes of a token; None where it is not known."""
+    """Return what one part of a decoder does to a token, as a function; None where the part is not known."""
     if decoder["type"] == "ByteLevel":
         return _from_alphabet
     if decoder["type"] == "ByteFallback":
@@ -99,5 +106,5 @@ def _from_alphabet(token: str) -> _Piece:
 
 
 def _from_name(token: str) -> _Piece:
-    found = _BYTE.fullmatch(token)
-    return bytes([int(found[1], 16)]) if found else token
+    match = _BYTE.fullmatch(token)
+    return bytes([int(match[1], 16)]) if match else token

@@ -28,11 +28,11 @@ Json = dict[str, Any]
 
 
 class TemplateRefusal(Exception):
-    """What a template, or Jinja, says of itself or of a conversation."""
+    """A template, or Jinja, refuses itself or a conversation; the text is its own."""
 
 
 class TemplateLimit(Exception):
-    """Which limit a template has reached, as the end of a sentence."""
+    """A template has reached a limit, which the text names as the end of a sentence."""
 
 
 class TemplateRenderer:
@@ -141,7 +141,7 @@ def _answer(compiled: dict[str, Any], template: str, names: Json | None) -> Json
 
 
 def template_environment() -> Any:
-    """What a template finds around it, as in transformers; a sandbox, as the template came with the model."""
+    """Return the Jinja environment of a template, as in transformers; sandboxed, as it came with the model."""
     from jinja2 import nodes
     from jinja2.exceptions import SecurityError, TemplateError
     from jinja2.ext import Extension, loopcontrols

@@ -60,7 +60,7 @@ class Vocabulary:
         return self.prompt_ids(self.chat_text(messages, variables), special=False)
 
     def chat_text(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any] | None = None) -> str:
-        """What :meth:`chat_ids` reads. Raises RequestError as :meth:`ChatTemplate.prompt`."""
+        """Return the text that :meth:`chat_ids` reads. Raises RequestError as :meth:`ChatTemplate.prompt`."""
         return self.template.prompt(messages, variables)
 
     def prompt_ids(self, prompt: str | Sequence[int], special: bool = True) -> list[int]:
@@ -144,7 +144,7 @@ class TextStream:
         return self._send(text, len(text.rstrip(INCOMPLETE)))
 
     def finish(self) -> str:
-        """What was still waiting: no more tokens will come."""
+        """Return the text that was still waiting: no more tokens will come."""
         text = self._tokenizer.decode(self._ids)
         return self._send(text, len(text))
 
@@ -183,15 +183,15 @@ class StopFilter:
             return text.translate(self._unseen)
         held = self._held + text
         # of several, the one that ends first: then it does not matter how the text was cut into pieces
-        found = min(((at + len(s), at) for s in self._stops if (at := held.find(s)) >= 0), default=None)
-        if found:
+        match = min(((start + len(s), start) for s in self._stops if (start := held.find(s)) >= 0), default=None)
+        if match:
             self.stopped, self._held = True, ""
-            return held[: found[1]].translate(self._unseen)
+            return held[: match[1]].translate(self._unseen)
         keep = max((n for s in self._stops for n in range(1, len(s)) if held.endswith(s[:n])), default=0)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep].translate(self._unseen)
 
     def finish(self) -> str:
-        """What was held back: no more text will come."""
+        """Return the text that was held back: no more text will come."""
         held, self._held = self._held, ""
         return held.translate(self._unseen)

@@ -28,21 +28,21 @@ _USUAL = {"system", "user", "assistant"}
 
 
 def tokenized(vocabulary: Vocabulary, body: bytes) -> tuple[TokenizeRequest, list[int]]:
-    """What the ``body`` of a /tokenize asks for, as vLLM has it, and the ids of its text or conversation. Raises
-    RequestError."""
-    asked = parse_request(TokenizeRequest, body)
-    turns = [vars(message) for message in asked.messages]
+    """Parse the ``body`` of a /tokenize, as vLLM has it; return the request and the ids of its text or conversation.
+    Raises RequestError."""
+    parsed = parse_request(TokenizeRequest, body)
+    turns = [vars(message) for message in parsed.messages]
     if turns:
-        return asked, vocabulary.chat_ids(turns, asked.chat_template_kwargs)
-    return asked, vocabulary.prompt_ids(asked.prompt, asked.add_special_tokens)
+        return parsed, vocabulary.chat_ids(turns, parsed.chat_template_kwargs)
+    return parsed, vocabulary.prompt_ids(parsed.prompt, parsed.add_special_tokens)
 
 
 def detokenized(vocabulary: Vocabulary, body: bytes) -> tuple[DetokenizeRequest, str]:
-    """What the ``body`` of a /detokenize asks for, as vLLM has it, and the text of its ids with that of special
-    tokens. Raises RequestError."""
-    asked = parse_request(DetokenizeRequest, body)
-    ids = vocabulary.known_ids("tokens", asked.tokens)
-    return asked, vocabulary.tokenizer.decode(ids, skip_special_tokens=False)
+    """Parse the ``body`` of a /detokenize, as vLLM has it; return the request and the text of its ids with that of
+    special tokens. Raises RequestError."""
+    parsed = parse_request(DetokenizeRequest, body)
+    ids = vocabulary.known_ids("tokens", parsed.tokens)
+    return parsed, vocabulary.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 class Answers:
@@ -55,12 +55,12 @@ class Answers:
         self,
         server: ModelServer,
         vocabulary: Vocabulary,
-        asked: ServedRequest,
+        served_request: ServedRequest,
         inbox: Inbox,
         metrics: ModelMetrics,
         variant: str = "",
     ) -> None:
-        self.asked = asked
+        self.asked = served_request
         self._variant = variant
         self.prompt_tokens = 0
         self._server, self._vocabulary, self._inbox, self._metrics = server, vocabulary, inbox, metrics
@@ -126,85 +126,94 @@ class Answers:
             choice.session.cancel()
 
     def _open(self, number: int, ids: Sequence[int], echo: str, seed: int) -> None:
-        asked, top_count = self.asked, self.asked.top_count
-        ends = self._vocabulary.chat_stop_ids if isinstance(asked, ChatRequest) else self._vocabulary.stop_ids
-        ends = (
-            *(() if asked.ignore_eos else ends),
-            *self._vocabulary.known_ids("stop_token_ids", asked.stop_token_ids),
+        request, top_count = self.asked, self.asked.top_count
+        stop_ids = self._vocabulary.chat_stop_ids if isinstance(request, ChatRequest) else self._vocabulary.stop_ids
+        stop_ids = (
+            *(() if request.ignore_eos else stop_ids),
+            *self._vocabulary.known_ids("stop_token_ids", request.stop_token_ids),
         )
-        biased = self._vocabulary.known_ids("logit_bias", map(int, asked.logit_bias))
+        biased = self._vocabulary.known_ids("logit_bias", map(int, request.logit_bias))
         sampling = Sampling(
             self._most(len(ids)),
-            asked.temperature,
-            asked.top_p,
-            stop=ends,
+            request.temperature,
+            request.top_p,
+            stop=stop_ids,
             seed=(seed + _SEEDS) % (2 * _SEEDS) - _SEEDS,
             logprobs=top_count,
             prompt_logprobs=bool(echo) and top_count is not None,
-            cache_salt=asked.cache_salt,
-            top_k=asked.top_k,
-            min_p=asked.min_p,
-            min_tokens=asked.min_tokens,
-            logit_bias=tuple(zip(biased, asked.logit_bias.values(), strict=True)),
-            repetition_penalty=asked.repetition_penalty,
-            presence_penalty=asked.presence_penalty,
-            frequency_penalty=asked.frequency_penalty,
+            cache_salt=request.cache_salt,
+            top_k=request.top_k,
+            min_p=request.min_p,
+            min_tokens=request.min_tokens,
+            logit_bias=tuple(zip(biased, request.logit_bias.values(), strict=True)),
+            repetition_penalty=request.repetition_penalty,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
         )
         session = self._server.submit(
-            ids, sampling, asked.upgrade, events=self._inbox.slot(number), variant=self._variant
+            ids, sampling, request.upgrade, events=self._inbox.slot(number), variant=self._variant
         )
-        told = {"least": asked.min_tokens, "echo": echo, "judged": top_count is not None, "scored": asked.most_new == 0}
-        self._choices.append(AnswerChoice(number, self._vocabulary, ids, session, ends=ends, stops=asked.stop, **told))
+        scoring = {
+            "least": request.min_tokens,
+            "echo": echo,
+            "judged": top_count is not None,
+            "scored": request.most_new == 0,
+        }
+        self._choices.append(
+            AnswerChoice(number, self._vocabulary, ids, session, stop_ids=stop_ids, stops=request.stop, **scoring)
+        )
         if self._closed:
             session.cancel()
 
     def _prompts(self) -> list[tuple[list[int], str]]:
         """The ids of each prompt, and its text where it is to be said first."""
-        asked, vocabulary = self.asked, self._vocabulary
-        if isinstance(asked, ChatRequest):
-            return [(self._chat_ids(asked), "")]
-        assert isinstance(asked, CompletionRequest)
+        request, vocabulary = self.asked, self._vocabulary
+        if isinstance(request, ChatRequest):
+            return [(self._chat_ids(request), "")]
+        assert isinstance(request, CompletionRequest)
         most = self._server.limits.max_sessions
-        if len(asked.prompt) * asked.n > most:
-            raise RequestError(f"prompt: {len(asked.prompt)} with n={asked.n} are more answers than the {most} served")
-        read = [vocabulary.prompt_ids(prompt) for prompt in asked.prompt]
-        if not asked.echo:
+        if len(request.prompt) * request.n > most:
+            raise RequestError(
+                f"prompt: {len(request.prompt)} with n={request.n} are more answers than the {most} served"
+            )
+        read = [vocabulary.prompt_ids(prompt) for prompt in request.prompt]
+        if not request.echo:
             return [(ids, "") for ids in read]
         tokenizer = vocabulary.tokenizer
-        texts = [p if isinstance(p, str) else tokenizer.decode(p, skip_special_tokens=False) for p in asked.prompt]
+        texts = [p if isinstance(p, str) else tokenizer.decode(p, skip_special_tokens=False) for p in request.prompt]
         return list(zip(read, texts, strict=True))
 
-    def _chat_ids(self, asked: ChatRequest) -> list[int]:
+    def _chat_ids(self, request: ChatRequest) -> list[int]:
         """Raises RequestError for turns of a rare role that the model's template leaves out without a word."""
-        turns, vocabulary = [vars(message) for message in asked.messages], self._vocabulary
-        text = vocabulary.chat_text(turns, asked.chat_template_kwargs)
+        turns, vocabulary = [vars(message) for message in request.messages], self._vocabulary
+        text = vocabulary.chat_text(turns, request.chat_template_kwargs)
         first = {turn["role"]: number for number, turn in reversed(list(enumerate(turns)))}
         for role in sorted(
             first.keys() - _USUAL
         ):  # its turns together: one by one they take the square of their number
-            if self._text_without(role, turns, asked) == text:
+            if self._text_without(role, turns, request) == text:
                 raise RequestError(
                     f"messages[{first[role]}].role: this model's chat template leaves out what {role!r} says; "
                     "say it as 'system' or 'user'"
                 )
         return vocabulary.prompt_ids(text, special=False)
 
-    def _text_without(self, role: str, turns: list[dict[str, Any]], asked: ChatRequest) -> str | None:
-        """What the template makes of the turns of others; None where it refuses to."""
+    def _text_without(self, role: str, turns: list[dict[str, Any]], request: ChatRequest) -> str | None:
+        """Return the template's text of the turns of other roles; None where it refuses to."""
         others = [turn for turn in turns if turn["role"] != role]
         try:
-            return self._vocabulary.chat_text(others, asked.chat_template_kwargs)
+            return self._vocabulary.chat_text(others, request.chat_template_kwargs)
         except RequestError:
             return None
 
     def _most(self, prompt_tokens: int) -> int:
         """Tokens to say at most: what was asked for, or as OpenAI has it, 16 of a completion and of a chat all there is
         room for. The engine says 1 at least."""
-        asked, limits = self.asked, self._server.limits
-        if asked.most_new is not None:
-            return max(1, asked.most_new)
+        request, limits = self.asked, self._server.limits
+        if request.most_new is not None:
+            return max(1, request.most_new)
         room = min(limits.max_new_tokens, min(limits.longest, self._vocabulary.context) - prompt_tokens)
-        return max(1, room if isinstance(asked, ChatRequest) else min(max(16, asked.min_tokens), room))
+        return max(1, room if isinstance(request, ChatRequest) else min(max(16, request.min_tokens), room))
 
     def _hear(self, choice: AnswerChoice, at_s: float) -> None:
         before = self._heard_s.get(choice.index)

@@ -56,14 +56,15 @@ class ShutdownGate:
         self.closed = True
 
     def check(self) -> None:
-        """Raises ClosedError once they are closed."""
+        """Raise ClosedError once the gate is closed."""
         if self.closed:
             raise ClosedError("the service is shutting down and takes nothing new; ask it again when it is back")
 
     def wait(self, grace_s: float) -> None:
         """Wait until nobody is inside, at most ``grace_s`` seconds; a thread that has nothing else to do calls this.
 
-        Who has connected and sent may not have been read yet, and is told that the service ends: it waits for them.
+        A client that has connected and sent may not have been read yet, and is told that the service ends: this waits
+        for such clients.
         """
         time.sleep(2 * _POLL_S)
         until = time.monotonic() + grace_s
@@ -117,8 +118,8 @@ class AuthMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI calls this for every connection; a request that is not let in is refused before ``app`` sees it."""
         if scope["type"] == "http" and head_bytes(scope) > MOST_HEAD_BYTES:
-            told = f"the head of the request is longer than {MOST_HEAD_BYTES:,} bytes; send less in it"
-            await refusing(HTTPException(431, told))(scope, receive, send)
+            refusal = f"the head of the request is longer than {MOST_HEAD_BYTES:,} bytes; send less in it"
+            await refusing(HTTPException(431, refusal))(scope, receive, send)
             return
         if scope["type"] == "http" and (error := self._odd(scope, Headers(scope=scope))):
             await refusing(error)(scope, receive, send)
@@ -135,8 +136,10 @@ class AuthMiddleware:
         if foreign and scope["method"] not in ("GET", "HEAD"):
             return HTTPException(403, "pages of another origin are not answered")
         if self._key is not None and path.startswith(_GUARDED) and not self._is_key(headers.get("authorization", "")):
-            told = {"WWW-Authenticate": "Bearer"}
-            return HTTPException(401, "the API key is missing or wrong; send Authorization: Bearer KEY", headers=told)
+            extra_headers = {"WWW-Authenticate": "Bearer"}
+            return HTTPException(
+                401, "the API key is missing or wrong; send Authorization: Bearer KEY", headers=extra_headers
+            )
         return None
 
     def _is_key(self, given: str) -> bool:
@@ -145,7 +148,7 @@ class AuthMiddleware:
 
 
 def _is_by_https(site: str | None, origin: str | None) -> bool:
-    """Whether a browser says that its user, or a page of the same origin, asks, and asks by https."""
+    """Return whether a browser says that its user, or a page of the same origin, asks, and asks by https."""
     return site in ("same-origin", "none") and (origin is None or urlsplit(origin).scheme == "https")
 
 
@@ -207,27 +210,27 @@ class Replica:
         self.gate, self.unread = ShutdownGate(), Unread()
 
     def begin(self) -> None:
-        """The event loop runs."""
+        """Note that the event loop runs, over which tokens reach the requests."""
         self._bridge = LoopBridge()
 
     async def completions(self, request: Request) -> Response:
-        """Answer POST /v1/completions."""
+        """Answer POST /v1/completions, whole or as a stream."""
         return await self._answered(request, CompletionRequest, response_bodies.Completion)
 
     async def chat(self, request: Request) -> Response:
-        """Answer POST /v1/chat/completions."""
+        """Answer POST /v1/chat/completions, whole or as a stream."""
         return await self._answered(request, ChatRequest, response_bodies.Chat)
 
     async def tokenize(self, request: Request) -> Response:
         """Answer POST /tokenize."""
-        asked, ids = await asyncio.to_thread(tokenized, self._vocabulary, await self._body(request))
-        longest = self._described(self._named(asked.model))["max_model_len"]
+        parsed, ids = await asyncio.to_thread(tokenized, self._vocabulary, await self._body(request))
+        longest = self._described(self._named(parsed.model))["max_model_len"]
         return JSONResponse({"count": len(ids), "max_model_len": longest, "tokens": ids})
 
     async def detokenize(self, request: Request) -> Response:
         """Answer POST /detokenize."""
-        asked, text = await asyncio.to_thread(detokenized, self._vocabulary, await self._body(request))
-        self._named(asked.model)
+        parsed, text = await asyncio.to_thread(detokenized, self._vocabulary, await self._body(request))
+        self._named(parsed.model)
         return JSONResponse({"prompt": text})
 
     async def version(self, request: Request) -> Response:
@@ -235,11 +238,11 @@ class Replica:
         return JSONResponse({"version": __version__})
 
     async def models(self, request: Request) -> Response:
-        """Answer GET /v1/models."""
+        """Answer GET /v1/models with the model and its variants."""
         return JSONResponse({"object": "list", "data": [self._described(name) for name in self._variants]})
 
     async def model(self, request: Request) -> Response:
-        """Answer GET /v1/models/NAME."""
+        """Answer GET /v1/models/NAME. Raises HTTPException for a model that is not served."""
         return JSONResponse(self._described(self._named(request.path_params["name"])))
 
     async def health(self, request: Request) -> Response:
@@ -263,7 +266,7 @@ class Replica:
         return JSONResponse(swarm_status)
 
     async def metrics(self, request: Request) -> Response:
-        """GET /metrics, for Prometheus."""
+        """Answer GET /metrics, for Prometheus."""
         return Response(self._metrics.page(), media_type=self._metrics.content_type)
 
     async def page(self, request: Request) -> Response:
@@ -277,22 +280,22 @@ class Replica:
         inbox, headers = Inbox(self._bridge), {"X-Replica": self._name}
         answer, metrics = None, self._metrics.of[self._named(None)]
         try:
-            asked = parse_request(kind, await self._body(request))
-            model = self._named(asked.model)
+            parsed = parse_request(kind, await self._body(request))
+            model = self._named(parsed.model)
             metrics = self._metrics.of[model]
             # The gate was open when the request arrived, and may have been closed while its body was read.
             self.gate.check()
-            if asked.n > self._config.max_choices:
-                raise RequestError(f"n: {asked.n} answers, and the limit is {self._config.max_choices}")
-            answer = Answers(self._server, self._vocabulary, asked, inbox, metrics, self._variants[model])
+            if parsed.n > self._config.max_choices:
+                raise RequestError(f"n: {parsed.n} answers, and the limit is {self._config.max_choices}")
+            answer = Answers(self._server, self._vocabulary, parsed, inbox, metrics, self._variants[model])
             await asyncio.to_thread(answer.begin)
-            said = reply.new(model)
+            body = reply.new(model)
             with leaving(request, inbox):
-                if asked.stream:
+                if parsed.stream:
                     deltas = answer.batches()
                     first = await anext(deltas)
-                    return Streamed(request, inbox, answer, (first, deltas), said, metrics, headers)
-                response = await whole(answer, said, headers)
+                    return Streamed(request, inbox, answer, (first, deltas), body, metrics, headers)
+                response = await whole(answer, body, headers)
             _close(answer, metrics.requests["answered"])
             return response
         except (ClientGone, ClientDisconnect):

@@ -37,17 +37,17 @@ class Offsets:
 
     def take(self, spelt: bytes) -> int:
         """The place of the character that the first of these bytes belongs to."""
-        place = self._whole
+        offset = self._whole
         for number in range(len(spelt)):
             self._whole += len(self._decoder.decode(spelt[number : number + 1]))
             if number == 0:
                 within = bool(self._decoder.getstate()[0])
-                place = self._whole if within else self._whole - 1
-        return place
+                offset = self._whole if within else self._whole - 1
+        return offset
 
 
 def after(spelling: Spelling, prompt_ids: Sequence[int], begin: int) -> Offsets:
-    """What counts the text behind a prompt, which starts at ``begin``: the prompt may end within a character."""
+    """Return the counter of the text behind a prompt, from ``begin`` on: the prompt may end within a character."""
     tail = [i for i in prompt_ids[spelling.settled(prompt_ids) :][-LAST:] if not spelling.special(i)]
     return Offsets(begin, b"".join(map(spelling.spelt, tail)))
 
@@ -70,25 +70,25 @@ def of_prompt(tokenizer: Tokenizer, spelling: Spelling, prompt_ids: Sequence[int
     the text (by a normal form), its own record says where each token came from; bytes that are no text are counted.
     """
     spelt = [spelling.spelt(token_id) for token_id in prompt_ids]
-    raw, at, places = text.encode(), 0, []
+    raw, offset, places = text.encode(), 0, []
     character = _characters(raw)
-    for token_id, own in zip(prompt_ids, spelt, strict=True):
-        if at == 0 and not raw.startswith(own):
-            own = own.removeprefix(b" ")  # which such tokenizers add to a text, and take away again
-        if not raw.startswith(own, at):
+    for token_id, token_bytes in zip(prompt_ids, spelt, strict=True):
+        if offset == 0 and not raw.startswith(token_bytes):
+            token_bytes = token_bytes.removeprefix(b" ")  # which such tokenizers add to a text, and take away again
+        if not raw.startswith(token_bytes, offset):
             if not spelling.special(token_id):
                 break
-            own = b""
-        places.append(character[at])
-        at += len(own)
-    if len(places) == len(prompt_ids) and at == len(raw):
+            token_bytes = b""
+        places.append(character[offset])
+        offset += len(token_bytes)
+    if len(places) == len(prompt_ids) and offset == len(raw):
         return places
     read = tokenizer.encode(text)
     if read.ids == list(prompt_ids):
         begins = [begin for begin, _ in read.offsets]
     else:
         counted = Offsets()
-        begins = [counted.take(own) for own in spelt]
+        begins = [counted.take(token_bytes) for token_bytes in spelt]
     return [min(max(begins[: number + 1]), len(text)) for number in range(len(begins))]
 
 
@@ -114,9 +114,9 @@ def _cut_within(tokens: Sequence[AnswerToken], text: str) -> list[AnswerToken]:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """What one token adds to ``choice``: ``text``, perhaps "", and the ``stage`` that computed it.
+    """The addition of one token to ``choice``: ``text``, perhaps "", and the ``stage`` that computed it.
 
-    The last piece stands for no token: it brings the text that was held back, and ``finish_reason``. ``said`` are
+    The last piece stands for no token: it brings the text that was held back, and ``finish_reason``. ``logprobs`` are
     the likelihoods of tokens whose text has begun by now, None where there are none.
     """
 
@@ -142,7 +142,7 @@ class AnswerChoice:
         prompt_ids: Sequence[int],
         session: Stream,
         *,
-        ends: Collection[int],
+        stop_ids: Collection[int],
         stops: Sequence[str],
         least: int = 0,
         echo: str = "",
@@ -152,7 +152,7 @@ class AnswerChoice:
         self.index, self.session = index, session
         self.tokens, self.finished, self.scored = 0, False, scored
         self._vocabulary, self._prompt_ids, self._echo, self._judged = vocabulary, prompt_ids, echo, judged
-        self._ends, self._least, self._begun = ends, least, False
+        self._ends, self._least, self._begun = stop_ids, least, False
         self._text = TextStream(vocabulary.tokenizer, prompt_ids)
         self._stops, self._marks = stop_filter(vocabulary.spelling, stops)
         self._places = after(vocabulary.spelling, prompt_ids, len(echo))
@@ -185,7 +185,7 @@ class AnswerChoice:
         return deltas
 
     def end(self) -> list[TextDelta]:
-        """The engine has no more tokens."""
+        """End the choice, as the engine has no more tokens; return its last piece, if it is not out yet."""
         return [] if self.finished else [self._last("length")]
 
     def _last(self, reason: Literal["stop", "length"]) -> TextDelta:
@@ -194,14 +194,20 @@ class AnswerChoice:
         return self._delta(rest, "stop" if self._stops.stopped else reason)
 
     def _delta(self, text: str, reason: Literal["stop", "length"] | None = None) -> TextDelta:
-        """With the likelihoods of the tokens whose text has begun, and at the end of all but those behind a stop."""
+        """Return ``text`` with the likelihoods of the tokens whose text has begun, and at the end of all but those
+        behind a stop."""
         self._shown += len(text)
         if reason is not None and not self._stops.stopped:
-            ready, self._waiting = [one._replace(offset=min(one.offset, self._shown)) for one in self._waiting], []
+            ready, self._waiting = (
+                [token._replace(offset=min(token.offset, self._shown)) for token in self._waiting],
+                [],
+            )
             if text.endswith(INCOMPLETE):
                 ready = _cut_within(ready, text)
         else:
-            count = next((n for n, one in enumerate(self._waiting) if one.offset >= self._shown), len(self._waiting))
+            count = next(
+                (n for n, token in enumerate(self._waiting) if token.offset >= self._shown), len(self._waiting)
+            )
             ready, self._waiting = self._waiting[:count], self._waiting[count:]
         return TextDelta(self.index, text, self._stage, reason, ready if ready else None)
 

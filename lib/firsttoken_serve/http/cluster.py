@@ -64,11 +64,11 @@ def replicas(config: ServiceConfig, broken: Callable[[FirstTokenError], None] = 
         start_node(ray, max(usable, config.replicas))
     else:
         join(ray, config.cluster)
-    with ExitStack() as ends:
-        ends.callback(ray.shutdown)
+    with ExitStack() as exits:
+        exits.callback(ray.shutdown)
         try:
             _start(serve, config)
-            ends.callback(_stop, ray, serve, config)  # also what was interrupted before it had started
+            exits.callback(_stop, ray, serve, config)  # also what was interrupted before it had started
             serve.run(_application(config, usable, serve), name="firsttoken")
         except (RuntimeError, TimeoutError) as error:
             cause = getattr(error, "cause", None) or error  # Ray's own text is a traceback of another process
@@ -109,7 +109,7 @@ def _stop(ray: ModuleType, serve: ModuleType, config: ServiceConfig) -> None:
 @contextmanager
 def _watched(config: ServiceConfig, broken: Callable[[FirstTokenError], None]) -> Iterator[None]:
     """Replicas have no terminal: for the time of the block a thread asks them how they are."""
-    ended, said = threading.Event(), dict[str, str | None]()
+    ended, states = threading.Event(), dict[str, str | None]()
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
     url = f"{replace(config, host=host).url}/stage"
 
@@ -119,9 +119,9 @@ def _watched(config: ServiceConfig, broken: Callable[[FirstTokenError], None]) -
                 with urllib.request.urlopen(url, timeout=_ANSWER_S) as answer:
                     status = json.load(answer)
                 name, fault = status["replica"], status["error"]
-                if fault and fault != said.get(name):
+                if fault and fault != states.get(name):
                     print(f"firsttoken: replica {name}: {fault}", file=sys.stderr, flush=True)
-                said[name] = fault
+                states[name] = fault
                 if status["state"] == "failed":
                     broken(StageError(fault))
                     return
@@ -172,10 +172,10 @@ def check_address(config: ServiceConfig) -> None:
     """Raises StageError where Ray Serve runs already and answers at another address: it has one for all it serves."""
     from ray.serve.context import _get_global_client
 
-    there = _get_global_client().http_config
-    if (there.host, there.port) != (config.host, config.port):
+    running = _get_global_client().http_config
+    if (running.host, running.port) != (config.host, config.port):
         raise StageError(
-            f"serve: Ray Serve runs in this cluster already, and answers at {there.host}:{there.port}; end what it "
+            f"serve: Ray Serve runs in this cluster already, and answers at {running.host}:{running.port}; end what it "
             "serves there, or take another cluster"
         )
 

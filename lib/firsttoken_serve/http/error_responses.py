@@ -51,7 +51,7 @@ async def refuse(request: Request, error: Exception) -> Response:
 
 
 def refusing(error: Exception) -> JSONResponse:
-    """What ``error`` is answered with: its status, its own headers (such as Allow), and its body."""
+    """Return the response to ``error``: its status, its own headers (such as Allow), and its body."""
     status, body = refusal(error)
     headers = dict(getattr(error, "headers", None) or {})
     if status == 429 or isinstance(error, ClosedError):

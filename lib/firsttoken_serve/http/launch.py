@@ -159,7 +159,7 @@ def _announce(config: ServiceConfig) -> None:
 
 
 def _runs_by_kernels(config: ServiceConfig) -> bool:
-    """Whether the layers of its model are run by the kernels, as far as can be told without torch."""
+    """Return whether the layers of the service's model are run by the kernels, as far as can be told without torch."""
     with suppress(FirstTokenError, OtherWay):
         if kernels_multiply() and config.device == "cpu" and registered(BEFORE_TORCH):
             return extension(BEFORE_TORCH, "config")(config.folder) is not None
@@ -176,9 +176,9 @@ def _restored(handlers: Mapping[int, Any]) -> Iterator[None]:
 
 
 def _first(ended: SimpleQueue[FirstTokenError | None]) -> FirstTokenError | None:
-    """What is put there first. Python runs the handler of a signal when its main thread next runs: one that another
-    thread took, or that came as the wait began, was never answered by a wait without an end (1 of 15 ends under load).
-    """
+    """Return the first item of the queue. Python runs the handler of a signal when its main thread next runs: one that
+    another thread took, or that came as the wait began, was never answered by a wait without an end (1 of 15 ends under
+    load)."""
     while True:
         with suppress(Empty):
             return ended.get(timeout=POLL_S)

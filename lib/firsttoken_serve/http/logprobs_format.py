@@ -47,22 +47,22 @@ def as_completion(tokens: Sequence[AnswerToken]) -> Json:
     Where a token has no likeliest ones, the token itself is named.
     """
     return {
-        "tokens": [one.token.name for one in tokens],
-        "token_logprobs": [one.token.logprob for one in tokens],
+        "tokens": [shown.token.name for shown in tokens],
+        "token_logprobs": [shown.token.logprob for shown in tokens],
         "top_logprobs": [
             None
-            if one.token.logprob is None
-            else {other.name: other.logprob for other in one.top_logprobs or (one.token,)}
-            for one in tokens
+            if shown.token.logprob is None
+            else {other.name: other.logprob for other in shown.top_logprobs or (shown.token,)}
+            for shown in tokens
         ],
-        "text_offset": [one.offset for one in tokens],
+        "text_offset": [shown.offset for shown in tokens],
     }
 
 
 def as_chat(tokens: Sequence[AnswerToken]) -> Json:
     """Return the logprobs of /v1/chat/completions: one entry a token; their bytes, joined, are what was said."""
     return {
-        "content": [_entry(one.token) | {"top_logprobs": [*map(_entry, one.top_logprobs)]} for one in tokens],
+        "content": [_entry(shown.token) | {"top_logprobs": [*map(_entry, shown.top_logprobs)]} for shown in tokens],
         "refusal": None,
     }
 
@@ -72,5 +72,5 @@ def _named(spelling: Spelling, token_id: int, name: str, logprob: float | None) 
     return TokenText(name, shown, None if logprob is None else max(logprob, LEAST))
 
 
-def _entry(one: TokenText) -> Json:
-    return {"token": one.name, "logprob": one.logprob, "bytes": list(one.spelt)}
+def _entry(token: TokenText) -> Json:
+    return {"token": token.name, "logprob": token.logprob, "bytes": list(token.spelt)}

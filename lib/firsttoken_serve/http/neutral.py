@@ -113,31 +113,32 @@ OF_THE_CLIENT = _table(
 OF_AN_ANSWER = _table((_NONE, "id annotations citations provider_specific_fields cache_control")).keys()
 
 
-def request_table(content: dict[str, Any], own: Table) -> Table:
-    """What a request may say, where it is a matter of what else the same request says, too; ``own`` is of its kind."""
+def request_table(content: dict[str, Any], fields: Table) -> Table:
+    """Return the values that a request's fields may have, where they depend on its other fields, too; ``own`` are those
+    of its kind."""
     greedy = same(content.get("temperature"), 0)
     hanging = {"best_of": (1, content.get("n", 1)), "do_sample": (not greedy,)}
     numbers = {field: (*DRAWS[field], content[field]) for field in DRAWS if greedy and _is_number(content.get(field))}
-    return REQUEST | DRAWS | hanging | numbers | own
+    return REQUEST | DRAWS | hanging | numbers | fields
 
 
-def take_neutral(content: dict[str, Any], table: Table, passed: Collection[str], where: str = "") -> None:
+def take_neutral(content: dict[str, Any], table: Table, passed: Collection[str], prefix: str = "") -> None:
     """Take out of an object of a body what only says what is done anyway, and what is ``passed`` over.
 
-    Raises RequestError where a field of ``table`` says something else; ``where`` stands before its name. What is in
+    Raises RequestError where a field of ``table`` says something else; ``prefix`` stands before its name. What is in
     neither is left there.
     """
     for field in [field for field in content if field in passed or field in table]:
-        said = content.pop(field)
-        if field not in passed and not any(same(said, value) for value in table[field]):
+        content_value = content.pop(field)
+        if field not in passed and not any(same(content_value, value) for value in table[field]):
             only = " or ".join(dict.fromkeys(map(json.dumps, table[field])))
-            told = f"only {only} is served" if only else "it is not served"
-            raise RequestError(f"{where}{field}: {told}; leave it out")
+            reason = f"only {only} is served" if only else "it is not served"
+            raise RequestError(f"{prefix}{field}: {reason}; leave it out")
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two values of JSON are the same: 1 and 1.0 are, and true is no number."""
-    return isinstance(one, bool) == isinstance(other, bool) and one == other
+def same(value: Any, other: Any) -> bool:
+    """Return whether two values of JSON are the same: 1 and 1.0 are, and true is no number."""
+    return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
 def without_nulls(value: Any) -> Any:

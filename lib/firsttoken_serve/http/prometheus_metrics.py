@@ -39,15 +39,15 @@ class Metrics:
     def __init__(self, stats: Callable[[], EngineStats], stage: Callable[[], int], models: Iterable[str]) -> None:
         self._registry = registry = CollectorRegistry()
         registry.register(_Now(stats, stage))
-        told = "Requests by outcome: answered, cancelled (the client went), refused, failed"
-        requests = Counter("firsttoken_requests", told, ["model", "outcome"], registry=registry)
+        help_text = "Requests by outcome: answered, cancelled (the client went), refused, failed"
+        requests = Counter("firsttoken_requests", help_text, ["model", "outcome"], registry=registry)
         families: list[Any] = [
-            Counter(f"firsttoken_{name}", told, ["model"], registry=registry)
-            for name, told in (("prompt_tokens", "Tokens of prompts"), ("generated_tokens", "Tokens said"))
+            Counter(f"firsttoken_{name}", help_text, ["model"], registry=registry)
+            for name, help_text in (("prompt_tokens", "Tokens of prompts"), ("generated_tokens", "Tokens said"))
         ]
         families += [
-            Histogram(f"firsttoken_{name}_seconds", told, ["model"], buckets=buckets, registry=registry)
-            for name, told, buckets in (
+            Histogram(f"firsttoken_{name}_seconds", help_text, ["model"], buckets=buckets, registry=registry)
+            for name, help_text, buckets in (
                 ("queue_time", "From the request's arrival to the first step that it is in", _FIRST_S),
                 ("time_to_first_token", "From the request's arrival to its first token", _FIRST_S),
                 ("time_between_tokens", "Between two tokens of one answer", _BETWEEN_S),
@@ -63,12 +63,12 @@ class Metrics:
         }
 
     def page(self) -> bytes:
-        """Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 class _Now:
-    """What is not counted but looked at."""
+    """Gauges of the engine, which are read when somebody looks and not counted."""
 
     def __init__(self, stats: Callable[[], EngineStats], stage: Callable[[], int]) -> None:
         self._stats, self._stage = stats, stage

@@ -47,35 +47,35 @@ class ChatMessage:
     reasoning_content: str | None = None
 
 
-def as_message(turn: Any, where: str) -> Any:
-    """The fields of a turn that is named ``where``, less what only describes an answer, each part as a text.
+def as_message(turn: Any, path: str) -> Any:
+    """The fields of a turn that is named ``path``, less what only describes an answer, each part as a text.
 
     Raises RequestError for what would change the prompt and is not served, and for a part that is no text.
     """
     if not isinstance(turn, dict):
         return turn
     message = dict(turn)
-    take_neutral(message, MESSAGE, OF_AN_ANSWER, f"{where}.")
+    take_neutral(message, MESSAGE, OF_AN_ANSWER, f"{path}.")
     if message.get("role") == "assistant":
         message.setdefault("content", "")
     if isinstance(message.get("content"), list):
         parts = enumerate(message["content"])
-        texts = [_text(part, f"{where}.content[{number}]") for number, part in parts]
+        texts = [_text(part, f"{path}.content[{number}]") for number, part in parts]
         several = [{"type": "text", "text": text} for text in texts]
         message["content"] = several if len(texts) > 1 else "".join(texts)
     return message
 
 
-def _text(part: Any, where: str) -> str:
+def _text(part: Any, path: str) -> str:
     if not isinstance(part, dict):
-        raise RequestError(f"{where}: a part is an object with its type and its text")
+        raise RequestError(f"{path}: a part is an object with its type and its text")
     if part.get("type") not in _TEXT:
-        raise RequestError(f"{where}.type: {str(part.get('type'))[:40]!r} is not served; send 'text'")
+        raise RequestError(f"{path}.type: {str(part.get('type'))[:40]!r} is not served; send 'text'")
     unknown = [field for field in part if field not in ("type", "text", *OF_AN_ANSWER)]
     if unknown:
-        raise RequestError(f"{where}.{unknown[0][:40]}: unknown key; known: type, text")
+        raise RequestError(f"{path}.{unknown[0][:40]}: unknown key; known: type, text")
     if not isinstance(part.get("text"), str):
-        raise RequestError(f"{where}.text: a part of text has one")
+        raise RequestError(f"{path}.text: a part of text has one")
     return part["text"]
 
 
@@ -133,7 +133,7 @@ class StreamOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedRequest:
-    """What both kinds of request share. ``model`` is the served one's name or left out.
+    """The fields that both kinds of request share. ``model`` is the served one's name or left out.
 
     ``temperature`` 0 is greedy, and 1 the default, as with OpenAI; without a ``seed`` each answer draws one of its own.
     With ``ignore_eos`` no token ends an answer but those of ``stop_token_ids``, and before it has ``min_tokens`` none
@@ -184,7 +184,7 @@ class ServedRequest:
 
     @property
     def top_count(self) -> int | None:
-        """How many of the likeliest tokens to name with each; None: no logarithms at all."""
+        """Return the number of likeliest tokens to name with each; None: no logarithms at all."""
         raise NotImplementedError
 
     def check(self) -> None:
@@ -221,7 +221,7 @@ class CompletionRequest(ServedRequest):
             return content
         value = content["prompt"]
         prompts = [value] if isinstance(value, str) or _are_ids(value) else value
-        texts = isinstance(prompts, list) and all(isinstance(one, str) for one in prompts)
+        texts = isinstance(prompts, list) and all(isinstance(prompt, str) for prompt in prompts)
         if not (texts or (isinstance(prompts, list) and all(map(_are_ids, prompts)))):
             raise RequestError("prompt: expected a text, a list of token ids, or a list of texts or of such lists")
         if not prompts:
@@ -316,17 +316,17 @@ def parse_request(kind: type[Kind], body: bytes) -> Kind:
     content = without_nulls(content)
     take_neutral(content, request_table(content, kind.neutral), OF_THE_CLIENT)
     try:
-        asked = shaped(kind, kind.prepared(content))
+        parsed = shaped(kind, kind.prepared(content))
     except Damaged as error:
         raise RequestError(_KEY.sub(_named_first, str(error))) from error
-    asked.check()
-    return asked
+    parsed.check()
+    return parsed
 
 
-def _named_first(found: re.Match[str]) -> str:
+def _named_first(match: re.Match[str]) -> str:
     """Begin a message with the field's name, which clients read from there."""
-    place, what, name = found.groups()
-    return f"{place}.{name}: {what} key" if place else f"{name}: {what} key"
+    path, fault, name = match.groups()
+    return f"{path}.{name}: {fault} key" if path else f"{name}: {fault} key"
 
 
 def _are_ids(value: Any) -> bool:

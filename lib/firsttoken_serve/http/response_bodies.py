@@ -19,7 +19,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Reply:
-    """How one request's answers are said; ``identity`` and ``created`` (s since the epoch) are those of all chunks."""
+    """The form of one request's answers; ``identity`` and ``created`` (s since the epoch) are those of all chunks."""
 
     model: str
     identity: str
@@ -46,15 +46,15 @@ class Reply:
         }
 
     def answer(self, index: int, text: str, finish_reason: str | None, logprobs: Sequence[AnswerToken] | None) -> Json:
-        """One choice, whole; ``said`` None where nobody asked for likelihoods."""
+        """Return one whole choice; ``logprobs`` is None where nobody asked for likelihoods."""
         raise NotImplementedError
 
     def delta(self, index: int, text: str, finish_reason: str | None, logprobs: Sequence[AnswerToken] | None) -> Json:
-        """A part of a choice."""
+        """Return a part of a choice."""
         raise NotImplementedError
 
     def role_delta(self, index: int) -> Json | None:
-        """What comes before the first part of a choice."""
+        """Return the chunk before the first part of a choice, None where there is none."""
         return None
 
 
@@ -72,7 +72,7 @@ class Completion(Reply):
 
 
 class Chat(Reply):
-    """The bodies of /v1/chat/completions."""
+    """The bodies of /v1/chat/completions, whose first chunk names the role."""
 
     whole, chunk = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"

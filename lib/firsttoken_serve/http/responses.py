@@ -69,8 +69,8 @@ class Streamed(Response):
         metrics: ModelMetrics,
         headers: dict[str, str],
     ) -> None:
-        told = headers | {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(headers=told, media_type="text/event-stream")
+        stream_headers = headers | {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers=stream_headers, media_type="text/event-stream")
         del self.headers["content-length"]
         self._request, self._inbox, self._answer, self._reply, self._metrics = request, inbox, answer, reply, metrics
         self._first, self._deltas = deltas

@@ -45,7 +45,8 @@ class LoopBridge:
 
 
 class Inbox:
-    """What came for one request: (choice, its token or error, None at the end) in order; or its client has gone."""
+    """The queue of one request: (choice, its token or error, None at the end) in order; or the news that its client has
+    gone."""
 
     def __init__(self, bridge: LoopBridge) -> None:
         self._bridge = bridge
@@ -58,12 +59,12 @@ class Inbox:
         return Slot(self._bridge, self, choice)
 
     def take(self, choice: int, item: Item) -> None:
-        """Called on the loop."""
+        """Add ``item`` of ``choice``, and wake the reader; called on the loop."""
         self._items.append((choice, item))
         self._wake()
 
     def leave(self) -> None:
-        """The client has gone; called on the loop."""
+        """Note that the client has gone; called on the loop."""
         self._gone = True
         self._wake()
 

@@ -41,8 +41,8 @@ class Unread:
     def take(self, count: int) -> None:
         """Hold ``count`` bytes more. Raises HTTPException (503) where that is more than all may hold."""
         if self.held + count > self.most:
-            told = f"requests that have not ended hold {self.held >> 20} MiB, and no more is taken; send it again"
-            raise HTTPException(503, told, headers={"Retry-After": str(RETRY_S), "Connection": "close"})
+            refusal = f"requests that have not ended hold {self.held >> 20} MiB, and no more is taken; send it again"
+            raise HTTPException(503, refusal, headers={"Retry-After": str(RETRY_S), "Connection": "close"})
         self.held += count
         self._peak = max(self._peak, self.held)
 
@@ -69,7 +69,8 @@ class Connections:
         self._most, self._open = most, dict[_Limited, None]()
 
     def enter(self, connection: _Limited) -> None:
-        """It waits for its client from now on; who is answered is never closed for it."""
+        """Note that ``connection`` waits for its client from now on. A connection that is being answered is never
+        closed for it."""
         self._open.pop(connection, None)
         if (excess := len(self._open) + 1 - self._most) > 0:
             for oldest in [other for other in self._open if other.waits][:excess]:
@@ -78,12 +79,13 @@ class Connections:
         self._open[connection] = None
 
     def leave(self, connection: _Limited) -> None:
-        """It has ended."""
+        """Note that ``connection`` has ended."""
         self._open.pop(connection, None)
 
 
 def most_connections() -> int:
-    """How many connections may be open: three quarters of the files that the process may, as the model has some too."""
+    """Return how many connections may be open: three quarters of the files that the process may, as the model has some
+    too."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if files == resource.RLIM_INFINITY else max(8, files - max(32, files // 4))
 
@@ -164,7 +166,7 @@ def _limited_h11(settings: dict[str, Any]) -> type[asyncio.Protocol]:
     class LimitedH11(_Limited, H11Protocol):
         @property
         def pipeline(self) -> bytes:
-            """What has come behind the request that is answered."""
+            """Return the bytes that have come behind the request that is answered."""
             return self.conn.trailing_data[0] if self.conn.their_state is h11.DONE else b""
 
         def pending(self) -> int:
@@ -186,12 +188,12 @@ class _Limited:
 
     @property
     def asked(self) -> bool:
-        """Whether a request is not yet answered."""
+        """Return whether a request is not yet answered."""
         return bool(self.pipeline) or (self.cycle is not None and not self.cycle.response_complete)
 
     @property
     def waits(self) -> bool:
-        """Whether the next that is to come is the client's, be it a head or the rest of a body."""
+        """Return whether the next bytes have to come from the client, be it a head or the rest of a body."""
         return not self.pipeline and (not self.asked or self.cycle.more_body)
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -250,7 +252,7 @@ class _Limited:
         self._late = late and asyncio.get_running_loop().call_later(seconds, late)
 
     def _account(self, now: int) -> None:
-        """``now`` bytes of a head are there."""
+        """Count ``now`` bytes of an unfinished head, and refuse one that is too long."""
         if now > MOST_HEAD_BYTES:
             self._refuse(431, f"the head of the request is longer than {MOST_HEAD_BYTES:,} bytes")
             now = 0
@@ -271,10 +273,10 @@ class _Limited:
         self._refuse(408, f"the head of the request did not end within {self.patience_s:g} s")
         self._account(0)
 
-    def _refuse(self, status: int, told: str) -> None:
+    def _refuse(self, status: int, reason: str) -> None:
         """Answer and close, once what is on its way has come."""
         self._refused = True
-        body = told.encode()
+        body = reason.encode()
         head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: text/plain; charset=utf-8\r\n"
         head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         transport: Any = self.transport

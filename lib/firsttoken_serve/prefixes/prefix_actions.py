@@ -51,15 +51,15 @@ class _NamedModel:
 
     def loaded(self) -> tuple[Any, ModelIdentity]:
         """The model, and who it is. Raises ModelError, and StageError for an adapter of another model."""
-        files, adapter, of = check_servable(self.folder), None, ""
+        files, adapter, adapter_sha256 = check_servable(self.folder), None, ""
         if self.adapter is not None:
             adapter = read_fitting("--adapter", self.adapter.name, self.adapter, files, "cpu")
-            of = combined_sha256([self.adapter / name for name in ADAPTER_FILES])
+            adapter_sha256 = combined_sha256([self.adapter / name for name in ADAPTER_FILES])
         dtype = dtypes.serving(dtypes.AUTO, getattr(torch, stored_dtype(self.folder)), "cpu")
-        found = load_model(str(self.folder), dtype=dtype)
+        model = load_model(str(self.folder), dtype=dtype)
         if adapter is not None:
-            found.model.model.layers = nn.ModuleList(adapted_layers(list(found.model.model.layers), adapter))
-        return found.model, identify(found.model, found.tokenizer, files.sha256, of)
+            model.model.model.layers = nn.ModuleList(adapted_layers(list(model.model.model.layers), adapter))
+        return model.model, identify(model.model, model.tokenizer, files.sha256, adapter_sha256)
 
 
 def _put(options: argparse.Namespace) -> None:
@@ -67,16 +67,18 @@ def _put(options: argparse.Namespace) -> None:
     check_servable(options.model)  # before a text is read for it
     tokens, (model, identity) = _tokens(options), named.loaded()
     profiled = read_profiles(options.store)
-    edges = {found.lo for (sender, _), found in profiled.items() if sender == identity.key and found.lo < found.hi}
+    edges = {
+        profile.lo for (sender, _), profile in profiled.items() if sender == identity.key and profile.lo < profile.hi
+    }
     edges.update(options.edge)
     owned = ModelIdentity(**identity.fields | {"owner": options.owner})
     store = KVStore(options.store, memory_bytes=0, disk_bytes=int(options.most_gb * 1e9))
     before = {file.entry.key for file in store.files}
     store.store(tokens, owned, full_prefill(model, Prefix.of([tokens]), edges - {0}))
-    kept = {file.entry.key: file for file in store.files}
+    stored = {file.entry.key: file for file in store.files}
     key = Entry(owned, token_bytes(tokens), ()).key
-    print(f"{key}: {len(tokens):,} tokens, {kept[key].nbytes / 1e6:.1f} MB, by {identity}{_of(options.owner)}")
-    for gone in sorted(before - kept.keys()):
+    print(f"{key}: {len(tokens):,} tokens, {stored[key].nbytes / 1e6:.1f} MB, by {identity}{_of(options.owner)}")
+    for gone in sorted(before - stored.keys()):
         print(f"{gone}: dropped to make room, as it was used least recently")
     if not any(sender == identity.key for sender, _ in profiled):
         print("only this model will take it: no pair is profiled in this store (`firsttoken prefix profile`)")
@@ -95,12 +97,12 @@ def _tokens(options: argparse.Namespace) -> list[int]:
     vocabulary = read_vocabulary(options.model, None)
     if not options.system:
         return vocabulary.prompt_ids(text)
-    chats = ([{"role": "system", "content": text}, {"role": "user", "content": said}] for said in ("a", "1"))
-    one, other = (vocabulary.chat_ids(chat) for chat in chats)
-    same = next((n for n, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
+    chats = ([{"role": "system", "content": text}, {"role": "user", "content": question}] for question in ("a", "1"))
+    ids, other = (vocabulary.chat_ids(chat) for chat in chats)
+    same = next((n for n, pair in enumerate(zip(ids, other, strict=False)) if pair[0] != pair[1]), len(ids))
     if not same:
         raise RequestError("prefix put: the model's chat template begins with the user; leave --system out")
-    return one[:same]
+    return ids[:same]
 
 
 def _profile(options: argparse.Namespace) -> None:
@@ -115,16 +117,16 @@ def _profile(options: argparse.Namespace) -> None:
     rows = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)][: options.items]
     if not rows:
         raise RequestError(f"{options.file} has {len(ids):,} tokens; a pair needs a text of {length:,} or more")
-    (one, whose), (other, reader) = sender.loaded(), receiver.loaded()
+    (sender_model, whose), (other, reader) = sender.loaded(), receiver.loaded()
     check_compatible(whose, reader)
     if whose == reader:
         raise RequestError(
             "prefix profile: sender and receiver are one model, which takes its own prefixes as they are"
         )
-    found = profile_pair(one, other, rows, options.most_lost)
-    keep_profile(options.store, whose, reader, found)
-    print(f"{reader} over what {whose} computed: {found}")
-    if len(found.group) == found.layers:
+    pair_profile = profile_pair(sender_model, other, rows, options.most_lost)
+    keep_profile(options.store, whose, reader, pair_profile)
+    print(f"{reader} over what {whose} computed: {pair_profile}")
+    if len(pair_profile.group) == pair_profile.layers:
         print("that is a prefill of its own, and nothing of this sender is taken; allow a larger --most-lost to")
 
 
@@ -137,8 +139,8 @@ def _list(options: argparse.Namespace) -> None:
             f"{entry.key}: {entry.length:,} tokens, {file.nbytes / 1e6:.1f} MB, by {entry.model.anybody}"
             f"{_of(entry.model.owner)}{edges}"
         )
-    for (sender, receiver), found in read_profiles(options.store).items():
-        print(f"{receiver} over what {sender} computed: {found}")
+    for (sender, receiver), pair_profile in read_profiles(options.store).items():
+        print(f"{receiver} over what {sender} computed: {pair_profile}")
 
 
 def _drop(options: argparse.Namespace) -> None:
@@ -162,24 +164,24 @@ def _pull(options: argparse.Namespace) -> None:
     most = int(options.most_gb * 1e9)
     while True:
         try:
-            copied, left = pull(peer, options.store, most)
+            copied, skipped = pull(peer, options.store, most)
         except LinkError as error:
             if options.every is None:
                 raise
-            copied, left = [], [f"{error}; it is tried again in {options.every:g} s"]
+            copied, skipped = [], [f"{error}; it is tried again in {options.every:g} s"]
         for offer in copied:
             print(f"{offer.key}: {offer.tokens:,} tokens, {offer.nbytes / 1e6:.1f} MB{_of(offer.owner)}", flush=True)
-        for reason in left:
+        for reason in skipped:
             print(f"firsttoken: {reason}", file=sys.stderr, flush=True)
         if options.every is None:
-            if left:
-                raise LinkError(f"{len(left)} of what {peer.address} offers was not copied, see above")
+            if skipped:
+                raise LinkError(f"{len(skipped)} of what {peer.address} offers was not copied, see above")
             return
         time.sleep(options.every)
 
 
 def _opened(folder: Path) -> KVStore:
-    """Raises CacheError for a folder that is not there: nothing is listed in a new one."""
+    """Open the store in ``folder``. Raises CacheError for one that is not there: nothing is listed in a new one."""
     if not folder.is_dir():
         raise CacheError(f"there is no folder {folder}; `firsttoken prefix put` makes it")
     return KVStore(folder, memory_bytes=0, disk_bytes=sys.maxsize)

@@ -35,17 +35,17 @@ class PrefixFinder:
         """The prefix for ``prompt``, of which at least one token is left to compute; None where nothing is stored."""
         if self._store.refresh():
             self._look()
-        context, most, found = prompt[:-1], 0, None
+        context, most, match = prompt[:-1], 0, None
         for sender, group in self._senders[variant] if context else ():
             tokens = self._store.match(context, sender, group.lo if group.needs_e_cache else None)
             if tokens > most:
-                most, found = tokens, (sender, group)
-        if found is None:
+                most, match = tokens, (sender, group)
+        if match is None:
             return None
-        receiver, (sender, group) = self._receivers[variant], found
-        known = {"sender": sender, "receiver": receiver, "group": group, "device": self._device}
+        receiver, (sender, group) = self._receivers[variant], match
+        labels = {"sender": sender, "receiver": receiver, "group": group, "device": self._device}
         try:
-            return StoredPrefix(self._store, prompt, link=Link(), **known)  # a thread reads it: no step waits
+            return StoredPrefix(self._store, prompt, link=Link(), **labels)  # a thread reads it: no step waits
         except FirstTokenError:  # it went since
             return None
 

@@ -97,10 +97,10 @@ class PrefixServer(LinkServer):
         owners = {""}
         if authorization:
             given = authorization.removeprefix("Bearer ").strip().encode()
-            mine = [name for name, token in self._readers.items() if hmac.compare_digest(token.encode(), given)]
-            if not mine:
+            readers = [name for name, token in self._readers.items() if hmac.compare_digest(token.encode(), given)]
+            if not readers:
                 raise LinkError("the token is none of a reader's")
-            owners.update(mine)
+            owners.update(readers)
         self.store.refresh()
         return {
             file.entry.key: (Offer(file.entry.key, model.key, model.owner, file.entry.length, file.nbytes), file.path)
@@ -119,7 +119,7 @@ class PrefixPeer:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def offers(self) -> list[Offer]:
-        """What may be read there. Raises LinkError where nobody answers, or with no such list."""
+        """Return the prefixes that may be read there. Raises LinkError where nobody answers, or with no such list."""
         with self._opened(LIST) as answer:
             body = answer.read(_MOST_LISTED + 1)
         try:
@@ -147,9 +147,9 @@ class PrefixPeer:
                 path.chmod(0o644)
                 path.replace(folder / path.name)
         except OSError as error:
-            if (told := refusal(error, folder)) is None:
+            if (reason := refusal(error, folder)) is None:
                 raise LinkError(f"prefix {offer.key} was not copied: {error}") from error
-            raise StorageError(told) from error
+            raise StorageError(reason) from error
         return offer.nbytes
 
     def _copy(self, offer: Offer, path: Path) -> None:
@@ -167,10 +167,10 @@ class PrefixPeer:
         try:
             return opener.open(request, timeout=PATIENCE_S)
         except urllib.error.HTTPError as error:
-            told = {401: "it does not know the token", 404: "the prefix is gone"}.get(
+            reason = {401: "it does not know the token", 404: "the prefix is gone"}.get(
                 error.code, f"status {error.code}"
             )
-            raise LinkError(f"{self.address}: {told}") from error
+            raise LinkError(f"{self.address}: {reason}") from error
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise LinkError(f"no prefixes from {self.address}: {getattr(error, 'reason', error)}") from error
 
@@ -198,18 +198,18 @@ def pull(peer: PrefixPeer, store: Path, most_bytes: int) -> tuple[list[Offer], l
     copied, and why others were not. Raises LinkError where the peer does not answer, and StorageError."""
     store.mkdir(parents=True, exist_ok=True)
     held = KVStore(store, memory_bytes=0, disk_bytes=sys.maxsize)  # which drops nothing
-    used, there = held.used[1], {file.entry.key for file in held.files}
-    copied, left = [], []
+    used, present = held.used[1], {file.entry.key for file in held.files}
+    copied, skipped = [], []
     for offer in peer.offers():
-        if offer.key in there:
+        if offer.key in present:
             continue
         if used + offer.nbytes > most_bytes:
             room = max(0, most_bytes - used)
-            left.append(f"{offer.key} has {offer.nbytes:,} bytes, and the store has room for {room:,}")
+            skipped.append(f"{offer.key} has {offer.nbytes:,} bytes, and the store has room for {room:,}")
             continue
         try:
             used += peer.fetch(offer, store)
             copied.append(offer)
         except LinkError as error:  # the others may be right
-            left.append(str(error))
-    return copied, left
+            skipped.append(str(error))
+    return copied, skipped

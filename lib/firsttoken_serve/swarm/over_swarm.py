@@ -50,17 +50,18 @@ def staged_ends(folder: Path, link: Link, threads: int, dtype: torch.dtype, devi
     """The ends of the staged checkpoint in ``folder`` as its last stage has them, read over ``link`` by so many
     ``threads``: of its weights nothing else is read. Raises LinkError, and ModelError for what was not staged so."""
     manifest = read_manifest(folder)
-    meta_model, ends = MetaModel(folder, manifest, device, dtype, build_model), ends_of(manifest)
+    meta_model, model_ends = MetaModel(folder, manifest, device, dtype, build_model), ends_of(manifest)
     stages = range(1, len(manifest.stages) + 1)
-    load = StageLoad(folder, ends, stages, [link], meta_model, meta_model.empty_view(), threads=threads)
+    load = StageLoad(folder, model_ends, stages, [link], meta_model, meta_model.empty_view(), threads=threads)
     with closing(load):
         load.wait()
     return Ends(meta_model.model, _names(folder, manifest))
 
 
 def _names(folder: Path, manifest: Manifest) -> list[str]:
-    """What servers call the model (``checkpoint_blocks.model_sha256``) that have the same staged checkpoint, or the
-    folder that it was staged from, where its weights are one file: as the manifest's sums say, as no file is read."""
+    """Return the names (``checkpoint_blocks.model_sha256``) of the model on servers that have the same staged
+    checkpoint, or the folder that it was staged from, where its weights are one file: as the manifest's sums say, as no
+    file is read."""
     config = {folder / CONFIG: manifest.side[CONFIG].sha256}
     staged = {folder / part.file: part.sha256 for part in parts_of(manifest, range(1, len(manifest.stages) + 1))}
     source = {folder / SINGLE: manifest.source_sha256} if manifest.source_sha256 else {}
@@ -100,7 +101,7 @@ class SwarmServer(StaticServer):
             audits=audits,
             tokens=limits.blocks * 16,
             config=limits.engine,
-            ends=staged_ends(config.folder, link, config.threads, dtype, config.device) if staged else None,
+            model_ends=staged_ends(config.folder, link, config.threads, dtype, config.device) if staged else None,
             variants=variants,
         )
         try:
@@ -162,7 +163,7 @@ class SwarmServer(StaticServer):
             "stage": 0 if missing else 1,
             "state": "degraded" if missing else "complete",
             "error": unserved(missing) if missing else None,
-            "events": [{"stage": 1, "what": what} for what in events],
+            "events": [{"stage": 1, "what": event} for event in events],
             "restored": sum(chain.restored for chain in chains),
             "servers": servers,
             "known": len(model.swarm.servers()),
@@ -172,33 +173,38 @@ class SwarmServer(StaticServer):
 
 
 def swarm_status(chain: Chain, now: float) -> dict[str, Any]:
-    """What is known of the swarm of ``chain`` at ``now`` (``steady_s``), as JSON takes it.
+    """Return the state of the swarm of ``chain`` at ``now`` (``steady_s``), as JSON takes it.
 
     ``servers``, those of the chain first, ``more`` that are left out, the blocks that are ``unserved``, and who was
     ``replaced`` by whom. Of ``audits`` it says how many ended how, and why the last one showed nothing. A server's
     ``requests`` are this client's that are open there, ``served`` their tokens x blocks, ``throughput`` tokens/s
     through one block as it says itself.
     """
-    swarm, auditor, asked, sessions = chain.swarm, chain.auditor, defaultdict(list), list(chain.sessions)
+    swarm, auditor, by_server, sessions = chain.swarm, chain.auditor, defaultdict(list), list(chain.sessions)
     for session, record in sessions:
-        asked[record.server].append(session)
-    known = {record.server: record for _, record in sessions}  # also one whose record has expired meanwhile
-    known |= {one.server: one for one in swarm.registry.live(now) if one.span}
-    states = {server: swarm.state(one) for server, one in known.items()}
+        by_server[record.server].append(session)
+    records = {record.server: record for _, record in sessions}  # also one whose record has expired meanwhile
+    records |= {server_record.server: server_record for server_record in swarm.registry.live(now) if server_record.span}
+    states = {server: swarm.state(server_record) for server, server_record in records.items()}
 
-    def rank(one: Record) -> tuple[Any, ...]:
-        first = min((session.layers.start for session in asked.get(one.server, ())), default=len(chain.layers))
-        return first, _STATES.index(states[one.server][0]), one.blocks, one.server
+    def rank(record: Record) -> tuple[Any, ...]:
+        first = min((session.layers.start for session in by_server.get(record.server, ())), default=len(chain.layers))
+        return first, _STATES.index(states[record.server][0]), record.blocks, record.server
 
     return {
         "layers": len(chain.layers),
         "version": swarm.model,
         "servers": [
-            _told(one, asked.get(one.server, ()), *states[one.server], swarm.registry.left_s(one.server, now))
-            | {"served": swarm.served[one.server]}
-            for one in sorted(known.values(), key=rank)[:MOST_SERVERS]
+            _told(
+                server_record,
+                by_server.get(server_record.server, ()),
+                *states[server_record.server],
+                swarm.registry.left_s(server_record.server, now),
+            )
+            | {"served": swarm.served[server_record.server]}
+            for server_record in sorted(records.values(), key=rank)[:MOST_SERVERS]
         ],
-        "more": max(0, len(known) - MOST_SERVERS),
+        "more": max(0, len(records) - MOST_SERVERS),
         "audits": None if auditor is None else {"ends": dict(auditor.ends), "undecided": _text(auditor.why)},
         "unserved": chain.unserved(),
         "replaced": [
@@ -209,12 +215,12 @@ def swarm_status(chain: Chain, now: float) -> dict[str, Any]:
 
 
 def _told(
-    one: Record, sessions: list[ServerSession], state: str, ping_s: float | None, left_s: float
+    record: Record, sessions: list[ServerSession], state: str, ping_s: float | None, left_s: float
 ) -> dict[str, Any]:
-    return _named(one) | {
-        "blocks": list(one.blocks),
-        "version": one.model,
-        "throughput": one.throughput,
+    return _named(record) | {
+        "blocks": list(record.blocks),
+        "version": record.model,
+        "throughput": record.throughput,
         "state": state,
         "ping_s": ping_s,
         "asked": [_ends(session.layers) for session in sessions],
@@ -223,13 +229,13 @@ def _told(
     }
 
 
-def _named(one: Record) -> dict[str, str]:
-    return {"key": one.server, "address": _text(one.address)}
+def _named(record: Record) -> dict[str, str]:
+    return {"key": record.server, "address": _text(record.address)}
 
 
 def _ends(blocks: range) -> list[int]:
     return [blocks.start, blocks.stop]
 
 
-def _text(said: str) -> str:
-    return line_of(said, MOST_TEXT)
+def _text(text: str) -> str:
+    return line_of(text, MOST_TEXT)

@@ -95,7 +95,7 @@ def chosen_blocks(options: argparse.Namespace, access: Access, model: str) -> ra
     async def needed() -> range:
         swarm = Swarm(model, options.registry, 1, access, Timeouts())
         await swarm.look()
-        servers = [one.reachable(0.0, one.counted()) for one in swarm.servers()]
+        servers = [record.reachable(0.0, record.counted()) for record in swarm.servers()]
         await swarm.close()
         return interval_to_join(servers, depth, count)
 
@@ -103,12 +103,12 @@ def chosen_blocks(options: argparse.Namespace, access: Access, model: str) -> ra
 
 
 def line_of(config: ServerConfig, record: Record, port: int) -> str:
-    """What a user is told of a server of this process, which listens on ``port``."""
-    here = f", on port {port} here" if config.address else ""
+    """Return the line that tells a user of a server of this process, which listens on ``port``."""
+    listening = f", on port {port} here" if config.address else ""
     variants = "".join(f" with {_short(adapter)}" for adapter in record.adapters)
     return (
         f"blocks [{record.span.start}, {record.span.stop}) of {config.folder.resolve().name}{variants} are served at "
-        f"{record.address} by process {os.getpid()}{here}; Ctrl-C ends it"
+        f"{record.address} by process {os.getpid()}{listening}; Ctrl-C ends it"
     )
 
 
@@ -125,10 +125,10 @@ async def _until_told(config: ServerConfig, model: str, make_backend: Callable[.
     def say(record: Record, port: int) -> None:
         print(line_of(config, record, port), flush=True)
 
-    async with serving(config, model, make_backend, told=say) as running:
-        told = asyncio.create_task(ended.wait())
-        await asyncio.wait([told, running.failed], return_when=asyncio.FIRST_COMPLETED)
-        told.cancel()
+    async with serving(config, model, make_backend, on_served=say) as running:
+        finished = asyncio.create_task(ended.wait())
+        await asyncio.wait([finished, running.failed], return_when=asyncio.FIRST_COMPLETED)
+        finished.cancel()
         if running.failed.done():
             running.failed.result()
 
@@ -146,7 +146,7 @@ def _generate(options: argparse.Namespace) -> None:
     folder = Path(options.model)
     tokenizer, files = read_text_tokenizer(folder)
     ids = torch.tensor([tokenizer.encode(options.prompt).ids])
-    ends = chat_ends(folder, tokenizer, files)
+    end_counts = chat_ends(folder, tokenizer, files)
     audits = None
     if options.audit_rate is not None:
         shares = options.audit_undecided, options.audit_unwitnessed
@@ -161,21 +161,22 @@ def _generate(options: argparse.Namespace) -> None:
         audits=audits,
     ) as model:
         with _spoken(tokenizer, ids[0].tolist()) as hear:
-            model.generate(ids, options.max_tokens, eos_token_id=ends, hear=hear)
+            model.generate(ids, options.max_tokens, eos_token_id=end_counts, hear=hear)
         for server, why in model.chain.faults:
             print(f"replaced {server[:8]}: {why}", file=sys.stderr)
         if model.chain.auditor is None:
             print(UNAUDITED, file=sys.stderr)
         else:
-            ends = ", ".join(f"{count} {end}" for end, count in model.chain.auditor.ends.items())
-            print(f"audits: {ends or 'none'}", file=sys.stderr)
+            end_counts = ", ".join(f"{count} {end}" for end, count in model.chain.auditor.ends.items())
+            print(f"audits: {end_counts or 'none'}", file=sys.stderr)
             if why := model.chain.auditor.why:
                 print(f"the last audit that showed nothing: {why}", file=sys.stderr)
 
 
 @contextmanager
 def _spoken(tokenizer: Tokenizer, ids: list[int]) -> Iterator[Callable[[int, int], None]]:
-    """What prints the text of ``ids`` and of each token that comes, whole characters of it, and at the end the rest."""
+    """Yield the function that prints the text of ``ids`` and of each token that comes, in whole characters; the rest is
+    printed at the end."""
     output = ""
 
     def show(text: str) -> None:
@@ -202,11 +203,14 @@ def _list(options: argparse.Namespace) -> None:
 
     async def look() -> None:
         await swarm.meet()
-        servers = sorted(swarm.servers(), key=lambda one: one.blocks)
-        for one in servers:
-            rate = f"{one.throughput:,.0f} tokens/s through a block"
-            more = "".join(f", {_short(adapter)}" for adapter in one.adapters)
-            print(f"blocks [{one.blocks[0]}, {one.blocks[1]}) at {one.address}, key {one.server[:8]}: {rate}{more}")
+        servers = sorted(swarm.servers(), key=lambda record: record.blocks)
+        for record in servers:
+            rate = f"{record.throughput:,.0f} tokens/s through a block"
+            more = "".join(f", {_short(adapter)}" for adapter in record.adapters)
+            print(
+                f"blocks [{record.blocks[0]}, {record.blocks[1]}) at {record.address}, key {record.server[:8]}: "
+                f"{rate}{more}"
+            )
         if not servers or swarm.contacts.faults or swarm.contacts.held_against():
             print(f"{len(servers)} servers have blocks of the model; seen beside: {swarm.unseen()}", file=sys.stderr)
         await swarm.close()

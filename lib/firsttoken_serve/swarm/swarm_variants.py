@@ -31,12 +31,12 @@ def adapter_names(folders: Mapping[str, Path], files: Base | ModelFiles) -> dict
 
 def other_adapter(name: str, wanted: str, servers: Sequence[Record]) -> SwarmError | None:
     """Why nobody of ``servers`` has the adapter ``wanted`` of this name: one that has another under it, if there is."""
-    for one in servers:
-        for adapter in one.adapters:
+    for server in servers:
+        for adapter in server.adapters:
             if adapter != wanted and adapter.startswith(f"{name}@"):
                 return SwarmError(
                     f"--variant {name}: the adapter is {_short(wanted)} here and {_short(adapter)} on the server "
-                    f"{one.name}; name the same files on both"
+                    f"{server.name}; name the same files on both"
                 )
     return None
 
@@ -76,8 +76,10 @@ class AdapterFolders:
         self, adapter: Adapter, blocks: range, plain: Sequence[nn.Module], fused: Sequence[nn.Module]
     ) -> list[nn.Module]:
         depth = self._files.config.num_hidden_layers
-        if odd := sorted(number for number in adapter.layers if number >= depth):
-            raise StageError(f"adapter {adapter.name} is for layer {odd[-1]}, and this model has {depth}; name its own")
+        if outside := sorted(number for number in adapter.layers if number >= depth):
+            raise StageError(
+                f"adapter {adapter.name} is for layer {outside[-1]}, and this model has {depth}; name its own"
+            )
         slices = {number: adapter.layers[number] for number in blocks if number in adapter.layers}
         layers = adapted_layers(plain, replace(adapter, layers=slices), blocks.start)
         for index, (number, layer) in enumerate(zip(blocks, fused, strict=False)):

@@ -94,7 +94,7 @@ class AgentsConfig:
             raise ProfileError("agents: at_once must be from 1 to conversations")
 
     def needs(self) -> list[Need]:
-        """The model has the layers of the group, and the context for the last turn."""
+        """Require a model with the layers of the group, and a context for the last turn."""
         longest = self.context_tokens + self.turns * self.said_tokens
         return [
             Need("agents.group_end", self.group_end, LAYERS),
@@ -113,8 +113,8 @@ Spoken = tuple[list[int], list[list[int]]]  # how a conversation begins, and wha
 
 
 class Turn(NamedTuple):
-    """What a turn took, and said: seconds to the first token, to keep the cache, and to the last token; ``taken`` are
-    the tokens whose cache was taken."""
+    """One turn: seconds to the first token, to keep the cache, and to the last token; ``taken`` are the tokens whose
+    cache was taken, ``said`` the answer."""
 
     ttft_s: float
     kept_s: float
@@ -150,10 +150,10 @@ def agents(profile: Profile) -> Outcome:
             texts = [turn.said for turn in first]
             spoken.append((item.prefix, texts))
             for way in rng.sample(WAYS, len(WAYS)):
-                for place, turn in enumerate(serving.conversation(way, item.prefix, config.turns, texts)):
-                    f1 = token_f1(tokenizer.decode(turn.said), [tokenizer.decode(texts[place])])
-                    row = {"what": "turn", "conversation": number, "way": way, "turn": place, "f1": round(f1, 4)}
-                    tokens = len(item.prefix) + place * config.said_tokens
+                for position, turn in enumerate(serving.conversation(way, item.prefix, config.turns, texts)):
+                    f1 = token_f1(tokenizer.decode(turn.said), [tokenizer.decode(texts[position])])
+                    row = {"what": "turn", "conversation": number, "way": way, "turn": position, "f1": round(f1, 4)}
+                    tokens = len(item.prefix) + position * config.said_tokens
                     seconds = {name: getattr(turn, name) for name in ("ttft_s", "kept_s", "ended_s")}
                     rows.append(row | {"tokens": tokens, "taken": turn.taken} | seconds)
         for number in track(range(config.rounds), desc="conversations at once"):
@@ -171,9 +171,9 @@ def items_of(config: AgentsConfig, tokenizer: Any) -> tuple[list[Encoded], list[
     Raises CorpusError for too few.
     """
     chose = {item.id for item in held_out_items(config.task, tokenizer, config.chosen_tokens)[: config.chosen_items]}
-    found = held_out_items(config.task, tokenizer, config.context_tokens)
-    timed = sorted(found, key=lambda item: item.id not in chose)[: config.conversations]
-    others = [item for item in found if item not in timed and item.id not in chose][: config.items]
+    items = held_out_items(config.task, tokenizer, config.context_tokens)
+    timed = sorted(items, key=lambda item: item.id not in chose)[: config.conversations]
+    others = [item for item in items if item not in timed and item.id not in chose][: config.items]
     if len(timed) < config.conversations or len(others) < config.items:
         raise CorpusError(
             f"{config.task} has {len(timed)} held-out items to time and {len(others)} others that have not chosen the "
@@ -183,7 +183,7 @@ def items_of(config: AgentsConfig, tokenizer: Any) -> tuple[list[Encoded], list[
 
 
 def host(executor: LiveExecutor, config: AgentsConfig, base: ModelIdentity) -> list[Agent]:
-    """Let ``executor`` host writer and reviewer, whose hidden states at the group's lower edge are kept, all fused."""
+    """Make ``executor`` host writer and reviewer, whose hidden states at the group's lower edge are kept, all fused."""
     edges = [config.group_start] if Group(config.group_start, config.group_end).needs_e_cache else []
     executor.version = shared = SharedBase(executor.version.decoder, HiddenStateCache(edges))
     hosted = []
@@ -206,7 +206,7 @@ class Serving:
     def conversation(
         self, way: str, context: Sequence[int], turns: int, texts: Sequence[Sequence[int]] | None = None
     ) -> list[Turn]:
-        """Return so many ``turns`` behind ``context``. Each adds its own words for the next, or those in ``texts``."""
+        """Return ``turns`` turns behind ``context``. Each adds its own words for the next, or those in ``texts``."""
         engine, done = self._engine(), list[Turn]()
         for _ in self._speaking(engine, way, context, texts or [None] * turns, done):
             engine.step()
@@ -214,10 +214,10 @@ class Serving:
         return done
 
     def at_once(self, way: str, conversations: Sequence[Spoken]) -> float:
-        """Seconds that all ``conversations`` take in one engine, of whose agents each speaks once the other has."""
+        """Return the seconds of all ``conversations`` in one engine; in each an agent speaks once the other has."""
         engine, begun = self._engine(), self._executor.now()
         speaking = [self._speaking(engine, way, context, texts, []) for context, texts in conversations]
-        while speaking := [one for one in speaking if next(one, None)]:
+        while speaking := [speaker for speaker in speaking if next(speaker, None)]:
             engine.step()
         return self._executor.now() - begun
 
@@ -232,28 +232,28 @@ class Serving:
         """Take a turn for each of ``texts``, which comes behind what was said; for None the turn's own words do. The
         turns are added to ``done``. Yields the request that is awaited: whoever asks for more has taken a step."""
         prompt, store = list(context), KVStore(None, memory_bytes=_STORE_BYTES, block_tokens=BLOCK_TOKENS)
-        for place, text in enumerate(texts):
+        for turn, text in enumerate(texts):
             begun = self._executor.now()
-            request, source = self._asked(engine, store, way, place, prompt)
+            request, source = self._asked(engine, store, way, turn, prompt)
             while not request.output:
                 yield request
             answered = self._executor.now()
-            self._keep(store, way, place, prompt, request)
-            kept = self._executor.now()
+            self._keep(store, way, turn, prompt, request)
+            now_s = self._executor.now()
             while not request.finished:
                 yield request
             taken = source.tokens if source is not None and not request.fell_back else 0
-            done.append(Turn(answered - begun, kept - answered, request.times_s[-1] - begun, taken, request.output))
+            done.append(Turn(answered - begun, now_s - answered, request.times_s[-1] - begun, taken, request.output))
             prompt += request.output if text is None else text
 
     def _engine(self) -> Engine:
         return Engine(self._executor, EngineConfig(watermark=0.0))
 
     def _asked(
-        self, engine: Engine, store: KVStore, way: str, place: int, prompt: Sequence[int]
+        self, engine: Engine, store: KVStore, way: str, turn: int, prompt: Sequence[int]
     ) -> tuple[Request, StoredPrefix | None]:
-        """The agent whose turn it is begins to speak, behind what it takes."""
-        me, other = self._agents[place % 2], self._agents[1 - place % 2]
+        """Submit the request of the agent whose turn it is, behind the cache that it takes."""
+        me, other = self._agents[turn % 2], self._agents[1 - turn % 2]
         sender, group = (me, NOTHING) if way == OWN_CACHE else (other, NOTHING if way == REUSE else self._group)
         source = None
         if way != FULL and store.match(prompt[:-1], sender.identity):
@@ -261,11 +261,11 @@ class Serving:
         now = self._executor.now()
         return engine.submit(prompt, Sampling(self._said), now, source=source, version=me.version), source
 
-    def _keep(self, store: KVStore, way: str, place: int, prompt: Sequence[int], request: Request) -> None:
-        """Keep what was computed of the prompt, for whoever takes it."""
+    def _keep(self, store: KVStore, way: str, turn: int, prompt: Sequence[int], request: Request) -> None:
+        """Store the computed cache of the prompt, for the agent that takes it."""
         if way != FULL:
             edges = [self._group.lo] if way == DROIDSPEAK and self._group.needs_e_cache else []
-            store.store(prompt, self._agents[place % 2].identity, served_prefix(self._executor, request, edges))
+            store.store(prompt, self._agents[turn % 2].identity, served_prefix(self._executor, request, edges))
 
 
 def scores(profile: Profile, config: AgentsConfig, items: Sequence[Encoded], group: Group) -> Rows:
@@ -276,10 +276,10 @@ def scores(profile: Profile, config: AgentsConfig, items: Sequence[Encoded], gro
     run = Run(Pair(config.reviewer, config.writer), config.task, config.context_tokens)
     reviewer, writer = models.load(config.reviewer), models.load(config.writer)
     methods: list[Method] = [own(reviewer), partial(REUSE, reviewer, NOTHING), partial(DROIDSPEAK, reviewer, group)]
-    found = decoded_scores(run, reviewer, writer, methods, items, config.batch)
+    decoded = decoded_scores(run, reviewer, writer, methods, items, config.batch)
     return [
         {"what": "score", "way": way, "item": number, "score": score}
-        for way, values in found.items()
+        for way, values in decoded.items()
         for number, score in enumerate(values)
     ]
 
@@ -297,19 +297,19 @@ def agents_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     for way in WAYS:
         summary.by(turns[turns.way == way], {"case": "case"}, {"ttft_s": ("ttft_s", "mean", "s")}, method=way)
     for way in WAYS[1:]:
-        place = {"method": way, "than": FULL}
+        labels = {"method": way, "than": FULL}
         for first, case in ((1, {}), (2, {"case": LATER})):
-            sooner = [_means(turns, one, "ttft_s", first) for one in (FULL, way)]
-            summary.add("ttft_x", _times(*sooner).summary("x"), **place, **case)
-        ended = [_means(turns, one, "ended_s") for one in (FULL, way)]
-        summary.add("ended_x", _times(*ended).summary("x"), **place)
+            sooner = [_means(turns, method, "ttft_s", first) for method in (FULL, way)]
+            summary.add("ttft_x", _times(*sooner).summary("x"), **labels, **case)
+        ended = [_means(turns, method, "ended_s") for method in (FULL, way)]
+        summary.add("ended_x", _times(*ended).summary("x"), **labels)
         if way != OWN_CACHE:  # whose second turn is the reviewer's first, and takes nothing
-            second = [turns[(turns.way == one) & (turns.turn == 1)].ttft_s for one in (way, FULL)]
-            summary.add("ttft_share", _times(*second).summary(""), **place, case="turn 2")
-        summary.add("words_f1", bootstrap(_means(turns, way, "f1")).summary(""), **place)
+            second = [turns[(turns.way == method) & (turns.turn == 1)].ttft_s for method in (way, FULL)]
+            summary.add("ttft_share", _times(*second).summary(""), **labels, case="turn 2")
+        summary.add("words_f1", bootstrap(_means(turns, way, "f1")).summary(""), **labels)
     took, scores = (
-        {way: [row[column] for row in rows_where(rows, what=what, way=way)] for way in WAYS}
-        for what, column in (("at once", "took_s"), ("score", "score"))
+        {way: [row[column] for row in rows_where(rows, what=measure, way=way)] for way in WAYS}
+        for measure, column in (("at once", "took_s"), ("score", "score"))
     )
     for way in WAYS[1:]:
         if took[way]:
@@ -319,15 +319,15 @@ def agents_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         if values:
             summary.add("score", bootstrap(values).summary(""), method=way)
         if values and way != FULL and any(scores[FULL]):
-            kept = _times(values, scores[FULL])
-            summary.add("score_kept_pct", kept.summary("%", 100), method=way, than=FULL)
+            share_kept = _times(values, scores[FULL])
+            summary.add("score_kept_pct", share_kept.summary("%", 100), method=way, than=FULL)
     return summary
 
 
 def _means(turns: pandas.DataFrame, way: str, column: str, first: int = 1) -> list[float]:
     """The mean of ``column`` over the turns from number ``first`` on, by conversation; the second turn has number 1."""
-    mine = turns[(turns.way == way) & (turns.turn >= first)]
-    return [float(np.mean(of)) for _, of in mine.groupby("conversation")[column]]
+    of_method = turns[(turns.way == way) & (turns.turn >= first)]
+    return [float(np.mean(conversation_turns)) for _, conversation_turns in of_method.groupby("conversation")[column]]
 
 
 def _times(above: Sequence[float], below: Sequence[float]) -> Interval:
@@ -352,15 +352,17 @@ def way_rows(result: Result) -> Rows:
 def by_turn(recorded: Result | None, now: Result) -> Figure:
     """Seconds to the first token of each turn, a line a way."""
     fig, ax = panels(figsize=(8, 4.2))
-    drawn = over(recorded, now)
-    for one in drawn:
-        turns = range(1, one.result.parameters["agents"]["turns"] + 1)
+    results = over(recorded, now)
+    for result_drawn in results:
+        turns = range(1, result_drawn.result.parameters["agents"]["turns"] + 1)
         for way in WAYS:
-            entries = [one.result.summary.get("ttft_s", method=way, case=f"turn {turn}") for turn in turns]
-            one.line(ax, turns, entries, LOOK[way], label=way if one.own or one.alone else None)
+            entries = [result_drawn.result.summary.get("ttft_s", method=way, case=f"turn {turn}") for turn in turns]
+            result_drawn.line(
+                ax, turns, entries, LOOK[way], label=way if result_drawn.own or result_drawn.alone else None
+            )
     ax.set(xlabel="turn: odd ones are the writer's, even ones the reviewer's", ylabel="time to first token, s")
     ax.set_ylim(bottom=0)
     ax.set_title("The other's cache halves the time; a cache of one's own saves more, when there is one", fontsize=11)
     ax.legend(fontsize="small")
-    name_results(fig, drawn, "ttft_x")
+    name_results(fig, results, "ttft_x")
     return fig

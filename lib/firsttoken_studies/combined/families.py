@@ -66,7 +66,7 @@ class FamiliesConfig(ChoiceTasksConfig):
     first: str
 
     def needs(self) -> list[Need]:
-        """The texts hold the windows, and the model a window."""
+        """Require texts that hold the windows, and a model that holds a window."""
         return [
             Need("families.passages x window_tokens", self.passages * self.window_tokens, text_of("train")),
             Need("families.windows x window_tokens", self.windows * self.window_tokens, text_of("test")),
@@ -74,7 +74,7 @@ class FamiliesConfig(ChoiceTasksConfig):
         ]
 
     def waiting(self, model: PreTrainedModel) -> int:
-        """How many layers of ``model`` wait."""
+        """Return the number of layers of ``model`` that wait."""
         return max(1, round(len(layers_of(model)) * self.waiting_pct / 100))
 
     def calibration(self, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
@@ -102,13 +102,13 @@ def families(profile: Profile) -> Outcome:
 
 @torch.inference_mode()
 def _family(config: FamiliesConfig, loaded: Loaded) -> Rows:
-    model, size, known = loaded.model, config.waiting(loaded.model), config.calibration(loaded.tokenizer)
+    model, size, calibration = loaded.model, config.waiting(loaded.model), config.calibration(loaded.tokenizer)
     held_out = token_windows(running_text("test"), loaded.tokenizer, config.window_tokens, config.windows)
-    distances = angular_distances(model, known, config.batch)
+    distances = angular_distances(model, calibration, config.batch)
     turned, rows = distances.block(size).mean(0).tolist(), []
     for start, distance in enumerate(track(turned, desc="blocks", leave=False)):
         with passing(model, tuple(range(start, start + size))):
-            loss = _mean_loss(text_scores(model, known[: config.tried], config.batch))
+            loss = _mean_loss(text_scores(model, calibration[: config.tried], config.batch))
         rows.append({"what": "block", "start": start, "size": size, "distance": distance, "text_nll": loss})
     least = min(rows, key=lambda row: row["text_nll"])["start"]
     variants: dict[str, AbstractContextManager[Any]] = {
@@ -121,7 +121,7 @@ def _family(config: FamiliesConfig, loaded: Loaded) -> Rows:
     for variant, made in variants.items():
         with made:
             scored = text_scores(model, held_out, config.batch)
-            losses = [{"window": at, "text_nll": row["text_nll"]} for at, row in enumerate(scored)]
+            losses = [{"window": window, "text_nll": row["text_nll"]} for window, row in enumerate(scored)]
             rows += [{"what": "text", "variant": variant} | row for row in losses]
             rows += config.chosen(variant, model, loaded.tokenizer) if variant in ANSWERING else []
     return rows
@@ -146,12 +146,12 @@ def families_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         for variant, column in ((BY_DISTANCE, "distance"), (BY_LOSS, "text_nll")):
             start = int(blocks.start[blocks[column].idxmin()])
             summary.add("chosen_start", {"value": start, "unit": "layer, 0-based"}, model=model, variant=variant)
-        losses = {name: mine.text_nll.to_numpy() for name, mine in text.groupby("variant", sort=False)}
+        losses = {name: windows.text_nll.to_numpy() for name, windows in text.groupby("variant", sort=False)}
         plain = losses.pop(WHOLE)
         perplexity = bootstrap(plain, lambda sample: float(np.exp(sample.mean())))
         summary.add("perplexity", perplexity.summary(), model=model, variant=WHOLE)
-        for name, here in losses.items():
-            lost = bootstrap(here - plain, lambda sample: float(100 * np.expm1(sample.mean())))
+        for name, variant_losses in losses.items():
+            lost = bootstrap(variant_losses - plain, lambda sample: float(100 * np.expm1(sample.mean())))
             summary.add("perplexity_lost_pct", lost.summary("%"), model=model, variant=name, than=WHOLE)
         places = {name: {"model": model, "variant": name, "than": WHOLE} for name in ANSWERING}
         answers = [row for row in rows if "right" in row] + rows_where(rows, model=model)
@@ -162,25 +162,25 @@ def families_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
 def family_rows(recorded: Result | None, now: Result) -> Table:
     """A row for each model and variant: the layers that wait, perplexity or what is lost of it, and the points of
     accuracy lost or gained by task."""
-    for drawn in over(recorded, now):
-        summary, config = drawn.result.summary, drawn.result.parameters["families"]
-        sizes = {row["model"]: row["size"] for row in drawn.result.rows if row.get("what") == "block"}
+    for shown in over(recorded, now):
+        summary, config = shown.result.summary, shown.result.parameters["families"]
+        sizes = {row["model"]: row["size"] for row in shown.result.rows if row.get("what") == "block"}
         for model in config["models"]:
             row = {"model": model, "variant": "whole, in bf16", "waits": ""}
             row["perplexity"] = interval(summary.of("perplexity", model=model, variant=WHOLE), 1)
             for task in (task.split()[0] for task in config["tasks"]):
-                whole = summary.of("accuracy_pct", model=model, variant=WHOLE, task=task)
-                row[f"{TASKS[task].title}, %"] = interval(whole, 0)
-            yield row | {"whose": drawn.who()}
-            for variant, said in NAMES.items():
-                place = {"model": model, "variant": variant}
-                start = summary.get("chosen_start", **place)
-                row = {"model": model, "variant": said, "waits": ""}
+                whole_accuracy = summary.of("accuracy_pct", model=model, variant=WHOLE, task=task)
+                row[f"{TASKS[task].title}, %"] = interval(whole_accuracy, 0)
+            yield row | {"whose": shown.who()}
+            for variant, label in NAMES.items():
+                labels = {"model": model, "variant": variant}
+                start = summary.get("chosen_start", **labels)
+                row = {"model": model, "variant": label, "waits": ""}
                 if start is not None:
                     row["waits"] = f"{start['value']} to {start['value'] + sizes[model] - 1}"
-                lost = summary.of("perplexity_lost_pct", **place, than=WHOLE)
+                lost = summary.of("perplexity_lost_pct", **labels, than=WHOLE)
                 row["perplexity"] = f"{interval(lost, 2 if variant == EIGHT else 0)} % more"
                 for task in (task.split()[0] for task in config["tasks"]):
-                    change = summary.get("accuracy_change", **place, than=WHOLE, task=task)
+                    change = summary.get("accuracy_change", **labels, than=WHOLE, task=task)
                     row[f"{TASKS[task].title}, %"] = "" if change is None else f"{interval(change, 1)} points"
-                yield row | {"whose": drawn.who()}
+                yield row | {"whose": shown.who()}

@@ -76,7 +76,7 @@ class FamiliesTrainedConfig:
             raise ProfileError("families_trained.shares_pct: a share of the layers must be from 1 to 99 %")
 
     def needs(self) -> list[Need]:
-        """The context holds a prefix."""
+        """Require a context that holds a prefix."""
         return [Need("families_trained.tokens", self.tokens, CONTEXT)]
 
     def groups(self, depth: int, share_pct: int) -> list[Group]:
@@ -102,27 +102,33 @@ def families_trained(profile: Profile) -> Outcome:
     for name in config.models:
         check([*config.needs(), *families.needs(), *quality.needs(), *healing.needs()], ModelFacts(name))
     rows, origins = [], {}
-    each = list(zip(config.models, config.healing_steps, config.tuning_steps, strict=True))
-    for name, healing_steps, tuning_steps in track(each, desc="families"):
+    schedules = list(zip(config.models, config.healing_steps, config.tuning_steps, strict=True))
+    for name, healing_steps, tuning_steps in track(schedules, desc="families"):
         folder = paths.CACHE / "adapters" / shown(name)
         models = Models(dataclasses.replace(profile, model=name), str(folder))
         base = models.load(BASE)
         if base.tokenizer is None:
             raise StageError(f"model {shown(name)} has no tokenizer, and its quality is judged on text: choose another")
         origins[shown(name)] = base.provenance
-        found = _healed(base, families, healing, healing_steps, Evaluation(quality, base.tokenizer), folder / RECIPE)
+        table = _healed(base, families, healing, healing_steps, Evaluation(quality, base.tokenizer), folder / RECIPE)
         wanted = TuningConfig(tuning.rank, tuning.learning_rate, tuning_steps, tuning.batch, config.tokens, items=0)
         data = {TASK: training_items(TASK, base.tokenizer, config.tokens, wanted.items)}
         tuned(folder / TASK, base.model, base.weights, data, wanted, profile.seed)
-        found += _reused(config, models.load(TASK), base)
-        rows += [{"model": shown(name)} | row for row in found]
+        table += _reused(config, models.load(TASK), base)
+        rows += [{"model": shown(name)} | row for row in table]
     return Outcome(rows, provenance=next(iter(origins.values())) | {"families": origins})
 
 
 def _healed(
-    base: PairedModel, families: FamiliesConfig, healing: HealingConfig, steps: int, asked: Evaluation, folder: Path
+    base: PairedModel,
+    families: FamiliesConfig,
+    healing: HealingConfig,
+    steps: int,
+    evaluation: Evaluation,
+    folder: Path,
 ) -> Rows:
-    """The block of the least angular distance, and what the whole, the pruned and the healed model say to ``asked``."""
+    """The block of the least angular distance, and what the whole, the pruned and the healed model say to
+    ``evaluation``."""
     model, size = base.model, families.waiting(base.model)
     distances = angular_distances(model, families.calibration(base.tokenizer), families.batch)
     block = choose_block(distances, size)
@@ -130,15 +136,16 @@ def _healed(
     served = ServedModel(model, base.tokenizer, plan, base.weights, base.provenance)
     recipe = dataclasses.replace(RECIPES[RECIPE], steps=steps)
     healed(folder, served, plan.missing(1), recipe, healing, Teacher(model))
-    rows: Rows = [{"start": block[0], "size": size}, *asked.rows("s0", model)]
+    rows: Rows = [{"start": block[0], "size": size}, *evaluation.rows("s0", model)]
     for recipe_name, adapter in (("none", None), (RECIPE, folder)):
         with at_stage(served, 1, adapter) as staged:
-            rows += asked.rows(f"s1_{recipe_name}", staged)
+            rows += evaluation.rows(f"s1_{recipe_name}", staged)
     return rows
 
 
 def _reused(config: FamiliesTrainedConfig, receiver: PairedModel, base: PairedModel) -> Rows:
-    """What ``receiver`` answers on its own cache, on that of ``base``, and with a group of layers recomputed."""
+    """Return rows of the answers of ``receiver`` on its own cache, on that of ``base``, and with a group of layers
+    recomputed."""
     receiver.check_sender(base)
     run = Run(Pair(TASK, BASE), TASK, config.tokens)
     to_choose, to_judge = chosen_and_judged(run, receiver.tokenizer, config.items, config.eval_items)
@@ -148,8 +155,14 @@ def _reused(config: FamiliesTrainedConfig, receiver: PairedModel, base: PairedMo
     methods = [partial(str(group), receiver, group) for group in candidates]
     scores = decoded_scores(run, receiver, base, methods, to_choose, config.batch)
     rows: Rows = [
-        {"method": DROIDSPEAK, "items": CHOOSE, "lo": one.group.lo, "hi": one.group.hi, "item_score": scores[one.name]}
-        for one in methods
+        {
+            "method": DROIDSPEAK,
+            "items": CHOOSE,
+            "lo": method_name.group.lo,
+            "hi": method_name.group.hi,
+            "item_score": scores[method_name.name],
+        }
+        for method_name in methods
     ]
     chosen = {share: max(those, key=lambda group: sum(scores[str(group)])) for share, those in groups.items()}
     methods = [own(receiver), partial(REUSE, receiver, NOTHING)]
@@ -166,27 +179,27 @@ def families_trained_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summa
     by window and by question; scores of each way to come by a cache, and what it loses of the own prefill's."""
     summary, judged = Summary(), QualityConfig.recorded(parameters).judged
     for model in map(shown, parameters["families_trained"]["models"]):
-        mine = rows_where(rows, model=model)
-        (start,) = (row["start"] for row in mine if "start" in row)
+        of_model = rows_where(rows, model=model)
+        (start,) = (row["start"] for row in of_model if "start" in row)
         summary.add("chosen_start", {"value": start, "unit": "layer, 0-based"}, model=model)
         places: dict[str, dict[str, Scalar]] = {"s0": {"model": model, "stage": 0}}
         places |= {f"s1_{recipe}": {"model": model, "stage": 1, "recipe": recipe} for recipe in ("none", RECIPE)}
-        answered = [row for row in mine if "variant" in row]
+        answered = [row for row in of_model if "variant" in row]
         summary += summarise(answered, places, judged=judged)
         summary += recoveries(answered, places, judged)
-        reused = rows_where(mine, items=JUDGE)
-        (whole,) = (row["item_score"] for row in rows_where(reused, method=OWN))
+        reused = rows_where(of_model, items=JUDGE)
+        (own_scores,) = (row["item_score"] for row in rows_where(reused, method=OWN))
         for row in reused:
-            place: dict[str, Scalar] = {"model": model, "method": row["method"]}
+            labels: dict[str, Scalar] = {"model": model, "method": row["method"]}
             if row["share_pct"] is not None:
-                place["case"] = share_of_layers(row["share_pct"])
-                summary.add("group", {"value": str(Group(row["lo"], row["hi"]))}, **place)
-            summary.add("score_pct", bootstrap(row["item_score"]).summary("%", 100), **place)
+                labels["case"] = share_of_layers(row["share_pct"])
+                summary.add("group", {"value": str(Group(row["lo"], row["hi"]))}, **labels)
+            summary.add("score_pct", bootstrap(row["item_score"]).summary("%", 100), **labels)
             if row["method"] != OWN:
-                lost = paired_bootstrap(whole, row["item_score"])
-                summary.add("loss_points", lost.summary("points", 100), **place)
-                relative = relative_loss(whole, row["item_score"])
-                summary.add("relative_loss_pct", relative.summary("% of own"), **place)
+                lost = paired_bootstrap(own_scores, row["item_score"])
+                summary.add("loss_points", lost.summary("points", 100), **labels)
+                relative = relative_loss(own_scores, row["item_score"])
+                summary.add("relative_loss_pct", relative.summary("% of own"), **labels)
     return summary
 
 
@@ -197,9 +210,9 @@ def share_of_layers(share_pct: int) -> str:
 
 def healed_family_rows(recorded: Result | None, now: Result) -> Table:
     """One row for each model: the layers that wait, perplexity whole, pruned and healed, and what healing recovers."""
-    for drawn in over(recorded, now):
-        summary = drawn.result.summary
-        for row in drawn.result.rows:
+    for result_drawn in over(recorded, now):
+        summary = result_drawn.result.summary
+        for row in result_drawn.result.rows:
             if "start" in row:
                 pruned, mended = ({"stage": 1, "recipe": recipe} for recipe in ("none", RECIPE))
                 columns = {
@@ -212,17 +225,17 @@ def healed_family_rows(recorded: Result | None, now: Result) -> Table:
                     "F1 healed, %": ("f1_pct", 0, mended),
                 }
                 waits = {"model": row["model"], "waits": f"{row['start']} to {row['start'] + row['size'] - 1}"}
-                yield waits | cells(summary, columns, model=row["model"]) | {"whose": drawn.who()}
+                yield waits | cells(summary, columns, model=row["model"]) | {"whose": result_drawn.who()}
 
 
 def reusing_family_rows(recorded: Result | None, now: Result) -> Table:
     """One row for each model and way to come by the fine-tune's cache: its F1, and what that loses of the own."""
-    for drawn in over(recorded, now):
-        for row in rows_where(drawn.result.rows, items=JUDGE):
-            place = {"model": row["model"], "method": row["method"]}
-            said, columns = row["method"], {"F1, %": ("score_pct", 1), "loses of its own, %": ("relative_loss_pct", 1)}
+    for result_drawn in over(recorded, now):
+        for row in rows_where(result_drawn.result.rows, items=JUDGE):
+            labels = {"model": row["model"], "method": row["method"]}
+            label, columns = row["method"], {"F1, %": ("score_pct", 1), "loses of its own, %": ("relative_loss_pct", 1)}
             if row["share_pct"] is not None:
-                place["case"] = share_of_layers(row["share_pct"])
-                said = f"layers {Group(row['lo'], row['hi'])} recomputed"
-            line = {"model": row["model"], "cache": said} | cells(drawn.result.summary, columns, **place)
-            yield line | {"whose": drawn.who()}
+                labels["case"] = share_of_layers(row["share_pct"])
+                label = f"layers {Group(row['lo'], row['hi'])} recomputed"
+            line = {"model": row["model"], "cache": label} | cells(result_drawn.result.summary, columns, **labels)
+            yield line | {"whose": result_drawn.who()}

@@ -52,7 +52,7 @@ class UnderChunksConfig:
             )
 
     def needs(self) -> list[Need]:
-        """The context for the prompt."""
+        """Require a context for the prompt."""
         return [Need("under_chunks.prompt_tokens", self.prompt_tokens + 1, CONTEXT)]
 
 
@@ -82,12 +82,12 @@ def under_chunks_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     same round, the prompt's first token, and tokens that came wrong."""
     summary, frame = Summary(), frame_of(rows)
     frame["over"] = frame.beside_tbt_s / frame.plain_tbt_s
-    for way, here in frame.groupby("steps", sort=False):
+    for way, rows_of_way in frame.groupby("steps", sort=False):
         for case in ("plain", "beside"):
-            summary.by(here, {}, {"tbt_p99_ms": (f"{case}_tbt_s", "median", "ms", 1000)}, variant=way, case=case)
-        summary.by(here, {}, {"tbt_p99_x": ("over", "median", "x")}, variant=way, case="beside", than="plain")
-        summary.by(here, {}, {"ttft_p50_s": ("ttft_s", "median", "s")}, variant=way)
-        summary.add("tokens_wrong", {"value": here.wrong.sum(), "n": len(here)}, variant=way)
+            summary.by(rows_of_way, {}, {"tbt_p99_ms": (f"{case}_tbt_s", "median", "ms", 1000)}, variant=way, case=case)
+        summary.by(rows_of_way, {}, {"tbt_p99_x": ("over", "median", "x")}, variant=way, case="beside", than="plain")
+        summary.by(rows_of_way, {}, {"ttft_p50_s": ("ttft_s", "median", "s")}, variant=way)
+        summary.add("tokens_wrong", {"value": rows_of_way.wrong.sum(), "n": len(rows_of_way)}, variant=way)
     return summary
 
 
@@ -105,44 +105,44 @@ def prompt_under_streams(model: PreTrainedModel, engine: EngineConfig, config: U
     longest = 2 * config.plain_tokens + prompt_tokens // BLOCK_TOKENS
     longest = min(model.config.max_position_embeddings - STREAM_PROMPT, longest)
     blocks = streams * -(-(STREAM_PROMPT + longest) // BLOCK_TOKENS) + -(-prompt_tokens // BLOCK_TOKENS) + 1
-    asked = [_prompt(STREAM_PROMPT, stream, vocabulary) for stream in range(streams)]
+    prompts = [_prompt(STREAM_PROMPT, stream, vocabulary) for stream in range(streams)]
     rows: Rows = []
     with closing(LiveExecutor(model, blocks, block_tokens=BLOCK_TOKENS)) as executor:
         for number in range(config.rounds):
             with AsyncEngine(Engine(executor, engine)) as server:
-                running = [server.submit(ids, Sampling(longest)) for ids in asked]
-                seen = [list(islice(stream.events(), config.plain_tokens)) for stream in running]
+                running = [server.submit(ids, Sampling(longest)) for ids in prompts]
+                first_events = [list(islice(stream.events(), config.plain_tokens)) for stream in running]
                 long = server.submit(_prompt(prompt_tokens, streams, vocabulary), Sampling(1))
                 (first,) = long.events()
-                for events, stream in zip(seen, running, strict=True):
+                for events, stream in zip(first_events, running, strict=True):
                     events += _past(stream, first.at_s)  # a gap that the prompt made may end after its first token
                     stream.close()
-                for events, stream in zip(seen, running, strict=True):
+                for events, stream in zip(first_events, running, strict=True):
                     events += stream.events()
             arrived_s = first.at_s - long.request.ttft_s
-            places = [_between(events, arrived_s, first.at_s) for events in seen]
+            places = [_between(events, arrived_s, first.at_s) for events in first_events]
             with AsyncEngine(Engine(executor, engine)) as server:
-                tokens = [Sampling(max(place.stop, 1)) for place in places]
-                alone = [server.submit(ids, said) for ids, said in zip(asked, tokens, strict=True)]
+                tokens = [Sampling(max(place_range.stop, 1)) for place_range in places]
+                alone = [server.submit(ids, sampling) for ids, sampling in zip(prompts, tokens, strict=True)]
                 plain = [list(stream.events()) for stream in alone]
             rows.append(
                 {
                     "round": number,
                     "plain_tbt_s": _p99(plain, places),
-                    "beside_tbt_s": _p99(seen, places),
+                    "beside_tbt_s": _p99(first_events, places),
                     "ttft_s": long.request.ttft_s,
-                    "wrong": sum(_wrong(events, stream) for events, stream in zip(seen, running, strict=True)),
+                    "wrong": sum(_wrong(events, stream) for events, stream in zip(first_events, running, strict=True)),
                 }
             )
     return rows
 
 
 def _prompt(tokens: int, number: int, vocabulary: int) -> list[int]:
-    return [(7 * place + 31 * number) % (vocabulary - 1) + 1 for place in range(tokens)]
+    return [(7 * position + 31 * number) % (vocabulary - 1) + 1 for position in range(tokens)]
 
 
 def _past(stream: Stream, at_s: float) -> Iterator[TokenEvent]:
-    """Its next tokens up to the first that came after ``at_s``."""
+    """Yield the next tokens of ``stream`` up to the first that came after ``at_s``."""
     for event in stream.events():
         yield event
         if event.at_s > at_s:
@@ -152,14 +152,16 @@ def _past(stream: Stream, at_s: float) -> Iterator[TokenEvent]:
 def _between(events: Sequence[TokenEvent], after_s: float, until_s: float) -> range:
     """The places of the tokens that end a gap of which a part lies between the two."""
     pairs = enumerate(pairwise(events), start=1)
-    places = [place for place, (before, event) in pairs if after_s < event.at_s and before.at_s < until_s]
+    places = [index for index, (before, event) in pairs if after_s < event.at_s and before.at_s < until_s]
     return range(places[0], places[-1] + 1) if places else range(0)
 
 
 def _p99(streams: Sequence[Sequence[TokenEvent]], places: Sequence[range]) -> float:
     """Return the P99 of the seconds between the tokens of ``streams`` at ``places`` and those before them."""
     gaps = [
-        events[place].at_s - events[place - 1].at_s for events, at in zip(streams, places, strict=True) for place in at
+        events[index].at_s - events[index - 1].at_s
+        for events, indices in zip(streams, places, strict=True)
+        for index in indices
     ]
     if not gaps:
         raise FirstTokenError(
@@ -169,24 +171,25 @@ def _p99(streams: Sequence[Sequence[TokenEvent]], places: Sequence[range]) -> fl
 
 
 def _wrong(events: Sequence[TokenEvent], stream: Stream) -> int:
-    said, made = [event.token_id for event in events], stream.request.output
-    return abs(len(said) - len(made)) + sum(one != other for one, other in zip(said, made, strict=False))
+    streamed, made = [event.token_id for event in events], stream.request.output
+    return abs(len(streamed) - len(made)) + sum(token != other for token, other in zip(streamed, made, strict=False))
 
 
 # What notebook 40 shows of a server under chunks, from a result alone.
 
 
 def under_chunks_rows(result: Result) -> Table:
-    """What streams notice of a long prompt, with a fixed budget and with steps that may be stretched so far."""
-    found, config = result.summary, result.parameters["under_chunks"]
+    """Yield the times between streams' tokens without and beside a long prompt, with a fixed budget and with stretched
+    steps."""
+    summary, config = result.summary, result.parameters["under_chunks"]
     named = {FIXED: f"{config['budget']} tokens", STRETCHED: f"stretched {config['stretch']:g} times"}
     for way, name in named.items():
         yield {
             "steps": name,
-            "P99 without the prompt, ms": interval(found.of("tbt_p99_ms", variant=way, case="plain"), 0),
-            "P99 beside it, ms": interval(found.of("tbt_p99_ms", variant=way, case="beside"), 0),
-            "times as long": interval(found.of("tbt_p99_x", variant=way, case="beside", than="plain"), 2),
+            "P99 without the prompt, ms": interval(summary.of("tbt_p99_ms", variant=way, case="plain"), 0),
+            "P99 beside it, ms": interval(summary.of("tbt_p99_ms", variant=way, case="beside"), 0),
+            "times as long": interval(summary.of("tbt_p99_x", variant=way, case="beside", than="plain"), 2),
             "goal": "1.3" if way == STRETCHED else "",
-            "the prompt's first token, s": interval(found.of("ttft_p50_s", variant=way), 1),
-            "tokens lost or doubled": found.value("tokens_wrong", variant=way),
+            "the prompt's first token, s": interval(summary.of("ttft_p50_s", variant=way), 1),
+            "tokens lost or doubled": summary.value("tokens_wrong", variant=way),
         }

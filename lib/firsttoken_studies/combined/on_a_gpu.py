@@ -69,20 +69,20 @@ def beside_rows(claims: Iterable[Claim]) -> Table:
     """A line for each number: the report's, as one of ``claims`` has it, that of two processor cores, and the
     GPU's."""
     reports = {claim.id: told(claim) for claim in claims}
-    for what, claim, experiment, measure, where, digits in _LINES:
+    for label, claim, experiment, measure, labels, digits in _LINES:
         recorded, now = on_a_gpu(experiment)
         on_cpu = load_result(experiment, "full", machine="amd-epyc-avx512bf16-2c")
         line = {
-            "what": what,
+            "what": label,
             "report": reports[claim] if claim else "",
-            "two processor cores": _told(on_cpu, measure, where, digits),
+            "two processor cores": _told(on_cpu, measure, labels, digits),
         }
-        line[recorded.slug] = _told(recorded, measure, where, digits)
+        line[recorded.slug] = _told(recorded, measure, labels, digits)
         if now is not recorded:
-            line["yours"] = _told(now, measure, where, digits)
+            line["yours"] = _told(now, measure, labels, digits)
         yield line
 
 
-def _told(result: Result | None, measure: str, where: Mapping[str, Any], digits: int) -> str:
-    found: Entry | None = result.summary.get(measure, **where) if result else None
-    return f"{interval(found, digits)} {found.get('unit', '')}".strip() if found else "not measured"
+def _told(result: Result | None, measure: str, labels: Mapping[str, Any], digits: int) -> str:
+    entry: Entry | None = result.summary.get(measure, **labels) if result else None
+    return f"{interval(entry, digits)} {entry.get('unit', '')}".strip() if entry else "not measured"

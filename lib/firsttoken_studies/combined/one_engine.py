@@ -78,7 +78,7 @@ class OneEngineConfig:
     shared_tokens: int
 
     def needs(self) -> list[Need]:
-        """The model has the layers, and the context for the longest request."""
+        """Require a model with the layers, and a context for the longest request."""
         return [
             Need("one_engine.block_end", self.block_end, LAYERS),
             Need("one_engine.group_end", self.group_end, LAYERS),
@@ -111,8 +111,10 @@ def stage_arrives(model: PreTrainedModel, config: OneEngineConfig) -> Rows:
             executor.version = views[0]
             engine = Engine(executor, settings)
             prompts = [[(7 * n + i) % vocabulary for n in range(config.session_tokens)] for i in range(sessions + 1)]
-            said = Sampling(config.session_new_tokens)
-            open_ = [engine.submit(prompts[one], said, moves=one < sessions // 2) for one in range(sessions)]
+            sampling = Sampling(config.session_new_tokens)
+            open_ = [
+                engine.submit(prompts[session], sampling, moves=session < sessions // 2) for session in range(sessions)
+            ]
             staying = open_[sessions // 2 :]
             while not all(request.times_s for request in open_):
                 engine.step()
@@ -131,31 +133,31 @@ def stage_arrives(model: PreTrainedModel, config: OneEngineConfig) -> Rows:
     return rows
 
 
-def _steps(engine: Engine, watched: Sequence[Request], over: Callable[[], bool]) -> list[float]:
-    """Step until ``over``; the seconds between tokens of ``watched``, from their last ones before on."""
+def _steps(engine: Engine, watched: Sequence[Request], finished: Callable[[], bool]) -> list[float]:
+    """Step until ``finished``; the seconds between tokens of ``watched``, from their last ones before on."""
     before = [len(request.times_s) for request in watched]
-    while not over():
+    while not finished():
         engine.step()
     return [float(gap) for request, n in zip(watched, before, strict=True) for gap in np.diff(request.times_s[n - 1 :])]
 
 
 def _stages(model: PreTrainedModel, block: range) -> list[StageView]:
     layers = list(model.model.layers)
-    ends = {"embed_tokens": model.model.embed_tokens, "norm": model.model.norm, "lm_head": model.lm_head}
+    end_modules = {"embed_tokens": model.model.embed_tokens, "norm": model.model.norm, "lm_head": model.lm_head}
     first = [PassLayer() if i in block else layer for i, layer in enumerate(layers)]
-    return [make_view(1, first, ends), make_view(2, layers, ends)]
+    return [make_view(1, first, end_modules), make_view(2, layers, end_modules)]
 
 
 STEPS_BEFORE_RESTORE = 40
 
 
 def over_a_link(model: PreTrainedModel, served: PreTrainedModel, folder: Path, config: OneEngineConfig) -> Rows:
-    """Rows {round, alone_s, beside_s, tbt_s, plain_tbt_s} of a prefix that is kept in ``folder``.
+    """Return rows {round, alone_s, beside_s, tbt_s, plain_tbt_s} of a prefix that is kept in ``folder``.
 
-    ``alone_s`` is the pipelined first token with nobody else there, ``beside_s`` the same in the engine beside running
+    ``alone_s`` is the pipelined first token with nobody else there, ``beside_s`` that in the engine beside running
     requests; ``tbt_s`` the 99th percentile of these requests' times between tokens meanwhile, and ``plain_tbt_s`` that
-    of steps before in which they only decode. ``served`` is ``model`` as the engine runs it. It is its own sender:
-    bytes and operations are those of any other of its shape. Raises LinkError when the link fails.
+    of steps before in which they only decode. ``served`` is ``model`` as the engine runs it. The model is its own
+    sender: bytes and operations are those of any other of its shape. Raises LinkError when the link fails.
     """
     tokens, running, group = config.stored_tokens, config.sessions, Group(config.group_start, config.group_end)
     prefix, suffix = random_request(model, tokens, torch.Generator().manual_seed(0))
@@ -170,24 +172,26 @@ def over_a_link(model: PreTrainedModel, served: PreTrainedModel, folder: Path, c
     buffers = Buffers(sent_pieces(pieces, group, model.config.num_hidden_layers, Schedule.PIPELINED))
     settings = EngineConfig(scheduler="sarathi", watermark=0.0, requests=running + 1, token_budget=config.stored_budget)
     blocks = running * -(-(16 + config.beside_tokens) // 16) + -(-(tokens + 16) // 16)
-    asked = [*context, *suffix[0].tolist()]
+    token_ids = [*context, *suffix[0].tolist()]
     rows: Rows = []
     with closing(LiveExecutor(served, blocks)) as executor:
         for number in range(-1, config.rounds):  # the first to warm up
-            told = first_token(model, prefix, pieces, group, Link(link), suffix, Schedule.PIPELINED, buffers=buffers)
-            engine, said = Engine(executor, settings), Sampling(config.beside_tokens)
-            others = [engine.submit([other + 1] * 16, said) for other in range(running)]
+            transfer = first_token(
+                model, prefix, pieces, group, Link(link), suffix, Schedule.PIPELINED, buffers=buffers
+            )
+            engine, sampling = Engine(executor, settings), Sampling(config.beside_tokens)
+            others = [engine.submit([other + 1] * 16, sampling) for other in range(running)]
             while not all(len(request.times_s) > STEPS_BEFORE_RESTORE for request in others):
                 engine.step()
             plain = _gaps(others, [STEPS_BEFORE_RESTORE // 2] * running)
             begun = [len(request.times_s) - 1 for request in others]
-            source = StoredPrefix(store, asked, sender=identity, receiver=identity, group=group, link=Link(link))
-            request = engine.submit(asked, Sampling(1), source=source)
+            source = StoredPrefix(store, token_ids, sender=identity, receiver=identity, group=group, link=Link(link))
+            request = engine.submit(token_ids, Sampling(1), source=source)
             while not request.finished:
                 engine.step()
             if request.fell_back:
                 raise LinkError(f"the prefix was computed after all: {request.fell_back}")
-            row = {"round": number, "alone_s": told.marks.first_token_s, "beside_s": request.ttft_s}
+            row = {"round": number, "alone_s": transfer.marks.first_token_s, "beside_s": request.ttft_s}
             meanwhile = _gaps(others, begun)
             row |= {"tbt_s": float(np.percentile(meanwhile, 99)), "plain_tbt_s": float(np.percentile(plain, 99))}
             for other in others:
@@ -204,7 +208,7 @@ def _gaps(requests: Sequence[Request], first: Sequence[int]) -> np.ndarray:
 
 def shared_prompt(model: PreTrainedModel, config: OneEngineConfig) -> Rows:
     """Rows {round, shared, prefilled_tokens, seconds} of requests whose first tokens are the same."""
-    beginning = [7 * place % model.config.vocab_size for place in range(config.shared_tokens)]
+    beginning = [7 * position % model.config.vocab_size for position in range(config.shared_tokens)]
     prompts = [[*beginning, number] for number in range(config.sharing)]
     rows: Rows = []
     with closing(LiveExecutor(model, config.sharing * (config.shared_tokens // 16 + 2))) as executor:
@@ -254,7 +258,7 @@ def one_engine(profile: Profile) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         scenes[LINK] = over_a_link(model, served, Path(folder), config)
     scenes[PROMPT] = shared_prompt(model, config)
-    rows = [{"scene": scene} | row for scene, found in scenes.items() for row in found]
+    rows = [{"scene": scene} | row for scene, scene_rows in scenes.items() for row in scene_rows]
     return Outcome(rows, provenance=loaded.provenance.as_dict())
 
 
@@ -263,8 +267,8 @@ def one_engine_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     summary, config = Summary(), parameters["one_engine"]
     frame = frame_of(rows)
     for measure, column, base in _RATIOS:
-        over = frame.assign(over=frame[column] / frame[base])
-        summary.by(over, {}, {measure: ("over", "median", "x")}, case=MEASURED[column][1], than=MEASURED[base][1])
+        with_ratio = frame.assign(over=frame[column] / frame[base])
+        summary.by(with_ratio, {}, {measure: ("over", "median", "x")}, case=MEASURED[column][1], than=MEASURED[base][1])
     for column, (measure, case) in MEASURED.items():
         summary.by(frame, {}, {measure: (column, "median", "s")}, case=case)
     frame["prefills"] = (frame.prefilled_tokens - config["sharing"]) / config["shared_tokens"]
@@ -286,17 +290,20 @@ _TITLES = ("Gaps between tokens of those who stay", "First token of a stored pre
 def goals(recorded: Result, now: Result) -> Figure:
     """Every round of the three scenes that are timed, their medians, and where the goal lies: the reader's run over the
     record, each beside its own goal."""
-    names = [drawn | (_MORE if place == 0 else {}) for place, (_, _, drawn, _, _) in enumerate(_PANELS)]
-    fig, axes = panels(3, figsize=(9, 7), height_ratios=[len(drawn) + 1 for drawn in names])
+    names = [
+        labels_of_panel | (_MORE if panel_index == 0 else {})
+        for panel_index, (_, _, labels_of_panel, _, _) in enumerate(_PANELS)
+    ]
+    fig, axes = panels(3, figsize=(9, 7), height_ratios=[len(labels_of_panel) + 1 for labels_of_panel in names])
     both = over(recorded, now)
-    for ax, title, drawn, (scene, unit, _, times, base) in zip(axes, _TITLES, names, _PANELS, strict=True):
+    for ax, title, labels_of_panel, (scene, unit, _, times, base) in zip(axes, _TITLES, names, _PANELS, strict=True):
         measure, case = MEASURED[base]
-        for one in both:
+        for shown in both:
             scale = 1e3 if unit == "ms" else 1.0
-            _panel(ax, one, one.result.frame(scene=scene), drawn, scale)
-            goal, label = times * one.result.summary.value(measure, case=case) * scale, f"goal: {times:g} times"
-            style = one.style | {"color": COLOURS["target"], "linestyle": "--", "linewidth": 1.5}
-            ax.axvline(goal, **style, label=label if one.own else None)
+            _panel(ax, shown, shown.result.frame(scene=scene), labels_of_panel, scale)
+            goal, label = times * shown.result.summary.value(measure, case=case) * scale, f"goal: {times:g} times"
+            style = shown.style | {"color": COLOURS["target"], "linestyle": "--", "linewidth": 1.5}
+            ax.axvline(goal, **style, label=label if shown.own else None)
         ax.set_title(title, loc="left", fontsize=11)
         ax.set_xlabel(unit)
         ax.set_xlim(left=0)
@@ -306,20 +313,20 @@ def goals(recorded: Result, now: Result) -> Figure:
     return fig
 
 
-def _panel(ax: Axes, one: Drawn, frame: pandas.DataFrame, drawn: dict[str, str], scale: float) -> None:
+def _panel(ax: Axes, shown: Drawn, frame: pandas.DataFrame, labels_of_panel: dict[str, str], scale: float) -> None:
     look = LOOKS["measured"]
-    for place, name in enumerate(drawn):
-        values, at = sorted(scale * frame[name]), place + one.shift
-        edge = {"markeredgecolor": "black"} if one.own else {}
-        ax.plot(values, [at] * len(values), look.marker, color=look.colour, markersize=6, **edge, **one.style)
-        ax.plot([median(values)] * 2, [at - 0.2, at + 0.2], color=look.colour, linewidth=2.5, **one.style)
-    categories(ax, drawn.values())
+    for line, name in enumerate(labels_of_panel):
+        values, height = sorted(scale * frame[name]), line + shown.shift
+        edge = {"markeredgecolor": "black"} if shown.own else {}
+        ax.plot(values, [height] * len(values), look.marker, color=look.colour, markersize=6, **edge, **shown.style)
+        ax.plot([median(values)] * 2, [height - 0.2, height + 0.2], color=look.colour, linewidth=2.5, **shown.style)
+    categories(ax, labels_of_panel.values())
 
 
 def goal_rows(result: Result) -> Table:
     """The ratios that the goals are of, with the seconds behind them."""
-    found, config = result.summary, result.parameters["one_engine"]
-    said = (
+    summary, config = result.summary, result.parameters["one_engine"]
+    goals_text = (
         ("longest gap / gap beside a prompt", "≤ 1.25", "longest_gap_x", "moving", "with_prompt"),
         ("median gap meanwhile / gap beside a prompt", "", "median_gap_x", "moving", "with_prompt"),
         ("stored prefix: first token in the engine / alone", "≤ 1.15", "ttft_x", "beside", "alone"),
@@ -329,6 +336,6 @@ def goal_rows(result: Result) -> Table:
         ("all first tokens, shared, s", "", "first_tokens_s", "shared", ""),
         ("all first tokens, nothing shared, s", "", "first_tokens_s", "apart", ""),
     )
-    places = ({"case": case} | ({"than": than} if than else {}) for *_, case, than in said)
-    for (what, goal, measure, *_), place in zip(said, places, strict=True):
-        yield {"measure": what, "goal": goal, "measured": interval(found.of(measure, **place), 2)}
+    places = ({"case": case} | ({"than": than} if than else {}) for *_, case, than in goals_text)
+    for (label, goal, measure, *_), labels in zip(goals_text, places, strict=True):
+        yield {"measure": label, "goal": goal, "measured": interval(summary.of(measure, **labels), 2)}

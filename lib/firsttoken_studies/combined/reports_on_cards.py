@@ -70,8 +70,8 @@ class OnCardsConfig:
             raise ProfileError("on_cards: lengths, prompts, context and cold_prompt must be at least 1")
         if min(*self.links, *self.cold_links) <= 0:
             raise ProfileError("on_cards: links and cold_links must be above 0")
-        if odd := next((one for one in self.models if one not in MODELS), ""):
-            raise ProfileError(f"on_cards: no shape is called {odd!r}; known: {', '.join(MODELS)}")
+        if unknown := next((model for model in self.models if model not in MODELS), ""):
+            raise ProfileError(f"on_cards: no shape is called {unknown!r}; known: {', '.join(MODELS)}")
 
 
 def reports_on_cards(profile: Profile) -> Outcome:
@@ -91,12 +91,12 @@ def reports_on_cards(profile: Profile) -> Outcome:
 def recoveries(card: str, model: str, lengths: tuple[int, ...]) -> Rows:
     """Rows of CPS: the swap out and back of a request of each length, with vLLM 0.2.4's copies and with one copy each
     way, and the prefill that computes its cache again."""
-    where = {"report": "CPS", "card": card, "model": model}
+    labels = {"report": "CPS", "card": card, "model": model}
     shape = MODELS[model]
     try:
         costs = OperatorCosts.of(OperatorTables.read(card), shape)
     except ProfileError as error:
-        return [where | {"not_covered": str(error)}]
+        return [labels | {"not_covered": str(error)}]
     kv = KVShape(shape.layers, shape.kv_heads, shape.head_dim, torch.float16)
     copy_s = decomposed(LONG, PCIE_4_X16).out_us_per_copy / 1e6
     rows: Rows = []
@@ -105,7 +105,7 @@ def recoveries(card: str, model: str, lengths: tuple[int, ...]) -> Rows:
         for tokens in lengths:
             swap_s = swaps.swap_out_s(tokens) + swaps.swap_in_s(tokens)
             rows.append(
-                where | {"way": way, "tokens": tokens, "swap_s": swap_s, "recompute_s": _prefill_s(costs, tokens)}
+                labels | {"way": way, "tokens": tokens, "swap_s": swap_s, "recompute_s": _prefill_s(costs, tokens)}
             )
     return rows
 
@@ -139,9 +139,9 @@ def chains(card: str, context: int) -> Rows:
     """Rows of PETALS: a token through all blocks of BLOOM-176B in 16 bits, on three servers, by network; and the time
     that the paper's own servers took for it."""
     computing_s = BLOOM_BLOCKS * block_s(OperatorTables.read(card), context)
-    where = {"report": "PETALS", "card": card, "model": "bloom-176b", "computing_s": computing_s}
+    labels = {"report": "PETALS", "card": card, "model": "bloom-176b", "computing_s": computing_s}
     return [
-        where
+        labels
         | {
             "network": name,
             "step_s": swarm_s(computing_s, PUBLISHED_SERVERS, BLOOM_HIDDEN, network),
@@ -159,9 +159,9 @@ def cold_starts(card: str, links: tuple[float, ...], tokens: int) -> Rows:
     """
     tables, shape = OperatorTables.read(card), MODELS[LLAMA_2]
     first = replace(shape, layers=shape.layers - len(REPORT_PLAN.block))
-    where = {"report": "ProgressiveServe", "card": card, "model": LLAMA_2, "tokens": tokens}
+    labels = {"report": "ProgressiveServe", "card": card, "model": LLAMA_2, "tokens": tokens}
     return [
-        where
+        labels
         | {
             "link": link,
             "stage": stage,
@@ -203,8 +203,8 @@ def block_s(tables: OperatorTables, context: int) -> float:
     wide = BLOOM_HIDDEN
     seconds = 0.0
     for n, k in ((3 * wide, wide), (wide, wide), (4 * wide, wide), (wide, 4 * wide)):
-        (at, found), _ = tables.product("bfloat16", n, k)
-        seconds += float(np.interp(1.0, at, found))
+        (rows_at, seconds_found), _ = tables.product("bfloat16", n, k)
+        seconds += float(np.interp(1.0, rows_at, seconds_found))
     return seconds + 2 * wide * _NUMBER_BYTES * context / tables.memory_bytes_s + 6 * tables.kernel_s
 
 
@@ -213,22 +213,22 @@ def _prefill_s(costs: OperatorCosts, tokens: int) -> float:
 
 
 def on_cards_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """Where swap and recompute cross by card, model and kind of copies; the prefill and its speed-up by link; steps a
-    second by network, and what of a step the operators leave unexplained; cold starts by link."""
+    """Summarize the crossings of swap and recompute by card, model and kind of copies; the prefill and its speed-up by
+    link; steps a second by network, and the share that the operators leave unexplained; cold starts by link."""
     summary, cps = Summary(), [row for row in rows if "way" in row]
     for card, model, way in dict.fromkeys((row["card"], row["model"], row["way"]) for row in cps):
-        mine = rows_where(cps, card=card, model=model, way=way)
-        found = crossing(*([row[key] for row in mine] for key in ("tokens", "swap_s", "recompute_s")))
-        where = {"machine": card, "model": model, "variant": way}
-        summary.add("cheaper_way", {"value": found.verdict}, **where)
-        if found.tokens is not None:
-            summary.add("crossing_tokens", {"value": found.tokens, "unit": "tokens"}, **where)
+        of_way = rows_where(cps, card=card, model=model, way=way)
+        crossing_point = crossing(*([row[key] for row in of_way] for key in ("tokens", "swap_s", "recompute_s")))
+        labels = {"machine": card, "model": model, "variant": way}
+        summary.add("cheaper_way", {"value": crossing_point.verdict}, **labels)
+        if crossing_point.tokens is not None:
+            summary.add("crossing_tokens", {"value": crossing_point.tokens, "unit": "tokens"}, **labels)
     for row in rows_where(rows, report="DroidSpeak"):
-        where = {"machine": row["card"], "model": row["model"], "context_tokens": row["tokens"]}
-        if summary.get("prefill_s", **where) is None:
-            summary.add("prefill_s", {"value": row["own_s"], "unit": "s"}, **where)
+        labels = {"machine": row["card"], "model": row["model"], "context_tokens": row["tokens"]}
+        if summary.get("prefill_s", **labels) is None:
+            summary.add("prefill_s", {"value": row["own_s"], "unit": "s"}, **labels)
         speedup = row["own_s"] / max(row["group_s"], row["loading_s"])
-        summary.add("speedup_x", {"value": speedup, "unit": "x"}, **where, gbit_per_s=row["link"])
+        summary.add("speedup_x", {"value": speedup, "unit": "x"}, **labels, gbit_per_s=row["link"])
     petals = rows_where(rows, report="PETALS")
     for row in petals:
         steps = {"value": 1 / row["step_s"], "unit": "steps/s"}
@@ -243,12 +243,12 @@ def on_cards_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
 def _cold(summary: Summary, rows: Rows) -> None:
     """Add the first token of the whole model and of the first stage by card and link, how much earlier the latter
     comes, and the share of the whole model's that is not loading."""
-    for whole, first in zip(rows[::2], rows[1::2], strict=True):
-        where = {"machine": whole["card"], "model": whole["model"], "gbit_per_s": whole["link"]}
-        seconds = {row["stage"]: row["loading_s"] + row["prefill_s"] for row in (whole, first)}
+    for complete, first in zip(rows[::2], rows[1::2], strict=True):
+        labels = {"machine": complete["card"], "model": complete["model"], "gbit_per_s": complete["link"]}
+        seconds = {row["stage"]: row["loading_s"] + row["prefill_s"] for row in (complete, first)}
         for stage, value in seconds.items():
-            summary.add("ttft_s", {"value": value, "unit": "s"}, **where, variant=stage)
+            summary.add("ttft_s", {"value": value, "unit": "s"}, **labels, variant=stage)
         below = 100 * (1 - seconds[FIRST_STAGE] / seconds[WHOLE])
-        summary.add("ttft_below_pct", {"value": below, "unit": "%"}, **where, variant=FIRST_STAGE, than=WHOLE)
-        share = 100 * whole["prefill_s"] / seconds[WHOLE]
-        summary.add("prefill_share_pct", {"value": share, "unit": "%"}, **where, variant=WHOLE)
+        summary.add("ttft_below_pct", {"value": below, "unit": "%"}, **labels, variant=FIRST_STAGE, than=WHOLE)
+        share = 100 * complete["prefill_s"] / seconds[WHOLE]
+        summary.add("prefill_share_pct", {"value": share, "unit": "%"}, **labels, variant=WHOLE)

@@ -18,8 +18,8 @@ def crossing_rows(now: Result) -> Table:
     for card, model in pairs:
         line: dict[str, Any] = {"GPU and model": f"{card}, {model}"}
         for way, name in _NAMES.items():
-            found = now.summary.get("cheaper_way", machine=card, model=model, variant=way)
-            line[name] = found["value"] if found else "not covered by the tables"
+            entry = now.summary.get("cheaper_way", machine=card, model=model, variant=way)
+            line[name] = entry["value"] if entry else "not covered by the tables"
         yield line
 
 
@@ -30,17 +30,17 @@ def recovery_times(now: Result, cards: Sequence[str]) -> Figure:
     fig, axes = panels(len(models), len(cards), figsize=size, sharex=True, sharey="row", squeeze=False)
     for line, model in zip(axes, models, strict=True):
         for ax, card in zip(line, cards, strict=True):
-            mine = [row for row in rows_where(now.rows, card=card, model=model) if "way" in row]
-            drawn = (
+            of_model = [row for row in rows_where(now.rows, card=card, model=model) if "way" in row]
+            curves = (
                 ("recompute_s", EACH_BLOCK, "recompute"),
                 ("swap_s", EACH_BLOCK, "swap"),
                 ("swap_s", ONE_COPY, "coalesced"),
             )
-            for key, way, name in drawn:
-                rows, look = rows_where(mine, way=way), LOOKS[name]
+            for key, way, name in curves:
+                rows, look = rows_where(of_model, way=way), LOOKS[name]
                 times = [1e3 * row[key] for row in rows]
                 ax.plot([row["tokens"] for row in rows], times, color=look.colour, marker=look.marker, ms=4)
-            if not mine:
+            if not of_model:
                 ax.text(0.5, 0.5, "not covered\nby the tables", ha="center", transform=ax.transAxes, fontsize="small")
             ax.set(xscale="log", yscale="log", title=f"{card}\n{model}")
             ax.title.set_fontsize("small")
@@ -58,17 +58,17 @@ def recovery_times(now: Result, cards: Sequence[str]) -> Figure:
 
 
 def _recovery_message(now: Result) -> str:
-    """How often a recomputation ever pays, by kind of copies."""
-    said = []
+    """Say by kind of copies on how many pairs of GPU and model recomputing ever pays."""
+    sentences = []
     for way, name in ((ONE_COPY, "in one copy"), (EACH_BLOCK, "block by block")):
-        found = [entry["value"] for entry in now.summary.all("cheaper_way", variant=way)]
-        pays = sum(value != "swap always" for value in found)
-        said.append(f"{pays} of {len(found)} {name}")
-    return f"Pairs of GPU and model on which computing again ever pays: {said[0]}, {said[1]}"
+        crossings = [entry["value"] for entry in now.summary.all("cheaper_way", variant=way)]
+        pays = sum(value != "swap always" for value in crossings)
+        sentences.append(f"{pays} of {len(crossings)} {name}")
+    return f"Pairs of GPU and model on which computing again ever pays: {sentences[0]}, {sentences[1]}"
 
 
 def speedups(now: Result) -> Figure:
-    """How much earlier the first token comes over the rate of the link, a panel a model and card."""
+    """Draw the speed-up of the first token over the rate of the link, a panel a model and card."""
     import matplotlib
 
     rows = rows_where(now.rows, report="DroidSpeak")
@@ -79,11 +79,13 @@ def speedups(now: Result) -> Figure:
     for ax, (model, gpus, card) in zip(axes[0], cases, strict=True):
         ax.axhspan(1.7, 3.1, color=COLOURS["paper"], alpha=0.25, lw=0)
         ax.axhline(1, color=COLOURS["floor"], lw=1, ls=":")
-        for place, tokens in enumerate(lengths):
-            mine = rows_where(rows, model=model, card=card, tokens=tokens)
-            gained = [row["own_s"] / max(row["group_s"], row["loading_s"]) for row in mine]
-            colour = shades(0.85 * place / max(1, len(lengths) - 1))
-            ax.plot([row["link"] for row in mine], gained, marker="o", ms=4, color=colour, label=f"{tokens:,} tokens")
+        for group_index, tokens in enumerate(lengths):
+            of_length = rows_where(rows, model=model, card=card, tokens=tokens)
+            gained = [row["own_s"] / max(row["group_s"], row["loading_s"]) for row in of_length]
+            colour = shades(0.85 * group_index / max(1, len(lengths) - 1))
+            ax.plot(
+                [row["link"] for row in of_length], gained, marker="o", ms=4, color=colour, label=f"{tokens:,} tokens"
+            )
         ax.set(xscale="log", xlabel="rate of the link, Gbit/s", title=f"{model} on {gpus} {card}")
         ax.title.set_fontsize("small")
         links = distinct(rows, "link")
@@ -112,11 +114,11 @@ def chain_rows(now: Result) -> Table:
 def cold_rows(now: Result) -> Table:
     """A line a card and link: the first token of the whole model and of the first stage, and the prefill's share."""
     for entry in now.summary.all("ttft_below_pct", variant=FIRST_STAGE, than=WHOLE):
-        where = {key: entry["where"][key] for key in ("machine", "model", "gbit_per_s")}
-        seconds = [now.summary.value("ttft_s", **where, variant=stage) for stage in (WHOLE, FIRST_STAGE)]
-        share = now.summary.value("prefill_share_pct", **where, variant=WHOLE)
+        labels = {key: entry["where"][key] for key in ("machine", "model", "gbit_per_s")}
+        seconds = [now.summary.value("ttft_s", **labels, variant=stage) for stage in (WHOLE, FIRST_STAGE)]
+        share = now.summary.value("prefill_share_pct", **labels, variant=WHOLE)
         yield {
-            "GPU and link": f"{where['machine']}, {where['gbit_per_s']:g} Gbit/s",
+            "GPU and link": f"{labels['machine']}, {labels['gbit_per_s']:g} Gbit/s",
             "whole model, s": f"{seconds[0]:.2f}",
             "first stage, s": f"{seconds[1]:.2f}",
             "earlier by": f"{entry['value']:.1f} %",

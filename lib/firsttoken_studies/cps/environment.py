@@ -28,7 +28,8 @@ TABLE_1 = {  # as printed
 
 @dataclass(frozen=True)
 class Limit:
-    """What a part allows, and what Table 1 puts beside it; the two cannot go together where ``asked`` is more."""
+    """The most that a part ``allows``, and the amount that Table 1 puts beside it; both cannot go together where
+    ``asked`` is more."""
 
     part: str
     other: str
@@ -53,16 +54,16 @@ LIMITS = (
 
 def environment(profile: Profile) -> Outcome:
     """Rows {what: part | limit, ...}: Table 1 beside this machine, and its limits one by one."""
-    here = _here(profile)
+    measured = _here(profile)
     rows: Rows = [
-        {"what": "part", "component": name, "paper": paper, "here": here[name]} for name, paper in TABLE_1.items()
+        {"what": "part", "component": name, "paper": paper, "here": measured[name]} for name, paper in TABLE_1.items()
     ]
     rows += [{"what": "limit", **vars(limit), "broken": limit.broken} for limit in LIMITS]
     return Outcome(rows, provenance={"source": "this machine"})
 
 
 def environment_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """How many pairs of parts cannot have been together."""
+    """Count the pairs of parts that cannot have been together."""
     summary = Summary()
     broken = [row["broken"] for row in rows if row["what"] == "limit"]
     summary.add("impossible_pairs", {"value": sum(broken), "n": len(broken)})
@@ -70,7 +71,7 @@ def environment_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
 
 
 def _here(profile: Profile) -> dict[str, str]:
-    """What this machine has for each component of Table 1."""
+    """Return this machine's part for each component of Table 1."""
     machine = describe()
     memory = machine["memory_bytes"]
     return {

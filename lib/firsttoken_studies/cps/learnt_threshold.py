@@ -57,7 +57,7 @@ class OnlineConfig:
 
 
 def settings(seconds: float) -> dict[str, Callable[[float], Costs]]:
-    """What may happen in ``seconds``, by name: from the time in s to the costs that hold then."""
+    """Return the courses of costs over ``seconds``, by name: each gives the costs that hold at a time in s."""
     published = PublishedCosts(decode_s=0.0)
     per_copy_s = decomposed(LONG, PCIE_4_X16).out_us_per_copy / 1e6
     coalesced = CopyCosts(published, PAPER_SHAPE, per_copy_s, PCIE_4_X16, coalesced=True)
@@ -100,7 +100,8 @@ def online_crosspoint(profile: Profile) -> Outcome:
 
 
 def _sequence(lengths: np.ndarray, seconds: float, config: OnlineConfig, seed: int) -> dict[str, Any]:
-    """When which lengths are preempted, the noise on their costs, and the ordinary prefills in between.
+    """Draw the lengths that are preempted with their times, the noise on their costs, and the ordinary prefills in
+    between.
 
     A victim is somewhere in its answer: it holds between half and all of its conversation.
     """
@@ -131,16 +132,16 @@ def online_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     beaten = wrong = 0
     for setting, by_policy in paid.items():
         best = min(STATIC, key=lambda name: by_policy[name].sum())
-        over = {"best_static": _over(by_policy["online"], by_policy[best])}
-        over |= {name: _over(by_policy["online"], by_policy[name]) for name in ("oracle", "cross_point")}
-        for name, ratio in over.items():
+        ratios = {"best_static": _over(by_policy["online"], by_policy[best])}
+        ratios |= {name: _over(by_policy["online"], by_policy[name]) for name in ("oracle", "cross_point")}
+        for name, ratio in ratios.items():
             summary.add("recovery_x", ratio.summary("x"), policy="online", than=name, case=setting)
         summary.add("best_static", {"value": best}, case=setting)
         for name in worst:
-            worst[name].append(over[name])
+            worst[name].append(ratios[name])
         if by_policy["cross_point"].sum() > 1.02 * by_policy["oracle"].sum():
             wrong += 1
-            beaten += over["cross_point"].estimate < 1
+            beaten += ratios["cross_point"].estimate < 1
     for name, intervals in worst.items():
         largest = max(intervals, key=lambda interval: interval.estimate)
         summary.add("recovery_x", largest.summary("x"), policy="online", than=name, across="worst")
@@ -149,9 +150,9 @@ def online_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     return summary
 
 
-def _over(mine: pandas.Series, other: pandas.Series) -> Interval:
+def _over(own_s: pandas.Series, other: pandas.Series) -> Interval:
     """The ratio of totals over seeds; seeds are resampled with both their runs."""
-    return bootstrap(np.column_stack([mine, other]), lambda sample: float(np.divide(*sample.sum(0))))
+    return bootstrap(np.column_stack([own_s, other]), lambda sample: float(np.divide(*sample.sum(0))))
 
 
 # The figures of notebook 23: the reader's run over the record.
@@ -160,17 +161,17 @@ CHANGES = ("link slows 4 times at half", "link 8 times faster from half", "model
 
 
 def totals(recorded: Result | None, now: Result) -> Figure:
-    """What each policy paid in each setting, over what the oracle paid, with intervals over sequences."""
+    """Draw the cost of each policy in each setting over the oracle's, with intervals over sequences."""
     results = over(recorded, now)
     named = list(_by_setting(results[0].result.rows))
     fig, ax = panels(figsize=(9, 0.75 * len(named) + 1.4))
-    for drawn in results:
-        for setting, by_policy in _by_setting(drawn.result.rows).items():
+    for shown in results:
+        for setting, by_policy in _by_setting(shown.result.rows).items():
             for shift, name in enumerate(POLICIES[:-1]):
-                at = named.index(setting) + 0.2 * (shift - 1.5) + drawn.shift / 4
+                position = named.index(setting) + 0.2 * (shift - 1.5) + shown.shift / 4
                 paid = _over(by_policy[name], by_policy["oracle"]).summary("x")
-                label = LOOKS[name][0] if drawn.own and setting == named[0] else None
-                drawn.point(ax, at, paid, name.replace("cross_", "cross-"), along="x", label=label)
+                label = LOOKS[name][0] if shown.own and setting == named[0] else None
+                shown.point(ax, position, paid, name.replace("cross_", "cross-"), along="x", label=label)
     ax.axvline(1, color=COLOURS["floor"], linestyle=":", label="floor: the oracle")
     ax.set(xscale="log", xlabel="total recovery cost / the oracle's")
     ticks(ax.xaxis, (1, 1.25, 1.5, 2, 3, 5, 10, 20))
@@ -188,16 +189,16 @@ def courses(recorded: Result | None, now: Result) -> Figure:
     results = over(recorded, now)
     fig, axes = panels(1, len(CHANGES), figsize=(9, 3.9))
     for ax, setting in zip(axes, CHANGES, strict=True):
-        for drawn in results:
-            rows = [row for row in drawn.result.rows if row["what"] == "course" and row["setting"] == setting]
-            count, ends_s = drawn.result.parameters["online"]["preemptions"], max(row["at_s"] for row in rows)
+        for shown in results:
+            rows = [row for row in shown.result.rows if row["what"] == "course" and row["setting"] == setting]
+            count, ends_s = shown.result.parameters["online"]["preemptions"], max(row["at_s"] for row in rows)
             for name in POLICIES[:-1]:
-                mine = [row for row in rows if row["policy"] == name]
-                regret = [{"value": 1e3 * row["regret_s"] / count} for row in mine]
-                places = [100 * row["at_s"] / ends_s for row in mine]
-                options = {"marker": "", "linewidth": 2.6 if drawn.own else 1.6}
-                label = LOOKS[name][0] if drawn.own else None
-                drawn.line(ax, places, regret, name.replace("cross_", "cross-"), label=label, **options)
+                of_policy = [row for row in rows if row["policy"] == name]
+                regret = [{"value": 1e3 * row["regret_s"] / count} for row in of_policy]
+                places = [100 * row["at_s"] / ends_s for row in of_policy]
+                options = {"marker": "", "linewidth": 2.6 if shown.own else 1.6}
+                label = LOOKS[name][0] if shown.own else None
+                shown.line(ax, places, regret, name.replace("cross_", "cross-"), label=label, **options)
         ax.axvline(50, color=COLOURS["mark"], linestyle=":")
         ax.set_title(setting, fontsize=10.5)
         ax.set_xlabel("of the sequence, %")
@@ -209,8 +210,10 @@ def courses(recorded: Result | None, now: Result) -> Figure:
 
 
 def one_change(courses: Mapping[str, np.ndarray], oracle: np.ndarray, times_s: Sequence[float], title: str) -> Figure:
-    """The same of notebook 23's scene: what two policies and ``oracle`` have paid by ``times_s``, s. Axes and their few
-    letters, which take longest to draw, are the same for every change."""
+    """Draw notebook 23's scene: the cost that two policies and ``oracle`` have paid by ``times_s``, s.
+
+    Axes and their few letters, which take longest to draw, are the same for every change.
+    """
     fig, ax = panels(figsize=(7.2, 2.8), layout="none")
     fig.subplots_adjust(left=0.1, right=0.79, bottom=0.18, top=0.89)
     for (name, paid), side in zip(courses.items(), ("bottom", "top"), strict=True):
@@ -225,16 +228,16 @@ def one_change(courses: Mapping[str, np.ndarray], oracle: np.ndarray, times_s: S
 
 
 def setting_rows(result: Result) -> Table:
-    """The ratios by setting."""
+    """Yield the ratios of costs by setting."""
     for best in result.summary.all("best_static"):
         line = {"setting": best["where"]["case"], "best static policy": LOOKS[best["value"]][0]}
         for name, label in (("best_static", "best static"), ("oracle", "oracle"), ("cross_point", "CrossPoint")):
-            over = result.summary.of("recovery_x", policy="online", than=name, case=line["setting"])
-            line[f"online / {label}"] = interval(over, 3)
+            entry = result.summary.of("recovery_x", policy="online", than=name, case=line["setting"])
+            line[f"online / {label}"] = interval(entry, 3)
         yield line
 
 
 def _by_setting(rows: Rows) -> dict[str, pandas.DataFrame]:
     """The seconds that each policy paid [seeds, policies], by setting."""
     totals = frame_of(rows, what="total").groupby("setting", sort=False)
-    return {setting: of.pivot(index="seed", columns="policy", values="seconds") for setting, of in totals}
+    return {setting: group.pivot(index="seed", columns="policy", values="seconds") for setting, group in totals}

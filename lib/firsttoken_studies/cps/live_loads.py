@@ -49,13 +49,13 @@ class LiveLoadsConfig:
             raise ProfileError(f"{self.section}: seeds, short, long and blocks must be at least 1")
 
     def needs(self) -> list[Need]:
-        """Context and pool hold the longest conversation, and so the threshold below it."""
+        """Require a context and a pool that hold the longest conversation, and so the threshold below it."""
         scale, longest = f"{self.section}.scale", math.ceil(LONGEST * self.scale)
         mend = f"lower it, or raise {self.section}.blocks"
         return [Need(scale, longest, CONTEXT), Need(scale, longest, POOL, mend)]
 
     def policy(self, name: str) -> PreemptionPolicy:
-        """The policy of that name."""
+        """Return the policy called ``name``."""
         return make_policy(name, **({"threshold": 1024 * self.scale} if name == "cross_point" else {}))
 
     def loads(self, loaded: Loaded, seeds: Iterable[int]) -> dict[int, tuple[Item, ...]]:
@@ -65,14 +65,14 @@ class LiveLoadsConfig:
         return {seed: with_ids(items, vocabulary, seed) for seed, items in mixed.items()}
 
     def load(self, profile: Profile, name: str) -> Loaded:
-        """The model that is called ``name``, its projections fused. Raises ProfileError for one that is too small."""
+        """Load the model called ``name``, its projections fused. Raises ProfileError for one that is too small."""
         check(self.needs(), ModelFacts(name, {POOL: self.blocks * BLOCK_TOKENS}))
         loaded = load_model(name, dtype=profile.torch_dtype(), device=profile.torch_device())
         fuse(loaded.model)
         return loaded
 
     def executor(self, loaded: Loaded) -> LiveExecutor:
-        """What runs them on the model."""
+        """Return the executor that runs the conversations on the model."""
         return LiveExecutor(loaded.model, self.blocks, host_blocks=4 * self.blocks, swap=self.swap)
 
 

@@ -53,14 +53,14 @@ def least_mean_ttft_s(items: Sequence[Item], blocks: int, step_s: float) -> floa
     """
     capacity = blocks * PAPER_SHAPE.block_tokens
     needs = sorted(sum(range(item.prompt_tokens, item.total_tokens)) for item in items)
-    ends = np.cumsum(needs) / capacity
-    return max(0.0, float(ends.mean() - np.mean([item.output_tokens - 1 for item in items]))) * step_s
+    end_s = np.cumsum(needs) / capacity
+    return max(0.0, float(end_s.mean() - np.mean([item.output_tokens - 1 for item in items]))) * step_s
 
 
 class Inverse(PreemptionPolicy):
-    """The paper's rule the wrong way round, which nobody would run: it shows what a gain is owed to.
+    """The paper's rule inverted, which nobody would run: it shows what a gain is owed to.
 
-    It recomputes up to ``threshold`` tokens, and swaps above.
+    The rule recomputes up to ``threshold`` tokens, and swaps above.
     """
 
     name = "inverse"
@@ -73,7 +73,7 @@ class Inverse(PreemptionPolicy):
 
 
 class Coin(PreemptionPolicy):
-    """Swap or recompute by the toss of a coin, whatever the length."""
+    """A control that swaps or recomputes by the toss of a coin, whatever the length."""
 
     name = "coin"
 
@@ -122,10 +122,13 @@ def crosspoint_live(profile: Profile) -> Outcome:
 
 
 def samples(traces: Sequence[Trace]) -> tuple[list[StepSample], list[SwapSample]]:
-    """What the fit of a cost model takes, from what engines have seen. First steps of a run are warm-up."""
-    steps = [StepSample(one.prefills, one.contexts, one.seconds) for trace in traces for one in trace.steps[1:]]
-    recoveries = [one for trace in traces for one in trace.recoveries if one.action is Action.SWAP]
-    return steps, [SwapSample(one.tokens, one.out_s, one.prep_s + one.in_s) for one in recoveries]
+    """Return the samples that the fit of a cost model takes from engines' traces. The first step of a run warms up and
+    is left out."""
+    steps = [StepSample(step.prefills, step.contexts, step.seconds) for trace in traces for step in trace.steps[1:]]
+    recoveries = [recovery for trace in traces for recovery in trace.recoveries if recovery.action is Action.SWAP]
+    return steps, [
+        SwapSample(recovery.tokens, recovery.out_s, recovery.prep_s + recovery.in_s) for recovery in recoveries
+    ]
 
 
 def _compare(
@@ -136,8 +139,8 @@ def _compare(
     rows = []
     for number, name in track(cases, desc="live policies"):
         simulated = SimulatedExecutor(costs, executor.blocks, host_blocks=executor.host_pool.blocks)
-        for run, where in (("live", executor), ("simulated", simulated)):
-            metrics, _ = _run(where, loads[number], name, config)
+        for run, source in (("live", executor), ("simulated", simulated)):
+            metrics, _ = _run(source, loads[number], name, config)
             rows.append({"seed": number, "policy": name, "run": run} | metrics)
     return rows
 
@@ -199,13 +202,17 @@ class ReplayedConfig:
     def __post_init__(self) -> None:
         if min(self.seeds, self.short, self.long, self.blocks) < 1:
             raise ProfileError("replayed: seeds, short, long and blocks must be at least 1")
-        if odd := next((name for name in self.policies if not name.endswith(OWN) and name not in OTHERS), ""):
-            raise ProfileError(f"replayed.policies: no policy {odd!r}; {unknown(odd, OTHERS)}, or a file")
+        if unknown_policy := next(
+            (name for name in self.policies if not name.endswith(OWN) and name not in OTHERS), ""
+        ):
+            raise ProfileError(
+                f"replayed.policies: no policy {unknown_policy!r}; {unknown(unknown_policy, OTHERS)}, or a file"
+            )
         if not self.victim.endswith(OWN):
             victim_named(self.victim)
 
     def needs(self) -> list[Need]:
-        """The pool holds the longest conversation, and a request as long as the highest threshold."""
+        """Require a pool that holds the longest conversation, and a request as long as the highest threshold."""
         mend = "raise replayed.blocks"
         return [
             Need("replayed.blocks", LONGEST, POOL, mend),
@@ -219,13 +226,13 @@ def crosspoint_replayed(profile: Profile) -> Outcome:
     And a row for each workload with the least mean TTFT that any policy could have: policy and costs are "bound".
     """
     config = profile.section("replayed", ReplayedConfig)
-    check(config.needs(), {POOL: config.blocks * BLOCK_TOKENS}, where="the replayed engine")
+    check(config.needs(), {POOL: config.blocks * BLOCK_TOKENS}, context="the replayed engine")
     loads = [drawn(config, profile.seed + number) for number in range(config.seeds)]
-    own = {name: PolicyFile.read(Path(name), PREEMPTION) for name in config.policies if name.endswith(OWN)}
+    policy_files = {name: PolicyFile.read(Path(name), PREEMPTION) for name in config.policies if name.endswith(OWN)}
     chosen = PolicyFile.read(Path(config.victim), VICTIM) if config.victim.endswith(OWN) else None
     victim = chosen.watched() if chosen else config.victim
     decode_s = calibrated(loads[: min(3, len(loads))], config.blocks)
-    cases = list(_cases(config, decode_s, {name: file.watched() for name, file in own.items()}))
+    cases = list(_cases(config, decode_s, {name: file.watched() for name, file in policy_files.items()}))
     rows = []
     for number, items in enumerate(track(loads, desc="replay")):
         seed = {"seed": profile.seed + number}
@@ -235,7 +242,7 @@ def crosspoint_replayed(profile: Profile) -> Outcome:
         for case, costs, policy in cases:
             overtake = case["policy"].endswith(OVERTAKING)
             with ExitStack() as judged:
-                for file in filter(None, (chosen, own.get(case["policy"]))):
+                for file in filter(None, (chosen, policy_files.get(case["policy"]))):
                     judged.enter_context(file.judged())
                 rows.append(seed | case | run_replayed(items, costs, policy(costs), config.blocks, overtake, victim))
     why = f"what {config.blocks} blocks of 16 tokens can hold, shortest requests first, {PAPER_TPOT_MS} ms a step"
@@ -273,18 +280,18 @@ def calibrated(loads: Sequence[Sequence[Item]], blocks: int) -> float:
 
 
 def drawn(config: ReplayedConfig, seed: int) -> tuple[Item, ...]:
-    """The workload of ``seed``."""
+    """Return the workload drawn by ``seed``."""
     return with_ids(threshold_mix(None, config.short, config.long, seed=seed), vocabulary=1)
 
 
 def _cases(
-    config: ReplayedConfig, decode_s: float, own: Mapping[str, Callable[[], PreemptionPolicy]]
+    config: ReplayedConfig, decode_s: float, policy_files: Mapping[str, Callable[[], PreemptionPolicy]]
 ) -> Iterable[tuple[dict[str, Any], Costs, Callable[[Costs], PreemptionPolicy]]]:
     """(columns, costs, policy) of every case: policies, thresholds, other decode prices, coalesced copies."""
     published = PublishedCosts(decode_s=decode_s)
     base = {"costs": "published", "decode_ms": decode_s * 1e3}
     for name in (*COMPARED, *config.policies):
-        kind = own.get(name)
+        kind = policy_files.get(name)
         maker = maker_of(name, config.threshold) if kind is None else lambda costs, kind=kind: kind()
         yield base | {"policy": name}, published, maker
     for threshold in config.thresholds:
@@ -300,7 +307,7 @@ def _cases(
 
 
 def maker_of(name: str, threshold: float = 1024) -> Callable[[Costs], PreemptionPolicy]:
-    """Makes the policy of that name for the costs of a run."""
+    """Return a function that makes the policy called ``name`` for the costs of a run."""
     if name == "oracle":
         return lambda costs: make_policy(name, costs_at=lambda now_s: costs)
     if name == "bandwidth_only":
@@ -324,9 +331,9 @@ def replayed_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     least = column(rows, BOUND, "mean_ttft_ms")
     summary.add("ttft_mean_ms", {"value": float(np.mean(least)), "n": len(least), "unit": "ms"}, policy=BOUND)
     for policy, threshold in {row["policy"]: row.get("threshold") for row in main}.items():
-        place = {"policy": "threshold", "threshold_tokens": threshold} if threshold is not None else {"policy": policy}
-        mine = frame_of(main, policy=policy).sort_values("seed", kind="stable")
-        summary.by(mine, {}, MEANS, **place, costs="published")
+        labels = {"policy": "threshold", "threshold_tokens": threshold} if threshold is not None else {"policy": policy}
+        runs_of_policy = frame_of(main, policy=policy).sort_values("seed", kind="stable")
+        summary.by(runs_of_policy, {}, MEANS, **labels, costs="published")
 
     def gained(measure: str, runs: Rows, policy: str, other: str, costs: str = "published") -> None:
         entry = below(runs, policy, other, BELOW[measure]).summary("%", 100)
@@ -347,7 +354,7 @@ def replayed_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
 
 
 def column(rows: Rows, policy: str, name: str) -> list[float]:
-    """``name`` of the runs of ``policy``, by seed."""
+    """Return the values of ``name`` in the runs of ``policy``, by seed."""
     return [row[name] for row in sorted(rows_where(rows, policy=policy), key=lambda row: row["seed"])]
 
 

@@ -34,19 +34,19 @@ def policy_bars(recorded: Result | None, now: Result) -> Figure:
     axes = above.subplots(1, len(SAID))
     for ax, (measure, label) in zip(axes, SAID.items(), strict=True):
         scale = 1e-3 if "ttft" in measure else 1.0
-        for place, name in enumerate(COMPARED):
-            for drawn in results:
-                entry = drawn.result.summary.of(measure, policy=name, costs="published")
-                drawn.bar(ax, place, entry, _look(name), width=0.8, scale=scale)
+        for index, name in enumerate(COMPARED):
+            for shown in results:
+                entry = shown.result.summary.of(measure, policy=name, costs="published")
+                shown.bar(ax, index, entry, _look(name), width=0.8, scale=scale)
             if (ms := PAPER[measure].get(name)) is not None:
-                ax.hlines(scale * ms, place - 0.44, place + 0.44, **_paper())
+                ax.hlines(scale * ms, index - 0.44, index + 0.44, **_paper())
         ax.set_title(label)
         ax.set_xticks(range(len(COMPARED)), [POLICIES[name][0] for name in COMPARED])
         ax.grid(axis="x", visible=False)
     least = results[0].result.summary.value("ttft_mean_ms", policy=BOUND) / 1e3
     axes[0].axhline(least, color=COLOURS["floor"], linestyle=":", zorder=6)
-    said = {"va": "bottom", "ha": "center", "fontsize": 9, "zorder": 7, "bbox": {"color": "white", "pad": 1}}
-    axes[0].text(1, least + 3, f"no policy is below {least:.0f} s", **said)
+    text_style = {"va": "bottom", "ha": "center", "fontsize": 9, "zorder": 7, "bbox": {"color": "white", "pad": 1}}
+    axes[0].text(1, least + 3, f"no policy is below {least:.0f} s", **text_style)
     _gains(under.subplots(), results)
     fig.suptitle("CPS has the shorter tail, and so has Swap alone if its queue may be overtaken")
     name_results(fig, results, "tpot_p99_ms")
@@ -55,20 +55,20 @@ def policy_bars(recorded: Result | None, now: Result) -> Figure:
 
 def _gains(ax: Axes, results: Sequence[Drawn]) -> None:
     """P99 TPOT below Swap's on the same workloads, by policy."""
-    there = [name for name in POLICIES if name != "swap" and column(published_runs(results[0].result), name, "seed")]
-    for drawn in results:
-        runs = published_runs(drawn.result)
-        for place, name in enumerate(there):
+    present = [name for name in POLICIES if name != "swap" and column(published_runs(results[0].result), name, "seed")]
+    for shown in results:
+        runs = published_runs(shown.result)
+        for index, name in enumerate(present):
             if column(runs, name, "seed"):
                 gain = below(runs, name, "swap", MEANS["tpot_p99_ms"][0]).summary("%", 100)
-                drawn.point(ax, place + drawn.shift, gain, _look(name), along="x")
+                shown.point(ax, index + shown.shift, gain, _look(name), along="x")
     theirs = PAPER["tpot_p99_ms"]
     for name in ("recompute", "cross_point"):
-        gain, at = 100 * (1 - theirs[name] / theirs["swap"]), there.index(name)
-        said = "the paper" if name == "cross_point" else None
-        ax.vlines(gain, at - 0.44, at + 0.44, **_paper(), label=said)
+        gain, position = 100 * (1 - theirs[name] / theirs["swap"]), present.index(name)
+        label = "the paper" if name == "cross_point" else None
+        ax.vlines(gain, position - 0.44, position + 0.44, **_paper(), label=label)
     ax.axvline(0, color=COLOURS["floor"], linewidth=1)
-    ax.set_yticks(range(len(there)), [POLICIES[name][0] for name in there])
+    ax.set_yticks(range(len(present)), [POLICIES[name][0] for name in present])
     ax.set(xlabel="P99 TPOT below Swap's on the same workloads, %")
     ax.grid(axis="y", visible=False)
     ax.invert_yaxis()
@@ -76,7 +76,7 @@ def _gains(ax: Axes, results: Sequence[Drawn]) -> None:
 
 
 def _paper() -> dict[str, Any]:
-    """How the paper's number is drawn: grey, within white, as it may lie over a bar."""
+    """Return the style of the paper's number: grey, edged in white, as it may lie over a bar."""
     from matplotlib.patheffects import withStroke
 
     within = [withStroke(linewidth=4.5, foreground="white")]
@@ -90,24 +90,26 @@ def published_runs(result: Result) -> Rows:
 
 
 def _look(name: str) -> str:
-    """What ``LOOKS`` calls a policy; controls stand beside."""
+    """Return the name under which ``LOOKS`` has a policy; "other" for a control."""
     look = name.replace("_", "-") if name == "cross_point" else name.replace("_", " ")
     return look if look in COLOURS else "other"
 
 
 def threshold_gains(recorded: Result | None, now: Result) -> Figure:
-    """What another threshold than the paper's is worth, paired by workload: tail, and cost of the recoveries."""
+    """Draw the gain of other thresholds than the paper's, paired by workload: tail, and cost of the recoveries."""
     results = over(recorded, now)
     fig, axes = panels(1, 2, figsize=(9, 3.9))
-    said = {"p99_tpot_ms": "P99 TPOT below CrossPoint's, %", "recovery_s": "recovery cost below CrossPoint's, %"}
-    for ax, (name, label) in zip(axes, said.items(), strict=True):
-        for drawn in results:
-            runs = published_runs(drawn.result)
-            at = {row["threshold"]: row["policy"] for row in runs if "threshold" in row} | {0: "recompute"}
-            at[drawn.result.parameters["replayed"].get("threshold", 1024)] = "cross_point"
-            gains = {t: below(runs, at[t], "cross_point", name).summary("%", 100) for t in sorted(at)}
+    titles = {"p99_tpot_ms": "P99 TPOT below CrossPoint's, %", "recovery_s": "recovery cost below CrossPoint's, %"}
+    for ax, (name, label) in zip(axes, titles.items(), strict=True):
+        for shown in results:
+            runs = published_runs(shown.result)
+            by_threshold = {row["threshold"]: row["policy"] for row in runs if "threshold" in row} | {0: "recompute"}
+            by_threshold[shown.result.parameters["replayed"].get("threshold", 1024)] = "cross_point"
+            gains = {
+                t: below(runs, by_threshold[t], "cross_point", name).summary("%", 100) for t in sorted(by_threshold)
+            }
             places = [max(t, 128) for t in gains]
-            drawn.line(ax, places, list(gains.values()), "cross-point", linestyle="-")
+            shown.line(ax, places, list(gains.values()), "cross-point", linestyle="-")
         ax.axhline(0, color=COLOURS["floor"], linewidth=1)
         ax.axvline(1024, color=COLOURS["paper"], linewidth=2.5, label="the paper's 1,024")
         ax.axvline(927, color=COLOURS["mark"], linestyle=":", label="Table 2 crosses at 927")
@@ -137,9 +139,13 @@ def queue_lanes(scenes: Mapping[str, tuple[Sequence[str], Sequence[tuple[float, 
         ax.set_yticks(range(len(names)), names)
         ax.invert_yaxis()
         ax.grid(axis="y", visible=False)
-    said = {"measured": "has blocks and runs", "swap": "swapped out, waits", "recompute": "waits to be computed again"}
-    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[look]) for look in said]
-    fig.legend(handles, said.values(), loc="outside lower center", ncols=3)
+    state_labels = {
+        "measured": "has blocks and runs",
+        "swap": "swapped out, waits",
+        "recompute": "waits to be computed again",
+    }
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[look]) for look in state_labels]
+    fig.legend(handles, state_labels.values(), loc="outside lower center", ncols=3)
     axes[-1].set_xlabel("simulated time, s")
     fig.suptitle("The long request blocks the short ones, though there is room for them")
     return fig

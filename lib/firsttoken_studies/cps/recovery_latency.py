@@ -55,13 +55,13 @@ def swap_rows(path: SwapPath, tokens: Sequence[int], repeats: int, seed: int) ->
             )
         try:
             for repeat in range(-1, repeats):
-                there = path.out(blocks, span)
+                host_span = path.out(blocks, span)
                 back = path.into(span, blocks).wait()
                 if repeat < 0:
                     continue
                 times = {
-                    "out_ms": there.copy_s * 1e3,
-                    "prep_ms": (there.prep_s + back.prep_s) * 1e3,
+                    "out_ms": host_span.copy_s * 1e3,
+                    "prep_ms": (host_span.prep_s + back.prep_s) * 1e3,
                     "in_ms": back.copy_s * 1e3,
                 }
                 case = {"path": path.name, "block_tokens": shape.block_tokens, "tokens": count, "repeat": repeat}
@@ -81,12 +81,12 @@ def memcpy_rows(shape: KVShape, tokens: Sequence[int], repeats: int, device: tor
     device = torch.device(device)
     host_pool = HostPool(shape, max(map(shape.blocks, tokens), default=1), pinned=device.type == "cuda")
     host = host_pool.all_rows
-    there = torch.zeros_like(host, device=device)
+    device_buffer = torch.zeros_like(host, device=device)
     rows = []
     with torch_threads(1):
         for count, repeat in product(tokens, range(-1, repeats)):
             blocks = shape.blocks(count)
-            for direction, target, source in (("out", host, there), ("in", there, host)):
+            for direction, target, source in (("out", host, device_buffer), ("in", device_buffer, host)):
                 seconds = _copy_s(target[:blocks], source[:blocks])
                 if repeat >= 0:
                     case = {"tokens": count, "repeat": repeat, "direction": direction}
@@ -137,7 +137,8 @@ class RecoveryConfig:
             raise ProfileError("recovery.tokens needs two or more lengths of at least 2 tokens")
 
     def needs(self) -> list[Need]:
-        """The context holds the longest request, preempted one token before its end, and the longest swept one."""
+        """Require a context that holds the longest request, preempted one token before its end, and the longest swept
+        one."""
         return [
             Need("recovery.tokens", max(self.tokens) + 2, CONTEXT),
             Need("recovery.sweep_tokens", self.sweep_tokens, CONTEXT),
@@ -204,26 +205,28 @@ def swap_ms(row: Any) -> Any:
 
 
 def recovery_latency_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """What Table 2 says about itself, and here: by swap path where it crosses recompute, what it costs beside recompute
-    and beside a plain copy; what a copy of the paper's size costs, and how large it is."""
+    """Summarize Table 2's own consistency and this machine's, by swap path: where swap crosses recompute, its cost over
+    that of recompute and of a plain copy; the time and size of a copy of the paper's size."""
     summary, recompute, swaps = _published(), frame_of(rows, what="recompute"), frame_of(rows, what="swap")
     swaps["ms"], longest = swap_ms(swaps), recompute.tokens.max()
     again = recompute[recompute.tokens == longest].ms
     points = list(zip(recompute.tokens, recompute.ms / 1e3, strict=True))
     for name in PATHS:
-        mine = swaps[swaps.path == name]
-        found = crossing_interval(list(zip(mine.tokens, mine.ms / 1e3, strict=True)), points)
-        summary.add("crossing", {"value": found.crossing.verdict, "n": found.n}, variant=name)
-        if found.crossing.tokens is not None:
-            place = {"value": found.crossing.tokens, "low": found.low, "high": found.high, "n": found.n}
-            summary.add("crossing_tokens", place | {"unit": "tokens"}, source="live", variant=name)
-        summary.add("cheaper_way", {"value": _cheaper_at_end(found.crossing)}, variant=name, case="longest")
-        over = ratio_of_medians(mine[mine.tokens == longest].ms, again).summary("x")
-        summary.add("recovery_x", over, policy="swap", than="recompute", variant=name, case="longest")
-        if least := _of_memcpy(mine, frame_of(rows, what="memcpy")):
+        of_path = swaps[swaps.path == name]
+        interval = crossing_interval(list(zip(of_path.tokens, of_path.ms / 1e3, strict=True)), points)
+        summary.add("crossing", {"value": interval.crossing.verdict, "n": interval.n}, variant=name)
+        if interval.crossing.tokens is not None:
+            entry = {"value": interval.crossing.tokens, "low": interval.low, "high": interval.high, "n": interval.n}
+            summary.add("crossing_tokens", entry | {"unit": "tokens"}, source="live", variant=name)
+        summary.add("cheaper_way", {"value": _cheaper_at_end(interval.crossing)}, variant=name, case="longest")
+        ratio_entry = ratio_of_medians(of_path[of_path.tokens == longest].ms, again).summary("x")
+        summary.add("recovery_x", ratio_entry, policy="swap", than="recompute", variant=name, case="longest")
+        if least := _of_memcpy(of_path, frame_of(rows, what="memcpy")):
             summary.add("rate_x", least.summary("x"), variant=name, than="memcpy", across="least")
     copied = swaps[swaps.path == "per_block"]
-    long = copied[copied.tokens >= LONG].assign(each=lambda of: 1e3 * (of.out_ms + of.in_ms) / (2 * of.copies))
+    long = copied[copied.tokens >= LONG].assign(
+        each=lambda frame: 1e3 * (frame.out_ms + frame.in_ms) / (2 * frame.copies)
+    )
     summary.by(long, {}, {"us_per_copy": ("each", "median", "us")}, variant="per_block")
     copy_bytes = copied.bytes.iloc[0] // copied.copies.iloc[0]
     summary.add("copy_bytes", {"value": copy_bytes, "unit": "bytes"}, variant="per_block")
@@ -232,15 +235,15 @@ def recovery_latency_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summa
 
 def _of_memcpy(swaps: pandas.DataFrame, plain: pandas.DataFrame) -> Interval | None:
     """The rate of a path as a share of one plain copy's, the lower of both ways and of all long lengths, if any are."""
-    found = []
+    shares = []
     for tokens, way in product(sorted(set(swaps.tokens[swaps.tokens >= LONG])), ("out", "in")):
         least = plain[(plain.tokens == tokens) & (plain.direction == way)].ms
-        found.append(ratio_of_medians(least, swaps[swaps.tokens == tokens][f"{way}_ms"]))
-    return min(found, key=lambda interval: interval.estimate, default=None)
+        shares.append(ratio_of_medians(least, swaps[swaps.tokens == tokens][f"{way}_ms"]))
+    return min(shares, key=lambda interval: interval.estimate, default=None)
 
 
 def _published() -> Summary:
-    """What Table 2 says about itself; exact arithmetic, no measurement."""
+    """Summarize what Table 2 implies; exact arithmetic, no measurement."""
     swap, again = [row.swap_ms for row in TABLE_2], [row.recompute_ms for row in TABLE_2]
     lengths = [row.tokens for row in TABLE_2]
     parts = decomposed(LONG, PCIE_4_X16)
@@ -256,10 +259,10 @@ def _published() -> Summary:
     return summary
 
 
-def _cheaper_at_end(found: Crossing) -> str:
-    """Which way is cheaper at the longest length."""
-    other = {"swap": "recompute", "recompute": "swap"}[found.below]
-    return other if found.changes % 2 else found.below
+def _cheaper_at_end(crossing_point: Crossing) -> str:
+    """Return the way that is cheaper at the longest length."""
+    other = {"swap": "recompute", "recompute": "swap"}[crossing_point.below]
+    return other if crossing_point.changes % 2 else crossing_point.below
 
 
 def _floors(rows: Rows) -> dict[str, dict[str, Any]]:

@@ -19,13 +19,13 @@ from firsttoken_studies.record.show import interval
 
 
 def environment_rows(result: Result) -> Rows:
-    """Table 1 beside this machine."""
+    """Return the components of Table 1 beside this machine's."""
     parts = [row for row in result.rows if row["what"] == "part"]
     return [{key: row[key] for key in ("component", "paper", "here")} for row in parts]
 
 
 def limit_rows(result: Result) -> Table:
-    """What each part of Table 1 allows, what stands beside it, and whether both can be."""
+    """Yield for each pair of parts what the first allows, what Table 1 has beside it, and whether both can be."""
     for row in result.rows:
         if row["what"] == "limit":
             yield {
@@ -61,9 +61,11 @@ def published_crossing_rows() -> Rows:
         {"read": "the same on a log2 axis", "verdict": _crossing(partial(crossing, log2=True), TABLE_2)},
         {"read": "one straight line each, relative errors", "verdict": _crossing(fit_crossing, TABLE_2)},
     ]
-    for left in TABLE_2:
-        kept = [line for line in TABLE_2 if line is not left]
-        rows.append({"read": f"straight lines, without {left.tokens} tokens", "verdict": _crossing(fit_crossing, kept)})
+    for omitted in TABLE_2:
+        others = [line for line in TABLE_2 if line is not omitted]
+        rows.append(
+            {"read": f"straight lines, without {omitted.tokens} tokens", "verdict": _crossing(fit_crossing, others)}
+        )
     return rows
 
 
@@ -81,34 +83,38 @@ def recovery_rows(result: Result) -> Table:
 def part_rows(result: Result, lengths: Sequence[int]) -> Table:
     """A restoration taken apart as in Table 2, theirs and ours; medians in ms. A plain copy needs no preparing."""
     for line in (line for line in TABLE_2 if line.tokens in lengths):
-        of = [row for row in result.rows if row["tokens"] == line.tokens]
-        if not any(row["what"] == "swap" for row in of):
+        of_length = [row for row in result.rows if row["tokens"] == line.tokens]
+        if not any(row["what"] == "swap" for row in of_length):
             continue
         for part in ("out", "prep", "in"):
-            found = {"restoring": f"{line.tokens:,} tokens: {part}", "paper, ms": f"{getattr(line, f'{part}_ms'):.3g}"}
+            cells = {"restoring": f"{line.tokens:,} tokens: {part}", "paper, ms": f"{getattr(line, f'{part}_ms'):.3g}"}
             for name, (label, *_) in PATH_LOOKS.items():
-                mine = [row[f"{part}_ms"] for row in of if row["what"] == "swap" and row["path"] == name]
-                found[f"{label}, ms"] = _digits(_median(mine))
-            plain = [row["ms"] for row in of if row["what"] == "memcpy" and row["direction"] == part]
-            yield found | ({"plain copy, ms": _digits(_median(plain))} if plain else {})
-        again = _digits(_median([row["ms"] for row in of if row["what"] == "recompute"]))
+                own_ms = [row[f"{part}_ms"] for row in of_length if row["what"] == "swap" and row["path"] == name]
+                cells[f"{label}, ms"] = _digits(_median(own_ms))
+            plain = [row["ms"] for row in of_length if row["what"] == "memcpy" and row["direction"] == part]
+            yield cells | ({"plain copy, ms": _digits(_median(plain))} if plain else {})
+        again = _digits(_median([row["ms"] for row in of_length if row["what"] == "recompute"]))
         paper = {"restoring": f"{line.tokens:,} tokens: prefilled again", "paper, ms": f"{line.recompute_ms:.3g}"}
         yield paper | {"recomputed here, ms": again}
 
 
 def length_rows(loads: Sequence[Sequence[Item]]) -> Table:
-    """How long the conversations of workloads are: prompt, answer and both, in tokens."""
+    """Yield the lengths of the conversations of workloads: prompt, answer and both, in tokens."""
     items = [item for load in loads for item in load]
     parts = {
         "short: up to 1,024": [item for item in items if item.total_tokens <= 1024],
         "long": [item for item in items if item.total_tokens > 1024],
         "all": items,
     }
-    for name, of in parts.items():
-        totals = [item.total_tokens for item in of]
+    for name, values in parts.items():
+        totals = [item.total_tokens for item in values]
         middle, high = np.percentile(totals, [50, 90])
-        line = {"conversations": name, "a workload": len(of) // len(loads), "prompt, mean": _mean(of, "prompt_tokens")}
-        line |= {"answer, mean": _mean(of, "output_tokens"), "both, mean": _mean(of, "total_tokens")}
+        line = {
+            "conversations": name,
+            "a workload": len(values) // len(loads),
+            "prompt, mean": _mean(values, "prompt_tokens"),
+        }
+        line |= {"answer, mean": _mean(values, "output_tokens"), "both, mean": _mean(values, "total_tokens")}
         yield line | {"median": f"{middle:.0f}", "90 % up to": f"{high:.0f}", "range": f"{min(totals)}-{max(totals)}"}
 
 
@@ -128,21 +134,21 @@ def gain_rows(result: Result) -> Rows:
     """Return how much CrossPoint and the controls lie below others, paired by workload, with the paper's values."""
     summary = result.summary
     paper = {("tpot_p99_below_pct", "swap"): "13.1", ("tpot_p99_below_pct", "recompute"): "20.1"}
-    said = {
+    labels = {
         "ttft_mean_below_pct": "mean TTFT",
         "tpot_mean_below_pct": "mean TPOT",
         "tpot_p99_below_pct": "P99 TPOT",
         "recovery_below_pct": "recovery cost",
     }
     lines = []
-    for (measure, label), other in product(said.items(), ("swap", "recompute")):
+    for (measure, label), other in product(labels.items(), ("swap", "recompute")):
         gain = interval(summary.of(measure, policy="cross_point", than=other, costs="published"))
-        what = f"{label} of CrossPoint below {POLICIES[other][0]}, %"
-        lines.append((what, gain, paper.get((measure, other), "")))
+        row_name = f"{label} of CrossPoint below {POLICIES[other][0]}, %"
+        lines.append((row_name, gain, paper.get((measure, other), "")))
     for name, other in product(CONTROLS, ("swap", "cross_point")):
-        what = f"P99 TPOT of {POLICIES[name][0].removeprefix('control: ')} below {POLICIES[other][0]}, %"
+        row_name = f"P99 TPOT of {POLICIES[name][0].removeprefix('control: ')} below {POLICIES[other][0]}, %"
         if gain := summary.get("tpot_p99_below_pct", policy=name, than=other, costs="published"):
-            lines.append((what, interval(gain)))
+            lines.append((row_name, interval(gain)))
     cheaper = summary.of("recovery_below_pct", policy="swap", than=AS_PUBLISHED, costs="coalesced")
     gain = summary.of("tpot_p99_below_pct", policy="cross_point", than="swap", costs="coalesced")
     share = summary.of("recovery_share_pct", policy="cross_point", costs="published")
@@ -157,11 +163,11 @@ def gain_rows(result: Result) -> Rows:
 
 
 def simulator_rows(result: Result) -> Table:
-    """How far the simulated runs are from the live ones."""
-    place = {"source": "simulated", "than": "live"}
+    """Yield the distance of the simulated runs from the live ones, by measure."""
+    labels = {"source": "simulated", "than": "live"}
     for measure, name in OFF.items():
-        mean = interval(result.summary.of(measure, **place, across="mean"))
-        worst = result.summary.value(measure, **place, across="worst")
+        mean = interval(result.summary.of(measure, **labels, across="mean"))
+        worst = result.summary.value(measure, **labels, across="worst")
         yield {"metric": name, "off, % (mean over runs)": mean, "worst run, %": f"{worst:.1f}"}
 
 
@@ -170,8 +176,8 @@ def _crossing(estimate: Callable[..., Crossing], lines: Sequence[Table2Row]) -> 
     return estimate([line.tokens for line in lines], swap, again).verdict
 
 
-def _mean(items: Sequence[Item], what: str) -> str:
-    return f"{np.mean([getattr(item, what) for item in items]):.0f}"
+def _mean(items: Sequence[Item], field: str) -> str:
+    return f"{np.mean([getattr(item, field) for item in items]):.0f}"
 
 
 def _median(values: list[float]) -> float:

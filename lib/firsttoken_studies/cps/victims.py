@@ -57,7 +57,7 @@ TOLD = {
 @dataclass(frozen=True)
 class VictimsConfig:
     """``seeds`` draws of ``short`` + ``long`` conversations, all at once into each of ``pools`` KV blocks of 16 tokens:
-    the fewer blocks, the more requests give way. Each of ``victims`` with each of ``recoveries`` under each of
+    the fewer blocks, the more requests give way. Each of ``victims`` runs with each of ``recoveries`` under each of
     ``schedulers``."""
 
     seeds: int
@@ -71,17 +71,17 @@ class VictimsConfig:
     def __post_init__(self) -> None:
         if min(self.seeds, self.short, self.long, *self.pools) < 1:
             raise ProfileError("victims: seeds, short, long and pools must be at least 1")
-        for names, known, what in (
+        for names, known_names, kind in (
             (self.victims, RULES, "victim"),
             (self.recoveries, RECOVERIES, "recovery"),
             (self.schedulers, SCHEDULERS, "scheduler"),
         ):
-            if odd := next((name for name in names if name not in known), ""):
-                raise ProfileError(f"victims: no {what} {odd!r}; {unknown(odd, known)}")
+            if unknown_name := next((name for name in names if name not in known_names), ""):
+                raise ProfileError(f"victims: no {kind} {unknown_name!r}; {unknown(unknown_name, known_names)}")
 
 
 def victim_of(name: str, costs: Costs, seed: int) -> str | Victim:
-    """The rule of that name: the engine's own, or one that needs ``costs`` or a ``seed``."""
+    """Return the victim rule called ``name``: the engine's own, or one that needs ``costs`` or a ``seed``."""
     if name == RANDOM:
         chance = random.Random(seed)
         return lambda running: chance.choice(running)
@@ -117,14 +117,14 @@ def victims(profile: Profile) -> Outcome:
     cases = [dict(zip(named, case, strict=True)) for case in every]
     rows: Rows = []
     for case in track(cases, desc="victims"):
-        found = [run_with(loads[seed], costs, case | {"seed": seed}) for seed in seeds]
-        rows.append(case | {"seeds": seeds} | {name: [round(one[name], 4) for one in found] for name in METRICS})
+        runs = [run_with(loads[seed], costs, case | {"seed": seed}) for seed in seeds]
+        rows.append(case | {"seeds": seeds} | {name: [round(run[name], 4) for run in runs] for name in METRICS})
     source = "ShareGPT lengths on the costs of CPS Table 2; no model runs"
     return Outcome(rows, provenance={"source": source, "kind": "replayed"})
 
 
 def run_with(items: Sequence[Item], costs: Costs, case: Mapping[str, Any]) -> dict[str, Any]:
-    """What clients saw of one case, and the longest time that a request waited for its next token."""
+    """Return what clients saw of one case, and the longest time that a request waited for its next token."""
     executor = SimulatedExecutor(costs, case["blocks"], host_blocks=HOST_BLOCKS)
     victim = victim_of(case["victim"], costs, case["seed"])
     settings = EngineConfig(victim=victim, watermark=0.0, **SCHEDULERS[case["scheduler"]])
@@ -140,7 +140,7 @@ def seen(executor: Executor, settings: EngineConfig, policy: PreemptionPolicy, i
 
 @dataclass(frozen=True)
 class LiveVictimsConfig(LiveLoadsConfig):
-    """Each of ``victims`` with each of ``recoveries``, in random order."""
+    """Settings of the live runs: each of ``victims`` with each of ``recoveries``, in random order."""
 
     victims: tuple[str, ...]
     recoveries: tuple[str, ...]
@@ -149,26 +149,27 @@ class LiveVictimsConfig(LiveLoadsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if odd := next((name for name in self.victims if name not in VICTIMS), ""):
-            raise ProfileError(f"live_victims: no victim {odd!r}; {unknown(odd, VICTIMS)}")
+        if unknown_name := next((name for name in self.victims if name not in VICTIMS), ""):
+            raise ProfileError(f"live_victims: no victim {unknown_name!r}; {unknown(unknown_name, VICTIMS)}")
 
 
 def victims_live(profile: Profile) -> Outcome:
-    """The same rows of the profile's model on this machine, prefill first."""
+    """Measure each victim rule with each recovery on the profile's model on this machine, prefill first; rows as
+    simulated."""
     config = profile.section("live_victims", LiveVictimsConfig)
     loaded, seeds = config.load(profile, profile.model), range(profile.seed, profile.seed + config.seeds)
     loads = config.loads(loaded, seeds)
     cases = list(product(seeds, config.victims, config.recoveries))
     random.Random(profile.seed).shuffle(cases)
-    found: dict[tuple[int, str, str], dict[str, Any]] = {}
+    runs: dict[tuple[int, str, str], dict[str, Any]] = {}
     with closing(config.executor(loaded)) as executor:
         for seed, victim, recovery in track(cases, desc="live victims"):
             settings = EngineConfig(victim=victim, watermark=0.0)
-            found[seed, victim, recovery] = seen(executor, settings, config.policy(recovery), loads[seed])
+            runs[seed, victim, recovery] = seen(executor, settings, config.policy(recovery), loads[seed])
     rows: Rows = [
         {"blocks": config.blocks, "scheduler": "prefill_first", "recovery": recovery, "victim": victim}
         | {"seeds": list(seeds)}
-        | {name: [round(found[seed, victim, recovery][name], 4) for seed in seeds] for name in METRICS}
+        | {name: [round(runs[seed, victim, recovery][name], 4) for seed in seeds] for name in METRICS}
         for victim, recovery in product(config.victims, config.recoveries)
     ]
     return Outcome(rows, provenance=loaded.provenance.as_dict())
@@ -179,16 +180,16 @@ def victims_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     came with the same recovery, and below that of LIFO with cross-point, on the same draws."""
     summary = Summary()
     cases = {(row["blocks"], row["scheduler"], row["recovery"], row["victim"]): row for row in rows}
-    for (blocks, scheduler, recovery, victim), mine in cases.items():
-        where = {"case": f"{blocks} blocks", "scheduler": scheduler, "policy": recovery, "variant": victim}
+    for (blocks, scheduler, recovery, victim), case_rows in cases.items():
+        labels = {"case": f"{blocks} blocks", "scheduler": scheduler, "policy": recovery, "variant": victim}
         for measure, (column, unit) in MEASURES.items():
-            summary.add(measure, bootstrap(mine[column]).summary(unit), **where)
+            summary.add(measure, bootstrap(case_rows[column]).summary(unit), **labels)
         for than, other in ((f"{LIFO} {recovery}", recovery), (f"{LIFO} cross_point", "cross_point")):
             base = cases.get((blocks, scheduler, other, LIFO))
-            if base is None or base is mine or summary.get("tpot_p99_below_pct", **where, than=than):
+            if base is None or base is case_rows or summary.get("tpot_p99_below_pct", **labels, than=than):
                 continue
-            below = share_below(mine["p99_tpot_ms"], base["p99_tpot_ms"])
-            summary.add("tpot_p99_below_pct", below.summary("%", 100), **where, than=than)
+            below = share_below(case_rows["p99_tpot_ms"], base["p99_tpot_ms"])
+            summary.add("tpot_p99_below_pct", below.summary("%", 100), **labels, than=than)
     return summary
 
 
@@ -198,15 +199,15 @@ def victim_rows(result: Result) -> Table:
     columns = {f"P99 TPOT, {name}, ms": ("tpot_p99_ms", 0, {"policy": name}) for name in recoveries}
     columns |= {"longest wait, swap, s": ("longest_gap_s", 1, {"policy": "swap"})}
     for blocks, scheduler, victim in dict.fromkeys((r["blocks"], r["scheduler"], r["victim"]) for r in result.rows):
-        where = {"case": f"{blocks} blocks", "scheduler": scheduler, "variant": victim}
+        labels = {"case": f"{blocks} blocks", "scheduler": scheduler, "variant": victim}
         load = f"{blocks} blocks, {scheduler}: {TOLD[victim]}"
-        yield {"load": load} | cells(result.summary, columns, **where)
+        yield {"load": load} | cells(result.summary, columns, **labels)
 
 
 def by_victim(recorded: Result | None, now: Result) -> Figure:
     """P99 TPOT by rule, a panel a scheduler and load, a mark a recovery."""
     drawn_over = over(recorded, now)
-    every = [row for one in drawn_over for row in one.result.rows]
+    every = [row for shown in drawn_over for row in shown.result.rows]
     schedulers = list(dict.fromkeys(row["scheduler"] for row in every))
     pools = sorted({row["blocks"] for row in every}, reverse=True)
     rules = list(dict.fromkeys(row["victim"] for row in every))
@@ -214,12 +215,12 @@ def by_victim(recorded: Result | None, now: Result) -> Figure:
     fig, axes = panels(len(pools), len(schedulers), figsize=size, sharex="col", sharey=True, squeeze=False)
     for line, blocks in zip(axes, pools, strict=True):
         for ax, scheduler in zip(line, schedulers, strict=True):
-            for one in drawn_over:
-                for place, victim in enumerate(rules):
+            for shown in drawn_over:
+                for index, victim in enumerate(rules):
                     for offset, recovery in zip((-0.22, 0.0, 0.22), RECOVERIES, strict=True):
-                        where = {"case": f"{blocks} blocks", "scheduler": scheduler, "policy": recovery}
-                        entry = one.result.summary.get("tpot_p99_ms", **where, variant=victim)
-                        one.point(ax, place + offset + one.shift / 3, entry, recovery.replace("_", "-"), along="x")
+                        labels = {"case": f"{blocks} blocks", "scheduler": scheduler, "policy": recovery}
+                        entry = shown.result.summary.get("tpot_p99_ms", **labels, variant=victim)
+                        shown.point(ax, index + offset + shown.shift / 3, entry, recovery.replace("_", "-"), along="x")
             ax.set_title(f"{scheduler}, {blocks} blocks", fontsize="small")
             categories(ax, [TOLD[victim] for victim in rules], 0.4, fontsize="small")
     for ax in axes[-1]:
@@ -234,7 +235,8 @@ def by_victim(recorded: Result | None, now: Result) -> Figure:
 
 
 def _message(summary: Summary) -> str:
-    """How far the best rule with plain swap lies below LIFO with cross-point, over the loads of the first scheduler."""
+    """Say how far the best rule with plain swap lies below LIFO with cross-point, over the loads of the first
+    scheduler."""
     than = f"{LIFO} cross_point"
     entries = summary.all("tpot_p99_below_pct", policy="swap", than=than)
     first = [entry for entry in entries if entry["where"]["scheduler"] == entries[0]["where"]["scheduler"]]

@@ -57,8 +57,8 @@ def adaptive_group(profile: Profile) -> Outcome:
                 choice = _chosen(candidates, costs, config.tokens, estimate)
                 groups = [(rival.group, "fixed") for rival in rivals] if step >= 0 else []
                 for group, how in rng.sample([*groups, (choice.group, "chosen")], len(groups) + 1):
-                    whole = len(group) == depth
-                    marks = wire.ask(group, link, Schedule.RECOMPUTE if whole else Schedule.PIPELINED).marks
+                    full_recompute = len(group) == depth
+                    marks = wire.ask(group, link, Schedule.RECOMPUTE if full_recompute else Schedule.PIPELINED).marks
                     if how == "chosen" and marks.last_byte_s:
                         estimate.observe(marks.bytes_moved, marks.last_byte_s)
                     if step >= 0:
@@ -83,7 +83,7 @@ def _read(recorded: Mapping[str, Any]) -> GroupCosts:
 
 
 def measured_costs(wire: WiredPair, group: Group) -> GroupCosts:
-    """What one recomputed layer and the pass behind the prefix take, from three unshaped requests; medians."""
+    """Measure one recomputed layer and the pass behind the prefix in three unshaped requests; medians."""
     layer, behind = [], []
     for step in range(4):
         marks = wire.ask(group, LinkConfig(), Schedule.SEND_REUSED).marks
@@ -96,12 +96,12 @@ def measured_costs(wire: WiredPair, group: Group) -> GroupCosts:
 
 def adaptive_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Summarize by link the chosen group: its median TTFT over that of the best fixed group."""
-    summary, over = Summary(), {"variant": "chosen", "than": "best fixed"}
-    for rate, of in frame_of(rows).groupby("gbit_per_s"):
-        best = of[of.how == "fixed"].groupby(["lo", "hi"]).ttft_s.median().min()
-        chosen = bootstrap(of[of.how == "chosen"].ttft_s / best, "median")
-        summary.add("ttft_x", chosen.summary("x of the best fixed"), **over, gbit_per_s=rate)
-    summary.add("ttft_x", max(summary, key=lambda entry: entry["value"]), **over, across="worst")
+    summary, labels = Summary(), {"variant": "chosen", "than": "best fixed"}
+    for rate, rate_rows in frame_of(rows).groupby("gbit_per_s"):
+        best = rate_rows[rate_rows.how == "fixed"].groupby(["lo", "hi"]).ttft_s.median().min()
+        chosen = bootstrap(rate_rows[rate_rows.how == "chosen"].ttft_s / best, "median")
+        summary.add("ttft_x", chosen.summary("x of the best fixed"), **labels, gbit_per_s=rate)
+    summary.add("ttft_x", max(summary, key=lambda entry: entry["value"]), **labels, across="worst")
     return summary
 
 
@@ -144,11 +144,12 @@ class Plan:
 
     @property
     def prefill_s(self) -> float:
-        """How long a full prefill computes here."""
+        """Return the time that a full prefill computes here, in s."""
         return self.costs.compute_s(self.costs.full, Conditions(self.tokens, 0.0))
 
     def here(self, gbit_per_s: float) -> float:
-        """Gbit/s here that are to computing here what ``gbit_per_s`` are to the paper's A100 with 8B parameters."""
+        """Return the rate in Gbit/s that is to computing here what ``gbit_per_s`` is to the paper's A100 with 8B
+        parameters."""
         kv_bytes_per_s = self.costs.depth * self.costs.kv_token_bytes * self.tokens / self.prefill_s
         return gbit_per_s * kv_bytes_per_s / _PAPER_KV_BYTES_PER_S
 
@@ -157,13 +158,13 @@ def scaled_rows(plan: Plan) -> Table:
     """The paper's and the report's links, scaled to this machine: the choice, alone, far away, on a busy processor."""
     far_s = _PAPER_RTT_S / _PAPER_PREFILL_S * plan.prefill_s
     for gbit in _PAPER_GBIT:
-        here = plan.here(gbit)
-        line: dict[str, Any] = {"Gbit/s in the paper": gbit, "as much here": round(here, 3)}
+        link_rate = plan.here(gbit)
+        line: dict[str, Any] = {"Gbit/s in the paper": gbit, "as much here": round(link_rate, 3)}
         for name, load in (("", 1.0), (f" at {_BUSY:g} times the load", _BUSY)):
-            group, over = plan.choice(here * 1e9 / 8, load=load)
+            group, choice_time = plan.choice(link_rate * 1e9 / 8, load=load)
             line[f"group{name}"] = f"{group} ({len(group)} of {plan.costs.depth})"
-            line[f"TTFT / full prefill's{name}"] = round(over, 3)
-        line[f"the same {1e3 * _PAPER_RTT_S:g} ms away"] = round(plan.choice(here * 1e9 / 8, far_s)[1], 3)
+            line[f"TTFT / full prefill's{name}"] = round(choice_time, 3)
+        line[f"the same {1e3 * _PAPER_RTT_S:g} ms away"] = round(plan.choice(link_rate * 1e9 / 8, far_s)[1], 3)
         yield line
 
 
@@ -174,24 +175,26 @@ TARGET = 1.05  # of the best fixed group
 
 def choices(recorded: Result | None, now: Result) -> Figure:
     """Left: TTFT of every group by bandwidth, and of the choice. Right: the choice over the best fixed group."""
-    drawn = over(recorded, now)
+    results = over(recorded, now)
     fig, (times, ratios) = panels(1, 2, figsize=(9, 4.6), width_ratios=(1.5, 1))
-    for one in drawn:
-        frame = one.result.frame()
+    for result_drawn in results:
+        frame = result_drawn.result.frame()
         for (lo, hi), fixed in frame[frame.how == "fixed"].groupby(["lo", "hi"]):
             medians = fixed.groupby("gbit_per_s").ttft_s.median()
             name = "recompute" if hi - lo == frame.layers.max() else "other"
             entries = [{"value": seconds} for seconds in medians]
-            one.line(times, medians.index, entries, name, markersize=4, linewidth=1.3)
+            result_drawn.line(times, medians.index, entries, name, markersize=4, linewidth=1.3)
             if name == "other":
-                at = (medians.index[0], medians.iloc[0])
-                _say(times, str(Group(lo, hi)), at, (-5, 0), one, ha="right", va="center")
+                point = (medians.index[0], medians.iloc[0])
+                _say(times, str(Group(lo, hi)), point, (-5, 0), result_drawn, ha="right", va="center")
         chosen = dict(list(frame[frame.how == "chosen"].groupby("gbit_per_s")))
-        entries = [bootstrap(of.ttft_s, "median").summary() for of in chosen.values()]
-        one.line(times, list(chosen), entries, "droidspeak", linewidth=2.4)
-        for (rate, of), entry in zip(chosen.items(), entries, strict=True):
-            _say(times, _usual(of), (rate, entry["value"]), (3, -14), one, ha="left")
-            one.point(ratios, rate * 2**one.shift, _over_best(one.result, rate), "droidspeak")
+        entries = [bootstrap(group_rows.ttft_s, "median").summary() for group_rows in chosen.values()]
+        result_drawn.line(times, list(chosen), entries, "droidspeak", linewidth=2.4)
+        for (rate, group_rows), entry in zip(chosen.items(), entries, strict=True):
+            _say(times, _usual(group_rows), (rate, entry["value"]), (3, -14), result_drawn, ha="left")
+            result_drawn.point(
+                ratios, rate * 2**result_drawn.shift, _over_best(result_drawn.result, rate), "droidspeak"
+            )
     times.set(ylabel="time to first token, s", yscale="log")
     bottom, top = times.get_ylim()
     times.set_ylim(bottom / 1.15, top)
@@ -202,32 +205,40 @@ def choices(recorded: Result | None, now: Result) -> Figure:
         ("recompute", 1.3, "always all layers (full prefill)"),
     ):
         times.plot([], [], f"{LOOKS[name].marker}-", color=COLOURS[name], linewidth=width, label=label)
-    for at, name, dashes, label in ((1, "mark", ":", "best fixed group"), (TARGET, "target", "--", f"asked: {TARGET}")):
-        ratios.axhline(at, color=COLOURS[name], linestyle=dashes, linewidth=1.4)
+    for point, name, dashes, label in (
+        (1, "mark", ":", "best fixed group"),
+        (TARGET, "target", "--", f"asked: {TARGET}"),
+    ):
+        ratios.axhline(point, color=COLOURS[name], linestyle=dashes, linewidth=1.4)
         times.plot([], [], dashes, color=COLOURS[name], label=label)
     ratios.set_ylabel("TTFT / that of the best fixed group")
-    shown = sorted({row["gbit_per_s"] for one in drawn for row in one.result.rows})
+    shown = sorted({row["gbit_per_s"] for result_drawn in results for row in result_drawn.result.rows})
     for ax in (times, ratios):
         ax.set(xscale="log", xlabel="link, Gbit/s (shaped)")
         ticks(ax.xaxis, shown)
         ax.set_xlim(shown[0] / 1.5, shown[-1] * 1.3)
-    worst = drawn[0].result.summary.value("ttft_x", variant="chosen", than="best fixed", across="worst")
+    worst = results[0].result.summary.value("ttft_x", variant="chosen", than="best fixed", across="worst")
     fig.suptitle(f"The chosen group takes at most {worst:.2f} of the best fixed one's time, on any link", fontsize=12)
-    legend(fig, times, drawn, "ttft_x")
+    legend(fig, times, results, "ttft_x")
     return fig
 
 
-def _say(ax: Axes, text: str, at: tuple[float, float], apart: tuple[int, int], one: Drawn, **where: str) -> None:
+def _say(
+    ax: Axes, text: str, point: tuple[float, float], apart: tuple[int, int], shown: Drawn, **text_style: str
+) -> None:
     """Name a group beside a point, in the strength of its run."""
     behind = {"color": "white", "alpha": 0.7, "pad": 0.5}
-    strength = one.style["alpha"] ** 0.5
-    ax.annotate(text, at, apart, textcoords="offset points", fontsize=8.5, alpha=strength, bbox=behind, **where)
+    strength = shown.style["alpha"] ** 0.5
+    ax.annotate(text, point, apart, textcoords="offset points", fontsize=8.5, alpha=strength, bbox=behind, **text_style)
 
 
 def choice_rows(result: Result) -> Table:
     """The choice at each link in numbers."""
-    for rate, of in result.frame().groupby("gbit_per_s"):
-        fixed, chosen = of[of.how == "fixed"].groupby(["lo", "hi"]).ttft_s.median(), of[of.how == "chosen"]
+    for rate, rate_rows in result.frame().groupby("gbit_per_s"):
+        fixed, chosen = (
+            rate_rows[rate_rows.how == "fixed"].groupby(["lo", "hi"]).ttft_s.median(),
+            rate_rows[rate_rows.how == "chosen"],
+        )
         yield {
             "link, Gbit/s": f"{rate:g}",
             "chosen": _usual(chosen),

@@ -39,7 +39,8 @@ _PATIENCE = 100  # passages in a row that do not fit; with more, the few shortes
 
 @dataclass(frozen=True)
 class _Sought:
-    """What an item asks for; ``clue`` stands in no other passage of the prefix, so that there is one answer."""
+    """The passage, question and answer of an item; ``clue`` stands in no other passage of the prefix, so that there is
+    one answer."""
 
     passage: str
     head: str
@@ -65,13 +66,13 @@ def build(
     rng.shuffle(sought)
     pool = _Pool(passages, tokenizer, rng)
     items: list[TaskItem] = []
-    for one in sought:
+    for model_sought in sought:
         if len(items) == count:
             break
-        room = tokens - len(tokenizer.encode(one.head)) - pool.end
-        short = len(tokenizer.encode(one.answer, add_special_tokens=False)) <= _ANSWER_TOKENS
-        if short and pool.lengths[one.passage] <= room // 2:
-            items.append(_item(task, one, pool.around(one, room)))
+        room = tokens - len(tokenizer.encode(model_sought.head)) - pool.end
+        short = len(tokenizer.encode(model_sought.answer, add_special_tokens=False)) <= _ANSWER_TOKENS
+        if short and pool.lengths[model_sought.passage] <= room // 2:
+            items.append(_item(task, model_sought, pool.around(model_sought, room)))
     if count is not None and len(items) < count:
         raise CorpusError(
             f"{task} has {len(items)} items of {split} with a prefix of {tokens} tokens, {count} are asked for; "
@@ -181,5 +182,5 @@ def load_items(
 
 
 def task_of(item: TaskItem) -> Task:
-    """How answers to ``item`` are taken and scored."""
+    """Return the task that takes and scores the answers to ``item``."""
     return _TASKS[item.task]

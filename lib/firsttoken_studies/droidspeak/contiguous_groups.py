@@ -64,26 +64,26 @@ def transitions(profile: Profile) -> Outcome:
         depth = receiver.model.config.num_hidden_layers
         sets = list(layer_sets(depth, config, setting.seed))
         sums = {layers: [0.0, 0.0, 0.0] for _, layers in sets}
-        own = [0.0, 0.0]
+        own_totals = [0.0, 0.0]
         parts = list(batches(items, setting.config.batch))
         for part in track(parts, desc=f"transitions {run.name}", unit="batch"):
             profiler = LayerProfiler(
                 sender.model, receiver.model, Questions.of(part, receiver.model.device), range(depth)
             )
             reference = profiler.prefill()
-            own = [own[0] + reference.nll.sum().item(), own[1] + reference.accuracy.sum().item()]
+            own_totals = [own_totals[0] + reference.nll.sum().item(), own_totals[1] + reference.accuracy.sum().item()]
             for _, layers in sets:
                 score = profiler.scattered(layers)
-                for at, values in enumerate((score.deviation, score.nll, score.accuracy)):
-                    sums[layers][at] += values.sum().item()
+                for index, values in enumerate((score.deviation, score.nll, score.accuracy)):
+                    sums[layers][index] += values.sum().item()
         n = len(items)
         for count, layers in sets:
             deviation, nll, accuracy = (value / n for value in sums[layers])
             rows.append(
                 run.row()
                 | {"transitions": count, "layers": ",".join(map(str, layers)), "n": n, "seed": setting.seed}
-                | {"deviation": round(deviation, 5), "nll_lost": round(nll - own[0] / n, 5)}
-                | {"accuracy_lost": round(own[1] / n - accuracy, 5)}
+                | {"deviation": round(deviation, 5), "nll_lost": round(nll - own_totals[0] / n, 5)}
+                | {"accuracy_lost": round(own_totals[1] / n - accuracy, 5)}
             )
     return Outcome(rows, provenance={"models": setting.models.provenance})
 
@@ -112,27 +112,27 @@ def layer_sets(depth: int, config: TransitionsConfig, seed: int) -> Iterator[tup
                 else f"transitions: {config.layers} layers do not fit {depth}; give 1 to {depth}"
             )
     for count in config.transitions:
-        seen: set[tuple[int, ...]] = set()
+        chosen_sets: set[tuple[int, ...]] = set()
         for _ in range(100 * config.draws):
-            if len(seen) == config.draws:
+            if len(chosen_sets) == config.draws:
                 break
-            drawn = _runs(depth, config.layers, count, rng)
-            if drawn not in seen:
-                seen.add(drawn)
-                yield count, drawn
+            layers_drawn = _runs(depth, config.layers, count, rng)
+            if layers_drawn not in chosen_sets:
+                chosen_sets.add(layers_drawn)
+                yield count, layers_drawn
 
 
 def _runs(depth: int, layers: int, count: int, rng: random.Random) -> tuple[int, ...]:
     """``layers`` of ``depth`` in exactly ``count`` runs: compositions of the recomputed and of the reused layers."""
     lengths = _parts(layers, count, rng)
     gaps = [gap - 1 for gap in _parts(depth - layers - (count - 1) + count + 1, count + 1, rng)]
-    found: list[int] = []
-    at = gaps[0]
+    layers_chosen: list[int] = []
+    layer = gaps[0]
     for i, length in enumerate(lengths):
-        found += range(at, at + length)
-        at += length + gaps[i + 1] + 1  # at least one reused layer between two runs
-    assert len(spans(found)) == count
-    return tuple(found)
+        layers_chosen += range(layer, layer + length)
+        layer += length + gaps[i + 1] + 1  # at least one reused layer between two runs
+    assert len(spans(layers_chosen)) == count
+    return tuple(layers_chosen)
 
 
 def _parts(total: int, count: int, rng: random.Random) -> list[int]:
@@ -146,8 +146,8 @@ def _parts(total: int, count: int, rng: random.Random) -> list[int]:
 
 def transition_errors(recorded: Result | None, now: Result) -> Figure:
     """Figure 10: the error by the number of contiguous runs that equally many recomputed layers lie in."""
-    drawn = over(recorded, now)
-    runs = tables.by_run(drawn[0].result)
+    results = over(recorded, now)
+    runs = tables.by_run(results[0].result)
     fig, axes = panels(len(runs), 3, figsize=(9, 3 * len(runs) + 0.9), squeeze=False)
     columns = {
         "deviation": ("output moved, % of its length", 100),
@@ -157,14 +157,14 @@ def transition_errors(recorded: Result | None, now: Result) -> Figure:
     for line, (run, first) in zip(axes, runs.items(), strict=True):
         counts = sorted({row["transitions"] for row in first})
         for ax, (column, (label, scale)) in zip(line, columns.items(), strict=True):
-            for one in drawn:
-                rows = tables.by_run(one.result).get(run, [])
-                for place, count in enumerate(counts):
+            for shown in results:
+                rows = tables.by_run(shown.result).get(run, [])
+                for position, count in enumerate(counts):
                     values = [scale * row[column] for row in rows if row["transitions"] == count]
                     if values:
-                        spread = place + one.shift + np.linspace(-0.06, 0.06, len(values))
-                        ax.plot(spread, values, "o", color=COLOURS["single"], markersize=3.5, **one.style)
-                        one.point(ax, place + one.shift, bootstrap(values).summary(), "measured")
+                        spread = position + shown.shift + np.linspace(-0.06, 0.06, len(values))
+                        ax.plot(spread, values, "o", color=COLOURS["single"], markersize=3.5, **shown.style)
+                        shown.point(ax, position + shown.shift, bootstrap(values).summary(), "measured")
             ax.set_xticks(range(len(counts)), [str(count) for count in counts])
             ax.set(xlabel="contiguous runs of layers", ylabel=label, xlim=(-0.5, len(counts) - 0.5))
         layers = len(first[0]["layers"].split(","))
@@ -172,27 +172,27 @@ def transition_errors(recorded: Result | None, now: Result) -> Figure:
     axes[0][0].plot([], [], "o", color=COLOURS["single"], markersize=4, label="one random set of layers")
     axes[0][0].plot([], [], "o", color=COLOURS["measured"], label="mean of the sets, 95 %")
     fig.suptitle("With equally many layers recomputed, one contiguous run costs the least", fontsize=12)
-    legend(fig, axes[0][0], drawn, "deviation", columns=2)
+    legend(fig, axes[0][0], results, "deviation", columns=2)
     return fig
 
 
 def contiguous_groups(recorded: Result | None, now: Result) -> Figure:
     """Figure 11: every contiguous group's loss by the layers it recomputes, and the Pareto frontier, in the runs that
     full reuse takes out of the bound."""
-    drawn = over(recorded, now)
-    runs, look = tables.losing_runs(drawn[0].result), METHODS["DroidSpeak"]
+    results = over(recorded, now)
+    runs, look = tables.losing_runs(results[0].result), METHODS["DroidSpeak"]
     fig, axes = panels(1, len(runs), figsize=(9, 4.9), sharey=True, squeeze=False)
     for ax, (run, rows) in zip(axes[0], runs.items(), strict=True):
-        for one in drawn:
-            if of := tables.by_run(one.result).get(run):
-                _groups_of(ax, of, one)
+        for shown in results:
+            if groups := tables.by_run(shown.result).get(run):
+                _groups_of(ax, groups, shown)
         ax.axhline(100 * BOUND, color=COLOURS["target"], linestyle="--", linewidth=1.4)
         paper = 100 * FIGURE_11_LAYERS / PAPER_DEPTH
         ax.plot(paper, 100 * BOUND, "D", color=COLOURS["paper"], markersize=9, markeredgecolor="black", zorder=3)
         ax.plot(100, 0, METHODS["full prefill"].marker, color=METHODS["full prefill"].colour, markersize=7)
         chosen, depth = smallest_within(profiled_groups(rows), BOUND), tables.depth_of(rows)
-        told = f"{chosen.group}: {len(chosen.group)} of {depth} layers, n = {rows[0]['n']}"
-        ax.set_title(f"{in_words(run)}\n{told}", fontsize=9)
+        caption = f"{chosen.group}: {len(chosen.group)} of {depth} layers, n = {rows[0]['n']}"
+        ax.set_title(f"{in_words(run)}\n{caption}", fontsize=9)
         ax.set_xlim(-4, 104)
     ax = axes[0][0]
     ax.plot([], [], ".", color=COLOURS["single"], label="a contiguous group")
@@ -206,20 +206,20 @@ def contiguous_groups(recorded: Result | None, now: Result) -> Figure:
     axes[0][len(runs) // 2].set_xlabel("layers recomputed, % of all")
     ax.set_ylabel("token accuracy lost, % of its own score")
     fig.suptitle("By token accuracy, one group of half of the layers or fewer keeps the loss within 5 %", fontsize=12)
-    legend(fig, ax, drawn)
+    legend(fig, ax, results)
     return fig
 
 
-def _groups_of(ax: Axes, rows: Rows, one: Drawn) -> None:
+def _groups_of(ax: Axes, rows: Rows, shown: Drawn) -> None:
     """Every group of a run, the frontier over them, and the one that is chosen."""
     groups, look, depth = profiled_groups(rows), METHODS["DroidSpeak"], tables.depth_of(rows)
-    edge = {"markeredgecolor": "black"} if one.own else {}
+    edge = {"markeredgecolor": "black"} if shown.own else {}
 
-    def draw(of: Sequence[Profiled], style: str, colour: str, **more: Any) -> None:
-        share = [100 * len(g.group) / depth for g in of]
-        ax.plot(share, [100 * g.relative_loss for g in of], style, color=colour, **(one.style | more))
+    def draw(profiled_groups: Sequence[Profiled], style: str, colour: str, **more: Any) -> None:
+        share = [100 * len(g.group) / depth for g in profiled_groups]
+        ax.plot(share, [100 * g.relative_loss for g in profiled_groups], style, color=colour, **(shown.style | more))
 
-    style, size = ("o", 4) if one.own else (".", 7)
+    style, size = ("o", 4) if shown.own else (".", 7)
     draw(groups, style, COLOURS["single"], markersize=size, markeredgewidth=0.5, **edge)
     draw(frontier(groups), "-", look.colour)
     draw([smallest_within(groups, BOUND)], look.marker, look.colour, markersize=9, **edge)
@@ -228,22 +228,22 @@ def _groups_of(ax: Axes, rows: Rows, one: Drawn) -> None:
 
 def chosen_groups(recorded: Result | None, now: Result) -> Figure:
     """The group that token accuracy chooses in every run over the depth of the model, beside the paper's."""
-    drawn = over(recorded, now)
-    runs = tables.by_run(drawn[0].result)
+    results = over(recorded, now)
+    runs = tables.by_run(results[0].result)
     fig, ax = panels(figsize=(9, 0.5 * (len(runs) + 1) + 1.9))
-    for place, run in enumerate(runs):
-        for one in drawn:
-            if rows := tables.by_run(one.result).get(run):
+    for position, run in enumerate(runs):
+        for shown in results:
+            if rows := tables.by_run(shown.result).get(run):
                 depth, group = tables.depth_of(rows), smallest_within(profiled_groups(rows), BOUND)
-                _depth_bar(ax, place + one.shift, group.group, tables.critical_of(rows), depth, RECOMPUTED, one)
-                said = f"{group.group}: {len(group.group)} of {depth}" if len(group.group) else "none is needed"
-                said += "" if one.alone or not one.own else " (yours)"
-                ax.annotate(said, (101, place + one.shift), va="center", annotation_clip=False, fontsize=8.5)
+                _depth_bar(ax, position + shown.shift, group.group, tables.critical_of(rows), depth, RECOMPUTED, shown)
+                label = f"{group.group}: {len(group.group)} of {depth}" if len(group.group) else "none is needed"
+                label += "" if shown.alone or not shown.own else " (yours)"
+                ax.annotate(label, (101, position + shown.shift), va="center", annotation_clip=False, fontsize=8.5)
     low, high = FIGURE_10_GROUP
     paper, last = Group(low, high + 1), len(runs)
     _depth_bar(ax, last, paper, FIGURE_10_CRITICAL, PAPER_DEPTH, COLOURS["paper"], Drawn(now, own=True, alone=True))
-    told = f"{paper}: {len(paper)} of {PAPER_DEPTH}"
-    ax.annotate(told, (101, last), va="center", annotation_clip=False, fontsize=8.5)
+    paper_label = f"{paper}: {len(paper)} of {PAPER_DEPTH}"
+    ax.annotate(paper_label, (101, last), va="center", annotation_clip=False, fontsize=8.5)
     ax.set_yticks(range(last + 1), [*map(in_words, runs), "paper, Figure 10"], fontsize=9)
     ax.set(xlim=(0, 100), ylim=(last + 0.6, -0.6), xlabel="depth, % of the layers")
     ax.grid(axis="y", visible=False)
@@ -251,18 +251,18 @@ def chosen_groups(recorded: Result | None, now: Result) -> Figure:
     ax.barh(0, 0, color=COLOURS["paper"], label="recomputed in the paper")
     ax.plot([], [], "s", color=REUSED, markeredgecolor="black", markersize=6, label="critical by itself (10 % rule)")
     fig.suptitle("Token accuracy chooses a block in the middle for questions, nothing for copying", fontsize=12)
-    legend(fig, ax, drawn)
+    legend(fig, ax, results)
     return fig
 
 
 def _depth_bar(
-    ax: Axes, place: float, group: Group, critical: Sequence[int], depth: int, colour: str, one: Drawn
+    ax: Axes, position: float, group: Group, critical: Sequence[int], depth: int, colour: str, shown: Drawn
 ) -> None:
     """A group of ``depth`` layers as a bar, and each of the ``critical`` ones as a square in its middle."""
-    height = 0.6 if one.alone else 0.28
-    ax.barh(place, 100, color=COLOURS["other"], alpha=0.25, height=height)
-    edge = "black" if one.own and not one.alone else colour
-    ax.barh(place, 100 * len(group) / depth, left=100 * group.lo / depth, color=colour, height=height, edgecolor=edge,
-            **one.style)  # fmt: skip
+    height = 0.6 if shown.alone else 0.28
+    ax.barh(position, 100, color=COLOURS["other"], alpha=0.25, height=height)
+    edge = "black" if shown.own and not shown.alone else colour
+    ax.barh(position, 100 * len(group) / depth, left=100 * group.lo / depth, color=colour, height=height,
+            edgecolor=edge, **shown.style)  # fmt: skip
     middles = [100 * (layer + 0.5) / depth for layer in critical]
-    ax.plot(middles, [place] * len(middles), "s", color=REUSED, markeredgecolor="black", markersize=5, zorder=5)
+    ax.plot(middles, [position] * len(middles), "s", color=REUSED, markeredgecolor="black", markersize=5, zorder=5)

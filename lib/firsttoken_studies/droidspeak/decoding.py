@@ -50,7 +50,7 @@ class Method:
 
 
 def own(receiver: PairedModel) -> Method:
-    """The receiver's own full prefill."""
+    """Return the method of the receiver's own full prefill."""
     group = Group(0, receiver.model.config.num_hidden_layers)
     return Method(OWN, "own", 1.0, lambda prefix, sent: own_cache(receiver, prefix), receiver, group)
 
@@ -65,7 +65,7 @@ def partial(name: str, receiver: PairedModel, group: Group) -> Method:
 
 
 def own_cache(variant: PairedModel, prefix: Prefix) -> DynamicCache:
-    """What ``variant`` itself computes for ``prefix``."""
+    """Return the cache that ``variant`` itself computes for ``prefix``."""
     return cache_of(full_prefill(variant.model, prefix).kv)
 
 
@@ -77,14 +77,18 @@ def decoded_scores(
     parts = list(batches(items, size))
     folder = paths.CACHE / "decoded" / batch_key(_DECODING, run, receiver, sender, parts)
     for index, part in enumerate(track(parts, desc=f"answers {run.name}", unit="batch")):
-        kept = folder / f"{index}.json"
-        done = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {"seconds": 0.0, "scores": {}}
+        cache_file = folder / f"{index}.json"
+        done = (
+            json.loads(cache_file.read_text(encoding="utf-8"))
+            if cache_file.is_file()
+            else {"seconds": 0.0, "scores": {}}
+        )
         timing.kept(done["seconds"])
         if missing := [method for method in methods if method.recipe not in done["scores"]]:
             start = time.perf_counter()
             done["scores"] |= _scored(missing, sender, part)
             done["seconds"] += time.perf_counter() - start
-            write_text(kept, json.dumps(done))
+            write_text(cache_file, json.dumps(done))
         for method in methods:
             scores[method.name] += done["scores"][method.recipe]
     return scores
@@ -100,9 +104,11 @@ def _scored(methods: Sequence[Method], sender: PairedModel, part: Sequence[Encod
         variant, times = together[0].model, len(together)
         prefixes = prefix.rows(torch.arange(len(part)).repeat(times))
         suffix = [item.suffix for item in part] * times
-        said = iter(greedy(variant.model, variant.tokenizer, prefixes, suffix, joined, task.answer_tokens, task.stop))
+        answers = iter(
+            greedy(variant.model, variant.tokenizer, prefixes, suffix, joined, task.answer_tokens, task.stop)
+        )
         for method in together:
-            scores[method.recipe] = [round(task.score(next(said), item.item.answers), 4) for item in part]
+            scores[method.recipe] = [round(task.score(next(answers), item.item.answers), 4) for item in part]
     return scores
 
 

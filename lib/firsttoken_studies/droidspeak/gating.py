@@ -66,10 +66,10 @@ def quality_gate(profile: Profile) -> Outcome:
     for name, items in sets.items():
         methods = [own(receiver), *(partial(str(group), receiver, group) for group in caches)]
         scores = decoded_scores(run, receiver, sender, methods, items, setting.config.batch)
-        found = _signals(receiver, sender, list(batches(items, setting.config.batch)), caches, name)
-        for index, row in found:
-            said = {"score": scores[row["group"]][index], "own": scores[OWN][index]}
-            rows.append(run.row() | {"set": name} | row | said)
+        signals = _signals(receiver, sender, list(batches(items, setting.config.batch)), caches, name)
+        for index, row in signals:
+            columns = {"score": scores[row["group"]][index], "own": scores[OWN][index]}
+            rows.append(run.row() | {"set": name} | row | columns)
     return Outcome(rows, provenance={"models": setting.models.provenance})
 
 
@@ -104,8 +104,8 @@ def _batch(
             "head": deviation,
             "tail": tail_divergence(model, prefix, cache, suffix, logits, TOKENS, mask),
         }
-        for index, one in enumerate(part):
-            row = {"group": str(group), "item": one.item.id}
+        for index, batch_item in enumerate(part):
+            row = {"group": str(group), "item": batch_item.item.id}
             rows.append((index, row | {name: round(values[index].item(), 6) for name, values in signals.items()}))
     return rows
 
@@ -126,16 +126,16 @@ def gate_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         if len(set(failed)) < 2:
             continue  # a gate is judged by answers of both kinds
         for signal, chosen in calibrated(rows_where(rows, set="calibrate", group=group), miss_budget).items():
-            seen = [row[signal] for row in judged]
-            rates = gate.rates(chosen, seen, failed)
-            kept = behind(chosen, judged)
-            area = gate.auc(gate.roc(seen, failed))
+            values = [row[signal] for row in judged]
+            rates = gate.rates(chosen, values, failed)
+            retained = behind(chosen, judged)
+            area = gate.auc(gate.roc(values, failed))
             for name, value, unit in (
                 ("auc", area, "of 1"),
                 ("miss_pct", 100 * rates.miss, "% of the spoiled"),
                 ("false_alarm_pct", 100 * rates.false_alarm, "% of the good"),
                 ("fallback_pct", 100 * rates.fallback_share, "% of requests"),
-                ("loss_points", 100 * sum(r["own"] - k for r, k in zip(judged, kept, strict=True)) / n, "points"),
+                ("loss_points", 100 * sum(r["own"] - k for r, k in zip(judged, retained, strict=True)) / n, "points"),
             ):
                 summary.add(name, {"value": value, "n": n, "unit": unit}, case=case, signal=signal)
     return summary
@@ -165,7 +165,7 @@ def behind(chosen: gate.Gate, rows: Rows) -> list[float]:
 
 
 def _copy(cache: DynamicCache) -> DynamicCache:
-    """The same tensors in a cache of its own, which may grow."""
+    """Return a new cache of the same tensors, which may grow."""
     return cache_of(layer_kv(cache, layer) for layer in range(len(cache.layers)))
 
 
@@ -175,36 +175,37 @@ TAGS = {"reuse": "all layers reused", "half": "half of the chosen group's size",
 
 
 def areas(recorded: Result | None, now: Result) -> Figure:
-    """How well every signal parts spoiled from good answers: the area under its ROC with its interval, by cache."""
-    drawn = over(recorded, now)
-    gated = [_gated(one.result) for one in drawn]
+    """Draw how well every signal separates spoiled from good answers: the area under its ROC with its interval, by
+    cache."""
+    results = over(recorded, now)
+    gated = [_gated(shown.result) for shown in results]
     tags = [tag for tag in TAGS if any(tag in groups for groups in gated)]
     fig, axes = panels(1, len(tags), figsize=(9, 3.2), squeeze=False, sharey=True)
     for ax, tag in zip(axes[0], tags, strict=True):
-        said = []
-        for one, groups in zip(drawn, gated, strict=True):
-            of = rows_where(one.result.rows, set="judge", group=groups.get(tag))
-            failed = spoiled(of)
-            for place, signal in enumerate(SIGNALS) if len(set(failed)) == 2 else ():
-                area = gate.auc_interval([row[signal] for row in of], failed).summary()
-                one.point(ax, place + one.shift, area, "measured", along="x")
-            if of:
-                whose = "yours, " if one.own and not one.alone else ""
-                said.append(f"{whose}{groups[tag]}: {sum(failed)} of {len(failed)} spoiled")
+        sentences = []
+        for shown, groups in zip(results, gated, strict=True):
+            judged_rows = rows_where(shown.result.rows, set="judge", group=groups.get(tag))
+            failed = spoiled(judged_rows)
+            for position, signal in enumerate(SIGNALS) if len(set(failed)) == 2 else ():
+                area = gate.auc_interval([row[signal] for row in judged_rows], failed).summary()
+                shown.point(ax, position + shown.shift, area, "measured", along="x")
+            if judged_rows:
+                whose = "yours, " if shown.own and not shown.alone else ""
+                sentences.append(f"{whose}{groups[tag]}: {sum(failed)} of {len(failed)} spoiled")
         ax.axvline(0.5, color=COLOURS["mark"], linestyle=":", linewidth=1.5)
         ax.annotate("a coin", (0.5, len(SIGNALS) - 0.55), (4, 0), textcoords="offset points", fontsize=9)
-        ax.set_title("\n".join([TAGS[tag], *said]), fontsize=9.5)
+        ax.set_title("\n".join([TAGS[tag], *sentences]), fontsize=9.5)
         ax.set(xlim=(-0.03, 1.03), ylim=(len(SIGNALS) - 0.4, -0.5))
         ax.grid(axis="y", visible=False)
     axes[0][0].set_yticks(range(len(SIGNALS)), SIGNALS)
     axes[0][len(tags) // 2].set_xlabel("how often a spoiled answer has the larger signal than a good one (95 %)")
-    chosen = {s: drawn[0].result.summary.get("auc", case="chosen", signal=s) for s in SIGNALS}
-    known = {signal: entry["value"] for signal, entry in chosen.items() if entry}
-    if known:
-        best = max(known, key=known.__getitem__)
-        told = f"{best} tells spoiled answers from good ones best, in {100 * known[best]:.0f} % of pairs"
-        fig.suptitle(f"Over the chosen group {told}", fontsize=12)
-    name_results(fig, drawn, "spoiled_pct")
+    chosen = {s: results[0].result.summary.get("auc", case="chosen", signal=s) for s in SIGNALS}
+    aucs = {signal: entry["value"] for signal, entry in chosen.items() if entry}
+    if aucs:
+        best = max(aucs, key=aucs.__getitem__)
+        message = f"{best} tells spoiled answers from good ones best, in {100 * aucs[best]:.0f} % of pairs"
+        fig.suptitle(f"Over the chosen group {message}", fontsize=12)
+    name_results(fig, results, "spoiled_pct")
     return fig
 
 
@@ -216,18 +217,18 @@ def gate_rows(result: Result, depth: int) -> Table:
     probe = TOKENS / Run.parse(result.parameters["reuse"]["runs"][0]).tokens
     for tag, group in _gated(result).items():
         judged = rows_where(result.rows, set="judge", group=group)
-        own = [row["own"] for row in judged]
+        own_scores = [row["own"] for row in judged]
         layers = (int(group.split("-")[1]) - int(group.split("-")[0]) + 1) / depth if "-" in group else 0.0
         cache = {"cache": f"{TAGS[tag]} ({group})"}
-        yield cache | {"gate": "no gate"} | _cost([row["score"] for row in judged], own, layers)
-        known = rows_where(result.rows, set="calibrate", group=group)
-        gates = calibrated(known, result.parameters["gate"]["miss_budget"])
+        yield cache | {"gate": "no gate"} | _cost([row["score"] for row in judged], own_scores, layers)
+        calibration = rows_where(result.rows, set="calibrate", group=group)
+        gates = calibrated(calibration, result.parameters["gate"]["miss_budget"])
         for signal, made in gates.items():
             rates = {name: result.summary.get(name, case=tag, signal=signal) for name in _RATES}
             sent_back = 1 - sum(made.accepts(row[signal]) for row in judged) / len(judged)
             cost = layers + sent_back + (probe if signal in ("head", "tail") else 0.0)
-            told = {_RATES[name]: "" if rate is None else f"{rate['value']:.0f}" for name, rate in rates.items()}
-            yield cache | {"gate": signal} | told | _cost(behind(made, judged), own, cost)
+            cells = {_RATES[name]: "" if rate is None else f"{rate['value']:.0f}" for name, rate in rates.items()}
+            yield cache | {"gate": signal} | cells | _cost(behind(made, judged), own_scores, cost)
 
 
 _RATES = {
@@ -237,16 +238,20 @@ _RATES = {
 }
 
 
-def _cost(scores: list[float], own: list[float], compute: float) -> dict[str, Any]:
+def _cost(scores: list[float], own_scores: list[float], compute: float) -> dict[str, Any]:
     score = interval(bootstrap(scores).summary("%", 100))
-    return {"score, %": score, "own, %": round(100 * sum(own) / len(own), 1), "computed, %": round(100 * compute)}
+    return {
+        "score, %": score,
+        "own, %": round(100 * sum(own_scores) / len(own_scores), 1),
+        "computed, %": round(100 * compute),
+    }
 
 
 def _gated(result: Result) -> dict[str, str]:
     """The group of each tag of the summary; where two are one, it stands under the first."""
-    found: dict[str, str] = {}
+    group_by_run: dict[str, str] = {}
     for tag in TAGS:
         entry = result.summary.get("group", case=tag)
-        if entry and entry["value"] not in found.values():
-            found[tag] = entry["value"]
-    return found
+        if entry and entry["value"] not in group_by_run.values():
+            group_by_run[tag] = entry["value"]
+    return group_by_run

@@ -55,7 +55,7 @@ _SETS = {
     "repobench-p": _Set("Code to be continued", "\nNext line:", _CODE, joins_input=True),
 }
 
-TASKS = {name: one.task for name, one in _SETS.items()}
+TASKS = {name: dataset_set.task for name, dataset_set in _SETS.items()}
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def items(
 
 
 def size(path: str | Path, split: str) -> int:
-    """How many items a split of the file has. Raises CorpusError as ``read`` does, and for an unknown split."""
+    """Count the items in a split of the file. Raises CorpusError as ``read`` does, or for an unknown split."""
     return len(_part(path, split))
 
 
@@ -111,24 +111,24 @@ def _part(path: str | Path, split: str) -> list[Row]:
 
 
 def _item(row: Row, tokenizer: PreTrainedTokenizerBase, tokens: int) -> TaskItem:
-    one = _SETS[row.dataset]
-    body = row.context + (row.input if one.joins_input else "")
+    dataset = _SETS[row.dataset]
+    body = row.context + (row.input if dataset.joins_input else "")
     ids = tokenizer.encode(body.strip("\n"), add_special_tokens=False)
-    kept = max(2, min(len(ids), tokens))
-    while kept > 1:
-        prefix = f"{one.head.format(input=row.input.strip())}\n\n{_without_middle(ids, kept, tokenizer)}\n"
-        over = len(tokenizer.encode(prefix)) - tokens
-        if over <= 0:
-            return TaskItem(f"{row.dataset}-{row.id}", row.dataset, prefix, one.suffix, row.answers)
-        kept -= over
+    kept_tokens = max(2, min(len(ids), tokens))
+    while kept_tokens > 1:
+        prefix = f"{dataset.head.format(input=row.input.strip())}\n\n{_without_middle(ids, kept_tokens, tokenizer)}\n"
+        excess = len(tokenizer.encode(prefix)) - tokens
+        if excess <= 0:
+            return TaskItem(f"{row.dataset}-{row.id}", row.dataset, prefix, dataset.suffix, row.answers)
+        kept_tokens -= excess
     raise CorpusError(f"the question of {row.dataset}-{row.id} leaves no room in {tokens} tokens; allow more")
 
 
-def _without_middle(ids: list[int], kept: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of ``ids``, or of the first and last ``kept`` // 2 where there are more than ``kept``."""
-    if len(ids) <= kept:
+def _without_middle(ids: list[int], kept_tokens: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of ``ids``, or of the first and last ``kept_tokens`` // 2 where there are more than ``kept_tokens``."""
+    if len(ids) <= kept_tokens:
         return tokenizer.decode(ids)
-    return tokenizer.decode(ids[: kept // 2]) + tokenizer.decode(ids[-(kept // 2) :])
+    return tokenizer.decode(ids[: kept_tokens // 2]) + tokenizer.decode(ids[-(kept_tokens // 2) :])
 
 
 @dataclass(frozen=True)
@@ -140,11 +140,11 @@ class _LongBenchLine:
     answers: Annotated[tuple[str, ...], some]
 
 
-def _row(fields: Any, place: str) -> Row:
-    line = shaped(_LongBenchLine, fields, place, others=True)
+def _row(fields: Any, location: str) -> Row:
+    line = shaped(_LongBenchLine, fields, location, others=True)
     dataset = line.dataset.removesuffix("_e")
     if dataset not in _SETS:
-        raise Damaged(f"{place}: no set called {shown(dataset)} is used here; known: {', '.join(_SETS)}")
+        raise Damaged(f"{location}: no set called {shown(dataset)} is used here; known: {', '.join(_SETS)}")
     return Row(line._id, dataset, line.input, line.context, line.answers)
 
 

@@ -67,7 +67,7 @@ class PairedModel:
 
     @cached_property
     def identity(self) -> ModelIdentity:
-        """What its caches are stored under."""
+        """Return the identity under which the model's caches are stored."""
         return identify(self.model, self.tokenizer, self.weights, self.adapter)
 
     def check_sender(self, sender: PairedModel) -> None:
@@ -88,7 +88,8 @@ class Models:
         return {shown(name): variant.provenance for name, variant in self._loaded.items()}
 
     def spec(self, name: str) -> str:
-        """What ``load_model`` calls the model that ``name`` begins from. Raises ModelError for a name of nothing."""
+        """Return the name by which ``load_model`` loads the model that ``name`` begins from. Raises ModelError where
+        there is no such model."""
         if name == BASE or (self._folder / name / WEIGHTS).is_file():
             return self._profile.model
         if re.fullmatch(r"[\w-]+", name) and name != PINNED and not Path(name).is_dir():
@@ -131,10 +132,10 @@ class Models:
         model = model.to(self._profile.torch_device())
         adapter = file_sha256(folder / WEIGHTS)
         note = f"adapter {name} merged ({adapter[:12]}), tuned to {', '.join(recipe.tasks)}"
-        kept = provenance.as_dict() | {"dtype": self._profile.dtype_name}
-        kept["note"] = f"{kept['note']}; {note}"
+        identity = provenance.as_dict() | {"dtype": self._profile.dtype_name}
+        identity["note"] = f"{identity['note']}; {note}"
         return PairedModel(
-            name, model.eval().requires_grad_(False), base.tokenizer, provenance.sha256 or "", adapter, kept
+            name, model.eval().requires_grad_(False), base.tokenizer, provenance.sha256 or "", adapter, identity
         )
 
 
@@ -145,18 +146,18 @@ def adapters_folder(name: str) -> Path:
 
 def half_the_layers(model: PreTrainedModel) -> PreTrainedModel:
     """``model`` with its layers 0, 2, 4, ... alone, in place: the smaller model of the comparison (DroidSpeak, 5.6)."""
-    kept = layers_of(model)[::2]
-    for index, layer in enumerate(kept):
+    kept_layers = layers_of(model)[::2]
+    for index, layer in enumerate(kept_layers):
         layer.self_attn.layer_idx = index
-    model.get_decoder().layers = kept
-    model.config.num_hidden_layers = len(kept)
+    model.get_decoder().layers = kept_layers
+    model.config.num_hidden_layers = len(kept_layers)
     if getattr(model.config, "layer_types", None):
         model.config.layer_types = model.config.layer_types[::2]
     return model
 
 
 def weight_distance(receiver: nn.Module, sender: nn.Module) -> float:
-    """How far two models of one shape are apart: |receiver - sender| / |sender| over the weights of all layers."""
+    """Return the distance of two models of one shape: |receiver - sender| / |sender| over the weights of all layers."""
     pairs = [_squares(a, b) for a, b in zip(layers_of(receiver), layers_of(sender), strict=True)]
     return (sum(away for away, _ in pairs) / sum(size for _, size in pairs)) ** 0.5
 

@@ -60,7 +60,7 @@ def pipelined_loading(profile: Profile) -> Outcome:
 
 
 def _add_arithmetic(summary: Summary) -> None:
-    """What the paper's formulas and its Figure 13 give, exactly."""
+    """Add the results of the paper's formulas and of its Figure 13, exactly."""
     for name in ("Llama-3-8B", "Llama-3.1-70B", "Llama-2-7B"):
         entry = {"value": edge_over_kv(*SHAPES[name][:3]), "unit": "x of one layer's KV"}
         summary.add("edge_bytes_x", entry, model=name.lower(), than="kv of a layer")
@@ -93,10 +93,10 @@ def loading_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """
     summary, pipelined = Summary(), Schedule.PIPELINED
     frame = frame_of(rows).sort_values("round", kind="stable").set_index("round")
-    for rate, of in frame.groupby("gbit_per_s"):
-        times = {schedule: of[of.schedule == schedule.value] for schedule in Schedule}
-        over = bootstrap(times[pipelined].ttft_s / times[pipelined].floor_s, "median")
-        entry = over.summary("x of max(transfer, compute)")
+    for rate, rate_rows in frame.groupby("gbit_per_s"):
+        times = {schedule: rate_rows[rate_rows.schedule == schedule.value] for schedule in Schedule}
+        over_floor = bootstrap(times[pipelined].ttft_s / times[pipelined].floor_s, "median")
+        entry = over_floor.summary("x of max(transfer, compute)")
         summary.add("ttft_x", entry, method=pipelined, than="floor", gbit_per_s=rate)
         for other in (Schedule.RECOMPUTE, Schedule.SEND_ALL, Schedule.SEND_REUSED):
             gain = bootstrap(times[other].ttft_s / times[pipelined].ttft_s, "median")
@@ -108,11 +108,11 @@ def loading_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         shaped = [entry for entry in summary.all("ttft_x", **floor) if entry["where"]["gbit_per_s"]]
         summary.add("ttft_x", summary.of("ttft_x", **full, gbit_per_s=fastest), **full, link="fastest")
         summary.add("ttft_x", max(shaped, key=lambda entry: entry["value"]), **floor, across="worst")
-    one = rows[0]  # the group and what a token weighs are the same in all
-    if "edge_token_bytes" in one:
-        ratio = one["edge_token_bytes"] / one["kv_token_bytes"]
+    first_row = rows[0]  # the group and what a token weighs are the same in all
+    if "edge_token_bytes" in first_row:
+        ratio = first_row["edge_token_bytes"] / first_row["kv_token_bytes"]
         summary.add("edge_bytes_x", {"value": ratio, "unit": "x of one layer's KV"}, than="kv of a layer")
-    summary.add("group", {"value": one["group"], "unit": "layers"})
+    summary.add("group", {"value": first_row["group"], "unit": "layers"})
     _add_arithmetic(summary)
     return summary
 
@@ -161,17 +161,17 @@ def schedule_rows() -> Table:
 
 def loading_rows(result: Result) -> Table:
     """Figure 20 in numbers: median TTFT of every schedule by link, the floor, and what pipelining gains."""
-    for rate, of in by_rate(result.rows):
+    for rate, rate_rows in by_rate(result.rows):
         line: dict[str, Any] = {"link, Gbit/s": f"{rate:g}" if rate else "not shaped"}
         for schedule in Schedule:
-            line[f"{schedule}, s"] = f"{median_ttft(of, schedule):.3f}"
-        piped = rows_where(of, schedule=Schedule.PIPELINED)
+            line[f"{schedule}, s"] = f"{median_ttft(rate_rows, schedule):.3f}"
+        piped = rows_where(rate_rows, schedule=Schedule.PIPELINED)
         line["floor, s"] = f"{np.median([row['floor_s'] for row in piped]):.3f}"
         ratios = [(Schedule.PIPELINED, "floor")]
         ratios += [(other, Schedule.PIPELINED) for other in (Schedule.SEND_REUSED, Schedule.RECOMPUTE)]
         for schedule, than in ratios:
-            over = result.summary.of("ttft_x", method=schedule, than=than, gbit_per_s=rate)
-            line[f"{schedule} / {than}"] = interval(over, 2)
+            speedup = result.summary.of("ttft_x", method=schedule, than=than, gbit_per_s=rate)
+            line[f"{schedule} / {than}"] = interval(speedup, 2)
         yield line
 
 
@@ -248,26 +248,28 @@ def ttft_by_link(recorded: Result | None, now: Result) -> Figure:
 
     Left, medians over rounds; right, the median of the ratios within a round, as the summary has it.
     """
-    drawn = over(recorded, now)
+    results = over(recorded, now)
     fig, (times, ratios) = panels(1, 2, figsize=(9, 4.6))
-    for one in drawn:
-        links = [(rate, rows) for rate, rows in by_rate(one.result.rows) if rate]
+    for shown in results:
+        links = [(rate, rows) for rate, rows in by_rate(shown.result.rows) if rate]
         rates = [rate for rate, _ in links]
         for schedule, look in LOOK_OF.items():
-            each = [[row["ttft_s"] for row in rows_where(rows, schedule=schedule)] for _, rows in links]
-            one.line(times, rates, [bootstrap(seconds, "median").summary() for seconds in each], look)
+            samples = [[row["ttft_s"] for row in rows_where(rows, schedule=schedule)] for _, rows in links]
+            shown.line(times, rates, [bootstrap(seconds, "median").summary() for seconds in samples], look)
             than = {"method": schedule, "than": Schedule.PIPELINED}
-            one.line(ratios, rates, [one.result.summary.get("ttft_x", **than, gbit_per_s=rate) for rate in rates], look)
-        times.plot(rates, [_floor(rows) for _, rows in links], ":", color=COLOURS["mark"], **one.style)
+            shown.line(
+                ratios, rates, [shown.result.summary.get("ttft_x", **than, gbit_per_s=rate) for rate in rates], look
+            )
+        times.plot(rates, [_floor(rows) for _, rows in links], ":", color=COLOURS["mark"], **shown.style)
     ratios.axhline(1, color=SCHEDULES[Schedule.PIPELINED].colour)
-    links = [(rate, rows) for rate, rows in by_rate(drawn[0].result.rows) if rate]
+    links = [(rate, rows) for rate, rows in by_rate(results[0].result.rows) if rate]
     rates, balance = [rate for rate, _ in links], _balance(links[0][1])
     for ax in (times, ratios):
         ax.set(xscale="log", yscale="log", xlabel="link, Gbit/s (shaped)")
         ticks(ax.xaxis, rates)
         low, high = ax.get_ylim()
         places = [digit * 10.0**power for power in range(-4, 4) for digit in (1, 2, 5)]
-        ticks(ax.yaxis, [place for place in places if low <= place <= high])
+        ticks(ax.yaxis, [tick for tick in places if low <= tick <= high])
         if balance and rates[0] / 2 <= balance <= rates[-1] * 2:
             ax.axvline(balance, color=COLOURS["mark"], linestyle="--", linewidth=1.2)
     for style in SCHEDULES.values():
@@ -278,7 +280,7 @@ def ttft_by_link(recorded: Result | None, now: Result) -> Figure:
     ratios.set_ylabel("times pipelined's, of the same round")
     row = links[0][1][0]
     ratios.set_title(f"{row['tokens']} tokens, layers {row['group']} recomputed (record)", fontsize=10)
-    legend(fig, times, drawn, "ttft_x")
+    legend(fig, times, results, "ttft_x")
     fig.suptitle("E-cache first hides the shorter of transfer and computation on every link", fontsize=12)
     return fig
 

@@ -66,7 +66,7 @@ class LatencyConfig:
     chosen: Literal["profiled", "recorded"] = "profiled"
 
     def needs(self) -> list[Need]:
-        """The timed model's context holds a prefix and what follows it, its layers every group."""
+        """Require a timed model whose context holds a prefix and what follows it, and whose layers hold every group."""
         return [
             Need("latency.tokens", max(self.tokens) + SUFFIX, CONTEXT, "ask for fewer, or name another latency.model"),
             Need("latency.layers", max(self.layers), LAYERS, "ask for fewer, or name another latency.model"),
@@ -74,11 +74,11 @@ class LatencyConfig:
 
 
 def prefill_latency(profile: Profile) -> Outcome:
-    """One row a method, length and round: seconds to the first token, and of the pass behind the prefix alone.
+    """Measure one row a method, length and round: seconds to the first token, and of the pass behind the prefix alone.
 
     Within a round the order is random. Partial prefill is held against k / L of the full prefill of the same round plus
     the work of the first token. Its rows name the runs in which a bound chooses as many layers (``chosen_relative``,
-    ``chosen_absolute``); ``depth`` counts all of the timed model.
+    ``chosen_absolute``); ``depth`` counts all layers of the timed model.
     """
     config, device = profile.section("latency", LatencyConfig), profile.torch_device()
     name = config.model or profile.model
@@ -88,12 +88,15 @@ def prefill_latency(profile: Profile) -> Outcome:
         load_model(name, dtype=profile.torch_dtype(), device=device, with_tokenizer=False) for _ in range(2)
     )
     model, depth, half = loaded.model, loaded.model.config.num_hidden_layers, half_the_layers(again.model)
-    chosen = {bound: {key: round(share * depth) for key, share in of.items()} for bound, of in shares.items()}
+    chosen = {
+        bound: {key: round(share * depth) for key, share in shares_by_run.items()}
+        for bound, shares_by_run in shares.items()
+    }
     rng, rows = random.Random(profile.seed), []
     draw = torch.Generator().manual_seed(profile.seed)
     for tokens in config.tokens:
         prefix, suffix = random_request(model, tokens, draw)
-        sizes = {*config.layers, *(layers for of in chosen.values() for layers in of.values())}
+        sizes = {*config.layers, *(layers for shares_by_run in chosen.values() for layers in shares_by_run.values())}
         groups = [Group((depth - k) // 2, (depth - k) // 2 + k) for k in sorted(sizes)]
         sent = full_prefill(model, prefix, {group.lo for group in groups if group.needs_e_cache})
         ways = _ways(model, half, prefix, sent, groups, config.shares)
@@ -102,7 +105,10 @@ def prefill_latency(profile: Profile) -> Outcome:
                 row = _timed(half if name == "smaller model" else model, ways[name, compute], prefix, suffix)
                 if name == "DroidSpeak":
                     layers = round(compute * depth)
-                    row |= {f"chosen_{bound}": [key for key in of if of[key] == layers] for bound, of in chosen.items()}
+                    row |= {
+                        f"chosen_{bound}": [key for key in shares_by_run if shares_by_run[key] == layers]
+                        for bound, shares_by_run in chosen.items()
+                    }
                 if step >= 0:  # the first round warms up
                     way = {"method": name, "tokens": tokens, "compute": round(compute, 4), "depth": depth}
                     rows.append(way | {"round": step} | row)
@@ -114,11 +120,11 @@ def chosen_shares(setting: Setting) -> dict[str, dict[str, float]]:
 
     "relative" is within 5 % of its score, "absolute" within 5 points.
     """
-    found = {}
+    shares = {}
     for run in setting.runs:
         receiver, _, profiled = setting_profile(setting, run)
-        found[run.key] = receiver.model.config.num_hidden_layers, profiled
-    return _shares(found)
+        shares[run.key] = receiver.model.config.num_hidden_layers, profiled
+    return _shares(shares)
 
 
 def recorded_shares(profile: Profile) -> dict[str, dict[str, float]]:
@@ -126,20 +132,20 @@ def recorded_shares(profile: Profile) -> dict[str, dict[str, float]]:
 
     Raises FirstTokenError where no layer profile is recorded.
     """
-    of = rows_by_run(recorded_result(all_results(), "layer_profile", "any").rows)
-    found = {}
+    runs = rows_by_run(recorded_result(all_results(), "layer_profile", "any").rows)
+    shares = {}
     for run in map(Run.parse, profile.section("reuse", ReuseConfig).runs):
-        if rows := of.get(run.name):
-            found[run.key] = sum(row["what"] == "layer" for row in rows), profiled_groups(rows)
-    return _shares(found)
+        if rows := runs.get(run.name):
+            shares[run.key] = sum(row["what"] == "layer" for row in rows), profiled_groups(rows)
+    return _shares(shares)
 
 
-def _shares(found: Mapping[str, tuple[int, list[Profiled]]]) -> dict[str, dict[str, float]]:
+def _shares(profiles: Mapping[str, tuple[int, list[Profiled]]]) -> dict[str, dict[str, float]]:
     """The chosen shares of runs by key, from the depth of each receiver and its profiled groups."""
     return {
         bound: {
             key: len(smallest_within(profiled, BOUND, absolute=bound == "absolute").group) / depth
-            for key, (depth, profiled) in found.items()
+            for key, (depth, profiled) in profiles.items()
         }
         for bound in _BOUNDS
     }
@@ -153,7 +159,7 @@ def _ways(
     groups: Sequence[Group],
     shares: Sequence[float],
 ) -> dict[tuple[str, float], Callable[[], DynamicCache]]:
-    """How to come by a cache, by method and share of a prefill that it computes."""
+    """Return the functions that make a cache, by method and share of a prefill that it computes."""
     depth = model.config.num_hidden_layers
     ways: dict[tuple[str, float], Callable[[], DynamicCache]] = {
         ("full prefill", 1.0): lambda: cache_of(full_prefill(model, prefix).kv),
@@ -183,8 +189,8 @@ def _timed(
 
 
 def beside_full(rows: Rows) -> pandas.DataFrame:
-    """Each of ``rows``, which are of one length, beside the full prefill of its round, whose columns end in ``_full``;
-    ``gain`` is how many times earlier than with that the first token comes."""
+    """Return each of ``rows``, which are of one length, beside the full prefill of its round, whose columns end in
+    ``_full``; ``gain`` is the speed-up of the first token over that."""
     frame = frame_of(rows).merge(frame_of(rows, method=OWN), on="round", suffixes=("", "_full"))
     return frame.assign(gain=frame.first_token_s_full / frame.first_token_s)
 
@@ -212,13 +218,15 @@ def latency_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """
     summary, lengths, shares = Summary(), sorted({row["tokens"] for row in rows}), parameters["latency"]["shares"]
     for tokens in lengths:
-        of = rows_where(rows, tokens=tokens)
-        if each := over_share(of):
-            worst = max(each.values(), key=lambda interval: interval.estimate).summary("x of (k + first token) / L")
-            over = {"method": DROIDSPEAK, "than": "its share of a full prefill"}
-            summary.add("ttft_x", worst, **over, context_tokens=tokens, across="worst")
+        length_rows = rows_where(rows, tokens=tokens)
+        if length_shares := over_share(length_rows):
+            worst = max(length_shares.values(), key=lambda interval: interval.estimate).summary(
+                "x of (k + first token) / L"
+            )
+            labels = {"method": DROIDSPEAK, "than": "its share of a full prefill"}
+            summary.add("ttft_x", worst, **labels, context_tokens=tokens, across="worst")
         if "depth" in rows[0]:
-            _add_ways(summary, beside_full(of), tokens, shares)
+            _add_ways(summary, beside_full(length_rows), tokens, shares)
     longest = beside_full(rows_where(rows, tokens=lengths[-1]))
     blends = longest[longest.method == BLEND]
     usual = blends[blends.compute == blends.compute.min()]  # with the paper's share of tokens, its least
@@ -228,32 +236,32 @@ def latency_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
 
 
 def _add_ways(summary: Summary, frame: pandas.DataFrame, tokens: int, shares: Sequence[float]) -> None:
-    """How much earlier the first token comes by every way; ``frame`` is of one length."""
+    """Add the speed-up of the first token by every way; ``frame`` is of one length."""
     depth = frame.depth.iloc[0]
     blended = {round(_blended(tokens, depth, share), 4): share for share in shares}
     for name in (DROIDSPEAK, BLEND, SMALLER):
-        for compute, mine in frame[frame.method == name].groupby("compute"):
+        for compute, compute_rows in frame[frame.method == name].groupby("compute"):
             size = {"share": blended[compute]} if name == BLEND else {"layers": round(compute * depth)}
-            summary.by(mine, {}, _GAIN, method=name, **size, context_tokens=tokens)
+            summary.by(compute_rows, {}, _GAIN, method=name, **size, context_tokens=tokens)
 
 
 def _add_speedups(summary: Summary, frame: pandas.DataFrame, runs: Sequence[Run]) -> None:
-    """How much earlier the first token comes with each run's chosen share of layers; computation only.
+    """Add the speed-up of the first token with each run's chosen share of layers; computation only.
 
-    The share is in the whole layers of the timed model that come nearest. ``frame`` is of one length.
-    Mean and least are over the runs in which something must be recomputed: where full reuse keeps to the bound, there
-    is nothing for the method to win.
+    The share is in the whole layers of the timed model that come nearest. ``frame`` is of one length. Mean and least
+    are over the runs in which something must be recomputed: where full reuse keeps to the bound, there is nothing for
+    the method to win.
     """
-    for bound, where in _BOUNDS.items():
+    for bound, labels in _BOUNDS.items():
         if (column := f"chosen_{bound}") not in frame:
             continue
-        chosen, gains = {"method": DROIDSPEAK} | where, []
+        chosen, gains = {"method": DROIDSPEAK} | labels, []
         partial = frame.dropna(subset=column)
         for run in runs:
-            mine = partial[[run.key in keys for keys in partial[column]]]
-            summary.by(mine, {}, _GAIN, **chosen, **run_of(run.row()))
-            if len(mine) and mine.compute.iloc[0]:
-                gains.append(bootstrap(mine.gain, "median"))
+            chosen_rows = partial[[run.key in keys for keys in partial[column]]]
+            summary.by(chosen_rows, {}, _GAIN, **chosen, **run_of(run.row()))
+            if len(chosen_rows) and chosen_rows.compute.iloc[0]:
+                gains.append(bootstrap(chosen_rows.gain, "median"))
         if gains:
             mean, least = bootstrap([gain.estimate for gain in gains]), min(gains, key=lambda gain: gain.estimate)
             summary.add("speedup_x", mean.summary("x"), **chosen, across="mean")
@@ -269,18 +277,20 @@ def partial_times(recorded: Result | None, now: Result) -> Figure:
 
     The share is a measure, not a floor: a round's full prefill may be slower than its partial ones.
     """
-    drawn = over(recorded, now)
-    fig, (left, right) = panels(1, 2, figsize=(9, 4.8))
-    lengths = sorted({row["tokens"] for one in drawn for row in one.result.rows})
-    for one in drawn:
-        there = sorted({row["tokens"] for row in one.result.rows})
-        _times(left, one.result.frame(tokens=there[-1]), one, f"{there[-1]:,}")
-        for tokens in there:
-            over_it = over_share(rows_where(one.result.rows, tokens=tokens))
+    results = over(recorded, now)
+    fig, (times_panel, right) = panels(1, 2, figsize=(9, 4.8))
+    lengths = sorted({row["tokens"] for shown in results for row in shown.result.rows})
+    for shown in results:
+        lengths_measured = sorted({row["tokens"] for row in shown.result.rows})
+        _times(times_panel, shown.result.frame(tokens=lengths_measured[-1]), shown, f"{lengths_measured[-1]:,}")
+        for tokens in lengths_measured:
+            over_it = over_share(rows_where(shown.result.rows, tokens=tokens))
             shares = [100 * share for share in over_it]
-            low, middle, high = np.array([[found.low, found.estimate, found.high] for found in over_it.values()]).T
+            low, middle, high = np.array(
+                [[interval.low, interval.estimate, interval.high] for interval in over_it.values()]
+            ).T
             right.errorbar(shares, middle, [middle - low, high - middle], marker="os^Dv"[lengths.index(tokens)],
-                           color=METHODS[DROIDSPEAK].colour, capsize=2, **one.outlined)  # fmt: skip
+                           color=METHODS[DROIDSPEAK].colour, capsize=2, **shown.outlined)  # fmt: skip
     for tokens, marker in zip(lengths, "os^Dv", strict=False):
         right.plot([], [], marker, color=METHODS[DROIDSPEAK].colour, label=f"{tokens:,} tokens")
     right.axhline(TARGET, color=COLOURS["target"], linestyle="--", label=f"target: at most {TARGET:.2f}")
@@ -288,22 +298,22 @@ def partial_times(recorded: Result | None, now: Result) -> Figure:
     right.set(xlabel="layers recomputed, % of all", ylabel="partial prefill / its share of a full one")
     right.set_xlim(-3, 103)
     right.legend(fontsize=9)
-    left.set(xlabel="computed, % of a prefill's token-layers", ylabel="time to first token, s")
-    left.set_ylim(bottom=0)
-    legend(fig, left, drawn, "ttft_x", columns=4)
+    times_panel.set(xlabel="computed, % of a prefill's token-layers", ylabel="time to first token, s")
+    times_panel.set_ylim(bottom=0)
+    legend(fig, times_panel, results, "ttft_x", columns=4)
     fig.suptitle("Partial prefill costs its share of a full one", fontsize=12)
     return fig
 
 
-def _times(ax: Axes, frame: pandas.DataFrame, one: Drawn, tokens: str) -> None:
-    for name, mine in frame.groupby("method", sort=False):
-        line, look = mine.groupby("compute").first_token_s.median(), style_of(name)
-        ax.plot(100 * line.index, line, f"{look.marker}-", color=look.colour, **one.outlined)
-        known = ax.get_legend_handles_labels()[1]
-        if look.label not in known:
+def _times(ax: Axes, frame: pandas.DataFrame, shown: Drawn, tokens: str) -> None:
+    for name, method_rows in frame.groupby("method", sort=False):
+        line, look = method_rows.groupby("compute").first_token_s.median(), style_of(name)
+        ax.plot(100 * line.index, line, f"{look.marker}-", color=look.colour, **shown.outlined)
+        labels_shown = ax.get_legend_handles_labels()[1]
+        if look.label not in labels_shown:
             ax.plot([], [], f"{look.marker}-", color=look.colour, label=look.label)
     full = frame[frame.method == OWN]
     prefill, first = full.prefill_s.median(), (full.first_token_s - full.prefill_s).median()
     in_share = {} if "in proportion" in ax.get_legend_handles_labels()[1] else {"label": "in proportion"}
-    ax.plot([0, 100], [first, prefill + first], color=SHARE, linewidth=1.2, **(one.style | {"zorder": 1}), **in_share)
+    ax.plot([0, 100], [first, prefill + first], color=SHARE, linewidth=1.2, **(shown.style | {"zorder": 1}), **in_share)
     ax.annotate(f"{tokens} tokens", (100, prefill + first), ha="right", va="bottom", fontsize=9)

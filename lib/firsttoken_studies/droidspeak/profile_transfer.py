@@ -65,17 +65,19 @@ def _transfers(by_task: Profiles, seed: int) -> Iterator[dict[str, Any]]:
         for chosen_on in (SEEN, *by_task):
             choosing = by_task.get(chosen_on, judging)
             for rule, choose in rules:
-                found = transfer(choosing, judging, choose, draws=_DRAWS, seed=seed, seen=chosen_on == SEEN)
+                transferred = transfer(
+                    choosing, judging, choose, draws=_DRAWS, seed=seed, on_same_items=chosen_on == SEEN
+                )
                 yield {
                     "what": "transfer",
                     "rule": rule,
                     "chosen_on": chosen_on,
                     "judged_on": judged_on,
-                    "layers": round(found.layers, 2),
-                    "group": str(found.usual),
-                    "n": len(found.item_loss),
-                    "loss": sum(found.item_loss) / len(found.item_loss),
-                    "item_loss": [round(loss, 4) for loss in found.item_loss],
+                    "layers": round(transferred.layers, 2),
+                    "group": str(transferred.usual),
+                    "n": len(transferred.item_loss),
+                    "loss": sum(transferred.item_loss) / len(transferred.item_loss),
+                    "item_loss": [round(loss, 4) for loss in transferred.item_loss],
                 }
 
 
@@ -85,14 +87,14 @@ def _at_bound(groups: Sequence[Profiled]) -> Profiled:
 
 def _choices(by_task: Profiles, seed: int) -> Iterator[dict[str, Any]]:
     for task, groups in by_task.items():
-        whole = len(groups[0].own)
-        for items in sorted({max(1, whole // share) for share in _SHARES}):
-            for draw, found in enumerate(resampled(groups, items, _at_bound, draws=_RESAMPLES, seed=seed)):
-                group = {"lo": found.group.lo, "hi": found.group.hi, "layers": len(found.group)}
+        item_count = len(groups[0].own)
+        for items in sorted({max(1, item_count // share) for share in _SHARES}):
+            for draw, resample in enumerate(resampled(groups, items, _at_bound, draws=_RESAMPLES, seed=seed)):
+                group = {"lo": resample.group.lo, "hi": resample.group.hi, "layers": len(resample.group)}
                 yield (
                     {"what": "choice", "chosen_on": task, "items": items, "draw": draw}
                     | group
-                    | {"relative_loss": round(found.relative_loss, 5)}
+                    | {"relative_loss": round(resample.relative_loss, 5)}
                 )
 
 
@@ -102,24 +104,25 @@ def over_own(rows: Sequence[dict[str, Any]], row: dict[str, Any]) -> list[float]
     Groups of a fixed size are compared with those of the same size.
     """
     same = ["what", "receiver", "sender", "rule", "judged_on", *(["layers"] if row["rule"] == OF_SIZE else [])]
-    own, *_ = rows_where(rows, **{name: row[name] for name in same}, chosen_on=row["judged_on"])
-    return [mine - theirs for mine, theirs in zip(row["item_loss"], own["item_loss"], strict=True)]
+    own_row, *_ = rows_where(rows, **{name: row[name] for name in same}, chosen_on=row["judged_on"])
+    return [loss - theirs for loss, theirs in zip(row["item_loss"], own_row["item_loss"], strict=True)]
 
 
 def is_foreign(row: dict[str, Any]) -> bool:
-    """Whether the choices of a transfer were made on another task than they were used on."""
+    """Return whether the choices of a transfer were made on another task than they were used on."""
     return row["what"] == "transfer" and row["chosen_on"] not in (SEEN, row["judged_on"])
 
 
 def transfer_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """What each choice loses where it is used, what a foreign one loses more than the task's own, how stable one is."""
+    """Summarize the loss of each choice where it is used, the further loss of a foreign one over the task's own, and
+    how stable a choice is."""
     summary = Summary()
     for row in rows_where(rows, what="transfer", rule=AT_BOUND):
-        place = _place(row)
-        summary.add("loss_points", bootstrap(row["item_loss"]).summary("points", 100), **place)
+        labels = _place(row)
+        summary.add("loss_points", bootstrap(row["item_loss"]).summary("points", 100), **labels)
         if row["chosen_on"] == SEEN:  # the optimism of a choice about its own items
             unseen = bootstrap([-difference for difference in over_own(rows, row)]).summary("points", 100)
-            summary.add("loss_points", unseen, **place | {"chosen_on": row["judged_on"], "than": SEEN})
+            summary.add("loss_points", unseen, **labels | {"chosen_on": row["judged_on"], "than": SEEN})
     for rule in (AT_BOUND, OF_SIZE):
         _add_foreign(summary, rows, rule)
     _add_stability(summary, rows)
@@ -133,26 +136,26 @@ def _place(row: dict[str, Any]) -> dict[str, str]:
 
 
 def _add_foreign(summary: Summary, rows: Rows, rule: str) -> None:
-    """What foreign choices lose more than the task's own: each, the one that loses most, and their mean.
+    """Add the loss of foreign choices beyond the task's own: each, the one that loses most, and their mean.
 
     The sizes of one transfer are averaged item by item, and so are the foreign choices that one item judged.
     """
-    each: dict[tuple[tuple[str, str], ...], list[list[float]]] = {}
+    by_labels: dict[tuple[tuple[str, str], ...], list[list[float]]] = {}
     by_item: dict[tuple[str, str, int], list[float]] = {}
     for row in rows:
         if is_foreign(row) and row["rule"] == rule:
             differences = over_own(rows, row)
-            each.setdefault(tuple(_place(row).items()), []).append(differences)
+            by_labels.setdefault(tuple(_place(row).items()), []).append(differences)
             for item, difference in enumerate(differences):
                 by_item.setdefault((row["receiver"], row["judged_on"], item), []).append(difference)
-    if not each:
+    if not by_labels:
         return
-    for place, lists in each.items():
-        over = bootstrap([sum(of) / len(of) for of in zip(*lists, strict=True)])
-        summary.add("loss_points", over.summary("points", 100), **dict(place), than=OWN)
+    for labels, lists in by_labels.items():
+        mean_of_runs = bootstrap([sum(item_losses) / len(item_losses) for item_losses in zip(*lists, strict=True)])
+        summary.add("loss_points", mean_of_runs.summary("points", 100), **dict(labels), than=OWN)
     of_rule = {"variant": rule, "than": OWN}
     worst = max(summary.all("loss_points", **of_rule), key=lambda entry: entry["value"])
-    mean = bootstrap([sum(of) / len(of) for of in by_item.values()])
+    mean = bootstrap([sum(item_losses) / len(item_losses) for item_losses in by_item.values()])
     summary.add("loss_points", worst, **of_rule, across="worst")
     summary.add("loss_points", mean.summary("points", 100), **of_rule, across="mean")
 
@@ -163,12 +166,12 @@ def _add_stability(summary: Summary, rows: Rows) -> None:
     if not len(choices):
         return
     keys = {"receiver": "receiver", "sender": "sender", "task": "chosen_on", "items": "items"}
-    for values, of in choices.groupby(list(keys.values()), sort=False):
-        layers = sorted(of.layers)
+    for values, choice_rows in choices.groupby(list(keys.values()), sort=False):
+        layers = sorted(choice_rows.layers)
         middle, low, high = (layers[round(share * (len(layers) - 1))] for share in (0.5, 0.025, 0.975))
-        chosen = {"value": middle, "low": low, "high": high, "n": len(of), "unit": "layers"}
+        chosen = {"value": middle, "low": low, "high": high, "n": len(choice_rows), "unit": "layers"}
         summary.add("group_layers", chosen, **dict(zip(keys, values, strict=True)))
-        summary.by(of, keys, {"relative_loss_pct": ("relative_loss", "mean", "% of the own score", 100)})
+        summary.by(choice_rows, keys, {"relative_loss_pct": ("relative_loss", "mean", "% of the own score", 100)})
     if sizes := sorted(set(choices["items"])):
         half = sizes[len(sizes) // 2]  # of all items, the paper's 50 contexts or a few more
         worst = max(summary.all("relative_loss_pct", items=half), key=lambda entry: entry["value"])
@@ -179,28 +182,43 @@ PAPER_WORST, PAPER_MEAN = 4, 2  # points, 5.4
 
 
 def differences(recorded: Result, now: Result) -> Figure:
-    """What a choice made on another task loses more than the task's own: at the bound, and with equally many layers."""
+    """Draw the loss of a choice made on another task beyond the task's own: at the bound, and with as many layers."""
     rules = {AT_BOUND: ("smallest group within the bound, as chosen there", "o"), OF_SIZE: ("equally many layers", "s")}
     of_bound, both = {"variant": AT_BOUND, "than": OWN}, over(recorded, now)
-    found = [entry for one in both for entry in one.result.summary.all("loss_points", **of_bound)]
-    places = [entry["where"] for entry in found if "across" not in entry["where"]] + [of_bound | {"across": "mean"}]
-    shown = [where for index, where in enumerate(places) if where not in places[:index]]
+    entries = [entry for result_drawn in both for entry in result_drawn.result.summary.all("loss_points", **of_bound)]
+    places = [entry["where"] for entry in entries if "across" not in entry["where"]] + [of_bound | {"across": "mean"}]
+    shown = [labels for index, labels in enumerate(places) if labels not in places[:index]]
     fig, ax = panels(figsize=(9, 0.5 * len(shown) + 2.4))
     colour = METHODS["DroidSpeak"].colour
     for shift, (rule, (label, marker)) in zip((-0.14, 0.14), rules.items(), strict=True):
         fill = "none" if rule == OF_SIZE else "full"
-        for one in both:
-            for line, where in enumerate(shown):
-                if entry := one.result.summary.get("loss_points", **where | {"variant": rule}):
-                    at = line + shift + one.shift / 3
-                    edge = {"markeredgecolor": "black"} if one.own and fill == "full" else {}
-                    ax.plot([entry["low"], entry["high"]], [at, at], color=colour, linewidth=1.8, **one.style)
-                    ax.plot(entry["value"], at, marker, color=colour, markersize=7, fillstyle=fill, **edge, **one.style)
+        for result_drawn in both:
+            for line, labels in enumerate(shown):
+                if entry := result_drawn.result.summary.get("loss_points", **labels | {"variant": rule}):
+                    height = line + shift + result_drawn.shift / 3
+                    edge = {"markeredgecolor": "black"} if result_drawn.own and fill == "full" else {}
+                    ax.plot(
+                        [entry["low"], entry["high"]],
+                        [height, height],
+                        color=colour,
+                        linewidth=1.8,
+                        **result_drawn.style,
+                    )
+                    ax.plot(
+                        entry["value"],
+                        height,
+                        marker,
+                        color=colour,
+                        markersize=7,
+                        fillstyle=fill,
+                        **edge,
+                        **result_drawn.style,
+                    )
         ax.plot([], [], marker, color=colour, fillstyle=fill, label=label)
     for value, style, label in ((PAPER_MEAN, "-", "paper: mean"), (PAPER_WORST, "--", "paper: at most")):
         ax.axvline(value, color=COLOURS["paper"], linestyle=style, linewidth=2, label=label)
     ax.axvline(0, color=COLOURS["mark"], linestyle=":", linewidth=1.2)
-    categories(ax, [_told(where) for where in shown])
+    categories(ax, [_told(labels) for labels in shown])
     ax.set_xlabel("token accuracy lost beyond the task's own choice, points (95 %)")
     ax.grid(axis="y", visible=False)
     ax.legend(loc="center right", fontsize=9)
@@ -214,44 +232,46 @@ def stability(recorded: Result, now: Result) -> Figure:
     from matplotlib.ticker import MaxNLocator
 
     both = over(recorded, now)
-    choices = [(one, rows_where(one.result.rows, what="choice")) for one in both]
+    choices = [(result_drawn, rows_where(result_drawn.result.rows, what="choice")) for result_drawn in both]
     rows = [row for _, of_run in choices for row in of_run]
     runs = list(dict.fromkeys((_pair(row), row["chosen_on"]) for row in rows))
     sizes = sorted({row["items"] for row in rows})
-    fig, (left, right) = panels(1, 2, figsize=(9, 0.62 * len(runs) + 2.6), sharey=True)
-    for place, (pair, task) in enumerate(runs):
+    fig, (layers_panel, right) = panels(1, 2, figsize=(9, 0.62 * len(runs) + 2.6), sharey=True)
+    for run_index, (pair, task) in enumerate(runs):
         for step, items in enumerate(sizes):
-            at = place + 0.8 / len(sizes) * (step - (len(sizes) - 1) / 2)
-            for one, of_run in choices:
-                of = [r for r in of_run if (_pair(r), r["chosen_on"], r["items"]) == (pair, task, items)]
-                if of:
-                    _sample(left, right, at, of, one, 0.4 + 0.6 * step / max(1, len(sizes) - 1))
-    left.set_xlabel(f"layers that a sample chooses at the {100 * BOUND:g} % bound\n(median, 95 % of samples)")
+            height = run_index + 0.8 / len(sizes) * (step - (len(sizes) - 1) / 2)
+            for result_drawn, of_run in choices:
+                matching = [r for r in of_run if (_pair(r), r["chosen_on"], r["items"]) == (pair, task, items)]
+                if matching:
+                    _sample(
+                        layers_panel, right, height, matching, result_drawn, 0.4 + 0.6 * step / max(1, len(sizes) - 1)
+                    )
+    layers_panel.set_xlabel(f"layers that a sample chooses at the {100 * BOUND:g} % bound\n(median, 95 % of samples)")
     right.axvline(100 * BOUND, color=COLOURS["paper"], linestyle="--", linewidth=2)
     right.annotate("the bound", (100 * BOUND, 1.01), xycoords=("data", "axes fraction"), ha="center", fontsize=9)
     right.axvline(0, color=COLOURS["mark"], linestyle=":", linewidth=1.2)
     right.set_xlabel("loss on the items not drawn, % of the own score\n(mean of samples)")
-    left.set_xlim(left=-0.5)
-    left.xaxis.set_major_locator(MaxNLocator(integer=True))
-    categories(left, [f"{pair}: {task}" for pair, task in runs])
-    for ax in (left, right):
+    layers_panel.set_xlim(left=-0.5)
+    layers_panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    categories(layers_panel, [f"{pair}: {task}" for pair, task in runs])
+    for ax in (layers_panel, right):
         ax.grid(axis="y", visible=False)
-    told = ", ".join(map(str, sizes))
-    fig.suptitle(f"Samples of {told} items, from top to bottom: larger ones agree on a group")
+    sizes_text = ", ".join(map(str, sizes))
+    fig.suptitle(f"Samples of {sizes_text} items, from top to bottom: larger ones agree on a group")
     name_results(fig, both)
     return fig
 
 
-def _sample(left: Axes, right: Axes, at: float, rows: Rows, one: Drawn, shade: float) -> None:
-    """What choices by samples of one size have in common; small samples are lighter."""
-    colour, edge = METHODS["DroidSpeak"].colour, {"markeredgecolor": "black"} if one.own else {}
-    style = one.style | {"color": colour, "alpha": shade * one.style["alpha"]}
+def _sample(layers_panel: Axes, right: Axes, height: float, rows: Rows, shown: Drawn, shade: float) -> None:
+    """Draw layers and loss of the choices by samples of one size; small samples are lighter."""
+    colour, edge = METHODS["DroidSpeak"].colour, {"markeredgecolor": "black"} if shown.own else {}
+    style = shown.style | {"color": colour, "alpha": shade * shown.style["alpha"]}
     low, middle, high = np.percentile([row["layers"] for row in rows], [2.5, 50, 97.5])
     lost = bootstrap([row["relative_loss"] for row in rows])
-    drawn = ((left, low, middle, high), (right, 100 * lost.low, 100 * lost.estimate, 100 * lost.high))
-    for ax, first, value, last in drawn:
-        ax.plot([first, last], [at, at], linewidth=2, **style)
-        ax.plot(value, at, "o", markersize=7, **edge, **style)
+    points = ((layers_panel, low, middle, high), (right, 100 * lost.low, 100 * lost.estimate, 100 * lost.high))
+    for ax, first, value, last in points:
+        ax.plot([first, last], [height, height], linewidth=2, **style)
+        ax.plot(value, height, "o", markersize=7, **edge, **style)
 
 
 def matrix_rows(result: Result) -> Rows:
@@ -265,14 +285,14 @@ def matrix_rows(result: Result) -> Rows:
 
 
 def difference_rows(result: Result) -> Table:
-    """What a foreign choice loses more than the task's own: at the bound, and at equal size averaged over the sizes."""
+    """Yield the loss of foreign choices beyond the task's own: at the bound, and at equal size over all sizes."""
     papers = {"worst": f"at most {PAPER_WORST}", "mean": str(PAPER_MEAN)}
     for entry in result.summary.all("loss_points", variant=AT_BOUND, than=OWN):
-        where = entry["where"]
-        across = where.get("across")
-        same_size = result.summary.get("loss_points", **where | {"variant": OF_SIZE})
+        labels = entry["where"]
+        across = labels.get("across")
+        same_size = result.summary.get("loss_points", **labels | {"variant": OF_SIZE})
         yield {
-            "transfer": across or f"{_choice(where)} to {where['task']}",
+            "transfer": across or f"{_choice(labels)} to {labels['task']}",
             "at the bound, points": interval(entry),
             "equally many layers, points": interval(same_size),
             "paper, points": papers.get(across, ""),
@@ -281,7 +301,7 @@ def difference_rows(result: Result) -> Table:
 
 
 def unseen_rows(result: Result) -> Table:
-    """What a choice loses more on other items of its own task than on those that made it."""
+    """Yield the loss of a choice on other items of its own task beyond that on the items that made it."""
     for entry in result.summary.all("loss_points", than=SEEN):
         yield {"choice": _choice(entry["where"]), "points": interval(entry), "n": entry["n"]}
 
@@ -290,11 +310,11 @@ def _pair(row: Mapping[str, Scalar]) -> str:
     return f"{row['receiver']} <- {row['sender']}"
 
 
-def _choice(where: Mapping[str, Scalar]) -> str:
-    return f"{where['receiver']} from {where['sender']} {where['chosen_on']}"
+def _choice(labels: Mapping[str, Scalar]) -> str:
+    return f"{labels['receiver']} from {labels['sender']} {labels['chosen_on']}"
 
 
-def _told(where: Mapping[str, Scalar]) -> str:
+def _told(labels: Mapping[str, Scalar]) -> str:
     """A transfer in words, or what stands for several."""
-    across = where.get("across")
-    return across or f"{_pair(where)}: chosen on {where['chosen_on']}, used on {where['task']}"
+    across = labels.get("across")
+    return across or f"{_pair(labels)}: chosen on {labels['chosen_on']}, used on {labels['task']}"

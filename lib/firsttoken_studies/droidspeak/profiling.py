@@ -54,14 +54,14 @@ def layer_profile(profile: Profile) -> Outcome:
 
 
 def profile_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """What the profile of each run says in numbers, what all of them say, and what groups of two layers save."""
+    """Summarize the profile of each run, all profiles together, and the saving of groups of two layers."""
     summary, runs = Summary(), list(rows_by_run(rows).values())
-    for of in runs:
-        _add_run(summary, of)
+    for run_rows in runs:
+        _add_run(summary, run_rows)
     groups, lost = summary.all("group_layers_pct"), summary.all("relative_loss_pct")
-    losing = [of for of, group in zip(runs, groups, strict=True) if group["value"]]
+    losing = [run_rows for run_rows, group in zip(runs, groups, strict=True) if group["value"]]
     depth = sum(row["what"] == "layer" for row in runs[-1])
-    widest = bootstrap([_widest_layer(of) / depth for of in losing or runs])
+    widest = bootstrap([_widest_layer(run_rows) / depth for run_rows in losing or runs])
     summary.add("widest_layer_depth", widest.summary("of the depth"), across="mean")
     summary.add("critical_layers_pct", _mean(summary.all("critical_layers_pct")), across="mean")
     breaking = {"value": len(losing), "n": len(runs), "unit": "runs in which full reuse breaks the bound"}
@@ -74,10 +74,12 @@ def profile_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     return summary
 
 
-def _widest_layer(of: Rows) -> int:
+def _widest_layer(run_rows: Rows) -> int:
     """The layer whose reuse alone costs the most different amounts of token accuracy from item to item."""
-    (own,) = [np.array(row["item_accuracy"]) for row in of if row["what"] == "own"]
-    spread = {row["lo"]: float((own - row["item_accuracy"]).std()) for row in of if row["what"] == "layer"}
+    (own_accuracy,) = [np.array(row["item_accuracy"]) for row in run_rows if row["what"] == "own"]
+    spread = {
+        row["lo"]: float((own_accuracy - row["item_accuracy"]).std()) for row in run_rows if row["what"] == "layer"
+    }
     return max(spread, key=spread.__getitem__)
 
 
@@ -88,38 +90,38 @@ class _Done:
     scores: list[tuple[str, int, int, list[float], list[float]]]
 
 
-def _done(kept: Path) -> dict[str, Any] | None:
+def _done(cache_file: Path) -> dict[str, Any] | None:
     """A batch that was kept; None where there is none, or it is damaged: it is then made again."""
     with suppress(OSError, ValueError):
-        return vars(shaped(_Done, read_json(kept)))
+        return vars(shaped(_Done, read_json(cache_file)))
     return None
 
 
 def run_profile(
     setting: Setting, run: Run, receiver: PairedModel, sender: PairedModel, items: Sequence[Encoded]
 ) -> list[dict[str, Any]]:
-    """Rows of one run: ``what`` is own, sender, reuse, layer or group, with ``lo`` and ``hi`` where it has layers."""
+    """Rows of one run: ``kind`` is own, sender, reuse, layer or group, with ``lo`` and ``hi`` where it has layers."""
     parts = list(batches(items, setting.config.batch))
     folder = paths.CACHE / "profiles" / batch_key(_SCORING, run, receiver, sender, parts)
     gathered: dict[tuple[str, int, int], dict[str, list[float]]] = {}
     passes = seconds = 0.0
     for index, part in enumerate(track(parts, desc=f"profile {run.name}", unit="batch")):
-        kept = folder / f"{index}.json"
-        if (done := _done(kept)) is not None:
+        cache_file = folder / f"{index}.json"
+        if (done := _done(cache_file)) is not None:
             timing.kept(done["seconds"])
         else:
             done = _batch(run, receiver, sender, part)
-            write_text(kept, json.dumps(done))
+            write_text(cache_file, json.dumps(done))
         seconds, passes = seconds + done["seconds"], passes + done["prefix_layers"]
-        for what, lo, hi, nll, accuracy in done["scores"]:
-            entry = gathered.setdefault((what, lo, hi), {"item_nll": [], "item_accuracy": []})
+        for kind, lo, hi, nll, accuracy in done["scores"]:
+            entry = gathered.setdefault((kind, lo, hi), {"item_nll": [], "item_accuracy": []})
             entry["item_nll"] += nll
             entry["item_accuracy"] += accuracy
     rows = [
-        {"what": what, "lo": lo, "hi": hi, "layers": hi - lo, "n": len(scores["item_nll"])}
+        {"what": kind, "lo": lo, "hi": hi, "layers": hi - lo, "n": len(scores["item_nll"])}
         | {name.replace("item_", ""): round(sum(v) / len(v), 5) for name, v in scores.items()}
         | scores
-        for (what, lo, hi), scores in gathered.items()
+        for (kind, lo, hi), scores in gathered.items()
     ]
     passes_an_item = round(passes / len(parts))  # every batch takes the same ones
     return [*rows, {"what": "cost", "seconds": round(seconds, 2), "prefix_layers": passes_an_item, "n": len(items)}]
@@ -135,11 +137,12 @@ def setting_profile(setting: Setting, run: Run) -> tuple[PairedModel, PairedMode
 def batch_key(
     scoring: object, run: Run, receiver: PairedModel, sender: PairedModel, parts: Sequence[Sequence[Encoded]]
 ) -> str:
-    """What kept batches depend on: how scores are made, both models, the edges, and the items as they are batched."""
+    """Return the key of kept batches: a digest of the scoring, both models, the edges, and the items as they are
+    batched."""
     tokens = [[(i.prefix, i.suffix, i.target) for i in part] for part in parts]
     models = [(v.weights, v.adapter, str(v.model.dtype)) for v in (receiver, sender)]
-    said = repr((scoring, models, run.step, tokens))
-    return hashlib.sha256(said.encode()).hexdigest()[:16]
+    identity = repr((scoring, models, run.step, tokens))
+    return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
 def _batch(run: Run, receiver: PairedModel, sender: PairedModel, part: Sequence[Encoded]) -> dict[str, Any]:
@@ -153,47 +156,47 @@ def _batch(run: Run, receiver: PairedModel, sender: PairedModel, part: Sequence[
     return {"seconds": time.perf_counter() - start, "prefix_layers": profiler.prefix_layers, "scores": scores}
 
 
-def _kept(what: str, group: Group, score: Score) -> list[Any]:
+def _kept(kind: str, group: Group, score: Score) -> list[Any]:
     rounded = ([round(v, 3) for v in values.tolist()] for values in (score.nll, score.accuracy))
-    return [what, group.lo, group.hi, *rounded]
+    return [kind, group.lo, group.hi, *rounded]
 
 
 def profiled_groups(rows: Sequence[dict[str, Any]]) -> list[Profiled]:
-    """What was profiled of one run, with each mixture's loss of accuracy against the receiver's own, by item."""
-    own = next(row for row in rows if row["what"] == "own")["item_accuracy"]
+    """Return the profiled groups of a run, with each mixture's loss of accuracy against the receiver's own, by item."""
+    own_accuracy = next(row for row in rows if row["what"] == "own")["item_accuracy"]
     return [
-        Profiled(Group(row["lo"], row["hi"]), tuple(own), tuple(row["item_accuracy"]))
+        Profiled(Group(row["lo"], row["hi"]), tuple(own_accuracy), tuple(row["item_accuracy"]))
         for row in rows
         if row["what"] in ("group", "reuse")
     ]
 
 
 def _add_run(summary: Summary, rows: Rows) -> None:
-    """What a run's profile says in numbers; how far its weights are apart where the rows have it."""
-    own, cost = (next(row for row in rows if row["what"] == what) for what in ("own", "cost"))
+    """Add the measures of a run's profile, with the distance of its weights where the rows have it."""
+    own_row, cost = (next(row for row in rows if row["what"] == kind) for kind in ("own", "cost"))
     groups = profiled_groups(rows)
     reuse = next(group for group in groups if not len(group.group))
     layers = [(row["lo"], row["accuracy"]) for row in rows if row["what"] == "layer"]
-    critical = critical_layers(layers, own["accuracy"], CRITICAL)
+    critical = critical_layers(layers, own_row["accuracy"], CRITICAL)
     chosen, depth = smallest_within(groups, BOUND), len(layers)
     share, naive = 100 * len(chosen.group) / depth, sum(len(g.group) for g in groups) / depth
     full, reused, mixed = ({"method": name} for name in ("full prefill", "full reuse", "DroidSpeak"))
-    found: list[tuple[str, Entry, dict[str, str]]] = [
-        ("accuracy_pct", {"value": 100 * own["accuracy"], "n": own["n"], "unit": "%"}, full),
+    entries: list[tuple[str, Entry, dict[str, str]]] = [
+        ("accuracy_pct", {"value": 100 * own_row["accuracy"], "n": own_row["n"], "unit": "%"}, full),
         ("loss_points", reuse.loss.summary("points", 100), reused),
-        ("relative_loss_pct", {"value": 100 * reuse.relative_loss, "n": own["n"], "unit": "% of own"}, reused),
+        ("relative_loss_pct", {"value": 100 * reuse.relative_loss, "n": own_row["n"], "unit": "% of own"}, reused),
         ("critical_layers_pct", {"value": 100 * len(critical) / depth, "n": depth, "unit": "% of layers"}, {}),
         ("group", {"value": str(chosen.group), "unit": "layers"}, {}),
-        ("group_layers_pct", {"value": share, "n": own["n"], "unit": "% of layers"}, {}),
+        ("group_layers_pct", {"value": share, "n": own_row["n"], "unit": "% of layers"}, {}),
         ("loss_points", chosen.loss.summary("points", 100), mixed),
         ("profile_s", {"value": cost["seconds"], "n": cost["n"], "unit": "s"}, {}),
         ("prefix_passes", {"value": cost["prefix_layers"] / depth, "unit": "prefills an item"}, {"variant": "shared"}),
         ("prefix_passes", {"value": naive, "unit": "prefills an item"}, {"variant": "naive"}),
     ]
     apart = [row["distance_pct"] for row in rows if row["what"] == "weights"]
-    found += [("weight_distance_pct", {"value": distance, "unit": "% of |sender|"}, {}) for distance in apart]
-    for measure, entry, where in found:
-        summary.add(measure, entry, **where, **run_of(rows[0]))
+    entries += [("weight_distance_pct", {"value": distance, "unit": "% of |sender|"}, {}) for distance in apart]
+    for measure, entry, labels in entries:
+        summary.add(measure, entry, **labels, **run_of(rows[0]))
 
 
 def naive_passes(depth: int, group_layers: int) -> float:

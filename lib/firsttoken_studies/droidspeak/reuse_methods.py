@@ -65,8 +65,8 @@ class TimeShares:
         for row in sorted(rows, key=lambda row: row["round"]):
             self._taken.setdefault((row["method"], row["compute"]), []).append(row["first_token_s"])
         self._full = np.array(self._taken["full prefill", 1.0])
-        of = {name: getattr(latency, name) for name in ("experiment", "profile", "started")}
-        self.provenance: dict[str, Any] = of | {"machine": latency.slug, "tokens": tokens}
+        provenance = {name: getattr(latency, name) for name in ("experiment", "profile", "started")}
+        self.provenance: dict[str, Any] = provenance | {"machine": latency.slug, "tokens": tokens}
 
     def of(self, method: str, compute: float) -> np.ndarray:
         """[rounds]: the time of ``method`` where it computes ``compute`` of a prefill (0..1), over full prefill's.
@@ -82,11 +82,11 @@ class TimeShares:
             line.setdefault(1.0, np.ones_like(self._full))
         line.setdefault(0.0, np.array(self._taken["DroidSpeak", 0.0]) / self._full)
         shares = sorted(line)
-        at = min(max(int(np.searchsorted(shares, compute)), 1), len(shares) - 1)
-        low, high = shares[at - 1], shares[at]
-        found = line[low] + (line[high] - line[low]) * (compute - low) / (high - low)
+        upper = min(max(int(np.searchsorted(shares, compute)), 1), len(shares) - 1)
+        low, high = shares[upper - 1], shares[upper]
+        interpolated = line[low] + (line[high] - line[low]) * (compute - low) / (high - low)
         # a round in which something else delayed the second last point has a line that falls, below zero in the end
-        return np.maximum(found, line[high]) if compute > high else found
+        return np.maximum(interpolated, line[high]) if compute > high else interpolated
 
     def median(self, method: str, compute: float) -> float:
         """The median over rounds of ``of``."""
@@ -97,7 +97,12 @@ class TimeShares:
 
         Raises RequestError for a method that was not timed.
         """
-        return float(max((at for at in np.linspace(0, 1, _GRID) if self.median(method, at) <= share), default=0.0))
+        return float(
+            max(
+                (candidate for candidate in np.linspace(0, 1, _GRID) if self.median(method, candidate) <= share),
+                default=0.0,
+            )
+        )
 
 
 def times_here() -> TimeShares:
@@ -128,8 +133,8 @@ class MethodsConfig:
 
     def needs(self) -> list[Need]:
         """Every blend is one, and leaves layers to choose tokens for."""
-        whole = [_blend(text, {COMPUTE: 0, LATENCY: 0}, sys.maxsize)[2] for text in self.blends]
-        return [Need("methods.blends (and a layer that is blended)", max(whole, default=0) + 1, LAYERS)]
+        full_layers = [_blend(text, {COMPUTE: 0, LATENCY: 0}, sys.maxsize)[2] for text in self.blends]
+        return [Need("methods.blends (and a layer that is blended)", max(full_layers, default=0) + 1, LAYERS)]
 
 
 def reuse_methods(profile: Profile) -> Outcome:
@@ -155,7 +160,9 @@ def reuse_methods(profile: Profile) -> Outcome:
         to_choose, to_judge = setting.items(run, receiver.tokenizer)
         profiled = profiled_groups(run_profile(setting, run, receiver, sender, to_choose))
         candidates = list(_candidates(receiver, profiled))
-        lost = {one.group: 100 * one.relative_loss for one in profiled} | {candidates[0].group: 0.0}
+        lost = {profile_of_group.group: 100 * profile_of_group.relative_loss for profile_of_group in profiled} | {
+            candidates[0].group: 0.0
+        }
         answered = [
             row | {"accuracy_lost_pct": lost[Group(row["lo"], row["hi"])]}
             for row in answers(run, candidates, CHOOSE, to_choose)
@@ -169,8 +176,8 @@ def reuse_methods(profile: Profile) -> Outcome:
 def decoded_groups(rows: Rows) -> list[Profiled]:
     """The groups of a run with the scores of decoded answers that choose among them."""
     rows = rows_where(rows, items=CHOOSE)
-    (own,) = (row["item_score"] for row in rows_where(rows, method=OWN))
-    return [Profiled(Group(row["lo"], row["hi"]), tuple(own), tuple(row["item_score"])) for row in rows]
+    (own_scores,) = (row["item_score"] for row in rows_where(rows, method=OWN))
+    return [Profiled(Group(row["lo"], row["hi"]), tuple(own_scores), tuple(row["item_score"])) for row in rows]
 
 
 def _candidates(receiver: PairedModel, groups: Sequence[Profiled]) -> Iterator[Method]:
@@ -178,7 +185,7 @@ def _candidates(receiver: PairedModel, groups: Sequence[Profiled]) -> Iterator[M
     depth = receiver.model.config.num_hidden_layers
     yield own(receiver)
     yield partial(REUSE, receiver, NOTHING)
-    for group in (one.group for one in frontier(groups)):
+    for group in (profiled.group for profiled in frontier(groups)):
         if 0 < len(group) < depth:
             yield partial(f"{DROIDSPEAK} {group}", receiver, group)
 
@@ -200,10 +207,10 @@ def _methods(
     compute = len(chosen) / depth
     equal = {COMPUTE: compute, LATENCY: times.compute_of(BLEND, times.median(DROIDSPEAK, compute))}
     for text in config.blends:
-        share, gradual, whole = _blend(text, equal, depth)
-        blended = functools.partial(blended_cache, model, share=share, gradual=gradual, whole=whole)
-        compute = sum(tokens_per_layer(1000, depth, share, gradual, whole)) / (1000 * depth)
-        yield Method(f"{BLEND} {text}", f"blend {share:.4f} {gradual} {whole}", compute, blended, receiver)
+        share, gradual, full_layers = _blend(text, equal, depth)
+        blended = functools.partial(blended_cache, model, share=share, gradual=gradual, full_layers=full_layers)
+        compute = sum(tokens_per_layer(1000, depth, share, gradual, full_layers)) / (1000 * depth)
+        yield Method(f"{BLEND} {text}", f"blend {share:.4f} {gradual} {full_layers}", compute, blended, receiver)
     if config.smaller and run.row()["task"] in config.smaller.removeprefix(f"{HALF}-").split("-"):
         half = setting.models.load(config.smaller)
         recipe, compute = f"{half.weights} {half.adapter}", half.model.config.num_hidden_layers / depth
@@ -215,18 +222,18 @@ def _blend(text: str, equal: Mapping[str, float], depth: int) -> tuple[float, bo
 
     ``equal`` has the compute that the words stand for. Raises ProfileError for anything else.
     """
-    found = re.fullmatch(rf"({COMPUTE}|{LATENCY}|[01]|0?\.\d+)( gradual)?(?: from (\d+))?", text)
-    whole = int(found[3] or 1) if found else 0
-    if not found or not 1 <= whole < depth:
+    match = re.fullmatch(rf"({COMPUTE}|{LATENCY}|[01]|0?\.\d+)( gradual)?(?: from (\d+))?", text)
+    full_layers = int(match[3] or 1) if match else 0
+    if not match or not 1 <= full_layers < depth:
         raise ProfileError(
             f"blend {text!r}: write it as '0.15', '{COMPUTE}', '{LATENCY}', '0.15 gradual' or '0.15 from 2' (< {depth})"
         )
-    share = (depth * equal[found[1]] - whole) / (depth - whole) if found[1] in equal else float(found[1])
-    return round(min(1.0, max(0.0, share)), 4), bool(found[2]), whole
+    share = (depth * equal[match[1]] - full_layers) / (depth - full_layers) if match[1] in equal else float(match[1])
+    return round(min(1.0, max(0.0, share)), 4), bool(match[2]), full_layers
 
 
 def _row(method: Method, scores: Sequence[float], times: TimeShares) -> dict[str, Any]:
-    """What a method computes, how long that takes, and how its answers score."""
+    """Return the row of a method: what it computes, the time that takes, and the scores of its answers."""
     return {
         "method": method.name,
         "compute": round(method.compute, 4),
@@ -240,7 +247,7 @@ def _row(method: Method, scores: Sequence[float], times: TimeShares) -> dict[str
 
 
 def timed(method: str) -> str:
-    """What a method is called where times are measured: by how much it computes full reuse is a partial prefill."""
+    """Return the name of a method where times are measured: by what it computes, full reuse is a partial prefill."""
     return DROIDSPEAK if method.startswith((REUSE, DROIDSPEAK)) else BLEND if method.startswith(BLEND) else method
 
 
@@ -249,11 +256,11 @@ def where_of(method: str) -> dict[str, Scalar]:
 
     A blend has its ``share`` of tokens, or the ``case`` that set it.
     """
-    found = re.fullmatch(rf"{BLEND} (?:({COMPUTE}|{LATENCY})|(\S+)) ?(.*)", method)
-    if not found:
+    match = re.fullmatch(rf"{BLEND} (?:({COMPUTE}|{LATENCY})|(\S+)) ?(.*)", method)
+    if not match:
         return {"method": method}
-    asked = {"case": found[1]} if found[1] else {"share": float(found[2])}
-    return {"method": BLEND} | asked | ({"variant": found[3]} if found[3] else {})
+    labels = {"case": match[1]} if match[1] else {"share": float(match[2])}
+    return {"method": BLEND} | labels | ({"variant": match[3]} if match[3] else {})
 
 
 # where the measures of the chosen group hold, and those of the group that token accuracy would choose
@@ -263,20 +270,21 @@ _CHOICES, _MEANS = 200, 2000  # samples of the items that choose, and of those t
 
 
 def methods_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """What each method scores and loses in each run, and over the runs the chosen group and the lead over CacheBlend.
+    """Summarize the score and loss of each method in each run, and over the runs the chosen group and the lead over
+    CacheBlend.
 
-    Means over runs keep the runs and draw the items again, those that choose and those that judge; their n is that of
-    the runs, which is what a claim on pairs of models is about. Layers and speed-up are of the runs in which something
+    Means over runs keep the runs and draw the items again, those that choose and those that judge; their n counts the
+    runs, which are what a claim on pairs of models is about. Layers and speed-up are of the runs in which something
     must be recomputed; of all, where that is none.
     """
     summary, runs = Summary(), list(rows_by_run(rows).values())
-    choices = [choice_of(of) for of in runs]
-    for of, choice in zip(runs, choices, strict=True):
-        _add_scores(summary, of)
-        _add_choice(summary, choice, run_of(of[0]))
-        _add_by_accuracy(summary, of)
+    choices = [choice_of(run_rows) for run_rows in runs]
+    for run_rows, choice in zip(runs, choices, strict=True):
+        _add_scores(summary, run_rows)
+        _add_choice(summary, choice, run_of(run_rows[0]))
+        _add_by_accuracy(summary, run_rows)
     for method in (REUSE, DROIDSPEAK):
-        lost = [summary.of("relative_loss_pct", method=method, **run_of(of[0])) for of in runs]
+        lost = [summary.of("relative_loss_pct", method=method, **run_of(run_rows[0])) for run_rows in runs]
         worst = max(lost, key=lambda entry: entry["value"])
         summary.add("relative_loss_pct", worst, method=method, across="worst")
     mended = [choice for choice in choices if len(choice.group)] or choices
@@ -290,7 +298,7 @@ def methods_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     if gains:
         summary.add("speedup_x", bootstrap(gains).summary("x"), **ACCURACY, across="mean")
     for equal in (COMPUTE, LATENCY):
-        leads = [lead for of in runs if (lead := _leads(of, equal)) is not None]
+        leads = [lead for run_rows in runs if (lead := _leads(run_rows, equal)) is not None]
         if leads:
             mean = _mean_of(leads).summary("points", 100) | {"n": len(leads)}
             summary.add("score_above_points", mean, **ABOVE_BLEND, case=equal, across="mean")
@@ -314,8 +322,8 @@ class ChosenGroup:
 def choice_of(rows: Rows) -> ChosenGroup:
     """The choice of one run, from its rows."""
 
-    def choose(drawn: Sequence[Profiled]) -> Profiled:
-        return smallest_within(drawn, BOUND)
+    def choose(resampled: Sequence[Profiled]) -> Profiled:
+        return smallest_within(resampled, BOUND)
 
     groups, depth, rng = decoded_groups(rows), rows[0]["depth"], np.random.default_rng(0)
     times = {(row["lo"], row["hi"]): np.array(row["time_share"]) for row in rows_where(rows, items=CHOOSE)}
@@ -325,15 +333,15 @@ def choice_of(rows: Rows) -> ChosenGroup:
     return ChosenGroup(chosen, items, np.array([len(group) / depth for group in (chosen, *again)]), np.array(gains))
 
 
-def _over(choices: Sequence[ChosenGroup], what: str, stat: Callable[..., np.ndarray]) -> Interval:
+def _over(choices: Sequence[ChosenGroup], field: str, stat: Callable[..., np.ndarray]) -> Interval:
     """``stat`` over runs of a field of what was chosen, with its interval over what might have been, draw by draw."""
-    estimate, *again = stat([getattr(choice, what) for choice in choices], axis=0)
+    estimate, *again = stat([getattr(choice, field) for choice in choices], axis=0)
     low, high = np.percentile(again, [2.5, 97.5])
     return Interval(float(estimate), float(low), float(high), min(choice.items for choice in choices))
 
 
 def _add_choice(summary: Summary, choice: ChosenGroup, run: dict[str, str]) -> None:
-    layers, gain = (_over([choice], what, np.mean) for what in ("shares", "gains"))
+    layers, gain = (_over([choice], field, np.mean) for field in ("shares", "gains"))
     group = {"value": str(choice.group), "n": choice.items, "unit": "layers"}
     summary.add("group", group, **DECODED, **run)
     summary.add("group_layers_pct", layers.summary("% of layers", 100), **DECODED, **run)
@@ -342,13 +350,13 @@ def _add_choice(summary: Summary, choice: ChosenGroup, run: dict[str, str]) -> N
 
 def _add_by_accuracy(summary: Summary, rows: Rows) -> None:
     """The smallest group that keeps to the bound by token accuracy: its speed-up, and what its decoded answers lose."""
-    (own,) = (row["item_score"] for row in rows_where(rows, items=CHOOSE, method=OWN))
+    (own_scores,) = (row["item_score"] for row in rows_where(rows, items=CHOOSE, method=OWN))
     within = [row for row in rows_where(rows, items=CHOOSE) if row["accuracy_lost_pct"] <= 100 * BOUND]
     row = min(within, key=lambda row: (row["hi"] - row["lo"], row["accuracy_lost_pct"]))
     gain = bootstrap(1 / np.array(row["time_share"]), "median")
     group = {"value": str(Group(row["lo"], row["hi"])), "n": row["n"], "unit": "layers"}
     summary.add("group", group, **ACCURACY, **run_of(row))
-    lost = relative_loss(own, row["item_score"]).summary("% of own")
+    lost = relative_loss(own_scores, row["item_score"]).summary("% of own")
     summary.add("relative_loss_pct", lost, **ACCURACY, **run_of(row))
     summary.add("speedup_x", gain.summary("x"), **ACCURACY, **run_of(row))
 
@@ -356,8 +364,8 @@ def _add_by_accuracy(summary: Summary, rows: Rows) -> None:
 def _mean_of(runs: Sequence[np.ndarray]) -> Interval:
     """The mean over runs of the means of their items, with its interval over items, the runs as they are."""
     rng = np.random.default_rng(0)
-    drawn = [values[rng.integers(0, len(values), (_MEANS, len(values)))].mean(1) for values in runs]
-    low, high = np.percentile(np.mean(drawn, axis=0), [2.5, 97.5])
+    resampled = [values[rng.integers(0, len(values), (_MEANS, len(values)))].mean(1) for values in runs]
+    low, high = np.percentile(np.mean(resampled, axis=0), [2.5, 97.5])
     return Interval(float(np.mean([v.mean() for v in runs])), float(low), float(high), min(map(len, runs)))
 
 
@@ -377,13 +385,13 @@ def _leads(rows: Rows, equal: str) -> np.ndarray | None:
 def _add_scores(summary: Summary, rows: Rows) -> None:
     """The scores of a run, what each method loses against the receiver's own prefill, and the leads over CacheBlend."""
     run = run_of(rows[0])
-    (own,) = (row["item_score"] for row in rows_where(rows, items=JUDGE, method=OWN))
+    (own_scores,) = (row["item_score"] for row in rows_where(rows, items=JUDGE, method=OWN))
     for row in rows_where(rows, items=JUDGE):
-        where, scores = where_of(row["method"]) | run, row["item_score"]
-        summary.add("score_pct", bootstrap(scores).summary("%", 100), **where)
+        labels, scores = where_of(row["method"]) | run, row["item_score"]
+        summary.add("score_pct", bootstrap(scores).summary("%", 100), **labels)
         if row["method"] != OWN:
-            summary.add("loss_points", paired_bootstrap(own, scores).summary("points", 100), **where)
-            summary.add("relative_loss_pct", relative_loss(own, scores).summary("% of own"), **where)
+            summary.add("loss_points", paired_bootstrap(own_scores, scores).summary("points", 100), **labels)
+            summary.add("relative_loss_pct", relative_loss(own_scores, scores).summary("% of own"), **labels)
     for equal in (COMPUTE, LATENCY):
         if (lead := _leads(rows, equal)) is not None:
             above = bootstrap(lead).summary("points", 100)

@@ -48,14 +48,14 @@ def quality_by_latency(recorded: Result | None, now: Result) -> Figure:
     The line is the frontier, answered by the items that choose; marks are answered by the items that judge. Bars are
     95 % over items. Of CacheBlend's ways to choose tokens the better one is shown.
     """
-    drawn = over(recorded, now)
-    runs = by_run(drawn[0].result)
+    results = over(recorded, now)
+    runs = by_run(results[0].result)
     fig, axes = panels(1, len(runs), figsize=(9, 5.2), squeeze=False, sharey=True)
     for ax, run in zip(axes[0], runs, strict=True):
         ax.axhline(100 * (1 - BOUND), color=COLOURS["paper"], linestyle="--", linewidth=1.4)
-        for one in drawn:
-            if of := by_run(one.result).get(run):
-                _panel(ax, of, one)
+        for shown in results:
+            if run_rows := by_run(shown.result).get(run):
+                _panel(ax, run_rows, shown)
         ax.set_title(in_words(run), fontsize=8.5)
         ax.set_xlabel("time to first token / full prefill's")
     first = axes[0][0]
@@ -67,41 +67,41 @@ def quality_by_latency(recorded: Result | None, now: Result) -> Figure:
     for row, label, fill in _shown(rows_where(next(iter(runs.values())), items=JUDGE)):
         style = style_of(row["method"])
         first.plot([], [], style.marker, color=style.colour, linestyle="none", fillstyle=fill, label=label)
-    legend(fig, first, drawn, "score_pct")
+    legend(fig, first, results, "score_pct")
     fig.suptitle("A group keeps nearly all of the score in half of the time; CacheBlend does not", fontsize=12)
     return fig
 
 
-def _panel(ax: Axes, rows: Rows, one: Drawn) -> None:
+def _panel(ax: Axes, rows: Rows, shown: Drawn) -> None:
     look = METHODS[DROIDSPEAK]
     line = sorted(rows_where(rows, items=CHOOSE), key=lambda row: row["hi"] - row["lo"])
     points = [(_time(row), 100 - relative_loss(line[-1]["item_score"], row["item_score"]).estimate) for row in line]
-    shade = one.style | {"alpha": 0.6 * one.style["alpha"]}
+    shade = shown.style | {"alpha": 0.6 * shown.style["alpha"]}
     ax.plot(*zip(*points, strict=True), f"{look.marker}-", color=look.colour, linewidth=1, fillstyle="none", **shade)
     judged = rows_where(rows, items=JUDGE)
-    (own,) = (row["item_score"] for row in rows_where(judged, method=OWN))
+    (own_scores,) = (row["item_score"] for row in rows_where(judged, method=OWN))
     for row, _, fill in _shown(judged):
-        style, lost = style_of(row["method"]), relative_loss(own, row["item_score"])
+        style, lost = style_of(row["method"]), relative_loss(own_scores, row["item_score"])
         bars = [[lost.high - lost.estimate], [lost.estimate - lost.low]]
         size = 9.5 if row["method"] == DROIDSPEAK else 7.5
         ax.errorbar(_time(row), 100 - lost.estimate, bars, marker=style.marker, color=style.colour, fillstyle=fill,
-                    markersize=size, linestyle="none", linewidth=1.2, **one.outlined)  # fmt: skip
+                    markersize=size, linestyle="none", linewidth=1.2, **shown.outlined)  # fmt: skip
     ax.set_xlim(-0.04, 1.06)
 
 
 def _shown(judged: Rows) -> list[tuple[dict[str, Any], str, str]]:
     """Rows with label and fill: every method, and of CacheBlend's that were asked alike the one that scores best."""
-    found: dict[str, tuple[dict[str, Any], str, str]] = {}
+    methods_shown: dict[str, tuple[dict[str, Any], str, str]] = {}
     for row in judged:
         label, fill = style_of(row["method"]).label, "full"
-        where = where_of(row["method"])
-        if where["method"] == BLEND:
-            label, fill = _BLENDS[where.get("case", "")]
+        labels = where_of(row["method"])
+        if labels["method"] == BLEND:
+            label, fill = _BLENDS[labels.get("case", "")]
         elif row["method"] == DROIDSPEAK:
             label = "DroidSpeak, the chosen group"
-        if label not in found or row["score"] > found[label][0]["score"]:
-            found[label] = (row, label, fill)
-    return list(found.values())
+        if label not in methods_shown or row["score"] > methods_shown[label][0]["score"]:
+            methods_shown[label] = (row, label, fill)
+    return list(methods_shown.values())
 
 
 def _time(row: dict[str, Any]) -> float:
@@ -109,13 +109,13 @@ def _time(row: dict[str, Any]) -> float:
 
 
 def gains(recorded: Result | None, now: Result, profiled: Result | None, profiled_now: Result) -> Figure:
-    """What the chosen group gains, what it loses on items that did not choose it, and its lead over CacheBlend.
+    """Draw the gain of the chosen group, its loss on items that did not choose it, and its lead over CacheBlend.
 
     Both rules that choose, decoded answers and token accuracy (from the profile of the same items), are scored alike:
     by the decoded answers of the items that were left out of the draw that chose.
     """
-    drawn = over(recorded, now)
-    runs = by_run(drawn[0].result)
+    results = over(recorded, now)
+    runs = by_run(results[0].result)
     fig, (gain, loss, lead) = panels(1, 3, figsize=(9, 0.75 * len(runs) + 2.9), sharey=True)
     for ax, span, mean in ((gain, PAPER_GAIN, PAPER_MEAN_GAIN), (lead, PAPER_LEAD, PAPER_MEAN_LEAD)):
         ax.axvspan(*span, color=COLOURS["paper"], alpha=0.25, linewidth=0)
@@ -124,23 +124,23 @@ def gains(recorded: Result | None, now: Result, profiled: Result | None, profile
     for ax, nothing in ((gain, 1), (loss, 0), (lead, 0)):
         ax.axvline(nothing, color=COLOURS["mark"], linewidth=0.8)
         ax.grid(axis="y", visible=False)
-    for one in drawn:
-        summary, profiles = one.result.summary, by_run(profiled_now if one.own or profiled is None else profiled)
-        for at, run in enumerate(runs):
-            if (rows := by_run(one.result).get(run)) is None:
+    for shown in results:
+        summary, profiles = shown.result.summary, by_run(profiled_now if shown.own or profiled is None else profiled)
+        for height, run in enumerate(runs):
+            if (rows := by_run(shown.result).get(run)) is None:
                 continue
-            place = run_of(rows[0])
+            labels = run_of(rows[0])
             out = held_out(rows, profiled_groups(profiles[run]))
             for ax, mark, entry in (
-                (gain, "decoded", summary.get("speedup_x", **DECODED, **place)),
-                (gain, "accuracy", summary.get("speedup_x", **ACCURACY, **place)),
+                (gain, "decoded", summary.get("speedup_x", **DECODED, **labels)),
+                (gain, "accuracy", summary.get("speedup_x", **ACCURACY, **labels)),
                 (loss, "decoded", out["decoded"]),
                 (loss, "accuracy", out["accuracy"]),
-                (loss, "judged", summary.get("relative_loss_pct", method=DROIDSPEAK, **place)),
-                (lead, "latency", summary.get("score_above_points", **ABOVE_BLEND, case=LATENCY, **place)),
-                (lead, "compute", summary.get("score_above_points", **ABOVE_BLEND, case=COMPUTE, **place)),
+                (loss, "judged", summary.get("relative_loss_pct", method=DROIDSPEAK, **labels)),
+                (lead, "latency", summary.get("score_above_points", **ABOVE_BLEND, case=LATENCY, **labels)),
+                (lead, "compute", summary.get("score_above_points", **ABOVE_BLEND, case=COMPUTE, **labels)),
             ):
-                _dot(ax, entry, at, mark, one)
+                _dot(ax, entry, height, mark, shown)
     gain.set(xlabel="first token, times earlier", xlim=(0.9, None))
     loss.set_xlabel("score lost, % of the own")
     lead.set_xlabel("points above CacheBlend")
@@ -149,9 +149,10 @@ def gains(recorded: Result | None, now: Result, profiled: Result | None, profile
         gain.plot([], [], marker, color=METHODS[DROIDSPEAK].colour, markersize=7, label=label)
     gain.plot([], [], color=COLOURS["paper"], linewidth=4, label="paper: range and mean")
     gain.plot([], [], color=COLOURS["target"], linestyle="--", label="bound: 5 %")
-    legend(fig, gain, drawn, "score_above_points", columns=2)
+    legend(fig, gain, results, "score_above_points", columns=2)
     lost = [
-        drawn[0].result.summary.value("relative_loss_pct", method=DROIDSPEAK, **run_of(of[0])) for of in runs.values()
+        results[0].result.summary.value("relative_loss_pct", method=DROIDSPEAK, **run_of(run_rows[0]))
+        for run_rows in runs.values()
     ]
     many = sum(value > 100 * BOUND for value in lost)
     fig.suptitle(f"Of {len(lost)} groups chosen within 5 %, {many} lose more than that on other items", fontsize=12)
@@ -165,19 +166,19 @@ def held_out(rows: Rows, profiles: Sequence[Profiled]) -> dict[str, Entry]:
     items are drawn with replacement, as many as there are; those not drawn judge. Mean and 95 % of 200 draws.
     """
     decoded, rng = decoded_groups(rows), random.Random(0)
-    by_group = {one.group: one for one in decoded}
-    rules = {"decoded": decoded, "accuracy": [one for one in profiles if one.group in by_group]}
+    by_group = {profiled.group: profiled for profiled in decoded}
+    rules = {"decoded": decoded, "accuracy": [profiled for profiled in profiles if profiled.group in by_group]}
     items, lost = len(decoded[0].own), {rule: [] for rule in rules}
     for _ in range(200):
-        drawn = rng.choices(range(items), k=items)
-        if left := sorted(set(range(items)) - set(drawn)):
+        chosen_items = rng.choices(range(items), k=items)
+        if remaining := sorted(set(range(items)) - set(chosen_items)):
             for rule, groups in rules.items():
-                group = smallest_within(taken(groups, drawn), BOUND).group
-                lost[rule].append(100 * taken([by_group[group]], left)[0].relative_loss)
+                group = smallest_within(taken(groups, chosen_items), BOUND).group
+                lost[rule].append(100 * taken([by_group[group]], remaining)[0].relative_loss)
     return {
-        rule: {"value": float(np.mean(of)), "n": items, "unit": "% of own"}
-        | dict(zip(("low", "high"), map(float, np.percentile(of, [2.5, 97.5])), strict=True))
-        for rule, of in lost.items()
+        rule: {"value": float(np.mean(losses)), "n": items, "unit": "% of own"}
+        | dict(zip(("low", "high"), map(float, np.percentile(losses, [2.5, 97.5])), strict=True))
+        for rule, losses in lost.items()
     }
 
 
@@ -190,22 +191,22 @@ MARKS = {  # what a mark is, and where it stands beside its run
 }
 
 
-def _dot(ax: Axes, entry: Entry | None, at: float, mark: str, one: Drawn) -> None:
+def _dot(ax: Axes, entry: Entry | None, height: float, mark: str, shown: Drawn) -> None:
     if entry is None:
         return
     marker, shift, _ = MARKS[mark]
     error = [[max(0, entry["value"] - entry["low"])], [max(0, entry["high"] - entry["value"])]]
-    at += shift + 0.5 * one.shift
-    ax.errorbar(entry["value"], at, xerr=error, marker=marker, color=METHODS[DROIDSPEAK].colour, linestyle="none",
-                markersize=7, linewidth=1.4, **one.outlined)  # fmt: skip
+    height += shift + 0.5 * shown.shift
+    ax.errorbar(entry["value"], height, xerr=error, marker=marker, color=METHODS[DROIDSPEAK].colour, linestyle="none",
+                markersize=7, linewidth=1.4, **shown.outlined)  # fmt: skip
 
 
 def answer_rows(methods: Result) -> Table:
     """Figure 14 in numbers, from the items that judge."""
-    for run, of in by_run(methods).items():
-        asked = rows_where(of, items=JUDGE)
-        (own,) = rows_where(asked, method=OWN)
-        for row in asked:
+    for run, run_rows in by_run(methods).items():
+        judged = rows_where(run_rows, items=JUDGE)
+        (own_row,) = rows_where(judged, method=OWN)
+        for row in judged:
             yield {
                 "run": run,
                 "method": row["method"],
@@ -214,8 +215,8 @@ def answer_rows(methods: Result) -> Table:
                 "time / full prefill's": round(float(np.median(row["time_share"])), 2),
                 f"{row['metric']}, % (n = {row['n']})": round(100 * row["score"], 1),
                 "lost, % of the own": ""
-                if row is own
-                else interval(relative_loss(own["item_score"], row["item_score"]).summary()),
+                if row is own_row
+                else interval(relative_loss(own_row["item_score"], row["item_score"]).summary()),
             }
 
 
@@ -233,13 +234,15 @@ def choice_rows(methods: Result) -> Table:
         "its: earlier, times": ("speedup_x", ACCURACY),
         "its: lost, %": ("relative_loss_pct", ACCURACY),
     }
-    for run, of in by_run(methods).items():
-        found = {title: methods.summary.of(name, **where, **run_of(of[0])) for title, (name, where) in shown.items()}
-        yield {"run": run} | {title: interval(entry, 2) for title, entry in found.items()}
+    for run, run_rows in by_run(methods).items():
+        entries = {
+            title: methods.summary.of(name, **labels, **run_of(run_rows[0])) for title, (name, labels) in shown.items()
+        }
+        yield {"run": run} | {title: interval(entry, 2) for title, entry in entries.items()}
 
 
 def paper_rows(latency: Result, methods: Result) -> Rows:
-    """What the paper says beside what was measured; what is computed has no floor of its own here."""
+    """Return the paper's numbers beside the measured ones; what is computed has no floor of its own here."""
     gain, lead = f"{PAPER_MEAN_GAIN} ({PAPER_GAIN[0]}-{PAPER_GAIN[1]})", f"{PAPER_LEAD[0]}-{PAPER_LEAD[1]}"
     lead, mean = f"{PAPER_MEAN_LEAD} ({lead})", {"across": "mean"}
     latent, computed = (ABOVE_BLEND | {"case": equal} for equal in (LATENCY, COMPUTE))
@@ -252,10 +255,10 @@ def paper_rows(latency: Result, methods: Result) -> Rows:
         ("the same at equal computation", "", "score_above_points", computed | mean, 1, "points"),
     ]
     rows = [
-        {"what": what, "paper": paper, "measured": interval(methods.summary.get(name, **where), digits), "unit": unit}
-        for what, paper, name, where, digits, unit in shown
+        {"what": label, "paper": paper, "measured": interval(methods.summary.get(name, **labels), digits), "unit": unit}
+        for label, paper, name, labels, digits, unit in shown
     ]
     for entry in latency.summary.all("ttft_x", across="worst"):
-        what = f"partial prefill, {entry['where']['context_tokens']:,} tokens, its worst size"
-        rows.append({"what": what, "measured": interval(entry, 2), "unit": entry["unit"]})
+        label = f"partial prefill, {entry['where']['context_tokens']:,} tokens, its worst size"
+        rows.append({"what": label, "measured": interval(entry, 2), "unit": entry["unit"]})
     return rows

@@ -58,19 +58,21 @@ def full_reuse(decoded: Result | None, decoded_now: Result | None, recorded: Res
     (layer_profile).
     """
     shown = {"own": "full prefill", "reuse": "full reuse", "sender": "sender"}
-    drawn = over(recorded, now)
+    results = over(recorded, now)
     answers = over(decoded, decoded_now) if decoded_now else [Drawn(decoded, own=False)] if decoded else []
-    parts = [(one, "F1 of decoded answers", _decoded(one.result, shown)) for one in answers]
-    parts += [(one, "token accuracy", _accuracy(one.result, shown)) for one in drawn]
-    lines = list(dict.fromkeys((metric, run) for _, metric, of in parts for run in of))
+    parts = [(result_drawn, "F1 of decoded answers", _decoded(result_drawn.result, shown)) for result_drawn in answers]
+    parts += [(result_drawn, "token accuracy", _accuracy(result_drawn.result, shown)) for result_drawn in results]
+    lines = list(dict.fromkeys((metric, run) for _, metric, by_run in parts for run in by_run))
     fig, (scores, lost) = panels(1, 2, figsize=(9, 0.5 * len(lines) + 2.3), sharey=True, width_ratios=(1.5, 1))
-    for one, metric, of in parts:
-        for run, items in of.items():
-            place = lines.index((metric, run)) + one.shift
-            for step, (what, method) in zip((-0.1, 0.0, 0.1), shown.items(), strict=True):
-                one.point(scores, place + step, bootstrap(items[what]).summary(scale=100), LOOK[method], along="x")
+    for result_drawn, metric, by_run in parts:
+        for run, items in by_run.items():
+            height = lines.index((metric, run)) + result_drawn.shift
+            for step, (kind, method) in zip((-0.1, 0.0, 0.1), shown.items(), strict=True):
+                result_drawn.point(
+                    scores, height + step, bootstrap(items[kind]).summary(scale=100), LOOK[method], along="x"
+                )
             share = tables.relative_loss(items["own"], items["reuse"]).summary()
-            one.point(lost, place, share, LOOK["full reuse"], along="x")
+            result_drawn.point(lost, height, share, LOOK["full reuse"], along="x")
     first = sum(metric != "token accuracy" for metric, _ in lines)
     lost.plot([50, 50], [-0.5, first - 0.5], color=COLOURS["paper"], linestyle="--", linewidth=2)
     lost.axvline(0, color=COLOURS["mark"], linewidth=0.8)
@@ -80,12 +82,12 @@ def full_reuse(decoded: Result | None, decoded_now: Result | None, recorded: Res
         ax.grid(axis="y", visible=False)
     scores.set_xlim(-2, 104)  # a marker at 100 is seen whole
     categories(scores, [in_words(run) for _, run in lines], fontsize=9)
-    for at, metric in ((-0.35, "F1 of decoded answers"), (first - 0.3, "token accuracy, the answer given")):
-        scores.annotate(metric, (101, at), ha="right", fontsize=8.5, style="italic")
+    for height_of_text, metric in ((-0.35, "F1 of decoded answers"), (first - 0.3, "token accuracy, the answer given")):
+        scores.annotate(metric, (101, height_of_text), ha="right", fontsize=8.5, style="italic")
     for method in shown.values():
         scores.plot([], [], METHODS[method].marker, color=METHODS[method].colour, label=METHODS[method].label)
     scores.plot([], [], color=COLOURS["paper"], linestyle="--", label="paper: loses more than 50 %")
-    legend(fig, scores, drawn, "accuracy_pct", columns=4)
+    legend(fig, scores, results, "accuracy_pct", columns=4)
     fig.suptitle("Full reuse loses most of the F1 where the receiver was tuned to questions", fontsize=12)
     return fig
 
@@ -95,36 +97,36 @@ LOOK = {"full prefill": "recompute", "full reuse": "full reuse", "sender": "send
 
 def _decoded(result: Result, shown: Mapping[str, str]) -> dict[str, dict[str, list[float]]]:
     """Return by run of reuse_methods the scores of held-out items, by what is shown."""
-    found = {}
+    by_run = {}
     for run, rows in tables.by_run(result).items():
         by_method = {row["method"]: row["item_score"] for row in rows}
-        found[run] = {what: by_method[method] for what, method in shown.items()}
-    return found
+        by_run[run] = {kind: by_method[method] for kind, method in shown.items()}
+    return by_run
 
 
 def _accuracy(result: Result, shown: Mapping[str, str]) -> dict[str, dict[str, list[float]]]:
     """Return by run of layer_profile the token accuracy of items, by what is shown."""
     runs = tables.by_run(result).items()
-    return {run: {what: tables.only(rows, what)["item_accuracy"] for what in shown} for run, rows in runs}
+    return {run: {kind: tables.only(rows, kind)["item_accuracy"] for kind in shown} for run, rows in runs}
 
 
 def sensitivity(recorded: Result | None, now: Result) -> Figure:
     """Figure 7: what the reuse of one layer alone costs, and which layers the 10 % rule calls critical, in the runs
     that full reuse hurts."""
-    drawn = over(recorded, now)
-    runs = tables.losing_runs(drawn[0].result)
+    results = over(recorded, now)
+    runs = tables.losing_runs(results[0].result)
     fig, axes = panels(1, len(runs), figsize=(9, 4), squeeze=False, sharey=True)
     for ax, (run, first) in zip(axes[0], runs.items(), strict=True):
-        for one in drawn:
-            rows = tables.by_run(one.result).get(run, [])
+        for shown in results:
+            rows = tables.by_run(shown.result).get(run, [])
             layers = sorted((row for row in rows if row["what"] == "layer"), key=lambda row: row["lo"])
             for layer, row in enumerate(layers):
                 lost = tables.relative_loss(tables.only(rows, "own")["item_accuracy"], row["item_accuracy"]).summary()
                 name = "droidspeak" if layer in tables.critical_of(rows) else "full reuse"
-                one.point(ax, layer + one.shift, lost, name)
+                shown.point(ax, layer + shown.shift, lost, name)
         ax.axhline(10, color=COLOURS["target"], linestyle="--")
-        of = tables.depth_of(first)
-        ax.set_title(f"{in_words(run)}\n{len(tables.critical_of(first))} of {of} layers critical", fontsize=9)
+        depth = tables.depth_of(first)
+        ax.set_title(f"{in_words(run)}\n{len(tables.critical_of(first))} of {depth} layers critical", fontsize=9)
     ax = axes[0][0]
     ax.plot([], [], METHODS["full reuse"].marker, color=REUSED, label="one layer reused")
     ax.plot([], [], METHODS["DroidSpeak"].marker, color=RECOMPUTED, label="critical: loses more than 10 %")
@@ -132,31 +134,31 @@ def sensitivity(recorded: Result | None, now: Result) -> Figure:
     ax.set_ylim(-15, 25)  # the intervals of a few items reach far beyond
     axes[0][len(runs) // 2].set_xlabel("layer that is reused, alone (0-based)")
     ax.set_ylabel("token accuracy lost, % of its own")
-    legend(fig, ax, drawn, "accuracy_pct")
+    legend(fig, ax, results, "accuracy_pct")
     fig.suptitle("No layer alone costs a tenth of the score; the loss is spread over many", fontsize=12)
     return fig
 
 
 def item_spread(recorded: Result | None, now: Result) -> Figure:
     """Figure 8: how differently items suffer, by the layer that is reused, in the runs that full reuse hurts."""
-    drawn = over(recorded, now)
+    results = over(recorded, now)
     fig, ax = panels(figsize=(9, 4.2))
-    runs = tables.losing_runs(drawn[0].result)
+    runs = tables.losing_runs(results[0].result)
     lines = list(zip(runs, ("o-", "s--", "^:", "D-."), strict=False))
-    for one in drawn:
+    for shown in results:
         for run, line in lines:
-            if rows := tables.by_run(one.result).get(run):
+            if rows := tables.by_run(shown.result).get(run):
                 spread = 100 * tables.layer_losses(rows).std(1)
-                ax.plot(range(len(spread)), spread, line, color=COLOURS["measured"], **one.outlined)
+                ax.plot(range(len(spread)), spread, line, color=COLOURS["measured"], **shown.outlined)
     depth = len(tables.layer_losses(next(iter(runs.values()))))
     for run, line in lines:
         ax.plot([], [], line, color=COLOURS["measured"], label=in_words(run))
-    at = (FIGURE_8_LAYER - 0.5) / PAPER_DEPTH * depth - 0.5
-    told = "paper: layer 23 of 32, at its relative depth"
-    ax.axvline(at, color=COLOURS["paper"], linestyle="--", linewidth=2, label=told)
+    layer = (FIGURE_8_LAYER - 0.5) / PAPER_DEPTH * depth - 0.5
+    caption = "paper: layer 23 of 32, at its relative depth"
+    ax.axvline(layer, color=COLOURS["paper"], linestyle="--", linewidth=2, label=caption)
     ax.set_xticks(range(0, depth, 2))
     ax.set(xlabel="layer that is reused, alone (0-based)", ylim=(0, None))
     ax.set_ylabel("standard deviation over items\nof token accuracy lost, points")
-    legend(fig, ax, drawn, "accuracy_pct", columns=2)
+    legend(fig, ax, results, "accuracy_pct", columns=2)
     fig.suptitle("Items differ most where the paper's do, three quarters up the model", fontsize=12)
     return fig

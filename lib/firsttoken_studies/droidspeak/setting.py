@@ -51,13 +51,13 @@ class Run:
 
         Raises ProfileError for anything else.
         """
-        found = re.fullmatch(r"(.+):\s*(\S.*?)\s*,\s*(\d+) tokens(?:,\s*groups of ([1-9]\d*))?", text)
-        if not found:
+        match = re.fullmatch(r"(.+):\s*(\S.*?)\s*,\s*(\d+) tokens(?:,\s*groups of ([1-9]\d*))?", text)
+        if not match:
             raise ProfileError(f"run {text!r}: write it as 'receiver <- sender: task, 320 tokens'")
-        return cls(Pair.parse(found[1]), found[2], int(found[3]), int(found[4] or 2))
+        return cls(Pair.parse(match[1]), match[2], int(match[3]), int(match[4] or 2))
 
     def needs(self, config: ReuseConfig) -> list[Need]:
-        """The receiver's context holds a prefix, the task's held-out splits hold all items."""
+        """Require a receiver whose context holds a prefix, and held-out splits of the task that hold all items."""
         items = config.items + config.eval_items
         return [
             Need("reuse.runs", self.tokens, CONTEXT, "shorten its prefixes"),
@@ -92,10 +92,10 @@ def run_of(row: dict[str, Any]) -> dict[str, str]:
 
 def rows_by_run(rows: Rows) -> dict[str, Rows]:
     """The rows of each run by its name, in the order of the profile."""
-    found: dict[str, Rows] = {}
+    by_run: dict[str, Rows] = {}
     for row in rows:
-        found.setdefault(row["run"], []).append(row)
-    return found
+        by_run.setdefault(row["run"], []).append(row)
+    return by_run
 
 
 class Setting:
@@ -112,13 +112,13 @@ class Setting:
         self.seed = profile.seed
         for run in self.runs:
             receiver = self.models.spec(run.pair.receiver)
-            check(run.needs(self.config), ModelFacts(receiver, held_out(run.task)), where=run.name)
+            check(run.needs(self.config), ModelFacts(receiver, held_out(run.task)), context=run.name)
         names = {name for run in self.runs for name in (run.pair.receiver, run.pair.sender)}
         specs = [self.models.spec(name) for name in names]
         sizes = {spec: weight_bytes(spec, profile.torch_dtype()) for spec in set(specs)}
         weights = sum(sizes[spec] for spec in specs)
         room = {MEMORY: device_memory(profile.torch_device()), ITEMS: self.config.items}
-        check([Need("reuse.runs", weights, MEMORY, "name smaller models")], room, where="the device")
+        check([Need("reuse.runs", weights, MEMORY, "name smaller models")], room, context="the device")
         check(needs, ModelFacts(self.models.spec(self.runs[0].pair.receiver), room))
 
     def pair(self, run: Run) -> tuple[PairedModel, PairedModel]:
@@ -133,7 +133,7 @@ class Setting:
         return receiver, sender
 
     def items(self, run: Run, tokenizer: object) -> tuple[list[Encoded], list[Encoded]]:
-        """What ``chosen_and_judged`` gives of the profile's sizes."""
+        """Return the items of ``chosen_and_judged`` in the profile's sizes."""
         return chosen_and_judged(run, tokenizer, self.config.items, self.config.eval_items)
 
 
@@ -143,17 +143,18 @@ def chosen_and_judged(run: Run, tokenizer: object, items: int, eval_items: int) 
     Raises CorpusError when the held-out splits have too few.
     """
     wanted = items + eval_items
-    found = [encode(item, tokenizer) for item in held_out_items(run.task, tokenizer, run.tokens)[:wanted]]
-    if len(found) < wanted:
+    encoded_items = [encode(item, tokenizer) for item in held_out_items(run.task, tokenizer, run.tokens)[:wanted]]
+    if len(encoded_items) < wanted:
         raise CorpusError(
-            f"{run.name} has {len(found)} held-out items with prefixes of {run.tokens} tokens, not {wanted}; "
+            f"{run.name} has {len(encoded_items)} held-out items with prefixes of {run.tokens} tokens, not {wanted}; "
             "lower its section's items or eval_items, or allow longer prefixes"
         )
-    return found[:items], found[items:]
+    return encoded_items[:items], encoded_items[items:]
 
 
 def held_out(task: str) -> dict[str, int]:
-    """How many items of ``task`` no model was tuned on, where its file alone tells. Raises CorpusError as ``read``."""
+    """Return the number of items of ``task`` that no model was tuned on, where its file alone tells. Raises CorpusError
+    as ``read``."""
     if not task.endswith(".jsonl"):
         return {}
     return {HELD_OUT: sum(longbench.size(task, split) for split in ("test", "validation"))}
@@ -162,8 +163,8 @@ def held_out(task: str) -> dict[str, int]:
 def batches(items: Sequence[Encoded], size: int) -> Iterator[list[Encoded]]:
     """``items`` in batches, those of like length together, so that little is padded."""
     ordered = sorted(items, key=lambda item: (len(item.prefix), item.item.id))
-    for at in range(0, len(ordered), size):
-        yield ordered[at : at + size]
+    for first in range(0, len(ordered), size):
+        yield ordered[first : first + size]
 
 
 def held_out_items(task: str, tokenizer: Any, tokens: int) -> list[TaskItem]:

@@ -24,24 +24,24 @@ def by_run(result: Result) -> dict[str, Rows]:
 def losing_runs(result: Result) -> dict[str, Rows]:
     """The runs that full reuse takes out of the bound; all where there is none."""
     runs = by_run(result)
-    found = {run: rows for run, rows in runs.items() if len(smallest_within(profiled_groups(rows), BOUND).group)}
-    return found or runs
+    losing = {run: rows for run, rows in runs.items() if len(smallest_within(profiled_groups(rows), BOUND).group)}
+    return losing or runs
 
 
-def distance_of(result: Result, of: Rows) -> float | None:
-    """How far the weights of a run's pair are apart, % of the sender's; None where that was not recorded."""
-    entry = result.summary.get("weight_distance_pct", **run_of(of[0]))
+def distance_of(result: Result, run_rows: Rows) -> float | None:
+    """Return the distance of the weights of a run's pair, % of the sender's; None where that was not recorded."""
+    entry = result.summary.get("weight_distance_pct", **run_of(run_rows[0]))
     return entry and entry["value"]
 
 
 def depth_of(rows: Rows) -> int:
-    """How many layers the receiver of a run's profile has."""
+    """Return the number of layers of the receiver of a run's profile."""
     return sum(row["what"] == "layer" for row in rows)
 
 
-def only(rows: Iterable[dict[str, Any]], what: str) -> dict[str, Any]:
-    """The one row of a run's profile that is ``what``: own, sender, reuse or cost."""
-    (row,) = (row for row in rows if row["what"] == what)
+def only(rows: Iterable[dict[str, Any]], kind: str) -> dict[str, Any]:
+    """The one row of a run's profile that is ``kind``: own, sender, reuse or cost."""
+    (row,) = (row for row in rows if row["what"] == kind)
     return row
 
 
@@ -51,9 +51,9 @@ def layer_losses(rows: Sequence[dict[str, Any]]) -> np.ndarray:
     return np.array(only(rows, "own")["item_accuracy"]) - np.array([row["item_accuracy"] for row in layers])
 
 
-def relative_loss(own: Sequence[float], mixed: Sequence[float]) -> Interval:
+def relative_loss(own_scores: Sequence[float], mixed: Sequence[float]) -> Interval:
     """Loss as a share of the receiver's own score, in %, items resampled in pairs; of at least one item above 0."""
-    return bootstrap(np.column_stack([own, mixed]), _lost_pct)
+    return bootstrap(np.column_stack([own_scores, mixed]), _lost_pct)
 
 
 def critical_of(rows: Sequence[dict[str, Any]]) -> list[int]:
@@ -64,31 +64,31 @@ def critical_of(rows: Sequence[dict[str, Any]]) -> list[int]:
 
 def reuse_rows(result: Result) -> Table:
     """Figure 6 in numbers, with the distance of each pair."""
-    for run, of in by_run(result).items():
-        own, reuse, sender = (only(of, what)["item_accuracy"] for what in ("own", "reuse", "sender"))
-        far = distance_of(result, of)
+    for run, run_rows in by_run(result).items():
+        own_accuracy, reuse, sender = (only(run_rows, kind)["item_accuracy"] for kind in ("own", "reuse", "sender"))
+        far = distance_of(result, run_rows)
         line = {"run": run, "weights apart, %": "" if far is None else f"{far:.2f}"}
-        for name, values in {"own prefill": own, "full reuse": reuse, "sender": sender}.items():
+        for name, values in {"own prefill": own_accuracy, "full reuse": reuse, "sender": sender}.items():
             line[f"{name}, %"] = interval(bootstrap(values).summary(scale=100))
         yield line | {
-            "full reuse loses, points": interval(paired_bootstrap(own, reuse).summary(scale=100)),
-            "relative, %": interval(relative_loss(own, reuse).summary()),
-            "n": len(own),
+            "full reuse loses, points": interval(paired_bootstrap(own_accuracy, reuse).summary(scale=100)),
+            "relative, %": interval(relative_loss(own_accuracy, reuse).summary()),
+            "n": len(own_accuracy),
         }
 
 
 def sensitivity_rows(result: Result) -> Table:
     """Figures 7 and 8 in numbers: critical layers, the worst one, and the one where items differ most."""
-    for run, of in by_run(result).items():
-        accuracy = layer_losses(of)
-        critical, own = critical_of(of), only(of, "own")["accuracy"]
+    for run, run_rows in by_run(result).items():
+        accuracy = layer_losses(run_rows)
+        critical, own_accuracy = critical_of(run_rows), only(run_rows, "own")["accuracy"]
         worst, spread = int(accuracy.mean(1).argmax()), accuracy.std(1)
         yield {
             "run": run,
             "critical layers": ", ".join(map(str, critical)) or "none",
             "share, % (paper: 11)": round(100 * len(critical) / len(accuracy), 1),
             "most sensitive": worst,
-            "it alone loses, %": round(100 * float(accuracy.mean(1).max()) / own, 1),
+            "it alone loses, %": round(100 * float(accuracy.mean(1).max()) / own_accuracy, 1),
             "most variable": int(spread.argmax()),
             "its standard deviation, points": round(100 * float(spread.max()), 1),
         }
@@ -96,8 +96,8 @@ def sensitivity_rows(result: Result) -> Table:
 
 def group_rows(result: Result) -> Table:
     """Figure 11 in numbers: the fewest layers within 5 % of the receiver's own score, and within 5 points of it."""
-    for run, of in by_run(result).items():
-        groups, depth = profiled_groups(of), depth_of(of)
+    for run, run_rows in by_run(result).items():
+        groups, depth = profiled_groups(run_rows), depth_of(run_rows)
         line: dict[str, Any] = {"run": run}
         for name, chosen in (
             ("5 %", smallest_within(groups, BOUND)),
@@ -106,13 +106,13 @@ def group_rows(result: Result) -> Table:
             line[f"within {name}"] = f"{chosen.group} ({len(chosen.group)} of {depth})"
             line[f"{name}: loss, points"] = interval(chosen.loss.summary(scale=100))
             line[f"{name}: relative, %"] = f"{100 * chosen.relative_loss:.1f}"
-        yield line | {"critical, of layers": f"{len(critical_of(of))} of {depth}"}
+        yield line | {"critical, of layers": f"{len(critical_of(run_rows))} of {depth}"}
 
 
 def transition_rows(result: Result) -> Table:
     """Figure 10 in numbers: means over sets of equally many layers, with intervals over the sets."""
-    for run, of in by_run(result).items():
-        for count, sets in frame_of(of).groupby("transitions"):
+    for run, run_rows in by_run(result).items():
+        for count, sets in frame_of(run_rows).groupby("transitions"):
             moved, nats, lost = (bootstrap(sets[name]) for name in ("deviation", "nll_lost", "accuracy_lost"))
             yield {
                 "contiguous runs": count,
@@ -126,13 +126,13 @@ def transition_rows(result: Result) -> Table:
 
 
 def cost_rows(result: Result) -> Table:
-    """What a profile costs in prefills of an item: naive, every group anew; shared, once for every lower edge.
+    """Yield the cost of a profile in prefills of an item: naive, every group anew; shared, once for every lower edge.
 
     Computed for 32 layers (the paper's example) and for the model that was profiled; counted in its first run.
     """
-    of = next(iter(by_run(result).values()))
-    cost, depth = only(of, "cost"), depth_of(of)
-    step = min((row["layers"] for row in of if row["what"] == "group" and row["hi"] < depth), default=depth)
+    run_rows = next(iter(by_run(result).values()))
+    cost, depth = only(run_rows, "cost"), depth_of(run_rows)
+    step = min((row["layers"] for row in run_rows if row["what"] == "group" and row["hi"] < depth), default=depth)
     for layers, size in sorted({(32, 1), (32, 2), (depth, 1), (depth, 2), (depth, step)}):
         edges = [*range(0, layers, size), layers]
         shared = 1 + sum(layers - lo for lo in edges[:-1]) / layers  # the sender's prefill leaves the E-caches
@@ -163,10 +163,12 @@ def reuse_comparison(result: Result, methods: Result) -> Rows:
 
 def cost_comparison(result: Result) -> Rows:
     """Paper and measured for the cost of a profile."""
-    of = next(iter(by_run(result).values()))
-    cost = only(of, "cost")
+    run_rows = next(iter(by_run(result).values()))
+    cost = only(run_rows, "cost")
     (fewer,) = result.summary.all("prefix_passes_fewer_x")
-    naive, shared = (result.summary.value("prefix_passes", variant=v, **run_of(of[0])) for v in ("naive", "shared"))
+    naive, shared = (
+        result.summary.value("prefix_passes", variant=v, **run_of(run_rows[0])) for v in ("naive", "shared")
+    )
     minutes = 50 * cost["seconds"] / cost["n"] / 60
     coarse = "groups of two layers against single ones, layers over a prefix"
     return compared(
@@ -177,5 +179,5 @@ def cost_comparison(result: Result) -> Rows:
 
 
 def _lost_pct(pairs: np.ndarray) -> float:
-    own, mixed = pairs.sum(0)
-    return 100 * (own - mixed) / own if own else 0.0
+    own_total, mixed = pairs.sum(0)
+    return 100 * (own_total - mixed) / own_total if own_total else 0.0

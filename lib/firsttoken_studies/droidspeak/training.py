@@ -41,9 +41,9 @@ _WARMUP = 10
 
 @dataclass(frozen=True)
 class TuningConfig:
-    """How a model of a pair is tuned: ``steps`` of ``batch`` items each, drawn from its tasks in turn.
+    """Settings that tune a model of a pair: ``steps`` of ``batch`` items each, drawn from its tasks in turn.
 
-    ``tokens`` is the longest prefix, ``items`` how many of each task there are to draw from (0: all there are).
+    ``tokens`` is the longest prefix, ``items`` the number of each task to draw from (0: all there are).
     """
 
     rank: int
@@ -74,10 +74,10 @@ def tune(
         weight.data = weight.data.float()
     optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, weight_decay=0.0)
     schedule = get_scheduler("cosine", optimizer, _WARMUP, config.steps)
-    drawn, rows = _draws(tasks, seed), []
+    batches, rows = _draws(tasks, seed), []
     peft.train()
     for step in track(range(1, config.steps + 1), desc="tuning", unit="step"):
-        loss = answer_loss(peft.get_base_model(), [next(drawn) for _ in range(config.batch)])
+        loss = answer_loss(peft.get_base_model(), [next(batches) for _ in range(config.batch)])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
@@ -105,10 +105,10 @@ def tuned(
         "seed": seed,
     }
     if (folder / "recipe.json").exists():
-        found = read_recipe(folder)
-        if all(found.get(key) == value for key, value in wanted.items()):
-            timing.kept(found["train_s"])
-            return found
+        recipe = read_recipe(folder)
+        if all(recipe.get(key) == value for key, value in wanted.items()):
+            timing.kept(recipe["train_s"])
+            return recipe
     start = time.perf_counter()
     peft, curve = tune(model, list(tasks.values()), config, seed)
     machine = describe()
@@ -138,11 +138,11 @@ def answer_loss(model: PreTrainedModel, items: Sequence[Encoded]) -> Tensor:
     end = torch.tensor([[len(row) - 1] for row in rows], device=model.device)
     start = torch.tensor([[len(row) - len(i.target) - 1] for row, i in zip(rows, items, strict=True)]).to(model.device)
     column = torch.arange(width, device=model.device)
-    asked = (column >= start) & (column < end)
+    answered = (column >= start) & (column < end)
     with autocast(model):
         hidden = model.get_decoder()(ids, use_cache=False).last_hidden_state
-        logits = model.get_output_embeddings()(hidden[asked]).float()
-    return F.cross_entropy(logits, ids.roll(-1, 1)[asked])
+        logits = model.get_output_embeddings()(hidden[answered]).float()
+    return F.cross_entropy(logits, ids.roll(-1, 1)[answered])
 
 
 def _draws(tasks: Sequence[Sequence[Encoded]], seed: int) -> Iterator[Encoded]:
@@ -172,7 +172,7 @@ class ReuseTrainingConfig:
     items: int
 
     def needs(self) -> list[Need]:
-        """The context holds a prefix."""
+        """Require a context that holds a prefix."""
         return [Need("reuse_training.tokens", self.tokens, CONTEXT)]
 
 

@@ -38,7 +38,7 @@ class LoadingConfig:
     rivals: int
 
     def needs(self) -> list[Need]:
-        """The receiver's context holds the prefix and what follows it."""
+        """Require a receiver whose context holds the prefix and what follows it."""
         return [Need("loading.tokens", self.tokens + SUFFIX, CONTEXT)]
 
 

@@ -47,13 +47,16 @@ def decode_rows(model: nn.Module, batches: Sequence[int], contexts: Sequence[int
     are, not on what they hold.
     """
     rng = random.Random(seed)
-    each = -(-(max(contexts) + 1) // BLOCK_TOKENS)
-    executor = LiveExecutor(model, max(batches) * each, block_tokens=BLOCK_TOKENS)
+    blocks_of_each = -(-(max(contexts) + 1) // BLOCK_TOKENS)
+    executor = LiveExecutor(model, max(batches) * blocks_of_each, block_tokens=BLOCK_TOKENS)
     cases, rows = list(product(batches, contexts)), []
     try:
         for repeat in track(range(-1, repeats), desc="decode steps", unit="round"):
             for count, context in rng.sample(cases, len(cases)):
-                chunks = [_decoding(number, context, each, executor.limits.vocabulary, rng) for number in range(count)]
+                chunks = [
+                    _decoding(number, context, blocks_of_each, executor.limits.vocabulary, rng)
+                    for number in range(count)
+                ]
                 start = executor.now()
                 executor.execute(chunks)
                 ms = (executor.now() - start) * 1e3
@@ -85,7 +88,7 @@ class DecodeCosts:
     context_token: float
 
     def step_s(self, contexts: Sequence[int]) -> float:
-        """One token for each request; ``contexts`` are their cached tokens. Nothing for none."""
+        """Return the seconds of a token for each request; ``contexts`` are their cached tokens. 0 without requests."""
         return self.step + self.request * len(contexts) + self.context_token * sum(contexts) if contexts else 0.0
 
 
@@ -102,8 +105,8 @@ class TimedCosts(Costs):
     """A prefill of ``lengths`` [k] tokens, ascending, takes ``prefill`` [k] seconds; decoding as ``decode`` says.
 
     Between the lengths the seconds *a token* are a straight line, as attention's share of them grows with the length;
-    outside they stay those of the nearest. Where ``loaded_token`` is given, so many seconds a token of the context are
-    on the link before the prefill can end, beside the computation: the longer of the two counts. A swap takes
+    outside they stay those of the nearest. Where ``loaded_token`` is given, a token of the context takes that many
+    seconds on the link before the prefill can end, beside the computation: the longer of the two counts. A swap takes
     ``moved_token`` seconds a token each way.
     """
 
@@ -170,13 +173,14 @@ class ServingConfig:
             raise ProfileError("serving.gbit_per_s must be above 0")
 
     def needs(self, prefix: int) -> list[Need]:
-        """The context holds the longest ``prefix`` that was timed, and an answer."""
+        """Require a context that holds the longest ``prefix`` that was timed, and an answer."""
         return [Need("serving.output_tokens", prefix + self.output_tokens, CONTEXT)]
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a request comes by its cache: ``layers`` of the model are computed, in the pairs whose profile chose so."""
+    """A way by which requests get their cache: ``layers`` of the model are computed, in the pairs of ``runs``, whose
+    profile chose so."""
 
     method: str
     layers: int
@@ -214,16 +218,16 @@ def _ways(timed: Rows, decoded: Rows, shape: KVShape, edge: int, bytes_per_s: fl
     ``edge`` is the bytes of a token's hidden state, sent beside the keys and values of the layers that are reused.
     """
     decode = fit_decode([StepSample([], [row["context"]] * row["requests"], row["ms"] / 1e3) for row in decoded])
-    lengths, depth, seen = sorted({row["tokens"] for row in timed}), timed[0]["depth"], {}
+    lengths, depth, groups = sorted({row["tokens"] for row in timed}), timed[0]["depth"], {}
     for row in timed:
         layers = round(row["compute"] * depth)
         chosen = tuple(row.get("chosen_relative", ()))
         if row["method"] == PARTIAL and not layers:
-            seen.setdefault((REUSE, 0, ()), []).append(row)
+            groups.setdefault((REUSE, 0, ()), []).append(row)
         elif row["method"] == FULL or (row["method"] == PARTIAL and chosen):
-            seen.setdefault((row["method"], layers, chosen), []).append(row)
-    for (method, layers, runs), of in sorted(seen.items(), key=lambda entry: -entry[0][1]):
-        medians = [np.median([row["first_token_s"] for row in of if row["tokens"] == n]) for n in lengths]
+            groups.setdefault((row["method"], layers, chosen), []).append(row)
+    for (method, layers, runs), run_rows in sorted(groups.items(), key=lambda entry: -entry[0][1]):
+        medians = [np.median([row["first_token_s"] for row in run_rows if row["tokens"] == n]) for n in lengths]
         sent = (depth - layers) * shape.bytes_per_token / depth + (edge if 0 < layers < depth else 0)
         loading, moving = sent / bytes_per_s, shape.bytes_per_token / bytes_per_s
         yield Way(method, layers, runs, TimedCosts(tuple(lengths), tuple(map(float, medians)), decode, loading, moving))
@@ -232,10 +236,10 @@ def _ways(timed: Rows, decoded: Rows, shape: KVShape, edge: int, bytes_per_s: fl
 def _served(way: Way, config: ServingConfig, lengths: list[int], seed: int, load: float) -> dict[str, Any]:
     """One run: the same prompts at the same places of the same Poisson process for every way, faster or slower."""
     costs, count = way.costs, config.replicas * config.requests
-    drawn = np.random.default_rng(seed).integers(lengths[0], lengths[-1] + 1, count).tolist()
+    lengths_drawn = np.random.default_rng(seed).integers(lengths[0], lengths[-1] + 1, count).tolist()
     usual_s = float(np.mean([costs.prefill_s(n) for n in range(lengths[0], lengths[-1] + 1)]))
     rate = load * config.replicas / usual_s
-    items = with_arrivals([Item(0.0, n, config.output_tokens) for n in drawn], Arrivals(rate, seed=seed))
+    items = with_arrivals([Item(0.0, n, config.output_tokens) for n in lengths_drawn], Arrivals(rate, seed=seed))
     items = with_ids(items, vocabulary=1)
     blocks = config.requests * -(-(lengths[-1] + config.output_tokens) // BLOCK_TOKENS)
     served: list[Request] = []
@@ -247,8 +251,8 @@ def _served(way: Way, config: ServingConfig, lengths: list[int], seed: int, load
     return (
         {"what": "run", "method": way.method, "layers": way.layers, "runs": list(way.runs), "seed": seed, "load": load}
         | {"qps": rate, "requests": count, "replicas": config.replicas}
-        | {"alone_ttft_ms": 1e3 * float(np.mean([costs.prefill_s(n) for n in drawn]))}
-        | {"alone_e2e_ms": 1e3 * float(np.mean([costs.request_s(n, config.output_tokens) for n in drawn]))}
+        | {"alone_ttft_ms": 1e3 * float(np.mean([costs.prefill_s(n) for n in lengths_drawn]))}
+        | {"alone_e2e_ms": 1e3 * float(np.mean([costs.request_s(n, config.output_tokens) for n in lengths_drawn]))}
         | _seen(served)
     )
 
@@ -264,14 +268,14 @@ def _seen(served: list[Request]) -> dict[str, float]:
     return means | {f"{name}_p90_ms": 1e3 * float(np.percentile(values, 90)) for name, values in seconds.items()}
 
 
-def most_qps(rows: Rows, what: str, objective_ms: float) -> float:
-    """The highest rate at which the mean of ``what`` ("ttft" or "e2e") is within ``objective_ms``.
+def most_qps(rows: Rows, metric: str, objective_ms: float) -> float:
+    """The highest rate at which the mean of ``metric`` ("ttft" or "e2e") is within ``objective_ms``.
 
     ``rows`` are of one way and seed. Straight between the rates, and no more than the highest or less than nothing.
     """
-    line = sorted((row["qps"], row[f"{what}_mean_ms"]) for row in rows)
-    rates, means = [0.0, *(qps for qps, _ in line)], [rows[0][f"alone_{what}_ms"], *(ms for _, ms in line)]
-    late = next((at for at, ms in enumerate(means) if ms > objective_ms), None)
+    line = sorted((row["qps"], row[f"{metric}_mean_ms"]) for row in rows)
+    rates, means = [0.0, *(qps for qps, _ in line)], [rows[0][f"alone_{metric}_ms"], *(ms for _, ms in line)]
+    late = next((index for index, ms in enumerate(means) if ms > objective_ms), None)
     if late is None:
         return rates[-1]
     if late == 0:
@@ -293,31 +297,31 @@ def reuse_throughput_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summa
     seeds, ways = sorted({seed for *_, seed in by}), {(method, layers): None for method, layers, _ in by}
     depth = max(layers for _, layers in ways)
 
-    def gains(method: str, layers: int, what: str, knee: float) -> list[float]:
+    def gains(method: str, layers: int, metric: str, knee: float) -> list[float]:
         """Return for each seed how many times full prefill's load the method bears within the objective."""
-        found = []
+        ratios = []
         for seed in seeds:
             full = by[FULL, depth, seed]
-            objective_ms = knee * full[0][f"alone_{what}_ms"]
-            most = most_qps(by[method, layers, seed], what, objective_ms)
-            found.append(most / most_qps(full, what, objective_ms))
-        return found
+            objective_ms = knee * full[0][f"alone_{metric}_ms"]
+            most = most_qps(by[method, layers, seed], metric, objective_ms)
+            ratios.append(most / most_qps(full, metric, objective_ms))
+        return ratios
 
     summary = Summary()
     pairs = [layers for method, layers in ways for _ in by[method, layers, seeds[0]][0]["runs"] if method == PARTIAL]
-    for what in ("ttft", "e2e"):
-        alone = [by[FULL, depth, seed][0][f"alone_{what}_ms"] for seed in seeds]
-        bound = {"metric": what, "objective": KNEE}
+    for metric in ("ttft", "e2e"):
+        alone = [by[FULL, depth, seed][0][f"alone_{metric}_ms"] for seed in seeds]
+        bound = {"metric": metric, "objective": KNEE}
         summary.add("objective_ms", bootstrap(np.multiply(KNEE, alone)).summary("ms"), **bound)
-        kept = [most_qps(by[FULL, depth, seed], what, KNEE * ms) for seed, ms in zip(seeds, alone, strict=True)]
-        entry = bootstrap(kept).summary("requests/s")
+        rates = [most_qps(by[FULL, depth, seed], metric, KNEE * ms) for seed, ms in zip(seeds, alone, strict=True)]
+        entry = bootstrap(rates).summary("requests/s")
         summary.add("capacity_requests_per_s", entry, method=FULL, layers=depth, **bound)
         for method, layers in ways:
             if method != FULL:
-                entry = bootstrap(gains(method, layers, what, KNEE)).summary("x")
+                entry = bootstrap(gains(method, layers, metric, KNEE)).summary("x")
                 summary.add("capacity_x", entry, method=method, layers=layers, **bound, than=FULL)
         for knee in (KNEE, *OTHER_KNEES) if pairs else ():
-            mean = np.mean([gains(PARTIAL, layers, what, knee) for layers in pairs], axis=0)
-            place = {"method": PARTIAL, "across": "mean", "metric": what, "objective": knee, "than": FULL}
-            summary.add("capacity_x", bootstrap(mean).summary("x"), **place)
+            mean = np.mean([gains(PARTIAL, layers, metric, knee) for layers in pairs], axis=0)
+            labels = {"method": PARTIAL, "across": "mean", "metric": metric, "objective": knee, "than": FULL}
+            summary.add("capacity_x", bootstrap(mean).summary("x"), **labels)
     return summary

@@ -80,15 +80,17 @@ class ThroughputConfig:
     model: str = ""
 
     def __post_init__(self) -> None:
-        if odd := set(self.systems) - _SYSTEMS.keys():
-            raise ProfileError(f"throughput: no system {min(odd)!r}; {unknown(min(odd), _SYSTEMS)}")
+        if unknown_systems := set(self.systems) - _SYSTEMS.keys():
+            raise ProfileError(
+                f"throughput: no system {min(unknown_systems)!r}; {unknown(min(unknown_systems), _SYSTEMS)}"
+            )
         for case in self.cases:
             dtype, _, count = case.partition(" ")
             if dtype not in (*DTYPES, AUTO) or not count.isdecimal() or int(count) < 1:
                 raise ProfileError(f"throughput.cases: {case!r} is no dtype and number of requests, as in 'auto 16'")
 
     def needs(self) -> list[Need]:
-        """The context holds the longest prompt and its answer."""
+        """Require a context that holds the longest prompt and its answer."""
         longest = max(self.prompt_tokens) + self.new_tokens
         return [Need("throughput.prompt_tokens + new_tokens", longest, CONTEXT)]
 
@@ -101,8 +103,8 @@ def throughput(profile: Profile) -> Outcome:
     check(config.needs(), ModelFacts(name))
     rows: Rows = []
     device = profile.torch_device()
-    asked = [case.split() for case in config.cases]
-    for dtype, count in dict.fromkeys((resolve(name, device), count) for name, count in asked):
+    cases = [case.split() for case in config.cases]
+    for dtype, count in dict.fromkeys((resolve(name, device), count) for name, count in cases):
         stock, fused = (load_model(name, dtype=dtype, device=device, with_tokenizer=False) for _ in range(2))
         prompts = _prompts(int(count), config.prompt_tokens, stock.model.config.vocab_size, profile.seed)
         case = _Case(stock.model, fuse(fused.model), prompts, config.new_tokens, name_of(dtype))
@@ -148,7 +150,7 @@ def _timed(systems: dict[str, System], tokens: int, repeats: int, seed: int) -> 
             row = {"system": name, "repeat": repeat, "tokens_per_s": tokens / seconds}
             if answers.tokens:
                 pairs = zip(answers.tokens, reference, strict=True)
-                row["same_tokens"] = sum(mine == theirs for mine, theirs in pairs) / len(reference)
+                row["same_tokens"] = sum(own_tokens == theirs for own_tokens, theirs in pairs) / len(reference)
             if answers.step_ms is not None:
                 row["step_ms"] = answers.step_ms
             rows.append(row | getattr(systems[name], "versions", {}))
@@ -205,10 +207,10 @@ def _generate(model: nn.Module, case: _Case) -> Generated:
 
 
 def _continuous(case: _Case) -> Generated:
-    """transformers' continuous batching, set up anew for each run, as ``generate_batch`` does.
+    """Generate by transformers' continuous batching, set up anew for each run, as ``generate_batch`` does.
 
-    Its cache is as large as the prompts need: on a CPU it computes over all of it, and the default, sized by free
-    memory, took three times as long.
+    The cache is as large as the prompts need: on a CPU attention computes over all of it, and the default, sized by
+    free memory, took three times as long.
     """
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -220,10 +222,10 @@ def _continuous(case: _Case) -> Generated:
     tokens_a_page = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
     sized = ContinuousBatchingConfig(**{tokens_a_page: page}, num_blocks=pages, max_batch_tokens=max(256, len(prompts)))
     with quiet_transformers():
-        found = case.stock.generate_batch(
+        outputs = case.stock.generate_batch(
             prompts, generation_config=generation, continuous_batching_config=sized, progress_bar=False, warmup=False
         )
-    return Generated([list(found[f"req_{number}"].generated_tokens) for number in range(len(prompts))])
+    return Generated([list(outputs[f"req_{number}"].generated_tokens) for number in range(len(prompts))])
 
 
 class _Vllm:
@@ -248,12 +250,11 @@ class _Vllm:
         self.versions = {"version": self._answer()["vllm"]}  # which says that it is warm
 
     def close(self) -> None:
-        """End the process."""
         self._process.communicate()  # closes its input, which ends it
         self._folder.cleanup()
 
     def __call__(self) -> Generated:
-        """The tokens after each prompt."""
+        """Return the tokens after each prompt."""
         print(file=self._process.stdin, flush=True)
         return Generated(self._answer()["tokens"])
 
@@ -261,8 +262,8 @@ class _Vllm:
         for line in self._process.stdout:
             if line.startswith("{"):
                 return json.loads(line)
-        told = self._log.read_text("utf-8").strip().splitlines() or ["no reason given"]
-        raise FirstTokenError(f"throughput: vLLM failed: {told[-1]}")
+        log_lines = self._log.read_text("utf-8").strip().splitlines() or ["no reason given"]
+        raise FirstTokenError(f"throughput: vLLM failed: {log_lines[-1]}")
 
 
 _SYSTEMS: dict[str, Callable[[_Case], System]] = {
@@ -279,15 +280,21 @@ _SYSTEMS: dict[str, Callable[[_Case], System]] = {
 def throughput_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Medians, and both forms of this engine over each of the others."""
     summary = Summary()
-    for (dtype, count), mine in frame_of(rows).groupby(["dtype", "requests"], sort=False):
+    for (dtype, count), case_rows in frame_of(rows).groupby(["dtype", "requests"], sort=False):
         case = {"dtype": dtype, "requests": count}
-        rates = {name: of.to_numpy() for name, of in mine.groupby("system", sort=False).tokens_per_s}
+        rates = {
+            name: system_rows.to_numpy() for name, system_rows in case_rows.groupby("system", sort=False).tokens_per_s
+        }
         for name, values in rates.items():
             summary.add("tokens_per_s", bootstrap(values, "median").summary("tokens/s"), engine=name, **case)
-            for engine in [own for own in ("engine_stock", "engine") if own in rates and own != name]:
-                over = median_ratio(rates[engine], values).summary("x")
-                summary.add("tokens_per_s_x", over, engine=engine, than=name, **case)
-        timed = mine.dropna(subset="step_ms") if "step_ms" in mine else mine[:0]
+            for engine in [
+                system_name
+                for system_name in ("engine_stock", "engine")
+                if system_name in rates and system_name != name
+            ]:
+                ratio = median_ratio(rates[engine], values).summary("x")
+                summary.add("tokens_per_s_x", ratio, engine=engine, than=name, **case)
+        timed = case_rows.dropna(subset="step_ms") if "step_ms" in case_rows else case_rows[:0]
         summary.by(timed, {"engine": "system"}, {"step_ms": ("step_ms", "median", "ms")}, **case)
         floor, steps = (timed[timed.system == name].get("step_ms", ()) for name in (FLOOR, "engine"))
         if len(floor) and len(steps):
@@ -313,36 +320,44 @@ SYSTEMS: dict[str, str] = {
 def throughput_bars(recorded: Result | None, now: Result) -> Figure:
     """Tokens per second of every system, one panel a case, and what this project asks of its engine (``GOALS``)."""
     results = over(recorded, now)
-    rows = [row for drawn in results for row in drawn.result.rows]
+    rows = [row for result_drawn in results for row in result_drawn.result.rows]
     cases = list(dict.fromkeys((row["dtype"], row["requests"]) for row in rows))
-    there = [name for name in SYSTEMS if name in distinct(rows, "system")]
-    fig, axes = panels(1, len(cases), figsize=(9, 0.45 * len(there) + 1.7), squeeze=False, sharey=True)
+    systems = [name for name in SYSTEMS if name in distinct(rows, "system")]
+    fig, axes = panels(1, len(cases), figsize=(9, 0.45 * len(systems) + 1.7), squeeze=False, sharey=True)
     for ax, (dtype, count) in zip(axes[0], cases, strict=True):
         shown = 0.0
-        for drawn in results:
+        for result_drawn in results:
             case = {"dtype": dtype, "requests": count}
-            found = {name: drawn.result.summary.get("tokens_per_s", engine=name, **case) for name in there}
-            for place, name in enumerate(there):
-                if (entry := found[name]) is None:
+            entries = {name: result_drawn.result.summary.get("tokens_per_s", engine=name, **case) for name in systems}
+            for position, name in enumerate(systems):
+                if (entry := entries[name]) is None:
                     continue
                 look = "floor" if name == FLOOR else "measured" if name.startswith("engine") else "other"
-                at = place + drawn.shift
-                height = 0.65 if drawn.alone else 0.32
-                edge = {"edgecolor": "black", "linewidth": 1} if drawn.own else {"linewidth": 0}
-                ax.barh(at, entry["value"], color=COLOURS[look], height=height, **edge, **drawn.style)
+                bar_position = position + result_drawn.shift
+                height = 0.65 if result_drawn.alone else 0.32
+                edge = {"edgecolor": "black", "linewidth": 1} if result_drawn.own else {"linewidth": 0}
+                ax.barh(bar_position, entry["value"], color=COLOURS[look], height=height, **edge, **result_drawn.style)
                 if name != FLOOR:
                     shown = max(shown, entry["high"])
-                    ax.plot([entry["low"], entry["high"]], [at] * 2, color=COLOURS["mark"], linewidth=1.5, zorder=5)
-                elif drawn is results[0]:  # it may be far out: reading is no floor where arithmetic is the limit
-                    told = {"color": "white", "fontsize": 9, "va": "center", "zorder": 7}
-                    ax.text(0.02, at, f"{entry['value']:,.0f}", transform=ax.get_yaxis_transform(), **told)
-            asked = [share * found[name]["value"] for name, share in GOALS.items() if found.get(name)]
-            if asked and found.get("engine"):
-                ends = [there.index("engine") + drawn.shift + side * 0.2 for side in (-1, 1)]
-                ax.plot([max(asked)] * 2, ends, color=COLOURS["target"], linewidth=3, zorder=6)
+                    ax.plot(
+                        [entry["low"], entry["high"]],
+                        [bar_position] * 2,
+                        color=COLOURS["mark"],
+                        linewidth=1.5,
+                        zorder=5,
+                    )
+                elif result_drawn is results[0]:  # it may be far out: reading is no floor where arithmetic is the limit
+                    text_style = {"color": "white", "fontsize": 9, "va": "center", "zorder": 7}
+                    ax.text(
+                        0.02, bar_position, f"{entry['value']:,.0f}", transform=ax.get_yaxis_transform(), **text_style
+                    )
+            goals = [share * entries[name]["value"] for name, share in GOALS.items() if entries.get(name)]
+            if goals and entries.get("engine"):
+                edges = [systems.index("engine") + result_drawn.shift + side * 0.2 for side in (-1, 1)]
+                ax.plot([max(goals)] * 2, edges, color=COLOURS["target"], linewidth=3, zorder=6)
         ax.set_title(f"{dtype},\n{count} request{'s' * (count > 1)}", fontsize=11)
         ax.set(xlabel="tokens/s", xlim=(0, 1.25 * shown if shown else None))
-        ax.set_yticks(range(len(there)), [SYSTEMS[name] for name in there])
+        ax.set_yticks(range(len(systems)), [SYSTEMS[name] for name in systems])
         ax.grid(axis="y", visible=False)
     axes[0][0].invert_yaxis()
     axes[0][-1].plot([], [], color=COLOURS["target"], linewidth=3, label="goal")
@@ -353,7 +368,7 @@ def throughput_bars(recorded: Result | None, now: Result) -> Figure:
 
 
 def _standing(result: Result) -> str:
-    """What the figure says in one sentence: where the engine stands beside vLLM, or else beside ``generate``."""
+    """Return the title of the figure: where the engine stands beside vLLM, or else beside ``generate``."""
     for name, label in (("vllm", "vLLM's tokens a second"), ("generate", "the tokens a second of generate")):
         if ratios := [entry["value"] for entry in result.summary.all("tokens_per_s_x", engine="engine", than=name)]:
             return f"The engine makes {min(ratios):.2f} to {max(ratios):.2f} times {label}"

@@ -60,7 +60,7 @@ class VariantsConfig:
             )
 
     def needs(self) -> list[Need]:
-        """The context holds the longest prompt and its answer."""
+        """Require a context that holds the longest prompt and its answer."""
         return [Need("variants.prompt_tokens + new_tokens", max(self.prompt_tokens) + self.new_tokens, CONTEXT)]
 
 
@@ -89,15 +89,15 @@ def variants_at_once(profile: Profile) -> Outcome:
         for count in config.counts:
             cases[f"{count} adapters"] = partial(serve, versions[:count])
             cases[f"{count} adapters, {IN_TURNS}"] = partial(in_turns, serve, versions[:count], config.requests)
-        alone = {case: of() for case, of in cases.items()}  # which warms up
+        alone = {case: compute() for case, compute in cases.items()}  # which warms up
         rows: Rows = []
         rounds = [(repeat, case) for repeat in range(config.repeats) for case in rng.sample(list(cases), len(cases))]
         for repeat, case in track(rounds, desc="variants"):
             start = time.perf_counter()
-            said = cases[case]()
+            answers = cases[case]()
             seconds = time.perf_counter() - start
             wanted = alone.get(f"{case}, {IN_TURNS}", alone[case])
-            same = sum(mine == theirs for mine, theirs in zip(said, wanted, strict=True)) / len(wanted)
+            same = sum(answer == theirs for answer, theirs in zip(answers, wanted, strict=True)) / len(wanted)
             rate = config.requests * config.new_tokens / seconds
             rows.append({"case": case, "repeat": repeat, "tokens_per_s": rate, "same_tokens": same})
     finally:
@@ -107,12 +107,12 @@ def variants_at_once(profile: Profile) -> Outcome:
 
 def read_adapter(folder: str, name: str) -> Adapter:
     """The adapter ``name`` in a profile's ``folder``. Raises StageError for one that is damaged or no plain LoRA."""
-    place = paths.ADAPTERS / folder / name  # an absolute folder stands for itself
-    return parse_adapter(name, *(read_bytes(place / file, _MOST_BYTES) for file in (CONFIG, WEIGHTS)), "cpu")
+    adapter_folder = paths.ADAPTERS / folder / name  # an absolute folder stands for itself
+    return parse_adapter(name, *(read_bytes(adapter_folder / file, _MOST_BYTES) for file in (CONFIG, WEIGHTS)), "cpu")
 
 
 def hosted(executor: LiveExecutor, model: nn.Module, adapters: Sequence[Adapter]) -> list[ModelVersion]:
-    """Let ``executor`` host the ``adapters`` of its ``model`` too, all layers fused; return their versions in order."""
+    """Have ``executor`` host the ``adapters`` of its ``model`` too, all layers fused; return the versions in order."""
     executor.version = base = SharedBase(executor.version.decoder)
     versions = [base.variant(model, adapter) for adapter in adapters]
     for _ in base.fuse():
@@ -136,12 +136,12 @@ def served(
 
 
 def in_turns(serve: Callable[..., Answers], versions: Sequence[ModelVersion], requests: int) -> Answers:
-    """The same requests, but all of one variant before those of the next."""
+    """Serve the requests of one variant before those of the next; return the answers in the order of the requests."""
     answers: Answers = [[] for _ in range(requests)]
-    for at in range(len(versions)):
-        mine = range(at, requests, len(versions))
-        for number, said in zip(mine, serve(versions, mine), strict=True):
-            answers[number] = said
+    for version_index in range(len(versions)):
+        numbers = range(version_index, requests, len(versions))
+        for number, answer in zip(numbers, serve(versions, numbers), strict=True):
+            answers[number] = answer
     return answers
 
 
@@ -154,8 +154,8 @@ def variants_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     for count in parameters["variants"]["counts"]:
         case = f"{count} adapters"
         for than in (ONE, f"{case}, {IN_TURNS}"):
-            over = median_ratio(*(frame.tokens_per_s[frame.case == name].to_numpy() for name in (case, than)))
-            summary.add("tokens_per_s_x", over.summary("x"), case=case, than=than)
+            ratio = median_ratio(*(frame.tokens_per_s[frame.case == name].to_numpy() for name in (case, than)))
+            summary.add("tokens_per_s_x", ratio.summary("x"), case=case, than=than)
         summary.by(frame[frame.case == case], {}, {"same_tokens_pct": ("same_pct", "mean", "% of requests")}, case=case)
     return summary
 
@@ -164,7 +164,7 @@ def variants_rows(result: Result) -> Table:
     """A line a case: tokens a second, and over one adapter."""
     for entry in result.summary.all("tokens_per_s"):
         case = entry["where"]["case"]
-        over = result.summary.get("tokens_per_s_x", case=case, than=ONE)
+        ratio = result.summary.get("tokens_per_s_x", case=case, than=ONE)
         same = result.summary.get("same_tokens_pct", case=case)
-        line = {"whose requests": case, "tokens/s": interval(entry, 0), "over one adapter": interval(over, 2)}
+        line = {"whose requests": case, "tokens/s": interval(entry, 0), "over one adapter": interval(ratio, 2)}
         yield line | {"answers as alone, %": f"{same['value']:.0f}" if same else ""}

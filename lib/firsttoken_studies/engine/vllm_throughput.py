@@ -46,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(report), flush=True)
 
 
-def answers(model: str, prompts: list[list[int]], new_tokens: int, dtype: str, asked: Iterable[str]) -> Iterator[dict]:
-    """First {vllm, threads, compiled} once it is warm, then {seconds, tokens} for each line ``asked``.
+def answers(model: str, prompts: list[list[int]], new_tokens: int, dtype: str, wanted: Iterable[str]) -> Iterator[dict]:
+    """First {vllm, threads, compiled} once it is warm, then {seconds, tokens} for each line ``wanted``.
 
     Every run generates ``new_tokens`` tokens for all ``prompts`` at once, and no request is ever preempted.
     """
@@ -83,7 +83,7 @@ def answers(model: str, prompts: list[list[int]], new_tokens: int, dtype: str, a
 
     run()
     yield {"vllm": vllm.__version__, "threads": torch.get_num_threads(), "compiled": compiles}
-    for _ in asked:
+    for _ in wanted:
         yield run()
     llm.llm_engine.engine_core.shutdown()
 

@@ -65,9 +65,9 @@ def block_seconds(block: nn.Module, context: int, repeats: int) -> list[float]:
     hidden, heads = norm.shape[0], block.num_heads
     cache = DynamicCache()
 
-    def run(tokens: int, seen: int) -> None:
+    def run(tokens: int, cached: int) -> None:
         states = torch.randn(1, tokens, hidden).to(norm)
-        alibi = build_alibi_tensor(torch.ones(1, seen + tokens, device=norm.device), heads, norm.dtype)
+        alibi = build_alibi_tensor(torch.ones(1, cached + tokens, device=norm.device), heads, norm.dtype)
         block(states, alibi, None, layer_past=cache, use_cache=True)
 
     def step() -> None:
@@ -79,8 +79,8 @@ def block_seconds(block: nn.Module, context: int, repeats: int) -> list[float]:
 
 
 def decode_step(model: nn.Module, ids: Tensor) -> Callable[[], None]:
-    """What makes one decoding step of all layers of ``model`` after the prompts ``ids`` [batch, tokens] but their last
-    token, and forgets it."""
+    """Return a function that makes one decoding step of all layers of ``model`` after the prompts ``ids`` [batch,
+    tokens] but their last token, and forgets it."""
     cache = model.model(ids[:, :-1], use_cache=True).past_key_values
 
     def step() -> None:
@@ -113,10 +113,10 @@ class Resting:
         self._working, self._buffer, on_gpu = copy.deepcopy(layers[0]), torch.ones_like(rows[0]), rows.is_cuda
         self._rows = rows.cpu().pin_memory() if on_gpu else rows
         self._arrival = torch.ones_like(self._rows[0]).pin_memory() if on_gpu else self._buffer
-        at = 0
+        offset = 0
         for parameter in self._working.parameters():
-            parameter.data = self._buffer[at : at + parameter.numel()].view_as(parameter)
-            at += parameter.numel()
+            parameter.data = self._buffer[offset : offset + parameter.numel()].view_as(parameter)
+            offset += parameter.numel()
         self.row_bytes, self._file = self._buffer.numel() * self._buffer.element_size(), None
         self.step_bytes = self.row_bytes * len(layers)
         if file is not None:
@@ -137,21 +137,22 @@ class Resting:
         return self._working
 
     def bring_all(self) -> None:
-        """What a step brings, and nothing computed."""
+        """Bring all that a step brings, and compute nothing."""
         for index in range(self.step_bytes // self.row_bytes):
             self.layer(index)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file, if there is one."""
         if self._file is not None:
             self._file.close()
 
 
 @contextmanager
 def offloaded(model: nn.Module, file: Path | None) -> Iterator[Resting]:
-    """Within the block the layers of ``model`` lie in memory, or in ``file``, and come one by one when they run.
+    """Keep the layers of ``model`` in memory, or in ``file``, within the block, and bring them one by one when they
+    run.
 
-    Yields where they rest. Its layers are of one shape, as those of Llama-like models are.
+    Yields the resting weights. The layers are of one shape, as those of Llama-like models are.
     """
     layers = layers_of(model)
     weights = Resting(layers, file)
@@ -210,7 +211,7 @@ def offload_s(weight_bytes: float, gbit_per_s: float) -> float:
 
 
 def published_compute_s() -> float:
-    """What BLOOM's blocks took on the paper's three servers: their fastest row without its network."""
+    """Return the seconds of BLOOM's blocks on the paper's three servers: their fastest row without its network."""
     network = "1 Gbit/s, 5 ms"
     return 1 / PUBLISHED_STEPS_PER_S[network] - PUBLISHED_SERVERS * NETWORKS[network].hop_s(BLOOM_HIDDEN)
 
@@ -258,7 +259,7 @@ class Card:
 
     @property
     def blocks(self) -> int:
-        """How many blocks of BLOOM fit in 8 bits."""
+        """Return the number of BLOOM's blocks that fit in 8 bits."""
         return int(_KEPT * self.memory_gb * 1e9 / _BLOCK_BYTES)
 
     @property

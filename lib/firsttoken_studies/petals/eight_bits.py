@@ -66,7 +66,7 @@ class EightBitsConfig:
     repeats: int
 
     def needs(self) -> list[Need]:
-        """The text holds the windows, the model the spans and the context."""
+        """Require a text that holds the windows, and a model with the spans and the context."""
         return [
             Need("eight_bits.windows x window_tokens", self.windows * self.window_tokens, text_of("test")),
             Need("eight_bits.window_tokens", self.window_tokens, CONTEXT),
@@ -92,27 +92,29 @@ def _quality(model: nn.Module, windows: Tensor, config: EightBitsConfig) -> Rows
     depth = len(layers_of(model))
     spans = [depth * server // config.servers for server in range(config.servers)]
     inputs, every = [*layers_of(model), model.model.norm], range(depth + 1)
-    small, together, kept = (copy.deepcopy(model) for _ in range(3))
-    for module, threshold in ((small, THRESHOLD), (together, math.inf), (kept, KEPT)):
+    small, together, served = (copy.deepcopy(model) for _ in range(3))
+    for module, threshold in ((small, THRESHOLD), (together, math.inf), (served, KEPT)):
         to_8_bits(layers_of(module), threshold)
-    small_inputs, kept_inputs = ([*layers_of(one), one.model.norm] for one in (small, kept))
+    small_inputs, kept_inputs = (
+        [*layers_of(variant_model), variant_model.model.norm] for variant_model in (small, served)
+    )
     counted = [0, 0]
     variants: list[tuple[str, nn.Module, Sequence[nn.Module]]] = [
         (PLAIN, model, ()),
-        (STATES, model, [inputs[at] for at in (*spans, depth)]),
-        (EVERY, model, [inputs[at] for at in every]),
+        (STATES, model, [inputs[index] for index in (*spans, depth)]),
+        (EVERY, model, [inputs[index] for index in every]),
         (WEIGHTS, small, ()),
         (TOGETHER, together, ()),
-        (BOTH, small, [small_inputs[at] for at in (*spans, depth)]),
-        (INPUTS_KEPT, kept, ()),
-        (SERVED, kept, [kept_inputs[at] for at in (*spans, depth)]),
+        (BOTH, small, [small_inputs[index] for index in (*spans, depth)]),
+        (INPUTS_KEPT, served, ()),
+        (SERVED, served, [kept_inputs[index] for index in (*spans, depth)]),
     ]
     rows: Rows = []
     for variant, module, crossed in track(variants, desc="quality"):
-        hooks = [one.register_forward_pre_hook(_over_the_wire, with_kwargs=True) for one in crossed]
+        hooks = [variant_model.register_forward_pre_hook(_over_the_wire, with_kwargs=True) for variant_model in crossed]
         if variant == WEIGHTS:
-            linears = [one for one in module.modules() if isinstance(one, Linear8)]
-            hooks += [one.register_forward_pre_hook(_counter(counted)) for one in linears]
+            linears = [variant_model for variant_model in module.modules() if isinstance(variant_model, Linear8)]
+            hooks += [variant_model.register_forward_pre_hook(_counter(counted)) for variant_model in linears]
         losses, best = _losses(module, windows, config.batch)
         for hook in hooks:
             hook.remove()
@@ -120,8 +122,8 @@ def _quality(model: nn.Module, windows: Tensor, config: EightBitsConfig) -> Rows
             reference = best
         agree = (best == reference).float().mean(1).tolist()
         rows += [
-            {"what": "quality", "variant": variant, "window": at, "text_nll": loss, "agree": agree[at]}
-            for at, loss in enumerate(losses)
+            {"what": "quality", "variant": variant, "window": index, "text_nll": loss, "agree": agree[index]}
+            for index, loss in enumerate(losses)
         ]
     return [*rows, {"what": "outliers", "values": counted[1], "outliers": counted[0]}]
 
@@ -150,8 +152,8 @@ def _losses(model: nn.Module, windows: Tensor, batch: int) -> tuple[list[float],
     losses, best = [], []
     for ids in windows.split(batch):
         logits = model(ids, use_cache=False).logits[:, :-1].float()
-        each = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-        losses += each.view(len(ids), -1).mean(1).tolist()
+        token_losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        losses += token_losses.view(len(ids), -1).mean(1).tolist()
         best.append(argmax_tokens(logits))
     return losses, torch.cat(best)
 
@@ -182,7 +184,7 @@ def _steps(model: nn.Module, windows: Tensor, config: EightBitsConfig) -> Rows:
     for batch in config.batches:
         wanted = batch * (config.context + 1)
         ids = text.repeat(-(-wanted // len(text)))[:wanted].view(batch, -1)
-        steps = {name: decode_step(one, ids) for name, one in timed.items()}
+        steps = {name: decode_step(variant_model, ids) for name, variant_model in timed.items()}
         for repeat, (name, step) in product(range(-1, config.repeats), steps.items()):  # the first only warms up
             with Stopwatch(ids.device) as watch:
                 step()
@@ -197,24 +199,24 @@ def eight_bits_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     plain = quality[quality.variant == PLAIN].text_nll.to_numpy()
     summary, perplexity = Summary(), bootstrap(plain, lambda sample: float(np.exp(sample.mean())))
     summary.add("perplexity", perplexity.summary(), variant=PLAIN)
-    for variant, here in quality[quality.variant != PLAIN].groupby("variant", sort=False):
-        lost = bootstrap(here.text_nll.to_numpy() - plain, lambda sample: float(100 * np.expm1(sample.mean())))
+    for variant, variant_rows in quality[quality.variant != PLAIN].groupby("variant", sort=False):
+        lost = bootstrap(variant_rows.text_nll.to_numpy() - plain, lambda sample: float(100 * np.expm1(sample.mean())))
         summary.add("perplexity_lost_pct", lost.summary("%"), variant=variant, than=PLAIN)
-        summary.by(here, {"variant": "variant"}, {"same_token_pct": ("agree", "mean", "%", 100)}, than=PLAIN)
+        summary.by(variant_rows, {"variant": "variant"}, {"same_token_pct": ("agree", "mean", "%", 100)}, than=PLAIN)
     (outliers,) = rows_where(rows, what="outliers")
     share = 100 * outliers["outliers"] / outliers["values"]
     summary.add("outliers_pct", {"value": share, "n": outliers["values"], "unit": "%"})
     for row in rows_where(rows, what="bytes"):
         summary.add("bytes_x", {"value": row["bytes8"] / row["bytes16"], "unit": "x"}, variant=row["of"], than=WHOLE)
     for batch, steps in frame_of(rows, what="step").groupby("batch", sort=False):
-        by_name = {name: mine.seconds.to_numpy() for name, mine in steps.groupby("of", sort=False)}
+        by_name = {name: step_rows.seconds.to_numpy() for name, step_rows in steps.groupby("of", sort=False)}
         for name, seconds in by_name.items():
             rate = bootstrap(seconds, lambda sample, n=batch: float(n / np.median(sample)))
             summary.add("tokens_per_s", rate.summary("tokens/s"), variant=name, batch=batch)
             if name != WHOLE:
                 pairs = np.array([seconds, by_name[WHOLE]]).T
-                over = bootstrap(pairs, lambda sample: float(100 * (np.divide(*np.median(sample, 0)) - 1)))
-                summary.add("slower_pct", over.summary("%"), variant=name, batch=batch, than=WHOLE)
+                ratio = bootstrap(pairs, lambda sample: float(100 * (np.divide(*np.median(sample, 0)) - 1)))
+                summary.add("slower_pct", ratio.summary("%"), variant=name, batch=batch, than=WHOLE)
     return summary
 
 
@@ -235,10 +237,10 @@ def quality(recorded: Result | None, now: Result) -> Figure:
     """Perplexity lost by what is in 8 bits, with intervals over windows, and the goal."""
     fig, ax = panels(figsize=(9, 4.2))
     results = over(recorded, now)
-    for drawn in results:
-        for place, variant in enumerate(VARIANTS):
-            entry = drawn.result.summary.get("perplexity_lost_pct", variant=variant, than=PLAIN)
-            drawn.point(ax, place + drawn.shift, entry, "measured", along="x")
+    for shown in results:
+        for position, variant in enumerate(VARIANTS):
+            entry = shown.result.summary.get("perplexity_lost_pct", variant=variant, than=PLAIN)
+            shown.point(ax, position + shown.shift, entry, "measured", along="x")
     ax.axvline(0, color=COLOURS["floor"], linewidth=1)
     ax.axvline(1, color=COLOURS["target"], linestyle="--", linewidth=1.5)
     ax.annotate("goal: below 1 %", (1, -0.5), (5, 0), textcoords="offset points", fontsize=9, va="center")
@@ -254,8 +256,8 @@ def table_1_rows(recorded: Result | None, now: Result) -> Table:
     for model, pair in _PAPER.items():
         for bits, accuracy in zip((16, 8), pair, strict=True):
             yield {"model": f"{model}, paper", "bits": bits, "accuracy, average of 3 tasks, %": accuracy}
-    for drawn in over(recorded, now):
-        summary, named = drawn.result.summary, f"SmolLM2-135M, {drawn.who()}"
+    for shown in over(recorded, now):
+        summary, named = shown.result.summary, f"SmolLM2-135M, {shown.who()}"
         plain = summary.of("perplexity", variant=PLAIN)
         yield {"model": named, "bits": 16, "perplexity": interval(plain, 2)}
         for variant, name in VARIANTS.items():
@@ -271,30 +273,30 @@ def table_1_rows(recorded: Result | None, now: Result) -> Table:
 def speed_rows(recorded: Result | None, now: Result) -> Table:
     """Tokens a second of all layers in 16 bits and by both products of 8, how much slower these are, by requests."""
     paper = {1: "5", 8: "negligible", 32: "negligible"}
-    for drawn in over(recorded, now):
-        summary = drawn.result.summary
-        for batch, name in product(drawn.result.parameters["eight_bits"]["batches"], STEP_NAMES):
+    for shown in over(recorded, now):
+        summary = shown.result.summary
+        for batch, name in product(shown.result.parameters["eight_bits"]["batches"], STEP_NAMES):
             yield {
                 "requests": batch,
                 "weights": STEP_NAMES[name],
                 "tokens/s": interval(summary.of("tokens_per_s", variant=name, batch=batch), 1),
                 "slower, %": interval(summary.get("slower_pct", variant=name, batch=batch, than=WHOLE), 1),
                 "slower in the paper, %": paper.get(batch, "") if name == "8_bits" else "",
-                "whose": drawn.who(),
+                "whose": shown.who(),
             }
 
 
 def byte_rows(recorded: Result | None, now: Result) -> Table:
     """Bytes in 8 bits over those in 16, and the share of outliers, beside the paper's."""
-    said = {
+    rows_said = {
         "weights, of their 16-bit bytes": ("about half", "bytes_x", {"variant": "weights", "than": WHOLE}),
         "hidden states on the wire, of their 16-bit bytes": ("half", "bytes_x", {"variant": "states", "than": WHOLE}),
         "outliers, %": ("0.1", "outliers_pct", {}),
     }
-    for what, (paper, measure, where) in said.items():
+    for label, (paper, measure, labels) in rows_said.items():
         yield {
-            "what": what,
+            "what": label,
             "paper": paper,
-            "recorded": None if recorded is None else recorded.summary.value(measure, **where),
-            "measured": now.summary.value(measure, **where),
+            "recorded": None if recorded is None else recorded.summary.value(measure, **labels),
+            "measured": now.summary.value(measure, **labels),
         }

@@ -65,7 +65,8 @@ class StoodFor(nn.Module):
 
 
 def eight_bits_tasks(profile: Profile) -> Outcome:
-    """Which option of every question the model chooses in float32 with its own weights and with LLM.int8's product."""
+    """Measure the option that the model chooses for every question in float32, with its own weights and with LLM.int8's
+    product."""
     config = profile.section("eight_bits_tasks", EightBitsTasksConfig)
     loaded = load_model(profile.model, device=profile.torch_device())
     if loaded.tokenizer is None:
@@ -104,43 +105,43 @@ def tasks_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
 
 def accuracy_change(recorded: Result | None, now: Result) -> Figure:
     """Points of accuracy that 8 bits gain (right) or lose, by task and averaged, beside the paper's two models."""
-    drawn, paper = over(recorded, now), LOOKS["paper"]
+    results, paper = over(recorded, now), LOOKS["paper"]
     fig, ax = panels(figsize=(9, 4.2), layout="constrained")
     tasks = [task for task in TASKS if now.summary.get("accuracy_change", task=task, **PLACES[WEIGHTS])]
     names = [f"SmolLM2-135M, {TASKS[task].title}" for task in tasks]
     places: list[dict[str, Any]] = [{"task": task} for task in tasks]
     if len(tasks) > 1:
         names, places = [*names, "SmolLM2-135M, their mean"], [*places, {"across": "mean"}]
-    for one in drawn:
-        for place, where in enumerate(places):
-            entry = one.result.summary.get("accuracy_change", **where, **PLACES[WEIGHTS])
-            one.point(ax, place + one.shift, entry, "measured", along="x")
-    for place, (model, change) in enumerate(PAPER.items(), len(places)):
-        label = {"label": "paper, Table 1"} if place == len(places) else {}
-        ax.plot(change, place, paper.marker, color=paper.colour, markeredgecolor="black", markersize=9, **label)
+    for shown in results:
+        for position, labels in enumerate(places):
+            entry = shown.result.summary.get("accuracy_change", **labels, **PLACES[WEIGHTS])
+            shown.point(ax, position + shown.shift, entry, "measured", along="x")
+    for position, (model, change) in enumerate(PAPER.items(), len(places)):
+        label = {"label": "paper, Table 1"} if position == len(places) else {}
+        ax.plot(change, position, paper.marker, color=paper.colour, markeredgecolor="black", markersize=9, **label)
         names.append(f"{model}, mean of three tasks")
     ax.axvline(0, color=LOOKS["mark"].colour, linewidth=1)
     ax.set_yticks(range(len(names)), names)
     ax.set(ylim=(len(names) - 0.5, -0.5), xlabel="accuracy in 8 bits minus accuracy in 16 bits, points, paired")
-    mean = drawn[0].result.summary.of("accuracy_change", **places[-1], **PLACES[WEIGHTS])
-    seen = "no change that the questions show" if mean["low"] <= 0 <= mean["high"] else "a change beyond chance"
-    told = f"{mean['n']} questions are too few to tell" if mean["n"] < FEWEST_TO_TELL else seen
-    fig.suptitle(f"8-bit weights: {told}, {mean['low']:+.1f} to {mean['high']:+.1f} points")
-    legend(fig, ax, drawn, "accuracy_change")
+    mean = results[0].result.summary.of("accuracy_change", **places[-1], **PLACES[WEIGHTS])
+    change_text = "no change that the questions show" if mean["low"] <= 0 <= mean["high"] else "a change beyond chance"
+    message = f"{mean['n']} questions are too few to tell" if mean["n"] < FEWEST_TO_TELL else change_text
+    fig.suptitle(f"8-bit weights: {message}, {mean['low']:+.1f} to {mean['high']:+.1f} points")
+    legend(fig, ax, results, "accuracy_change")
     return fig
 
 
 def accuracy_rows(recorded: Result | None, now: Result) -> Table:
     """Table 1 by task: accuracy in 16 and in 8 bits, the change, and how many answers stay the same."""
-    for one in over(recorded, now):
-        summary = one.result.summary
+    for shown in over(recorded, now):
+        summary = shown.result.summary
         for entry in summary:
             if entry["measure"] == "accuracy_pct" and entry["where"]["variant"] == WHOLE:
-                at = {"task": entry["where"]["task"]}
-                row = {"task": TASKS[at["task"]].title, "16 bits, %": interval(entry, 1)}
-                row["8 bits, %"] = interval(summary.of("accuracy_pct", **PLACES[WEIGHTS], **at), 1)
+                labels = {"task": entry["where"]["task"]}
+                row = {"task": TASKS[labels["task"]].title, "16 bits, %": interval(entry, 1)}
+                row["8 bits, %"] = interval(summary.of("accuracy_pct", **PLACES[WEIGHTS], **labels), 1)
                 row["8 bits minus 16, points, paired"] = interval(
-                    summary.of("accuracy_change", **PLACES[WEIGHTS], **at), 1
+                    summary.of("accuracy_change", **PLACES[WEIGHTS], **labels), 1
                 )
-                row["same answer, %"] = interval(summary.of("same_choice_pct", **PLACES[WEIGHTS], **at), 1)
-                yield row | {"whose": one.who(entry["n"])}
+                row["same answer, %"] = interval(summary.of("same_choice_pct", **PLACES[WEIGHTS], **labels), 1)
+                yield row | {"whose": shown.who(entry["n"])}

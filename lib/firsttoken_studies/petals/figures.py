@@ -39,14 +39,16 @@ def crossover(recorded: Result | None, now: Result) -> Figure:
     fastest, slowest = 8 * sizes / max(gbits), 8 * sizes / min(gbits)
     label = f"offloading, the paper's bounds: {min(gbits):g} to {max(gbits):g} Gbit/s"
     ax.fill_between(sizes, fastest, slowest, color=COLOURS["paper"], alpha=0.35, linewidth=0, label=label)
-    for drawn in results:
-        bytes_gb = _gb_of(drawn.result)
-        for place, style in ((RAM, "-"), (DISK, "--")):
-            entry = drawn.result.summary.of("bringing_gb_per_s", variant=OFFLOADING, machine=place)
-            seconds = {end: bytes_gb / entry[of] for end, of in (("value", "value"), ("low", "high"), ("high", "low"))}
-            ax.plot(sizes, sizes / entry["value"], style, color=COLOURS["single"], **drawn.style)
-            name = f"offloading from {place}, {drawn.who()}"
-            drawn.point(ax, bytes_gb, seconds, "single", label=name)
+    for shown in results:
+        bytes_gb = _gb_of(shown.result)
+        for storage, style in ((RAM, "-"), (DISK, "--")):
+            entry = shown.result.summary.of("bringing_gb_per_s", variant=OFFLOADING, machine=storage)
+            seconds = {
+                end: bytes_gb / entry[bound] for end, bound in (("value", "value"), ("low", "high"), ("high", "low"))
+            }
+            ax.plot(sizes, sizes / entry["value"], style, color=COLOURS["single"], **shown.style)
+            name = f"offloading from {storage}, {shown.who()}"
+            shown.point(ax, bytes_gb, seconds, "single", label=name)
             ax.lines[-1].set(linestyle=style, markersize=9)
     (shape,), here_gb = rows_where(now.rows, what="shape"), _gb_of(now)
     for network, style in zip(NETWORKS, ("-", "--", ":"), strict=True):
@@ -55,8 +57,8 @@ def crossover(recorded: Result | None, now: Result) -> Figure:
         ax.plot(sizes, seconds, style, color=COLOURS["measured"], label=f"chain of three servers, {network}")
     for edge, name in ((here_gb, "this model"), (BLOOM_BYTES / 1e9, "BLOOM, 8 bits")):
         ax.axvline(edge, color=COLOURS["mark"], linewidth=0.8, linestyle=(0, (1, 3)))
-        at = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
-        ax.annotate(name, (edge, 1), (4, -4), va="top", fontsize=9, **at)
+        text_style = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+        ax.annotate(name, (edge, 1), (4, -4), va="top", fontsize=9, **text_style)
     ax.set(xscale="log", yscale="log", xlabel="weights, GB", ylabel="time per token without compute, s")
     ax.xaxis.set_major_formatter("{x:g}")
     ax.yaxis.set_major_formatter("{x:g}")
@@ -75,41 +77,42 @@ def table_3_rows(result: Result) -> Table:
     for network, published in PUBLISHED_STEPS_PER_S.items():
         rate = result.summary.value("steps_per_s", model=BLOOM, link=network, source="foreseen")
         entries = result.summary.all("steps_per_s_x", link=network, source="foreseen")
-        over = {entry["where"]["gbit_per_s"]: entry["value"] for entry in entries}
+        by_rate = {entry["where"]["gbit_per_s"]: entry["value"] for entry in entries}
         yield {
             "network": network,
             "paper, steps/s": published,
             "foreseen, steps/s": round(rate, 2),
-            "foreseen over offloading, 256 Gbit/s": f"{over[256]:.1f}",
-            "and 128 Gbit/s": f"{over[128]:.1f}",
+            "foreseen over offloading, 256 Gbit/s": f"{by_rate[256]:.1f}",
+            "and 128 Gbit/s": f"{by_rate[128]:.1f}",
         }
 
 
 def block_rows(recorded: Result | None, now: Result) -> Table:
-    """How often as fast as offloading a chain of three is when its servers take for a block what this machine takes."""
+    """Yield the speed of a chain of three over that of offloading when its servers take for a block what this machine
+    takes."""
     for network, steps_per_s in PUBLISHED_STEPS_PER_S.items():
         published = {gbit: offload_s(BLOOM_BYTES, gbit) * steps_per_s for gbit in BOUNDS_GBIT_PER_S}
         row = {"network": network} | {f"paper, over {gbit} Gbit/s": f"{times:.1f}" for gbit, times in published.items()}
-        for drawn in over(recorded, now):
-            for entry in drawn.result.summary.all("steps_per_s_x", link=network, source="measured", bits=8):
-                row[f"8 bits, over {entry['where']['gbit_per_s']}: {drawn.who()}"] = interval(entry, 2)
+        for shown in over(recorded, now):
+            for entry in shown.result.summary.all("steps_per_s_x", link=network, source="measured", bits=8):
+                row[f"8 bits, over {entry['where']['gbit_per_s']}: {shown.who()}"] = interval(entry, 2)
         yield row
 
 
 def here_rows(recorded: Result | None, now: Result) -> Table:
     """This model: steps a second through three servers by network, from measured layers, beside measured offloading."""
-    for drawn in over(recorded, now):
-        context, summary = min(drawn.result.parameters["chains"]["contexts"]), drawn.result.summary
-        most = max(drawn.result.parameters["chains"]["forwards"])
+    for shown in over(recorded, now):
+        context, summary = min(shown.result.parameters["chains"]["contexts"]), shown.result.summary
+        most = max(shown.result.parameters["chains"]["forwards"])
         for network in NETWORKS:
             forward = summary.of("forward_tokens_per_s", batch=most, link=network)
             steps = interval(summary.of("steps_per_s", context_tokens=context, link=network), 2)
             row = {"way": f"three servers, {network}", "steps/s": steps, "forward, tokens/s": interval(forward, 0)}
-            yield row | {"rows of the forward pass": most, "whose": drawn.who()}
-        for place in (RAM, DISK):
-            entry = summary.of("step_s", variant=OFFLOADING, machine=place)
+            yield row | {"rows of the forward pass": most, "whose": shown.who()}
+        for storage in (RAM, DISK):
+            entry = summary.of("step_s", variant=OFFLOADING, machine=storage)
             turned = {"value": 1 / entry["value"], "low": 1 / entry["high"], "high": 1 / entry["low"]}
-            yield {"way": f"offloading from {place}", "steps/s": interval(turned, 2), "whose": drawn.who()}
+            yield {"way": f"offloading from {storage}", "steps/s": interval(turned, 2), "whose": shown.who()}
 
 
 def client_rows(result: Result) -> Table:
@@ -126,21 +129,24 @@ def client_rows(result: Result) -> Table:
 
 
 def churn(recorded: Result | None, now: Result) -> Figure:
-    """How many events were over after how long, by rule, with the period; and the share that the swarm came to."""
-    fig, (left, right) = panels(1, 2, figsize=(9, 4.4))
+    """Draw the share of events that were over by each time, by rule, with the period; and the share that the swarm came
+    to."""
+    fig, (course_panel, right) = panels(1, 2, figsize=(9, 4.4))
     results = over(recorded, now)
-    for drawn in results:
-        period = drawn.result.parameters["churn"]["period_s"]
-        for rule in rules_of(drawn.result):
-            here = rows_where(drawn.result.rows, rule=rule)
-            back = sorted(_NEVER if row["back_s"] is None else row["back_s"] / period for row in here)
+    for shown in results:
+        period = shown.result.parameters["churn"]["period_s"]
+        for rule in rules_of(shown.result):
+            rule_rows = rows_where(shown.result.rows, rule=rule)
+            back = sorted(_NEVER if row["back_s"] is None else row["back_s"] / period for row in rule_rows)
             share, look = 100 * np.arange(1, len(back) + 1) / len(back), {"color": COLOURS[RULE_LOOKS[rule]]}
-            look |= drawn.style | {"linewidth": 1.6 if drawn.own else 4}
-            name = f"{RULE_NAMES[rule]}: {drawn.who(len(here))}"
-            left.step([0, *back], [0, *share], where="post", label=name, **look)
-            right.plot(sorted(100 * row["share_after"] for row in here), share, **look)
-    left.axvline(1, color=COLOURS["target"], linestyle="--", linewidth=1.5)
-    left.set(xlim=(0, 2), ylim=(0, 101), xlabel=f"periods until back at {SHARE:.0%} of the most", ylabel="events, %")
+            look |= shown.style | {"linewidth": 1.6 if shown.own else 4}
+            name = f"{RULE_NAMES[rule]}: {shown.who(len(rule_rows))}"
+            course_panel.step([0, *back], [0, *share], where="post", label=name, **look)
+            right.plot(sorted(100 * row["share_after"] for row in rule_rows), share, **look)
+    course_panel.axvline(1, color=COLOURS["target"], linestyle="--", linewidth=1.5)
+    course_panel.set(
+        xlim=(0, 2), ylim=(0, 101), xlabel=f"periods until back at {SHARE:.0%} of the most", ylabel="events, %"
+    )
     right.axvline(100 * SHARE, color=COLOURS["target"], linestyle="--", linewidth=1.5)
     right.set(ylim=(0, 101), xlabel="rate two periods after the event, % of the most")
     fig.suptitle("The paper's rule fills gaps but rests below 90 % of the most; fewest moves get there")
@@ -159,10 +165,10 @@ def churn_rows(recorded: Result | None, now: Result) -> Table:
     }
     for name, (key, digits) in measures.items():
         line = {"measure": name}
-        for drawn in over(recorded, now):
-            for rule in rules_of(drawn.result):
-                found = drawn.result.summary.of(key, variant=rule)
-                line[f"{RULE_NAMES[rule]}: {drawn.who()}"] = interval(found, digits)
+        for shown in over(recorded, now):
+            for rule in rules_of(shown.result):
+                entry = shown.result.summary.of(key, variant=rule)
+                line[f"{RULE_NAMES[rule]}: {shown.who()}"] = interval(entry, digits)
         yield line
 
 

@@ -48,11 +48,11 @@ class TcpProxy:
         with self._opening:
             self._whole.clear()
             cut = list(self._open)
-        for one in cut:
-            self._end(one)
+        for connection in cut:
+            self._end(connection)
 
     def hold(self) -> None:
-        """Pass nothing on, and tell nobody."""
+        """Pass nothing on, and give no sign of it."""
         self._flowing.clear()
 
     def heal(self) -> None:
@@ -82,53 +82,55 @@ class TcpProxy:
         if far is None:
             near.close()
             return
-        for one in (near, far):
-            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for end in (near, far):
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._open |= {near, far}
-        for one, other in ((near, far), (far, near)):
-            self._lead(one, other)
+        for end, other in ((near, far), (far, near)):
+            self._lead(end, other)
 
-    def _lead(self, one: socket.socket, other: socket.socket) -> None:
-        """What ``one`` says, to ``other``."""
+    def _lead(self, source: socket.socket, other: socket.socket) -> None:
+        """Pass on all that ``one`` sends to ``other``, after the delay."""
         if not self._delay_s:
-            threading.Thread(target=self._pass, args=(one, other), daemon=True).start()
+            threading.Thread(target=self._pass, args=(source, other), daemon=True).start()
             return
         came: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
-        threading.Thread(target=self._hear, args=(one, came), daemon=True).start()
-        threading.Thread(target=self._say_late, args=(came, one, other), daemon=True).start()
+        threading.Thread(target=self._hear, args=(source, came), daemon=True).start()
+        threading.Thread(target=self._say_late, args=(came, source, other), daemon=True).start()
 
-    def _pass(self, one: socket.socket, other: socket.socket) -> None:
+    def _pass(self, source: socket.socket, other: socket.socket) -> None:
         with suppress(OSError):
-            while data := one.recv(1 << 16):
+            while data := source.recv(1 << 16):
                 self._flowing.wait()
                 other.sendall(data)
-        self._end(one)
+        self._end(source)
         self._end(other)
 
-    def _hear(self, one: socket.socket, came: queue.SimpleQueue[tuple[float, bytes]]) -> None:
+    def _hear(self, source: socket.socket, came: queue.SimpleQueue[tuple[float, bytes]]) -> None:
         data = b"."
         while data:
             try:
-                data = one.recv(1 << 16)
+                data = source.recv(1 << 16)
             except OSError:
                 data = b""
             came.put((time.monotonic() + self._delay_s, data))
 
-    def _say_late(self, came: queue.SimpleQueue[tuple[float, bytes]], one: socket.socket, other: socket.socket) -> None:
+    def _say_late(
+        self, came: queue.SimpleQueue[tuple[float, bytes]], target: socket.socket, other: socket.socket
+    ) -> None:
         with suppress(OSError):
-            while (said := came.get())[1]:
-                time.sleep(max(0.0, said[0] - time.monotonic()))
+            while (piece := came.get())[1]:
+                time.sleep(max(0.0, piece[0] - time.monotonic()))
                 self._flowing.wait()
-                other.sendall(said[1])
-        self._end(one)
+                other.sendall(piece[1])
+        self._end(target)
         self._end(other)
 
-    def _end(self, one: socket.socket) -> None:
-        self._open.discard(one)
+    def _end(self, connection: socket.socket) -> None:
+        self._open.discard(connection)
         with suppress(OSError):
-            one.shutdown(socket.SHUT_RDWR)
+            connection.shutdown(socket.SHUT_RDWR)
         with suppress(OSError):
-            one.close()
+            connection.close()
 
 
 # Server processes, some behind a relay of this one, for tests and experiments to kill, stop and cut off.
@@ -159,26 +161,25 @@ class ServerProcess:
         self._port = self.pid = 0
 
     def ready(self) -> Self:
-        """Wait until it serves. Raises SwarmError when it ends instead."""
+        """Wait until the server serves. Raises SwarmError when it ends instead."""
         if not self.pid:
             line = self._process.stdout.readline()
-            found = re.search(r"at (\S+) by process (\d+)(?:, on port (\d+) here)?;", line)
-            if not found:
-                said = self._process.stderr.read().strip().splitlines() or ["it says nothing"]
-                raise SwarmError(f"a server of blocks {self.blocks} did not start: {said[-1]}")
-            self.address, self.pid, self._port = found[1], int(found[2]), int(found[3] or 0)
+            match = re.search(r"at (\S+) by process (\d+)(?:, on port (\d+) here)?;", line)
+            if not match:
+                error_lines = self._process.stderr.read().strip().splitlines() or ["it says nothing"]
+                raise SwarmError(f"a server of blocks {self.blocks} did not start: {error_lines[-1]}")
+            self.address, self.pid, self._port = match[1], int(match[2]), int(match[3] or 0)
         return self
 
     def kill(self) -> None:
-        """Send SIGKILL to the server."""
         os.kill(self.pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        """SIGSTOP: its connections stay open."""
+        """Send SIGSTOP to the server: its connections stay open."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def heal(self) -> None:
-        """Undo what does not end it."""
+        """Undo the faults that do not end the server."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGCONT)
 
@@ -208,11 +209,11 @@ class ProxiedServer(ServerProcess):
         return self
 
     def cut(self) -> None:
-        """Its link is reset."""
+        """Reset the server's link."""
         self.proxy.cut()
 
     def hold(self) -> None:
-        """Its link falls silent."""
+        """Silence the server's link, with its connections open."""
         self.proxy.hold()
 
     def heal(self) -> None:
@@ -246,13 +247,13 @@ class Fleet:
             raise
 
     def start(self, blocks: str) -> ProxiedServer:
-        """One more server, on its way."""
+        """Start one more server, and return it before it is ready."""
         member = ProxiedServer(self.folder, blocks, list(self.members), self._delay_s)
         self.members[member.address] = member
         return member
 
     def settle(self) -> None:
-        """Wait until all serve."""
+        """Wait until all members serve."""
         for member in self.members.values():
             member.ready()
 
@@ -260,14 +261,14 @@ class Fleet:
         """Wait until a client knows all servers of each span as ones that answer. Raises SwarmError after a minute."""
         until = time.monotonic() + _TOGETHER_S
         while time.monotonic() < until:
-            counts = Counter(one.blocks for one in swarm.servers() if one.address in self.members)
+            counts = Counter(record.blocks for record in swarm.servers() if record.address in self.members)
             if len(counts) == len(self.spans) and min(counts.values()) > self.spares:
                 return
             time.sleep(0.02)
         raise SwarmError(f"the swarm did not come together: {dict(counts)} of {', '.join(self.spans)}")
 
     def replace(self, member: ProxiedServer) -> None:
-        """Another in the place of one that is dead."""
+        """Start another server in the place of ``member``, which is dead."""
         del self.members[member.address]
         if member.address == self.door:
             self.door = next(iter(self.members))
@@ -275,6 +276,5 @@ class Fleet:
         self.start(member.blocks)
 
     def close(self) -> None:
-        """End all members."""
         for member in self.members.values():
             member.close()

@@ -41,7 +41,7 @@ IMPORTS = ("firsttoken.options", "transformers.models.llama.modeling_llama")  # 
 
 def split_evenly(depth: int, servers: int) -> list[str]:
     """``depth`` blocks as ``servers`` spans a:b, as even as they can be."""
-    edges = [depth * place // servers for place in range(servers + 1)]
+    edges = [depth * server // servers for server in range(servers + 1)]
     return [f"{a}:{b}" for a, b in pairwise(edges)]
 
 
@@ -49,8 +49,8 @@ def split_evenly(depth: int, servers: int) -> list[str]:
 def running(
     folder: Path, spans: Sequence[str], trains: bool = False, threads: int = 0
 ) -> Iterator[list[ServerProcess]]:
-    """A server process of each span, the first of which knows all. Raises SwarmError for one that does not start, and
-    when they do not come together."""
+    """Run a server process of each span, the first of which knows all. Raises SwarmError for one that does not start,
+    and when they do not come together."""
     ups: list[ServerProcess] = []
     try:
         for span in spans:
@@ -67,7 +67,7 @@ def running(
 
 
 async def _known(model: str, ups: Sequence[ServerProcess]) -> None:
-    """Wait until the first has heard of all."""
+    """Wait until the first server has heard of all."""
     swarm, until = Swarm(model, [ups[0].address], 1, Access(), Timeouts()), time.monotonic() + _TOGETHER_S
     while len(swarm.servers()) < len(ups):
         if time.monotonic() > until:
@@ -86,8 +86,8 @@ def stored(profile: Profile) -> Iterator[tuple[Path, Loaded]]:
     with kernel_forkserver.warmed(IMPORTS), tempfile.TemporaryDirectory(dir=paths.CACHE, prefix="swarm-") as folder:
         with quiet_transformers():
             loaded.model.save_pretrained(folder)
-        here = load_model(folder, with_tokenizer=False)
-        yield Path(folder), Loaded(here.model, loaded.tokenizer, loaded.provenance)
+        own_model = load_model(folder, with_tokenizer=False)
+        yield Path(folder), Loaded(own_model.model, loaded.tokenizer, loaded.provenance)
 
 
 def prompt_of(loaded: Loaded, tokens: int, seed: int) -> list[int]:
@@ -113,7 +113,8 @@ def local_engine(model: nn.Module, tokens: int) -> Iterator[Engine]:
 def timed_steps(
     engine: Engine, prompt: Sequence[int], tokens: int, before: Any = None
 ) -> tuple[list[int], list[float]]:
-    """What ``engine`` says greedily, and seconds of each step; ``before`` (token's place) is called before each."""
+    """Return the greedy tokens of ``engine`` and the seconds of each step; ``before`` (token's place) is called before
+    each."""
     request, seconds = engine.submit(prompt, Sampling(tokens)), []
     while not request.finished:
         if before is not None:

@@ -86,7 +86,7 @@ class ChainsConfig:
             raise ProfileError("chains.block_bits must be [8], or [8, 16] where there is memory for both")
 
     def needs(self) -> list[Need]:
-        """The context holds the longest prompt and a step."""
+        """Require a context that holds the longest prompt and a step."""
         longest = max(*self.contexts, self.forward_tokens) + 1
         return [Need("chains.contexts", longest, CONTEXT)]
 
@@ -109,8 +109,8 @@ def swarm_chains(profile: Profile) -> Outcome:
         for count in config.forwards:
             batch, repeats = ids[:, : config.forward_tokens].expand(count, -1), max(1, config.repeats // 10)
             seconds = timed(partial(model.model, batch, use_cache=False), repeats=repeats, device=ids.device)
-            asked = {"rows": count, "tokens": config.forward_tokens}
-            rows += [{"what": "forward", **asked, "repeat": n, "seconds": s} for n, s in enumerate(seconds)]
+            columns = {"rows": count, "tokens": config.forward_tokens}
+            rows += [{"what": "forward", **columns, "repeat": n, "seconds": s} for n, s in enumerate(seconds)]
     rows += _offloading(model, ids[:, : config.contexts[0] + 1], config)
     rows += [*_simulated(config), *_blocks(config, profile)]
     shape = {"hidden": model.config.hidden_size, "layers": len(layers_of(model))}
@@ -122,7 +122,7 @@ def _offloading(model: nn.Module, ids: Tensor, config: ChainsConfig) -> Rows:
     rows: Rows = []
     paths.CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=paths.CACHE, prefix="offloaded-") as folder:
-        for place, repeats, file in (
+        for storage, repeats, file in (
             (RAM, config.repeats, None),
             (DISK, config.disk_repeats, Path(folder) / "layers"),
         ):
@@ -136,7 +136,7 @@ def _offloading(model: nn.Module, ids: Tensor, config: ChainsConfig) -> Rows:
                     how = evict(file) if file else how
                     with Stopwatch(ids.device) as bringing:
                         resting.bring_all()
-                    row = {"what": "offload", "from": place, "repeat": repeat, "seconds": watch.seconds}
+                    row = {"what": "offload", "from": storage, "repeat": repeat, "seconds": watch.seconds}
                     row |= {"bringing_s": bringing.seconds, "bytes": resting.step_bytes, "how": how}
                     rows += [row] if repeat >= 0 else []
     return rows
@@ -169,34 +169,40 @@ def chains_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     for context, steps in frame_of(rows, what="step").groupby("context", sort=False):
         summary.by(steps, {}, {"step_s": ("seconds", "median", "s")}, context_tokens=context)
         for network in NETWORKS:
-            rate = bootstrap(steps.seconds, lambda sample, of=network: 1 / _swarm_s(sample, hidden, of))
+            rate = bootstrap(
+                steps.seconds, lambda sample, network_link=network: 1 / _swarm_s(sample, hidden, network_link)
+            )
             summary.add("steps_per_s", rate.summary("steps/s"), context_tokens=context, link=network)
-    for place, steps in frame_of(rows, what="offload").groupby("from", sort=False):
-        where = {"variant": OFFLOADING, "machine": place}
+    for labels, steps in frame_of(rows, what="offload").groupby("from", sort=False):
+        labels_of_ratio = {"variant": OFFLOADING, "machine": labels}
         rate = bootstrap(steps.bytes / steps.bringing_s / 1e9, "median")
-        summary.by(steps, {}, {"step_s": ("seconds", "median", "s")}, **where)
-        summary.add("bringing_gb_per_s", rate.summary("GB/s"), **where)
+        summary.by(steps, {}, {"step_s": ("seconds", "median", "s")}, **labels_of_ratio)
+        summary.add("bringing_gb_per_s", rate.summary("GB/s"), **labels_of_ratio)
         for network, link in NETWORKS.items():
             size = crossover_bytes(8 * rate.estimate, PUBLISHED_SERVERS, hidden, link)
-            summary.add("crossover_gb", {"value": size / 1e9, "unit": "GB"}, machine=place, link=network)
+            summary.add("crossover_gb", {"value": size / 1e9, "unit": "GB"}, machine=labels, link=network)
     for (count, length), passes in frame_of(rows, what="forward").groupby(["rows", "tokens"], sort=False):
         tokens = int(count * length)
         for network in NETWORKS:
-            rate = bootstrap(passes.seconds, lambda s, n=tokens, of=network: n / _swarm_s(s, hidden, of, n))
+            rate = bootstrap(
+                passes.seconds, lambda s, n=tokens, network_link=network: n / _swarm_s(s, hidden, network_link, n)
+            )
             summary.add("forward_tokens_per_s", rate.summary("tokens/s"), batch=count, link=network)
     for bits, passes in frame_of(rows, what="block").groupby("bits", sort=False):
-        place = {"model": BLOOM, "bits": bits}
-        summary.by(passes, {}, {"block_s": ("seconds", "median", "s")}, **place)
+        labels = {"model": BLOOM, "bits": bits}
+        summary.by(passes, {}, {"block_s": ("seconds", "median", "s")}, **labels)
         for network, gbit in product(NETWORKS, BOUNDS_GBIT_PER_S):
             step_s = offload_s(BLOOM_BYTES, gbit)
-            over = bootstrap(passes.seconds, lambda s, by=step_s, of=network: by / _bloom_s(s, of)).summary("x")
-            where = {"link": network, "source": "measured", "than": OFFLOADING, "gbit_per_s": gbit}
-            summary.add("steps_per_s_x", over, **place, **where)
+            speedup = bootstrap(
+                passes.seconds, lambda s, by=step_s, network_link=network: by / _bloom_s(s, network_link)
+            ).summary("x")
+            labels_of_ratio = {"link": network, "source": "measured", "than": OFFLOADING, "gbit_per_s": gbit}
+            summary.add("steps_per_s_x", speedup, **labels, **labels_of_ratio)
     for row in rows_where(rows, what="simulated"):
         slower = 100 * (1 - row["alone_s"] / row["seconds"])
-        place = {"model": BLOOM, "source": "simulated", "case": row["swarm"], "clients": row["clients"]}
-        summary.add("steps_per_s", {"value": 1 / row["seconds"], "unit": "steps/s"}, **place)
-        summary.add("slower_pct", {"value": slower, "unit": "%"}, than="alone", **place)
+        labels = {"model": BLOOM, "source": "simulated", "case": row["swarm"], "clients": row["clients"]}
+        summary.add("steps_per_s", {"value": 1 / row["seconds"], "unit": "steps/s"}, **labels)
+        summary.add("slower_pct", {"value": slower, "unit": "%"}, than="alone", **labels)
     return summary
 
 
@@ -210,7 +216,7 @@ def _bloom_s(block_s: np.ndarray, network: str) -> float:
 
 
 def _published() -> Summary:
-    """What follows from the paper's numbers alone."""
+    """Summarize what follows from the paper's numbers alone."""
     summary, reckoned = Summary(), {"model": BLOOM, "source": "arithmetic"}
     summary.add("weights_gb", {"value": 2 * BLOOM_BYTES / 1e9, "unit": "GB"}, bits=16, **reckoned)
     for bits in (16, 8):
@@ -222,10 +228,10 @@ def _published() -> Summary:
         summary.add("step_s", seconds, variant=OFFLOADING, link=link, **reckoned)
     for network, published in PUBLISHED_STEPS_PER_S.items():
         seconds = swarm_s(published_compute_s(), PUBLISHED_SERVERS, BLOOM_HIDDEN, NETWORKS[network])
-        place = {"model": BLOOM, "link": network}
+        labels = {"model": BLOOM, "link": network}
         for source, rate in (("foreseen", 1 / seconds), ("published", published)):
-            summary.add("steps_per_s", {"value": rate, "unit": "steps/s"}, source=source, **place)
+            summary.add("steps_per_s", {"value": rate, "unit": "steps/s"}, source=source, **labels)
         for gbit in BOUNDS_GBIT_PER_S:
-            over = {"value": offload_s(BLOOM_BYTES, gbit) / seconds, "unit": "x"}
-            summary.add("steps_per_s_x", over, source="foreseen", than=OFFLOADING, gbit_per_s=gbit, **place)
+            entry = {"value": offload_s(BLOOM_BYTES, gbit) / seconds, "unit": "x"}
+            summary.add("steps_per_s_x", entry, source="foreseen", than=OFFLOADING, gbit_per_s=gbit, **labels)
     return summary

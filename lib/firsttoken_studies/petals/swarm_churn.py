@@ -54,7 +54,7 @@ class ChurnConfig:
 
 @dataclass
 class _Simulated:
-    """What is true of a server, and what it ``said``: (when, its record or None for gone), oldest first."""
+    """The state of a server, and its announcements ``said``: (when, its record or None for gone), oldest first."""
 
     record: Reachable
     said: list[tuple[float, Reachable | None]]
@@ -91,7 +91,8 @@ class Churn:
         return [server.record for server in self._servers.values() if server.alive]
 
     def join(self, name: str, count: int, throughput: float) -> None:
-        """A server of ``count`` blocks comes, chooses them by what it sees, and again when it has waited for others."""
+        """Add a server of ``count`` blocks, which chooses them by what it sees, and again when it has waited for
+        others."""
         blocks = interval_to_join(self.seen(), self.config.depth, count)
         record = Reachable(name, blocks, 0.0, throughput)
         self._servers[name] = _Simulated(record, [(self.now_s, record)], wants=(self.now_s, name))
@@ -101,7 +102,7 @@ class Churn:
         self._note()
 
     def leave(self, name: str, *, says_so: bool) -> None:
-        """Server ``name`` is gone; one that does not say so is seen until its last record expires."""
+        """Remove server ``name``; unless it ``says_so`` it is seen until its last record expires."""
         server = self._servers[name]
         server.alive = server.serves = False
         if says_so:
@@ -112,7 +113,7 @@ class Churn:
         self._note()
 
     def run(self, until_s: float) -> None:
-        """Let time pass."""
+        """Advance the time to ``until_s``, with all that happens until then."""
         while self._agenda and self._agenda[0][0] <= until_s:
             self.now_s, _, act = heapq.heappop(self._agenda)
             act()
@@ -123,16 +124,16 @@ class Churn:
     ) -> list[Reachable]:
         """The records that anybody sees now, except of ``without``; of moves that are only announced those that were
         earlier than ``before``, of one second those of the first name. News travel for ``gossip_s``."""
-        found, latest = [], self.now_s - (self.config.gossip_s if gossip_s is None else gossip_s)
+        records, latest = [], self.now_s - (self.config.gossip_s if gossip_s is None else gossip_s)
         for name, server in self._servers.items():
             if name == without or self.now_s >= server.expires_s:
                 continue
             later = before is not None and server.wants is not None and server.wants > before
-            said = server.said[:-1] if later else server.said
-            record = next((what for when, what in reversed(said) if when <= latest), None)
+            statements = server.said[:-1] if later else server.said
+            record = next((record_said for when, record_said in reversed(statements) if when <= latest), None)
             if record is not None:
-                found.append(record)
-        return found
+                records.append(record)
+        return records
 
     def _join(self, name: str) -> None:
         server = self._servers[name]
@@ -144,7 +145,7 @@ class Churn:
         self._after(self.config.load_s, lambda: self._ready(name))
 
     def _spread(self, after_s: float) -> None:
-        """Everybody sees in ``after_s`` that somebody came or went, and asks soon after."""
+        """Tell all servers in ``after_s`` of one that came or went; each asks soon after."""
         if self.config.hears_s:
             for name, server in self._servers.items():
                 wait = after_s + self._rng.uniform(0, self.config.hears_s)
@@ -167,18 +168,20 @@ class Churn:
             self._after(self.config.settle_s, lambda: self._decide(name, target))
 
     def _decide(self, name: str, target: range) -> None:
-        """Move, or take the announcement back: somebody who was earlier fills the gap."""
+        """Move the server, or take its announcement back where an earlier one fills the gap."""
         server = self._servers[name]
         if not server.alive:
             return
-        seen, now = self.seen(name, server.wants), self.seen(name, server.wants, gossip_s=0.0)
+        servers_seen, now = self.seen(name, server.wants), self.seen(name, server.wants, gossip_s=0.0)
         server.wants = None
-        wanted = self._wanted(server, seen)
+        wanted = self._wanted(server, servers_seen)
         if wanted is None:
             server.said.append((self.now_s, server.record))
             return
-        known = {one.name for one in seen}
-        self.in_vain += self._wanted(server, [one for one in now if one.name in known]) is None
+        names = {server_record.name for server_record in servers_seen}
+        self.in_vain += (
+            self._wanted(server, [server_record for server_record in now if server_record.name in names]) is None
+        )
         self.moves += 1
         server.record = replace(server.record, blocks=target)
         server.serves = False
@@ -197,7 +200,7 @@ class Churn:
         heapq.heappush(self._agenda, (self.now_s + seconds, self._count, act))
 
     def _note(self) -> None:
-        rates = block_rates((one.record for one in self._servers.values() if one.serves), self.config.depth)
+        rates = block_rates((server.record for server in self._servers.values() if server.serves), self.config.depth)
         most = most_rate(self.living, self.config.depth)
         self.history.append((self.now_s, float(rates.min()), most, int((rates <= 0).sum())))
 
@@ -235,8 +238,8 @@ def swarm_churn(profile: Profile) -> Outcome:
     None where the rate was not back after two periods."""
     config = profile.section("churn", ChurnStudyConfig)
     rows: Rows = []
-    asked = itertools.product(range(profile.seed, profile.seed + config.seeds), config.rules)
-    for seed, rule in track(list(asked), desc="churn"):
+    cases = itertools.product(range(profile.seed, profile.seed + config.seeds), config.rules)
+    for seed, rule in track(list(cases), desc="churn"):
         rows += [{"seed": seed, "rule": rule} | row for row in churned(config, seed, RULES[rule])]
     return Outcome(rows, provenance={"source": "simulated servers", "kind": "simulated"})
 
@@ -258,8 +261,8 @@ def churned(config: ChurnStudyConfig, seed: int, rule: Mapping[str, Any]) -> Row
     churn.run(churn.now_s + 4 * config.period_s)
     rows: Rows = []
     for event in range(config.events):
-        at, before, moves, vain = churn.now_s, len(churn.history) - 1, churn.moves, churn.in_vain
-        living, count = [one.name for one in churn.living], int(rng.integers(1, 4))
+        event_s, before, moves, vain = churn.now_s, len(churn.history) - 1, churn.moves, churn.in_vain
+        living, count = [server.name for server in churn.living], int(rng.integers(1, 4))
         kind = ("leave", "die", "join")[rng.integers(3)] if len(living) > 0.75 * config.servers else "join"
         kind = "leave" if len(living) > 1.25 * config.servers else kind
         for name in [None] * count if kind == "join" else rng.choice(living, count, replace=False):
@@ -267,8 +270,8 @@ def churned(config: ChurnStudyConfig, seed: int, rule: Mapping[str, Any]) -> Row
                 join()
             else:
                 churn.leave(str(name), says_so=kind == "leave")
-        churn.run(at + 2 * config.period_s)
-        until = _until(churn.history[before + 1 :], at, churn.now_s)
+        churn.run(event_s + 2 * config.period_s)
+        until = _until(churn.history[before + 1 :], event_s, churn.now_s)
         row = {"event": event, "kind": kind, "servers": len(churn.living), **until}
         row |= {"moves": churn.moves - moves, "in_vain": churn.in_vain - vain}
         rows.append(row)
@@ -280,9 +283,9 @@ def _until(history: list[tuple[float, float, float, int]], at_s: float, end_s: f
 
     The third entry is the share of the best rate that is reached at the end.
     """
-    ends = [*(moment for moment, *_ in history[1:]), end_s]
-    low = [end for end, (_, rate, most, _) in zip(ends, history, strict=True) if rate < SHARE * most]
-    unserved = [end for end, (*_, gaps) in zip(ends, history, strict=True) if gaps]
+    end_times_s = [*(moment for moment, *_ in history[1:]), end_s]
+    low = [end for end, (_, rate, most, _) in zip(end_times_s, history, strict=True) if rate < SHARE * most]
+    unserved = [end for end, (*_, gaps) in zip(end_times_s, history, strict=True) if gaps]
     back = (low[-1] if low else at_s) - at_s
     return {
         "back_s": back if back < end_s - at_s else None,
@@ -301,9 +304,9 @@ def churn_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         "share_after_pct": ("share_after", "mean", "%", 100),
         "moves_an_event": ("moves", "mean", ""),
     }
-    for rule, here in events.groupby("rule", sort=False):
-        summary.by(here, {}, of_events, variant=rule)
-        longest = {"value": here.unserved_s.max() / period, "n": len(here)}
+    for rule, rule_rows in events.groupby("rule", sort=False):
+        summary.by(rule_rows, {}, of_events, variant=rule)
+        longest = {"value": rule_rows.unserved_s.max() / period, "n": len(rule_rows)}
         summary.add("longest_unserved_periods", longest, variant=rule)
-        summary.add("moves_in_vain", {"value": here.in_vain.sum(), "n": len(here)}, variant=rule)
+        summary.add("moves_in_vain", {"value": rule_rows.in_vain.sum(), "n": len(rule_rows)}, variant=rule)
     return summary

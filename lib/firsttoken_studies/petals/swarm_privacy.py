@@ -49,7 +49,7 @@ class PrivacyConfig:
             raise ProfileError("privacy: depths are 0 or more, and every other number at least 1")
 
     def needs(self) -> list[Need]:
-        """The model has a layer that each depth enters, and the context; the texts have the windows."""
+        """Require a model with a layer that each depth enters, and the context, and texts with the windows."""
         return [
             Need("privacy.depths + 1", max(self.depths) + 1, LAYERS),
             Need("privacy.window_tokens", self.window_tokens, CONTEXT),
@@ -69,25 +69,26 @@ def swarm_privacy(profile: Profile) -> Outcome:
         split[name] = token_windows(running_text(name), loaded.tokenizer, config.window_tokens, count).to(device)
     layer = sum(parameter.numel() for parameter in layers_of(model)[0].parameters())
     rows: Rows = [{"depth": depth, "local_bytes": depth * layer * _BYTES} for depth in config.depths]
-    known = nn.functional.normalize(model.get_input_embeddings().weight.detach(), dim=1)
-    probes = _learnt(model, split["train"], known, config)
+    embeddings = nn.functional.normalize(model.get_input_embeddings().weight.detach(), dim=1)
+    probes = _learnt(model, split["train"], embeddings, config)
     commonest = Counter(split["train"].flatten().tolist()).most_common(1)[0][0]
-    seen = _entering(model, split["test"], config)
-    for first, (ids, states) in zip(range(0, config.windows, config.batch), seen, strict=True):
-        found = {(0, GUESS): torch.full_like(ids, commonest)}
+    hidden_states = _entering(model, split["test"], config)
+    for first, (ids, states) in zip(range(0, config.windows, config.batch), hidden_states, strict=True):
+        guesses = {(0, GUESS): torch.full_like(ids, commonest)}
         for depth, rows_in in states.items():
-            found[depth, NEAREST] = _nearest(rows_in, known)
-            found[depth, LINEAR] = _nearest(_features(rows_in) @ probes[depth], known)
-        for (depth, attack), guessed in found.items():
+            guesses[depth, NEAREST] = _nearest(rows_in, embeddings)
+            guesses[depth, LINEAR] = _nearest(_features(rows_in) @ probes[depth], embeddings)
+        for (depth, attack), guessed in guesses.items():
             shares = (guessed == ids).float().mean(1).tolist()
-            here = {"depth": depth, "attack": attack, "tokens": config.window_tokens}
-            rows += [{**here, "window": first + at, "recovered": share} for at, share in enumerate(shares)]
+            labels = {"depth": depth, "attack": attack, "tokens": config.window_tokens}
+            rows += [{**labels, "window": first + window, "recovered": share} for window, share in enumerate(shares)]
     return Outcome(rows, provenance=loaded.provenance.as_dict())
 
 
 @torch.inference_mode()
 def _entering(model: nn.Module, windows: Tensor, config: PrivacyConfig) -> Iterator[tuple[Tensor, dict[int, Tensor]]]:
-    """Each batch of ``windows`` [batch, tokens], and by depth what enters that layer [batch, tokens, hidden]."""
+    """Yield each batch of ``windows`` [batch, tokens], and by depth the hidden states that enter that layer [batch,
+    tokens, hidden]."""
     body, states = model.model, {}
     every, body.layers = body.layers, body.layers[: max(config.depths) + 1]
 
@@ -106,19 +107,20 @@ def _entering(model: nn.Module, windows: Tensor, config: PrivacyConfig) -> Itera
 
 
 @torch.inference_mode()
-def _learnt(model: nn.Module, windows: Tensor, known: Tensor, config: PrivacyConfig) -> dict[int, Tensor]:
-    """Fit by depth a ridge regression from states to the embeddings ``known`` [vocabulary, hidden] of their tokens."""
-    width = known.shape[1] + 1
-    squares = {depth: known.new_zeros(width, width) for depth in config.depths}
-    products = {depth: known.new_zeros(width, width - 1) for depth in config.depths}
+def _learnt(model: nn.Module, windows: Tensor, embeddings: Tensor, config: PrivacyConfig) -> dict[int, Tensor]:
+    """Fit by depth a ridge regression from states to the embeddings ``embeddings`` [vocabulary, hidden] of their
+    tokens."""
+    width = embeddings.shape[1] + 1
+    squares = {depth: embeddings.new_zeros(width, width) for depth in config.depths}
+    products = {depth: embeddings.new_zeros(width, width - 1) for depth in config.depths}
     for ids, states in _entering(model, windows, config):
-        wanted = known[ids.flatten()]
+        wanted = embeddings[ids.flatten()]
         for depth, rows in states.items():
             features = _features(rows).flatten(0, 1)
             squares[depth] += features.T @ features
             products[depth] += features.T @ wanted
-    much = {depth: RIDGE * one.diagonal().mean() for depth, one in squares.items()}
-    eye = torch.eye(width, device=known.device)
+    much = {depth: RIDGE * square.diagonal().mean() for depth, square in squares.items()}
+    eye = torch.eye(width, device=embeddings.device)
     return {depth: torch.linalg.solve(squares[depth] + much[depth] * eye, products[depth]) for depth in config.depths}
 
 
@@ -128,9 +130,9 @@ def _features(states: Tensor) -> Tensor:
     return torch.cat([sized, torch.ones_like(sized[..., :1])], -1)
 
 
-def _nearest(states: Tensor, known: Tensor) -> Tensor:
+def _nearest(states: Tensor, embeddings: Tensor) -> Tensor:
     """The tokens [batch, tokens] whose embeddings point most as ``states`` [batch, tokens, hidden] do."""
-    return torch.stack([(one @ known.T).argmax(-1) for one in states])
+    return torch.stack([(state @ embeddings.T).argmax(-1) for state in states])
 
 
 def privacy_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
@@ -140,6 +142,6 @@ def privacy_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     for depth in parameters["privacy"]["depths"]:
         for attack in (NEAREST, LINEAR):
             summary.by(frame_of(rows, depth=depth, attack=attack), {}, recovered, variant=attack, layers=depth)
-        (kept,) = [row["local_bytes"] for row in rows_where(rows, depth=depth) if "local_bytes" in row]
-        summary.add("weights_mb", {"value": kept / 1e6, "unit": "MB"}, layers=depth)
+        (local_bytes,) = [row["local_bytes"] for row in rows_where(rows, depth=depth) if "local_bytes" in row]
+        summary.add("weights_mb", {"value": local_bytes / 1e6, "unit": "MB"}, layers=depth)
     return summary

@@ -58,7 +58,7 @@ class SurvivalConfig:
                 raise ProfileError(f"survival.faults: no fault {fault!r}; {unknown(fault, FAULTS)}")
         if min(self.tokens, self.servers, self.together_times) < 1 or not 1 <= self.prompt_tokens <= MOST_TOKENS // 2:
             raise ProfileError(f"survival: every number must be at least 1, and a prompt at most {MOST_TOKENS // 2}")
-        if any(not 0 <= place < self.tokens for place in self.positions) or len(self.together) + 2 > self.tokens:
+        if any(not 0 <= position < self.tokens for position in self.positions) or len(self.together) + 2 > self.tokens:
             raise ProfileError(f"survival.positions and together must lie within the {self.tokens} tokens")
         if len(self.together) > self.servers:
             raise ProfileError(
@@ -66,7 +66,7 @@ class SurvivalConfig:
             )
 
     def needs(self) -> list[Need]:
-        """The model has a block for each server, and the context."""
+        """Require a model with a block for each server, and the context."""
         return [
             Need("survival.servers", self.servers, LAYERS),
             Need("survival.tokens", self.tokens + self.prompt_tokens, CONTEXT),
@@ -81,28 +81,30 @@ def swarm_survival(profile: Profile) -> Outcome:
     with stored(profile) as (folder, loaded):
         prompt = prompt_of(loaded, config.prompt_tokens, profile.seed)
         with local_engine(loaded.model, config.prompt_tokens + config.tokens) as engine:
-            said, _ = timed_steps(engine, prompt, config.tokens)
+            output, _ = timed_steps(engine, prompt, config.tokens)
         depth = len(layers_of(loaded.model))
-        rows = _broken(folder, split_evenly(depth, config.servers), config, prompt, said)
+        rows = _broken(folder, split_evenly(depth, config.servers), config, prompt, output)
     return Outcome(rows, provenance=loaded.provenance.as_dict())
 
 
-def _broken(folder: Path, spans: Sequence[str], config: SurvivalConfig, prompt: list[int], said: list[int]) -> Rows:
+def _broken(folder: Path, spans: Sequence[str], config: SurvivalConfig, prompt: list[int], output: list[int]) -> Rows:
     fleet = Fleet(folder, spans, config.delay_ms / 1000)
     try:
         timeouts = Timeouts(step_s=config.step_s, token_s=0.01, refresh_s=0.5, answer_s=1.0, ban_s=1.0, find_s=60.0)
         with RemoteModel(folder, [fleet.door], timeouts=timeouts) as model:
-            study = _Study(fleet, model, config, prompt, said)
+            study = _Study(fleet, model, config, prompt, output)
             study.generate({})  # everything is loaded and connected by then
             study.rows.clear()
             study.generation = 0
             places = config.positions or range(config.tokens)
-            asked = []
+            schedules = []
             for fault in config.faults:
-                asked += [{}, *({place: fault} for place in places)]
+                schedules += [{}, *({position: fault} for position in places)]
             every = config.tokens // (len(config.together) + 1)
-            asked += [{every * (at + 1): one for at, one in enumerate(config.together)}] * config.together_times
-            for faults in track(asked, desc="faults"):
+            schedules += [
+                {every * (number + 1): fault_kind for number, fault_kind in enumerate(config.together)}
+            ] * config.together_times
+            for faults in track(schedules, desc="faults"):
                 study.generate(faults)
             for row, recovery_s in recoveries(study.rows):
                 row["recovery_s"] = recovery_s
@@ -112,13 +114,13 @@ def _broken(folder: Path, spans: Sequence[str], config: SurvivalConfig, prompt: 
 
 
 class _Study:
-    """Generations over one fleet, and what became of each."""
+    """The generations over one fleet, and their rows."""
 
     def __init__(
-        self, fleet: Fleet, model: RemoteModel, config: SurvivalConfig, prompt: list[int], said: list[int]
+        self, fleet: Fleet, model: RemoteModel, config: SurvivalConfig, prompt: list[int], output: list[int]
     ) -> None:
         self.fleet, self.model, self.config = fleet, model, config
-        self.prompt, self.said = prompt, said
+        self.prompt, self.said = prompt, output
         self.rows: Rows = []
         self.generation = 0
         self._turn = 0  # whose server of the chain is hit next
@@ -130,12 +132,12 @@ class _Study:
         fleet.known_to(model.swarm)
         hit: list[tuple[int, str, ProxiedServer, float]] = []
 
-        def strike(place: int) -> None:
-            if fault := faults.get(place):
+        def strike(position: int) -> None:
+            if fault := faults.get(position):
                 sessions = model.chain.sessions or wait_for(model.swarm.route(model.chain.layers))
                 self._turn += 1
                 record = sessions[self._turn % len(sessions)][1]
-                hit.append((place, fault, fleet.members[record.address], self._round_trip(record.address)))
+                hit.append((position, fault, fleet.members[record.address], self._round_trip(record.address)))
                 getattr(hit[-1][2], fault)()
 
         before = len(model.chain.faults)
@@ -146,16 +148,16 @@ class _Study:
                 fleet.replace(member) if fault == "kill" else member.heal()
         shared = {"generation": self.generation, "equal": output == self.said, "faults_in_it": len(faults)}
         shared["replaced"] = len(model.chain.faults) - before
-        for place, fault, member, round_trip_s in hit:
-            tokens = len(self.prompt) if place == 0 else 1
-            row = {"what": "fault", "fault": fault, "position": place, "blocks": member.blocks, **shared}
-            row |= {"step_s": seconds[place], "round_trip_s": round_trip_s}
+        for position, fault, member, round_trip_s in hit:
+            tokens = len(self.prompt) if position == 0 else 1
+            row = {"what": "fault", "fault": fault, "position": position, "blocks": member.blocks, **shared}
+            row |= {"step_s": seconds[position], "round_trip_s": round_trip_s}
             row["timeout_s"] = model.swarm.timeouts.limit_s(tokens) if fault in WAITED else 0.0
-            row["prefill_s"] = self._prefill(member.blocks, len(self.prompt) + place, round_trip_s)
+            row["prefill_s"] = self._prefill(member.blocks, len(self.prompt) + position, round_trip_s)
             self.rows.append(row)
         self.rows += [
-            {"what": "token", "generation": self.generation, "token": token, "seconds": one}
-            for token, one in enumerate(seconds)
+            {"what": "token", "generation": self.generation, "token": token, "seconds": token_s}
+            for token, token_s in enumerate(seconds)
         ]
         self.generation += 1
 
@@ -195,10 +197,11 @@ class _Study:
 
 
 def recoveries(rows: Rows) -> list[tuple[dict[str, Any], float]]:
-    """Each row of a fault, with the seconds that its step took beyond the median one that nothing had disturbed.
+    """Return each row of a fault, with the seconds that its step took beyond the median undisturbed one.
 
-    That is, for a first token, the median first step, else that of later tokens: of all generations but the first
-    measured one, of which a recorded run's was not warm, the steps before a generation's first fault.
+    For a first token that is the median first step, else the median step of later tokens. Undisturbed are the steps
+    before a generation's first fault, of all generations but the first measured one, which in a recorded run was not
+    warm.
     """
     if not (struck := rows_where(rows, what="fault")):
         return []
@@ -209,7 +212,8 @@ def recoveries(rows: Rows) -> list[tuple[dict[str, Any], float]]:
 
 
 def bound_s(row: Any) -> Any:
-    """What the recovery of ``row``, or of each row of a frame, may take: time-out, prefill, two round trips."""
+    """Return the most seconds that the recovery of ``row``, or of each row of a frame, may take: time-out, prefill, two
+    round trips."""
     return row["timeout_s"] + row["prefill_s"] + ROUND_TRIPS * row["round_trip_s"]
 
 
@@ -257,7 +261,7 @@ class TransportConfig:
             raise ProfileError("transport: every number must be at least 1, tokens at least 3")
 
     def needs(self) -> list[Need]:
-        """The model has a block for each server, and the context."""
+        """Require a model with a block for each server, and the context."""
         return [
             Need("transport.chains", max(self.chains), LAYERS),
             Need("transport.tokens", self.tokens + self.prompt_tokens, CONTEXT),
@@ -280,8 +284,12 @@ def swarm_transport(profile: Profile) -> Outcome:
             for servers, engine in engines.items():
                 _, seconds = timed_steps(engine, prompt, config.tokens)
                 if number >= 0:
-                    here = {"servers": servers, "round": number}
-                    rows += [{**here, "token": at, "seconds": one} for at, one in enumerate(seconds) if at > 1]
+                    labels = {"servers": servers, "round": number}
+                    rows += [
+                        {**labels, "token": token, "seconds": token_s}
+                        for token, token_s in enumerate(seconds)
+                        if token > 1
+                    ]
     return Outcome(rows, provenance=loaded.provenance.as_dict())
 
 

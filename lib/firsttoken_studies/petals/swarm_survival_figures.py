@@ -22,14 +22,18 @@ def recovery_times(recorded: Result | None, now: Result) -> Figure:
     faults = results[0].result.parameters["survival"]["faults"]
     fig, axes = panels(2, 2, figsize=(9, 5.6), sharex=True)
     for ax, fault in zip(axes.flat, faults, strict=False):
-        for drawn in results:
-            for row, seconds in recoveries(drawn.result.rows):
+        for shown in results:
+            for row, seconds in recoveries(shown.result.rows):
                 if row["faults_in_it"] == 1 and row["fault"] == fault:
-                    place, most = row["position"], bound_s(row)
+                    position, most = row["position"], bound_s(row)
                     ax.plot(
-                        [place - 0.35, place + 0.35], 2 * [most], color=COLOURS["target"], linewidth=2, **drawn.style
+                        [position - 0.35, position + 0.35],
+                        2 * [most],
+                        color=COLOURS["target"],
+                        linewidth=2,
+                        **shown.style,
                     )
-                    drawn.point(ax, place, {"value": seconds}, "measured")
+                    shown.point(ax, position, {"value": seconds}, "measured")
         ax.axhline(0, color=COLOURS["floor"], linewidth=0.8)
         ax.set_title(FAULTS[fault], fontsize=10)
         ax.set_ylim(top=1.15 * ax.dataLim.y1)
@@ -52,20 +56,20 @@ def token_times(recorded: Result | None, now: Result) -> Figure:
     """Seconds of each token of the generation with several faults, beside the median of undisturbed steps."""
     fig, ax = panels(figsize=(9, 4))
     results = over(recorded, now)
-    for drawn in results:
-        struck = [pair for pair in recoveries(drawn.result.rows) if pair[0]["faults_in_it"] > 1]
+    for shown in results:
+        struck = [pair for pair in recoveries(shown.result.rows) if pair[0]["faults_in_it"] > 1]
         if not struck:
             continue
         first, (usual, *_) = struck[0][0]["generation"], (row["step_s"] - more for row, more in struck)
-        tokens = drawn.result.frame(what="token", generation=first)
-        entries, label = [{"value": seconds} for seconds in tokens.seconds], f"three faults, {drawn.who(1)}"
-        drawn.line(ax, tokens.token, entries, "measured", label=label)
-        label = f"median undisturbed step, {drawn.who()}"
-        ax.axhline(usual, color=COLOURS["floor"], linestyle="--", linewidth=1.2, label=label, **drawn.style)
-        for row, _ in struck if drawn is results[0] else ():
+        tokens = shown.result.frame(what="token", generation=first)
+        entries, label = [{"value": seconds} for seconds in tokens.seconds], f"three faults, {shown.who(1)}"
+        shown.line(ax, tokens.token, entries, "measured", label=label)
+        label = f"median undisturbed step, {shown.who()}"
+        ax.axhline(usual, color=COLOURS["floor"], linestyle="--", linewidth=1.2, label=label, **shown.style)
+        for row, _ in struck if shown is results[0] else ():
             if row["generation"] == first:
-                at = (row["position"], row["step_s"])
-                ax.annotate(FAULTS[row["fault"]], at, (6, 4), textcoords="offset points", fontsize=9)
+                point = (row["position"], row["step_s"])
+                ax.annotate(FAULTS[row["fault"]], point, (6, 4), textcoords="offset points", fontsize=9)
     ax.set(yscale="log", xlabel="token", ylabel="its step, s")
     log_ticks(ax.yaxis)
     ax.yaxis.set_ticks([], minor=True)
@@ -77,39 +81,39 @@ def token_times(recorded: Result | None, now: Result) -> Figure:
 
 def survival_rows(recorded: Result | None, now: Result) -> Table:
     """Return by fault how many answers are the local model's, and the recovery beside the most that it may take."""
-    for drawn in over(recorded, now):
-        summary, struck = drawn.result.summary, recoveries(drawn.result.rows)
-        for fault in drawn.result.parameters["survival"]["faults"]:
-            here = [(row, s) for row, s in struck if row["fault"] == fault and row["faults_in_it"] == 1]
+    for shown in over(recorded, now):
+        summary, struck = shown.result.summary, recoveries(shown.result.rows)
+        for fault in shown.result.parameters["survival"]["faults"]:
+            fault_rows = [(row, s) for row, s in struck if row["fault"] == fault and row["faults_in_it"] == 1]
             yield {
                 "a server is": FAULTS[fault],
-                "whose": drawn.who(len(here)),
-                "same answers": f"{sum(row['equal'] for row, _ in here)} of {len(here)}",
-                "recovery, s": interval(bootstrap([s for _, s in here], "median").summary(), 3),
+                "whose": shown.who(len(fault_rows)),
+                "same answers": f"{sum(row['equal'] for row, _ in fault_rows)} of {len(fault_rows)}",
+                "recovery, s": interval(bootstrap([s for _, s in fault_rows], "median").summary(), 3),
                 "may take, s": interval(summary.of("bound_s", case=fault), 3),
-                "within it": f"{sum(s <= bound_s(row) for row, s in here)} of {len(here)}",
+                "within it": f"{sum(s <= bound_s(row) for row, s in fault_rows)} of {len(fault_rows)}",
             }
         several = {row["generation"]: row["equal"] for row, _ in struck if row["faults_in_it"] > 1}
         if several:
-            name = f"{len(drawn.result.parameters['survival']['together'])} faults in one answer"
+            name = f"{len(shown.result.parameters['survival']['together'])} faults in one answer"
             same = f"{sum(several.values())} of {len(several)}"
-            yield {"a server is": name, "whose": drawn.who(len(several)), "same answers": same}
+            yield {"a server is": name, "whose": shown.who(len(several)), "same answers": same}
 
 
 def transport_rows(recorded: Result | None, now: Result) -> Table:
     """Tokens a second through chains of servers and of the same blocks in one process, and what the transport takes."""
-    for drawn in over(recorded, now):
-        summary, whose = drawn.result.summary, {"whose": drawn.who()}
+    for shown in over(recorded, now):
+        summary, whose = shown.result.summary, {"whose": shown.who()}
         alone = interval(summary.of("tokens_per_s", servers=LOCAL), 1)
         yield {"blocks": "in one process"} | whose | {"tokens/s": alone}
-        for servers in drawn.result.parameters["transport"]["chains"]:
-            place = {"servers": servers, "than": "one process"}
+        for servers in shown.result.parameters["transport"]["chains"]:
+            labels = {"servers": servers, "than": "one process"}
             yield (
                 {"blocks": f"on {servers} server{'s'[: servers > 1]}"}
                 | whose
                 | {
                     "tokens/s": interval(summary.of("tokens_per_s", servers=servers), 1),
-                    "of one process": interval(summary.of("tokens_per_s_x", **place), 2),
-                    "transport, ms a step": interval(summary.of("transport_ms", **place), 2),
+                    "of one process": interval(summary.of("tokens_per_s_x", **labels), 2),
+                    "transport, ms a step": interval(summary.of("transport_ms", **labels), 2),
                 }
             )

@@ -60,17 +60,17 @@ class TunedStep(NamedTuple):
 
 def windows(loaded: Loaded, rows: int, tokens: int) -> dict[str, Tensor]:
     """``rows`` of ``tokens`` tokens of passages for LoRA, of questions for a prompt."""
-    texts = {LORA: corpora.running_text("train"), PROMPT: [asked for _, asked in corpora.boolq_prompts("train")]}
+    texts = {LORA: corpora.running_text("train"), PROMPT: [question for _, question in corpora.boolq_prompts("train")]}
     return {kind: corpora.token_windows(text, loaded.tokenizer, tokens, rows) for kind, text in texts.items()}
 
 
 def start(kind: str, config: PretrainedConfig, prompt_tokens: int, rank: int) -> Trained:
-    """What is trained, as it begins: the same each time."""
+    """Return the adapter or soft prompt that is trained, in its initial state: the same each time."""
     return SoftPrompt(config, prompt_tokens) if kind == PROMPT else Lora(config, rank, 2.0 * rank)
 
 
 def nothing(_: int) -> None:
-    """What is done between the passes of an undisturbed step."""
+    """Do nothing between the passes of an undisturbed step."""
 
 
 def learn(
@@ -81,25 +81,26 @@ def learn(
     between: Callable[[int], None] = nothing,
 ) -> list[TunedStep]:
     """``steps`` of Adam; ``between`` is called with each one's number after its forward pass."""
-    optimiser, said = torch.optim.Adam(parameters, rate), []
+    optimiser, steps_done = torch.optim.Adam(parameters, rate), []
     for step in range(steps):
         with Stopwatch() as watch:
             optimiser.zero_grad()
-            found = loss()
+            loss_value = loss()
             between(step)
-            found.backward()
+            loss_value.backward()
             optimiser.step()
-        said.append(TunedStep(float(found.detach()), watch.seconds))
-    return said
+        steps_done.append(TunedStep(float(loss_value.detach()), watch.seconds))
+    return steps_done
 
 
 @contextmanager
 def stock(model: nn.Module, folder: Path) -> Iterator[PeftModel]:
-    """``model`` with what PEFT reads from ``folder``, to be trained; ``model`` alone again afterwards."""
+    """Give ``model`` what PEFT reads from ``folder``, to be trained within the block; ``model`` is alone again
+    afterwards."""
     with quiet_transformers():
         peft = PeftModel.from_pretrained(model, str(folder))
-    for name, one in peft.named_parameters():  # PEFT's own switch is for all but prompts
-        one.requires_grad_("lora_" in name or "prompt" in name)
+    for name, parameter in peft.named_parameters():  # PEFT's own switch is for all but prompts
+        parameter.requires_grad_("lora_" in name or "prompt" in name)
     try:
         yield peft
     finally:
@@ -115,15 +116,13 @@ def stock_loss(peft: PeftModel, ids: Tensor) -> Tensor:
 
 def block_share(model: nn.Module) -> float:
     """Return the share of a forward pass's products that are the blocks': the rest is the head's."""
-    blocks = sum(one.numel() for layer in layers_of(model) for one in layer.parameters())
+    blocks = sum(parameter.numel() for layer in layers_of(model) for parameter in layer.parameters())
     return blocks / (blocks + model.lm_head.weight.numel())
 
 
 def head_loss(hidden: Tensor, head: nn.Linear) -> Tensor:
-    """Return the loss of a head that tells whether a row is of the second half.
-
-    It reads the last of ``hidden`` [rows, tokens, hidden].
-    """
+    """Return the loss of a head that tells from the last of ``hidden`` [rows, tokens, hidden] whether a row is of the
+    second half."""
     labels = torch.arange(len(hidden)) >= len(hidden) // 2
     return F.cross_entropy(head(hidden[:, -1]), labels.long())
 
@@ -133,16 +132,16 @@ def gradients(trained: Trained) -> dict[str, Tensor]:
     if isinstance(trained, SoftPrompt):
         return {PROMPT: trained.weight.grad}
     return {
-        _LORA.format(layer, name, half): one.grad
+        _LORA.format(layer, name, half): gradient.grad
         for (layer, name), halves in trained.adapters().items()
-        for half, one in zip("AB", halves, strict=True)
+        for half, gradient in zip("AB", halves, strict=True)
     }
 
 
 def stock_gradients(peft: PeftModel) -> dict[str, Tensor]:
     """Return the gradient of each trained tensor by its name within PEFT's model; a prompt's by PROMPT."""
-    found = {name: one.grad for name, one in peft.named_parameters() if one.requires_grad}
-    return {PROMPT: next(iter(found.values()))} if len(found) == 1 else found
+    gradients = {name: parameter.grad for name, parameter in peft.named_parameters() if parameter.requires_grad}
+    return {PROMPT: next(iter(gradients.values()))} if len(gradients) == 1 else gradients
 
 
 SAME = 1e-4  # of the largest value: what float32 may differ by
@@ -176,7 +175,7 @@ class SwarmTuningConfig:
             raise ProfileError(f"swarm_tuning.tokens and prompt_tokens must be at most {MOST_TOKENS} together")
 
     def needs(self) -> list[Need]:
-        """The model has a block for each server, and the context; the text holds the rows."""
+        """Require a model with a block for each server, and the context, and a text that holds the rows."""
         return [
             Need("swarm_tuning.chains", max(self.chains), LAYERS),
             Need("swarm_tuning.tokens", self.tokens + self.prompt_tokens, CONTEXT),
@@ -208,7 +207,7 @@ def swarm_tuning(profile: Profile) -> Outcome:
 
 
 class _TuningStudy:
-    """Through ``clients`` of one chain, a kind each, and by stock PEFT."""
+    """The study's training runs: through ``clients`` of one chain, a kind each, and by stock PEFT."""
 
     def __init__(self, folder: Path, loaded: Loaded, config: SwarmTuningConfig, clients: list[RemoteTraining]) -> None:
         self.model, self.config, self.rows = loaded.model, config, []
@@ -231,7 +230,7 @@ class _TuningStudy:
                 stock_loss(peft, self.ids[kind]).backward()
                 self._compare(kind, gradients(trained), stock_gradients(peft))
         ids, client = torch.cat([self.ids[LORA], self.ids[PROMPT]]), self.clients[LORA]
-        client.lora, found = None, []
+        client.lora, measured = None, []
         with torch.no_grad():
             both = client.hidden(ids), self.model.model(input_ids=ids).last_hidden_state
         for hidden in both:
@@ -239,8 +238,8 @@ class _TuningStudy:
                 torch.manual_seed(0)
                 head = nn.Linear(hidden.shape[-1], 2)
             head_loss(hidden, head).backward()
-            found.append({name: one.grad for name, one in head.named_parameters()})
-        self._compare(HEAD, *found)
+            measured.append({name: parameter.grad for name, parameter in head.named_parameters()})
+        self._compare(HEAD, *measured)
 
     def chains(self, clients: Mapping[int, RemoteTraining]) -> None:
         """A step of LoRA in this process and through each chain, in turns; the first turn only warms up."""
@@ -255,7 +254,7 @@ class _TuningStudy:
                     self.rows.append({**row, "seconds": steps[0].seconds, "bytes": moved})
 
     def curves(self) -> None:
-        """Each task by stock PEFT, alone through the chain, and both through it at once; what was learned, reloaded."""
+        """Train each task by stock PEFT, alone through the chain, and both through it at once; reload the results."""
         steps = self.config.steps
         for kind, client in self.clients.items():
             self._keep(STOCK, kind, self._locally(kind, steps))
@@ -265,28 +264,31 @@ class _TuningStudy:
             client.save(self._saved)
             with stock(self.model, self._saved / kind) as peft, torch.no_grad():
                 difference = abs(float(stock_loss(peft, self.ids[kind])) - loss) / loss
-            told = json.loads((self._saved / kind / RECIPE).read_text(encoding="utf-8"))
-            row = {"what": "folder", "kind": kind, "same_base": told["base_sha256"] == self.sha256}
+            recipe = json.loads((self._saved / kind / RECIPE).read_text(encoding="utf-8"))
+            row = {"what": "folder", "kind": kind, "same_base": recipe["base_sha256"] == self.sha256}
             self.rows.append({**row, "difference": difference})
         with ThreadPoolExecutor(len(self.clients)) as threads:
-            both = {kind: threads.submit(self._through, kind, one, steps) for kind, one in self.clients.items()}
-            for kind, found in both.items():
-                self._keep(AT_ONCE, kind, found.result())
+            both = {
+                kind: threads.submit(self._through, kind, tuned_client, steps)
+                for kind, tuned_client in self.clients.items()
+            }
+            for kind, tuned in both.items():
+                self._keep(AT_ONCE, kind, tuned.result())
 
     def killed(self, ups: list[ServerProcess]) -> None:
         """LoRA once more; the chain's last server is killed between forward and backward of the middle step."""
-        client, place = self.clients[LORA], self.config.steps // 2
+        client, fault_step = self.clients[LORA], self.config.steps // 2
 
         def strike(step: int) -> None:
-            if step == place:
+            if step == fault_step:
                 swarm = client.chain.swarm
                 wait_for(swarm.look())  # until the next look its choice among equals is this one
                 _, record = wait_for(swarm.route(range(*map(int, ups[-1].blocks.split(":")))))[0]
-                next(one for one in ups if one.address == record.address).kill()
+                next(member for member in ups if member.address == record.address).kill()
 
         before = len(client.chain.faults)
         self._keep(KILLED, LORA, self._through(LORA, client, self.config.steps, strike))
-        self.rows.append({"what": "fault", "step": place, "replaced": len(client.chain.faults) - before})
+        self.rows.append({"what": "fault", "step": fault_step, "replaced": len(client.chain.faults) - before})
 
     def _start(self, kind: str, client: RemoteTraining) -> Trained:
         client.lora = client.prompt = None
@@ -304,17 +306,20 @@ class _TuningStudy:
         begun = start(kind, self.model.config, self.config.prompt_tokens, self.config.rank)
         begun.save(self._saved / kind, self.sha256)
         with stock(self.model, self._saved / kind) as peft:
-            parameters = [one for one in peft.parameters() if one.requires_grad]
+            parameters = [parameter for parameter in peft.parameters() if parameter.requires_grad]
             return learn(lambda: stock_loss(peft, self.ids[kind]), parameters, RATES[kind], steps)
 
-    def _compare(self, kind: str, said: Mapping[str, Tensor], local: Mapping[str, Tensor]) -> None:
-        for name, one in local.items():
-            difference = float((said[name] - one).abs().max() / one.abs().max())
+    def _compare(self, kind: str, remote: Mapping[str, Tensor], local: Mapping[str, Tensor]) -> None:
+        for name, local_gradient in local.items():
+            difference = float((remote[name] - local_gradient).abs().max() / local_gradient.abs().max())
             self.rows.append({"what": "gradient", "kind": kind, "name": name, "difference": difference})
 
-    def _keep(self, run: str, kind: str, said: list[TunedStep]) -> None:
+    def _keep(self, run: str, kind: str, tuned_steps: list[TunedStep]) -> None:
         row = {"what": "loss", "run": run, "kind": kind}
-        self.rows += [{**row, "step": at, "loss": one.loss, "seconds": one.seconds} for at, one in enumerate(said)]
+        self.rows += [
+            {**row, "step": number, "loss": tuned_step.loss, "seconds": tuned_step.seconds}
+            for number, tuned_step in enumerate(tuned_steps)
+        ]
 
 
 def tuning_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
@@ -323,8 +328,8 @@ def tuning_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     summary, gradient, folder = Summary(), frame_of(rows, what="gradient"), frame_of(rows, what="folder")
     summary.add("gradient_difference", _largest(gradient.difference), than="one process", across="most")
     for kind in (PROMPT, LORA, HEAD):
-        found = gradient[gradient.kind == kind].difference
-        summary.add("gradient_difference", _largest(found), variant=kind, than="one process")
+        differences = gradient[gradient.kind == kind].difference
+        summary.add("gradient_difference", _largest(differences), variant=kind, than="one process")
     steps = frame_of(rows, what="loss").set_index(["run", "kind", "step"]).sort_index()
     for run, other in HELD_TO.items():
         apart = (steps.loss[run] / steps.loss[other] - 1).abs().dropna()
@@ -336,14 +341,14 @@ def tuning_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
             rate = bootstrap(1 / steps.seconds[run, kind], "median").summary("steps/s")
             summary.add("steps_per_s", rate, variant=kind, case=run)
     both, alone = ([entry["value"] for entry in summary.all("steps_per_s", case=run)] for run in (AT_ONCE, ALONE))
-    share = {"value": sum(one / two for one, two in zip(both, alone, strict=True)), "unit": "x"}
+    share = {"value": sum(first / two for first, two in zip(both, alone, strict=True)), "unit": "x"}
     summary.add("steps_per_s_x", share, case=AT_ONCE, than=ALONE, across="sum")
     chain = frame_of(rows, what="chain")
     chain["over"] = chain.seconds / chain["round"].map(chain[chain.servers == LOCAL].set_index("round").seconds)
-    for servers, here in chain.groupby("servers", sort=False):
-        summary.by(here, {"servers": "servers"}, {"step_s": ("seconds", "median", "s")})
-        summary.by(here, {"servers": "servers"}, {"step_x": ("over", "median", "x")}, than="one process")
-        summary.add("step_mb", {"value": here.bytes.iloc[0] / 1e6, "unit": "MB"}, servers=servers)
+    for servers, chain_rows in chain.groupby("servers", sort=False):
+        summary.by(chain_rows, {"servers": "servers"}, {"step_s": ("seconds", "median", "s")})
+        summary.by(chain_rows, {"servers": "servers"}, {"step_x": ("over", "median", "x")}, than="one process")
+        summary.add("step_mb", {"value": chain_rows.bytes.iloc[0] / 1e6, "unit": "MB"}, servers=servers)
     (fault,) = rows_where(rows, what="fault")
     summary.add("replaced", {"value": fault["replaced"], "unit": "servers"}, case=KILLED)
     summary.add("step_s", {"value": steps.seconds[KILLED, LORA, fault["step"]], "unit": "s"}, case=KILLED)

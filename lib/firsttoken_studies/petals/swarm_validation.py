@@ -87,19 +87,19 @@ def rounding(swarm: Swarm, model: nn.Module, spans: Sequence[range], prompts: Se
     for prompt in prompts:
         states = model(torch.tensor([prompt]), output_hidden_states=True).hidden_states
         entering += [(span, states[span.start][0]) for span in spans]
-    said = [wait_for(_answer(swarm, span, inputs)) for span, inputs in entering]
+    answers = [wait_for(_answer(swarm, span, inputs)) for span, inputs in entering]
     rows: Rows = []
     for kind in (torch.float32, torch.float64):
         model.to(kind)
-        for (span, inputs), one in zip(entering, said, strict=True):
-            apart = difference(one.to(kind), _through(model, span, inputs.to(kind)))
+        for (span, inputs), answer in zip(entering, answers, strict=True):
+            apart = difference(answer.to(kind), _through(model, span, inputs.to(kind)))
             rows.append({"what": "rounding", "against": str(kind).removeprefix("torch."), "difference": apart})
     return rows
 
 
 async def _answer(swarm: Swarm, span: range, inputs: Tensor) -> Tensor:
-    """What a server of just ``span`` answers to ``inputs`` [tokens, hidden]."""
-    session = swarm.open_session(next(one for one in swarm.servers() if one.span == span), span, "float32")
+    """Return the answer of a server of just ``span`` to ``inputs`` [tokens, hidden]."""
+    session = swarm.open_session(next(record for record in swarm.servers() if record.span == span), span, "float32")
     try:
         return await session.run([Stretch(0, 0, len(inputs))], inputs)
     finally:
@@ -109,12 +109,12 @@ async def _answer(swarm: Swarm, span: range, inputs: Tensor) -> Tensor:
 def _through(model: nn.Module, span: range, inputs: Tensor) -> Tensor:
     """``inputs`` [tokens, hidden] after the layers ``span`` of transformers' model, without its last norm."""
     body = model.model
-    whole = body.layers, body.norm
+    full_span = body.layers, body.norm
     body.layers, body.norm = body.layers[span.start : span.stop], nn.Identity()
     try:
         return body(inputs_embeds=inputs[None], use_cache=False).last_hidden_state[0]
     finally:
-        body.layers, body.norm = whole
+        body.layers, body.norm = full_span
 
 
 _ROUNDED = 8  # prompts whose states are computed in float64, too
@@ -147,7 +147,7 @@ class ValidationConfig:
             raise ProfileError("validation.rates must be shares of the answers, above 0 and at most 1")
 
     def needs(self) -> list[Need]:
-        """The model has two blocks for each server, and the context; the text has the prompts."""
+        """Require a model with two blocks for each server, and the context, and a text with the prompts."""
         return [
             Need("validation.servers x 2", 2 * self.servers, LAYERS),
             Need("validation.tokens", self.tokens + self.prompt_tokens, CONTEXT),
@@ -156,7 +156,7 @@ class ValidationConfig:
 
     @property
     def prompts(self) -> int:
-        """How many are needed."""
+        """Return the number of prompts that the study needs."""
         return sum(self.batches) + self.trials
 
 
@@ -179,11 +179,11 @@ def swarm_validation(profile: Profile) -> Outcome:
 
 
 class _Validation:
-    """Honest servers, two of each span, and a client; the first judges."""
+    """A swarm of honest servers, two of each span, and a client; the first server judges."""
 
     def __init__(self, stack: ExitStack, folder: Path, depth: int, config: ValidationConfig) -> None:
         self.folder, self.depth, self.config = folder, depth, config
-        self.spans = [parse_blocks(one, depth) for one in split_evenly(depth, config.servers)]
+        self.spans = [parse_blocks(text, depth) for text in split_evenly(depth, config.servers)]
         self.sha256 = model_sha256(folder)
         self.door = ""
         for span in (*self.spans, *self.spans):
@@ -191,22 +191,23 @@ class _Validation:
         self.model = stack.enter_context(RemoteModel(folder, [self.door], timeouts=Timeouts(step_s=30.0)))
 
     def honest(self, prompts: Sequence[list[int]]) -> Rows:
-        """Every answer audited, and nobody lies."""
-        rows, left = [], iter(prompts)
+        """Return the rows of honest servers, with every answer audited."""
+        rows, remaining = [], iter(prompts)
         for batch in self.config.batches:
             auditor = self._watched(1.0, 0)
-            asked = [next(left) for _ in range(batch)]
-            self._answer(asked)
-            rows += [{"what": "audit", "batch": batch, "difference": one} for one in auditor.differences]
+            batch_prompts = [next(remaining) for _ in range(batch)]
+            self._answer(batch_prompts)
+            rows += [{"what": "audit", "batch": batch, "difference": difference} for difference in auditor.differences]
             computed = batch * (self.config.prompt_tokens + self.config.tokens - 1) * self.depth
-            told = {"convicted": len(self.model.swarm.convicted), "inconclusive": auditor.ends[INCONCLUSIVE]}
+            row = {"convicted": len(self.model.swarm.convicted), "inconclusive": auditor.ends[INCONCLUSIVE]}
             rows.append(
-                {"what": "honest", "batch": batch, **told, "recomputed": auditor.recomputed, "computed": computed}
+                {"what": "honest", "batch": batch, **row, "recomputed": auditor.recomputed, "computed": computed}
             )
         return rows
 
     def liar(self, lie: str, rate: float, trial: int, prompt: list[int], seed: int) -> dict[str, Any]:
-        """An answer through a server that tells ``lie``, while the client audits ``rate`` of what it is told."""
+        """Measure an answer through a server that tells ``lie``, while the client audits ``rate`` of the answers it
+        gets."""
         span = self.spans[len(self.spans) // 2]
         with self._serving(span, partial(ByzantineBackend, lie=lie, seed=seed)) as up:
             self._choose(up)
@@ -214,9 +215,9 @@ class _Validation:
             before = set(self.model.swarm.convicted)
             caught_at = self._answer([prompt], until=up.record.server)
             wait_for(self._end())
-            found = self.model.swarm.convicted - before
+            newly_convicted = self.model.swarm.convicted - before
             row = {"what": "liar", "lie": lie, "rate": rate, "trial": trial, "caught_at": caught_at}
-            return row | {"told": up.sessions.batcher.backend.told, "others": len(found - {up.record.server})}
+            return row | {"told": up.sessions.batcher.backend.told, "others": len(newly_convicted - {up.record.server})}
 
     async def _end(self) -> None:
         self.model.chain.close()
@@ -226,7 +227,8 @@ class _Validation:
         return self.model.chain.auditor
 
     def _answer(self, prompts: Sequence[list[int]], until: str = "") -> int:
-        """Answer all; the token in whose step the server ``until`` was convicted, where it ends then, or -1."""
+        """Answer all prompts. Where the server ``until`` is convicted, end, and return the token in whose step that
+        was; else return -1."""
         engine, convicted = self.model.engine, self.model.swarm.convicted
         requests = [engine.submit(prompt, Sampling(self.config.tokens)) for prompt in prompts]
         try:
@@ -241,7 +243,7 @@ class _Validation:
         return -1
 
     def _choose(self, up: Running) -> None:
-        """Look the swarm over until the client would ask this server. Raises SwarmError when it never does."""
+        """Look the swarm over until the client would ask the server ``up``. Raises SwarmError when it never does."""
         for _ in range(_LOOKS):
             wait_for(self.model.swarm.look())
             chain = wait_for(self.model.swarm.route(self.model.chain.layers))
@@ -251,7 +253,7 @@ class _Validation:
 
     @contextmanager
     def _serving(self, span: range, make_backend: Any = BlockBackend) -> Iterator[Running]:
-        """A server in this process, which others reach over gRPC alone."""
+        """Run a server in this process, which others reach over gRPC alone."""
         limits, peers = ServerLimits(kv_tokens=4096), (self.door,) if self.door else ()
         config = ServerConfig(self.folder, span, torch.float32, peers=peers, limits=limits)
         opened = AsyncExitStack()
@@ -271,8 +273,8 @@ def foreseen(lie: str, rate: float, answers: int) -> float:
 def validation_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Liars caught by lie and rate, with what the draws foresee; honest servers convicted; their differences in parts
     of the tolerance; what auditing every answer computes beside the answer."""
-    asked, summary = parameters["validation"], Summary()
-    audits, rounded, honest, liars = (frame_of(rows, what=what) for what in ("audit", "rounding", "honest", "liar"))
+    config, summary = parameters["validation"], Summary()
+    audits, rounded, honest, liars = (frame_of(rows, what=kind) for kind in ("audit", "rounding", "honest", "liar"))
     audits["alarm"], liars["caught"] = audits.difference > TOLERANCE, liars.caught_at >= 0
     honest["again"] = honest.recomputed / honest.computed
     most, wrong = audits.difference.max(), honest.convicted.max() + liars.others.sum()
@@ -286,11 +288,11 @@ def validation_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     summary.add("inconclusive", unsure, case="honest")
     summary.by(honest, {}, {"recomputed_x": ("again", "mean", "x")}, case="honest", than="computed")
     apart = []
-    for lie, rate in product(asked["lies"], asked["rates"]):
-        here = liars[(liars.lie == lie) & (liars.rate == rate)]
-        expected, place = 100 * foreseen(lie, rate, asked["tokens"]), {"case": lie, "audited": rate}
-        summary.by(here, {}, {"caught_pct": ("caught", "mean", "%", 100)}, source="measured", **place)
-        summary.add("caught_pct", {"value": expected, "unit": "%"}, source="foreseen", **place)
-        apart.append(abs(100 * here.caught.sum() / len(here) - expected))
+    for lie, rate in product(config["lies"], config["rates"]):
+        rate_rows = liars[(liars.lie == lie) & (liars.rate == rate)]
+        expected, labels = 100 * foreseen(lie, rate, config["tokens"]), {"case": lie, "audited": rate}
+        summary.by(rate_rows, {}, {"caught_pct": ("caught", "mean", "%", 100)}, source="measured", **labels)
+        summary.add("caught_pct", {"value": expected, "unit": "%"}, source="foreseen", **labels)
+        apart.append(abs(100 * rate_rows.caught.sum() / len(rate_rows) - expected))
     summary.add("caught_off_points", bootstrap(apart).summary("points"), than="foreseen", across="mean")
     return summary

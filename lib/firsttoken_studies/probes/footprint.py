@@ -11,14 +11,14 @@ from firsttoken.study.system import kernel_files
 
 def resident() -> int | None:
     """Resident bytes now, mapped file pages included; None where the system does not tell."""
-    told = _status("VmRSS")
-    return _resident_by_ps() if told is None else told
+    kibibytes = _status("VmRSS")
+    return _resident_by_ps() if kibibytes is None else kibibytes
 
 
 def peak() -> int:
     """The most resident bytes since :func:`reset_peak`, or since the process began where the kernel keeps that."""
-    told = _status("VmHWM")
-    return _peak_by_rusage() if told is None else told
+    kibibytes = _status("VmHWM")
+    return _peak_by_rusage() if kibibytes is None else kibibytes
 
 
 def reset_peak() -> bool:
@@ -35,9 +35,10 @@ class MemoryGrowth:
         self._peak_before = peak()
 
     def bytes(self) -> int | None:
-        """Resident bytes at the peak since then, less those of then; None where the system does not tell.
+        """Return the resident bytes at the peak since the beginning, less those at the beginning; None where the system
+        does not tell.
 
-        Where a former peak cannot be forgotten, that is known only once the process has grown beyond it.
+        Where a former peak cannot be forgotten, the growth is known only once the process has grown beyond that peak.
         """
         now = peak()
         if self.before is None or not (self._forgotten or now > self._peak_before):
@@ -54,8 +55,8 @@ def cpu_seconds() -> float:
 def _status(key: str) -> int | None:
     """A field of Linux' status of this process in bytes; None where there is no such file or field."""
     text = kernel_files.read(kernel_files.PROC / "self" / "status")
-    found = re.search(rf"^{key}:\s*(\d+) kB$", text, re.MULTILINE)
-    return 1024 * int(found.group(1)) if found else None
+    match = re.search(rf"^{key}:\s*(\d+) kB$", text, re.MULTILINE)
+    return 1024 * int(match.group(1)) if match else None
 
 
 def _peak_by_rusage() -> int:
@@ -66,7 +67,7 @@ def _peak_by_rusage() -> int:
 def _resident_by_ps() -> int | None:
     command = ["ps", "-o", "rss=", "-p", str(os.getpid())]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        output = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return 1024 * int(told) if told.isdigit() else None
+    return 1024 * int(output) if output.isdigit() else None

@@ -41,9 +41,9 @@ def evict(path: Path) -> str:
         os.close(handle)
     if resident_fraction(path) != 0 and kernel_files.write(kernel_files.PROC / "sys" / "vm" / "drop_caches", "1"):
         used.append("drop_caches")
-    left = resident_fraction(path)
-    seen = "not verified" if left is None else f"{left:.0%} of its pages resident before the read"
-    return f"{_COLD[virtualised()]} by {' and '.join(used) or 'no means this system has'}, {seen}"
+    resident = resident_fraction(path)
+    verdict = "not verified" if resident is None else f"{resident:.0%} of its pages resident before the read"
+    return f"{_COLD[virtualised()]} by {' and '.join(used) or 'no means this system has'}, {verdict}"
 
 
 def resident_fraction(path: Path) -> float | None:

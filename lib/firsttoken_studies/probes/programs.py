@@ -44,7 +44,7 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def wait_healthy(process: subprocess.Popen[bytes], port: int, patience_s: float, log: Path, what: str) -> None:
+def wait_healthy(process: subprocess.Popen[bytes], port: int, patience_s: float, log: Path, subject: str) -> None:
     """Return once ``GET /health`` on ``port`` of loopback answers 200.
 
     Raises FirstTokenError with the last line of ``log`` where the process ends before, or after ``patience_s`` seconds.
@@ -55,7 +55,7 @@ def wait_healthy(process: subprocess.Popen[bytes], port: int, patience_s: float,
             return
         time.sleep(_POLL_S)
     why = "ended" if process.poll() is not None else f"did not answer in {patience_s:g} s"
-    raise FirstTokenError(f"{what} {why}: {last_line(log)}")
+    raise FirstTokenError(f"{subject} {why}: {last_line(log)}")
 
 
 def last_line(log: Path) -> str:

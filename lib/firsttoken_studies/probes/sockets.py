@@ -19,26 +19,26 @@ _ROOM = len(_PREFIX) + 8 + _NAME  # what mkdtemp adds, and the socket
 
 
 def socket_folder() -> Path:
-    """A new folder that only this user may enter, in which a socket of up to 19 bytes can be made. It lies in the
-    temporary folder where that is short enough, else in the system's.
+    """Make a new folder that only this user may enter, in which a socket of up to 19 bytes can be made. The folder lies
+    in the temporary folder where that is short enough, else in the system's.
 
     Raises StorageError, which names TMPDIR, where no folder is short enough and can be written.
     """
     places = [tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", "/var/tmp", "/dev/shm"]
-    for place in places:
-        if place and len(os.fsencode(os.path.abspath(place))) + 1 + _ROOM <= MOST_PATH:
+    for parent in places:
+        if parent and len(os.fsencode(os.path.abspath(parent))) + 1 + _ROOM <= MOST_PATH:
             with suppress(OSError):
-                _sweep(Path(place))
-                return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=os.path.abspath(place)))
+                _sweep(Path(parent))
+                return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=os.path.abspath(parent)))
     raise StorageError(f"no folder is short enough for a socket ({places[0]} is too long); set TMPDIR to a shorter one")
 
 
-def _sweep(place: Path) -> None:
-    """Take away what processes of this user that were killed have left: folders with a socket that nobody hears."""
-    for folder in place.glob(f"{_PREFIX}*"):
+def _sweep(parent: Path) -> None:
+    """Remove what killed processes of this user have left: folders with a socket that nobody hears."""
+    for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):
-            found = folder.stat()
-            if found.st_uid == os.getuid() and time.time() - found.st_mtime > _OLD_S and _is_left(folder):
+            status = folder.stat()
+            if status.st_uid == os.getuid() and time.time() - status.st_mtime > _OLD_S and _is_left(folder):
                 remove_folder(folder)
 
 
@@ -52,5 +52,5 @@ def _is_left(folder: Path) -> bool:
 
 
 def remove_folder(folder: Path) -> None:
-    """Take it and what is in it away, where it is still there."""
+    """Remove ``folder`` and its content, where it is still there."""
     shutil.rmtree(folder, ignore_errors=True)

@@ -38,11 +38,11 @@ class AblationConfig:
     calibration_passages: int
 
     def sizes(self, quality: QualityConfig) -> QualityConfig:
-        """What a control is asked: less than a stage, and by the task that judges one."""
+        """Return the sizes of a control's questions: fewer than a stage's, by the task that judges one."""
         return quality.smaller(self.items, self.windows)
 
     def needs(self) -> list[Need]:
-        """The text to calibrate on."""
+        """Require the text to calibrate on."""
         wanted = self.calibration_passages * CALIBRATION_TOKENS
         return [Need(f"controls.calibration_passages x {CALIBRATION_TOKENS}", wanted, text_of("train"))]
 
@@ -60,8 +60,8 @@ def healing_controls(profile: Profile) -> Outcome:
     healing = profile.section("healing", HealingConfig)
     healing = dataclasses.replace(healing, watch_every=0, watch_questions=min(8, healing.watch_questions))
     sizes = config.sizes(quality)
-    place = profile.section("served", ServedConfig)
-    check([*place.needs(), *config.needs(), *sizes.needs(), *healing.needs()], ModelFacts(profile.model))
+    served_config = profile.section("served", ServedConfig)
+    check([*served_config.needs(), *config.needs(), *sizes.needs(), *healing.needs()], ModelFacts(profile.model))
     served = load_served(profile)
     recipe = dataclasses.replace(RECIPES[config.recipe], steps=config.steps)
     twice = dataclasses.replace(recipe, steps=2 * config.steps)
@@ -71,7 +71,7 @@ def healing_controls(profile: Profile) -> Outcome:
     runs.insert(2, ("full", (), recipe))
     evaluation, teacher = Evaluation(sizes, served.tokenizer), Teacher(served.model)
     rows = evaluation.rows("s0", served.model)
-    folder = paths.CACHE / "adapters" / place.folder.name
+    folder = paths.CACHE / "adapters" / served_config.folder.name
     for name, missing, wanted in runs:
         adapter = folder / f"control-{name}"
         healed(adapter, served, missing, wanted, healing, teacher)

@@ -57,16 +57,16 @@ class Sparse:
 
 
 @contextmanager
-def sparse(model: PreTrainedModel, kept: Sparse, dtype: str) -> Iterator[Bytes]:
+def sparse(model: PreTrainedModel, sparsity: Sparse, dtype: str) -> Iterator[Bytes]:
     """``model`` with its smallest weights 0, stored as ``dtype``, and what it weighs so; as it was after it."""
     exact = {name: parameter.data for name, parameter in model.named_parameters()}
     stored = {name: data.to(STORED[dtype]) for name, data in exact.items()}
     matrices = {name: data for name, data in stored.items() if data.dim() > 1}
     weights = sum(data.numel() for data in matrices.values())
     plain, mask = 2 * sum(data.numel() for data in stored.values()), weights // 8
-    whole = plain - 2 * weights + mask
+    cut_bytes = plain - 2 * weights + mask
     every = sum(_coded(data, dtype) for data in matrices.values())
-    budget = kept.share * plain - whole
+    budget = sparsity.share * plain - cut_bytes
     mean, values = budget / every, 0
     for _ in range(2):  # large weights code better than all do: after one round it is known by how much
         mean *= budget / values if values else 1
@@ -79,22 +79,26 @@ def sparse(model: PreTrainedModel, kept: Sparse, dtype: str) -> Iterator[Bytes]:
     try:
         for name, parameter in model.named_parameters():
             parameter.data = stored[name].to(parameter.dtype)
-        yield Bytes(plain, whole + values, whole + every)
+        yield Bytes(plain, cut_bytes + values, cut_bytes + every)
     finally:
         for name, parameter in model.named_parameters():
             parameter.data = exact[name]
 
 
 def _shares(matrices: dict[str, Tensor], mean: float) -> dict[int | None, float]:
-    """What every layer keeps: ``mean`` on average, less where the median weight is a larger part of their mean."""
+    """Return the share that every layer keeps: ``mean`` on average, less where the median weight is a larger part of
+    the layer's mean."""
     layers: dict[int | None, list[Tensor]] = {}
     for name, data in matrices.items():
         layers.setdefault(layer_of(name), []).append(data.abs().float().flatten())
-    sizes = {layer: torch.cat(each) for layer, each in layers.items()}
+    sizes = {layer: torch.cat(scores) for layer, scores in layers.items()}
     medians = {layer: float(size.median() / size.mean()) for layer, size in sizes.items()}
     average = sum(medians[layer] * len(size) for layer, size in sizes.items()) / sum(map(len, sizes.values()))
     widest = max(abs(median - average) for median in medians.values()) or 1.0
-    return {layer: min(1.0, max(0.0, mean - SPREAD * (one - average) / widest)) for layer, one in medians.items()}
+    return {
+        layer: min(1.0, max(0.0, mean - SPREAD * (layer_median - average) / widest))
+        for layer, layer_median in medians.items()
+    }
 
 
 def _coded(data: Tensor, dtype: str) -> int:
@@ -134,14 +138,14 @@ class PrecisionConfig:
 
     def __post_init__(self) -> None:
         exact = {SAFETENSORS[self.stored], *(cut.dtype for cut in self.each() if cut.how.exact)}
-        if odd := next((cut.dtype for cut in self.each() if cut.dtype not in exact), ""):
+        if unknown := next((cut.dtype for cut in self.each() if cut.dtype not in exact), ""):
             raise ProfileError(
-                f"precision.cuts: name 'lossless of {odd}' too, which the others of {odd} are compared with"
+                f"precision.cuts: name 'lossless of {unknown}' too, which the others of {unknown} are compared with"
             )
         if self.gbit_per_s in self.few_links:
             raise ProfileError("precision.gbit_per_s and few_links: name every rate once")
-        if odd := next((split for split in self.start_splits if split not in SPLITS), ""):
-            raise ProfileError(f"precision.start_splits: no split {odd!r}; known: {', '.join(SPLITS)}")
+        if unknown := next((split for split in self.start_splits if split not in SPLITS), ""):
+            raise ProfileError(f"precision.start_splits: no split {unknown!r}; known: {', '.join(SPLITS)}")
 
     def each(self) -> Iterator[Cut]:
         """Every case. Raises ProfileError for one that is none."""
@@ -164,7 +168,7 @@ class Cut(NamedTuple):
 
 
 def variant_name(case: str) -> str:
-    """What the rows of a case call it: "bits_bf16"."""
+    """Return the name of a case in the rows: "bits_bf16"."""
     return re.sub(r"\W+", "_", "{variant} {dtype}".format(**_place(case)))
 
 
@@ -189,8 +193,8 @@ def precision_frontier(profile: Profile) -> Outcome:
     config = profile.section("precision", PrecisionConfig)
     quality = profile.section("quality", QualityConfig)
     sizes = quality.smaller(config.items, config.windows)
-    place = profile.section("served", ServedConfig)
-    check([*place.needs(), *sizes.needs()], ModelFacts(profile.model))
+    served_config = profile.section("served", ServedConfig)
+    check([*served_config.needs(), *sizes.needs()], ModelFacts(profile.model))
     served = load_served(replace(profile, dtype="float32"))
     evaluation = Evaluation(sizes, served.tokenizer)
     rows = _layer_rows(profile, served, evaluation, SAFETENSORS[config.stored])
@@ -207,13 +211,13 @@ def precision_frontier(profile: Profile) -> Outcome:
             with _first(served.model, how, dtype) as size:
                 answers = evaluation.rows(name, served.model)
         rows += _sized(answers, size.first / size.plain, size.planes / size.plain, exact.setdefault(dtype, name))
-    found, note = _stories(config, profile.seed)
-    return Outcome(rows + found, provenance=served.provenance | {"stories": note})
+    story_rows, note = _stories(config, profile.seed)
+    return Outcome(rows + story_rows, provenance=served.provenance | {"stories": note})
 
 
 @contextmanager
 def _first(model: PreTrainedModel, how: PlanSpec | Sparse, dtype: str) -> Iterator[Bytes]:
-    """What the first stage weighs, while ``model`` is what it makes of it."""
+    """Make the first stage of ``model`` within the block, and yield its bytes."""
     if isinstance(how, Sparse):
         with sparse(model, how, dtype) as size:
             yield size
@@ -257,14 +261,14 @@ def _stories(config: PrecisionConfig, seed: int) -> tuple[Rows, str]:
         model = story_model()
     except AssetError as error:
         return [], str(error)
-    told = tell(model, config.stories, config.story_tokens, seed)
-    exact = next_tokens(model, told)
-    rows = _story_rows(EXACT, model, told, exact, 1.0, 1.0)
+    stories = tell(model, config.stories, config.story_tokens, seed)
+    exact = next_tokens(model, stories)
+    rows = _story_rows(EXACT, model, stories, exact, 1.0, 1.0)
     for name, how, dtype in config.each():
         if how.waiting:  # these are another model's layers
             continue
         with _first(model, how, dtype) as size:
-            rows += _story_rows(name, model, told, exact, size.first / size.plain, size.planes / size.plain)
+            rows += _story_rows(name, model, stories, exact, size.first / size.plain, size.planes / size.plain)
     return rows, "llama2.c's 15 M TinyStories checkpoint, float32"
 
 
@@ -272,42 +276,42 @@ def _stories(config: PrecisionConfig, seed: int) -> tuple[Rows, str]:
 def tell(model: PreTrainedModel, count: int, tokens: int, seed: int) -> Tensor:
     """Stories [count, tokens] that ``model`` draws itself after the beginning-of-text token, 1, at temperature 1."""
     draw = torch.Generator().manual_seed(seed)
-    told, cache = torch.ones(count, 1, dtype=torch.long), None
-    while told.shape[1] < tokens:
-        out = model(told[:, -1:] if cache else told, past_key_values=cache, use_cache=True)
+    story_ids, cache = torch.ones(count, 1, dtype=torch.long), None
+    while story_ids.shape[1] < tokens:
+        out = model(story_ids[:, -1:] if cache else story_ids, past_key_values=cache, use_cache=True)
         cache, odds = out.past_key_values, out.logits[:, -1].float().softmax(-1)
-        told = torch.cat([told, torch.multinomial(odds, 1, generator=draw)], 1)
-    return told
+        story_ids = torch.cat([story_ids, torch.multinomial(odds, 1, generator=draw)], 1)
+    return story_ids
 
 
 @torch.inference_mode()
-def next_tokens(model: PreTrainedModel, told: Tensor) -> Tensor:
-    """The likeliest next token [count, tokens - 1] at every place of ``told``."""
-    return torch.cat([argmax_tokens(model(part, use_cache=False).logits[:, :-1]) for part in told.split(4)])
+def next_tokens(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """The likeliest next token [count, tokens - 1] at every place of ``tokens``."""
+    return torch.cat([argmax_tokens(model(part, use_cache=False).logits[:, :-1]) for part in tokens.split(4)])
 
 
-def _story_rows(name: str, model: PreTrainedModel, told: Tensor, exact: Tensor, first: float, planes: float) -> Rows:
-    same = (next_tokens(model, told) == exact).double().mean(1).tolist()
-    scored = zip(text_scores(model, told), same, strict=True)
+def _story_rows(name: str, model: PreTrainedModel, tokens: Tensor, exact: Tensor, first: float, planes: float) -> Rows:
+    same = (next_tokens(model, tokens) == exact).double().mean(1).tolist()
+    scored = zip(text_scores(model, tokens), same, strict=True)
     label = {"variant": name, "task": STORIES}
     return _sized([label | row | {"same_next": share} for row, share in scored], first, planes)
 
 
 def precision_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Scores, drops, and bytes before the first token by variant; perplexity over the exact weights', paired."""
-    asked = [row for row in rows if row["task"] != STORIES]
+    question_rows = [row for row in rows if row["task"] != STORIES]
     judged, places, summary = QualityConfig.recorded(parameters).judged, _places(parameters), Summary()
-    for exact in dict.fromkeys(row["exact"] for row in asked):
-        summary += summarise([row for row in asked if row["exact"] == exact], places, exact, judged)
-    for task, part in (("text", asked), (STORIES, [row for row in rows if row["task"] == STORIES])):
+    for exact in dict.fromkeys(row["exact"] for row in question_rows):
+        summary += summarise([row for row in question_rows if row["exact"] == exact], places, exact, judged)
+    for task, part in (("text", question_rows), (STORIES, [row for row in rows if row["task"] == STORIES])):
         for name in dict.fromkeys(row["variant"] for row in part):
-            one = next(row for row in part if row["variant"] == name)
-            place = places[name] | ({"task": task} if task == STORIES else {})
+            variant_row = next(row for row in part if row["variant"] == name)
+            labels = places[name] | ({"task": task} if task == STORIES else {})
             for measure, share in (("byte_share", "first_share"), ("full_byte_share", "planes_share")):
-                summary.add(measure, {"value": one[share], "unit": "of the plain bytes"}, **place)
-            lost = column(part, name, task, "text_nll") - column(part, one["exact"], task, "text_nll")
-            summary.add("perplexity_x", bootstrap(lost, exp_mean).summary("x"), **place, than="exact")
+                summary.add(measure, {"value": variant_row[share], "unit": "of the plain bytes"}, **labels)
+            lost = column(part, name, task, "text_nll") - column(part, variant_row["exact"], task, "text_nll")
+            summary.add("perplexity_x", bootstrap(lost, exp_mean).summary("x"), **labels, than="exact")
             if task == STORIES:
                 same = bootstrap(column(part, name, task, "same_next"))
-                summary.add("same_next_pct", same.summary("%", 100), **place)
+                summary.add("same_next_pct", same.summary("%", 100), **labels)
     return summary

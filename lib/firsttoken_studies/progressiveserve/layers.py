@@ -47,7 +47,7 @@ class DistanceConfig:
     resamples: int
 
     def needs(self) -> list[Need]:
-        """A layer stays beside the block, a window fits the context, and the text fills all windows."""
+        """Require a layer beside the block, a context that holds a window, and a text that fills all windows."""
         return [
             Need("distance.block (and one that stays)", self.block + 1, LAYERS),
             Need("distance.tokens", self.tokens, CONTEXT),
@@ -85,7 +85,9 @@ def distance_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     config = parameters["distance"]
     depth = max(row["start_layer"] + row["size_layers"] for row in rows)
     by_last, by_all = (rows_where(rows, size_layers=config["block"], tokens=tokens) for tokens in ("last", "all"))
-    start, start_all = (min(found, key=lambda row: row["distance"])["start_layer"] for found in (by_last, by_all))
+    start, start_all = (
+        min(distances, key=lambda row: row["distance"])["start_layer"] for distances in (by_last, by_all)
+    )
     by_passage = list(zip(*(row["by_passage"] for row in by_last), strict=True))
     starts = resampled_starts(by_passage, config["resamples"], parameters["seed"])
     stability_pct = 100 * starts.count(start) / len(starts)
@@ -118,25 +120,27 @@ def _block_rows(distances: Distances, size: int, tokens: str, seed: int) -> Iter
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Which adapters are trained: the task adapter where it is named, then A and AB by each of ``recipes``."""
+    """The adapters that are trained: the task adapter where it is named, then A and AB by each of ``recipes``."""
 
     recipes: tuple[str, ...]
 
 
 def healing_training(profile: Profile) -> Outcome:
     """Train the adapters that are served, and keep their curves. A run that was finished before is not repeated."""
-    place = profile.section("served", ServedConfig)
+    served_config = profile.section("served", ServedConfig)
     config = profile.section("healing", HealingConfig)
     chosen = profile.section("training", TrainingConfig)
-    check([*place.needs(), *config.needs()], ModelFacts(profile.model))
+    check([*served_config.needs(), *config.needs()], ModelFacts(profile.model))
     runs: dict[str, dict[str, Any]] = {}
-    if place.task_adapter:
-        runs["task"] = healed(place.folder / place.task_adapter, load_base(profile), (), RECIPES["task"], config)
+    if served_config.task_adapter:
+        runs["task"] = healed(
+            served_config.folder / served_config.task_adapter, load_base(profile), (), RECIPES["task"], config
+        )
     served = load_served(profile)
     teacher = Teacher(served.model)
     for name in chosen.recipes:
         for stage, letters in LETTERS.items():
-            folder = place.folder / f"{letters}-{name}"
+            folder = served_config.folder / f"{letters}-{name}"
             missing = served.plan.missing(stage)
             runs[folder.name] = healed(folder, served, missing, RECIPES[name], config, teacher)
     cut = {adapter: run.get("cut_questions") for adapter, run in runs.items()}
@@ -151,7 +155,7 @@ def _curve_rows(label: dict[str, Any], curve: Rows, train_s: float) -> Rows:
 
 
 def training_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """How long the training of each adapter took whose rows say so."""
+    """Summarize the time that the training of each adapter took, where its rows tell."""
     places = {
         f"{letters}-{recipe}": {"stage": stage, "recipe": recipe}
         for stage, letters in LETTERS.items()
@@ -160,17 +164,17 @@ def training_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     summary = Summary()
     for row in rows:
         if "train_s" in row:
-            place = places.get(row["adapter"], {"recipe": row["adapter"]})  # the task adapter's is called as it is
-            summary.add("train_s", {"value": row["train_s"], "n": 1, "unit": "s"}, **place)
+            labels = places.get(row["adapter"], {"recipe": row["adapter"]})  # the task adapter's is called as it is
+            summary.add("train_s", {"value": row["train_s"], "n": 1, "unit": "s"}, **labels)
     return summary
 
 
 def stage_quality(profile: Profile) -> Outcome:
     """Every stage, unhealed and healed by each recipe, on the same test items; stage 3 is checked to the bit."""
     config = profile.section("quality", QualityConfig)
-    place = profile.section("served", ServedConfig)
-    check([*place.needs(), *config.needs()], ModelFacts(profile.model))
-    served, folder = load_served(profile), place.folder
+    served_config = profile.section("served", ServedConfig)
+    check([*served_config.needs(), *config.needs()], ModelFacts(profile.model))
+    served, folder = load_served(profile), served_config.folder
     evaluation = Evaluation(config, served.tokenizer)
     original = evaluation.logits(served.model)
     rows = evaluation.rows("s0", served.model)

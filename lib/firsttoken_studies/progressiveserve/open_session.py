@@ -50,7 +50,8 @@ class OpenSessionConfig:
     continue_tokens: int
 
     def needs(self) -> list[Need]:
-        """The context holds the longest sequence and the token that follows it, the text holds all of them."""
+        """Require a context that holds the longest sequence and the token that follows it, and a text that holds all of
+        them."""
         longest, continued = max(self.contexts) + 1, self.context_tokens + self.continue_tokens
         windows = "open_session.windows x (context_tokens + continue_tokens)"
         return [
@@ -78,7 +79,7 @@ class LoadedStages:
 
     @property
     def stages(self) -> range:
-        """The numbers of all stages."""
+        """Return the numbers of all stages."""
         return range(1, len(self._checkpoint.manifest.stages) + 1)
 
     def bring(self, *stages: int) -> None:
@@ -142,7 +143,7 @@ def _costs(
     device = stages.device
     for repeat in range(repeats):
         probe, better = stages.begun(old, before, policy), stages.view(new, policy)
-        kept = probe.kept_bytes
+        kept_bytes = probe.kept_bytes
         synchronise(device)
         start = time.perf_counter()
         probe.carry(better, policy)
@@ -159,7 +160,7 @@ def _costs(
             "decode_ms": 1000 * (time.perf_counter() - carried),
             "logit_error": float((logits - right).abs().max()),
             "same_token": bool(logits.argmax() == right.argmax()),
-            "kept_bytes": kept,
+            "kept_bytes": kept_bytes,
         }
 
 
@@ -178,22 +179,23 @@ def _loss(logits: torch.Tensor, target: int) -> torch.Tensor:
 
 
 def session_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """What every policy costs in ms at the longest context and does to the logits and to what follows, by kind."""
+    """Summarize by kind the cost of every policy in ms at the longest context, and its effect on the logits and on what
+    follows."""
     summary, longest = Summary(), max(parameters["open_session"]["contexts"])
     for kind in ("healed", "bare"):
-        costs, said = (frame_of(rows, measure=measure, kind=kind) for measure in ("cost", "continuation"))
-        losses = dict(list(said.groupby("policy").nll)) if len(said) else {}
+        costs, continuations = (frame_of(rows, measure=measure, kind=kind) for measure in ("cost", "continuation"))
+        losses = dict(list(continuations.groupby("policy").nll)) if len(continuations) else {}
         for name in TRANSITIONS:
-            place, chosen = {"policy": name, "variant": kind}, costs[costs.policy == name]
-            at = chosen[(chosen.context_tokens == longest) & (chosen.from_stage == 1)]
+            labels, chosen = {"policy": name, "variant": kind}, costs[costs.policy == name]
+            longest_costs = chosen[(chosen.context_tokens == longest) & (chosen.from_stage == 1)]
             cost = {"cost_ms": ("cost_ms", "median", f"ms at {longest} tokens")}
-            summary.by(at, {}, cost, **place, context_tokens=longest)
-            summary.add("logit_error", {"value": chosen.logit_error.max(), "n": len(chosen)}, **place)
-            summary.by(chosen, {}, {"same_token_pct": ("same_token", "mean", "%", 100)}, **place)
+            summary.by(longest_costs, {}, cost, **labels, context_tokens=longest)
+            summary.add("logit_error", {"value": chosen.logit_error.max(), "n": len(chosen)}, **labels)
+            summary.by(chosen, {}, {"same_token_pct": ("same_token", "mean", "%", 100)}, **labels)
             if name in losses:
                 excess = paired_bootstrap(losses[name], losses["prefill again"])
-                summary.add("nll", bootstrap(losses[name]).summary("nats a token"), **place)
-                summary.add("excess_nll", excess.summary("nats a token"), **place)
+                summary.add("nll", bootstrap(losses[name]).summary("nats a token"), **labels)
+                summary.add("excess_nll", excess.summary("nats a token"), **labels)
         summary.add("default_policy", {"value": cheapest_correct(costs), "unit": "policy"}, variant=kind)
     return summary
 
@@ -204,6 +206,6 @@ def cheapest_correct(costs: pandas.DataFrame) -> str:
     The request boundary costs nothing and moves nothing: it is what a request gets that does not ask to be moved.
     """
     by_policy = costs.groupby("policy").agg({"logit_error": "max", "cost_ms": "sum"})
-    right = [name for name, found in by_policy.iterrows() if found.logit_error <= ROUNDING]
+    right = [name for name, policy_row in by_policy.iterrows() if policy_row.logit_error <= ROUNDING]
     moving = [name for name in TRANSITIONS if name in right and name != "request boundary"]
     return min(moving, key=by_policy.cost_ms.get, default="none")

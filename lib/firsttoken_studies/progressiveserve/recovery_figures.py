@@ -45,15 +45,15 @@ LEAST_MS = 0.001  # a stall of less is drawn as one of so much
 
 def stage_bars(recorded: Result | None, now: Result) -> Figure:
     """Time until each stage serves, in plain starts of the same loader: the report's beside ours."""
-    drawn = over(recorded, now)
+    results = over(recorded, now)
     fig, ax = panels(figsize=(9, 3.8))
     _stage_bar(ax, 0, np.cumsum(PAPER_S["stages"]) / PAPER_S["whole"], 0.5, {"edgecolor": COLOURS["paper"]})
-    for place, case in enumerate(("pinned", "upgrade"), start=1):
-        for one in drawn:
-            serving = one.result.frame(case=case, row="event", what="serving").groupby("stage").at_s.median()
-            ends = serving / one.result.summary.value("full_time_s", case="whole")
-            look = one.style | ({"edgecolor": "black"} if one.own else {})
-            _stage_bar(ax, place + 1.3 * one.shift, ends, 0.6 if one.alone else 0.34, look)
+    for row_index, case in enumerate(("pinned", "upgrade"), start=1):
+        for shown in results:
+            serving = shown.result.frame(case=case, row="event", what="serving").groupby("stage").at_s.median()
+            edges = serving / shown.result.summary.value("full_time_s", case="whole")
+            look = shown.style | ({"edgecolor": "black"} if shown.own else {})
+            _stage_bar(ax, row_index + 1.3 * shown.shift, edges, 0.6 if shown.alone else 0.34, look)
     ax.axvline(1, color=COLOURS["floor"], linestyle="--", label="a plain start of the same loader serves")
     for stage in (1, 2, 3):
         ax.barh(0, 0, color=COLOURS[f"S{stage}"], label=f"until stage {stage} serves")
@@ -62,25 +62,25 @@ def stage_bars(recorded: Result | None, now: Result) -> Figure:
     ax.invert_yaxis()
     ax.set(xlabel="time from the start, in plain starts", xlim=(0, 2.6))
     ax.grid(axis="y", visible=False)
-    late = 100 * (drawn[0].result.summary.value("full_time_x", case="pinned", than="whole") - 1)
-    early = 100 * (1 - drawn[0].result.summary.value("ttft_x", case="pinned", than="whole"))
+    late = 100 * (results[0].result.summary.value("full_time_x", case="pinned", than="whole") - 1)
+    early = 100 * (1 - results[0].result.summary.value("ttft_x", case="pinned", than="whole"))
     fig.suptitle(f"The first token comes {early:.0f} % earlier, the whole model {late:.0f} % later")
     ax.legend(loc="upper right", fontsize="x-small", frameon=True)
-    name_results(fig, drawn, "ttft_p50_s")
+    name_results(fig, results, "ttft_p50_s")
     return fig
 
 
-def _stage_bar(ax: Axes, place: float, ends: Sequence[float], height: float, look: dict[str, Any]) -> None:
+def _stage_bar(ax: Axes, row_height: float, edges: Sequence[float], height: float, look: dict[str, Any]) -> None:
     begin = 0.0
-    for stage, end in enumerate(ends, start=1):
-        ax.barh(place, end - begin, left=begin, height=height, color=COLOURS[f"S{stage}"], linewidth=1.5, **look)
+    for stage, end in enumerate(edges, start=1):
+        ax.barh(row_height, end - begin, left=begin, height=height, color=COLOURS[f"S{stage}"], linewidth=1.5, **look)
         begin = end
-    told = " / ".join(f"{end:.2f}" for end in ends)
-    ax.annotate(told, (begin, place), (5, 0), textcoords="offset points", va="center", fontsize=9)
+    text = " / ".join(f"{end:.2f}" for end in edges)
+    ax.annotate(text, (begin, row_height), (5, 0), textcoords="offset points", va="center", fontsize=9)
 
 
 def answered_s(result: Result, case: str) -> list[float]:
-    """When the first answer of each client ended, in s from the start, in every run of ``case``."""
+    """Return the time at which the first answer of each client ended, in s from the start, in every run of ``case``."""
     tokens = frame_of(unpacked(rows_where(result.rows, case=case)), row="token", request=0)
     return tokens.groupby(["run", "client"]).at_s.max().tolist()
 
@@ -88,27 +88,27 @@ def answered_s(result: Result, case: str) -> list[float]:
 def growth_of_service(recorded: Result | None, now: Result) -> Figure:
     """The first run of each case over time: tokens handed out so far by stage, and resident memory; an arrow from the
     first token to the end of the clients' first answers. The time shown is twice a plain start's."""
-    drawn = over(recorded, now)
+    results = over(recorded, now)
     fig, axes = panels(2, len(CASES), figsize=(9, 5.6), sharex=True, sharey="row", height_ratios=(1.8, 1))
-    until = 2.2 * max(one.result.summary.value("full_time_s", case="whole") for one in drawn)
-    most = max((len(_tokens(one.result, case, until)) for one in drawn for case in CASES), default=0) or 1
+    until = 2.2 * max(shown.result.summary.value("full_time_s", case="whole") for shown in results)
+    most = max((len(_tokens(shown.result, case, until)) for shown in results for case in CASES), default=0) or 1
     for (top, bottom), case in zip(axes.T, CASES, strict=True):
-        for one in drawn:
-            rows = rows_where(one.result.rows, case=case, run=0)
+        for shown in results:
+            rows = rows_where(shown.result.rows, case=case, run=0)
             last = max(distinct(rows, "stage", row="event"))
-            tokens = _tokens(one.result, case, until)
+            tokens = _tokens(shown.result, case, until)
             # the last stage of a start is the whole model, whatever its number
             colours = [COLOURS["S3" if row["stage"] == last else f"S{row['stage']}"] for row in tokens]
             points = [row["at_s"] for row in tokens], range(1, len(tokens) + 1)
-            edge = {"edgecolors": "black", "linewidths": 0.15} if one.own else {}
-            top.scatter(*points, c=colours, s=14 if one.own else 7, **edge, **one.style)
-            place = most * (1.02 + (0.08 if one.own else 0.18))
-            span = min((row["at_s"] for row in tokens), default=0.0), float(np.median(answered_s(one.result, case)))
-            top.plot(span, [place] * 2, "|-", color=COLOURS["mark"], markersize=8, **one.style)
+            edge = {"edgecolors": "black", "linewidths": 0.15} if shown.own else {}
+            top.scatter(*points, c=colours, s=14 if shown.own else 7, **edge, **shown.style)
+            text_height = most * (1.02 + (0.08 if shown.own else 0.18))
+            span = min((row["at_s"] for row in tokens), default=0.0), float(np.median(answered_s(shown.result, case)))
+            top.plot(span, [text_height] * 2, "|-", color=COLOURS["mark"], markersize=8, **shown.style)
             memory = {row["at_s"]: row["rss_bytes"] / 1e6 for row in rows_where(rows, row="memory") if row["rss_bytes"]}
-            bottom.plot([*memory], [*memory.values()], color=COLOURS["measured"], **one.style)
+            bottom.plot([*memory], [*memory.values()], color=COLOURS["measured"], **shown.style)
             if not memory:
-                bottom.annotate(NOT_HERE, (0.5, 0.5 + one.shift), xycoords="axes fraction", ha="center", va="center")
+                bottom.annotate(NOT_HERE, (0.5, 0.5 + shown.shift), xycoords="axes fraction", ha="center", va="center")
         top.set_title(LABELS[case].replace(", ", ",\n"), fontsize=10)
         bottom.set(xlabel="seconds from the start", xlim=(0, until))
     axes[0][0].set(ylabel="tokens handed out", ylim=(0, 1.3 * most))
@@ -118,51 +118,59 @@ def growth_of_service(recorded: Result | None, now: Result) -> Figure:
     axes[0][0].plot([], [], "|-", color=COLOURS["mark"], label="first token to\nend of first answer")
     axes[0][0].legend(loc="center left", fontsize="x-small", frameon=True)
     first, end = (
-        [found(drawn[0].result, case) for case in ("pinned", "whole")]
-        for found in (lambda r, case: r.summary.value("ttft_p50_s", case=case), lambda *of: np.median(answered_s(*of)))
+        [measure(results[0].result, case) for case in ("pinned", "whole")]
+        for measure in (
+            lambda r, case: r.summary.value("ttft_p50_s", case=case),
+            lambda *arguments: np.median(answered_s(*arguments)),
+        )
     )
     early = f"The first token ({first[0]:.1f} s, not {first[1]:.1f})"
-    whole = f"({end[0]:.1f} s, not {end[1]:.1f})"
+    whole_text = f"({end[0]:.1f} s, not {end[1]:.1f})"
     if first[0] < first[1] and end[0] > end[1]:
-        fig.suptitle(f"{early} is bought with the rest of the answer {whole}")
+        fig.suptitle(f"{early} is bought with the rest of the answer {whole_text}")
     elif first[0] < first[1]:
-        fig.suptitle(f"{early} and the whole first answer {whole} come earlier")
+        fig.suptitle(f"{early} and the whole first answer {whole_text} come earlier")
     else:
-        fig.suptitle(f"{early} beside the whole first answer {whole}")
-    name_results(fig, drawn, "ttft_p50_s")
+        fig.suptitle(f"{early} beside the whole first answer {whole_text}")
+    name_results(fig, results, "ttft_p50_s")
     return fig
 
 
 def _tokens(result: Result, case: str, until: float) -> Rows:
     """The tokens of the first run up to ``until`` s, in the order in which they were handed out."""
-    mine = rows_where(unpacked(rows_where(result.rows, case=case, run=0)), row="token")
-    return sorted((row for row in mine if row["at_s"] <= until), key=lambda row: row["at_s"])
+    token_rows = rows_where(unpacked(rows_where(result.rows, case=case, run=0)), row="token")
+    return sorted((row for row in token_rows if row["at_s"] <= until), key=lambda row: row["at_s"])
 
 
 def continuation_losses(recorded: Result | None, now: Result) -> Figure:
-    """What moving from stage 1 to the whole model stalls, against what the rest of the text costs more than after a
-    fresh prefill: by policy, paired by window, with and without adapters."""
-    drawn = over(recorded, now)
+    """Draw the stall of moving from stage 1 to the whole model, against the further loss of the rest of the text over
+    that after a fresh prefill: by policy, paired by window, with and without adapters."""
+    results = over(recorded, now)
     fig, axes = panels(1, 2, figsize=(9, 4.4), sharex=True, sharey=True)
     for ax, (kind, label) in zip(axes, KINDS.items(), strict=True):
-        for one in drawn:
+        for shown in results:
             for policy, look in POLICIES.items():
-                (cost,) = one.result.summary.all("cost_ms", policy=policy, variant=kind)
-                lost = one.result.summary.of("excess_nll", policy=policy, variant=kind)
-                ends = [[max(0.0, lost["value"] - lost["low"])], [max(0.0, lost["high"] - lost["value"])]]
-                edge = {"markeredgecolor": "black"} if one.own else {}
-                at, shape = max(cost["value"], LEAST_MS), {"marker": look.marker, "markersize": 9, "linestyle": "none"}
-                told = {"label": policy} if one.own else {}
-                ax.errorbar(at, lost["value"], ends, color=look.colour, **shape, **edge, **told, **one.style)
+                (cost,) = shown.result.summary.all("cost_ms", policy=policy, variant=kind)
+                lost = shown.result.summary.of("excess_nll", policy=policy, variant=kind)
+                error_bars = [[max(0.0, lost["value"] - lost["low"])], [max(0.0, lost["high"] - lost["value"])]]
+                edge = {"markeredgecolor": "black"} if shown.own else {}
+                point, shape = (
+                    max(cost["value"], LEAST_MS),
+                    {"marker": look.marker, "markersize": 9, "linestyle": "none"},
+                )
+                label_style = {"label": policy} if shown.own else {}
+                ax.errorbar(
+                    point, lost["value"], error_bars, color=look.colour, **shape, **edge, **label_style, **shown.style
+                )
         ax.axhline(0, color=COLOURS["floor"], linestyle=":", linewidth=1.2, label="a fresh prefill (no loss)")
         ax.set(title=label, xscale="log", xlabel="stall, ms (log scale)")
     axes[0].set_ylabel("loss of what follows, nats a token more")
     axes[1].legend(loc="upper right", fontsize="small", frameon=True)
-    lost = drawn[0].result.summary.value("excess_nll", policy="naive", variant="healed")
-    lengths = " and ".join(one.who() + ": " + one.result.summary.all("cost_ms")[0]["unit"] for one in drawn)
+    lost = results[0].result.summary.value("excess_nll", policy="naive", variant="healed")
+    lengths = " and ".join(shown.who() + ": " + shown.result.summary.all("cost_ms")[0]["unit"] for shown in results)
     axes[0].annotate(lengths.replace(" and ", "\n"), (0.98, 0.98), xycoords="axes fraction", fontsize=8, **_CORNER)
     fig.suptitle(f"Swapping layers under an open session loses {lost:.1f} nats a token; a prefill loses none")
-    name_results(fig, drawn, "excess_nll")
+    name_results(fig, results, "excess_nll")
     return fig
 
 
@@ -180,20 +188,21 @@ _TIMELINE = (
 
 
 def timeline_rows(result: Result) -> Rows:
-    """What each case came to: medians over runs with 95 % intervals; of a run's first answers, that of the clients."""
+    """Return the measures of each case: medians over runs with 95 % intervals; a run's first answers count as the
+    median over its clients."""
     return [
-        {"measure": what}
+        {"measure": label}
         | {LABELS[case]: interval(result.summary.get(name, case=case, **to), digits) or absent for case in CASES}
-        for what, name, to, digits, absent in _TIMELINE
+        for label, name, to, digits, absent in _TIMELINE
     ]
 
 
 def quality_rows(quality: Result, timeline: Result) -> Table:
-    """When each stage serves, in s, and what it answers: EM and F1 in %, perplexity."""
-    for stage, place in SCORED.items():
+    """Yield the time from which each stage serves, in s, and the scores of its answers: EM and F1 in %, perplexity."""
+    for stage, labels in SCORED.items():
         begins = timeline.frame(case="pinned", row="event", what="serving", stage=stage).at_s
         scores = {
-            label: interval(quality.summary.of(score, **place))
+            label: interval(quality.summary.of(score, **labels))
             for label, score in (("EM, %", "em_pct"), ("F1, %", "f1_pct"), ("perplexity", "perplexity"))
         }
         yield {"stage": stage, "serves from, s": f"{np.median(begins):.2f}", **scores}
@@ -201,17 +210,17 @@ def quality_rows(quality: Result, timeline: Result) -> Table:
 
 def policy_rows(result: Result) -> Table:
     """Every policy with and without adapters: stall, largest logit error, loss of what follows."""
-    found = result.summary
+    summary = result.summary
     for kind in ("healed", "bare"):
         for name in TRANSITIONS:
-            place = {"policy": name, "variant": kind}
-            (cost,) = found.all("cost_ms", **place)
+            labels = {"policy": name, "variant": kind}
+            (cost,) = summary.all("cost_ms", **labels)
             yield {
                 "policy": name,
                 "adapters": "yes" if kind == "healed" else "no",
                 f"stall, {cost['unit']}": interval(cost, 2),
-                "largest logit error": f"{found.value('logit_error', **place):.2g}",
-                "next token right, %": interval(found.of("same_token_pct", **place), 0),
-                "loss of what follows, nats a token": interval(found.get("nll", **place), 2),
-                "more than after a prefill": interval(found.get("excess_nll", **place), 2),
+                "largest logit error": f"{summary.value('logit_error', **labels):.2g}",
+                "next token right, %": interval(summary.of("same_token_pct", **labels), 0),
+                "loss of what follows, nats a token": interval(summary.get("nll", **labels), 2),
+                "more than after a prefill": interval(summary.get("excess_nll", **labels), 2),
             }

@@ -70,22 +70,22 @@ def handover_rows(
     model.bring(*model.stages[1:])
     better = partial(model.view, model.last)
     rows: Rows = []
-    for case, (kept, again) in track(probes.items(), desc="after the hand-over", unit="text"):
+    for case, (probe, again) in track(probes.items(), desc="after the hand-over", unit="text"):
         before, after = text[case]
         label = {"row": "handover", "window": case[0], "context_tokens": case[1]}
         rows.append(label | {"position": 0, "redo_ms": _ms(lambda p=again: p.carry(better(REDO), REDO), device)})
-        kept.carry(better(KEEP), KEEP)
+        probe.carry(better(KEEP), KEEP)
         fed = [before[-1], *after[:-1]]
         exact = _told(again, fed)
-        pairs = zip(exact, _told(kept, fed), coarse.pop(case), strict=True)
-        for position, (right, found, stale) in enumerate(pairs, 1):
+        pairs = zip(exact, _told(probe, fed), coarse.pop(case), strict=True)
+        for position, (right, answered, stale) in enumerate(pairs, 1):
             rows.append(
                 label
                 | {
                     "position": position,
-                    "kl_kept": _divergence(right, found),
+                    "kl_kept": _divergence(right, answered),
                     "kl_coarse": _divergence(right, stale),
-                    "same_kept": bool(found.argmax() == right.argmax()),
+                    "same_kept": bool(answered.argmax() == right.argmax()),
                     "same_coarse": bool(stale.argmax() == right.argmax()),
                 }
             )
@@ -93,16 +93,17 @@ def handover_rows(
 
 
 def same_logits(
-    planes: Checkpoint, whole: Checkpoint, ids: Sequence[int], device: torch.device, dtype: torch.dtype
+    planes: Checkpoint, whole_checkpoint: Checkpoint, ids: Sequence[int], device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """Whether what came in planes says after ``ids``, bit by bit, what the plain whole model says."""
-    said = []
-    for checkpoint in (planes, whole):
+    """Return whether the model that came in planes gives the same logits after ``ids``, bit by bit, as the plain whole
+    model."""
+    logits = []
+    for checkpoint in (planes, whole_checkpoint):
         model = LoadedStages(checkpoint, device, dtype, tokens=len(ids))
         for stage in model.stages:
             model.bring(stage)
-        said.append(model.begun(model.last, ids[:-1], KEEP).feed(ids[-1:]))
-    return torch.equal(*said)
+        logits.append(model.begun(model.last, ids[:-1], KEEP).feed(ids[-1:]))
+    return torch.equal(*logits)
 
 
 def _told(probe: Probe, ids: Sequence[int]) -> Tensor:
@@ -110,16 +111,16 @@ def _told(probe: Probe, ids: Sequence[int]) -> Tensor:
     return torch.stack([probe.feed([token]) for token in ids])
 
 
-def _divergence(right: Tensor, found: Tensor) -> float:
+def _divergence(right: Tensor, found_logits: Tensor) -> float:
     """KL of two distributions over the vocabulary in nats, from logits [vocabulary]."""
-    exact, other = (logits.double().log_softmax(-1) for logits in (right, found))
+    exact, other = (logits.double().log_softmax(-1) for logits in (right, found_logits))
     return float((exact.exp() * (exact - other)).sum())
 
 
-def _ms(what: Any, device: torch.device) -> float:
+def _ms(compute: Any, device: torch.device) -> float:
     synchronise(device)
     begin = time.perf_counter()
-    what()
+    compute()
     synchronise(device)
     return 1000 * (time.perf_counter() - begin)
 
@@ -129,15 +130,15 @@ def handover_summary(rows: Rows) -> Summary:
     is that of the exact weights, where keys and values are kept, beside weights that stay coarse; what a prefill again
     takes."""
     summary, frame = Summary(), frame_of(rows)
-    for context, mine in frame.groupby("context_tokens", sort=False) if len(frame) else ():
-        after, first = mine[mine.position > 0], mine[mine.position == 1]
-        summary.by(mine, {}, {"redo_ms": ("redo_ms", "median", "ms")}, context_tokens=context)
+    for context, context_rows in frame.groupby("context_tokens", sort=False) if len(frame) else ():
+        after, first = context_rows[context_rows.position > 0], context_rows[context_rows.position == 1]
+        summary.by(context_rows, {}, {"redo_ms": ("redo_ms", "median", "ms")}, context_tokens=context)
         for name in ("kept", "coarse"):
-            place, kl, same = {"case": name, "context_tokens": context}, f"kl_{name}", f"same_{name}"
-            summary.by(first, {}, {"kl_first_nats": (kl, "mean", "nats")}, **place)
+            labels, kl, same = {"case": name, "context_tokens": context}, f"kl_{name}", f"same_{name}"
+            summary.by(first, {}, {"kl_first_nats": (kl, "mean", "nats")}, **labels)
             means = after.astype({same: float}).groupby("window", sort=False)[[kl, same]].mean()
-            over = {"kl_nats": (kl, "mean", "nats"), "same_token_pct": (same, "mean", "%", 100)}
-            summary.by(means, {}, over, **place)
+            measures = {"kl_nats": (kl, "mean", "nats"), "same_token_pct": (same, "mean", "%", 100)}
+            summary.by(means, {}, measures, **labels)
     return summary
 
 
@@ -173,13 +174,13 @@ class RefinementConfig:
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
             raise ProfileError(f"refinement.split: no split {self.split!r}; known: {', '.join(SPLITS)}")
-        if odd := set(self.timelines) - {WHOLE, STILL, KEPT, AGAIN}:
-            raise ProfileError(f"refinement.timelines: no timeline {min(odd)!r}; known: whole, still, kept, again")
+        if unknown := set(self.timelines) - {WHOLE, STILL, KEPT, AGAIN}:
+            raise ProfileError(f"refinement.timelines: no timeline {min(unknown)!r}; known: whole, still, kept, again")
         if min(self.contexts) < 2 or self.continue_tokens < 1:
             raise ProfileError("refinement.contexts must be 2 tokens or more, and continue_tokens 1")
 
     def needs(self) -> list[Need]:
-        """The context and the text hold the longest sequence, the context an answer and a token more."""
+        """Require a context and a text that hold the longest sequence, and a context for an answer and a token more."""
         longest = max(self.contexts) + self.continue_tokens
         return [
             Need("refinement.contexts + continue_tokens", longest, CONTEXT),
@@ -194,7 +195,7 @@ def refinement_under_load(profile: Profile) -> Outcome:
     config = profile.section("refinement", RefinementConfig)
     check([*profile.section("served", ServedConfig).needs(), *config.needs()], ModelFacts(profile.model))
     served = replace(load_served(profile), stored=named(profile.section("precision", PrecisionConfig).stored))
-    cut, whole = planes_checkpoint(served, config.split), whole_checkpoint(served)
+    cut, uncut = planes_checkpoint(served, config.split), whole_checkpoint(served)
     device, dtype = profile.torch_device(), profile.torch_dtype()
     provenance, prompt, size = served.provenance, _prompt(profile, config, served), _bytes(served, dtype)
     longest = max(config.contexts) + config.continue_tokens
@@ -206,10 +207,12 @@ def refinement_under_load(profile: Profile) -> Outcome:
         policy = "naive" if name == KEPT else "prefill again"
         options = {"upgrade": name in (KEPT, AGAIN), "policy": policy, "recover": name != STILL}
         options |= {"duration_s": ASKED_FOR_S, "sample_s": 0.05}
-        found = one_timeline(whole if name == WHOLE else cut, name, prompt, profile, config, **options)
-        kept = (row for row in found if row["row"] != "memory" or not row["at_s"])  # the first is what it grew from
-        rows += [{"case": name, "run": run} | row for row in kept]
-    rows.append({"row": "logits", "same": same_logits(cut, whole, windows[0], device, dtype)})
+        timeline = one_timeline(uncut if name == WHOLE else cut, name, prompt, profile, config, **options)
+        selected = (
+            row for row in timeline if row["row"] != "memory" or not row["at_s"]
+        )  # the first is what it grew from
+        rows += [{"case": name, "run": run} | row for row in selected]
+    rows.append({"row": "logits", "same": same_logits(cut, uncut, windows[0], device, dtype)})
     rows += handover_rows(cut, windows, config.contexts, config.continue_tokens, device, dtype)
     return Outcome(rows, provenance=provenance)
 
@@ -233,19 +236,19 @@ def refinement_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """A step with and without merges, the longest gap between two tokens while planes come, what merging takes of the
     memory's rate, peaks over the model, and the divergence after the hand-over."""
     summary = handover_summary(rows_where(rows, row="handover"))
-    (logits,), (copy,), (model,) = (rows_where(rows, row=one) for one in ("logits", "copy", "model"))
+    (logits,), (copy,), (model,) = (rows_where(rows, row=kind) for kind in ("logits", "copy", "model"))
     summary.add("same_logits", {"value": logits["same"], "unit": "as the plain whole model's, bit by bit"})
     summary.add("copy_gb_per_s", {"value": copy["gb_per_s"], "unit": "GB/s"})
     runs = range(parameters["refinement"]["runs"])
     peaks: dict[str, list[float | None]] = {}
     for case in dict.fromkeys(row["case"] for row in rows if "case" in row):
-        found = [rows_where(rows, case=case, run=run) for run in runs]
-        _case(partial(summary.add, case=case), found, parameters)
-        peaks[case] = [peak_growth(each, model["bytes"]) for each in found]
-    _peaks(summary, {case: each for case, each in peaks.items() if None not in each})
+        run_rows = [rows_where(rows, case=case, run=run) for run in runs]
+        _case(partial(summary.add, case=case), run_rows, parameters)
+        peaks[case] = [peak_growth(rows_of_run, model["bytes"]) for rows_of_run in run_rows]
+    _peaks(summary, {case: growths for case, growths in peaks.items() if None not in growths})
     _first_answers(summary, {case: first_answers(rows_where(rows, case=case), ANSWER_TOKENS, runs) for case in peaks})
     if merged := [row for row in rows_where(rows, case=KEPT) if "merged_bytes" in row]:
-        rates = frame_of(merged).assign(gb_per_s=lambda of: of.merged_bytes / 1e9 / of.merging_s)
+        rates = frame_of(merged).assign(gb_per_s=lambda frame: frame.merged_bytes / 1e9 / frame.merging_s)
         rates["share"] = rates.gb_per_s / copy["gb_per_s"]
         summary.by(rates, {}, {"merge_gb_per_s": ("gb_per_s", "median", "GB/s of 16-bit weights")})
         summary.by(rates, {}, {"merge_x": ("share", "median", "of the copy's rate")}, than="copy")
@@ -260,21 +263,21 @@ def refinement_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
 
 def _peaks(summary: Summary, peaks: Mapping[str, list[float]]) -> None:
     """Add how much the process grew, over the weights as they compute, and over the growth of the plain whole model."""
-    for case, each in peaks.items():
-        grown = bootstrap(each, "median").summary("x the weights as they compute")
+    for case, growths in peaks.items():
+        grown = bootstrap(growths, "median").summary("x the weights as they compute")
         summary.add("peak_memory_x", grown, case=case, than="model")
     for case in [case for case in peaks if case != WHOLE] if WHOLE in peaks else ():
-        over = median_ratio(peaks[case], peaks[WHOLE]).summary("x")
-        summary.add("peak_memory_x", over, case=case, than=WHOLE)
+        ratio = median_ratio(peaks[case], peaks[WHOLE]).summary("x")
+        summary.add("peak_memory_x", ratio, case=case, than=WHOLE)
 
 
 def _first_answers(summary: Summary, answered: Mapping[str, list[float | None]]) -> None:
     """Add by case when the first answers were whole, and that over the same run's of the plain whole model."""
-    there = {case: seconds for case, seconds in answered.items() if None not in seconds}
-    for case, seconds in there.items():
+    complete = {case: seconds for case, seconds in answered.items() if None not in seconds}
+    for case, seconds in complete.items():
         summary.add("first_answer_s", bootstrap(seconds, "median").summary("s"), case=case)
-        if case != WHOLE and WHOLE in there:
-            summary.add("first_answer_x", median_ratio(seconds, there[WHOLE]).summary("x"), case=case, than=WHOLE)
+        if case != WHOLE and WHOLE in complete:
+            summary.add("first_answer_x", median_ratio(seconds, complete[WHOLE]).summary("x"), case=case, than=WHOLE)
 
 
 def _case(add: Callable[..., Entry], runs: list[Rows], parameters: Mapping[str, Any]) -> None:
@@ -291,9 +294,9 @@ def _case(add: Callable[..., Entry], runs: list[Rows], parameters: Mapping[str, 
         within = [_within(rows, *window) for rows, window in zip(runs, windows, strict=True)]
         add("refining_s", bootstrap([end - start for start, end in windows], "median").summary("s"))
         if all(within):
-            longest, each = [1000 * max(gaps) for gaps in within], [1000 * gap for gaps in within for gap in gaps]
+            longest, gaps_ms = [1000 * max(gaps) for gaps in within], [1000 * gap for gaps in within for gap in gaps]
             add("longest_gap_ms", bootstrap(longest, "median").summary("ms, while planes came"))
-            add("refining_step_ms", bootstrap(each, "median").summary("ms"))
+            add("refining_step_ms", bootstrap(gaps_ms, "median").summary("ms"))
 
 
 def refining(rows: Rows) -> tuple[float, float] | None:

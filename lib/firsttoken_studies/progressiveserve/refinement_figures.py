@@ -30,26 +30,30 @@ HANDOVERS = {
 def refinement(result: Result) -> Figure:
     """Left, the gaps between tokens over time in one run, with planes that come (shaded) and without; right, the
     divergence from exact weights on exact keys and values by position after the hand-over."""
-    fig, (left, right) = panels(1, 2, figsize=(11, 4.2))
+    fig, (divergence_panel, right) = panels(1, 2, figsize=(11, 4.2))
     for case, look in ((STILL, "other"), (KEPT, "measured")):
         rows = rows_where(result.rows, case=case, run=0)
         gaps = sorted((high, 1000 * (high - low)) for low, high in token_gaps(rows, "client"))
         if gaps:
             colour, marker = LOOKS[look]
-            left.plot(*zip(*gaps, strict=True), marker, color=colour, markersize=4, label=CASES[case])
+            divergence_panel.plot(*zip(*gaps, strict=True), marker, color=colour, markersize=4, label=CASES[case])
         if window := refining(rows):
-            left.axvspan(*window, color=COLOURS["single"], alpha=0.25, linewidth=0, label="planes come")
-    left.set(xlabel="s from the server's start", ylabel="gap between two tokens of a client, ms", ylim=(0, None))
-    left.legend(loc="upper center", bbox_to_anchor=(0.5, 1.3), fontsize=9)
+            divergence_panel.axvspan(*window, color=COLOURS["single"], alpha=0.25, linewidth=0, label="planes come")
+    divergence_panel.set(
+        xlabel="s from the server's start", ylabel="gap between two tokens of a client, ms", ylim=(0, None)
+    )
+    divergence_panel.legend(loc="upper center", bbox_to_anchor=(0.5, 1.3), fontsize=9)
     _draw_divergence(right, result)
     return fig
 
 
 def _draw_divergence(ax: Axes, result: Result) -> None:
     frame = result.frame(row="handover").query("position > 0")
-    for (context, mine), line in zip(frame.groupby("context_tokens", sort=False), ("-", "--", ":"), strict=False):
+    for (context, context_rows), line in zip(
+        frame.groupby("context_tokens", sort=False), ("-", "--", ":"), strict=False
+    ):
         for name, (look, label) in HANDOVERS.items():
-            means = mine.groupby("position")[f"kl_{name}"].mean()
+            means = context_rows.groupby("position")[f"kl_{name}"].mean()
             ax.plot(means.index, means, line, color=COLOURS[look], label=f"{label}, {context} tokens")
     ax.set(xlabel="tokens after the hand-over", ylabel="KL from the exact model, nats", yscale="log")
     ax.yaxis.set_major_formatter("{x:g}")
@@ -58,45 +62,45 @@ def _draw_divergence(ax: Axes, result: Result) -> None:
 
 def load_rows(result: Result) -> Table:
     """Every timeline: a step, the longest gap while planes came, and the peak over the model."""
-    found = result.summary
+    summary = result.summary
     for case, name in CASES.items():
-        if found.get("short_requests", case=case):
+        if summary.get("short_requests", case=case):
             yield {
                 "timeline": name,
-                "step, ms": interval(found.get("step_ms", case=case)),
-                "planes came for, s": interval(found.get("refining_s", case=case), 2),
-                "longest gap meanwhile, ms": interval(found.get("longest_gap_ms", case=case), 0),
-                "of a step": interval(found.get("longest_gap_x", case=case, than="step"), 2),
-                f"first answer of {ANSWER_TOKENS} tokens, s": interval(found.get("first_answer_s", case=case), 2),
-                "/ plain start's": interval(found.get("first_answer_x", case=case, than=WHOLE), 2),
-                "peak memory / model": interval(found.get("peak_memory_x", case=case, than="model"), 2),
-                "/ plain model's": interval(found.get("peak_memory_x", case=case, than=WHOLE), 2),
+                "step, ms": interval(summary.get("step_ms", case=case)),
+                "planes came for, s": interval(summary.get("refining_s", case=case), 2),
+                "longest gap meanwhile, ms": interval(summary.get("longest_gap_ms", case=case), 0),
+                "of a step": interval(summary.get("longest_gap_x", case=case, than="step"), 2),
+                f"first answer of {ANSWER_TOKENS} tokens, s": interval(summary.get("first_answer_s", case=case), 2),
+                "/ plain start's": interval(summary.get("first_answer_x", case=case, than=WHOLE), 2),
+                "peak memory / model": interval(summary.get("peak_memory_x", case=case, than="model"), 2),
+                "/ plain model's": interval(summary.get("peak_memory_x", case=case, than=WHOLE), 2),
             }
 
 
 def merge_rows(result: Result) -> Rows:
-    """How fast planes are merged, and what that is of a copy's rate in the same memory."""
-    found = result.summary
+    """Return the rate at which planes are merged, and its ratio to a copy's rate in the same memory."""
+    summary = result.summary
     measured = {
-        "merged, GB/s of 16-bit weights": interval(found.get("merge_gb_per_s"), 2),
-        "of the rate of a copy": interval(found.get("merge_x", than="copy"), 3),
-        "longest merge between two steps, ms": interval(found.get("longest_merge_ms"), 1),
-        "logits of the end bit by bit the plain model's": interval(found.of("same_logits")),
+        "merged, GB/s of 16-bit weights": interval(summary.get("merge_gb_per_s"), 2),
+        "of the rate of a copy": interval(summary.get("merge_x", than="copy"), 3),
+        "longest merge between two steps, ms": interval(summary.get("longest_merge_ms"), 1),
+        "logits of the end bit by bit the plain model's": interval(summary.of("same_logits")),
     }
     return [{"what": name, "measured": shown} for name, shown in measured.items()]
 
 
 def handover_table(result: Result) -> Table:
     """Return by context KL and agreement with kept keys and values and with coarse weights; a new prefill's time."""
-    found = result.summary
+    summary = result.summary
     for context in result.parameters["refinement"]["contexts"]:
-        kept, coarse = ({"case": case, "context_tokens": context} for case in ("kept", "coarse"))
+        kept_labels, coarse = ({"case": case, "context_tokens": context} for case in ("kept", "coarse"))
         yield {
             "context, tokens": context,
-            "kept: KL at once": interval(found.of("kl_first_nats", **kept), 4),
-            "kept: KL": interval(found.of("kl_nats", **kept), 4),
-            "kept: same next, %": interval(found.of("same_token_pct", **kept)),
-            "coarse: KL": interval(found.of("kl_nats", **coarse), 4),
-            "coarse: same next, %": interval(found.of("same_token_pct", **coarse)),
-            "prefill again, ms": interval(found.of("redo_ms", context_tokens=context)),
+            "kept: KL at once": interval(summary.of("kl_first_nats", **kept_labels), 4),
+            "kept: KL": interval(summary.of("kl_nats", **kept_labels), 4),
+            "kept: same next, %": interval(summary.of("same_token_pct", **kept_labels)),
+            "coarse: KL": interval(summary.of("kl_nats", **coarse), 4),
+            "coarse: same next, %": interval(summary.of("same_token_pct", **coarse)),
+            "prefill again, ms": interval(summary.of("redo_ms", context_tokens=context)),
         }

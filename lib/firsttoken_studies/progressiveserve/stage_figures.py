@@ -34,19 +34,19 @@ def distance_map(recorded: Result | None, now: Result) -> Figure:
     import matplotlib.pyplot as plt
     import seaborn
 
-    drawn = over(recorded, now)
+    results = over(recorded, now)
     table = _last(now).pivot(index="size_layers", columns="start_layer", values="distance")
     fig, ax = panels(figsize=(9, 4.9))
     seaborn.heatmap(table, ax=ax, cmap="Greys", cbar_kws={"label": "angular distance (0 to 1), last token"})
     rows = {size: row for row, size in enumerate(table.index)}
-    for one in drawn:
-        width, colour = (2, COLOURS["measured"]) if one.own else (6, COLOURS["single"])
-        for start, size in _best(one.result)[["start_layer", "size_layers"]].itertuples(index=False):
+    for shown in results:
+        width, colour = (2, COLOURS["measured"]) if shown.own else (6, COLOURS["single"])
+        for start, size in _best(shown.result)[["start_layer", "size_layers"]].itertuples(index=False):
             if size in rows:
                 frame = plt.Rectangle((start, rows[size]), 1, 1, fill=False, clip_on=False)
                 ax.add_patch(frame)
-                frame.set(edgecolor=colour, linewidth=width, zorder=one.style["zorder"])
-        label = f"turns the stream least, by size: {one.who()}"
+                frame.set(edgecolor=colour, linewidth=width, zorder=shown.style["zorder"])
+        label = f"turns the stream least, by size: {shown.who()}"
         ax.plot([], [], "s", color=colour, fillstyle="none", markeredgewidth=width / 1.5, markersize=8, label=label)
     size = len(REPORT_PLAN.block)
     if size in rows:
@@ -58,28 +58,32 @@ def distance_map(recorded: Result | None, now: Result) -> Figure:
     ax.tick_params(axis="both", rotation=0)
     ax.grid(False)
     start, end = now.summary.value("chosen_start"), now.summary.value("chosen_end")
-    where = "deep, as the report has it" if now.summary.value("relative_depth") >= DEEP else "in the middle, not deep"
-    fig.suptitle(f"The block of {end - start + 1} that turns the stream least, {start}-{end}, lies {where}")
+    depth_text = (
+        "deep, as the report has it" if now.summary.value("relative_depth") >= DEEP else "in the middle, not deep"
+    )
+    fig.suptitle(f"The block of {end - start + 1} that turns the stream least, {start}-{end}, lies {depth_text}")
     fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
     return fig
 
 
 def chosen_blocks(recorded: Result | None, now: Result) -> Figure:
     """The chosen block of every size as a bar from its first to its last layer; the report's block, scaled, beside."""
-    drawn = over(recorded, now)
+    results = over(recorded, now)
     fig, ax = panels(figsize=(8, 4.6))
-    for one in drawn:
-        best = _best(one.result)
-        places, height = best.size_layers - one.shift, 0.7 if one.alone else 0.34
-        look = one.style | {"color": COLOURS["measured"], "edgecolor": "black" if one.own else "none"}
-        ax.barh(places, best.size_layers, left=best.start_layer, height=height, label=f"chosen: {one.who()}", **look)
+    for shown in results:
+        best = _best(shown.result)
+        places, height = best.size_layers - shown.shift, 0.7 if shown.alone else 0.34
+        look = shown.style | {"color": COLOURS["measured"], "edgecolor": "black" if shown.own else "none"}
+        ax.barh(places, best.size_layers, left=best.start_layer, height=height, label=f"chosen: {shown.who()}", **look)
     depth = _depth(now)
     for start, size, distance in best[["start_layer", "size_layers", "distance"]].itertuples(index=False):
         ax.annotate(f"{distance:.2f}", (start - 0.3, size), ha="right", va="center", fontsize=9)
     scale, size = depth / REPORT_PLAN.depth, len(REPORT_PLAN.block)
-    left, width = REPORT_PLAN.block[0] * scale, size * scale
-    told = f"report: {REPORT_PLAN.block[0]}-{REPORT_PLAN.block[-1]} of {REPORT_PLAN.depth}, scaled to {depth}"
-    ax.barh([size], [width], left=[left], height=0.35, color=COLOURS["paper"], edgecolor="black", label=told)
+    report_start, width = REPORT_PLAN.block[0] * scale, size * scale
+    report_text = f"report: {REPORT_PLAN.block[0]}-{REPORT_PLAN.block[-1]} of {REPORT_PLAN.depth}, scaled to {depth}"
+    ax.barh(
+        [size], [width], left=[report_start], height=0.35, color=COLOURS["paper"], edgecolor="black", label=report_text
+    )
     ax.set(xlabel="layer (0-based); beside a bar: the block's angular distance", ylabel="layers in the block")
     ax.set(xlim=(-1.5, depth), yticks=sorted(best.size_layers))
     deep = int((best.start_layer / depth >= DEEP).sum())
@@ -91,10 +95,10 @@ def chosen_blocks(recorded: Result | None, now: Result) -> Figure:
 def stage_scores(recorded: Result | None, now: Result) -> Figure:
     """Points of EM and F1 that each stage loses against the full model, unhealed and by recipe, with 95 % intervals;
     what the authors lost, and what the report allows."""
-    drawn = over(recorded, now)
+    results = over(recorded, now)
     fig, axes = panels(1, 2, figsize=(9, 4.6), sharey=True)
     for ax, score in zip(axes, ("em", "f1"), strict=True):
-        draw_stages(ax, drawn, f"{score}_drop")
+        draw_stages(ax, results, f"{score}_drop")
         for stage, limit in GATES.items():
             lost = KIISE[f"{score}_pct"][0] - KIISE[f"{score}_pct"][stage]
             authors = {"label": "authors: Llama-2-7B, TriviaQA", "color": COLOURS["paper"]} if stage == 1 else {}
@@ -104,29 +108,29 @@ def stage_scores(recorded: Result | None, now: Result) -> Figure:
         ax.set_title({"em": "exact match (EM)", "f1": "F1"}[score])
     name_recipes(axes[0])
     axes[0].set_ylabel("points lost against the full model")
-    ours, report = (drawn[0].result.summary.value("em_drop", stage=1, recipe=kind) for kind in ("ours", "report"))
+    ours, report = (results[0].result.summary.value("em_drop", stage=1, recipe=kind) for kind in ("ours", "report"))
     theirs = KIISE["em_pct"][0] - KIISE["em_pct"][1]
     who = "Nobody passes" if min(ours, report, theirs) > GATES[1] else "Somebody passes"
-    told = f"{ours:.0f} (ours), {report:.0f} (report's recipe), {theirs:.0f} (authors)"
-    fig.suptitle(f"{who} the gate of {GATES[1]:.0f} points: stage 1 loses {told}")
-    legend(fig, axes[0], drawn, "em_drop")
+    message = f"{ours:.0f} (ours), {report:.0f} (report's recipe), {theirs:.0f} (authors)"
+    fig.suptitle(f"{who} the gate of {GATES[1]:.0f} points: stage 1 loses {message}")
+    legend(fig, axes[0], results, "em_drop")
     return fig
 
 
-def draw_stages(ax: Axes, drawn: Sequence[Drawn], measure: str, **where: str) -> None:
+def draw_stages(ax: Axes, results: Sequence[Drawn], measure: str, **labels: str) -> None:
     """Points of ``measure`` by stage, and by recipe but of the last one, with their intervals around 0."""
     for stage in GATES:
         kinds = [{"recipe": kind} for kind in NAMES] if stage < max(GATES) else [{}]
-        for place, kind in zip(np.linspace(-0.27, 0.27, len(kinds)) if kinds[1:] else [0.0], kinds, strict=True):
-            for one in drawn:
-                entry = one.result.summary.get(measure, stage=stage, **where, **kind)
-                one.point(ax, stage + place + one.shift / 3, entry, kind.get("recipe", "S3"))
+        for offset, kind in zip(np.linspace(-0.27, 0.27, len(kinds)) if kinds[1:] else [0.0], kinds, strict=True):
+            for shown in results:
+                entry = shown.result.summary.get(measure, stage=stage, **labels, **kind)
+                shown.point(ax, stage + offset + shown.shift / 3, entry, kind.get("recipe", "S3"))
     ax.axhline(0, color=COLOURS["mark"], linewidth=1)
     ax.set(xticks=list(GATES), xticklabels=[f"stage {stage}" for stage in GATES])
 
 
 def name_recipes(ax: Axes) -> None:
-    """Let the legend of ``ax`` name the marks of :func:`draw_stages`."""
+    """Make the legend of ``ax`` name the marks of :func:`draw_stages`."""
     for name, label in (NAMES | {"S3": "whole model"}).items():
         ax.plot([], [], LOOKS[name].marker, color=COLOURS[name], label=label)
 
@@ -143,18 +147,18 @@ def control_scores(recorded: Result | None, now: Result) -> Figure:
         "drop6": "6 layers, chosen block",
         "drop4": "4 layers, chosen block",
     }
-    drawn = over(recorded, now)
+    results = over(recorded, now)
     fig, axes = panels(1, 2, figsize=(9, 4.6), sharey=True)
     for ax, score, label in zip(axes, ("f1_pct", "perplexity"), ("F1, %", "perplexity (log scale)"), strict=True):
-        for one in drawn:
-            found = one.result.summary
-            one.point(ax, one.shift, found.get(score, stage=0), "S0", along="x")
-            for place, name in enumerate(labels):
+        for shown in results:
+            summary = shown.result.summary
+            shown.point(ax, shown.shift, summary.get(score, stage=0), "S0", along="x")
+            for position, name in enumerate(labels):
                 for kind, apart in (("none", -0.16), ("ours", 0.16)):
-                    entry = found.get(score, variant=name, recipe=kind)
-                    if one.own and (name, kind) == ("chosen", "none"):
-                        entry = found.get(score, stage=1, recipe="none")
-                    one.point(ax, place + apart + one.shift / 2, entry, kind, along="x")
+                    entry = summary.get(score, variant=name, recipe=kind)
+                    if shown.own and (name, kind) == ("chosen", "none"):
+                        entry = summary.get(score, stage=1, recipe="none")
+                    shown.point(ax, position + apart + shown.shift / 2, entry, kind, along="x")
         ax.set(xlabel=label, yticks=range(len(labels)), yticklabels=labels.values())
     for kind in ("none", "ours"):
         axes[0].plot([], [], LOOKS[kind].marker, color=COLOURS[kind], label=NAMES[kind])
@@ -165,13 +169,13 @@ def control_scores(recorded: Result | None, now: Result) -> Figure:
     axes[1].xaxis.set_ticks([], minor=True)
     axes[1].legend(*axes[0].get_legend_handles_labels(), loc="lower right", fontsize="small", frameon=True)
     chosen, drawn_at_random = (
-        drawn[0].result.summary.get("perplexity", variant=name, recipe="none") for name in ("chosen", "random")
+        results[0].result.summary.get("perplexity", variant=name, recipe="none") for name in ("chosen", "random")
     )
     if chosen and drawn_at_random:
         than = "less" if drawn_at_random["value"] < chosen["value"] else "more"
-        told = f"perplexity {drawn_at_random['value']:.0f}, not {chosen['value']:.0f}"
-        fig.suptitle(f"Losing a random block costs {than} than losing the chosen one: {told}")
-    name_results(fig, drawn, "f1_pct")
+        message = f"perplexity {drawn_at_random['value']:.0f}, not {chosen['value']:.0f}"
+        fig.suptitle(f"Losing a random block costs {than} than losing the chosen one: {message}")
+    name_results(fig, results, "f1_pct")
     return fig
 
 
@@ -197,24 +201,24 @@ def _depth(result: Result) -> int:
 def stage_rows(result: Result, live: Result) -> Table:
     """One row a variant: EM, F1, choices, perplexity with 95 % intervals; EM of the live run and of the authors."""
     get = result.summary.get
-    for place in _places(result):
-        stage, healed = place["stage"], place.get("recipe") != "none"
+    for labels in _places(result):
+        stage, healed = labels["stage"], labels.get("recipe") != "none"
         row = {
-            "variant": _title(**place),
-            "EM, %": interval(get("em_pct", **place)),
-            "F1, %": interval(get("f1_pct", **place)),
-            "four choices, %": interval(get("choice_pct", **place)),
-            "answer, nats/token": interval(get("answer_nll", **place), 2),
-            "perplexity": interval(get("perplexity", **place)),
-            "closed-book F1, %": interval(get("f1_pct", **place, task=CLOSED_BOOK)),
+            "variant": _title(**labels),
+            "EM, %": interval(get("em_pct", **labels)),
+            "F1, %": interval(get("f1_pct", **labels)),
+            "four choices, %": interval(get("choice_pct", **labels)),
+            "answer, nats/token": interval(get("answer_nll", **labels), 2),
+            "perplexity": interval(get("perplexity", **labels)),
+            "closed-book F1, %": interval(get("f1_pct", **labels, task=CLOSED_BOOK)),
         }
-        row["F1 here, now, %"] = interval(live.summary.get("f1_pct", **place))
+        row["F1 here, now, %"] = interval(live.summary.get("f1_pct", **labels))
         row["authors' EM / F1, %"] = f"{KIISE['em_pct'][stage]} / {KIISE['f1_pct'][stage]}" if healed else ""
         yield row
 
 
 def healing_rows(recipes: Mapping[str, Mapping[str, Any]]) -> Table:
-    """What each committed adapter's training came to; ``recipes`` by adapter name ("A-ours")."""
+    """Yield the training results of each committed adapter; ``recipes`` by adapter name ("A-ours")."""
     for name, recipe in recipes.items():
         stage, _, kind = name.partition("-")
         made, last = recipe["recipe"], [row for row in recipe["curve"] if "validation_f1" in row][-1]
@@ -230,14 +234,14 @@ def healing_rows(recipes: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def gate_rows(result: Result) -> Table:
     """The report's gates (3.1.2): points lost against the full model, the limit, what the authors lost, the verdict."""
-    for place in _places(result):
-        stage = place["stage"]
-        if stage not in GATES or place.get("recipe") == "none":
+    for labels in _places(result):
+        stage = labels["stage"]
+        if stage not in GATES or labels.get("recipe") == "none":
             continue
         for score in ("em", "f1"):
-            drop, authors = result.summary.of(f"{score}_drop", **place), KIISE[f"{score}_pct"]
+            drop, authors = result.summary.of(f"{score}_drop", **labels), KIISE[f"{score}_pct"]
             yield {
-                "variant": _title(**place),
+                "variant": _title(**labels),
                 "score": score.upper(),
                 "points lost": interval(drop),
                 "limit": GATES[stage],

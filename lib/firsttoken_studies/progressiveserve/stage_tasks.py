@@ -29,15 +29,15 @@ PLACES: dict[str, dict[str, Scalar]] = {
 
 
 def stage_tasks(profile: Profile) -> Outcome:
-    """Which options every stage chooses, unhealed and healed by each recipe."""
+    """Measure the options that every stage chooses, unhealed and healed by each recipe."""
     config = profile.section("stage_tasks", ChoiceTasksConfig)
-    place = profile.section("served", ServedConfig)
-    check(place.needs(), ModelFacts(profile.model))
+    served_config = profile.section("served", ServedConfig)
+    check(served_config.needs(), ModelFacts(profile.model))
     served = load_served(profile)
     rows = config.right()
-    for variant, where in PLACES.items():
-        stage, recipe = int(where["stage"]), where.get("recipe", "none")
-        adapter = None if recipe == "none" else place.folder / f"{LETTERS[stage]}-{recipe}"
+    for variant, variant_labels in PLACES.items():
+        stage, recipe = int(variant_labels["stage"]), variant_labels.get("recipe", "none")
+        adapter = None if recipe == "none" else served_config.folder / f"{LETTERS[stage]}-{recipe}"
         with at_stage(served, stage or max(GATES), adapter) as model:
             rows += config.chosen(variant, model, served.tokenizer)
     return Outcome(rows, provenance=served.provenance | {"block": list(served.plan.block)})
@@ -50,18 +50,18 @@ def stage_tasks_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
 
 def accuracy_by_stage(recorded: Result | None, now: Result) -> Figure:
     """Points of accuracy by which each stage stays behind the full model, by recipe, and what the report allows."""
-    drawn = over(recorded, now)
+    results = over(recorded, now)
     tasks = [task for task in TASKS if now.summary.get("accuracy_pct", stage=0, task=task)]
     fig, axes = panels(1, len(tasks), figsize=(9, 4.4), layout="constrained", squeeze=False)
     for ax, task in zip(axes[0], tasks, strict=True):
-        draw_stages(ax, drawn, "accuracy_change", task=task)
+        draw_stages(ax, results, "accuracy_change", task=task)
         for stage, limit in GATES.items():
             named = {"label": "the report allows at most (EM, F1)"} if stage == min(GATES) else {}
             ax.plot([stage - 0.45, stage + 0.45], [-limit] * 2, color=COLOURS["target"], linewidth=2.5, **named)
         ax.set_title(TASKS[task].title)
     name_recipes(axes[0][0])
     axes[0][0].set_ylabel("points of accuracy against the full model")
-    full, title = drawn[0].result.summary.of("accuracy_pct", stage=0, task=tasks[0]), TASKS[tasks[0]].title
+    full, title = results[0].result.summary.of("accuracy_pct", stage=0, task=tasks[0]), TASKS[tasks[0]].title
     fig.suptitle(f"{title}: what each stage loses of the full model's {full['value']:.0f} % (n = {full['n']})")
-    legend(fig, axes[0][0], drawn, "accuracy_change")
+    legend(fig, axes[0][0], results, "accuracy_change")
     return fig

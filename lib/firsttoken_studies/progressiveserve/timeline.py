@@ -46,7 +46,7 @@ class TimelineConfig:
     runs: int
 
     def needs(self) -> list[Need]:
-        """The context holds an answer and, by the prompt's own length, more."""
+        """Require a context that holds an answer and, by the prompt's own length, more."""
         return [Need("timeline.new_tokens", self.new_tokens + 1, CONTEXT)]
 
     def check_duration(self, size: int) -> None:
@@ -64,22 +64,22 @@ CASES = ("whole", "pinned", "upgrade")
 
 
 def recovery_timeline(profile: Profile) -> Outcome:
-    """The same clients meet a plain start and two progressive ones, each in a fresh process with cold files."""
+    """Serve the same clients by a plain start and two progressive ones, each in a fresh process with cold files."""
     config = profile.section("timeline", TimelineConfig)
     check([*profile.section("served", ServedConfig).needs(), *config.needs()], ModelFacts(profile.model))
     config.check_duration(weight_bytes(profile.model, profile.torch_dtype()))
     served = load_served(profile)
-    progressive, whole = served_checkpoint(profile, served), whole_checkpoint(served)
+    progressive, whole_model = served_checkpoint(profile, served), whole_checkpoint(served)
     prompt = served.tokenizer.encode(prompt_of(profile, config.questions))
     provenance = served.provenance
     del served  # the children need the memory, and the cores
     rows: Rows = []
     cases = [(run, case) for run in range(config.runs) for case in (CASES if run % 2 == 0 else CASES[::-1])]
     for run, case in track(cases, desc="timelines", unit="start"):
-        checkpoint = whole if case == "whole" else progressive
+        checkpoint = whole_model if case == "whole" else progressive
         options = {"upgrade": case == "upgrade", "duration_s": config.duration_s, "sample_s": config.sample_s}
-        found = one_timeline(checkpoint, case, prompt, profile, config, **options)
-        rows += [{"case": case, "run": run} | row for row in packed(found)]
+        timeline = one_timeline(checkpoint, case, prompt, profile, config, **options)
+        rows += [{"case": case, "run": run} | row for row in packed(timeline)]
     return Outcome(rows, provenance=provenance)
 
 
@@ -116,20 +116,23 @@ def packed(rows: Rows) -> Rows:
     of them. Times are cut to microseconds."""
     tokens = frame_of(rows, row="token")
     lists = {
-        place: {"token_s": [round(at, 6) for at in found.at_s], "stages": found.stage.astype(int).tolist()}
-        for place, found in (tokens.groupby(["client", "request"]) if len(tokens) else ())
+        key: {
+            "token_s": [round(time_s, 6) for time_s in request_tokens.at_s],
+            "stages": request_tokens.stage.astype(int).tolist(),
+        }
+        for key, request_tokens in (tokens.groupby(["client", "request"]) if len(tokens) else ())
     }
     others = [row for row in rows if row["row"] != "token"]
     return [row | lists.get((row["client"], row["request"]), {}) if row["row"] == "request" else row for row in others]
 
 
 def unpacked(rows: Rows) -> Rows:
-    """What :func:`packed` was given, a row for each token; older records, which have them, as they are."""
+    """Undo :func:`packed`: return a row for each token; older records, which have them, stay as they are."""
     tokens = [
         {key: row[key] for key in ("case", "run", "client", "request") if key in row}
-        | {"row": "token", "at_s": at, "stage": stage}
+        | {"row": "token", "at_s": time_s, "stage": stage}
         for row in rows
-        for at, stage in zip(row.get("token_s", ()), row.get("stages", ()), strict=True)
+        for time_s, stage in zip(row.get("token_s", ()), row.get("stages", ()), strict=True)
     ]
     return [*rows, *tokens]
 
@@ -144,10 +147,10 @@ def timeline_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     runs = range(config["runs"])
     summary = Summary()
     for case in CASES:
-        mine = rows_where(rows, case=case)
-        tokens, events = frame_of(mine, row="token"), frame_of(mine, row="event")
+        case_rows = rows_where(rows, case=case)
+        tokens, events = frame_of(case_rows, row="token"), frame_of(case_rows, row="event")
         by_run = tokens.groupby("run").at_s.agg(["min", "count"]).reindex(runs)
-        requests = [row["tokens"] for row in rows_where(mine, row="request")]
+        requests = [row["tokens"] for row in rows_where(case_rows, row="request")]
         short = {
             "value": sum(count != config["new_tokens"] for count in requests),
             "n": len(requests),
@@ -158,14 +161,14 @@ def timeline_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         summary.by(served, {}, {"full_time_s": ("at_s", "median", "s")}, case=case)
         summary.by(by_run, {}, {"tokens": ("count", "median", "tokens")}, case=case)
         summary.add("short_requests", short, case=case)
-        growth = [_loader(mine, run) for run in runs]
+        growth = [_loader(case_rows, run) for run in runs]
         if None not in growth:
             summary.add("peak_memory_x", bootstrap(growth, "median").summary("x"), case=case, than="model")
-        told = [row for row in mine if {"device_peak_bytes", "model_bytes"} <= row.keys()]
-        if on_device := [row["device_peak_bytes"] / row["model_bytes"] for row in told]:
+        memory_rows = [row for row in case_rows if {"device_peak_bytes", "model_bytes"} <= row.keys()]
+        if on_device := [row["device_peak_bytes"] / row["model_bytes"] for row in memory_rows]:
             peak = bootstrap(on_device, "median").summary("x")
             summary.add("peak_device_memory_x", peak, case=case, than="model")
-        if excess := [stall for run in runs for stall in stalls(mine, run)]:
+        if excess := [stall for run in runs for stall in stalls(case_rows, run)]:
             beyond = bootstrap(excess, "median").summary("ms beyond a decode turn and the move")
             summary.add("excess_stall_ms", beyond, case=case)
     answered = {case: first_answers(rows_where(rows, case=case), config["new_tokens"], runs) for case in CASES}
@@ -173,26 +176,29 @@ def timeline_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         if None not in seconds:
             summary.add("first_answer_s", bootstrap(seconds, "median").summary("s"), case=case)
             if case != "whole" and None not in answered["whole"]:
-                over = median_ratio(seconds, answered["whole"]).summary("x")
-                summary.add("first_answer_x", over, case=case, than="whole")
+                slowdown = median_ratio(seconds, answered["whole"]).summary("x")
+                summary.add("first_answer_x", slowdown, case=case, than="whole")
     for ratio, measure in (("ttft_x", "ttft_p50_s"), ("full_time_x", "full_time_s")):
-        pinned, whole = (summary.value(measure, case=case) for case in ("pinned", "whole"))
-        entry = {"value": pinned / whole, "n": config["runs"], "unit": "x"}
+        pinned, whole_value = (summary.value(measure, case=case) for case in ("pinned", "whole"))
+        entry = {"value": pinned / whole_value, "n": config["runs"], "unit": "x"}
         summary.add(ratio, entry, case="pinned", than="whole")
     return summary
 
 
 def first_answers(rows: Rows, new_tokens: int, runs: Iterable[int]) -> list[float | None]:
-    """When the first ``new_tokens`` tokens of the clients' first answers were there, in seconds from the start.
+    """Return when the first ``new_tokens`` tokens of the clients' first answers were there, in seconds from the start.
 
-    Of each of ``runs`` it is the median over the clients, None where one of them had fewer by the end."""
-    found: list[float | None] = []
+    For each of ``runs`` this is the median over the clients, None where one of them had fewer by the end.
+    """
+    medians: list[float | None] = []
     for run in runs:
         tokens = frame_of(rows, run=run, row="token", request=0)
-        answers = [sorted(mine) for _, mine in (tokens.groupby("client").at_s if len(tokens) else ())]
-        whole = bool(answers) and min(map(len, answers)) >= new_tokens
-        found.append(float(np.median([mine[new_tokens - 1] for mine in answers])) if whole else None)
-    return found
+        answers = [sorted(client_times) for _, client_times in (tokens.groupby("client").at_s if len(tokens) else ())]
+        complete = bool(answers) and min(map(len, answers)) >= new_tokens
+        medians.append(
+            float(np.median([client_times[new_tokens - 1] for client_times in answers])) if complete else None
+        )
+    return medians
 
 
 def _loader(rows: Rows, run: int) -> float | None:
@@ -220,15 +226,15 @@ def stalls(rows: Rows, run: int) -> list[float]:
     moments = [row for row in rows_where(events, what="serving") if row["stage"] > 1]
     gaps = token_gaps(rows_where(rows, run=run), "client", "request")
     usual = float(np.median([high - low for low, high in gaps])) if gaps else 0.0
-    found = []
+    stalls_ms = []
     for moment in moments:
         moved = sum(row["took_s"] for row in rows_where(events, stage=moment["stage"]) if "took_s" in row)
-        found += [1000 * (high - low - usual - moved) for low, high in gaps if low <= moment["at_s"] < high]
-    return found
+        stalls_ms += [1000 * (high - low - usual - moved) for low, high in gaps if low <= moment["at_s"] < high]
+    return stalls_ms
 
 
 def token_gaps(rows: Rows, *by: str) -> list[tuple[float, float]]:
-    """When two tokens that have the same values in the columns ``by`` came after one another, in s."""
+    """Return the times, in s, of each two successive tokens that have the same values in the columns ``by``."""
     tokens = frame_of(rows, row="token")
-    each = tokens.groupby(list(by), sort=False).at_s if len(tokens) else ()
-    return [pair for _, times in each for pair in pairwise(times)]
+    times_of_requests = tokens.groupby(list(by), sort=False).at_s if len(tokens) else ()
+    return [pair for _, times in times_of_requests for pair in pairwise(times)]

@@ -28,9 +28,10 @@ from firsttoken_studies.progressiveserve.device_memory import device_now, device
 
 @dataclass(frozen=True)
 class TimelineSpec:
-    """What the parent asks for; see ``timeline.TimelineConfig``. Without ``recover`` it stays at stage 1.
+    """The settings that the parent gives; see ``timeline.TimelineConfig``. Without ``recover`` the server stays at
+    stage 1.
 
-    ``policy`` is what becomes of requests that ``upgrade``, by its name in ``transitions``.
+    ``policy`` names in ``transitions`` the move of requests that ``upgrade``.
     """
 
     folder: str
@@ -60,16 +61,16 @@ def main(spec: TimelineSpec) -> list[dict[str, Any]]:
         max_prompt_tokens=len(spec.prompt),
         max_new_tokens=spec.new_tokens,
     )
-    policy, where = TRANSITIONS[spec.policy], {"device": spec.device, "dtype": spec.dtype}
-    server = StagedServer(Path(spec.folder), [link], limits, policy=policy, recover=spec.recover, **where)
+    policy, placement = TRANSITIONS[spec.policy], {"device": spec.device, "dtype": spec.dtype}
+    server = StagedServer(Path(spec.folder), [link], limits, policy=policy, recover=spec.recover, **placement)
     start = time.monotonic()
     server.start()
     threads = [threading.Thread(target=_client, args=(server, spec, i, start, rows)) for i in range(spec.clients)]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        at = {"row": "memory", "at_s": time.monotonic() - start}
-        rows.append(at | {"rss_bytes": resident()} | device_now(spec.device))
+        memory_row = {"row": "memory", "at_s": time.monotonic() - start}
+        rows.append(memory_row | {"rss_bytes": resident()} | device_now(spec.device))
         time.sleep(spec.sample_s)
     grown = growth.bytes()
     peak = {"row": "peak", "rss_bytes": None if grown is None else growth.before + grown}
@@ -82,15 +83,15 @@ def main(spec: TimelineSpec) -> list[dict[str, Any]]:
 def _client(server: StagedServer, spec: TimelineSpec, client: int, start: float, rows: list[dict[str, Any]]) -> None:
     """One request after another; the last one that begins in time is finished."""
     for request in itertools.count():
-        asked = time.monotonic() - start
-        if asked > spec.duration_s:
+        asked_s = time.monotonic() - start
+        if asked_s > spec.duration_s:
             return
         tokens = 0
         for event in server.submit(spec.prompt, spec.new_tokens, spec.upgrade).events():
             tokens += 1
-            at = event.at_s - start
-            rows.append({"row": "token", "client": client, "request": request, "at_s": at, "stage": event.stage})
-        rows.append({"row": "request", "client": client, "request": request, "at_s": asked, "tokens": tokens})
+            time_s = event.at_s - start
+            rows.append({"row": "token", "client": client, "request": request, "at_s": time_s, "stage": event.stage})
+        rows.append({"row": "request", "client": client, "request": request, "at_s": asked_s, "tokens": tokens})
 
 
 if __name__ == "__main__":

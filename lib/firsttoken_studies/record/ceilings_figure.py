@@ -34,10 +34,10 @@ def rate_rows(result: Result) -> list[dict[str, Any]]:
             "median [95 %]": interval(entry),
             "unit": UNITS[entry["unit"]],
             "n": entry["n"],
-            "how": how[what],
+            "how": how[rate],
         }
-        for what, title in TITLES.items()
-        if (entry := result.summary.get(what))
+        for rate, title in TITLES.items()
+        if (entry := result.summary.get(rate))
     ]
 
 
@@ -46,15 +46,15 @@ def rates(result: Result) -> Figure:
     import matplotlib.pyplot as plt
 
     unit_of = {entry["measure"]: entry["unit"] for entry in result.summary}
-    groups = [[what for what in TITLES if unit_of.get(what) == unit] for unit in UNITS]
+    groups = [[rate for rate in TITLES if unit_of.get(rate) == unit] for unit in UNITS]
     fig, axes = plt.subplots(
         2, 1, figsize=(8, 1.6 + 0.55 * len(result.summary)), height_ratios=[len(g) for g in groups]
     )
     for ax, group, unit in zip(axes, groups, UNITS.values(), strict=True):
-        for place, what in enumerate(group):
-            values = [row["value"] for row in result.rows if row["what"] == what]
-            ax.scatter(values, [place] * len(values), color=COLOURS["measured"], alpha=0.6, zorder=3)
-            ax.barh(place, result.summary.value(what), height=0.5, color=COLOURS["measured"], alpha=0.25)
+        for row_index, rate in enumerate(group):
+            values = [row["value"] for row in result.rows if row["what"] == rate]
+            ax.scatter(values, [row_index] * len(values), color=COLOURS["measured"], alpha=0.6, zorder=3)
+            ax.barh(row_index, result.summary.value(rate), height=0.5, color=COLOURS["measured"], alpha=0.25)
         ax.set(xlabel=unit, yticks=range(len(group)), yticklabels=[TITLES[w] for w in group], xlim=(0, None))
         ax.invert_yaxis()
     return fig

@@ -139,35 +139,37 @@ def load_claims(path: Path, experiments: Iterable[str]) -> list[Claim]:
     Raises ClaimsError with line and id for a duplicate id, an unknown experiment or kind, an unknown or missing key,
     a value of the wrong type, or keys that do not fit the kind.
     """
-    known, claims = set(experiments), list[Claim]()
-    for where, claim in entries_by_id(Path(path), Claim, "claim"):
-        if claim.experiment not in known:
-            raise ClaimsError(f"{where}: no experiment {claim.experiment!r}; {unknown(claim.experiment, known)}")
+    experiment_names, claims = set(experiments), list[Claim]()
+    for location, claim in entries_by_id(Path(path), Claim, "claim"):
+        if claim.experiment not in experiment_names:
+            raise ClaimsError(
+                f"{location}: no experiment {claim.experiment!r}; {unknown(claim.experiment, experiment_names)}"
+            )
         claims.append(claim)
     return claims
 
 
 def entries_by_id(path: Path, kind: type[Kind], called: str) -> Iterator[tuple[str, Kind]]:
-    """Each entry of a list in a file as ``kind``, which has an ``id``, and its place, as an error names it.
+    """Yield each entry of a list in a file as ``kind``, which has an ``id``, and its place, as an error names it.
 
-    Raises ClaimsError with line and id for one that is wrong or there twice.
+    Raises ClaimsError with line and id for an entry that is wrong or there twice.
     """
     with blaming(path, ClaimsError, "mend it, or restore it from git"):
         entries = read_entries(path)
     ids = set[str]()
     for line, entry in entries:
         name = entry.get("id", "without an id") if isinstance(entry, dict) else "that is no mapping"
-        where = f"{path.name}:{line}: {called} {shown(name).strip(chr(39))}"
+        location = f"{path.name}:{line}: {called} {shown(name).strip(chr(39))}"
         try:
             made = shaped(kind, entry)
         except (Damaged, ClaimsError) as error:
-            raise ClaimsError(f"{where}: {error}") from error
+            raise ClaimsError(f"{location}: {error}") from error
         if made.id in ids:
-            raise ClaimsError(f"{where}: this id is used twice")
+            raise ClaimsError(f"{location}: this id is used twice")
         ids.add(made.id)
-        yield where, made
+        yield location, made
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a finite number; yes and no are none."""
+    """Return whether ``value`` is a finite number; booleans are not numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -44,10 +44,10 @@ def effects(claims: Sequence[Claim], results: Sequence[Result], machine: str, lo
     tallest = max(sum(len(lines) + 2 for _, lines in column) for column in columns)
     fig = plt.figure(figsize=(13, 0.9 + 0.2 * tallest))
     grid = fig.add_gridspec(1, len(columns))
-    for at, column in enumerate(columns):
+    for index, column in enumerate(columns):
         heights = [len(lines) + 2 for _, lines in column]
         rest = max(tallest - sum(heights), 0.01)
-        inner = grid[at].subgridspec(len(column) + 1, 1, height_ratios=[*heights, rest])
+        inner = grid[index].subgridspec(len(column) + 1, 1, height_ratios=[*heights, rest])
         for row, (name, lines) in enumerate(column):
             ax = fig.add_subplot(inner[row])
             _draw(ax, lines)
@@ -67,17 +67,18 @@ _Line = tuple[Judgement, float]
 
 def _lines(judged: Sequence[Judgement], report: str) -> list[_Line]:
     order = list(_LOOKS)
-    lines = [(one, _better(one)) for one in judged if one.claim.report == report]
+    lines = [(judgement, _better(judgement)) for judgement in judged if judgement.claim.report == report]
     return sorted(lines, key=lambda line: (order.index(line[0].verdict), -line[1]))
 
 
 def _counted(lines: Sequence[_Line]) -> str:
-    reproduced = sum(one.verdict == Verdict.REPRODUCED for one, _ in lines)
+    reproduced = sum(judgement.verdict == Verdict.REPRODUCED for judgement, _ in lines)
     return f"{reproduced} of {len(lines)} reproduced"
 
 
 def _better(judged: Judgement) -> float:
-    """How many times better than the report: 1 as the report has it, 0 no effect or nothing to compare."""
+    """Return the ratio to the report's effect, above 1 where better: 1 as the report has it, 0 no effect or nothing to
+    compare."""
     claim, share = judged.claim, judged.share
     if not judged.verdict.judged:
         return 0.0
@@ -103,11 +104,11 @@ def _marker(verdict: Verdict) -> dict[str, Any]:
 
 def _draw(ax: Axes, lines: Sequence[_Line]) -> None:
     ax.axvline(1, color=plot.COLOURS["paper"], lw=5, alpha=0.5, zorder=0)
-    for place, (judged, better) in enumerate(lines):
+    for row, (judged, better) in enumerate(lines):
         look, inside = _marker(judged.verdict), min(max(better, 1 / _SHOWN), _SHOWN)
-        ax.plot([1, inside], [place] * 2, color=look["color"], lw=1, alpha=0.6)
-        ax.plot(inside, place, ls="", markersize=5, clip_on=False, **look)
-    names = [f"{one.claim.id.partition('.')[2]}{_GROUNDS[one.claim.stands_on]}" for one, _ in lines]
+        ax.plot([1, inside], [row] * 2, color=look["color"], lw=1, alpha=0.6)
+        ax.plot(inside, row, ls="", markersize=5, clip_on=False, **look)
+    names = [f"{judgement.claim.id.partition('.')[2]}{_GROUNDS[judgement.claim.stands_on]}" for judgement, _ in lines]
     ax.set_yticks(range(len(lines)), names, fontsize=8)
     ax.set_ylim(len(lines) - 0.4, -0.6)
     ax.set_xscale("log", base=2)

@@ -28,7 +28,7 @@ _SHORT = {
 
 @dataclass(frozen=True)
 class Own:
-    """What the reader's machine measured: its name, the profile that ran, and the results; shown beside the record."""
+    """The results of the reader's machine: its name, the profile that ran, and the results; shown beside the record."""
 
     machine: str
     profile: str
@@ -36,31 +36,37 @@ class Own:
 
 
 def table_for(
-    claims: Iterable[Claim], results: Iterable[Result], machine: str, own: Own | None = None, log: Log = EMPTY
+    claims: Iterable[Claim], results: Iterable[Result], machine: str, own_run: Own | None = None, log: Log = EMPTY
 ) -> str:
-    """The claims judged by what was recorded on ``machine`` (a slug), beside a GPU's results and the reader's ``own``.
+    """The claims judged by what was recorded on ``machine`` (a slug), beside a GPU's results and the reader's
+    ``own_run``.
 
     A column that would be empty is left out. A verdict of the GPU that differs stands with its number.
     """
     claims, results = list(claims), list(results)
     columns = {"claim": [f"{claim.report}: {_says(claim)}" for claim in claims], "report": [told(c) for c in claims]}
     recorded = judge_record(claims, results, machine, log)
-    mine = [judge(claim, pick(own.results, claim.experiment, claim.profiles, "any")) for claim in claims] if own else []
-    if own:
-        columns[f"yours: {own.machine}, {own.profile}"] = [judgement.measured for judgement in mine]
-    columns["recorded" if own else "measured"] = [judgement.measured for judgement in recorded]
+    own_judgements = (
+        [judge(claim, pick(own_run.results, claim.experiment, claim.profiles, "any")) for claim in claims]
+        if own_run
+        else []
+    )
+    if own_run:
+        columns[f"yours: {own_run.machine}, {own_run.profile}"] = [judgement.measured for judgement in own_judgements]
+    columns["recorded" if own_run else "measured"] = [judgement.measured for judgement in recorded]
     columns |= _gpu(claims, results, recorded)
     columns["tolerance"] = [_tolerance(claim) for claim in claims]
     columns["notebook"] = [claim.notebook for claim in claims]
-    if own:
-        columns["yours says"] = [judgement.says for judgement in mine]
-    columns["the record says" if own else "verdict"] = [judgement.says for judgement in recorded]
-    yours = f" Yours: `{own.machine}`, profile {own.profile}, with fewer observations." if own else ""
+    if own_run:
+        columns["yours says"] = [judgement.says for judgement in own_judgements]
+    columns["the record says" if own_run else "verdict"] = [judgement.says for judgement in recorded]
+    yours = f" Yours: `{own_run.machine}`, profile {own_run.profile}, with fewer observations." if own_run else ""
     return f"{table(columns)}\n\nRecorded: `{machine}`, the largest profile that was run there.{yours}"
 
 
 def page_table(claims: Sequence[Claim], results: Sequence[Result], machine: str, log: Log = EMPTY) -> str:
-    """All that the ledger has on ``claims``, with conditions and minutes, judged by the record of ``machine``."""
+    """Return the table of all that the ledger has on ``claims``, with conditions and minutes, judged by the record of
+    ``machine``."""
     recorded = judge_record(claims, results, machine, log)
     columns = {
         "claim": [_says(claim) for claim in claims],
@@ -100,44 +106,53 @@ def counts(claims: Sequence[Claim], results: Sequence[Result], machine: str, log
     """The claims of the reports, by what a value stands on: how many are reproduced, a trend only, not reproduced, and,
     where there are any, dependent on the machine. Goals of this project are none of them (:func:`goals`)."""
     judged = judge_record([claim for claim in claims if claim.whose == "report"], results, machine, log)
-    said_somewhere = [one for one in _SAID if one != Verdict.DIFFERS or any(each.verdict == one for each in judged)]
+    said_somewhere = [
+        kind for kind in _SAID if kind != Verdict.DIFFERS or any(judgement.verdict == kind for judgement in judged)
+    ]
     rows = {"report": list[str](), **{head: list[str]() for head in _HEADS.values()}, "not judged": list[str]()}
-    for report in [*dict.fromkeys(one.claim.report for one in judged), None]:
-        mine = [one for one in judged if report in (None, one.claim.report)]
+    for report in [*dict.fromkeys(judged_claim.claim.report for judged_claim in judged), None]:
+        of_report = [judgement for judgement in judged if report in (None, judgement.claim.report)]
         rows["report"].append(report or "*all*")
         for ground in GROUNDS:
-            verdicts = [one.verdict for one in mine if one.claim.stands_on == ground and one.verdict.judged]
+            verdicts = [
+                judgement.verdict
+                for judgement in of_report
+                if judgement.claim.stands_on == ground and judgement.verdict.judged
+            ]
             rows[_HEADS[ground]].append(
-                " / ".join(str(verdicts.count(one)) for one in said_somewhere) if verdicts else ""
+                " / ".join(str(verdicts.count(kind)) for kind in said_somewhere) if verdicts else ""
             )
-        rows["not judged"].append(str(sum(not one.verdict.judged for one in mine) or ""))
+        rows["not judged"].append(str(sum(not judgement.verdict.judged for judgement in of_report) or ""))
     met = [
-        sum(one.verdict == Verdict.REPRODUCED and one.claim.stands_on == ground for one in judged) for ground in GROUNDS
+        sum(judgement.verdict == Verdict.REPRODUCED and judgement.claim.stands_on == ground for judgement in judged)
+        for ground in GROUNDS
     ]
-    trend, failed = (sum(one.verdict == verdict for one in judged) for verdict in (Verdict.TREND, Verdict.FAILED))
-    open_ = sum(not one.verdict.judged for one in judged)
-    said = (
+    trend, failed = (
+        sum(judged_claim.verdict == verdict for judged_claim in judged) for verdict in (Verdict.TREND, Verdict.FAILED)
+    )
+    open_ = sum(not judgement.verdict.judged for judgement in judged)
+    sentence = (
         f"Of {len(judged)} statements of the reports **{met[0]} were reproduced by a live run** on processors with two "
         f"cores, {met[1]} by simulation or replay, {met[2]} by arithmetic. {trend} have the report's direction and a "
         f"size within a factor of two, {failed} were not reproduced, {open_} could not be judged. "
         f"Each cell: {' / '.join(said_somewhere)}."
     )
-    return f"{said}\n\n{table(rows)}"
+    return f"{sentence}\n\n{table(rows)}"
 
 
 def goals(claims: Sequence[Claim], results: Sequence[Result], machine: str, log: Log = EMPTY) -> str:
     """The goals that this project set itself: those it works towards, with how often each was tried, and those that its
     tests hold as well."""
     judged = judge_record([claim for claim in claims if claim.whose == "project"], results, machine, log)
-    rows = {"goals of this project": list[str](), **{str(one): list[str]() for one in (*_SAID, Verdict.TOO_FEW)}}
+    rows = {"goals of this project": list[str](), **{str(kind): list[str]() for kind in (*_SAID, Verdict.TOO_FEW)}}
     rows["times recorded"] = []
     for name, invariant in (("improvement targets", False), ("invariants, which tests hold too", True)):
-        mine = [one for one in judged if one.claim.invariant == invariant]
+        of_kind = [judgement for judgement in judged if judgement.claim.invariant == invariant]
         rows["goals of this project"].append(name)
         for verdict in (*_SAID, Verdict.TOO_FEW):
-            rows[str(verdict)].append(str(sum(one.verdict == verdict for one in mine)))
-        tried = [len(log.answers(one.claim)) for one in mine]
-        rows["times recorded"].append(f"{min(tried)} to {max(tried)}" if tried else "")
+            rows[str(verdict)].append(str(sum(judged_claim.verdict == verdict for judged_claim in of_kind)))
+        attempts = [len(log.answers(judgement.claim)) for judgement in of_kind]
+        rows["times recorded"].append(f"{min(attempts)} to {max(attempts)}" if attempts else "")
     return table(rows)
 
 
@@ -156,15 +171,17 @@ def _fixed(judgement: Judgement) -> str:
 
 
 def _times(claim: Claim, log: Log) -> str:
-    """How often a claim was recorded, on how many machines, and from which value to which."""
-    found = [(line, answer) for line, answer in log.answers(claim) if answer.fixed != "other"]
-    others = len(log.answers(claim)) - len(found)
-    if not found:
+    """Say how often a claim was recorded, on how many machines, and with the least and the greatest value."""
+    answers = [(line, answer) for line, answer in log.answers(claim) if answer.fixed != "other"]
+    others = len(log.answers(claim)) - len(answers)
+    if not answers:
         return ""
-    machines = len({line.machine for line, _ in found})
-    text = f"{len(found)} times" if len(found) > 1 else "once" + (f" on {machines} machines" if machines > 1 else "")
-    values = [answer.entries[0]["value"] for _, answer in found]
-    if len(found) > 1 and claim.kind != "ordering" and all(is_number(value) for value in values):
+    machines = len({line.machine for line, _ in answers})
+    text = (
+        f"{len(answers)} times" if len(answers) > 1 else "once" + (f" on {machines} machines" if machines > 1 else "")
+    )
+    values = [answer.entries[0]["value"] for _, answer in answers]
+    if len(answers) > 1 and claim.kind != "ordering" and all(is_number(value) for value in values):
         text += f", {show(min(values))} to {show(max(values))}"
     return text + (f"; {others} times by another measure" if others else "")
 
@@ -186,7 +203,7 @@ def _says(claim: Claim) -> str:
 
 
 def told(claim: Claim) -> str:
-    """What the report has, as a table shows it."""
+    """Return the report's value, as a table shows it."""
     bound = {"<=": "≤ ", ">=": "≥ "}.get(claim.op or "", "")
     return claim.told or f"{bound}{show(claim.value)} {claim.unit}".strip()
 
@@ -200,21 +217,23 @@ def _tolerance(claim: Claim) -> str:
     return claim.kind
 
 
-def run_end(claims: Sequence[Claim], recorded: Iterable[Result], machine: str, own: Own, log: Log = EMPTY) -> list[str]:
-    """Lines of at most ``WIDTH`` characters: by report how often each verdict falls in the reader's ``own`` run, and
-    the claims of which it contradicts the record (of ``machine``) or the report most, each in two lines."""
-    mine = [judge(claim, pick(own.results, claim.experiment, claim.profiles, "any")) for claim in claims]
+def run_end(
+    claims: Sequence[Claim], recorded: Iterable[Result], machine: str, own_run: Own, log: Log = EMPTY
+) -> list[str]:
+    """Lines of at most ``WIDTH`` characters: by report how often each verdict falls in the reader's ``own_run`` run,
+    and the claims of which it contradicts the record (of ``machine``) or the report most, each in two lines."""
+    own_judgements = [judge(claim, pick(own_run.results, claim.experiment, claim.profiles, "any")) for claim in claims]
     theirs = judge_record(claims, recorded, machine, log)
-    lines = [f"Your run ({own.machine}, profile {own.profile}) beside the reports:", ""]
-    lines += _by_report(mine, [verdict for verdict in _SHORT if verdict != Verdict.DIFFERS])
-    against = sorted(filter(None, map(_against, mine, theirs)), key=lambda one: one[0], reverse=True)
+    lines = [f"Your run ({own_run.machine}, profile {own_run.profile}) beside the reports:", ""]
+    lines += _by_report(own_judgements, [verdict for verdict in _SHORT if verdict != Verdict.DIFFERS])
+    against = sorted(filter(None, map(_against, own_judgements, theirs)), key=lambda row: row[0], reverse=True)
     if not against:
         return [*lines, "", "No claim that your run could judge contradicts the record or a report."]
     lines += ["", f"The {min(MOST, len(against))} claims of which it contradicts the record or the report most:"]
-    for _, one, other in against[:MOST]:
-        said = f"{one.claim.notebook}  {one.claim.report}: {one.claim.says}"
-        lines.append(textwrap.shorten(said, WIDTH, placeholder=" ..."))
-        values = f"yours {one.measured}; recorded {other.measured or 'nothing'}; report {told(one.claim)}"
+    for _, judgement, other in against[:MOST]:
+        statement = f"{judgement.claim.notebook}  {judgement.claim.report}: {judgement.claim.says}"
+        lines.append(textwrap.shorten(statement, WIDTH, placeholder=" ..."))
+        values = f"yours {judgement.measured}; recorded {other.measured or 'nothing'}; report {told(judgement.claim)}"
         lines.append("    " + textwrap.shorten(values, WIDTH - 4, placeholder=" ..."))
     return lines
 
@@ -231,20 +250,21 @@ def overview(judged: Sequence[Judgement]) -> list[str]:
 
 def _by_report(judged: Sequence[Judgement], verdicts: Collection[Verdict]) -> list[str]:
     lines = [f"{'':<18}" + "".join(f"{_SHORT[verdict]:>14}" for verdict in verdicts)]
-    for report in [*dict.fromkeys(one.claim.report for one in judged), "all"]:
-        counts = Counter(one.verdict for one in judged if report in ("all", one.claim.report))
+    for report in [*dict.fromkeys(judgement.claim.report for judgement in judged), "all"]:
+        counts = Counter(judgement.verdict for judgement in judged if report in ("all", judgement.claim.report))
         lines.append(f"{report:<18}" + "".join(f"{counts[verdict]:>14}" for verdict in verdicts))
     return lines
 
 
-def _against(mine: Judgement, theirs: Judgement) -> tuple[tuple[bool, float], Judgement, Judgement] | None:
-    """Whether it is the record that a run contradicts, and how far from the report's effect it is; None for neither."""
-    if not mine.verdict.judged:
+def _against(own_judgement: Judgement, theirs: Judgement) -> tuple[tuple[bool, float], Judgement, Judgement] | None:
+    """Return whether a run contradicts the record, its distance from the report's effect, and both judgements; None
+    where it contradicts neither."""
+    if not own_judgement.verdict.judged:
         return None
-    record = theirs.verdict.judged and theirs.verdict not in (mine.verdict, Verdict.DIFFERS)
-    if not record and mine.verdict != Verdict.FAILED:
+    record = theirs.verdict.judged and theirs.verdict not in (own_judgement.verdict, Verdict.DIFFERS)
+    if not record and own_judgement.verdict != Verdict.FAILED:
         return None
-    return (record, _distance(mine)), mine, theirs
+    return (record, _distance(own_judgement)), own_judgement, theirs
 
 
 def _distance(judged: Judgement) -> float:

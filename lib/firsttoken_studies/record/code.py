@@ -52,8 +52,8 @@ def digest(module: str) -> str:
 
 
 def changed(module: str, revision: str) -> int | None:
-    """How many of ``functions(module)`` the library did not hold at the commit ``revision``; None where git does not
-    know that commit, as in a copy without history."""
+    """Return the number of ``functions(module)`` that the library did not hold at the commit ``revision``; None where
+    git does not know that commit, as in a copy without history."""
     commit = revision.removesuffix("-dirty")
     then = _library_at(commit) if re.fullmatch("[0-9a-f]{7,64}", commit) else None
     if then is None:
@@ -66,43 +66,43 @@ def changed(module: str, revision: str) -> int | None:
 
 
 def _renamed(before: list[str], after: list[str], keywords: Collection[str]) -> bool:
-    """Whether parameters only have other names: new ones to the function, for old ones that no call passed by keyword.
-    A call that still passed an old one would fail, so no result could come of it."""
+    """Return whether parameters only have other names: new ones to the function, for old ones that no call passed by
+    keyword. A call that still passed an old one would fail, so no result could come of it."""
     pairs = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
     return all(old not in keywords and old not in after and new not in before for old, new in pairs)
 
 
 @lru_cache(maxsize=8)  # a notebook asks for one or two experiments, several times
 def functions(module: str) -> frozenset[str]:
-    """Each function, method, and statement outside of functions, in what ``module`` imports."""
+    """Return each function, method, and statement outside of functions, in what ``module`` imports."""
     return _joined((name, (_LIBRARY / name).read_text(encoding="utf-8")) for name in imported(module)).functions
 
 
 @lru_cache(maxsize=8)
 def imported(module: str) -> tuple[str, ...]:
-    """The files of ``module`` and of all that it imports of this library, relative to its folder, sorted. What a
-    function imports when it is called counts as well, and so does what it asks for by the kind of an extension."""
-    found, left = dict[str, Path](), [module]
-    while left:
-        name = left.pop()
+    """Return the files of ``module`` and of all that it imports of this library, relative to its folder, sorted.
+    Imports within functions count as well."""
+    modules, pending = dict[str, Path](), [module]
+    while pending:
+        name = pending.pop()
         path = _file(name)
-        if path is None or name in found:
+        if path is None or name in modules:
             continue
-        found[name] = path
-        left += [name.rpartition(".")[0]] * ("." in name)
+        modules[name] = path
+        pending += [name.rpartition(".")[0]] * ("." in name)
         text = path.read_text(encoding="utf-8")
         for source, names, plain in _IMPORTS.findall(text):
-            left += [source or plain, *(f"{source}.{part}" for part in re.findall(r"\w+", names) if source)]
-        left += [entry.partition(":")[0] for kind in _ASKED.findall(text) for entry in registered(kind).values()]
-    compiled = {file.parent for path in found.values() for file in path.parent.glob("*.cpp")}
+            pending += [source or plain, *(f"{source}.{part}" for part in re.findall(r"\w+", names) if source)]
+        pending += [entry.partition(":")[0] for kind in _ASKED.findall(text) for entry in registered(kind).values()]
+    compiled = {file.parent for path in modules.values() for file in path.parent.glob("*.cpp")}
     native = {file for folder in compiled for kind in _NATIVE for file in folder.glob(f"*{kind}")}
-    return tuple(sorted(path.relative_to(_LIBRARY).as_posix() for path in {*found.values(), *native}))
+    return tuple(sorted(path.relative_to(_LIBRARY).as_posix() for path in {*modules.values(), *native}))
 
 
 def _file(module: str) -> Path | None:
     """The file of a module; None for the name of something else, such as a function."""
-    place = _LIBRARY.joinpath(*module.split("."))
-    return next((path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file()), None)
+    base = _LIBRARY.joinpath(*module.split("."))
+    return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
 
 
 def _joined(files: Iterable[tuple[str, str]]) -> Code:
@@ -124,8 +124,8 @@ def _sha1(words: Iterable[str]) -> str:
 
 
 def _pieces(body: Iterable[ast.stmt], in_class: bool = False) -> Iterator[tuple[ast.stmt, bool]]:
-    """Each function and each statement outside of functions, and whether a class holds it; of a class its head, and
-    what its body holds."""
+    """Yield each function and each statement outside of functions, and whether a class holds it; of a class its head,
+    and the statements of its body."""
     for statement in body:
         if isinstance(statement, ast.ClassDef):
             yield from _pieces(statement.body, in_class=True)
@@ -135,7 +135,7 @@ def _pieces(body: Iterable[ast.stmt], in_class: bool = False) -> Iterator[tuple[
 
 
 def _is_idle(node: ast.AST) -> bool:
-    """Whether a statement computes nothing. An import says where a thing is, not what it does."""
+    """Return whether a statement computes nothing. An import says where a thing is, not what it does."""
     is_constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     return is_constant or isinstance(node, (ast.Import, ast.ImportFrom, ast.Pass))
 
@@ -219,12 +219,12 @@ class _NormalForm:
             self.words.append(repr(value))
 
     def _add_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, outer: _Scope | None) -> None:
-        """Add a function without annotations. Where it takes any keyword, an old name of a parameter would be no error,
-        so these names are words."""
+        """Add a function without annotations. Where the function takes any keyword, an old name of a parameter would be
+        no error, so these names are words."""
         given = node.args
         body = [node.body] if isinstance(node, ast.Lambda) else node.body
-        by_keyword = [one.arg for one in (*given.args, *given.kwonlyargs)]
-        others = [one and one.arg for one in (*given.posonlyargs, given.vararg, given.kwarg)]
+        by_keyword = [argument.arg for argument in (*given.args, *given.kwonlyargs)]
+        others = [argument and argument.arg for argument in (*given.posonlyargs, given.vararg, given.kwarg)]
         local, fixed = _bound(body)
         scope = _Scope({*local, *by_keyword, *filter(None, others)}, fixed, outer)
         self._add_fields(node, ("name", "decorator_list"), outer)
@@ -277,9 +277,9 @@ def _library_at(revision: str) -> Code | None:
 
     Reading the 600 files of a commit takes about two seconds, which a notebook with several records would feel.
     """
-    kept = paths.CACHE / "code" / f"{FORM}-{revision}.json"
-    if kept.is_file():
-        return Code(*map(frozenset, json.loads(kept.read_text(encoding="utf-8"))))
+    cache_file = paths.CACHE / "code" / f"{FORM}-{revision}.json"
+    if cache_file.is_file():
+        return Code(*map(frozenset, json.loads(cache_file.read_text(encoding="utf-8"))))
     try:
         rows = [line.split("\t", 1) for line in git("ls-tree", "-r", revision, "lib").decode().splitlines()]
         wanted = {name: about.split()[2] for about, name in rows if name.endswith((".py", *_NATIVE))}
@@ -287,21 +287,22 @@ def _library_at(revision: str) -> Code | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     library = _joined((name, text.decode()) for name, text in texts.items())
-    write_text(kept, json.dumps([*map(sorted, library)]))
+    write_text(cache_file, json.dumps([*map(sorted, library)]))
     return library
 
 
 def git(*arguments: str, given: str = "") -> bytes:
-    """What git says of this repository. Raises OSError where there is no git, and CalledProcessError where it fails."""
+    """Return git's output in this repository. Raises OSError where there is no git, and CalledProcessError where it
+    fails."""
     command = ["git", "-C", str(paths.ROOT), *arguments]
     return subprocess.run(command, input=given.encode(), check=True, capture_output=True).stdout
 
 
 def blobs(names: Collection[str]) -> Iterator[bytes]:
     """The contents of the objects that git knows by ``names``, in their order. Raises as :func:`git`."""
-    told, at = git("cat-file", "--batch", given="\n".join(names)), 0
+    output, offset = git("cat-file", "--batch", given="\n".join(names)), 0
     for _ in names:
-        line = told.index(b"\n", at)
-        size = int(told[at:line].split()[2])
-        yield told[line + 1 : line + 1 + size]
-        at = line + size + 2
+        line = output.index(b"\n", offset)
+        size = int(output[offset:line].split()[2])
+        yield output[line + 1 : line + 1 + size]
+        offset = line + size + 2

@@ -22,19 +22,19 @@ _DEFAULTS: dict[str, Any] = {"unit": "", "tolerance": 0.0, "where": {}, "whose":
 
 
 def is_here() -> bool:
-    """Whether this copy has the history: a clone of this repository that is not shallow."""
+    """Return whether this copy has the history: a clone of this repository that is not shallow."""
     return _ran("merge-base", "--is-ancestor", _RENAMED, "HEAD")
 
 
 @cache
-def is_ancestor(revision: str, of: str = "HEAD") -> bool:
-    """Whether ``revision`` is the commit ``of`` or one that it comes from."""
-    return _ran("merge-base", "--is-ancestor", revision.removesuffix("-dirty"), of)
+def is_ancestor(revision: str, descendant: str = "HEAD") -> bool:
+    """Return whether ``revision`` is the commit ``of`` or one that it comes from."""
+    return _ran("merge-base", "--is-ancestor", revision.removesuffix("-dirty"), descendant)
 
 
 def standing(claim: Claim, revision: str) -> tuple[Fixed, bool]:
-    """How ``claim`` stood at ``revision`` (as ``record_log.ClaimRecord.fixed`` says it), and whether it was worded
-    otherwise.
+    """Return the state of ``claim`` at ``revision`` (as ``record_log.ClaimRecord.fixed`` has it), and whether its
+    wording differed.
 
     A claim whose tolerance was only narrowed since stands as before.
     """
@@ -59,16 +59,17 @@ def standing(claim: Claim, revision: str) -> tuple[Fixed, bool]:
 
 
 def faults(log: Log, claims: Sequence[Claim]) -> list[str]:
-    """What the history has against the log: a line that says more of a claim than the revision of its run does, a run
-    that began before its revision was committed, a committed result without a line, and a line that was changed."""
-    asked, found = {claim.id: claim for claim in claims}, list[str]()
+    """Return the faults of the log against the history: a line that says more of a claim than the revision of its run
+    does, a run that began before its revision was committed, a committed result without a line, and a line that was
+    changed."""
+    by_id, messages = {claim.id: claim for claim in claims}, list[str]()
     for line in log.runs():
-        found += _false_lines(line, asked)
+        messages += _false_lines(line, by_id)
     logged = {line.rows for line in log.runs()}
     for commit, path, rows in committed_runs():
         if rows not in logged:
-            found.append(f"{path} of commit {commit[:9]} has no line in {paths.RECORD_LOG.name}")
-    return [*found, *_changed_lines(log)]
+            messages.append(f"{path} of commit {commit[:9]} has no line in {paths.RECORD_LOG.name}")
+    return [*messages, *_changed_lines(log)]
 
 
 def _false_lines(line: LogLine, claims: Mapping[str, Claim]) -> Iterator[str]:
@@ -77,8 +78,8 @@ def _false_lines(line: LogLine, claims: Mapping[str, Claim]) -> Iterator[str]:
             continue
         fixed, worded = standing(claims[name], line.revision)
         if fixed != answer.fixed:
-            said = f"the line of {line.experiment} says {answer.fixed!r}"
-            yield f"claim {name}: by revision {line.revision[:9]} it was fixed {fixed!r}, {said}"
+            prefix = f"the line of {line.experiment} says {answer.fixed!r}"
+            yield f"claim {name}: by revision {line.revision[:9]} it was fixed {fixed!r}, {prefix}"
         elif worded and not answer.reworded and answer.worded == claims[name].wording[:16]:
             yield f"claim {name} was worded otherwise at revision {line.revision[:9]}, which its line does not say"
     if is_ancestor(line.revision):
@@ -90,12 +91,12 @@ def _false_lines(line: LogLine, claims: Mapping[str, Claim]) -> Iterator[str]:
 
 
 def committed_runs() -> Iterable[tuple[str, str, str]]:
-    """Each result for the record that was ever committed: commit, path and the sha256 of its rows."""
+    """Return each result for the record that was ever committed: commit, path and the sha256 of its rows."""
     log = _git(
         *("log", "--format=@%H", "--no-renames", "--raw", "--no-abbrev", "--reverse", "--topo-order"),
         *("--", "data/results/*/full/*", "data/results/*/gpu/*", "data/results/*/paper/*"),
     )
-    commit, found = "", dict[str, tuple[str, str]]()
+    commit, runs = "", dict[str, tuple[str, str]]()
     for line in log.splitlines():
         if line.startswith("@"):
             commit = line[1:]
@@ -103,9 +104,9 @@ def committed_runs() -> Iterable[tuple[str, str, str]]:
             about, path = line.split("\t", 1)
             blob = about.split()[3]
             if set(blob) != {"0"} and path.endswith((".json", PACKED)):
-                found.setdefault(blob, (commit, path))
-    for blob, content in zip(found, blobs(found), strict=True):
-        commit, path = found[blob]
+                runs.setdefault(blob, (commit, path))
+    for blob, content in zip(runs, blobs(runs), strict=True):
+        commit, path = runs[blob]
         text = gzip.decompress(content) if path.endswith(PACKED) else content
         yield commit, path, rows_digest(expanded(json.loads(text))["rows"])
 
@@ -116,7 +117,7 @@ def file_at(commit: str, path: str) -> str:
 
 
 def _changed_lines(log: Log) -> Iterator[str]:
-    """Each earlier log must be the beginning of today's."""
+    """Yield a fault for each earlier log that is not the beginning of today's."""
     now = [line.text for line in log.lines]
     for commit in _git("log", "--format=%H", "--", _log_path()).split():
         then = [line.text for line in parse_log(file_at(commit, _log_path()), paths.RECORD_LOG).lines]
@@ -138,9 +139,9 @@ def claims_at(commit: str) -> Mapping[str, dict[str, Any]]:
 
 
 def _decides(entry: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {name: entry.get(name, _DEFAULTS.get(name)) for name in DECIDES}
-    kept["where"] = json.loads(json.dumps(kept["where"]))
-    return kept | {"profiles": [name for name in entry.get("profiles", []) if name != "review"]}
+    deciding = {name: entry.get(name, _DEFAULTS.get(name)) for name in DECIDES}
+    deciding["where"] = json.loads(json.dumps(deciding["where"]))
+    return deciding | {"profiles": [name for name in entry.get("profiles", []) if name != "review"]}
 
 
 def _plain(claim: Claim) -> dict[str, Any]:
@@ -155,7 +156,7 @@ def _ran(*arguments: str) -> bool:
 
 
 def _git(*arguments: str) -> str:
-    """What git says, "" where there is no git or no clone."""
+    """Return git's output, "" where there is no git or no clone."""
     with suppress(OSError, subprocess.CalledProcessError):
         return git(*arguments).decode()
     return ""

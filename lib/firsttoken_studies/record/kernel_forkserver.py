@@ -63,15 +63,15 @@ _ENVIRONMENT = {
 
 
 def possible() -> bool:
-    """Whether processes may be copied here: not on macOS, whose libraries do not survive it, nor beside a GPU."""
+    """Return whether processes can be copied: not on macOS, whose libraries do not survive it, nor beside a GPU."""
     return sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
 
 
 @contextmanager
 def warmed(modules: Sequence[str] | None = None) -> Iterator[None]:
-    """A process that has imported ``modules`` (None: ``MODULES``; "module:function" is called, too), for the time of
-    the block; what :func:`command` names and every Jupyter kernel called python3 are copies of it. Where that is not
-    possible, or it does not start, nothing changes. Raises StorageError as :func:`socket_folder`."""
+    """Run a process that has imported ``modules`` (None: ``MODULES``; "module:function" is called, too), for the time
+    of the block; every process of :func:`command` and every Jupyter kernel called python3 is a copy of it. Where that
+    is not possible, or it does not start, nothing changes. Raises StorageError as :func:`socket_folder`."""
     if SOCKET in os.environ or not possible():
         yield
         return
@@ -121,9 +121,11 @@ def kept_elsewhere(folder: Path) -> dict[str, str]:
 
 
 def _writable(folder: Path) -> bool:
-    """Whether ``folder`` takes files, or can be made."""
+    """Return whether ``folder`` takes files, or can be made."""
     # not Path.exists: it raises where a folder on the way may not be entered
-    nearest = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
+    nearest = next(
+        folder_above for folder_above in (folder, *folder.absolute().parents) if os.path.exists(folder_above)
+    )
     return nearest.is_dir() and os.access(nearest, os.W_OK)
 
 
@@ -140,11 +142,11 @@ def _client(address: str) -> list[str]:
 
 def _write_kernel(folder: Path, address: str) -> None:
     """A kernel called python3, found before the environment's own."""
-    place = folder / "kernels" / "python3"
-    place.mkdir(parents=True)
+    kernel_folder = folder / "kernels" / "python3"
+    kernel_folder.mkdir(parents=True)
     argv = [*_client(address), "ipykernel_launcher", "-f", "{connection_file}"]
     spec = {"argv": argv, "display_name": "Python 3 (warm)", "language": "python"}
-    (place / "kernel.json").write_text(json.dumps(spec), encoding="utf-8")
+    (kernel_folder / "kernel.json").write_text(json.dumps(spec), encoding="utf-8")
 
 
 def serve(address: str, modules: Sequence[str]) -> None:
@@ -184,8 +186,8 @@ def serve(address: str, modules: Sequence[str]) -> None:
 def _copy(client: socket.socket, listening: socket.socket, selector: selectors.BaseSelector) -> int | None:
     """Fork for ``client``: the child runs the module that it asks for, the parent gets its process id."""
     with suppress(OSError, ValueError):
-        said, handles, _, _ = socket.recv_fds(client, 1 << 20, 3)
-        asked = json.loads(said)
+        message, handles, _, _ = socket.recv_fds(client, 1 << 20, 3)
+        request = json.loads(message)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # the child must not end as this process would
         child = os.fork()
         if child:
@@ -199,14 +201,14 @@ def _copy(client: socket.socket, listening: socket.socket, selector: selectors.B
         try:
             for opened in (selector, listening, client):
                 opened.close()
-            status = _become(asked, handles)
+            status = _become(request, handles)
         finally:
             os._exit(status)
     client.close()
     return None
 
 
-def _become(asked: dict, handles: Sequence[int]) -> int:
+def _become(request: dict, handles: Sequence[int]) -> int:
     """In the child: take on the client's streams, folder, environment and processors and run its module; returns its
     status."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -218,17 +220,17 @@ def _become(asked: dict, handles: Sequence[int]) -> int:
         os.close(handle)
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
-    os.chdir(asked["folder"])
-    stay_on(asked["processors"])
+    os.chdir(request["folder"])
+    stay_on(request["processors"])
     if "torch" in sys.modules:  # which has counted those of the warm process
-        sys.modules["torch"].set_num_threads(len(asked["processors"]))
+        sys.modules["torch"].set_num_threads(len(request["processors"]))
     os.environ.clear()
-    os.environ.update(asked["environment"])
+    os.environ.update(request["environment"])
     tempfile.tempdir = None  # it is looked for anew
     os.environ.pop("JPY_PARENT_PID", None)  # a kernel that is not its frontend's child takes it for dead
-    sys.argv, sys.path[0] = ["", *asked["arguments"]], asked["folder"]  # as python -m has them
+    sys.argv, sys.path[0] = ["", *request["arguments"]], request["folder"]  # as python -m has them
     try:
-        runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException as error:

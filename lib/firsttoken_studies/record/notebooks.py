@@ -33,13 +33,13 @@ def notebook_paths(only: Iterable[str] | None = None) -> list[Path]:
 
     Raises NotebookError for a number that does not exist.
     """
-    found = {path.name[:2]: path for path in sorted(paths.NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))}
+    by_number = {path.name[:2]: path for path in sorted(paths.NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))}
     if only is None:
-        return list(found.values())
+        return list(by_number.values())
     wanted = {number.zfill(2) if number.isdecimal() else repr(number) for number in only}
-    for number in sorted(wanted - found.keys()):
-        raise NotebookError(f"no notebook {number}; there are: {', '.join(found) or 'none'}")
-    return [found[number] for number in sorted(wanted)]
+    for number in sorted(wanted - by_number.keys()):
+        raise NotebookError(f"no notebook {number}; there are: {', '.join(by_number) or 'none'}")
+    return [by_number[number] for number in sorted(wanted)]
 
 
 def notebook_title(path: Path) -> str:
@@ -61,7 +61,12 @@ def run_notebook(path: Path, profile: str) -> float:
     folder = paths.EXECUTED / profile
     # a temporary folder of its own: who is ended in the middle leaves what it has there, such as the kernel's ports
     temporary = tempfile.TemporaryDirectory(prefix="firsttoken-run-", ignore_cleanup_errors=True)
-    with storing(folder), Stopwatch() as watch, temporary as own, replacing(executed_path(path, profile)) as copy:
+    with (
+        storing(folder),
+        Stopwatch() as watch,
+        temporary as private_folder,
+        replacing(executed_path(path, profile)) as copy,
+    ):
         # A process of its own: each notebook starts with empty memory, and Ctrl-C reaches this process alone.
         options = ["--kernel", "python3", "--cwd", str(path.parent), "--no-progress-bar", "--log-level", "CRITICAL"]
         run = subprocess.Popen(
@@ -70,7 +75,7 @@ def run_notebook(path: Path, profile: str) -> float:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env=kernel_forkserver.surroundings() | {"TMPDIR": own},
+            env=kernel_forkserver.surroundings() | {"TMPDIR": private_folder},
         )
         try:
             _, complaint = run.communicate()
@@ -135,12 +140,12 @@ def publish(path: Path, profile: str) -> None:
     for cell in notebook["cells"]:
         if cell["cell_type"] != "code":
             continue
-        found = cells.get(cell["id"])
-        if found is None or "".join(found["source"]) != "".join(cell["source"]):
+        executed_cell = cells.get(cell["id"])
+        if executed_cell is None or "".join(executed_cell["source"]) != "".join(cell["source"]):
             raise NotebookError(f"notebook {path.name}: cell {cell['id']} was not run as it stands; run it again")
         compared = "nbval-ignore-output" not in cell["metadata"].get("tags", ())
-        cell["outputs"] = [_small(output, compared) for output in found["outputs"]]
-        cell["execution_count"] = found["execution_count"]
+        cell["outputs"] = [_small(output, compared) for output in executed_cell["outputs"]]
+        cell["execution_count"] = executed_cell["execution_count"]
     write_text(path, json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
 
 

@@ -26,7 +26,7 @@ class Drawn:
 
     @property
     def style(self) -> dict[str, Any]:
-        """What matplotlib draws this result's lines, bars and points with."""
+        """Return matplotlib's options for the lines, bars and points of this result."""
         return {"alpha": 1.0, "zorder": 4} if self.own else {"alpha": 1.0 if self.alone else PALE, "zorder": 2}
 
     @property
@@ -36,19 +36,19 @@ class Drawn:
 
     @property
     def shift(self) -> float:
-        """How far this result's point is drawn beside the place of its category."""
+        """Return the distance of this result's point from the place of its category."""
         return 0.0 if self.alone else SHIFT if self.own else -SHIFT
 
     def who(self, n: int | None = None) -> str:
         """This result in a legend: whose it is, and of how many observations."""
-        here = self.own and self.result.slug == machine_slug()  # a record alone may be of a machine with a GPU
-        named = "your run" if here else f"recorded on {self.result.slug}"
+        live = self.own and self.result.slug == machine_slug()  # a record alone may be of a machine with a GPU
+        named = "your run" if live else f"recorded on {self.result.slug}"
         return named if n is None else f"{named}, n = {n}"
 
     def point(
         self,
         axes: Axes,
-        place: float,
+        position: float,
         entry: Mapping[str, Any] | None,
         name: str,
         *,
@@ -58,18 +58,25 @@ class Drawn:
     ) -> None:
         """Draw a value of the summary with its interval at ``place`` of the other axis, in the look of ``name``.
 
-        Nothing is drawn where the run has not measured it (None). The value, times ``scale``, lies ``along`` this axis.
+        Nothing is drawn for None: the run has not measured it. The value, times ``scale``, lies ``along`` this axis.
         """
         if entry is None:
             return
         value = scale * entry["value"]
         low, high = (scale * entry.get(end, entry["value"]) for end in ("low", "high"))
         error = [[max(0.0, value - low)], [max(0.0, high - value)]]
-        at = (place, value) if along == "y" else (value, place)
-        axes.errorbar(*at, **{f"{along}err": error}, **self._look(name), label=label, linestyle="none")
+        coordinates = (position, value) if along == "y" else (value, position)
+        axes.errorbar(*coordinates, **{f"{along}err": error}, **self._look(name), label=label, linestyle="none")
 
     def bar(
-        self, axes: Axes, place: float, entry: Mapping[str, Any] | None, name: str, *, width: float, scale: float = 1.0
+        self,
+        axes: Axes,
+        position: float,
+        entry: Mapping[str, Any] | None,
+        name: str,
+        *,
+        width: float,
+        scale: float = 1.0,
     ) -> None:
         """Draw a value of the summary, times ``scale``, as a bar with its interval: the record's beside the own one.
 
@@ -77,13 +84,13 @@ class Drawn:
         """
         if entry is None:
             return
-        value, at = scale * entry["value"], place + self.shift / SHIFT * width / 4
+        value, offset = scale * entry["value"], position + self.shift / SHIFT * width / 4
         low, high = (scale * entry.get(end, entry["value"]) for end in ("low", "high"))
         edge = {"edgecolor": "black", "linewidth": 1.2} if self.own else {"linewidth": 0}
-        axes.bar(at, value, width if self.alone else width / 2, color=LOOKS[name].colour, **edge, **self.style)
+        axes.bar(offset, value, width if self.alone else width / 2, color=LOOKS[name].colour, **edge, **self.style)
         if high > low:
             error = [[max(0.0, value - low)], [max(0.0, high - value)]]
-            axes.errorbar(at, value, yerr=error, color=LOOKS["mark"].colour, linestyle="none", zorder=5)
+            axes.errorbar(offset, value, yerr=error, color=LOOKS["mark"].colour, linestyle="none", zorder=5)
 
     def line(
         self,
@@ -96,13 +103,15 @@ class Drawn:
         """Draw values of the summary as a line over ``places`` with a band of their intervals; what was not measured
         (None) is left out. ``scale`` multiplies the values; other ``options`` go to ``Axes.plot``."""
         scale = options.pop("scale", 1.0)
-        known = [(place, entry) for place, entry in zip(places, entries, strict=True) if entry is not None]
-        if not known:
+        measured = [(position, entry) for position, entry in zip(places, entries, strict=True) if entry is not None]
+        if not measured:
             return
-        at, values = [place for place, _ in known], [scale * entry["value"] for _, entry in known]
-        ends = [[scale * entry.get(end, entry["value"]) for _, entry in known] for end in ("low", "high")]
-        axes.plot(at, values, **(self._look(name) | options))
-        axes.fill_between(at, *ends, color=LOOKS[name].colour, alpha=0.15 if self.own else 0.07, linewidth=0, zorder=1)
+        positions, values = [position for position, _ in measured], [scale * entry["value"] for _, entry in measured]
+        bounds = [[scale * entry.get(end, entry["value"]) for _, entry in measured] for end in ("low", "high")]
+        axes.plot(positions, values, **(self._look(name) | options))
+        axes.fill_between(
+            positions, *bounds, color=LOOKS[name].colour, alpha=0.15 if self.own else 0.07, linewidth=0, zorder=1
+        )
 
     def _look(self, name: str) -> dict[str, Any]:
         look = LOOKS[name]
@@ -118,36 +127,43 @@ def over(recorded: Result | None, now: Result) -> list[Drawn]:
     return [Drawn(recorded, own=False), Drawn(now, own=True)]
 
 
-def counted(drawn: Sequence[Drawn], measure: str, **where: Any) -> str:
-    """How many observations this value of the summary has, by result, for a figure whose panels have different ones."""
-    entries = [(one, one.result.summary.get(measure, **where)) for one in drawn]
-    told = [f"{'yours ' if one.own and not one.alone else ''}{entry['n']}" for one, entry in entries if entry]
-    return f"n = {', '.join(told)}"
+def counted(shown: Sequence[Drawn], measure: str, **labels: Any) -> str:
+    """Return the numbers of observations of this value of the summary, by result, for a figure whose panels have
+    different ones."""
+    entries = [(result, result.result.summary.get(measure, **labels)) for result in shown]
+    counts = [
+        f"{'yours ' if result.own and not result.alone else ''}{entry['n']}" for result, entry in entries if entry
+    ]
+    return f"n = {', '.join(counts)}"
 
 
 def name_results(
-    figure: Figure, drawn: Sequence[Drawn], measure: str | None = None, legend: Legend | None = None
+    figure: Figure, shown: Sequence[Drawn], measure: str | None = None, legend: Legend | None = None
 ) -> None:
-    """Say below ``figure`` which points are whose: machine, profile, and how many observations ``measure`` has.
+    """Name below ``figure`` the source of its points: machine, profile, and the number of observations of ``measure``.
 
-    Where the figure has a ``legend`` outside its axes, which would lie over it, the sentence is the legend's title.
+    Where the figure has a ``legend`` outside its axes, which would lie over the sentence, the sentence is the legend's
+    title.
     """
-    said = []
-    for one in drawn:
-        counts = {entry["n"] for entry in one.result.summary if entry["measure"] == measure and "n" in entry}
+    lines = []
+    for result_drawn in shown:
+        counts = {entry["n"] for entry in result_drawn.result.summary if entry["measure"] == measure and "n" in entry}
         n = f", n = {min(counts)}" + (f" to {max(counts)}" if len(counts) > 1 else "") if counts else ""
-        mark = "dark, with a black edge" if one.own else "pale"
-        said.append(f"{'' if one.alone else mark + ': '}{one.who()} (profile {one.result.profile}{n})")
+        mark = "dark, with a black edge" if result_drawn.own else "pale"
+        lines.append(
+            f"{'' if result_drawn.alone else mark + ': '}{result_drawn.who()} "
+            f"(profile {result_drawn.result.profile}{n})"
+        )
     if legend is not None:
-        legend.set_title("   ".join(said), {"size": "small"})
+        legend.set_title("   ".join(lines), {"size": "small"})
     else:
-        figure.supxlabel("   ".join(said), fontsize="small", color=LOOKS["mark"].colour)
+        figure.supxlabel("   ".join(lines), fontsize="small", color=LOOKS["mark"].colour)
 
 
 def legend(
     figure: Figure,
     axes: Axes,
-    drawn: Sequence[Drawn],
+    shown: Sequence[Drawn],
     measure: str | None = None,
     *,
     columns: int = 3,
@@ -156,4 +172,4 @@ def legend(
     """The legend of ``axes`` below ``figure``, and under one heading with it what ``name_results`` says."""
     entries = axes.get_legend_handles_labels()
     below = figure.legend(*entries, loc="outside lower center", ncols=columns, fontsize=size)
-    name_results(figure, drawn, measure, below)
+    name_results(figure, shown, measure, below)

@@ -38,9 +38,9 @@ _HEAD = re.compile(r"^<!-- cell: (\S+) -->\n", re.MULTILINE)
 
 
 def templates() -> dict[Path, Path]:
-    """Each notebook that has a template, with it. Raises NotebookError for a template without a notebook."""
-    found = {template.stem: template for template in sorted((paths.TEMPLATES / "notebooks").glob("*.md"))}
-    return dict(zip(notebook_paths(found), found.values(), strict=True)) if found else {}
+    """Return each notebook that has a template, with it. Raises NotebookError for a template without a notebook."""
+    by_number = {template.stem: template for template in sorted((paths.TEMPLATES / "notebooks").glob("*.md"))}
+    return dict(zip(notebook_paths(by_number), by_number.values(), strict=True)) if by_number else {}
 
 
 def parts(text: str) -> dict[str, str]:
@@ -81,8 +81,8 @@ def pages() -> dict[Path, Path]:
 def recorded_machine() -> str | None:
     """The machine whose results the pages show, so that any other can write them too; None before they are written."""
     page = paths.CLAIMS_PAGE
-    found = _CAPTION.search(page.read_text(encoding="utf-8")) if page.exists() else None
-    return found.group(1) if found else None
+    match = _CAPTION.search(page.read_text(encoding="utf-8")) if page.exists() else None
+    return match.group(1) if match else None
 
 
 def render(
@@ -93,8 +93,8 @@ def render(
     tables: Tables = NO_TABLES,
     log: Log = EMPTY,
 ) -> str:
-    """What ``template`` gives, with what was recorded on ``machine``, and on another where ``where`` says so, or where
-    it names an experiment as "NAME on MACHINE".
+    """Return the page that ``template`` makes of the results of ``machine``, or of another machine where ``where`` says
+    so, or where the template names an experiment as "NAME on MACHINE".
 
     Raises ClaimsError for a result or a measure that a template names and nobody recorded, and for what is no template,
     and FirstTokenError for a machine without results.
@@ -110,24 +110,24 @@ def render(
         except FirstTokenError as error:
             raise ClaimsError(f"{template.name}: {error}") from error
 
-    def entry(experiment: str, measure: str, /, **where: Scalar) -> Entry:
+    def entry(experiment: str, measure: str, /, **labels: Scalar) -> Entry:
         result = recorded(experiment)
         try:
-            return result.summary.of(measure, **where)
+            return result.summary.of(measure, **labels)
         except FirstTokenError as error:
             raise ClaimsError(f"{template.name}: {experiment}: {error}") from error
 
-    def raw(experiment: str, measure: str, /, **where: Scalar) -> Any:
-        return entry(experiment, measure, **where)["value"]
+    def raw(experiment: str, measure: str, /, **labels: Scalar) -> Any:
+        return entry(experiment, measure, **labels)["value"]
 
-    def count(experiment: str, measure: str, /, **where: Scalar) -> int:
-        return entry(experiment, measure, **where)["n"]
+    def count(experiment: str, measure: str, /, **labels: Scalar) -> int:
+        return entry(experiment, measure, **labels)["n"]
 
     def said(claim: str) -> str:
-        found = [one.value for one in claims if one.id == claim and one.value is not None]
-        if not found:
+        values = [statement.value for statement in claims if statement.id == claim and statement.value is not None]
+        if not values:
             raise ClaimsError(f"{template.name}: no claim {claim!r} with a value in the ledger")
-        return show(found[0])
+        return show(values[0])
 
     def machine_of(experiment: str) -> str:
         return recorded(experiment).slug
@@ -137,15 +137,17 @@ def render(
             raise ClaimsError(f"{template.name}: {experiment!r} has no table; {unknown(experiment, tables)}")
         return tables[experiment](recorded(experiment))
 
-    def value(experiment: str, measure: str, digits: int | None = None, scale: float = 1, /, **where: Scalar) -> str:
-        found = raw(experiment, measure, **where)
-        return show(found) if digits is None else f"{scale * found:.{digits}f}"
+    def value(experiment: str, measure: str, digits: int | None = None, scale: float = 1, /, **labels: Scalar) -> str:
+        measured = raw(experiment, measure, **labels)
+        return show(measured) if digits is None else f"{scale * measured:.{digits}f}"
 
-    def interval(experiment: str, measure: str, digits: int | None = None, /, **where: Scalar) -> str:
-        found = entry(experiment, measure, **where)
-        ends = [show(found[name]) if digits is None else f"{found[name]:.{digits}f}" for name in ("low", "high")]
-        called = "range " if found.get("range") else ""
-        return f"{value(experiment, measure, digits, **where)} {called}[{', '.join(ends)}]"
+    def interval(experiment: str, measure: str, digits: int | None = None, /, **labels: Scalar) -> str:
+        measured = entry(experiment, measure, **labels)
+        bounds = [
+            show(measured[name]) if digits is None else f"{measured[name]:.{digits}f}" for name in ("low", "high")
+        ]
+        called = "range " if measured.get("range") else ""
+        return f"{value(experiment, measure, digits, **labels)} {called}[{', '.join(bounds)}]"
 
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
     reports = {claim.report: [c for c in claims if c.report == claim.report] for claim in claims}
@@ -163,7 +165,9 @@ def render(
             goals=goals(claims, results, machine, log),
             scoreboard=scoreboard(claims, results, machine, log),
             index=index_tables(load_index(paths.INDEX)),
-            systems={report: page_table(of, results, machine, log) for report, of in reports.items()},
+            systems={
+                report: page_table(report_claims, results, machine, log) for report, report_claims in reports.items()
+            },
         )
     except (jinja2.TemplateError, OSError) as error:
         raise ClaimsError(f"{template}: {error}") from error

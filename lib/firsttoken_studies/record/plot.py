@@ -95,7 +95,7 @@ COLOURS: dict[str, str] = {name: look.colour for name, look in LOOKS.items()}
 def style() -> None:
     """Make ``env/matplotlibrc`` the style of the figures that follow, and in a notebook show them in it.
 
-    Which backend draws is decided here and not by ``MPLBACKEND``: that of a batch system shows nothing in a notebook.
+    The backend is chosen here and not by ``MPLBACKEND``: that of a batch system shows nothing in a notebook.
     """
     import matplotlib
     import seaborn
@@ -112,9 +112,9 @@ def categories(ax: Axes, names: Collection[str], margin: float = 0.5, **text: An
     ax.set_ylim(len(names) - margin, margin - 1)
 
 
-def ticks(axis: Axis, places: Collection[float], told: str = "{:g}", **text: Any) -> None:
-    """Let ``axis`` have ticks at ``places`` alone, each as the format ``told`` writes it."""
-    axis.set_ticks(list(places), [told.format(place) for place in places], **text)
+def ticks(axis: Axis, places: Collection[float], label: str = "{:g}", **text: Any) -> None:
+    """Set the ticks of ``axis`` at ``places`` alone, each as the format ``told`` writes it."""
+    axis.set_ticks(list(places), [label.format(position) for position in places], **text)
     axis.set_minor_formatter("")
 
 
@@ -145,16 +145,16 @@ _FEW = 64  # colours of a file: a third of the bytes, for a slightly other hue o
 
 
 def few_colours(png: bytes) -> bytes:
-    """The same picture on white with a palette of ``_FEW`` colours; pure, so that a figure drawn twice is one file.
+    """Return the picture on white with a palette of ``_FEW`` colours; pure, so that a figure drawn twice is one file.
 
     The palette covers all colours of the picture. Pillow's usual one is made for the colours that most pixels have and
     leaves out that of a small marker: it drew a green triangle black.
     """
     from PIL import Image
 
-    drawn = Image.open(io.BytesIO(png)).convert("RGBA")
-    flat = Image.new("RGB", drawn.size, "white")
-    flat.paste(drawn, mask=drawn.getchannel("A"))
+    image = Image.open(io.BytesIO(png)).convert("RGBA")
+    flat = Image.new("RGB", image.size, "white")
+    flat.paste(image, mask=image.getchannel("A"))
     small = io.BytesIO()
     few = flat.quantize(_FEW, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     few.save(small, "PNG", optimize=True)
@@ -185,10 +185,10 @@ def log_ticks(axis: Axis) -> None:
 
 
 def comparison_table(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
-    """Table of paper, measured and floor, indexed by what was measured.
+    """Return the table of paper, measured and floor, indexed by what was measured.
 
-    Each row is {"what", "paper", "measured", "floor"} with "recorded" and "unit" if there are any; numbers are shown
-    to three significant digits and what is absent as an empty cell.
+    Each row is {"what", "paper", "measured", "floor"} with "recorded" and "unit" if there are any; numbers are shown to
+    three significant digits and absent values as empty cells.
     """
     import pandas
 

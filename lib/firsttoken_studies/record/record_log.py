@@ -34,12 +34,12 @@ Fixed = Literal["before", "after", "other", "unknown"]
 
 @dataclass(frozen=True)
 class ClaimRecord:
-    """What a run says of a claim: the entries of its summary, one a place of the claim.
+    """The answer of a run to a claim: the entries of its summary, one a place of the claim.
 
-    ``asked`` and ``worded`` are the digests of the claim (``forms``) when the line was written. ``fixed`` says how the
-    claim stood at the revision of the run: "before" as now; "after" otherwise, so that the claim is *post hoc*; "other"
-    where the run answered another measure under the same name; "unknown" where the history has no such revision.
-    ``reworded``: conditions, place or wording were changed after the run.
+    ``asked`` and ``worded`` are the digests of the claim (``forms``) when the line was written. ``fixed`` is the
+    claim's state at the revision of the run: "before" as now; "after" otherwise, so that the claim is *post hoc*;
+    "other" where the run answered another measure under the same name; "unknown" where the history has no such
+    revision. ``reworded``: conditions, place or wording were changed after the run.
     """
 
     entries: tuple[dict[str, Any], ...]
@@ -90,8 +90,8 @@ class LogLine:
     @property
     def text(self) -> str:
         """The line as it stands in the file: what is not said is left out."""
-        kept = {name: value for name, value in asdict(self).items() if value or name == "previous"}
-        return json.dumps(kept, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        fields = {name: value for name, value in asdict(self).items() if value or name == "previous"}
+        return json.dumps(fields, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
     @property
     def run(self) -> str:
@@ -121,7 +121,7 @@ class Log:
         return _sha256(self.lines[-1].text) if self.lines else FIRST
 
     def runs(self) -> list[LogLine]:
-        """The lines of runs."""
+        """Return the lines of runs."""
         return [line for line in self.lines if line.kind == "run"]
 
     def gone(self) -> set[str]:
@@ -136,13 +136,13 @@ class Log:
     @cached_property
     def standing(self) -> dict[tuple[str, str, str], LogLine]:
         """The run that each place of the record holds, with the answers of its last summary."""
-        gone, found = self.gone(), dict[tuple[str, str, str], LogLine]()
+        gone, lines = self.gone(), dict[tuple[str, str, str], LogLine]()
         for line in self.lines:
             if line.kind == "run" and line.run not in gone:
-                found[line.place] = line
-            elif line.kind == "summary" and (run := found.get(line.place)) and run.run == line.run:
-                found[line.place] = replace(run, claims=run.claims | line.claims)
-        return found
+                lines[line.place] = line
+            elif line.kind == "summary" and (run := lines.get(line.place)) and run.run == line.run:
+                lines[line.place] = replace(run, claims=run.claims | line.claims)
+        return lines
 
     def known(self, claim: Claim) -> set[tuple[str, str]]:
         """The forms of a claim, as digests of what decides it and of its wording, that a line has noted."""
@@ -155,7 +155,7 @@ class Log:
         return {name for name, answer in last.items() if answer != RETIRED}
 
     def answers(self, claim: Claim) -> list[tuple[LogLine, ClaimRecord]]:
-        """Each run that answered the claim, with its answer as it was last summarised, faulty ones left out."""
+        """Return each run that answered the claim, with its answer as it was last summarised, faulty ones left out."""
         faulty, summaries = self.faulty(), dict[str, ClaimRecord]()
         for line in self.lines:
             if line.kind == "summary" and claim.id in line.claims:
@@ -189,15 +189,15 @@ def read_log() -> Log:
 def parse_log(text: str, path: Path) -> Log:
     """The log that ``text`` holds; ``path`` is named in errors. Raises as ``read_log`` does."""
     lines, head = list[LogLine](), FIRST
-    for number, said in enumerate(text.splitlines(), start=1):
+    for number, text_line in enumerate(text.splitlines(), start=1):
         with blaming(f"{path.name}:{number}", FirstTokenError, "restore the file from git"):
-            line = shaped(LogLine, parse_json(said))
+            line = shaped(LogLine, parse_json(text_line))
             if line.previous != head:
                 raise Damaged("does not follow from the line before it, so one of the two was edited")
-            if line.text != said:
+            if line.text != text_line:
                 raise Damaged("is not laid out as the program writes it")
         lines.append(line)
-        head = _sha256(said)
+        head = _sha256(text_line)
     return Log(lines)
 
 
@@ -208,12 +208,12 @@ def write_log(log: Log) -> None:
 
 
 def answer_of(claim: Claim, result: Result, verdict: str) -> ClaimRecord | None:
-    """What ``result`` says of ``claim`` as it stands now; None where its summary lacks a place of the claim."""
-    found = [result.summary.get(claim.measure, **where) for where in claim.places]
-    if any(entry is None for entry in found):
+    """Return the answer of ``result`` to ``claim`` as it is now; None where its summary lacks a place of the claim."""
+    entries = [result.summary.get(claim.measure, **labels) for labels in claim.places]
+    if any(entry is None for entry in entries):
         return None
-    kept = [{k: v for k, v in entry.items() if k not in ("measure", "where")} for entry in found if entry]
-    return ClaimRecord(tuple(kept), *forms(claim), verdict=verdict)
+    numbers = [{k: v for k, v in entry.items() if k not in ("measure", "where")} for entry in entries if entry]
+    return ClaimRecord(tuple(numbers), *forms(claim), verdict=verdict)
 
 
 def forms(claim: Claim) -> tuple[str, str]:
@@ -242,40 +242,40 @@ def run_line(result: Result, answers: Mapping[str, ClaimRecord], log: Log, reaso
 
 
 def faults(log: Log, results: Sequence[Result], claims: Sequence[Claim]) -> list[str]:
-    """What the record holds that the log does not know of: a result without a line or with other rows, a line whose
-    result is gone, a number of a claim that is not the one of its line, a claim that was changed or retired without a
-    line."""
-    standing, found = log.standing, list[str]()
+    """Return what the record holds that the log does not know of: a result without a line or with other rows, a line
+    whose result is gone, a number of a claim that is not the one of its line, a claim that was changed or retired
+    without a line."""
+    standing, messages = log.standing, list[str]()
     present = {(result.experiment, result.profile, result.slug): result for result in results}
-    for place, line in standing.items():
-        if place not in present:
-            found.append(f"the result of {_said(line)} is gone, and no line of {paths.RECORD_LOG.name} says why")
-    asked = {claim.id: claim for claim in claims}
-    for place, result in present.items():
-        line = standing.get(place)
+    for key, line in standing.items():
+        if key not in present:
+            messages.append(f"the result of {_said(line)} is gone, and no line of {paths.RECORD_LOG.name} says why")
+    by_id = {claim.id: claim for claim in claims}
+    for key, result in present.items():
+        line = standing.get(key)
         if line is None:
-            found.append(f"the result of {place[0]} on {place[2]} has no line in {paths.RECORD_LOG.name}")
+            messages.append(f"the result of {key[0]} on {key[2]} has no line in {paths.RECORD_LOG.name}")
         elif line.rows != rows_digest(result.rows):
-            found.append(f"the rows of {place[0]} on {place[2]} are not those of its line: measure it again")
+            messages.append(f"the rows of {key[0]} on {key[2]} are not those of its line: measure it again")
         elif (line.started, line.revision) != (result.started, result.git_revision):
-            found.append(f"{place[0]} on {place[2]} names another start or revision than its line")
+            messages.append(f"{key[0]} on {key[2]} names another start or revision than its line")
         else:
-            found += _other_numbers(line, result, asked)
+            messages += _other_numbers(line, result, by_id)
     for claim in claims:
-        known = log.known(claim)
-        if known and forms(claim) not in known:
-            found.append(f"claim {claim.id} was changed: say why, by `firsttoken record --claims --because TEXT`")
-    for name in sorted(log.claimed() - asked.keys()):
-        found.append(f"claim {name} is gone: say why, by `firsttoken record --claims --because TEXT`")
-    return found
+        recorded = log.known(claim)
+        if recorded and forms(claim) not in recorded:
+            messages.append(f"claim {claim.id} was changed: say why, by `firsttoken record --claims --because TEXT`")
+    for name in sorted(log.claimed() - by_id.keys()):
+        messages.append(f"claim {name} is gone: say why, by `firsttoken record --claims --because TEXT`")
+    return messages
 
 
 def _other_numbers(line: LogLine, result: Result, claims: Mapping[str, Claim]) -> Iterable[str]:
-    for name, kept in line.claims.items():
+    for name, recorded in line.claims.items():
         now = answer_of(claims[name], result, "") if name in claims else None
-        if now and kept.asked == now.asked and kept.entries != now.entries:
+        if now and recorded.asked == now.asked and recorded.entries != now.entries:
             yield (
-                f"claim {name}: the summary of {line.experiment} says {_values(now)}, its line {_values(kept)}: "
+                f"claim {name}: the summary of {line.experiment} says {_values(now)}, its line {_values(recorded)}: "
                 "summarise it again by `firsttoken record --summarise`, or restore the file from git"
             )
 

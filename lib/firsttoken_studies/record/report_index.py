@@ -15,8 +15,9 @@ from firsttoken_studies.record.notebooks import notebook_paths
 class IndexEntry:
     """One item of a report: ``what`` it is and its ``place`` there.
 
-    ``notebooks`` show it, the main one first, ``figures`` draw it, and ``code`` does it, a path in the repository.
-    Where there is none of these, ``not_here`` says why; ``differs`` says how what is here is another than the report's.
+    ``notebooks`` show it, the main one first, ``figures`` draw it, and ``code`` does it, a path in the repository. For
+    an item with none of these, ``not_here`` gives the reason; ``differs`` says in what the item here differs from the
+    report's.
     """
 
     id: str
@@ -64,12 +65,12 @@ def opener_rows(report: str) -> list[dict[str, str]]:
     ClaimsError for a report that the index does not have.
     """
     entries = load_index(paths.INDEX)
-    mine = [entry for entry in entries if entry.report == report]
-    if not mine:
-        known = ", ".join(dict.fromkeys(entry.report for entry in entries))
-        raise ClaimsError(f"no report {report!r} in {paths.INDEX.name}; there are: {known}")
+    of_report = [entry for entry in entries if entry.report == report]
+    if not of_report:
+        reports = ", ".join(dict.fromkeys(entry.report for entry in entries))
+        raise ClaimsError(f"no report {report!r} in {paths.INDEX.name}; there are: {reports}")
     titles = {path.name[:2]: path.name for path in notebook_paths()}
-    return [{"place": entry.place, "what": entry.what, "where": _where(entry, titles)} for entry in mine]
+    return [{"place": entry.place, "what": entry.what, "where": _where(entry, titles)} for entry in of_report]
 
 
 def _where(entry: IndexEntry, titles: dict[str, str]) -> str:

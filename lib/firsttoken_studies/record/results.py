@@ -52,8 +52,8 @@ def distinct(rows: Rows, column: str, **values: Any) -> list[Any]:
 
 
 def frame_of(rows: Rows, **values: Any) -> pandas.DataFrame:
-    """The table of :func:`rows_where`. Its columns are those of these rows, so that whole numbers stay whole: pandas
-    would make them floats where another kind of row lacks them."""
+    """Return the table of :func:`rows_where`. Its columns are those of these rows, so that whole numbers stay whole:
+    pandas would make them floats where another kind of row lacks them."""
     import pandas
 
     return pandas.DataFrame(rows_where(rows, **values))
@@ -61,7 +61,7 @@ def frame_of(rows: Rows, **values: Any) -> pandas.DataFrame:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an experiment returns.
+    """The rows that an experiment returns, with their circumstances.
 
     ``rows`` are tidy raw observations with units in the column names, and hold all that the summary is made of.
     ``floors`` maps a name to {value, unit, why}; ``provenance`` says what the weights and the data were.
@@ -74,16 +74,17 @@ class Outcome:
 
 def _named(machine: dict[str, Any]) -> str:
     slug, gpu = machine.get("slug"), machine.get("gpu", 0)
-    said = isinstance(slug, str) and slug and (gpu is None or isinstance(gpu, str))
-    return "" if said else "does not say on which machine it was measured (slug, gpu)"
+    named = isinstance(slug, str) and slug and (gpu is None or isinstance(gpu, str))
+    return "" if named else "does not say on which machine it was measured (slug, gpu)"
 
 
 def _measured(entry: Entry) -> str:
-    """What was measured and where, a value, and an interval with both its ends or with none."""
+    """Return the fault of ``entry``, "" for none: it needs a measure and its place, a value, and both ends of an
+    interval or none."""
     if not isinstance(entry.get("measure"), str) or not isinstance(entry.get("where"), dict):
         return "expected a measure, and where it holds"
-    ends = [entry[name] for name in ("low", "high") if name in entry]
-    if "value" not in entry or len(ends) == 1 or not all(type(end) in (int, float) for end in ends):
+    bounds = [entry[name] for name in ("low", "high") if name in entry]
+    if "value" not in entry or len(bounds) == 1 or not all(type(end) in (int, float) for end in bounds):
         return "expected a value, and low and high as numbers or not at all"
     return "" if type(entry["value"]) in (int, float, bool, str) else "expected a number, yes or no, or text as value"
 
@@ -137,8 +138,8 @@ def write_result(result: Result) -> Path:
     Raises FirstTokenError for a value that is nan or infinite, or that JSON cannot hold, and StorageError.
     """
     content = {"schema": SCHEMA} | dataclasses.asdict(result)
-    for place in not_finite(content):
-        raise FirstTokenError(f"result {result.experiment}: {place} is not finite; leave the key out instead")
+    for field_path in not_finite(content):
+        raise FirstTokenError(f"result {result.experiment}: {field_path} is not finite; leave the key out instead")
     try:
         text = dump(content | {"sha256": sha256_of(content)})
     except TypeError as error:
@@ -200,27 +201,27 @@ def result_files(profiles: Iterable[str] = ("*",)) -> list[Path]:
 
 def known_machine(slug: str, results: Iterable[Result]) -> str:
     """``slug``, if there are results of such a machine or it is this one. Raises FirstTokenError otherwise."""
-    known = {machine_slug(), *(result.slug for result in results)}
-    if slug not in known:
-        raise FirstTokenError(f"no results of a machine {slug!r}; {unknown(slug, known)}")
+    slugs = {machine_slug(), *(result.slug for result in results)}
+    if slug not in slugs:
+        raise FirstTokenError(f"no results of a machine {slug!r}; {unknown(slug, slugs)}")
     return slug
 
 
 def load_result(experiment: str, profile: str | None = None, machine: str | None = None) -> Result | None:
     """The recorded result of ``experiment`` that ``pick`` prefers, or None."""
-    found = (read_result(path) for path in _files(f"*/*/{experiment}"))
-    return pick(found, experiment, [profile] if profile else (), machine)
+    results = (read_result(path) for path in _files(f"*/*/{experiment}"))
+    return pick(results, experiment, [profile] if profile else (), machine)
 
 
 def _files(pattern: str) -> list[Path]:
     """The results that came with the code and this reader's own, which replace those of the same place."""
-    kept = {
+    newest = {
         path.relative_to(folder).with_name(path.name.removesuffix(".gz")): path
         for folder in (paths.RECORDED, paths.RESULTS)
         for ending in (".json", PACKED)
         for path in folder.glob(pattern + ending)
     }
-    return [kept[place] for place in sorted(kept)]
+    return [newest[key] for key in sorted(newest)]
 
 
 def pick(
@@ -249,20 +250,20 @@ def recorded_result(results: Iterable[Result], experiment: str, machine: str) ->
     Raises FirstTokenError where nobody recorded it.
     """
     results = list(results)
-    found = pick(results, experiment, machine=machine) or pick(results, experiment, machine="any")
-    if found is None:
+    result = pick(results, experiment, machine=machine) or pick(results, experiment, machine="any")
+    if result is None:
         raise FirstTokenError(f"no result of {experiment!r}; run `firsttoken measure {experiment}`")
-    return found
+    return result
 
 
 def recorded_entries(results: Sequence[Result], machine: str) -> Callable[..., Entry]:
-    """Give the entry of a summary by experiment, measure and place, from ``recorded_result``.
+    """Return a function that gives the entry of a summary by experiment, measure and place, from ``recorded_result``.
 
-    What is given back raises FirstTokenError as that does, and for a measure that the result lacks.
+    The function raises FirstTokenError as that does, and for a measure that the result lacks.
     """
 
-    def of(experiment: str, measure: str, /, **where: Scalar) -> Entry:
-        return recorded_result(results, experiment, machine).summary.of(measure, **where)
+    def of(experiment: str, measure: str, /, **labels: Scalar) -> Entry:
+        return recorded_result(results, experiment, machine).summary.of(measure, **labels)
 
     return of
 
@@ -279,7 +280,7 @@ def git_revision() -> str:
 
 
 def is_clean(revision: str) -> bool:
-    """Whether ``revision`` (of :func:`git_revision`) names the code that ran."""
+    """Return whether ``revision`` (of :func:`git_revision`) names the code that ran."""
     return len(revision) == 40 and set(revision) <= set("0123456789abcdef")
 
 

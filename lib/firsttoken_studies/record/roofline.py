@@ -59,8 +59,8 @@ def ceilings_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     for row in rows:
         rates.setdefault(row["what"], []).append(row)
     summary = Summary()
-    for what, group in rates.items():
-        summary.add(what, bootstrap([row["value"] for row in group], stat="median").summary(group[0]["unit"]))
+    for rate, group in rates.items():
+        summary.add(rate, bootstrap([row["value"] for row in group], stat="median").summary(group[0]["unit"]))
     return summary
 
 
@@ -83,33 +83,35 @@ def _copies(config: MachineConfig, device: torch.device) -> list[Row]:
     source, target = (torch.ones(size, dtype=torch.uint8) for _ in range(2))  # written once, so touched
     pairs = {"memcpy": (source, target, f"torch copy_, {config.copy_mib} MiB, {threads} threads")}
     if device.type == "cuda":
-        pinned, there = source.pin_memory(), source.to(device)
+        pinned, destination_buffer = source.pin_memory(), source.to(device)
         how = f"torch copy_, {config.copy_mib} MiB"
-        pairs["h2d_pinned"] = (pinned, there, f"{how}, pinned host memory")
-        pairs["d2h_pinned"] = (there, pinned, f"{how}, pinned host memory")
-        pairs["device_memcpy"] = (there, torch.empty_like(there), how)
+        pairs["h2d_pinned"] = (pinned, destination_buffer, f"{how}, pinned host memory")
+        pairs["d2h_pinned"] = (destination_buffer, pinned, f"{how}, pinned host memory")
+        pairs["device_memcpy"] = (destination_buffer, torch.empty_like(destination_buffer), how)
     rows = []
-    for what, (origin, destination, how) in pairs.items():
+    for pair, (origin, destination, how) in pairs.items():
         seconds = timed(partial(destination.copy_, origin, non_blocking=True), repeats=config.repeats, device=device)
-        rows += _rates(what, seconds, size / 1e9, "GB_per_s", how)
+        rows += _rates(pair, seconds, size / 1e9, "GB_per_s", how)
     return rows
 
 
 def _products(config: MachineConfig, device: torch.device) -> list[Row]:
-    """Square matrix products; 2 n^3 operations each. Where bf16 is slow its matrices are a quarter as wide: the rate is
-    the same, and seven products of 1,024 would take 22 s."""
+    """Multiply square matrices; 2 n^3 operations each. Where bf16 is slow its matrices are a quarter as wide: the rate
+    is the same, and seven products of 1,024 would take 22 s."""
     rows = []
-    for what, dtype in (("matmul_fp32", torch.float32), ("matmul_bf16", torch.bfloat16)):
+    for product, dtype in (("matmul_fp32", torch.float32), ("matmul_bf16", torch.bfloat16)):
         generator = torch.Generator(device).manual_seed(0)
         slow = dtype == torch.bfloat16 and computing(device) != dtype
         n = max(1, config.matmul_n // 4) if slow else config.matmul_n
         shape = (n, n)
-        left, right = (torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(2))
-        out = torch.empty_like(left)
-        seconds = timed(partial(torch.mm, left, right, out=out), repeats=config.repeats, warmup=2, device=device)
+        first_factor, right = (torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(2))
+        out = torch.empty_like(first_factor)
+        seconds = timed(
+            partial(torch.mm, first_factor, right, out=out), repeats=config.repeats, warmup=2, device=device
+        )
         how = f"torch.mm, {n} x {n} on {device.type}"
         how += f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-        rows += _rates(what, seconds, 2 * n**3 / 1e9, "GFLOP_per_s", how)
+        rows += _rates(product, seconds, 2 * n**3 / 1e9, "GFLOP_per_s", how)
     return rows
 
 
@@ -146,9 +148,9 @@ def _random_file(size: int) -> Iterator[Path]:
     handle, name = tempfile.mkstemp(dir=paths.CACHE, prefix="disk-test-")
     try:
         with os.fdopen(handle, "wb") as file:
-            random, left = np.random.default_rng(), size
-            while left > 0:
-                left -= file.write(random.bytes(min(left, READ_MIB * MIB)))
+            random, remaining = np.random.default_rng(), size
+            while remaining > 0:
+                remaining -= file.write(random.bytes(min(remaining, READ_MIB * MIB)))
             file.flush()
             os.fsync(file.fileno())
         yield Path(name)
@@ -160,8 +162,8 @@ def _random_file(size: int) -> Iterator[Path]:
         os.unlink(name)
 
 
-def _rates(what: str, seconds: list[float], amount: float, unit: str, how: str, first: int = 0) -> list[Row]:
+def _rates(rate: str, seconds: list[float], amount: float, unit: str, how: str, first: int = 0) -> list[Row]:
     return [
-        {"what": what, "repeat": first + index, "value": amount / second, "unit": unit, "how": how}
+        {"what": rate, "repeat": first + index, "value": amount / second, "unit": unit, "how": how}
         for index, second in enumerate(seconds)
     ]

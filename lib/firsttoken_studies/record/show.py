@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 
 def tell_causes() -> None:
-    """Let a later cell that lacks a name end with the error of the cell that failed before it, or with advice."""
-    shell, said = kernel(), ""  # of the first cell that failed
+    """End a later cell that lacks a name with the error of the cell that failed before it, or with advice."""
+    shell, shown_cause = kernel(), ""  # of the first cell that failed
 
     def after(result: Any) -> None:
-        nonlocal said
+        nonlocal shown_cause
         error = result.error_before_exec or result.error_in_exec
-        if isinstance(error, NameError) and said:
-            print(f"An earlier cell failed, and this one lacks what it defines. {said}")
+        if isinstance(error, NameError) and shown_cause:
+            print(f"An earlier cell failed, and this one lacks what it defines. {shown_cause}")
         elif isinstance(error, NameError):
             print("If a cell above this one defines it, run that first: Run > Run All Above Selected Cell.")
-        elif error is not None and not said:
-            said = f"{type(error).__name__}: {error}"
+        elif error is not None and not shown_cause:
+            shown_cause = f"{type(error).__name__}: {error}"
 
     if shell is not None and not hasattr(shell, "firsttoken_causes"):
         shell.firsttoken_causes = after
@@ -62,8 +62,8 @@ def header(name: str, changes: Mapping[str, Any] | None = None) -> Profile:
     pandas.set_option("display.max_columns", 20)
     machine = describe()
     memory = f"{machine['memory_bytes'] / 2**30:.0f} GiB" if machine["memory_bytes"] else f"memory {NOT_HERE}"
-    where = machine["gpu"] or machine["cpu"]
-    print(f"machine   {machine['slug']}: {where}, {machine['cores']} cores, {memory}, Python {machine['python']}")
+    processor = machine["gpu"] or machine["cpu"]
+    print(f"machine   {machine['slug']}: {processor}, {machine['cores']} cores, {memory}, Python {machine['python']}")
     print("packages  " + ", ".join(f"{name} {version}" for name, version in machine["packages"].items()))
     changed = {key: value for key, value in (changes or {}).items() if value is not None}
     profile = load_profile(name, **changed)
@@ -82,8 +82,12 @@ def header(name: str, changes: Mapping[str, Any] | None = None) -> Profile:
 def _missing() -> list[str]:
     """The pinned assets of which the cache lacks a file; npm's are no study's."""
     folder = paths.CACHE / "assets"
-    pinned = [one for one in read_yaml(paths.ENV / "assets.yaml") if one.get("registry") != "npm"]
-    return [one["name"] for one in pinned if not all((folder / kept["saved_as"]).exists() for kept in one["members"])]
+    pinned = [asset for asset in read_yaml(paths.ENV / "assets.yaml") if asset.get("registry") != "npm"]
+    return [
+        asset["name"]
+        for asset in pinned
+        if not all((folder / member["saved_as"]).exists() for member in asset["members"])
+    ]
 
 
 def source(*things: Any) -> Code:
@@ -114,8 +118,8 @@ def attempt(mechanism: str) -> Iterator[None]:
     except FirstTokenError as error:
         raise MechanismError(f"{mechanism}: {error}") from None
     except Exception as error:
-        said = " ".join(str(error).split()) or "no reason given"
-        raise MechanismError(f"{mechanism} does not work as it stands: {type(error).__name__}: {said}") from None
+        reason = " ".join(str(error).split()) or "no reason given"
+        raise MechanismError(f"{mechanism} does not work as it stands: {type(error).__name__}: {reason}") from None
 
 
 def check(mechanism: str, **directions: bool) -> None:
@@ -123,10 +127,10 @@ def check(mechanism: str, **directions: bool) -> None:
 
     Raises MechanismError, which names the ``mechanism``, where one does not; all are printed first.
     """
-    told = {name.replace("_", " "): bool(holds) for name, holds in directions.items()}
-    for name, holds in told.items():
+    directions_by_name = {name.replace("_", " "): bool(holds) for name, holds in directions.items()}
+    for name, holds in directions_by_name.items():
         print(f"{'holds' if holds else 'DOES NOT HOLD'}: {name}")
-    if wrong := [name for name, holds in told.items() if not holds]:
+    if wrong := [name for name, holds in directions_by_name.items() if not holds]:
         raise MechanismError(f"{mechanism} does not do in this run what it is there for: {'; '.join(wrong)}")
 
 
@@ -148,13 +152,13 @@ def interval(entry: Mapping[str, Any] | None, digits: int = 1) -> str:
     return f"{value:.{digits}f} [{entry['low']:.{digits}f}, {entry['high']:.{digits}f}]"
 
 
-def cells(summary: Summary, columns: Mapping[str, Sequence[Any]], **where: Scalar) -> dict[str, str]:
-    """The cells of one line of a table, by their heads: the interval of a measure where ``where`` says, "" for none.
+def cells(summary: Summary, columns: Mapping[str, Sequence[Any]], **labels: Scalar) -> dict[str, str]:
+    """The cells of one line of a table, by their heads: the interval of a measure where ``labels`` says, "" for none.
 
-    A column is (measure, digits), with the rest of the place behind them where ``where`` is not all of it.
+    A column is (measure, digits), with the rest of the place behind them where ``labels`` is not all of it.
     """
     return {
-        head: interval(summary.get(measure, **where, **dict(*rest)), digits)
+        head: interval(summary.get(measure, **labels, **dict(*rest)), digits)
         for head, (measure, digits, *rest) in columns.items()
     }
 

@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def turn(picture: Callable[[int], Figure], name: str, values: range, at: int) -> None:
+def turn(picture: Callable[[int], Figure], name: str, values: range, initial: int) -> None:
     """Show ``picture(at)``, an output that stays in the notebook, and below it a slider called ``name`` over ``values``
     that puts ``picture`` of its value in that place. An error of ``picture`` is told below the slider."""
     from IPython.display import display
 
-    drawn = _drawn(picture(at))
+    image = _drawn(picture(initial))
     if kernel() is None:
         return
-    shown = display(drawn, display_id=True)
+    shown = display(image, display_id=True)
     if os.environ.get(UNSEEN):
         return
     from ipywidgets import IntSlider, interact
@@ -30,11 +30,12 @@ def turn(picture: Callable[[int], Figure], name: str, values: range, at: int) ->
     def follow(value: int) -> None:
         shown.update(_drawn(picture(value)))
 
-    interact(follow, value=IntSlider(at, values[0], values[-1], values.step, description=name))
+    interact(follow, value=IntSlider(initial, values[0], values[-1], values.step, description=name))
 
 
 def _drawn(fig: Figure) -> Image:
-    """``fig`` as a PNG. What a notebook shows of a figure by itself is drawn twice, once to find its edges."""
+    """Return ``fig`` as a PNG, drawn once. A notebook draws a figure that it shows by itself twice, once to find its
+    edges."""
     import matplotlib.pyplot
     from IPython.display import Image
 

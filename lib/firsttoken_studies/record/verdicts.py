@@ -29,7 +29,7 @@ LEAST_STEP = 0.1  # by which each value of an ordering is above the one before, 
 
 
 class Verdict(StrEnum):
-    """What may be said of a claim."""
+    """A verdict on a claim."""
 
     REPRODUCED = "reproduced"
     TREND = "trend only"
@@ -40,7 +40,7 @@ class Verdict(StrEnum):
 
     @property
     def judged(self) -> bool:
-        """Whether it says anything of the claim."""
+        """Return whether the verdict says anything of the claim."""
         return self not in (Verdict.TOO_FEW, Verdict.NOT_RUN)
 
 
@@ -75,44 +75,46 @@ class Judgement:
 
 
 def judge(claim: Claim, result: Result | None, log: Log = EMPTY) -> Judgement:
-    """The verdict on ``claim`` from ``result``; "not run here" without one, or when it lacks the measure.
+    """Return the verdict on ``claim`` from ``result``; "not run here" without one, or when it lacks the measure.
 
-    What the claim was when the run began is known from ``log``, where it has a line of the run, and else from the
-    digests in the result.
+    The claim's form at the beginning of the run is known from ``log``, where that has a line of the run, and else from
+    the digests in the result.
     """
     if result is None:
         return Judgement(claim, "", Verdict.NOT_RUN, f"no result of {claim.experiment}")
-    absent = [named(claim.measure, where) for where in claim.places if not result.summary.get(claim.measure, **where)]
+    absent = [
+        named(claim.measure, labels) for labels in claim.places if not result.summary.get(claim.measure, **labels)
+    ]
     if absent:
         return Judgement(claim, "", Verdict.NOT_RUN, f"the result of {claim.experiment} has no {', '.join(absent)}")
-    found = [result.summary.of(claim.measure, **where) for where in claim.places]
-    if claim.kind != "exact" and not all(is_number(entry["value"]) for entry in found):
+    entries = [result.summary.of(claim.measure, **labels) for labels in claim.places]
+    if claim.kind != "exact" and not all(is_number(entry["value"]) for entry in entries):
         return Judgement(claim, "", Verdict.NOT_RUN, f"{claim.measure} must be a number")
-    verdict, why = judge_entries(claim, found)
-    share = None if claim.no_effect is None or claim.kind == "ordering" else effect(claim, found[0])[1]
-    value = found[0]["value"] if claim.kind == "bound" else None
+    verdict, why = judge_entries(claim, entries)
+    share = None if claim.no_effect is None or claim.kind == "ordering" else effect(claim, entries[0])[1]
+    value = entries[0]["value"] if claim.kind == "bound" else None
     line = log.standing.get((result.experiment, result.profile, result.slug))
     answer = line.claims.get(claim.id) if line and line.started == result.started else None
     standing, reworded = _standing(claim, result, answer)
-    return Judgement(claim, _measured(claim, found), verdict, why, standing, reworded, share, value)
+    return Judgement(claim, _measured(claim, entries), verdict, why, standing, reworded, share, value)
 
 
 def _standing(claim: Claim, result: Result, answer: ClaimRecord | None) -> tuple[str, bool]:
     if answer is None:
         return ("" if result.entries.get(claim.id) == claim.digest else "post hoc"), False
-    asked, worded = forms(claim)
+    required, worded = forms(claim)
     if answer.fixed == "unknown":
         return "unverifiable", False
-    before = answer.fixed == "before" and answer.asked == asked
+    before = answer.fixed == "before" and answer.asked == required
     return ("" if before else "post hoc"), answer.reworded or answer.worded != worded
 
 
-def judge_entries(claim: Claim, found: Sequence[Mapping[str, Any]]) -> tuple[Verdict, str]:
+def judge_entries(claim: Claim, entries: Sequence[Mapping[str, Any]]) -> tuple[Verdict, str]:
     """The verdict on ``claim`` from the entries at its places, and the reason in a few words."""
-    counts = [entry["n"] for entry in found if "n" in entry]
+    counts = [entry["n"] for entry in entries if "n" in entry]
     if claim.nature == "measured" and counts and min(counts) < FEWEST:
         return Verdict.TOO_FEW, f"n = {min(counts)}: too few to judge"
-    return _RULES[claim.kind](claim, found)
+    return _RULES[claim.kind](claim, entries)
 
 
 def judge_all(claims: Iterable[Claim], results: Iterable[Result], machine: str | None = None) -> list[Judgement]:
@@ -122,8 +124,8 @@ def judge_all(claims: Iterable[Claim], results: Iterable[Result], machine: str |
 
 
 def judge_record(claims: Iterable[Claim], results: Iterable[Result], machine: str, log: Log = EMPTY) -> list[Judgement]:
-    """Judge as ``judge_all`` does, and beside it by what every other machine without a GPU said last, a machine whose
-    result was removed by its line in ``log``.
+    """Judge as ``judge_all`` does, and beside it by the last result of every other machine without a GPU; a machine
+    whose result was removed counts by its line in ``log``.
 
     An experiment that only another machine has recorded is judged by that, which ``measured`` says; one that only
     machines with a GPU have recorded, by those. Where the machines differ the verdict is that it depends on the
@@ -132,47 +134,53 @@ def judge_record(claims: Iterable[Claim], results: Iterable[Result], machine: st
     results = list(results)
     gpus = {result.slug for result in results if result.machine["gpu"]}
     others = sorted({result.slug for result in results} - gpus - {machine})
-    found = [_by_machines(claim, results, (machine, *others), log) for claim in claims]
+    by_claim = [_by_machines(claim, results, (machine, *others), log) for claim in claims]
     return [
-        _by_machines(one.claim, results, (machine, *sorted(gpus)), log)
-        if one.verdict == Verdict.NOT_RUN and gpus
-        else one
-        for one in found
+        _by_machines(judged.claim, results, (machine, *sorted(gpus)), log)
+        if judged.verdict == Verdict.NOT_RUN and gpus
+        else judged
+        for judged in by_claim
     ]
 
 
 def _by_machines(claim: Claim, results: Sequence[Result], machines: Sequence[str], log: Log) -> Judgement:
     by = {slug: judge(claim, pick(results, claim.experiment, claim.profiles, slug), log) for slug in machines}
-    said = {slug: judged for slug, judged in by.items() if judged.verdict != Verdict.NOT_RUN}
+    by_slug = {slug: judged for slug, judged in by.items() if judged.verdict != Verdict.NOT_RUN}
     for line, answer in log.answers(claim):
-        if line.machine not in said and not line.gpu and answer.fixed != "other" and answer.asked == forms(claim)[0]:
+        if line.machine not in by_slug and not line.gpu and answer.fixed != "other" and answer.asked == forms(claim)[0]:
             verdict, why = judge_entries(claim, answer.entries)
             by[line.machine] = Judgement(claim, _measured(claim, answer.entries), verdict, why)
-    kept = {result.slug for result in results if result.profile in RECORDED_UNDER} | {
+    recorded_slugs = {result.slug for result in results if result.profile in RECORDED_UNDER} | {
         line.machine for line in log.runs()
     }
-    judged = {slug: one for slug, one in by.items() if one.verdict.judged and slug in kept}
-    if len({one.verdict for one in judged.values()}) > 1:
-        measured = "; ".join(f"{one.measured} on {slug}: {one.verdict}" for slug, one in judged.items())
+    judged = {slug: judgement for slug, judgement in by.items() if judgement.verdict.judged and slug in recorded_slugs}
+    if len({judgement.verdict for judgement in judged.values()}) > 1:
+        measured = "; ".join(
+            f"{judgement.measured} on {slug}: {judgement.verdict}" for slug, judgement in judged.items()
+        )
         first = next(iter(judged.values()))
         return replace(first, measured=measured, verdict=Verdict.DIFFERS, why=f"{len(judged)} machines differ")
-    first = next(iter(said), None)
+    first = next(iter(by_slug), None)
     if first is None:
         return by[machines[0]]
-    here = said[first]
-    return here if first == machines[0] else replace(here, measured=f"{here.measured} on {first}")
+    own_judgement = by_slug[first]
+    return (
+        own_judgement
+        if first == machines[0]
+        else replace(own_judgement, measured=f"{own_judgement.measured} on {first}")
+    )
 
 
 def count_verdicts(
     claims: Iterable[Claim], results: Iterable[Result], machine: str, log: Log = EMPTY
 ) -> dict[str, int]:
-    """How often each verdict falls, as in ``judge_record``."""
+    """Return the number of claims with each verdict, as in ``judge_record``."""
     verdicts = [judgement.verdict for judgement in judge_record(claims, results, machine, log)]
     return {str(verdict): verdicts.count(verdict) for verdict in Verdict}
 
 
-def _exact(claim: Claim, found: Sequence[Mapping[str, Any]]) -> tuple[Verdict, str]:
-    measured, value = found[0]["value"], claim.value
+def _exact(claim: Claim, entries: Sequence[Mapping[str, Any]]) -> tuple[Verdict, str]:
+    measured, value = entries[0]["value"], claim.value
     if is_number(measured) and is_number(value):
         off = abs(measured - value)
         right = off <= claim.tolerance or math.isclose(off, claim.tolerance, rel_tol=1e-9)
@@ -181,22 +189,22 @@ def _exact(claim: Claim, found: Sequence[Mapping[str, Any]]) -> tuple[Verdict, s
     return (Verdict.REPRODUCED, "equal") if same else (Verdict.FAILED, "differs")
 
 
-def _ratio(claim: Claim, found: Sequence[Mapping[str, Any]]) -> tuple[Verdict, str]:
-    low, share, high = effect(claim, found[0])
+def _ratio(claim: Claim, entries: Sequence[Mapping[str, Any]]) -> tuple[Verdict, str]:
+    low, share, high = effect(claim, entries[0])
     off, tolerance = abs(share - 1), min(claim.tolerance, TOLERANCE) + 1e-9
     if low <= 0:
         return Verdict.FAILED, "no effect, or opposite" if share <= 0 else "the interval reaches no effect"
     if low >= 1 - tolerance and high <= 1 + tolerance:
         return Verdict.REPRODUCED, f"off by {off:.0%} of the effect"
-    if not _alike(claim, share, found[0]):
+    if not _alike(claim, share, entries[0]):
         return Verdict.FAILED, f"right sign, {share:.2g} times the effect"
     if off <= tolerance:
         return Verdict.TREND, f"off by {off:.0%} of the effect, but its interval leaves the tolerance"
     return Verdict.TREND, f"right sign, off by {off:.0%} of the effect"
 
 
-def _bound(claim: Claim, found: Sequence[Mapping[str, Any]]) -> tuple[Verdict, str]:
-    entry, sign = found[0], 1 if claim.op == ">=" else -1
+def _bound(claim: Claim, entries: Sequence[Mapping[str, Any]]) -> tuple[Verdict, str]:
+    entry, sign = entries[0], 1 if claim.op == ">=" else -1
     bounds = [sign * (entry.get(name, entry["value"]) - claim.value) for name in ("low", "high")]
     if min(bounds) >= 0:
         return Verdict.REPRODUCED, f"holds for {'the whole interval' if 'low' in entry else 'the value'}"
@@ -210,7 +218,7 @@ def _bound(claim: Claim, found: Sequence[Mapping[str, Any]]) -> tuple[Verdict, s
 
 
 def effect(claim: Claim, entry: Mapping[str, Any]) -> tuple[float, float, float]:
-    """What was measured as a share of the report's effect: 0 is no effect, 1 the report's; low, value and high."""
+    """Return the measured effect as a share of the report's: 0 is no effect, 1 the report's; low, value and high."""
     low, value, high = (
         (entry.get(name, entry["value"]) - claim.no_effect) / (claim.value - claim.no_effect)
         for name in ("low", "value", "high")
@@ -219,19 +227,20 @@ def effect(claim: Claim, entry: Mapping[str, Any]) -> tuple[float, float, float]
 
 
 def _alike(claim: Claim, share: float, entry: Mapping[str, Any]) -> bool:
-    """Whether an effect is of the report's size, and of a share of a whole also what it leaves of the whole."""
+    """Return whether an effect is of the report's size, and for a share of a whole also whether the rest of the whole
+    is."""
     shares = [share]
     if claim.unit.startswith("%") and claim.no_effect == 0 and 0 < claim.value < 100:
         shares.append((100 - entry["value"]) / (100 - claim.value))
-    return all(1 / WITHIN <= one <= WITHIN for one in shares)
+    return all(1 / WITHIN <= ratio <= WITHIN for ratio in shares)
 
 
-def _ordering(claim: Claim, found: Sequence[Mapping[str, Any]]) -> tuple[Verdict, str]:
-    if not all(a["value"] < b["value"] for a, b in pairwise(found)):
+def _ordering(claim: Claim, entries: Sequence[Mapping[str, Any]]) -> tuple[Verdict, str]:
+    if not all(a["value"] < b["value"] for a, b in pairwise(entries)):
         return Verdict.FAILED, "not in this order"
-    if not all(a.get("high", a["value"]) < b.get("low", b["value"]) for a, b in pairwise(found)):
+    if not all(a.get("high", a["value"]) < b.get("low", b["value"]) for a, b in pairwise(entries)):
         return Verdict.TREND, "in order, but intervals overlap"
-    steps = [(b["value"] - a["value"]) / max(abs(a["value"]), abs(b["value"])) for a, b in pairwise(found)]
+    steps = [(b["value"] - a["value"]) / max(abs(a["value"]), abs(b["value"])) for a, b in pairwise(entries)]
     if min(steps) < LEAST_STEP:
         return Verdict.TREND, f"in order, but one step is {min(steps):.1%}"
     return Verdict.REPRODUCED, "every pair in order, their intervals apart"
@@ -245,11 +254,11 @@ _RULES: dict[str, Callable[[Claim, Sequence[Mapping[str, Any]]], tuple[Verdict, 
 }
 
 
-def _measured(claim: Claim, found: Sequence[Mapping[str, Any]]) -> str:
+def _measured(claim: Claim, entries: Sequence[Mapping[str, Any]]) -> str:
     """Measured values as a short text: value, interval (a range, of fewer than five), n; an ordering in its order."""
     if claim.kind == "ordering":
-        return ", ".join(show(entry["value"]) for entry in found)
-    entry = found[0]
+        return ", ".join(show(entry["value"]) for entry in entries)
+    entry = entries[0]
     beside = claim.value if claim.kind == "bound" else None
     text = f"{show(entry['value'], beside)} {entry.get('unit') or claim.unit}".strip()
     if "low" in entry and entry["low"] != entry["high"]:

@@ -24,20 +24,20 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, pass_on)
 with socket.socket(socket.AF_UNIX) as server:
     server.connect(sys.argv[1])
-    asked = {"module": sys.argv[2], "arguments": sys.argv[3:], "folder": os.getcwd(), "environment": dict(os.environ)}
-    asked["processors"] = sorted(os.sched_getaffinity(0))
-    socket.send_fds(server, [json.dumps(asked).encode()], [0, 1, 2])
-    said = b""
-    while b"\n" not in said:
-        said += server.recv(64) or sys.exit("firsttoken: the warm process is gone; run again")
-    first, _, said = said.partition(b"\n")  # what comes next is the exit status, maybe already
+    request = {"module": sys.argv[2], "arguments": sys.argv[3:], "folder": os.getcwd(), "environment": dict(os.environ)}
+    request["processors"] = sorted(os.sched_getaffinity(0))
+    socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
+    received = b""
+    while b"\n" not in received:
+        received += server.recv(64) or sys.exit("firsttoken: the warm process is gone; run again")
+    first, _, received = received.partition(b"\n")  # what comes next is the exit status, maybe already
     copy = int(first)
     parent = os.getppid()
     server.settimeout(1.0)
-    while not said and os.getppid() == parent:  # to end here closes the connection, which ends the copy
+    while not received and os.getppid() == parent:  # to end here closes the connection, which ends the copy
         try:
-            said = server.recv(64) or b"1"
+            received = server.recv(64) or b"1"
         except TimeoutError:
             continue
-status = int(said or 1)
+status = int(received or 1)
 sys.exit(128 - status if status < 0 else status)

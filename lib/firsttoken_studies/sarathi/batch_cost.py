@@ -67,7 +67,7 @@ class LiveBatches:
         return -(-tokens // BLOCK) * 101 // 100 + 4
 
     def decode(self, steps: int) -> list[Step]:
-        """``steps`` steps that only decode."""
+        """Run ``steps`` steps that only decode."""
         return self._stepped(lambda taken: len(taken) < steps)
 
     def prompt(self, tokens: int, piece: int) -> list[Step]:
@@ -77,7 +77,7 @@ class LiveBatches:
         return self._stepped(lambda taken: not request.finished)
 
     def close(self) -> None:
-        """Nobody runs any more; the executor is as it was."""
+        """Cancel the running requests; the executor is then as it was."""
         for request in self._running:
             self._engine.cancel(request)
 
@@ -134,7 +134,7 @@ class BatchCostConfig:
         return sum(-(-self.prompt // size) + PLAIN for size in self.sizes) + self.running
 
     def needs(self) -> list[Need]:
-        """The context holds the prompt, and what runs beside it to its end."""
+        """Require a context that holds the prompt, and what runs beside it to its end."""
         longest = max(self.prompt, max(self.contexts) + self.steps + 1, self.tile + 1)
         return [Need("batch_cost.prompt", longest + 1, CONTEXT)]
 
@@ -156,8 +156,8 @@ def batch_cost(profile: Profile) -> Outcome:
         with closing(LiveBatches(executor, loaded.model.config.vocab_size, 0, 0, 0)) as warming:
             warming.prompt(config.prompt, config.prompt)
         for repeat in track(range(config.repeats), desc="batches"):
-            found = _live(config, executor, loaded.model.config.vocab_size, draw)
-            rows += [row | {"repeat": repeat} for row in found]
+            live_rows = _live(config, executor, loaded.model.config.vocab_size, draw)
+            rows += [row | {"repeat": repeat} for row in live_rows]
     return Outcome(rows, provenance=loaded.provenance.as_dict() | {"table": hardware.provenance(costs)})
 
 
@@ -209,43 +209,43 @@ def _prefilled(step: Step) -> dict[str, float]:
 
 
 def table_pieces(rows: Rows, prompt: int, piece: int) -> float:
-    """What a prompt takes in pieces by the table, over the whole one."""
+    """Return the table's time of a prompt in pieces over that of the whole prompt."""
     ms = {row["piece"]: row["ms"] for row in rows_where(rows, what="table", of="pieces", prompt=prompt)}
     return ms[piece] / ms[prompt]
 
 
 def batch_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """What pieces cost over the whole prompt, by the table and live; steps that prefill and decode over one of each;
-    a token more than a tile."""
+    """Summarize the cost of pieces over that of the whole prompt, by the table and live; of steps that prefill and
+    decode over one of each; of a token more than a tile."""
     summary, config = Summary(), parameters["batch_cost"]
     for piece in config["table_pieces"]:
-        over = [table_pieces(rows, prompt, piece) for prompt in config["table_prompts"]]
-        worst = {"value": max(over), "n": len(over), "unit": "x"}
+        pieces = [table_pieces(rows, prompt, piece) for prompt in config["table_prompts"]]
+        worst = {"value": max(pieces), "n": len(pieces), "unit": "x"}
         summary.add("prefill_x", worst, source="table", budget_tokens=piece, than="whole", across="worst")
     mixed = frame_of(rows, what="table", of="mixed").set_index(["chunk", "run"]).ms
     for piece in config["table_pieces"]:
         apart = mixed[piece, "alone"] + mixed[0, "beside"]
         together = {"value": mixed[piece, "beside"] / apart, "n": 1, "unit": "x"}
         summary.add("mixed_x", together, source="table", budget_tokens=piece, than="apart")
-    one, more = (row["ms"] for row in rows_where(rows, what="table", of="tile"))
-    summary.add("prefill_x", {"value": more / one, "n": 1, "unit": "x"}, source="table", **PAST_TILE)
+    single, more = (row["ms"] for row in rows_where(rows, what="table", of="tile"))
+    summary.add("prefill_x", {"value": more / single, "n": 1, "unit": "x"}, source="table", **PAST_TILE)
     _add_live(summary, rows, config)
     return summary
 
 
 def _add_live(summary: Summary, rows: Rows, config: Mapping[str, Any]) -> None:
-    def ms(what: str, **asked: int) -> pandas.api.typing.SeriesGroupBy:
+    def ms(kind: str, **labels: int) -> pandas.api.typing.SeriesGroupBy:
         """The times of these steps, by repeat."""
-        return frame_of(rows, what=what, **asked).groupby("repeat").ms
+        return frame_of(rows, what=kind, **labels).groupby("repeat").ms
 
-    whole = ms("live", context=0, piece=config["prompt"]).sum()
+    whole_ms = ms("live", context=0, piece=config["prompt"]).sum()
     for piece in config["pieces"]:
         alone, contexts = ms("live", context=0, piece=piece), config["contexts"]
-        over = ratio_of_means(alone.sum(), whole).summary("x")
-        summary.add("prefill_x", over, source="live", budget_tokens=piece, than="whole")
+        ratio = ratio_of_means(alone.sum(), whole_ms).summary("x")
+        summary.add("prefill_x", ratio, source="live", budget_tokens=piece, than="whole")
         together = sum(ms("live", context=context, piece=piece).sum() for context in contexts)
         apart = sum(alone.sum() + alone.count() * ms("decode", context=context).mean() for context in contexts)
-        over = ratio_of_means(together, apart).summary("x")
-        summary.add("mixed_x", over, source="live", budget_tokens=piece, than="apart")
+        ratio = ratio_of_means(together, apart).summary("x")
+        summary.add("mixed_x", ratio, source="live", budget_tokens=piece, than="apart")
     tiles = (ms("tile", tokens=config["tile"] + more).sum() for more in (1, 0))
     summary.add("prefill_x", ratio_of_means(*tiles).summary("x"), source="live", **PAST_TILE)

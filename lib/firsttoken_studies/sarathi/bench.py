@@ -52,12 +52,13 @@ class CapacityConfig:
     def __post_init__(self) -> None:
         if min(self.requests, self.seeds, self.batch) < 1 or min(self.start, self.rate) <= 0:
             raise ProfileError("capacity: requests, seeds and batch must be at least 1, start and rate above 0")
-        if odd := set(self.objectives) - TIMES.keys():
-            raise ProfileError(f"capacity: no objective {min(odd)!r}; known: {', '.join(TIMES)}")
+        if unknown := set(self.objectives) - TIMES.keys():
+            raise ProfileError(f"capacity: no objective {min(unknown)!r}; known: {', '.join(TIMES)}")
 
 
 class Bench:
-    """Requests that are longer than the KV blocks are left out. Where a ``trace`` is given, the requests are its own.
+    """The requests and costs on which schedulers are compared. Requests that are longer than the KV blocks are left
+    out. Where a ``trace`` is given, the requests are its own.
 
     Raises AssetError and CorpusError for costs or lengths that are not there, or cannot be read.
     """
@@ -103,7 +104,8 @@ class Bench:
             return serve_items(engine, self.requests(seed, rate)), trace
 
     def serve(self, policy: Policy, objective: Objective, seed: int, rate: float) -> tuple[ClientTimes, float]:
-        """What clients saw, and the longest step that also decoded, in s."""
+        """Serve the requests of ``seed``; return the times that clients saw, and the longest step that also decoded, in
+        s."""
         requests, trace = self.run(policy, objective, seed, rate)
         return ClientTimes.of(requests), max((step.seconds for step in trace.steps if step.contexts), default=0.0)
 
@@ -127,7 +129,8 @@ class Bench:
         return row
 
     def _budget_step_s(self, budget: int) -> float:
-        """What a step of ``budget`` tokens takes at most: the last chunk of the longest prompt beside a full pool."""
+        """Return the longest time of a step of ``budget`` tokens, in s: the last chunk of the longest prompt beside a
+        full pool."""
         longest = int(self.pairs.sum(1).max())
         decodes = min(self.config.batch, self.hardware.tokens // longest, budget - 1)
         chunk = budget - decodes
@@ -142,12 +145,12 @@ def serving_capacity(profile: Profile) -> Outcome:
     config, hardware = profile.section("capacity", CapacityConfig), profile.section("hardware", Hardware)
     bench = Bench(config, hardware, load_trace(config.arrivals) if config.arrivals else None)
     seeds = range(profile.seed, profile.seed + config.seeds)
-    cases = [(seed, name, each) for seed in seeds for name in config.objectives for each in config.schedulers]
+    cases = [(seed, name, budget) for seed in seeds for name in config.objectives for budget in config.schedulers]
     rows: Rows = []
     for seed, name, scheduler in track(cases, desc="capacity"):
         objective, row = bench.objective(name), {"what": "capacity", "seed": seed, "objective": name}
-        found = bench.search(Policy.named(scheduler), objective, seed)
-        rows.append(row | {"scheduler": scheduler, "tbt_s": objective.tbt_s} | found)
+        capacity = bench.search(Policy.named(scheduler), objective, seed)
+        rows.append(row | {"scheduler": scheduler, "tbt_s": objective.tbt_s} | capacity)
     for seed in seeds:
         for scheduler in config.ablation:
             served, _ = bench.serve(Policy.named(scheduler), bench.objective(STRICT), seed, config.rate)
@@ -158,18 +161,22 @@ def serving_capacity(profile: Profile) -> Outcome:
 
 def capacity_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Capacities, their ratios by seed to the prefill-first scheduler's and to the best fixed budget's, and Table 4."""
-    summary, found, ablated = Summary(), frame_of(rows, what="capacity"), frame_of(rows, what="ablation")
+    summary, capacities, ablated = Summary(), frame_of(rows, what="capacity"), frame_of(rows, what="ablation")
     for objective in parameters["capacity"]["objectives"]:
-        by = add_capacities(summary, found[found.objective == objective], objective=objective)
+        by = add_capacities(summary, capacities[capacities.objective == objective], objective=objective)
         fixed = [rates for name, rates in by.items() if name.startswith("sarathi ")]
         if "adaptive_budget" in by and fixed:
-            over = ratio_of_means(by["adaptive_budget"], np.max(fixed, axis=0)).summary("x")
-            summary.add("capacity_x", over, scheduler="adaptive_budget", objective=objective, than="best fixed")
-    held = (found.step_max_s / found.budget_step_s).dropna() if {"step_max_s", "budget_step_s"} <= {*found} else ()
+            ratio = ratio_of_means(by["adaptive_budget"], np.max(fixed, axis=0)).summary("x")
+            summary.add("capacity_x", ratio, scheduler="adaptive_budget", objective=objective, than="best fixed")
+    held = (
+        (capacities.step_max_s / capacities.budget_step_s).dropna()
+        if {"step_max_s", "budget_step_s"} <= {*capacities}
+        else ()
+    )
     if len(held):
         worst = {"value": held.max(), "n": len(held), "unit": "x"}
         summary.add("step_x", worst, than="step of the budget", across="worst")
     times = {name: (name, "mean", "s") for name in ("ttft_p50_s", "tbt_p99_s")}
-    for name, mine in ablated.groupby("scheduler", sort=False) if len(ablated) else ():
-        summary.by(mine, {}, times, **place_of(name), case="ablation")
+    for name, scheduler_rows in ablated.groupby("scheduler", sort=False) if len(ablated) else ():
+        summary.by(scheduler_rows, {}, times, **place_of(name), case="ablation")
     return summary

@@ -79,7 +79,7 @@ class CardCase:
 def card_capacity(profile: Profile) -> Outcome:
     """Rows {case, model, gpus, card, tbt_s, seed, scheduler, requests_per_s, trials, blocks, ...}."""
     config = profile.section("card_capacity", CardCapacityConfig)
-    found: Rows = []
+    rows: Rows = []
     runs = [
         (CardCase.named(text), seed, scheduler)
         for text in config.cases
@@ -90,15 +90,15 @@ def card_capacity(profile: Profile) -> Outcome:
         hardware = case.hardware
         bench = bench_of(hardware, config.lengths, config.requests, config.batch, _FIRST_RATE)
         searched = bench.search(Policy.named(scheduler), Objective(case.tbt_ms / 1e3), seed)
-        where = {"case": str(case), "model": hardware.model, "gpus": hardware.gpus, "card": hardware.costs}
-        where |= {
+        labels = {"case": str(case), "model": hardware.model, "gpus": hardware.gpus, "card": hardware.costs}
+        labels |= {
             "blocks": hardware.blocks,
             "beyond": hardware.provenance(bench.costs)["beyond"],
             "iteration_s": bench.iteration_s,
             "tbt_s": case.tbt_ms / 1e3,
         }
-        found.append(where | {"seed": seed, "scheduler": scheduler} | searched)
-    return Outcome(found, provenance={"kind": KIND, "costs": tables_from()})
+        rows.append(labels | {"seed": seed, "scheduler": scheduler} | searched)
+    return Outcome(rows, provenance={"kind": KIND, "costs": tables_from()})
 
 
 def bench_of(hardware: Hardware, lengths: str, requests: int, batch: int, start: float) -> Bench:
@@ -107,29 +107,29 @@ def bench_of(hardware: Hardware, lengths: str, requests: int, batch: int, start:
     return Bench(CapacityConfig(lengths, requests, 1, batch, start, (), (), (), 1.0), hardware)
 
 
-def card_summary(found: Rows, parameters: Mapping[str, Any]) -> Summary:
+def card_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Capacity by case and scheduler, and over that of the prefill-first scheduler on the same draws."""
     summary = Summary()
-    for case, here in frame_of(found).groupby("case", sort=False):
-        add_capacities(summary, here, case=case)
+    for case, case_rows in frame_of(rows).groupby("case", sort=False):
+        add_capacities(summary, case_rows, case=case)
     return summary
 
 
 def capacities_by_card(recorded: Result | None, now: Result) -> Figure:
     """Requests a second by case and scheduler, with the interval over draws; the paper's factor where it has one."""
-    drawn = over(recorded, now)
-    rows = [row for one in drawn for row in one.result.rows]
+    results = over(recorded, now)
+    rows = [row for shown in results for row in shown.result.rows]
     cases = distinct(rows, "case")
     fig, ax = panels(figsize=(9, 0.5 * len(cases) + 2.2))
-    for one in drawn:
-        for (place, case), name in product(enumerate(cases), distinct(one.result.rows, "scheduler")):
-            entry = one.result.summary.get("capacity_requests_per_s", **place_of(name), case=case)
-            one.point(ax, place + one.shift, entry, look_of(name), along="x")
+    for shown in results:
+        for (case_index, case), name in product(enumerate(cases), distinct(shown.result.rows, "scheduler")):
+            entry = shown.result.summary.get("capacity_requests_per_s", **place_of(name), case=case)
+            shown.point(ax, case_index + shown.shift, entry, look_of(name), along="x")
     base = (recorded or now).summary
-    for place, case in enumerate(cases):
+    for case_index, case in enumerate(cases):
         entry = base.get("capacity_requests_per_s", scheduler=BASE, case=case)
         if case in PAPER_X and entry and entry["value"] > 0:
-            ax.plot([PAPER_X[case] * entry["value"]] * 2, [place - 0.35, place + 0.35], **PAPER_BAR)
+            ax.plot([PAPER_X[case] * entry["value"]] * 2, [case_index - 0.35, case_index + 0.35], **PAPER_BAR)
     name_schedulers(ax, distinct(rows, "scheduler"))
     ax.plot([], [], **PAPER_BAR, label="the paper's factor over prefill first")
     ax.set_yticks(range(len(cases)), cases)
@@ -140,7 +140,7 @@ def capacities_by_card(recorded: Result | None, now: Result) -> Figure:
     )
     log_ticks(ax.xaxis)
     fig.suptitle(_message(base))
-    legend(fig, ax, drawn, "capacity_requests_per_s", size="small")
+    legend(fig, ax, results, "capacity_requests_per_s", size="small")
     return fig
 
 

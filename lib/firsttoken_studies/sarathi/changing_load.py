@@ -31,10 +31,11 @@ from firsttoken_studies.record.results import Outcome, Rows, frame_of, rows_wher
 
 
 def earliest_due(first_s: Sequence[float]) -> type[Sarathi]:
-    """Sarathi with its budget as it is; of the waiting prompts the one whose first token is due first begins first.
+    """Schedule as Sarathi with its budget as it is; of the waiting prompts the one whose first token is due first
+    begins first.
 
     The first token of request ``number`` is due ``first_s[number]`` seconds after its arrival. Where all are promised
-    the same this is first come, first served.
+    the same time this is first come, first served.
     """
 
     class EarliestDue(Sarathi):
@@ -99,8 +100,8 @@ class Phases:
     def times_s(self, seed: int) -> np.ndarray:
         """Arrival times [count], ascending: a Poisson process of changing rate, given how many come in all."""
         expected = np.concatenate([[0.0], np.cumsum(self.factors)])
-        drawn = np.sort(np.random.default_rng([seed, 0]).random(self.count)) * expected[-1]
-        return np.interp(drawn, expected, self.phase_s * np.arange(len(expected)))
+        uniform = np.sort(np.random.default_rng([seed, 0]).random(self.count)) * expected[-1]
+        return np.interp(uniform, expected, self.phase_s * np.arange(len(expected)))
 
     def phase_at(self, at_s: np.ndarray) -> np.ndarray:
         """The number of the phase at each of ``at_s`` [n]; after the last it is still the last."""
@@ -124,7 +125,10 @@ class ChangingLoad:
         light = draw.choice(pairs[pairs[:, 0] <= low], size=count)
         chosen = np.where(heavy[:, None], draw.choice(pairs[pairs[:, 0] >= high], size=count), light).tolist()
         times = phases.times_s(seed).tolist()
-        items = (Item(at, prompt, answer, (0,) * prompt) for at, (prompt, answer) in zip(times, chosen, strict=True))
+        items = (
+            Item(arrival_s, prompt, answer, (0,) * prompt)
+            for arrival_s, (prompt, answer) in zip(times, chosen, strict=True)
+        )
         return cls(tuple(items), heavy)
 
 
@@ -185,8 +189,10 @@ def changing_load(profile: Profile) -> Outcome:
         case = {"seed": seed, "scheduler": name} | ({"objective": times} if name in TOLD else {})
         strict_s = TIMES[STRICT] * iteration_s
         rows.append({"what": "run"} | case | served.measures() | {"late": served.late(strict_s)})
-        for asked in (times,) if name in TOLD else config.objectives:
-            rows.append({"what": "within"} | case | {"objective": asked, "share": served.within(asked * iteration_s)})
+        for objective in (times,) if name in TOLD else config.objectives:
+            rows.append(
+                {"what": "within"} | case | {"objective": objective, "share": served.within(objective * iteration_s)}
+            )
         rows += [{"what": "phase"} | case | row for row in served.by_phase()]
     floors = {"decode_iteration": {"value": iteration_s, "unit": "s", "why": "a step that only decodes"}}
     return Outcome(rows, floors, provenance=hardware.provenance(costs))
@@ -196,14 +202,14 @@ def _serve(
     config: ChangingConfig, hardware: Hardware, costs: Costs, load: ChangingLoad, name: str, tbt_s: float
 ) -> list[Request]:
     policy = Policy.named(name)
-    if (own := SLO_SCHEDULERS.get(policy.kind)) is not None:
-        policy = replace(policy, kind=own(np.where(load.heavy, config.heavy_s, config.light_s).tolist()))
+    if (slo_scheduler := SLO_SCHEDULERS.get(policy.kind)) is not None:
+        policy = replace(policy, kind=slo_scheduler(np.where(load.heavy, config.heavy_s, config.light_s).tolist()))
     settings = replace(policy.config(Objective(tbt_s), config.batch), wait_s=config.wait_s)
     return serve_items(Engine(SimulatedExecutor(costs, hardware.blocks), settings), load.items)
 
 
 class _Served:
-    """What the clients of one run saw."""
+    """The times that the clients of one run saw."""
 
     def __init__(self, config: ChangingConfig, load: ChangingLoad, requests: Sequence[Request]) -> None:
         self.config, self.heavy, self.requests = config, load.heavy, requests
@@ -215,13 +221,16 @@ class _Served:
 
     def measures(self) -> dict[str, float]:
         """Return the measures of all requests, and of either kind of tenant."""
-        found = {"tbt_p99_s": float(np.percentile(np.concatenate(self.gaps), 99))}
-        for tenant, mine in zip(TENANTS, (~self.heavy, self.heavy), strict=True):
+        measured = {"tbt_p99_s": float(np.percentile(np.concatenate(self.gaps), 99))}
+        for tenant, of_tenant in zip(TENANTS, (~self.heavy, self.heavy), strict=True):
             for q in QUANTILES:
-                found[f"{tenant}_ttft_p{q}_s"] = float(np.percentile(self.ttft[mine], q))
+                measured[f"{tenant}_ttft_p{q}_s"] = float(np.percentile(self.ttft[of_tenant], q))
         overtaken = self.begun[:, None] - self.arrivals >= self.config.wait_s  # [young, old]
         overtaken &= (self.arrivals[:, None] > self.arrivals) & (self.begun[:, None] < self.begun)
-        return found | {"longest_wait_s": float((self.begun - self.arrivals).max()), "overtaken": int(overtaken.sum())}
+        return measured | {
+            "longest_wait_s": float((self.begun - self.arrivals).max()),
+            "overtaken": int(overtaken.sum()),
+        }
 
     def within(self, tbt_s: float) -> float:
         """The share of requests within both objectives."""
@@ -256,22 +265,25 @@ def changing_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Times by scheduler; shares within each objective, and how many points the adaptive budget's is above the best of
     the fixed budgets' and rivals' of each draw; requests that were late; who was overtaken after the bound."""
     summary, runs, within = Summary(), frame_of(strict(rows, "run")), frame_of(rows, what="within")
-    for name, mine in runs.groupby("scheduler", sort=False):
-        where = place_of(name)
-        summary.by(mine, {}, {"tbt_p99_s": ("tbt_p99_s", "mean", "s")}, **where)
+    for name, scheduler_runs in runs.groupby("scheduler", sort=False):
+        labels = place_of(name)
+        summary.by(scheduler_runs, {}, {"tbt_p99_s": ("tbt_p99_s", "mean", "s")}, **labels)
         for tenant in TENANTS:
             times = {f"ttft_p{q}_s": (f"{tenant}_ttft_p{q}_s", "mean", "s") for q in QUANTILES}
-            summary.by(mine, {}, times, **where, tenant=tenant)
+            summary.by(scheduler_runs, {}, times, **labels, tenant=tenant)
         rest = {"longest_wait_s": ("longest_wait_s", "mean", "s"), "late_pct": ("late", "mean", "%", 100)}
-        summary.by(mine, {}, rest, **where)
-        overtaken = {"value": mine.overtaken.sum(), "n": len(mine), "unit": "pairs of requests"}
-        summary.add("overtaken", overtaken, **where)
+        summary.by(scheduler_runs, {}, rest, **labels)
+        overtaken = {"value": scheduler_runs.overtaken.sum(), "n": len(scheduler_runs), "unit": "pairs of requests"}
+        summary.add("overtaken", overtaken, **labels)
     above = []
-    for times, here in within.groupby("objective", sort=False):
-        shares = {name: mine.share.to_numpy() for name, mine in here.groupby("scheduler", sort=False)}
-        for name, each in shares.items():
-            summary.add("within_pct", bootstrap(each).summary("%", 100), **place_of(name), objective=times)
-        rivals = [each for name, each in shares.items() if name.startswith(RIVALS)]
+    for times, objective_rows in within.groupby("objective", sort=False):
+        shares = {
+            name: scheduler_runs.share.to_numpy()
+            for name, scheduler_runs in objective_rows.groupby("scheduler", sort=False)
+        }
+        for name, share_values in shares.items():
+            summary.add("within_pct", bootstrap(share_values).summary("%", 100), **place_of(name), objective=times)
+        rivals = [share_values for name, share_values in shares.items() if name.startswith(RIVALS)]
         if ADAPTIVE in shares and rivals:
             distance = bootstrap(shares[ADAPTIVE] - np.max(rivals, axis=0)).summary("points", 100)
             above.append(summary.add("within_points", distance, **ABOVE_BEST, objective=times))
@@ -281,6 +293,6 @@ def changing_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     return summary
 
 
-def strict(rows: Rows, what: str) -> Rows:
-    """The rows of ``what`` under the strict objective: those of a scheduler that knows no objective are all."""
-    return [row for row in rows_where(rows, what=what) if row.get("objective", TIMES[STRICT]) == TIMES[STRICT]]
+def strict(rows: Rows, kind: str) -> Rows:
+    """The rows of ``kind`` under the strict objective: those of a scheduler that knows no objective are all."""
+    return [row for row in rows_where(rows, what=kind) if row.get("objective", TIMES[STRICT]) == TIMES[STRICT]]

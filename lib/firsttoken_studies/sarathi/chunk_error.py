@@ -57,13 +57,13 @@ def chunk_error(profile: Profile) -> Outcome:
     microseconds of one layer."""
     config = profile.section("chunk_error", ChunkErrorConfig)
     tables = OperatorTables.read(config.card)
-    found: Rows = []
+    rows: Rows = []
     for text in config.profiles:
         folder, model, gpus = _named(text)
         shape = SHAPES[model]
         heads, kv_heads = shape.heads // gpus, max(shape.kv_heads // gpus, 1)
         prompts = tables.attention(CONTEXT, heads, kv_heads, shape.head_dim, "bfloat16")[1]
-        where = {"model": model, "gpus": gpus, "seen": SEEN if text == config.profiles[0] else HELD_OUT}
+        labels = {"model": model, "gpus": gpus, "seen": SEEN if text == config.profiles[0] else HELD_OUT}
         by_chunk: dict[int, Rows] = {}
         for chunk, prefix, profiled_us in behind_prefixes(folder):
             difference_s = by_difference(prompts, prefix, chunk)
@@ -71,8 +71,8 @@ def chunk_error(profile: Profile) -> Outcome:
             point = {"difference_us": round(1e6 * difference_s, 2), "waves_us": round(1e6 * waves_s, 2)}
             by_chunk.setdefault(chunk, []).append({"prefix": prefix, "profiled_us": profiled_us} | point)
         for chunk, points in by_chunk.items():
-            found.append(where | {"chunk": chunk} | {name: [point[name] for point in points] for name in points[0]})
-    return Outcome(found, provenance={"kind": "arithmetic on measured operators", "costs": tables_from()})
+            rows.append(labels | {"chunk": chunk} | {name: [point[name] for point in points] for name in points[0]})
+    return Outcome(rows, provenance={"kind": "arithmetic on measured operators", "costs": tables_from()})
 
 
 def _named(text: str) -> tuple[str, str, int]:
@@ -91,16 +91,16 @@ def behind_prefixes(folder: str) -> list[tuple[int, int, float]]:
     Raises CorpusError for a table that cannot be read, ProfileError for one without such a point.
     """
     path = downloaded(folder) / "attention.csv"
-    found = []
+    points = []
     for line, row in rows(path, (*GRID, "time_us")):
         chunk, prefix, decodes, _ = (int(number(path, line, row, name)) for name in GRID)
         if chunk and prefix and not decodes:
-            found.append((chunk, prefix, number(path, line, row, "time_us", least=1e-3)))
-    if not found:
+            points.append((chunk, prefix, number(path, line, row, "time_us", least=1e-3)))
+    if not points:
         raise ProfileError(
             f"chunk_error: {path} has no chunk behind a prefix; take a profile that was made with prefixes"
         )
-    return found
+    return points
 
 
 def by_difference(prompts: Curve, prefix: int, chunk: int) -> float:
@@ -108,15 +108,17 @@ def by_difference(prompts: Curve, prefix: int, chunk: int) -> float:
     kernel's, as :class:`~firsttoken.simulation.costs.operator_costs.OperatorCosts` has it."""
     sizes, seconds = prompts
     upto, before = (
-        float(np.interp(at, sizes, seconds) * max(1.0, at / sizes[-1]) ** 2) for at in (prefix + chunk, prefix)
+        float(np.interp(tokens, sizes, seconds) * max(1.0, tokens / sizes[-1]) ** 2)
+        for tokens in (prefix + chunk, prefix)
     )
     return max(upto - before, float(seconds[0]))
 
 
 def by_waves(prompts: Curve, heads: int, prefix: int, chunk: int, tile: int, processors: int) -> float:
-    """Seconds of the thread blocks of a chunk, ``processors`` of them at once, each of which reads all keys before it.
+    """Return the seconds of the thread blocks of a chunk, ``processors`` of them at once, each of which reads all keys
+    before it.
 
-    What a block takes for a key is that of the longest prompt of the table, whose many blocks keep every processor
+    The time of a block for a key is that of the longest prompt of the table, whose many blocks keep every processor
     busy. A chunk of one tile keeps ``heads`` processors busy, and takes as long as one of as many tiles as fill them.
     """
     sizes, seconds = prompts
@@ -126,12 +128,15 @@ def by_waves(prompts: Curve, heads: int, prefix: int, chunk: int, tile: int, pro
     return float(seconds[0]) + waves * (prefix + chunk / 2) * key_s
 
 
-def chunk_summary(found: Rows, parameters: Mapping[str, Any]) -> Summary:
+def chunk_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """The error of each way in %: median, 90th percentile and mean, of all points that were held out and of those that
     were seen, by model and GPUs, and by bands of chunk and prefix."""
-    summary, points = Summary(), frame_of(found).explode(list(_POINTS), ignore_index=True)
+    summary, points = Summary(), frame_of(rows).explode(list(_POINTS), ignore_index=True)
     cases = {name: points[points.seen == name] for name in (SEEN, HELD_OUT)}
-    cases |= {f"{model} on {gpus}": mine for (model, gpus), mine in points.groupby(["model", "gpus"], sort=False)}
+    cases |= {
+        f"{model} on {gpus}": model_points
+        for (model, gpus), model_points in points.groupby(["model", "gpus"], sort=False)
+    }
     for chunk, prefix in product(_BANDS, _BANDS):
         within = points.chunk.between(*chunk) & points.prefix.between(*prefix)
         cases[f"chunks {_told(chunk)}, prefixes {_told(prefix)}"] = points[within]
@@ -152,12 +157,12 @@ def chunk_rows(result: Result) -> Table:
     for case in dict.fromkeys(entry["where"]["case"] for entry in result.summary):
         line: dict[str, Any] = {"points": case}
         for way in WAYS:
-            found = {
+            cells = {
                 across: result.summary.of("attention_off_pct", case=case, costs=way, than=PROFILED, across=across)
                 for across in ("median", "p90", "mean")
             }
-            line["n"] = found["median"]["n"]
-            line[f"{way}, median %"] = interval(found["median"], 0)
-            line[f"{way}, p90 %"] = f"{found['p90']['value']:.0f}"
-            line[f"{way}, mean %"] = f"{found['mean']['value']:+.0f}"
+            line["n"] = cells["median"]["n"]
+            line[f"{way}, median %"] = interval(cells["median"], 0)
+            line[f"{way}, p90 %"] = f"{cells['p90']['value']:.0f}"
+            line[f"{way}, mean %"] = f"{cells['mean']['value']:+.0f}"
         yield line

@@ -55,10 +55,10 @@ class CapacityBenchmark:
         objective, rates = self.bench.objective(STRICT), []
         with track(total=self.draws, desc=self.policy.told, unit="draw") as bar:
             for seed in range(self.profile.seed, self.profile.seed + self.draws):
-                found = self.bench.search(
+                capacity = self.bench.search(
                     self.policy, objective, seed, lambda rate: bar.set_postfix_str(f"tried {rate:.2f} requests/s")
                 )
-                rates.append(found["requests_per_s"])
+                rates.append(capacity["requests_per_s"])
                 bar.update()
         return rates
 
@@ -86,13 +86,13 @@ class CapacityBenchmark:
             "workload": trace.told() if trace else config.lengths,
             "capacity_by_draw": rates,
             "capacity": bootstrap(rates).summary("requests/s"),
-            "recorded": [vars(place) for place in ranking(record)] if same and record else None,
+            "recorded": [vars(entry) for entry in ranking(record)] if same and record else None,
         }
 
     def told(self, rates: list[float], record: Result | None) -> str:
         """The outcome beside ``record``, where that is of the same workload."""
         objective, config = self.bench.objective(STRICT), self.bench.config
-        mine = bootstrap(rates).summary("requests/s")
+        own_capacity = bootstrap(rates).summary("requests/s")
         requests, lengths = config.requests, f"with the lengths of {config.lengths}"
         if trace := self.bench.trace:
             requests, lengths = min(requests, len(trace.items)), f"of {trace.told()}, at another rate"
@@ -101,25 +101,25 @@ class CapacityBenchmark:
             f"median delay to the first step at most {objective.delay_s:g} s;",
             f"{requests:,} requests a draw {lengths}, simulated on {self.bench.hardware.told}",
             "",
-            _line(self.policy.told, mine, "this run"),
+            _line(self.policy.told, own_capacity, "this run"),
         ]
         if record is None or trace is not None or not self._same(record.parameters):
-            what = "this trace" if trace else f"the workload of profile {self.profile.name}"
-            return "\n".join([*lines, f"nothing is recorded for {what}"])
+            workload_text = "this trace" if trace else f"the workload of profile {self.profile.name}"
+            return "\n".join([*lines, f"nothing is recorded for {workload_text}"])
         places = ranking(record)
-        lines += [_line(place.scheduler, place.capacity, "record") for place in places]
-        clears = enters(mine, places[0].capacity)
+        lines += [_line(entry.scheduler, entry.capacity, "record") for entry in places]
+        clears = enters(own_capacity, places[0].capacity)
         verdict = "enters the record table: its interval clears" if clears else "does not clear the interval of"
         return "\n".join([*lines, "", f"{self.policy.told} {verdict} {places[0].scheduler}, which holds the record"])
 
     def _same(self, parameters: Mapping[str, Any]) -> bool:
-        """Whether a result with these parameters is of this workload and hardware."""
-        mine, theirs = asdict(self.bench.config), parameters["capacity"]
+        """Return whether a result with these parameters is of this workload and hardware."""
+        own_config, theirs = asdict(self.bench.config), parameters["capacity"]
         hardware = asdict(self.bench.hardware)
         same_hardware = not hardware["model"] and all(
             hardware[name] == value for name, value in parameters["hardware"].items()
         )
-        return same_hardware and all(mine[name] == theirs[name] for name in WORKLOAD)
+        return same_hardware and all(own_config[name] == theirs[name] for name in WORKLOAD)
 
 
 def _line(name: str, entry: Mapping[str, Any], source: str) -> str:

@@ -53,7 +53,7 @@ def look_of(scheduler: str) -> str:
 
 
 def name_schedulers(axes: Axes, schedulers: Sequence[str]) -> None:
-    """Let the legend of ``axes`` name the marks of ``schedulers``."""
+    """Make the legend of ``axes`` name the marks of ``schedulers``."""
     for name in schedulers:
         look = LOOKS[look_of(name)]
         axes.plot([], [], linestyle="none", marker=look.marker, color=look.colour, label=told(name))
@@ -65,24 +65,28 @@ def scaled(entry: Mapping[str, Any], scale: float) -> dict[str, Any]:
 
 
 def stalls(recorded: Result | None, now: Result) -> Figure:
-    """The tokens of a running request after a long prompt has come, by scheduler (Figure 1a); one run each. Where a
-    line has its mark the prompt has its first token."""
+    """Draw the tokens of a running request after a long prompt has come, by scheduler (Figure 1a); one run each. Each
+    line has its mark where the prompt has its first token."""
     fig, axes = panels(1, 2, figsize=(9, 4.6), sharey=True)
-    costs = " and ".join({one.result.parameters["hardware"]["costs"]: 0 for one in over(recorded, now)})
+    costs = " and ".join(
+        {result_drawn.result.parameters["hardware"]["costs"]: 0 for result_drawn in over(recorded, now)}
+    )
     titles, shown = {LIVE: "live, this model", SIMULATED: f"simulated on {costs}"}, {}
     for ax, (run, title) in zip(axes, titles.items(), strict=True):
-        for drawn in over(recorded, now):
-            rows = rows_where(drawn.result.rows, run=run, repeat=1)
+        for result_shown in over(recorded, now):
+            rows = rows_where(result_shown.result.rows, run=run, repeat=1)
             for scheduler in distinct(rows, "scheduler"):
-                mine = rows_where(rows, scheduler=scheduler)
-                times = [row["at_s"] for row in rows_where(mine, request=0)]
-                (first_s,) = (row["ttft_s"] for row in rows_where(mine, request="prompt"))
+                scheduler_rows = rows_where(rows, scheduler=scheduler)
+                times = [row["at_s"] for row in rows_where(scheduler_rows, request=0)]
+                (first_s,) = (row["ttft_s"] for row in rows_where(scheduler_rows, request="prompt"))
                 name, label = NAMES[scheduler.partition(" ")[0]]
-                look, width = LOOKS[name], 2.2 if drawn.own else 1.4
-                ax.step(times, range(len(times)), where="post", color=look.colour, linewidth=width, **drawn.style)
-                edge = {"markeredgecolor": "black"} if drawn.own else {}
-                at = (first_s, np.searchsorted(times, first_s, side="right") - 1)
-                ax.plot(*at, look.marker, ms=8, color=look.colour, **edge, **drawn.style)
+                look, width = LOOKS[name], 2.2 if result_shown.own else 1.4
+                ax.step(
+                    times, range(len(times)), where="post", color=look.colour, linewidth=width, **result_shown.style
+                )
+                edge = {"markeredgecolor": "black"} if result_shown.own else {}
+                point = (first_s, np.searchsorted(times, first_s, side="right") - 1)
+                ax.plot(*point, look.marker, ms=8, color=look.colour, **edge, **result_shown.style)
                 shown[label] = handle(color=look.colour, marker=look.marker)
         ax.set_title(title, fontsize="medium")
         ax.set(xlabel="time since the long prompt came, s", xlim=(0, None), ylim=(-0.7, None))
@@ -94,17 +98,17 @@ def stalls(recorded: Result | None, now: Result) -> Figure:
 
 
 def one_arrival(scenes: Mapping[str, Mapping[str, Any]], title: str) -> Figure:
-    """The same of two runs of notebook 40's scene, by scheduler: "tokens" are when a running request has its next ones,
-    "first" when the prompt has its first, ms. Axes are the same for every run; few letters, which take longest."""
+    """Draw two runs of notebook 40's scene, by scheduler: "tokens" are the times of a running request's next tokens,
+    "first" that of the prompt's first, ms. Axes are the same for every run; letters are few, as they take longest."""
     fig, ax = panels(figsize=(7.2, 2.8), layout="none")
     fig.subplots_adjust(left=0.08, right=0.98, bottom=0.18, top=0.89)
-    for (scheduler, seen), side in zip(scenes.items(), ("left", "right"), strict=True):
+    for (scheduler, scene), side in zip(scenes.items(), ("left", "right"), strict=True):
         name, label = NAMES[scheduler]
-        times = [0, *seen["tokens"]]
+        times = [0, *scene["tokens"]]
         ax.step(times, range(len(times)), where="post", color=COLOURS[name])
         ax.text(times[-1], len(times) - 1, f"  {label}  ", color=COLOURS[name], ha=side, va="center")
-        first = np.searchsorted(times, seen["first"], side="right") - 1
-        ax.plot(seen["first"], first, LOOKS[name].marker, ms=9, color=COLOURS[name])
+        first = np.searchsorted(times, scene["first"], side="right") - 1
+        ax.plot(scene["first"], first, LOOKS[name].marker, ms=9, color=COLOURS[name])
     ax.set_title(title, fontsize="medium")
     ax.set(xlim=(0, 1330), xticks=range(0, 1201, 300), ylim=(-0.5, 12.9), yticks=range(0, 13, 4))
     ax.set(xlabel="time since the long prompt came, ms", ylabel="tokens since")
@@ -113,30 +117,30 @@ def one_arrival(scenes: Mapping[str, Mapping[str, Any]], title: str) -> Figure:
 
 def stall_rows(result: Result) -> Table:
     """The longest gap, over a plain one, and the prompt's TTFT, by run and scheduler."""
-    found = dict.fromkeys((row["run"], row["scheduler"]) for row in result.rows)
-    for run, scheduler in found:
-        where = {"source": run} | place_of(scheduler)
+    runs = dict.fromkeys((row["run"], row["scheduler"]) for row in result.rows)
+    for run, scheduler in runs:
+        labels = {"source": run} | place_of(scheduler)
         yield {
             "run": f"{run}: {told(scheduler)}",
-            "longest gap, ms": interval(result.summary.of("worst_gap_ms", **where), 0),
-            "over a plain gap": interval(result.summary.of("worst_gap_x", **where, than="plain gap"), 1),
-            "prompt's TTFT, s": interval(result.summary.of("ttft_s", **where), 2),
+            "longest gap, ms": interval(result.summary.of("worst_gap_ms", **labels), 0),
+            "over a plain gap": interval(result.summary.of("worst_gap_x", **labels, than="plain gap"), 1),
+            "prompt's TTFT, s": interval(result.summary.of("ttft_s", **labels), 2),
         }
 
 
 def capacities(recorded: Result | None, now: Result) -> Figure:
     """Capacity over that of prefill first by scheduler and objective, means over draws with their intervals."""
-    drawn, found = over(recorded, now), (recorded or now).summary
-    entries = [entry for one in drawn for entry in one.result.summary.all("capacity_x", than=BASE)]
+    results, summary = over(recorded, now), (recorded or now).summary
+    entries = [entry for shown in results for entry in shown.result.summary.all("capacity_x", than=BASE)]
     objectives = list(dict.fromkeys(entry["where"]["objective"] for entry in entries))
-    rows = [row for one in drawn for row in one.result.rows]
+    rows = [row for shown in results for row in shown.result.rows]
     schedulers = [name for name in distinct(rows, "scheduler", what="capacity") if name != BASE]
     size = (9, 0.36 * len(schedulers) + 2)
     fig, axes = panels(1, len(objectives), figsize=size, sharey=True, squeeze=False)
     for ax, objective in zip(axes[0], objectives, strict=True):
-        for one, (place, scheduler) in product(drawn, enumerate(schedulers)):
-            entry = one.result.summary.get("capacity_x", **place_of(scheduler), objective=objective, than=BASE)
-            one.point(ax, place + one.shift, entry, look_of(scheduler), along="x")
+        for shown, (position, scheduler) in product(results, enumerate(schedulers)):
+            entry = shown.result.summary.get("capacity_x", **place_of(scheduler), objective=objective, than=BASE)
+            shown.point(ax, position + shown.shift, entry, look_of(scheduler), along="x")
         ax.axvline(1, color=COLOURS["floor"], linewidth=1, linestyle=":")
         if objective == STRICT:
             ax.axvline(PAPER_X, color=COLOURS["paper"], linewidth=7, alpha=0.5, zorder=1)
@@ -146,15 +150,15 @@ def capacities(recorded: Result | None, now: Result) -> Figure:
         log_ticks(ax.xaxis)
     axes[0][0].set_yticks(range(len(schedulers)), [told(name) for name in schedulers])
     axes[0][0].set_ylim(len(schedulers) - 0.5, -1)
-    best = found.get("capacity_x", scheduler="sarathi", budget_tokens=512, objective=STRICT, than=BASE)
+    best = summary.get("capacity_x", scheduler="sarathi", budget_tokens=512, objective=STRICT, than=BASE)
     if best is not None:
         fig.suptitle(f"Within the strict objective Sarathi serves {best['value']:.2f} times the load of prefill first")
-    name_results(fig, drawn, "capacity_x")
+    name_results(fig, results, "capacity_x")
     return fig
 
 
 def capacity_rows(result: Result) -> Table:
-    """Ratios to the prefill-first scheduler."""
+    """Yield the ratios of capacities to the prefill-first scheduler's."""
     for name in distinct(result.rows, "scheduler", what="capacity"):
         line = {"scheduler": told(name)}
         for objective in distinct(result.rows, "objective", what="capacity"):
@@ -178,15 +182,15 @@ def ablation_rows(result: Result) -> Table:
 
 
 def errors(result: Result) -> Figure:
-    """Each request of vLLM's run beside the simulated one: on the diagonal they agree."""
+    """Draw each request of vLLM's run beside the simulated one: on the diagonal they agree."""
     titles = {"ttft": ("TTFT", "s", 1.0), "tpot": ("TPOT", "ms", 1e3), "latency": ("latency", "s", 1.0)}
     fig, axes = panels(1, 3, figsize=(12, 4.2))
     for ax, metric in zip(axes, METRICS, strict=True):
         name, unit, scale = titles[metric]
         real, simulated = (scale * result.frame(run=run)[f"{metric}_s"] for run in (VLLM, FORETOLD))
         ax.plot(real, simulated, LOOKS["measured"].marker, color=COLOURS["measured"], markersize=3, alpha=0.6)
-        ends = [0, 1.05 * max(real.max(), simulated.max())]
-        ax.plot(ends, ends, color=COLOURS["floor"], linewidth=1, linestyle=":")
+        limits = [0, 1.05 * max(real.max(), simulated.max())]
+        ax.plot(limits, limits, color=COLOURS["floor"], linewidth=1, linestyle=":")
         ax.set(xlabel=f"vLLM's {name}, {unit}", ylabel=f"simulated, {unit}", title=f"{name}, n = {len(real)}")
     return fig
 
@@ -203,13 +207,13 @@ def error_rows(result: Result) -> Table:
 
 
 def bubble_rows(result: Result) -> Table:
-    """What two stages leave idle (Figure 13), by what fills their steps."""
+    """Yield the idle time of two stages (Figure 13), by the kind of chunks in their steps."""
     kinds = {WHOLE: "whole prompts", SIZE: "chunks of equal size", TIME: "chunks of equal time"}
-    found = result.summary
+    summary = result.summary
     for kind, told_as in kinds.items():
         yield {
             "prompts": told_as,
-            "idle, % of the devices' time": interval(found.of("bubbles_pct", variant=kind), 1),
-            "variation of the steps": interval(found.of("step_cv", variant=kind), 2),
-            "time in all / that of equal size": interval(found.get("makespan_x", variant=kind, than=SIZE), 2) or "1",
+            "idle, % of the devices' time": interval(summary.of("bubbles_pct", variant=kind), 1),
+            "variation of the steps": interval(summary.of("step_cv", variant=kind), 2),
+            "time in all / that of equal size": interval(summary.get("makespan_x", variant=kind, than=SIZE), 2) or "1",
         }

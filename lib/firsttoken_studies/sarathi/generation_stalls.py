@@ -57,7 +57,7 @@ class StallsConfig:
             )
 
     def needs(self) -> list[Need]:
-        """The context holds the prompt and its answer."""
+        """Require a context that holds the prompt and its answer."""
         return [Need("stalls.prompt", max(self.prompt, self.context) + self.new_tokens, CONTEXT)]
 
 
@@ -76,13 +76,13 @@ def generation_stalls(profile: Profile) -> Outcome:
     for repeat in track(range(config.repeats + 1), desc="stalls"):
         for scheduler in config.schedulers:
             with closing(LiveExecutor(loaded.model, blocks + BATCH)) as executor:
-                found = list(_stalled(executor, scheduler, config, config.prompt, loaded.model.config.vocab_size))
-            rows += [{"run": LIVE, "repeat": repeat, "scheduler": scheduler} | row for row in found if repeat]
+                stalled = list(_stalled(executor, scheduler, config, config.prompt, loaded.model.config.vocab_size))
+            rows += [{"run": LIVE, "repeat": repeat, "scheduler": scheduler} | row for row in stalled if repeat]
     costs = hardware.read()
     for scheduler in config.simulated_schedulers:
         executor = SimulatedExecutor(costs, hardware.blocks)
-        found = _stalled(executor, scheduler, config, config.simulated_prompt, 2)
-        rows += [{"run": SIMULATED, "repeat": 1, "scheduler": scheduler} | row for row in found]
+        stalled = _stalled(executor, scheduler, config, config.simulated_prompt, 2)
+        rows += [{"run": SIMULATED, "repeat": 1, "scheduler": scheduler} | row for row in stalled]
     return Outcome(rows, provenance=loaded.provenance.as_dict() | {"simulated": hardware.provenance(costs)})
 
 
@@ -112,7 +112,7 @@ def stalls_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     A plain gap is the median of those that end before the prompt's arrival or a while after its first token. Raises
     FirstTokenError for a run in which one of these is missing.
     """
-    found: Rows = []
+    stalled_rows: Rows = []
     for (run, scheduler, _), once in frame_of(rows).groupby(["run", "scheduler", "repeat"], sort=False):
         first_s, running = once.ttft_s.max(), once[once.request != "prompt"]
         stalled = running.gap_s[running.at_s > 0]
@@ -120,12 +120,14 @@ def stalls_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         if not (len(plain) and len(stalled)):
             missing = "a running request has no gap" if first_s > 0 else "the prompt has no first token"
             raise FirstTokenError(f"stalls, {run} under {scheduler}: {missing} to measure")
-        over = stalled.max() / float(np.median(plain))
-        found.append({"run": run, "scheduler": scheduler, "worst_s": stalled.max(), "over": over, "ttft_s": first_s})
+        ratio = stalled.max() / float(np.median(plain))
+        stalled_rows.append(
+            {"run": run, "scheduler": scheduler, "worst_s": stalled.max(), "over": ratio, "ttft_s": first_s}
+        )
     summary = Summary()
-    for (run, scheduler), mine in frame_of(found).groupby(["run", "scheduler"], sort=False):
-        where = {"source": run} | place_of(scheduler)
-        summary.by(mine, {}, {"worst_gap_ms": ("worst_s", "mean", "ms", 1e3)}, **where)
-        summary.by(mine, {}, {"worst_gap_x": ("over", "mean", "x")}, **where, than="plain gap")
-        summary.by(mine, {}, {"ttft_s": ("ttft_s", "mean", "s")}, **where)
+    for (run, scheduler), run_rows in frame_of(stalled_rows).groupby(["run", "scheduler"], sort=False):
+        labels = {"source": run} | place_of(scheduler)
+        summary.by(run_rows, {}, {"worst_gap_ms": ("worst_s", "mean", "ms", 1e3)}, **labels)
+        summary.by(run_rows, {}, {"worst_gap_x": ("over", "mean", "x")}, **labels, than="plain gap")
+        summary.by(run_rows, {}, {"ttft_s": ("ttft_s", "mean", "s")}, **labels)
     return summary

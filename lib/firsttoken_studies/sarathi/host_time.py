@@ -67,7 +67,11 @@ class CountedSteps(Costs):
         """
         arrived, first, last = (
             np.searchsorted(self._ends_s, [moment(request) for request in requests])
-            for moment in (lambda one: one.arrival_s, lambda one: one.times_s[0], lambda one: one.times_s[-1])
+            for moment in (
+                lambda served_request: served_request.arrival_s,
+                lambda served_request: served_request.times_s[0],
+                lambda served_request: served_request.times_s[-1],
+            )
         )
         gaps = np.array([max(1, len(request.times_s) - 1) for request in requests])
         rows = np.array(self._rows)
@@ -83,15 +87,15 @@ def host_time(profile: Profile) -> Outcome:
     """Rows {card, model, clients, vllm_ttft_ms, vllm_tpot_ms, ttft_ms, tpot_ms, ttft_steps, ttft_rows, tpot_steps,
     tpot_rows}: a server's times, those of the operators alone, and what the host's time would be added for."""
     config = profile.section("operator_error", OperatorErrorConfig)
-    found = [
+    rows = [
         counted(run, CountedSteps(costs := costs_of(run)), costs.blocks, config, profile.seed)
         for run in track(server_runs()[:: config.every], desc="host_time")
     ]
-    return Outcome(rounded(found, 5), provenance={"kind": KIND, "costs": tables_from()})
+    return Outcome(rounded(rows, 5), provenance={"kind": KIND, "costs": tables_from()})
 
 
 def counted(run: ServerRun, costs: CountedSteps, blocks: int, config: OperatorErrorConfig, seed: int) -> dict[str, Any]:
-    """The row of one run."""
+    """Serve one run on ``costs``; return its row."""
     requests = served(run, costs, blocks, config, seed)
     ttft_ms, tpot_ms = mean_times(requests)
     row = {"card": run.card, "model": run.model, "clients": run.clients}
@@ -112,12 +116,12 @@ def host_summary(rows: Rows, parameters: dict[str, Any]) -> Summary:
     """For each model and card: the two numbers that fit it, and the error in % of the time per token and of the first
     token without and with them, on its own rows, on all others, and on those others that are of the Hopper cards."""
     summary, servers = Summary(), frame_of(rows)
-    for (model, card), own in servers.groupby(["model", "card"], sort=False):
-        name, (step_ms, row_ms) = f"{model} on {card}", fitted(own)
-        summary.add("host_step_ms", {"value": step_ms, "unit": "ms", "n": len(own)}, case=name)
-        summary.add("host_row_us", {"value": 1e3 * row_ms, "unit": "us", "n": len(own)}, case=name)
-        others = servers.drop(own.index)
-        judged = {f"fitted on {name}": own, f"held out from {name}": others}
+    for (model, card), server_rows in servers.groupby(["model", "card"], sort=False):
+        name, (step_ms, row_ms) = f"{model} on {card}", fitted(server_rows)
+        summary.add("host_step_ms", {"value": step_ms, "unit": "ms", "n": len(server_rows)}, case=name)
+        summary.add("host_row_us", {"value": 1e3 * row_ms, "unit": "us", "n": len(server_rows)}, case=name)
+        others = servers.drop(server_rows.index)
+        judged = {f"fitted on {name}": server_rows, f"held out from {name}": others}
         judged[f"held out from {name}, Hopper"] = others[others.card.isin(HOPPER)]
         for case, chosen in judged.items():
             for variant, step, row in ((BEFORE, 0.0, 0.0), (AFTER, step_ms, row_ms)) if len(chosen) else ():
@@ -135,22 +139,22 @@ def host_rows(result: Result) -> Table:
         name = entry["where"]["case"]
         row_us = result.summary.value("host_row_us", case=name)
         line: dict[str, Any] = {"fitted on": name, "ms a step": f"{entry['value']:.2f}", "us a row": f"{row_us:.0f}"}
-        for case, told in ((f"fitted on {name}", "its own"), (f"held out from {name}", "held out")):
+        for case, label in ((f"fitted on {name}", "its own"), (f"held out from {name}", "held out")):
             for variant, short in ((BEFORE, "before"), (AFTER, "after")):
-                found = result.summary.get("tpot_off_pct", case=case, variant=variant, than="vllm", across="median")
-                line[f"{told}, {short}: median %"] = interval(found, 1)
+                off_entry = result.summary.get("tpot_off_pct", case=case, variant=variant, than="vllm", across="median")
+                line[f"{label}, {short}: median %"] = interval(off_entry, 1)
         yield line
 
 
 def first_token_rows(result: Result, name: str) -> Table:
     """A line a time and case of the fit on ``name``: median and 90th percentile of the error, before and after."""
     for case in (f"fitted on {name}", f"held out from {name}", f"held out from {name}, Hopper"):
-        for time, told in (("tpot", "time per token"), ("ttft", "TTFT")):
-            line: dict[str, Any] = {"runs": f"{case}: {told}"}
+        for time, label in (("tpot", "time per token"), ("ttft", "TTFT")):
+            line: dict[str, Any] = {"runs": f"{case}: {label}"}
             for variant, short in ((BEFORE, "before"), (AFTER, "after")):
-                where = {"case": case, "variant": variant, "than": "vllm"}
-                median = result.summary.get(f"{time}_off_pct", **where, across="median")
-                tail = result.summary.get(f"{time}_off_pct", **where, across="p90")
+                labels = {"case": case, "variant": variant, "than": "vllm"}
+                median = result.summary.get(f"{time}_off_pct", **labels, across="median")
+                tail = result.summary.get(f"{time}_off_pct", **labels, across="p90")
                 line["n"] = median["n"] if median else 0
                 line[f"{short}, median %"] = interval(median, 1)
                 line[f"{short}, p90 %"] = f"{tail['value']:.0f}" if tail else ""

@@ -33,17 +33,22 @@ class RankedScheduler:
     over_base: Mapping[str, Any] | None
 
 
-def add_capacities(summary: Summary, found: pandas.DataFrame, **where: str) -> dict[str, np.ndarray]:
-    """Add the capacity of each scheduler that was ``found`` by draw, and over that of ``BASE`` on the same draws.
+def add_capacities(summary: Summary, frame: pandas.DataFrame, **labels: str) -> dict[str, np.ndarray]:
+    """Add the capacity of each scheduler that was ``frame`` by draw, and over that of ``BASE`` on the same draws.
 
     Returns the capacities by scheduler.
     """
-    rates = {name: mine.requests_per_s.to_numpy() for name, mine in found.groupby("scheduler", sort=False)}
-    for name, mine in rates.items():
-        place = place_of(name) | where
-        summary.add("capacity_requests_per_s", bootstrap(mine).summary("requests/s"), **place)
+    rates = {
+        name: scheduler_rows.requests_per_s.to_numpy()
+        for name, scheduler_rows in frame.groupby("scheduler", sort=False)
+    }
+    for name, scheduler_rows in rates.items():
+        labels_of_scheduler = place_of(name) | labels
+        summary.add("capacity_requests_per_s", bootstrap(scheduler_rows).summary("requests/s"), **labels_of_scheduler)
         if BASE in rates and name != BASE and rates[BASE].min() > 0:
-            summary.add("capacity_x", ratio_of_means(mine, rates[BASE]).summary("x"), **place, than=BASE)
+            summary.add(
+                "capacity_x", ratio_of_means(scheduler_rows, rates[BASE]).summary("x"), **labels_of_scheduler, than=BASE
+            )
     return rates
 
 
@@ -51,16 +56,16 @@ def ranking(result: Result) -> list[RankedScheduler]:
     """The schedulers of a result of ``EXPERIMENT``, the highest capacity first: that one holds the record."""
     places = []
     for name in distinct(result.rows, "scheduler", objective=STRICT):
-        where = place_of(name) | {"objective": STRICT}
-        capacity = result.summary.of("capacity_requests_per_s", **where)
-        places.append(RankedScheduler(name, capacity, result.summary.get("capacity_x", **where, than=BASE)))
-    return sorted(places, key=lambda place: place.capacity["value"], reverse=True)
+        labels = place_of(name) | {"objective": STRICT}
+        capacity = result.summary.of("capacity_requests_per_s", **labels)
+        places.append(RankedScheduler(name, capacity, result.summary.get("capacity_x", **labels, than=BASE)))
+    return sorted(places, key=lambda entry: entry.capacity["value"], reverse=True)
 
 
 def enters(newcomer: Mapping[str, Any], holder: Mapping[str, Any]) -> bool:
-    """Whether a capacity (entry of a summary) takes the record: its interval clears the holder's.
+    """Return whether a capacity (entry of a summary) takes the record: its interval clears the holder's.
 
-    It must stand on ``DRAWS`` draws or more: of fewer an interval is a range, and clears nothing.
+    The capacity must stand on ``DRAWS`` draws or more: of fewer an interval is a range, and clears nothing.
     """
     return newcomer["n"] >= DRAWS and newcomer["low"] > holder["high"]
 
@@ -68,12 +73,12 @@ def enters(newcomer: Mapping[str, Any], holder: Mapping[str, Any]) -> bool:
 def record_table(result: Result) -> str:
     """``ranking`` as a table of markdown, and what it stands on."""
     places = ranking(result)
-    clears = [enters(one.capacity, after.capacity) for one, after in pairwise(places)]
+    clears = [enters(upper.capacity, after.capacity) for upper, after in pairwise(places)]
     capacity, hardware = result.parameters["capacity"], result.parameters["hardware"]
     columns = {
-        "scheduler": [place.scheduler for place in places],
-        "capacity, requests/s": [interval(place.capacity, 2) for place in places],
-        f"over {BASE}": [interval(place.over_base, 2) for place in places],
+        "scheduler": [entry.scheduler for entry in places],
+        "capacity, requests/s": [interval(entry.capacity, 2) for entry in places],
+        f"over {BASE}": [interval(entry.over_base, 2) for entry in places],
         "clears the next": [*("yes" if clear else "no" for clear in clears), ""],
     }
     (tbt_s,) = distinct(result.rows, "tbt_s", objective=STRICT)

@@ -48,14 +48,14 @@ _PATIENCE_S = 120.0  # for aiperf to come up and to write what it saw, beside th
 
 @dataclass(frozen=True)
 class Averaged:
-    """A count, or a rate."""
+    """The average of a count or a rate, as aiperf exports it."""
 
     avg: Annotated[float, at_least(0)]
 
 
 @dataclass(frozen=True)
 class Milliseconds:
-    """How long something took, over requests."""
+    """The distribution of a time over requests, as aiperf exports it."""
 
     unit: Literal["ms"]
     avg: float
@@ -110,8 +110,8 @@ def aiperf_command(url: str, folder: Path, load: PeerConfig, seed: int, out: Pat
 
 
 def ask(command: list[str], load: PeerConfig, out: Path, environment: dict[str, str]) -> dict[str, float]:
-    """What ``command`` of :func:`aiperf_command` saw. Raises FirstTokenError where it ends with an error, takes too
-    long, or saw one."""
+    """Run ``command`` of :func:`aiperf_command` and return its measures. Raises FirstTokenError where it ends with an
+    error, takes too long, or saw one."""
     log, patience_s = out / "aiperf.log", _PATIENCE_S + 4 * load.requests / load.rate
     with started(command, log, environment) as process:
         try:
@@ -124,33 +124,33 @@ def ask(command: list[str], load: PeerConfig, out: Path, environment: dict[str, 
 
 
 def answers(export: Path, requests: int) -> dict[str, float]:
-    """What a row has of aiperf's export: seconds, tokens, and tokens a second.
+    """Return a row's measures from aiperf's export: seconds, tokens, and tokens a second.
 
     Raises FirstTokenError, naming the file, where it cannot be read, and for less than ``requests`` answers without an
     error.
     """
     with blaming(export.name, FirstTokenError, "run live_peer again with the aiperf of env/clients"):
-        found = shaped(AiperfExport, read_json(export), others=True)
-    errors = found.error_request_count.avg if found.error_request_count else 0
-    if errors or found.error_summary or found.is_complete is False or found.request_count.avg != requests:
-        why = f"; the first error: {found.error_summary[0]}"[:300] if found.error_summary else ""
+        exported = shaped(AiperfExport, read_json(export), others=True)
+    errors = exported.error_request_count.avg if exported.error_request_count else 0
+    if errors or exported.error_summary or exported.is_complete is False or exported.request_count.avg != requests:
+        why = f"; the first error: {exported.error_summary[0]}"[:300] if exported.error_summary else ""
         raise FirstTokenError(
-            f"live_peer: aiperf saw {found.request_count.avg:.0f} answers to {requests} requests and {errors:.0f} "
+            f"live_peer: aiperf saw {exported.request_count.avg:.0f} answers to {requests} requests and {errors:.0f} "
             f"errors{why}"
         )
-    times = {"ttft": found.time_to_first_token, "itl": found.inter_token_latency}
-    times |= {"gap": found.inter_chunk_latency, "latency": found.request_latency}
+    times = {"ttft": exported.time_to_first_token, "itl": exported.inter_token_latency}
+    times |= {"gap": exported.inter_chunk_latency, "latency": exported.request_latency}
     row = {
-        f"{name}_{what}_s": getattr(entry, key) / 1e3
+        f"{name}_{statistic}_s": getattr(entry, key) / 1e3
         for name, entry in times.items()
-        for what, key in (("mean", "avg"), ("p50", "p50"), ("p99", "p99"))
+        for statistic, key in (("mean", "avg"), ("p50", "p50"), ("p99", "p99"))
     }
     return row | {
-        "requests": found.request_count.avg,
+        "requests": exported.request_count.avg,
         "errors": errors,
-        "prompt_tokens": found.input_sequence_length.avg,
-        "output_tokens": found.output_sequence_length.avg,
-        "tokens_per_s": found.output_token_throughput.avg,
+        "prompt_tokens": exported.input_sequence_length.avg,
+        "output_tokens": exported.output_sequence_length.avg,
+        "tokens_per_s": exported.output_token_throughput.avg,
     }
 
 
@@ -216,20 +216,20 @@ def served(system: str, model: PeerModel, budget: int, log: Path) -> Iterator[st
     """The URL of ``system`` once it answers; it is ended after the block. Raises FirstTokenError where it does not
     come up."""
     port = free_port()
-    told = environment(model.threads) | {"HF_HUB_OFFLINE": "1"}  # not for aiperf, which takes no folder then
-    with started(COMMANDS[system](model, budget, port), log, told) as process:
+    variables = environment(model.threads) | {"HF_HUB_OFFLINE": "1"}  # not for aiperf, which takes no folder then
+    with started(COMMANDS[system](model, budget, port), log, variables) as process:
         wait_healthy(process, port, _SERVER_PATIENCE_S, log, f"live_peer: the server {system!r}")
         yield f"http://127.0.0.1:{port}"
 
 
 def environment(threads: int) -> dict[str, str]:
-    """What both servers and their client run in: no keys, ``threads`` threads to compute with.
+    """Return the environment of both servers and their client: no keys, ``threads`` threads to compute with.
 
     vLLM on a CPU would bind itself to all cores but one; on two cores it would compute with half of what ours has.
     """
-    kept = {name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")}
-    told = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "NO_PROXY": "127.0.0.1"}
-    return kept | told | {"VLLM_NO_USAGE_STATS": "1"}
+    inherited = {name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")}
+    settings = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "NO_PROXY": "127.0.0.1"}
+    return inherited | settings | {"VLLM_NO_USAGE_STATS": "1"}
 
 
 def _words(options: dict[str, object]) -> list[str]:
@@ -288,11 +288,11 @@ class PeerConfig:
         return self.longest_prompt + self.new_tokens
 
     def needs(self) -> list[Need]:
-        """The context holds the longest prompt and its answer."""
+        """Require a context that holds the longest prompt and its answer."""
         return [Need(f"live_peer.prompt_tokens + {LONGER} prompt_spread + new_tokens", self.longest, CONTEXT)]
 
     def turns(self, seed: int) -> Turns:
-        """Each budget and system in every round, in an order drawn for the round."""
+        """Return each budget and system in every round, in an order drawn for the round."""
         rng, pairs = random.Random(seed), [(budget, system) for budget in self.budgets for system in (OURS, VLLM)]
         return [(number, *pair) for number in range(self.rounds) for pair in rng.sample(pairs, len(pairs))]
 
@@ -367,7 +367,7 @@ def peer_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         for system, budget in best.items():
             summary.add(f"{name}_best_budget_tokens", {"value": budget, "unit": "tokens"}, engine=system)
         pairs = [({"budget_tokens": budget}, budget, budget) for budget in budgets]
-        for where, mine, theirs in [*pairs, (BEST, best[OURS], best[VLLM])]:
-            over = bootstrap(values[OURS, mine] / values[VLLM, theirs], "median").summary("x")
-            summary.add(f"{name}_x", over, engine=OURS, than=VLLM, **where)
+        for labels, own_case, theirs in [*pairs, (BEST, best[OURS], best[VLLM])]:
+            ratio = bootstrap(values[OURS, own_case] / values[VLLM, theirs], "median").summary("x")
+            summary.add(f"{name}_x", ratio, engine=OURS, than=VLLM, **labels)
     return summary

@@ -31,18 +31,18 @@ COLUMNS = {  # of the table: a measure, its ratio to vLLM's, digits, and from se
 
 
 def beside(result: Result) -> Figure:
-    """What the client saw, by tokens a step: rounds as small dots beside their median, a large mark."""
+    """Draw the client's times, by tokens a step: rounds as small dots beside their median, a large mark."""
     budgets = result.parameters["live_peer"]["budgets"]
     fig, axes = panels(1, len(PANELS), figsize=(12, 3.9))
     for ax, (column, scale, label) in zip(axes, PANELS, strict=True):
-        for shift, (system, (look, told)) in zip((-0.1, 0.1), SYSTEMS.items(), strict=True):
+        for shift, (system, (look, system_label)) in zip((-0.1, 0.1), SYSTEMS.items(), strict=True):
             colour, marker = LOOKS[look]
-            for place, budget in enumerate(budgets):
-                each = scale * frame_of(result.rows, system=system, budget=budget)[column]
-                ax.plot([place + 2 * shift] * len(each), each, ".", color=colour, markersize=7)
+            for position, budget in enumerate(budgets):
+                values = scale * frame_of(result.rows, system=system, budget=budget)[column]
+                ax.plot([position + 2 * shift] * len(values), values, ".", color=colour, markersize=7)
             medians = [scale * result.summary.value(column, engine=system, budget_tokens=budget) for budget in budgets]
-            places = [place + shift for place in range(len(budgets))]
-            ax.plot(places, medians, marker, ls="-", color=colour, markersize=8, label=told)
+            places = [position + shift for position in range(len(budgets))]
+            ax.plot(places, medians, marker, ls="-", color=colour, markersize=8, label=system_label)
         ax.set(xlabel="tokens a step, at most", ylabel=label, xlim=(-0.5, len(budgets) - 0.5))
         ax.set_xticks(range(len(budgets)), [f"{budget:,}" for budget in budgets])
         ax.set_ylim(0, 1.05 * ax.get_ylim()[1])
@@ -55,18 +55,18 @@ def peer_rows(result: Result) -> Rows:
     is best for it."""
     rows: Rows = []
     for budget in result.parameters["live_peer"]["budgets"]:
-        for system, (_, told) in SYSTEMS.items():
+        for system, (_, label) in SYSTEMS.items():
             entries = {
                 head: interval(scaled(result.summary.of(column, engine=system, budget_tokens=budget), scale), digits)
                 for head, (column, _, digits, scale) in COLUMNS.items()
             }
-            rows.append({"tokens a step": f"{budget:,}: {told}"} | entries)
+            rows.append({"tokens a step": f"{budget:,}: {label}"} | entries)
         rows.append({"tokens a step": f"{budget:,}: over vLLM"} | _over(result.summary, budget_tokens=budget))
     return [*rows, {"tokens a step": "each at its best: over vLLM"} | _over(result.summary, **BEST)]
 
 
-def _over(summary: Summary, **where: Scalar) -> dict[str, str]:
+def _over(summary: Summary, **labels: Scalar) -> dict[str, str]:
     return {
-        head: interval(summary.of(measure, engine=OURS, than=VLLM, **where), 2)
+        head: interval(summary.of(measure, engine=OURS, than=VLLM, **labels), 2)
         for head, (_, measure, _, _) in COLUMNS.items()
     }

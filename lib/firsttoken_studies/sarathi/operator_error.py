@@ -86,7 +86,8 @@ class OperatorErrorConfig:
 
 @dataclass(frozen=True)
 class MixtureErrorConfig(OperatorErrorConfig):
-    """The same for mixtures; ``routing`` says how unevenly tokens choose experts, by the tables' name for it."""
+    """Settings of :class:`OperatorErrorConfig` for mixtures; ``routing`` is the tables' name for how unevenly tokens
+    choose experts."""
 
     section: ClassVar[str] = "mixture_error"
     routing: str
@@ -96,7 +97,8 @@ class MixtureErrorConfig(OperatorErrorConfig):
 class ServerRun:
     """One published run: a closed loop of ``clients``, each sending its next request when the last has ended.
 
-    Each draws from ``prompts`` texts, of which some were sent before what is measured begins; 0: every prompt is new.
+    Each client draws from ``prompts`` texts, of which some were sent before the measurement begins; 0: every prompt is
+    new.
     """
 
     card: str
@@ -129,8 +131,8 @@ def server_runs() -> list[ServerRun]:
 
 
 def mixture_runs() -> list[MixtureRun]:
-    """The same of mixtures in 8 bits. Left out are those that compute attention for several batches apart, whose GPUs
-    exchange tokens and no sums."""
+    """Return the published runs of mixtures in 8 bits. Left out are those that compute attention for several batches
+    apart, whose GPUs exchange tokens and no sums."""
     runs = _published(_MIXTURES, {"fp8": "fp8_block"}, _SPLITS)
     return [MixtureRun(run, split, spread) for run, (split, spread) in runs if split * spread == run.gpus]
 
@@ -142,12 +144,15 @@ def _published(
     path = asset_path(RUNS)
     for line, row in rows(path, (*_TEXTS, *_COUNTS, *more, *_TIMES)):
         card, model = _CARDS.get(row["system"]), models.get(row["model_path"])
-        kept = weights.get(row["gemm_quant_mode"])
-        if (row["backend"], row["mode"]) == ("vllm", "agg") and card and model and kept:
+        quantisation = weights.get(row["gemm_quant_mode"])
+        if (row["backend"], row["mode"]) == ("vllm", "agg") and card and model and quantisation:
             counts = (int(number(path, line, row, name, least=1)) for name in (*_COUNTS, *more))
             prompt, output, clients, gpus, *others = counts
             times = (number(path, line, row, name) for name in _TIMES)
-            yield ServerRun(card, model, kept, gpus, prompt, output, clients, *times, _REPEATED.get(model, 0)), others
+            yield (
+                ServerRun(card, model, quantisation, gpus, prompt, output, clients, *times, _REPEATED.get(model, 0)),
+                others,
+            )
 
 
 def operator_error(profile: Profile) -> Outcome:
@@ -156,26 +161,26 @@ def operator_error(profile: Profile) -> Outcome:
     answer. A simulated one has {simulated_s, took_s}, too: the seconds that it simulated, and that it took. A run whose
     prompts repeat has a third row, as if every prompt were a new one."""
     config = profile.section("operator_error", OperatorErrorConfig)
-    found: Rows = []
+    rows: Rows = []
     for run in track(server_runs()[:: config.every], desc="operator_error"):
         costs = costs_of(run)
         more = {"beyond": "; ".join(costs.beyond), "busy_share": busy_share(run, costs)}
         begun = time.perf_counter()
         requests = served(run, costs, costs.blocks, config, profile.seed)
         took_s = time.perf_counter() - begun
-        found += _both(run, mean_times(requests), **more)
-        found[-1] |= {"simulated_s": max(request.times_s[-1] for request in requests), "took_s": took_s}
+        rows += _both(run, mean_times(requests), **more)
+        rows[-1] |= {"simulated_s": max(request.times_s[-1] for request in requests), "took_s": took_s}
         if run.prompts:
             new = replace(run, prompts=0)
-            found.append(_both(new, simulated(new, costs, config, profile.seed), **more)[-1] | {"source": NEW})
-    return Outcome(found, provenance={"kind": KIND, "costs": tables_from()})
+            rows.append(_both(new, simulated(new, costs, config, profile.seed), **more)[-1] | {"source": NEW})
+    return Outcome(rows, provenance={"kind": KIND, "costs": tables_from()})
 
 
 def mixture_error(profile: Profile) -> Outcome:
     """Rows as those of :func:`operator_error`, without ``beyond`` and with {split, spread}; for a run that no table
     covers, none, and its reason is counted in the provenance."""
     config = profile.section("mixture_error", MixtureErrorConfig)
-    found: Rows = []
+    rows: Rows = []
     left_out: Counter[str] = Counter()
     for run in track(mixture_runs()[:: config.every], desc="mixture_error"):
         server, split, spread = run.server, run.split, run.spread
@@ -185,35 +190,36 @@ def mixture_error(profile: Profile) -> Outcome:
         except ProfileError as error:
             left_out[str(error)] += 1
             continue
-        found += _both(server, simulated(server, costs, config, profile.seed), split=split, spread=spread)
-    told = "; ".join(f"{times} runs: {reason}" for reason, times in left_out.items())
-    return Outcome(rounded(found, 3), provenance={"kind": KIND, "costs": tables_from(), "left_out": told})
+        rows += _both(server, simulated(server, costs, config, profile.seed), split=split, spread=spread)
+    reasons = "; ".join(f"{times} runs: {reason}" for reason, times in left_out.items())
+    return Outcome(rounded(rows, 3), provenance={"kind": KIND, "costs": tables_from(), "left_out": reasons})
 
 
 def _both(run: ServerRun, ours: tuple[float, float], **more: Any) -> Rows:
-    """What the server measured of ``run``, and what was simulated, a row each."""
-    asked = asdict(run) | more
-    theirs = asked.pop("ttft_ms"), asked.pop("tpot_ms")
-    found: Rows = []
+    """Return a row of the times that the server measured in ``run``, and one of the simulated times."""
+    columns = asdict(run) | more
+    theirs = columns.pop("ttft_ms"), columns.pop("tpot_ms")
+    rows: Rows = []
     for source, (ttft, tpot) in (("vllm", theirs), ("simulated", ours)):
         latency = ttft + tpot * (run.output_tokens - 1)
-        found.append(asked | {"source": source, "ttft_ms": ttft, "tpot_ms": tpot, "latency_ms": latency})
-    return found
+        rows.append(columns | {"source": source, "ttft_ms": ttft, "tpot_ms": tpot, "latency_ms": latency})
+    return rows
 
 
-def rounded(found: Rows, digits: int) -> Rows:
+def rounded(rows: Rows, digits: int) -> Rows:
     """The rows with so many ``digits`` behind the point: a record of thousands of numbers needs no more."""
     return [
         {name: round(value, digits) if isinstance(value, float) else value for name, value in row.items()}
-        for row in found
+        for row in rows
     ]
 
 
 def busy_share(run: ServerRun, costs: OperatorCosts) -> float:
-    """The share of the time of its cards that a run needs at least if every prompt is computed; above 1 it cannot be.
+    """Return the share of the time of its cards that a run needs at least if every prompt is computed; above 1 it
+    cannot be.
 
     Each client waits for its answer, so that the requests a second are the clients over the time of an answer (Little's
-    law). Every token is charged what one takes in a step of the best size; attention and head are left out.
+    law). Every token is charged the cost of one in a step of the best size; attention and head are left out.
     """
     token_s = float((costs.once[1:] / np.arange(1, len(costs.once))).min())
     tokens = (run.prompt_tokens + run.output_tokens) * (1 + _LEAST_SHARE.get(run.model, 1.0)) / 2
@@ -244,10 +250,11 @@ def mean_times(requests: Iterable[Request]) -> tuple[float, float]:
 
 
 def served(run: ServerRun, costs: Costs, blocks: int, config: OperatorErrorConfig, seed: int) -> list[Request]:
-    """The requests of the clients of ``run``, answered on ``costs`` with ``blocks`` KV blocks.
+    """Return the requests of the clients of ``run``, answered on ``costs`` with ``blocks`` KV blocks.
 
-    All begin at once, and every request counts, as InferenceMAX runs them: ten for each client. Where the prompts of a
-    run repeat, two for each client come before, which do not count, and blocks of prompts are kept and found again.
+    All clients begin at once, and every request counts, as InferenceMAX runs them: ten for each client. Where the
+    prompts of a run repeat, two requests for each client come before, which do not count, and blocks of prompts are
+    kept and found again.
     """
     settings = EngineConfig(
         scheduler="sarathi",
@@ -283,39 +290,39 @@ def _lengths(run: ServerRun, seed: int) -> Iterator[tuple[int, int]]:
         yield tuple(int(draw.integers(int(most * least), most + 1)) for most in (run.prompt_tokens, run.output_tokens))
 
 
-def operator_summary(found: Rows, parameters: Mapping[str, Any]) -> Summary:
+def operator_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """The error of each metric in %: median, 90th percentile and mean over the runs, of all, by model and by card."""
-    summary, off = Summary(), _off_pct(found)
+    summary, off = Summary(), _off_pct(rows)
     cases = [(_PAIR, off)]
-    for place, column in _PLACES.items():
-        cases += [({place: value} | _PAIR, mine) for value, mine in off.groupby(column, sort=False)]
-    for model, mine in _off_pct(found, NEW).groupby("model") if distinct(found, "source", source=NEW) else ():
-        cases.append(({"model": model, "source": NEW, "than": "vllm"}, mine))
-    for where, mine in cases:
+    for label, column in _PLACES.items():
+        cases += [({label: value} | _PAIR, case_off) for value, case_off in off.groupby(column, sort=False)]
+    for model, case_off in _off_pct(rows, NEW).groupby("model") if distinct(rows, "source", source=NEW) else ():
+        cases.append(({"model": model, "source": NEW, "than": "vllm"}, case_off))
+    for labels, case_off in cases:
         for metric in METRICS:
-            add_errors(summary, f"{metric}_off_pct", mine[metric], **where)
-    ran = [(row["simulated_s"], row["took_s"]) for row in found if "took_s" in row]
+            add_errors(summary, f"{metric}_off_pct", case_off[metric], **labels)
+    ran = [(row["simulated_s"], row["took_s"]) for row in rows if "took_s" in row]
     if ran:
         simulated_s, took_s = map(sum, zip(*ran, strict=True))
         speed = {"value": simulated_s / took_s, "n": len(ran), "unit": "s simulated in a second"}
         summary.add("real_time_x", speed, across="sum", source="simulated")
-    for model, mine in off.groupby("model", sort=False) if "busy_share" in off else ():
-        most = float(mine.busy_share.max())
-        summary.add("busy_share", {"value": most, "n": len(mine), "unit": ""}, model=model, across="most")
+    for model, case_off in off.groupby("model", sort=False) if "busy_share" in off else ():
+        most = float(case_off.busy_share.max())
+        summary.add("busy_share", {"value": most, "n": len(case_off), "unit": ""}, model=model, across="most")
     return summary
 
 
-def add_errors(summary: Summary, measure: str, off: Any, median: Statistic = np.median, **where: str) -> None:
+def add_errors(summary: Summary, measure: str, off: Any, median: Statistic = np.median, **labels: str) -> None:
     """Add the error ``off`` [n], in %: the ``median`` and the 90th percentile of its size, and its mean."""
     tail: Statistic = lambda sample: float(np.percentile(sample, 90))  # noqa: E731
     size = np.abs(off)
     for across, statistic, values in (("median", median, size), ("p90", tail, size), ("mean", "mean", off)):
-        summary.add(measure, bootstrap(values, statistic).summary("%"), **where, across=across)
+        summary.add(measure, bootstrap(values, statistic).summary("%"), **labels, across=across)
 
 
-def _off_pct(found: Rows, source: str = "simulated") -> pandas.DataFrame:
+def _off_pct(rows: Rows, source: str = "simulated") -> pandas.DataFrame:
     """A run a row, with what the server measured, and by metric how far the simulation ``source`` is off, in %."""
-    theirs, ours = (frame_of(found, source=one) for one in ("vllm", source))
+    theirs, ours = (frame_of(rows, source=side) for side in ("vllm", source))
     if len(ours) < len(theirs):  # of those runs alone that have it
         theirs = theirs.merge(ours[_RUN], on=_RUN)
     return theirs.assign(**{name: 100 * (ours[f"{name}_ms"] / theirs[f"{name}_ms"] - 1) for name in METRICS})
@@ -325,19 +332,19 @@ def against_servers(recorded: Result | None, now: Result) -> Figure:
     """Time per token and to the first token, simulated less measured, a point a run; the band is 10 % to each side."""
     from matplotlib.ticker import PercentFormatter
 
-    drawn, labels = over(recorded, now), {}
-    cases = list(dict.fromkeys((row["model"], row["card"]) for one in drawn for row in one.result.rows))
+    results, labels = over(recorded, now), {}
+    cases = list(dict.fromkeys((row["model"], row["card"]) for shown in results for row in shown.result.rows))
     fig, axes = panels(1, 2, figsize=(9, 4.4))
     for ax, (metric, title) in zip(
         axes, {"tpot": "time per token", "ttft": "time to the first token"}.items(), strict=True
     ):
-        for one in drawn:
-            off = _off_pct(one.result.rows)
+        for shown in results:
+            off = _off_pct(shown.result.rows)
             for (model, card), look in zip(cases, _LOOKS, strict=False):
-                mine, marks = off[(off.model == model) & (off.card == card)], LOOKS[look]
-                edge = {"markeredgecolor": "black"} if one.own else {}
-                style = {"ms": 5, "color": marks.colour} | edge | one.style
-                ax.plot(mine[f"{metric}_ms"], mine[metric], marks.marker, **style)
+                server_off, marks = off[(off.model == model) & (off.card == card)], LOOKS[look]
+                edge = {"markeredgecolor": "black"} if shown.own else {}
+                style = {"ms": 5, "color": marks.colour} | edge | shown.style
+                ax.plot(server_off[f"{metric}_ms"], server_off[metric], marks.marker, **style)
                 labels[f"{model}, {card}"] = handle(linestyle="", color=marks.colour, marker=marks.marker)
         ax.axhspan(-10, 10, color=COLOURS["floor"], alpha=0.12, linewidth=0)
         ax.axhline(0, color=COLOURS["floor"], linewidth=1)
@@ -349,21 +356,21 @@ def against_servers(recorded: Result | None, now: Result) -> Figure:
     median = (recorded or now).summary.of("tpot_off_pct", **_PAIR, across="median")
     fig.suptitle(f"Added up, measured operators miss the time per token by {median['value']:.0f} % (median run)")
     names = fig.legend(list(labels.values()), list(labels), loc="outside lower center", ncols=3, fontsize="small")
-    name_results(fig, drawn, legend=names)
+    name_results(fig, results, legend=names)
     return fig
 
 
 def error_table(result: Result) -> Table:
     """The error by model and by card: median and 90th percentile of the time per token, of a whole answer, of TTFT.
     A model whose prompts repeat has a second line, for what they would say if every prompt were new."""
-    places = [{place: value} for place, column in _PLACES.items() for value in distinct(result.rows, column)]
-    cases = [(next(iter(where.values()), "all"), where | _PAIR) for where in ({}, *places)]
+    places = [{label: value} for label, column in _PLACES.items() for value in distinct(result.rows, column)]
+    cases = [(next(iter(case_labels.values()), "all"), case_labels | _PAIR) for case_labels in ({}, *places)]
     for model in distinct(result.rows, "model", source=NEW):
         cases.append((f"{model}, every prompt new", {"model": model, "source": NEW, "than": "vllm"}))
-    for name, at in cases:
-        median = result.summary.of("tpot_off_pct", **at, across="median")
+    for name, labels in cases:
+        median = result.summary.of("tpot_off_pct", **labels, across="median")
         line: dict[str, Any] = {"runs": name, "n": median["n"]}
         for metric, name in (("tpot", "time per token"), ("latency", "whole answer"), ("ttft", "TTFT")):
-            line[f"{name}, median %"] = interval(result.summary.of(f"{metric}_off_pct", **at, across="median"), 1)
-            line[f"{name}, p90 %"] = f"{result.summary.of(f'{metric}_off_pct', **at, across='p90')['value']:.0f}"
+            line[f"{name}, median %"] = interval(result.summary.of(f"{metric}_off_pct", **labels, across="median"), 1)
+            line[f"{name}, p90 %"] = f"{result.summary.of(f'{metric}_off_pct', **labels, across='p90')['value']:.0f}"
         yield line

@@ -61,7 +61,7 @@ class OperatorsHereConfig:
             raise ProfileError("operators_here: rows, prompts, drawn and repeats must be at least 1")
 
     def needs(self) -> list[Need]:
-        """The model's context holds the longest prompt."""
+        """Require a model whose context holds the longest prompt."""
         return [Need("operators_here.prompts", max(self.prompts), MODEL_CONTEXT)]
 
 
@@ -79,19 +79,19 @@ def operators_here(profile: Profile) -> Outcome:
     width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     sizes = [(width, shape.hidden), (shape.hidden, shape.heads * shape.head_dim), (2 * shape.mlp, shape.hidden)]
     sizes += [(shape.hidden, shape.mlp), (shape.vocabulary, shape.hidden)]
-    asked = [(PRODUCT, m, n, k, _published_s(tables, m, n, k)) for n, k in sizes for m in config.rows]
-    asked += [(DRAWN, *point) for point in _drawn(tables, config.drawn, draw)]
+    products = [(PRODUCT, m, n, k, _published_s(tables, m, n, k)) for n, k in sizes for m in config.rows]
+    products += [(DRAWN, *point) for point in _drawn(tables, config.drawn, draw)]
     rows: Rows = []
     with torch.inference_mode():
-        for what, m, n, k, published_s in track(asked, desc="products"):
+        for operation, m, n, k, published_s in track(products, desc="products"):
             seconds = _product_s(m, n, k, profile.torch_dtype(), device, config.repeats)
-            rows.append({"what": what, "m": m, "n": n, "k": k} | _both(published_s, seconds))
+            rows.append({"what": operation, "m": m, "n": n, "k": k} | _both(published_s, seconds))
         heads = shape.heads, shape.kv_heads, shape.head_dim
         lengths, published = tables.attention(CONTEXT, *heads, "bfloat16")[1]
         for tokens in config.prompts:
             kernel, seconds = _attention_s(tokens, heads, profile.torch_dtype(), device, config.repeats)
-            found = _both(float(np.interp(tokens, lengths, published)), seconds)
-            rows.append({"what": ATTENTION, "tokens": tokens, "kernel": kernel} | found)
+            pairs = _both(float(np.interp(tokens, lengths, published)), seconds)
+            rows.append({"what": ATTENTION, "tokens": tokens, "kernel": kernel} | pairs)
         costs = OperatorCosts.of(tables, shape)
         for tokens in config.prompts:
             ids = torch.randint(model.config.vocab_size, (1, tokens), device=device)
@@ -153,7 +153,7 @@ def _attention_s(
     queries, kv_heads, head_dim = heads
     query = torch.randn(1, queries, tokens, head_dim, dtype=dtype, device=device)
     key, value = torch.randn(2, 1, kv_heads, tokens, head_dim, dtype=dtype, device=device)
-    found = {}
+    seconds = {}
     for kernel in _KERNELS[: None if device.type == "cpu" else -1]:
         with sdpa_kernel(kernel):
             run = lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)  # noqa: E731
@@ -161,9 +161,9 @@ def _attention_s(
                 run()
             except RuntimeError:  # a kernel that this card or this processor has not
                 continue
-            found[kernel.name] = _each_s([run] * 4, device, repeats)
-    name = min(found, key=found.__getitem__)
-    return name, found[name]
+            seconds[kernel.name] = _each_s([run] * 4, device, repeats)
+    name = min(seconds, key=seconds.__getitem__)
+    return name, seconds[name]
 
 
 def _each_s(runs: Sequence[Callable[[], object]], device: torch.device, repeats: int) -> float:
@@ -192,22 +192,24 @@ def _each_s(runs: Sequence[Callable[[], object]], device: torch.device, repeats:
 
 
 def operators_here_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """How far the published times are above or below those here, in %: the median of the absolute values, the 90th
-    percentile, the worst and the mean, by what was computed."""
+    """Summarize the difference of the published times from those here, in %: the median of the absolute values, the
+    90th percentile, the worst and the mean, by what was computed."""
     summary = Summary()
-    for what, timed_here in frame_of(rows).groupby("what", sort=False):
+    for operation, timed_here in frame_of(rows).groupby("what", sort=False):
         off = 100 * (timed_here.published_us / timed_here.here_us - 1)
-        where = {"case": what, "costs": OPERATORS, "than": GPU_HERE}
-        add_errors(summary, "off_pct", off, "median", **where)
-        summary.add("off_pct", {"value": off.abs().max(), "n": len(off), "unit": "%"}, **where, across="worst")
+        labels = {"case": operation, "costs": OPERATORS, "than": GPU_HERE}
+        add_errors(summary, "off_pct", off, "median", **labels)
+        summary.add("off_pct", {"value": off.abs().max(), "n": len(off), "unit": "%"}, **labels, across="worst")
     return summary
 
 
 def operators_rows(result: Result) -> Table:
     """A line for each kind of operator: how many were timed, and how far the published times are off."""
-    for what in distinct(result.rows, "what"):
-        where = {"case": what, "costs": OPERATORS, "than": GPU_HERE}
-        of = {name: result.summary.of("off_pct", **where, across=name) for name in ("median", "p90", "mean", "worst")}
-        line = {"computed": what, "n": of["median"]["n"], "median, %": interval(of["median"], 0)}
-        line |= {"p90, %": f"{of['p90']['value']:.0f}", "worst, %": f"{of['worst']['value']:.0f}"}
-        yield line | {"mean, %": f"{of['mean']['value']:+.0f}"}
+    for operation in distinct(result.rows, "what"):
+        labels = {"case": operation, "costs": OPERATORS, "than": GPU_HERE}
+        entries = {
+            name: result.summary.of("off_pct", **labels, across=name) for name in ("median", "p90", "mean", "worst")
+        }
+        line = {"computed": operation, "n": entries["median"]["n"], "median, %": interval(entries["median"], 0)}
+        line |= {"p90, %": f"{entries['p90']['value']:.0f}", "worst, %": f"{entries['worst']['value']:.0f}"}
+        yield line | {"mean, %": f"{entries['mean']['value']:+.0f}"}

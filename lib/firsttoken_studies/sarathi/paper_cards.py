@@ -114,17 +114,17 @@ def objective_sweep(profile: Profile) -> Outcome:
 def sweep_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Capacity by line and bound, and Sarathi's over the best batch of prefill first on the same draws."""
     summary = Summary()
-    for (case, bound), here in frame_of(rows).groupby(["case", "bound_ms"], sort=False):
-        where = {"case": case, "objective": f"{bound} ms"}
-        lines = here.groupby(["scheduler", "batch"], sort=False).requests_per_s
+    for (case, bound), case_rows in frame_of(rows).groupby(["case", "bound_ms"], sort=False):
+        labels = {"case": case, "objective": f"{bound} ms"}
+        lines = case_rows.groupby(["scheduler", "batch"], sort=False).requests_per_s
         for (name, batch), rates in lines:
             entry = bootstrap(rates).summary("requests/s")
-            summary.add("capacity_requests_per_s", entry, **place_of(name), **where, requests=batch)
+            summary.add("capacity_requests_per_s", entry, **place_of(name), **labels, requests=batch)
         best = max((rates for (name, _), rates in lines if name == BASE), key=np.mean)
         for (name, _), rates in lines:
             if name != BASE and best.min() > 0:
                 ratio = ratio_of_means(rates, best).summary("x")
-                summary.add("capacity_x", ratio, **place_of(name), **where, than=BEST_BATCH)
+                summary.add("capacity_x", ratio, **place_of(name), **labels, than=BEST_BATCH)
     return summary
 
 
@@ -174,34 +174,34 @@ def fixed_load(profile: Profile) -> Outcome:
         lengths, rate = _load(load)
         bench = bench_of(hardware, lengths, config.requests, config.batch, _FIRST_RATE)
         served, _ = bench.serve(Policy.named(scheduler), Objective(1.0), seed, rate)
-        where = {"case": f"{_named(hardware)}, {lengths}, {rate:g} requests/s", "lengths": lengths, "rate": rate}
-        rows.append(where | {"seed": seed, "scheduler": scheduler} | served.as_dict())
+        labels = {"case": f"{_named(hardware)}, {lengths}, {rate:g} requests/s", "lengths": lengths, "rate": rate}
+        rows.append(labels | {"seed": seed, "scheduler": scheduler} | served.as_dict())
     return Outcome(rows, provenance={"kind": KIND, "costs": tables_from()})
 
 
 def load_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """The median TTFT and the P99 time between tokens by load and scheduler, over the draws."""
     summary, times = Summary(), {name: (name, "mean", "s") for name in ("ttft_p50_s", "tbt_p99_s")}
-    for (case, name), here in frame_of(rows).groupby(["case", "scheduler"], sort=False):
-        summary.by(here, {}, times, **place_of(name), case=case)
+    for (case, name), case_rows in frame_of(rows).groupby(["case", "scheduler"], sort=False):
+        summary.by(case_rows, {}, times, **place_of(name), case=case)
     return summary
 
 
 def capacity_by_bound(recorded: Result | None, now: Result) -> Figure:
     """Capacity over the bound on the P99 between tokens, a line a scheduler and batch; the paper's factor as a bar."""
-    drawn = over(recorded, now)
-    rows = [row for one in drawn for row in one.result.rows]
+    results = over(recorded, now)
+    rows = [row for shown in results for row in shown.result.rows]
     cases, ticks = distinct(rows, "case"), sorted(distinct(rows, "bound_ms"))
     fig, axes = panels(1, len(cases), figsize=(9, 4.9), squeeze=False)
     for ax, case in zip(axes[0], cases, strict=True):
-        for one in drawn:
-            here = rows_where(one.result.rows, case=case)
-            bounds = sorted(distinct(here, "bound_ms"))
-            for name, batch in _lines(here):
-                found = one.result.summary
-                where = [place_of(name) | {"case": case, "objective": f"{bound} ms"} for bound in bounds]
-                entries = [found.get("capacity_requests_per_s", **place, requests=batch) for place in where]
-                one.line(ax, bounds, entries, look_of(name), linestyle=_dashes(rows, name, batch))
+        for shown in results:
+            case_rows = rows_where(shown.result.rows, case=case)
+            bounds = sorted(distinct(case_rows, "bound_ms"))
+            for name, batch in _lines(case_rows):
+                summary = shown.result.summary
+                label_list = [place_of(name) | {"case": case, "objective": f"{bound} ms"} for bound in bounds]
+                entries = [summary.get("capacity_requests_per_s", **labels, requests=batch) for labels in label_list]
+                shown.line(ax, bounds, entries, look_of(name), linestyle=_dashes(rows, name, batch))
         _paper_factor(ax, case, (recorded or now).summary)
         ax.set(xscale="log", yscale="log", title=case, xlabel="bound on the P99 between tokens, ms")
         log_ticks(ax.yaxis)
@@ -214,7 +214,7 @@ def capacity_by_bound(recorded: Result | None, now: Result) -> Figure:
         axes[0][0].plot([], [], color=look.colour, marker=look.marker or None, linestyle=dashes, label=label)
     axes[0][0].plot([], [], **PAPER_BAR, label="the paper's factor")
     fig.suptitle(_sweep_message((recorded or now).summary))
-    legend(fig, axes[0][0], drawn, "capacity_requests_per_s", size="small")
+    legend(fig, axes[0][0], results, "capacity_requests_per_s", size="small")
     return fig
 
 
@@ -242,7 +242,7 @@ def _lines(rows: Rows) -> list[tuple[str, int]]:
 
 
 def _dashes(rows: Rows, name: str, batch: int) -> str:
-    """Each batch or budget of the same kind of scheduler has dashes of its own."""
+    """Return the dashes of a line: each batch or budget of the same kind of scheduler has its own."""
     kind = name.partition(" ")[0]
     same = [line for line in _lines(rows) if line[0].partition(" ")[0] == kind]
     return _DASHES[same.index((name, batch)) % len(_DASHES)]
@@ -259,12 +259,12 @@ def _paper_factor(ax: Any, case: str, summary: Summary) -> None:
 def sweep_rows(result: Result) -> Table:
     """A line a case and bound: the capacity of each scheduler and batch, and each Sarathi's over the best batch."""
     for case, bound in product(distinct(result.rows, "case"), distinct(result.rows, "bound_ms")):
-        where = {"case": case, "objective": f"{bound} ms"}
+        labels = {"case": case, "objective": f"{bound} ms"}
         line: dict[str, Any] = {"case": f"{case}, {bound} ms"}
         for name, batch in _lines(result.rows):
-            entry = result.summary.get("capacity_requests_per_s", **place_of(name), **where, requests=batch)
+            entry = result.summary.get("capacity_requests_per_s", **place_of(name), **labels, requests=batch)
             line[f"{told(name)}, {batch} at once"] = interval(entry, 2)
-            ratio = result.summary.get("capacity_x", **place_of(name), **where, than=BEST_BATCH)
+            ratio = result.summary.get("capacity_x", **place_of(name), **labels, than=BEST_BATCH)
             if name != BASE:
                 line[f"{told(name)} over the best batch"] = interval(ratio, 2)
         yield line
@@ -272,20 +272,20 @@ def sweep_rows(result: Result) -> Table:
 
 def times_by_load(recorded: Result | None, now: Result) -> Figure:
     """The median TTFT and the P99 time between tokens by load and scheduler, with the paper's values."""
-    drawn = over(recorded, now)
-    rows = [row for one in drawn for row in one.result.rows]
+    results = over(recorded, now)
+    rows = [row for result_drawn in results for row in result_drawn.result.rows]
     cases, names = distinct(rows, "case"), distinct(rows, "scheduler")
     fig, axes = panels(1, 2, figsize=(9, 0.62 * len(cases) + 2.4), sharey=True)
     shown = {"ttft_p50_s": "median time to first token, s", "tbt_p99_s": "P99 time between tokens, s"}
     for column, (ax, (measure, label)) in enumerate(zip(axes, shown.items(), strict=True)):
-        for (place, case), (line, name) in product(enumerate(cases), enumerate(names)):
-            at = place + 0.17 * (line - (len(names) - 1) / 2)
-            for one in drawn:
-                entry = one.result.summary.get(measure, **place_of(name), case=case)
-                one.point(ax, at + one.shift / 4, entry, look_of(name), along="x")
+        for (case_index, case), (line, name) in product(enumerate(cases), enumerate(names)):
+            position = case_index + 0.17 * (line - (len(names) - 1) / 2)
+            for result_drawn in results:
+                entry = result_drawn.result.summary.get(measure, **place_of(name), case=case)
+                result_drawn.point(ax, position + result_drawn.shift / 4, entry, look_of(name), along="x")
             paper = PAPER_LOADS.get(case, {}).get(name, (None, None))[column]
             if paper is not None:
-                ax.plot(paper, at, "|", ms=15, mew=4, color=COLOURS["paper"], alpha=0.6, zorder=1)
+                ax.plot(paper, position, "|", ms=15, mew=4, color=COLOURS["paper"], alpha=0.6, zorder=1)
         ax.set(xscale="log", xlabel=f"{label} (simulated)")
         log_ticks(ax.xaxis)
     axes[0].set_yticks(range(len(cases)), [_short(case) for case in cases])
@@ -293,20 +293,22 @@ def times_by_load(recorded: Result | None, now: Result) -> Figure:
     name_schedulers(axes[0], names)
     axes[0].plot([], [], "|", ms=12, mew=4, color=COLOURS["paper"], alpha=0.6, label="paper (Table 4)")
     fig.suptitle(_load_message((recorded or now).summary, cases))
-    legend(fig, axes[0], drawn, "tbt_p99_s", size="small")
+    legend(fig, axes[0], results, "tbt_p99_s", size="small")
     return fig
 
 
 def _load_message(summary: Summary, cases: Sequence[str]) -> str:
-    """How much longer the tail of whole prompts beside decodes is than that of chunks, by load."""
-    found = []
+    """Say by load how much longer the tail of whole prompts beside decodes is than that of chunks."""
+    ratios = []
     for case in cases:
         chunks = summary.all("tbt_p99_s", scheduler="sarathi", case=case)
-        whole = summary.get("tbt_p99_s", scheduler="hybrid_only", case=case)
-        found += [whole["value"] / entry["value"] for entry in chunks if whole]
-    if not found:
+        unchunked = summary.get("tbt_p99_s", scheduler="hybrid_only", case=case)
+        ratios += [unchunked["value"] / entry["value"] for entry in chunks if unchunked]
+    if not ratios:
         return "Time to first token and between tokens at one load"
-    return f"With whole prompts the longest waits between tokens are {min(found):.1f} to {max(found):.1f} times as long"
+    return (
+        f"With whole prompts the longest waits between tokens are {min(ratios):.1f} to {max(ratios):.1f} times as long"
+    )
 
 
 def _short(case: str) -> str:

@@ -83,10 +83,10 @@ def pipeline_bubbles(profile: Profile) -> Outcome:
     rows: Rows = []
     for seed in track(range(profile.seed, profile.seed + config.seeds), desc="pipeline"):
         items = with_arrivals(workload(pairs, config.requests, seed, 1.0), Arrivals())  # all at once
-        found = {WHOLE: _ran(config, hardware, costs, items, "hybrid_only")}
-        found[SIZE] = _ran(config, hardware, costs, items, "sarathi")
-        found[TIME] = _ran(config, hardware, costs, items, equal_time(costs, found[SIZE]["step_s"]))
-        rows += [{"seed": seed, "chunks": chunks} | row for chunks, row in found.items()]
+        runs = {WHOLE: _ran(config, hardware, costs, items, "hybrid_only")}
+        runs[SIZE] = _ran(config, hardware, costs, items, "sarathi")
+        runs[TIME] = _ran(config, hardware, costs, items, equal_time(costs, runs[SIZE]["step_s"]))
+        rows += [{"seed": seed, "chunks": chunks} | row for chunks, row in runs.items()]
     return Outcome(rows, provenance=hardware.provenance(costs))
 
 
@@ -111,10 +111,10 @@ def pipeline_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Bubbles and variation of the steps by kind of chunks; bubbles and makespan over those of equal size, by seed."""
     summary, equal = Summary(), frame_of(rows, chunks=SIZE)
     for kind in (WHOLE, SIZE, TIME):
-        here = frame_of(rows, chunks=kind)
+        kind_rows = frame_of(rows, chunks=kind)
         alone = {"bubbles_pct": ("bubbles", "mean", "%", 100), "step_cv": ("step_cv", "mean", "")}
-        summary.by(here, {"variant": "chunks"}, alone)
+        summary.by(kind_rows, {"variant": "chunks"}, alone)
         for measure, column in (("bubbles_x", "bubbles"), ("makespan_x", "makespan_s")) if kind != SIZE else ():
-            over = ratio_of_means(here[column], equal[column]).summary("x")
-            summary.add(measure, over, variant=kind, than=SIZE)
+            ratio = ratio_of_means(kind_rows[column], equal[column]).summary("x")
+            summary.add(measure, ratio, variant=kind, than=SIZE)
     return summary

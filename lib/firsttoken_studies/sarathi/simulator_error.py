@@ -73,8 +73,9 @@ class VllmRun:
 
 @dataclass(frozen=True)
 class ErrorConfig(VllmRun):
-    """Its scheduler fills a step with decodes and then with chunks, as Sarathi's; who is preempted recomputes, from
-    what is left of its own blocks, which prefix caching keeps as long as nobody needs them. It had ``blocks``."""
+    """A run of vLLM with ``blocks`` KV blocks. Its scheduler fills a step with decodes and then with chunks, as
+    Sarathi's; a preempted request recomputes, from what is left of its own blocks, which prefix caching keeps as long
+    as nobody needs them."""
 
     blocks: int
 
@@ -153,13 +154,13 @@ def split_costs(config: TwoCardsConfig) -> tuple[dict[str, Costs], int]:
     shape, tables = SHAPES[config.model], OperatorTables.read(config.card)
     operators = OperatorCosts.of(tables, shape, config.gpus)
     share = ProfiledCosts.read(downloaded(config.share), shape.layers)
-    whole = ProfiledCosts.read(downloaded(config.whole), shape.layers)
+    first_card = ProfiledCosts.read(downloaded(config.whole), shape.layers)
     link = 1e9 * config.link_gbyte_s, 1e-6 * config.link_latency_us
     costs: dict[str, Costs] = {
         EXCHANGED: ExchangingCosts.of(share, tables, shape, config.gpus),
         SHARE: share,
         LINKED: ExchangingCosts.over_link(share, shape, config.gpus, *link),
-        SCALED: ScaledProfile(whole, OperatorCosts.of(tables, shape), operators),
+        SCALED: ScaledProfile(first_card, OperatorCosts.of(tables, shape), operators),
         OPERATORS: operators,
     }
     return costs, operators.blocks
@@ -202,7 +203,7 @@ def read_requests(path: Path) -> list[dict[str, float]]:
 
     Raises CorpusError naming file, line and mend for a line that is no such object, or whose times run backwards.
     """
-    found = []
+    requests = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -214,10 +215,10 @@ def read_requests(path: Path) -> list[dict[str, float]]:
             raise CorpusError(f"{path}, line {line}: is no request with {', '.join(FIELDS)}; bring it again") from error
         if not row["queued_ts"] <= row["first_token_ts"] <= row["last_token_ts"] or min(row.values()) < 0:
             raise CorpusError(f"{path}, line {line}: its times run backwards; bring it again")
-        found.append(row)
-    if not found:
+        requests.append(row)
+    if not requests:
         raise CorpusError(f"{path}: holds no request; bring it again")
-    return sorted(found, key=lambda row: row["queued_ts"])
+    return sorted(requests, key=lambda row: row["queued_ts"])
 
 
 def measured(row: Mapping[str, float]) -> dict[str, float]:
@@ -250,42 +251,42 @@ def error_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
 
 
 def second_card_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """How far each of ``SECOND`` is off, in % of vLLM's, as :func:`off_summary` has it."""
+    """Summarize the error of each of ``SECOND``, in % of vLLM's, as :func:`off_summary` has it."""
     return off_summary(rows, SECOND)
 
 
 def two_cards_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """How far each of ``SPLIT`` is off, in % of vLLM's, as :func:`off_summary` has it."""
+    """Summarize the error of each of ``SPLIT``, in % of vLLM's, as :func:`off_summary` has it."""
     return off_summary(rows, SPLIT)
 
 
 def off_summary(rows: Rows, runs: Sequence[str]) -> Summary:
-    """How far each of ``runs`` is off, in % of vLLM's: mean, median and P99 of each time, and the worst of all and of
-    those that do not wait for a place."""
+    """Summarize the error of each of ``runs``, in % of vLLM's: mean, median and P99 of each time, and the worst of all
+    and of those that do not wait for a place."""
     summary = Summary()
     for run in runs:
-        where, off = {"costs": run, "than": VLLM}, off_pct(rows, run)
+        labels, off = {"costs": run, "than": VLLM}, off_pct(rows, run)
         for measure, entry in off.items():
-            summary.add(measure, entry, **where)
-        summary.add("off_pct", worst(off.values()), **where, across="worst")
+            summary.add(measure, entry, **labels)
+        summary.add("off_pct", worst(off.values()), **labels, across="worst")
         tpot = [off[f"tpot_{name}_off_pct"] for name in QUANTILES]
-        summary.add("tpot_off_pct", worst(tpot), **where, across="worst")
+        summary.add("tpot_off_pct", worst(tpot), **labels, across="worst")
     return summary
 
 
 def off_pct(rows: Rows, run: str) -> dict[str, Entry]:
-    """How far ``run`` is off, in % of vLLM's, by measure: each of ``QUANTILES`` of each of ``METRICS``."""
+    """Return the error of ``run``, in % of vLLM's, by measure: each of ``QUANTILES`` of each of ``METRICS``."""
     ours, real = frame_of(rows, run=run), frame_of(rows, run=VLLM)
-    found = {}
+    deviations = {}
     for metric, (name, made) in product(METRICS, QUANTILES.items()):
-        mine, theirs = (float(made(times[f"{metric}_s"].to_numpy())) for times in (ours, real))
-        found[f"{metric}_{name}_off_pct"] = {"value": 100 * (mine / theirs - 1), "n": len(real), "unit": "%"}
-    return found
+        simulated, theirs = (float(made(times[f"{metric}_s"].to_numpy())) for times in (ours, real))
+        deviations[f"{metric}_{name}_off_pct"] = {"value": 100 * (simulated / theirs - 1), "n": len(real), "unit": "%"}
+    return deviations
 
 
 def worst(off: Iterable[Entry]) -> Entry:
     """The entry that is farthest from 0, without its sign."""
-    entry = max(off, key=lambda one: abs(one["value"]))
+    entry = max(off, key=lambda entry_off: abs(entry_off["value"]))
     return entry | {"value": abs(entry["value"])}
 
 

@@ -79,8 +79,8 @@ def _write(folder: Path) -> None:
     _page(folder / "capacity.html", "notebook.html.j2", {"title": "Serving capacity", "body": capacity}, notebooks)
     entries = load_index(paths.INDEX)
     named = sorted({name for entry in entries for name in entry.figures})
-    drawn = {name for name in named if _copied(paths.FIGURES / f"{name}.png", folder)}
-    content = {"title": "Where each figure, table and algorithm of the reports is", "entries": entries, "drawn": drawn}
+    copied = {name for name in named if _copied(paths.FIGURES / f"{name}.png", folder)}
+    content = {"title": "Where each figure, table and algorithm of the reports is", "entries": entries, "drawn": copied}
     _page(folder / "reports.html", "reports.html.j2", content, notebooks)
     write_text(folder / "formulas.js", tricks_page.formulas())
     runs = recorded_runs.recorded_runs(recorded, ledger.machine())
@@ -93,7 +93,10 @@ def _write(folder: Path) -> None:
     content["close"] = {"factor": recorded_runs.CLOSE, "share": recorded_runs.CLOSE_SHARE}
     _page(folder / "tricks.html", "tricks.html.j2", content, notebooks)
     judged = judge_record(ledger.claims(), recorded, ledger.machine(), ledger.log())
-    rows = [{"judged": one, "told": told(one.claim), "ground": one.claim.stands_on} for one in judged]
+    rows = [
+        {"judged": judgement, "told": told(judgement.claim), "ground": judgement.claim.stands_on}
+        for judgement in judged
+    ]
     _page(folder / "claims.html", "claims.html.j2", {"title": "Claims", "rows": rows}, notebooks)
 
 
@@ -160,27 +163,28 @@ class NotebookPage:
 
     @property
     def name(self) -> str:
-        """The file of its page."""
+        """Return the file name of the notebook's page."""
         return f"{self.path.stem}.html"
 
 
 def described(path: Path) -> NotebookPage:
-    """What the index says of the notebook at ``path``: the box at its head, else the sentence in bold behind it."""
+    """Return the notebook at ``path`` for the index; its finding is the box at its head, else the sentence in bold
+    behind it."""
     words = "\n".join(
         "".join(cell["source"]) for cell in read_notebook(path)["cells"][:2] if cell["cell_type"] == "markdown"
     )
     box = re.search(r"^> (?:\*\*[^*]+\*\* )?(.+)$", words, re.MULTILINE)
     claim = re.search(r"^\*\*[^*]+\*\* (.+)$", words, re.MULTILINE)
-    told = box or claim
+    match = box or claim
     minutes = _TIME.search(words)
     title = notebook_title(path).partition("·")[2].strip() or notebook_title(path)
-    said = plain(told.group(1)) if told else ""
-    return NotebookPage(path, path.name[:2], title, said, minutes.group(1).strip() if minutes else "")
+    description = plain(match.group(1)) if match else ""
+    return NotebookPage(path, path.name[:2], title, description, minutes.group(1).strip() if minutes else "")
 
 
 def plain(markdown: str) -> str:
     """Text without the marks of markdown."""
-    return " ".join(_MARKS.sub(lambda found: found.group(1) or "", markdown).split())
+    return " ".join(_MARKS.sub(lambda match: match.group(1) or "", markdown).split())
 
 
 def body(path: Path) -> str:
@@ -190,15 +194,15 @@ def body(path: Path) -> str:
     from traitlets.config import Config
 
     content = deepcopy(read_notebook(path))
-    said = notebook_title(path)
+    description = notebook_title(path)
     for cell in content["cells"]:
         if cell["cell_type"] == "markdown":
             text = "".join(cell["source"])
-            said = plain(_DISPLAY.sub("", text))[:300].replace('"', "'") or said
+            description = plain(_DISPLAY.sub("", text))[:300].replace('"', "'") or description
             cell["source"] = _with_equations(text)
         for output in cell.get("outputs", ()):
             if "image/png" in output.get("data", {}):
-                output.setdefault("metadata", {}).setdefault("image/png", {})["alt"] = said
+                output.setdefault("metadata", {}).setdefault("image/png", {})["alt"] = description
     exporter = HTMLExporter(template_name="basic", config=Config({"HTMLExporter": {"sanitize_html": False}}))
     exporter.exclude_input_prompt = exporter.exclude_output_prompt = exporter.exclude_anchor_links = True
     made, _ = exporter.from_notebook_node(nbformat.reads(json.dumps(content), as_version=4))
@@ -214,9 +218,9 @@ def _with_name(heading: re.Match[str]) -> str:
 def _with_equations(text: str) -> str:
     """Markdown whose equations are MathML, but for what looks like one in code."""
     parts = _CODE.split(text)
-    for at in range(0, len(parts), 2):
-        shown = _DISPLAY.sub(lambda found: _mathml(found.group(1), "block"), parts[at])
-        parts[at] = _INLINE.sub(lambda found: _mathml(found.group(1), "inline"), shown)
+    for index in range(0, len(parts), 2):
+        shown = _DISPLAY.sub(lambda match: _mathml(match.group(1), "block"), parts[index])
+        parts[index] = _INLINE.sub(lambda match: _mathml(match.group(1), "inline"), shown)
     return "".join(parts)
 
 
@@ -229,18 +233,18 @@ def _mathml(latex: str, display: str) -> str:
 def with_links(html: str, pages: dict[str, str]) -> str:
     """``html`` whose relative links lead to other ``pages`` (by the name of their source), or are words without one."""
 
-    def led(found: re.Match[str]) -> str:
-        target, place, words = found.groups()
+    def led(match: re.Match[str]) -> str:
+        target, fragment, words = match.groups()
         page = pages.get(Path(target).name)
-        return f'<a href="{page}{place or ""}">{words}</a>' if page else words
+        return f'<a href="{page}{fragment or ""}">{words}</a>' if page else words
 
     return _LINK.sub(led, html)
 
 
 def thumbnail(path: Path, figures: Path) -> Path | None:
     """The first figure of a notebook, as its name has it; None where it draws none."""
-    found: list[Any] = []
+    names: list[Any] = []
     for cell in read_notebook(path)["cells"]:
-        found += re.findall(r'plot\.save\(\w+, "([\w-]+)"', "".join(cell["source"]))
-    there = (figures / f"{name}.png" for name in found)
-    return next((figure for figure in there if figure.exists()), None)
+        names += re.findall(r'plot\.save\(\w+, "([\w-]+)"', "".join(cell["source"]))
+    candidates = (figures / f"{name}.png" for name in names)
+    return next((figure for figure in candidates if figure.exists()), None)

@@ -51,8 +51,11 @@ def asked_by(idea: str) -> list[str]:
 
 def ranges(runs: Sequence[IdeaRun], idea: str) -> dict[str, tuple[float, float]]:
     """Return from where to where each slider of ``idea`` was measured."""
-    mine = [run.at for run in runs if run.idea == idea]
-    return {name: (min(at[name] for at in mine), max(at[name] for at in mine)) for name in asked_by(idea)}
+    settings = [run.at for run in runs if run.idea == idea]
+    return {
+        name: (min(setting[name] for setting in settings), max(setting[name] for setting in settings))
+        for name in asked_by(idea)
+    }
 
 
 def recorded_runs(results: Sequence[Result], machine: str) -> list[IdeaRun]:
@@ -77,22 +80,28 @@ def recorded_runs(results: Sequence[Result], machine: str) -> list[IdeaRun]:
 
 def script(runs: Sequence[IdeaRun]) -> str:
     """The runs and their ranges as JavaScript."""
-    told = {
+    content = {
         "CLOSE": CLOSE,
         "CLOSE_SHARE": CLOSE_SHARE,
         "RUNS": {idea: [_told(run) for run in runs if run.idea == idea] for idea in tricks.IDEAS},
         "RANGES": {idea: ranges(runs, idea) for idea in tricks.IDEAS},
     }
-    lines = [f"const {name} = {json.dumps(value)};" for name, value in told.items()]
+    lines = [f"const {name} = {json.dumps(value)};" for name, value in content.items()]
     return "// Made by `firsttoken site` from data/results; do not edit.\n" + "\n".join(lines) + "\n"
 
 
 def _run(
-    idea: str, notebook: str, result: Result, at: Mapping[str, float], without: Rows, mine: Rows, seconds: str
+    idea: str,
+    notebook: str,
+    result: Result,
+    setting: Mapping[str, float],
+    without: Rows,
+    with_trick: Rows,
+    seconds: str,
 ) -> IdeaRun:
-    """The medians of the column ``seconds`` of rows without the idea and of ``mine``, with it."""
-    medians = (median(row[seconds] for row in rows) for rows in (without, mine))
-    return IdeaRun(idea, notebook, result.slug, at, *medians, min(len(without), len(mine)))
+    """The medians of the column ``seconds`` of rows without the idea and of ``with_trick``, with it."""
+    medians = (median(row[seconds] for row in rows) for rows in (without, with_trick))
+    return IdeaRun(idea, notebook, result.slug, setting, *medians, min(len(without), len(with_trick)))
 
 
 def _told(run: IdeaRun) -> dict[str, Any]:
@@ -108,9 +117,9 @@ def _told(run: IdeaRun) -> dict[str, Any]:
 
 def _prompt_of(borrowed: Result, starts: Result) -> int:
     """Tokens of the prompt of the cold starts, which note none; it is that of the borrowing ones, which do."""
-    asked = {borrowed.parameters["borrowed"]["questions"], starts.parameters["coldstart"]["questions"]}
+    question_counts = {borrowed.parameters["borrowed"]["questions"], starts.parameters["coldstart"]["questions"]}
     tokens = {row["prompt_tokens"] for row in borrowed.rows if row.get("what") == "start"}
-    if len(asked) > 1 or len(tokens) > 1:
+    if len(question_counts) > 1 or len(tokens) > 1:
         raise FirstTokenError("cold_start and borrowed_start had other prompts: record both again from one revision")
     return tokens.pop()
 
@@ -139,17 +148,17 @@ def _shapes(result: Result) -> list[IdeaRun]:
 
 
 def _start(result: Result, rows: Rows, prompt_tokens: int) -> IdeaRun:
-    whole, progressive = rows_where(rows, variant="whole_streamed"), rows_where(rows, variant="progressive")
+    whole_rows, progressive = rows_where(rows, variant="whole_streamed"), rows_where(rows, variant="progressive")
     read_s = min(row["load_s"] for row in rows if row["variant"] in ("read", "whole_streamed"))
-    weights = whole[0]["bytes"]
-    at = {
+    weights = whole_rows[0]["bytes"]
+    setting = {
         "weights_gb": weights / 1e9,
         "prompt_tokens": prompt_tokens,
         "link_gbit_per_s": weights * 8 / 1e9 / read_s,
-        "tflop_per_s": _tflop_per_s(weights / 1e9, prompt_tokens, min(row["prefill_warm_s"] for row in whole)),
+        "tflop_per_s": _tflop_per_s(weights / 1e9, prompt_tokens, min(row["prefill_warm_s"] for row in whole_rows)),
         "deferred_share": 1 - progressive[0]["bytes"] / weights,
     }
-    return _run("ProgressiveServe", "13", result, at, whole, progressive, "ttft_request_s")
+    return _run("ProgressiveServe", "13", result, setting, whole_rows, progressive, "ttft_request_s")
 
 
 def _borrowed(result: Result, stalls: Result) -> Iterator[IdeaRun]:
@@ -158,18 +167,18 @@ def _borrowed(result: Result, stalls: Result) -> Iterator[IdeaRun]:
     weights_gb = _weights_gb(result)
     places = dict.fromkeys((row["gbit_per_s"], row["rtt_ms"]) for row in rows_where(starts, variant="borrowed"))
     for gbit_per_s, rtt_ms in places:
-        whole = rows_where(starts, variant="whole", gbit_per_s=gbit_per_s)
-        mine = rows_where(starts, variant="borrowed", gbit_per_s=gbit_per_s, rtt_ms=rtt_ms)
-        at = {
+        whole_rows = rows_where(starts, variant="whole", gbit_per_s=gbit_per_s)
+        borrowed_rows = rows_where(starts, variant="borrowed", gbit_per_s=gbit_per_s, rtt_ms=rtt_ms)
+        setting = {
             "weights_gb": weights_gb,
             "hidden_kib_per_token": config.hidden_size * 4 / 1024,  # they travel in float32
-            "prompt_tokens": mine[0]["prompt_tokens"],
+            "prompt_tokens": borrowed_rows[0]["prompt_tokens"],
             "link_gbit_per_s": gbit_per_s,
             "tflop_per_s": _stalled_rate(stalls, weights_gb),
             "servers": 1,
             "round_trip_ms": rtt_ms,
         }
-        yield _run("PETALS", "56", result, at, whole, mine, "ttft_request_s")
+        yield _run("PETALS", "56", result, setting, whole_rows, borrowed_rows, "ttft_request_s")
 
 
 def _reuse(result: Result, weights_gb: float) -> Iterator[IdeaRun]:
@@ -182,18 +191,18 @@ def _reuse(result: Result, weights_gb: float) -> Iterator[IdeaRun]:
         *(row["compute_s"] / share for row in rows_where(result.rows, schedule="pipelined")),
     )
     for gbit_per_s in distinct(result.rows, "gbit_per_s"):
-        here = rows_where(result.rows, gbit_per_s=gbit_per_s)
-        whole, mine = (rows_where(here, schedule=name) for name in ("recompute", "pipelined"))
-        at = {
+        rows_at_rate = rows_where(result.rows, gbit_per_s=gbit_per_s)
+        recomputed, pipelined = (rows_where(rows_at_rate, schedule=name) for name in ("recompute", "pipelined"))
+        setting = {
             "weights_gb": weights_gb,
-            "kv_kib_per_token": mine[0]["kv_token_bytes"] * layers / 1024,
-            "hidden_kib_per_token": mine[0]["edge_token_bytes"] / 1024,
+            "kv_kib_per_token": pipelined[0]["kv_token_bytes"] * layers / 1024,
+            "hidden_kib_per_token": pipelined[0]["edge_token_bytes"] / 1024,
             "prompt_tokens": tokens,
             "link_gbit_per_s": gbit_per_s,
             "tflop_per_s": _tflop_per_s(weights_gb, tokens, computed_s),
             "group_share": share,
         }
-        yield _run("DroidSpeak", "32", result, at, whole, mine, "ttft_s")
+        yield _run("DroidSpeak", "32", result, setting, recomputed, pipelined, "ttft_s")
 
 
 def _swaps(result: Result, weights_gb: float) -> list[IdeaRun]:
@@ -203,12 +212,12 @@ def _swaps(result: Result, weights_gb: float) -> list[IdeaRun]:
     rate = max(row["bytes"] / row["ms"] for row in rows_where(result.rows, what="memcpy")) / 1e6  # GB/s
     copied, again, us_per_copy = {}, {}, {}
     for tokens in sorted(distinct(swaps, "tokens")):
-        mine = rows_where(swaps, tokens=tokens)
-        copied[tokens] = median(row["out_ms"] + row["in_ms"] for row in mine) / 1e3
+        swaps_of_length = rows_where(swaps, tokens=tokens)
+        copied[tokens] = median(row["out_ms"] + row["in_ms"] for row in swaps_of_length) / 1e3
         again[tokens] = median(row["ms"] for row in rows_where(result.rows, what="recompute", tokens=tokens)) / 1e3
-        moved_s = 2 * mine[0]["bytes"] / (rate * 1e9)
-        us_per_copy[tokens] = (copied[tokens] - moved_s) / (2 * mine[0]["copies"]) * 1e6
-    at = {
+        moved_s = 2 * swaps_of_length[0]["bytes"] / (rate * 1e9)
+        us_per_copy[tokens] = (copied[tokens] - moved_s) / (2 * swaps_of_length[0]["copies"]) * 1e6
+    setting = {
         "weights_gb": weights_gb,
         "layers": layers,
         "kv_kib_per_token": swaps[0]["bytes"] / swaps[0]["tokens"] / 1024,
@@ -218,7 +227,7 @@ def _swaps(result: Result, weights_gb: float) -> list[IdeaRun]:
     }
     n = len(distinct(swaps, "repeat"))
     return [
-        IdeaRun("CPS", "21", result.slug, at | {"prompt_tokens": tokens}, seconds, min(seconds, again[tokens]), n)
+        IdeaRun("CPS", "21", result.slug, setting | {"prompt_tokens": tokens}, seconds, min(seconds, again[tokens]), n)
         for tokens, seconds in copied.items()
     ]
 
@@ -229,14 +238,16 @@ def _stalls(result: Result, weights_gb: float) -> IdeaRun:
     chunk = next(int(name.split()[1]) for name in settings["schedulers"] if name.startswith("sarathi "))
     gap = result.summary.of
     before = gap("worst_gap_ms", source="live", scheduler="prefill_first")
-    mine = gap("worst_gap_ms", source="live", scheduler="sarathi", budget_tokens=chunk)
-    at = {
+    own_gap = gap("worst_gap_ms", source="live", scheduler="sarathi", budget_tokens=chunk)
+    setting = {
         "weights_gb": weights_gb,
         "prompt_tokens": settings["prompt"],
         "tflop_per_s": _stalled_rate(result, weights_gb),
         "chunk_tokens": chunk,
     }
-    return IdeaRun("Sarathi-Serve", "40", result.slug, at, before["value"] / 1e3, mine["value"] / 1e3, mine["n"])
+    return IdeaRun(
+        "Sarathi-Serve", "40", result.slug, setting, before["value"] / 1e3, own_gap["value"] / 1e3, own_gap["n"]
+    )
 
 
 def _stalled_rate(stalls: Result, weights_gb: float) -> float:

@@ -82,7 +82,10 @@ def scene() -> tuple[SchedulerScene, str]:
     profile = load_profile("quick", **{"hardware.costs": PUBLISHED})
     config, hardware = profile.section("capacity", CapacityConfig), profile.section("hardware", Hardware)
     bench = Bench(config, hardware)
-    items = [(one.arrival_s, one.prompt_tokens, one.output_tokens) for one in bench.requests(profile.seed, RATE)]
+    items = [
+        (request.arrival_s, request.prompt_tokens, request.output_tokens)
+        for request in bench.requests(profile.seed, RATE)
+    ]
     setting = (
         f"{len(items)} requests with the lengths of ShareGPT's conversations come at {RATE:g} a second, at random "
         "moments that are the same for all schedulers. The GPU is simulated: a step takes what Sarathi-Serve's authors "
@@ -93,10 +96,12 @@ def scene() -> tuple[SchedulerScene, str]:
 
 def pyodide() -> Asset:
     """Python for the browser. Raises AssetError where it is not in the cache."""
-    (found,) = (asset for asset in load_lock(npm=True) if asset.name == "pyodide")
-    if found.missing():
-        raise AssetError(f"{found.pin} is not in the cache, and `firsttoken fetch {found.name}` brings it")
-    return found
+    (pyodide_asset,) = (asset for asset in load_lock(npm=True) if asset.name == "pyodide")
+    if pyodide_asset.missing():
+        raise AssetError(
+            f"{pyodide_asset.pin} is not in the cache, and `firsttoken fetch {pyodide_asset.name}` brings it"
+        )
+    return pyodide_asset
 
 
 def script(scene: SchedulerScene, python: Asset) -> str:

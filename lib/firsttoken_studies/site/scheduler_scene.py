@@ -33,11 +33,13 @@ class SchedulerScene:
     tbt_s: float
 
     def row(self, policy: Policy) -> dict[str, float]:
-        """What the clients saw, by column. Raises ProfileError for what the policy does wrong."""
+        """Return the times that the clients saw, by column. Raises ProfileError for what the policy does wrong."""
         with policy.judged():
             config = policy.config(Objective(self.tbt_s), self.batch)
             engine = Engine(SimulatedExecutor(BatchCosts(), self.blocks), config)
-            served = engine.serve([((0,) * prompt, Sampling(answer), at) for at, prompt, answer in self.requests])
+            served = engine.serve(
+                [((0,) * prompt, Sampling(answer), arrival_s) for arrival_s, prompt, answer in self.requests]
+            )
         firsts = [request.ttft_s for request in served]
         gaps = [later - earlier for request in served for earlier, later in pairwise(request.times_s)]
         end = max(request.times_s[-1] for request in served)

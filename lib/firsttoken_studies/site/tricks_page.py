@@ -32,22 +32,22 @@ class Slider:
 
     @property
     def value(self) -> float:
-        """The place at which it stands at first."""
+        """Return the slider's first position."""
         return self._placed(getattr(tricks.Situation(), self.name))
 
     @property
     def low(self) -> float:
-        """Its left end."""
+        """Return the slider's left end."""
         return self._placed(self.least)
 
     @property
     def high(self) -> float:
-        """Its right end."""
+        """Return the slider's right end."""
         return self._placed(self.most)
 
     @property
     def step(self) -> float:
-        """What one step adds."""
+        """Return the length of one step of the slider."""
         return round((self.high - self.low) / 200, 6)
 
     def _placed(self, value: float) -> float:
@@ -83,24 +83,31 @@ def formulas() -> str:
     return f"{exported(tricks, functions, constants)}const IDEAS = {{ {ideas} }};\n"
 
 
-def recorded(of: Callable[..., Entry]) -> list[dict[str, Any]]:
-    """What was measured with each idea over without it, beside the bound in the same setting, and the notebook.
+def recorded(entry_of: Callable[..., Entry]) -> list[dict[str, Any]]:
+    """Return the measured ratio with each idea over without it, beside the bound in the same setting, and the notebook.
 
     ``of`` gives the entry of a summary by experiment, measure and place.
     """
     start = {"link": "1gbit", "variant": "progressive"}
-    share = of("cold_start", "byte_share", **start)["value"]
-    group = of("reuse_methods", "group_layers_pct", method="DroidSpeak", across="mean", chosen_by="decoded answers")
+    share = entry_of("cold_start", "byte_share", **start)["value"]
+    group = entry_of(
+        "reuse_methods", "group_layers_pct", method="DroidSpeak", across="mean", chosen_by="decoded answers"
+    )
     gaps = [
-        of("generation_stalls", "worst_gap_ms", source="live", **where)["value"]
-        for where in ({"scheduler": "sarathi", "budget_tokens": 128}, {"scheduler": "prefill_first"})
+        entry_of("generation_stalls", "worst_gap_ms", source="live", **labels)["value"]
+        for labels in ({"scheduler": "sarathi", "budget_tokens": 128}, {"scheduler": "prefill_first"})
     ]
     borrowed = {"variant": "borrowed", "than": "whole", "gbit_per_s": 1, "rtt_ms": 5}
-    faster = of("reuse_methods", "speedup_x", method="DroidSpeak", across="mean", chosen_by="decoded answers")
+    faster = entry_of("reuse_methods", "speedup_x", method="DroidSpeak", across="mean", chosen_by="decoded answers")
     row = next(row for row in TABLE_2 if row.tokens == 2048)
     return [
-        _row("ProgressiveServe", "13", interval(of("cold_start", "ttft_x", **start, than="whole_streamed"), 2), share),
-        _row("PETALS, borrowed layers", "56", interval(of("borrowed_start", "ttft_x", **borrowed), 2), None),
+        _row(
+            "ProgressiveServe",
+            "13",
+            interval(entry_of("cold_start", "ttft_x", **start, than="whole_streamed"), 2),
+            share,
+        ),
+        _row("PETALS, borrowed layers", "56", interval(entry_of("borrowed_start", "ttft_x", **borrowed), 2), None),
         _row("DroidSpeak, without a link", "33", f"{1 / faster['value']:.2f}", group["value"] / 100),
         _row("CPS, 2,048 tokens, the paper's Table 2", "21", f"{row.recompute_ms / row.swap_ms:.2f}", None),
         _row("Sarathi-Serve", "40", f"{gaps[0] / gaps[1]:.2f}", None),
@@ -111,19 +118,19 @@ def told_ranges(runs: Sequence[IdeaRun]) -> dict[str, dict[str, str]]:
     """Return in words, by idea and title of a slider, from where to where the formula was measured."""
     by_name = {slider.name: slider for slider in SLIDERS}
     return {
-        idea: {by_name[name].title: _from_to(by_name[name], *ends) for name, ends in ranges(runs, idea).items()}
+        idea: {by_name[name].title: _from_to(by_name[name], *bounds) for name, bounds in ranges(runs, idea).items()}
         for idea in tricks.IDEAS
     }
 
 
 def _from_to(slider: Slider, least: float, most: float) -> str:
-    ends = dict.fromkeys(f"{end:.0f}" if slider.whole else f"{end:.3g}" for end in (least, most))
-    return f"{' to '.join(ends)} {slider.unit}".strip()
+    bounds = dict.fromkeys(f"{end:.0f}" if slider.whole else f"{end:.3g}" for end in (least, most))
+    return f"{' to '.join(bounds)} {slider.unit}".strip()
 
 
 def _row(idea: str, notebook: str, measured: str, bound: float | None) -> dict[str, Any]:
-    told = "" if bound is None else f"{bound:.2f}"
-    return {"idea": idea, "notebook": notebook, "measured": measured, "bound": told}
+    bound_text = "" if bound is None else f"{bound:.2f}"
+    return {"idea": idea, "notebook": notebook, "measured": measured, "bound": bound_text}
 
 
 # Formulas of Python as JavaScript: functions of arithmetic, ``min`` and ``max``, translated from their source.
@@ -145,8 +152,8 @@ def _function(name: str, function: Callable[..., Any]) -> str:
     (node,) = ast.parse(inspect.getsource(function)).body
     if not isinstance(node, ast.FunctionDef):
         raise ValueError(f"{name} is no plain function")
-    said = [_statement(name, one) for one in node.body if not _is_docstring(one)]
-    return f"function {name}({', '.join(argument.arg for argument in node.args.args)}) {{ {' '.join(said)} }}"
+    statements = [_statement(name, node_of_body) for node_of_body in node.body if not _is_docstring(node_of_body)]
+    return f"function {name}({', '.join(argument.arg for argument in node.args.args)}) {{ {' '.join(statements)} }}"
 
 
 def _is_docstring(node: ast.stmt) -> bool:

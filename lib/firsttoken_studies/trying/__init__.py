@@ -26,11 +26,11 @@ def try_policy(options: argparse.Namespace) -> int:
     module = import_module(f"firsttoken_studies.trying.{KINDS[options.kind]}")
     profile = load_profile(options.profile, **settings)
     draws = range(profile.seed, profile.seed + options.draws)
-    found = getattr(module, f"tried_{options.kind}")(options.file, profile, draws)
+    table = getattr(module, f"tried_{options.kind}")(options.file, profile, draws)
     check_used(settings, profile.used)
-    options.answer |= {"kind": options.kind, "profile": profile.name, "setting": found.setting, "policies": found.rows}
-    options.answer["yours"] = next(iter(found.rows))
-    print(found.told())
+    options.answer |= {"kind": options.kind, "profile": profile.name, "setting": table.setting, "policies": table.rows}
+    options.answer["yours"] = next(iter(table.rows))
+    print(table.told())
     return 0
 
 

@@ -25,7 +25,9 @@ PASSAGES = 1  # of each draw: to choose by, and as many others to score
 
 def _fits(answer: Any, distances: Distances, size: int) -> str:
     depth = distances.depth
-    listed = isinstance(answer, list | tuple | range) and all(type(one) is int and 0 <= one < depth for one in answer)
+    listed = isinstance(answer, list | tuple | range) and all(
+        type(layer) is int and 0 <= layer < depth for layer in answer
+    )
     if listed and len(set(answer)) == len(answer) == size:
         return ""
     return f"must return a list of {size} different layers below {depth}, not {answer!r:.60}"
@@ -49,8 +51,8 @@ SIBLINGS: dict[str, Choice] = {
 def turned(distances: Distances, layers: Sequence[int]) -> float:
     """The mean distance across ``layers``; of several runs of them the sum, which none of the whole exceeds."""
     starts = [layer for layer in layers if layer - 1 not in layers]
-    ends = [next(end for end in range(start, distances.depth + 1) if end not in layers) for start in starts]
-    return sum(float(distances.last_token[:, *span].mean()) for span in zip(starts, ends, strict=True))
+    block_ends = [next(end for end in range(start, distances.depth + 1) if end not in layers) for start in starts]
+    return sum(float(distances.last_token[:, *span].mean()) for span in zip(starts, block_ends, strict=True))
 
 
 def tried_layers(path: str, profile: Profile, draws: range) -> Tried:
@@ -63,20 +65,20 @@ def tried_layers(path: str, profile: Profile, draws: range) -> Tried:
     chosen_by, scored = (
         token_windows(running_text(split), loaded.tokenizer, config.tokens, count) for split in ("train", "test")
     )
-    known = angular_distances(loaded.model, chosen_by, config.batch)
-    check_size(known.depth, config.block)
+    library_distances = angular_distances(loaded.model, chosen_by, config.batch)
+    check_size(library_distances.depth, config.block)
 
     @torch.inference_mode()
     def one(choice: Choice, draw: int) -> Values:
-        at = slice(PASSAGES * (draw - draws[0]), PASSAGES * (draw - draws[0] + 1))
-        distances = Distances(known.last_token[at], known.all_tokens[at])
+        passages = slice(PASSAGES * (draw - draws[0]), PASSAGES * (draw - draws[0] + 1))
+        distances = Distances(library_distances.last_token[passages], library_distances.all_tokens[passages])
         layers = tuple(choice(distances, config.block))
         with passing(loaded.model, layers) as model:
-            losses = [row["text_nll"] for row in text_scores(model, scored[at])]
+            losses = [row["text_nll"] for row in text_scores(model, scored[passages])]
         return {"distance, 1 is opposite": turned(distances, layers), "loss, nats/token": sum(losses) / len(losses)}
 
     setting = (
-        f"{config.block} of {known.depth} layers of {profile.model} passed, not healed; a draw chooses by one "
-        f"passage of {config.tokens} tokens and is scored on another"
+        f"{config.block} of {library_distances.depth} layers of {profile.model} passed, not healed; a draw chooses by "
+        f"one passage of {config.tokens} tokens and is scored on another"
     )
     return Tried(setting, held((path, file.watched(), file.judged), SIBLINGS, one, draws))

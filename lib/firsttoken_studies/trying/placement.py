@@ -36,7 +36,7 @@ PLACEMENT = PolicyKind(
 
 
 class Stay(Rebalancing):
-    """Nobody ever moves."""
+    """A rule by which no server ever moves."""
 
     def move(self, name: str, servers: Collection[Reachable], depth: int) -> None:
         """Return None: this server never moves."""
@@ -56,9 +56,9 @@ def tried_placement(path: str, profile: Profile, draws: range) -> Tried:
         }
 
     siblings = {"stay": lambda: {"rule": Stay()}} | {name: lambda by=by: by for name, by in RULES.items()}
-    mine = file.watched()
+    own_rule = file.watched()
     setting = (
         f"{config.servers} simulated servers over {config.depth} blocks, {2 * config.period_s:g} s after each of "
         f"{config.events} times that one to three came, left or died; the most is what no placement exceeds"
     )
-    return Tried(setting, held((path, lambda: {"rule": mine()}, file.judged), siblings, one, draws))
+    return Tried(setting, held((path, lambda: {"rule": own_rule()}, file.judged), siblings, one, draws))

@@ -32,7 +32,7 @@ def tried_preemption(path: str, profile: Profile, draws: range) -> Tried:
 
 
 def tried_victim(path: str, profile: Profile, draws: range) -> Tried:
-    """Whoever is preempted comes back by the cross-point."""
+    """Try the reader's victim rule on replayed conversations; a preempted request comes back by the cross-point."""
 
     def options(victim: Any) -> Options:
         return lambda costs: {"policy": make_policy("cross_point"), "victim": victim}
@@ -51,7 +51,7 @@ def _replayed(
     file, config = PolicyFile.read(Path(path), kind), profile.section("replayed", ReplayedConfig)
     loads = {seed: drawn(config, seed) for seed in draws}
     costs = PublishedCosts(decode_s=calibrated([loads[draws[0]]], config.blocks))
-    ends = watched(PrefillFirst, file.file, file.decisions)  # a victim that is always the same never ends
+    fixed_scheduler = watched(PrefillFirst, file.file, file.decisions)  # a victim that is always the same never ends
 
     def one(settings: Options, seed: int) -> Values:
         run = run_replayed(loads[seed], costs, blocks=config.blocks, **settings(costs))
@@ -63,10 +63,10 @@ def _replayed(
             "preemptions": float(run["preemptions"]),
         }
 
-    mine = options(file.watched())
+    own_factory = options(file.watched())
     setting = (
         f"{config.short} short and {config.long} long conversations at once into {config.blocks} blocks of 16 tokens, "
         "replayed on CPS Table 2"
     )
-    own = (path, lambda costs: mine(costs) | {"scheduler": ends}, file.judged)
-    return Tried(setting, held(own, siblings, one, draws))
+    own_row = (path, lambda costs: own_factory(costs) | {"scheduler": fixed_scheduler}, file.judged)
+    return Tried(setting, held(own_row, siblings, one, draws))

@@ -14,7 +14,7 @@ RATE = 2.0  # requests/s: prefill-first misses the strict objective there, and S
 
 def tried_scheduler(text: str, profile: Profile, draws: range) -> Tried:
     """``text`` is a path, with a token budget behind it if need be, or a name."""
-    mine, config = Policy.named(text), profile.section("capacity", CapacityConfig)
+    own_policy, config = Policy.named(text), profile.section("capacity", CapacityConfig)
     bench = Bench(config, profile.section("hardware", Hardware))
     strict, relaxed = bench.objective(STRICT), bench.objective(RELAXED)
 
@@ -33,4 +33,4 @@ def tried_scheduler(text: str, profile: Profile, draws: range) -> Tried:
         f"{config.requests} requests at {RATE:g} requests/s with the lengths of {config.lengths}, simulated on "
         f"{bench.hardware.costs}"
     )
-    return Tried(setting, held((text, mine, mine.judged), siblings, one, draws))
+    return Tried(setting, held((text, own_policy, own_policy.judged), siblings, one, draws))

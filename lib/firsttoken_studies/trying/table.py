@@ -26,8 +26,8 @@ class Tried:
     def told(self) -> str:
         """The table: a mean with its 95 % interval in each cell, the reader's row marked."""
         names, n = list(self.rows), len(next(iter(self.rows.values())))
-        what = "95 % interval" if n >= FEWEST else "range"
-        columns = [["", *(f"{'  ' if at else '> '}{name}" for at, name in enumerate(names))]]
+        interval_name = "95 % interval" if n >= FEWEST else "range"
+        columns = [["", *(f"{'  ' if index else '> '}{name}" for index, name in enumerate(names))]]
         for heading in self.rows[names[0]][0]:
             columns.append([heading, *_cells(heading, [[draw[heading] for draw in self.rows[name]] for name in names])])
         widths = [max(map(len, column)) for column in columns]
@@ -39,7 +39,7 @@ class Tried:
         return "\n".join(
             [
                 textwrap.fill(self.setting, 110),
-                f"n = {n} draws, the same for all; mean [{what}]; > is yours",
+                f"n = {n} draws, the same for all; mean [{interval_name}]; > is yours",
                 "",
                 *lines,
             ]
@@ -47,22 +47,22 @@ class Tried:
 
 
 def held(
-    mine: tuple[str, Any, Callable[[], AbstractContextManager[None]]],
+    own_policy: tuple[str, Any, Callable[[], AbstractContextManager[None]]],
     siblings: Mapping[str, Any],
-    one: Callable[[Any, int], Values],
+    run_one: Callable[[Any, int], Values],
     draws: Iterable[int],
 ) -> dict[str, list[Values]]:
-    """What ``one(policy, draw)`` gives, by name: of ``mine`` (its name, itself, around all that runs it) first, so that
-    what is wrong with it shows before its siblings have run."""
-    name, own, judged = mine
+    """Return the values of ``one(policy, draw)``, by name: of ``mine`` (its name, itself, around all that runs it)
+    first, so that its faults show before its siblings have run."""
+    name, own_factory, judged = own_policy
     rows: dict[str, list[Values]] = {}
-    jobs = {name: own} | {sibling: policy for sibling, policy in siblings.items() if sibling != name}
+    jobs = {name: own_factory} | {sibling: policy for sibling, policy in siblings.items() if sibling != name}
     with track(desc="policies", total=len(jobs) * len(draws), unit="run") as bar:
         for policy in jobs:
             with judged() if policy == name else nullcontext():
                 for draw in draws:
                     bar.set_postfix_str(policy)
-                    rows.setdefault(policy, []).append(one(jobs[policy], draw))
+                    rows.setdefault(policy, []).append(run_one(jobs[policy], draw))
                     bar.update()
     return rows
 

@@ -27,14 +27,16 @@ TOKENS, STEPS = 256, 12  # of a session when it moves, and looked at afterwards
 
 
 def _kept(answer: Any, policy: Transition, view: StageView) -> str:
-    fits = isinstance(answer, tuple) and all(isinstance(one, int) and 0 <= one < len(view.layers) for one in answer)
+    fits = isinstance(answer, tuple) and all(
+        isinstance(layer, int) and 0 <= layer < len(view.layers) for layer in answer
+    )
     return "" if fits else f"keep must return a tuple of layers below {len(view.layers)}, not {answer!r:.60}"
 
 
 def _redone(answer: Any, policy: Transition, old: StageView, new: StageView) -> str:
     fits = isinstance(answer, range) and answer.step == 1 and answer.start >= 0 and answer.stop <= len(new.layers)
-    said = f"redo must return None or a range within {len(new.layers)} layers"
-    return "" if answer is None or fits else f"{said}, not {answer!r:.60}"
+    message = f"redo must return None or a range within {len(new.layers)} layers"
+    return "" if answer is None or fits else f"{message}, not {answer!r:.60}"
 
 
 TRANSITION = PolicyKind(
@@ -55,10 +57,10 @@ class Moves:
                 if weight.dim() > 1:
                     weight.mul_(10)  # so that every layer changes the answer
         decoder = self.model.model
-        ends = {"embed_tokens": decoder.embed_tokens, "norm": decoder.norm, "lm_head": self.model.lm_head}
+        end_modules = {"embed_tokens": decoder.embed_tokens, "norm": decoder.norm, "lm_head": self.model.lm_head}
         layers, passed = list(decoder.layers), [PassLayer() for _ in range(DEPTH)]
         self.views = {
-            stage: make_view(stage, [passed[i] if i in gone else layers[i] for i in range(DEPTH)], ends)
+            stage: make_view(stage, [passed[i] if i in gone else layers[i] for i in range(DEPTH)], end_modules)
             for stage, gone in enumerate(MISSING, start=1)
         }
         self.executor = LiveExecutor(self.model, -(-(TOKENS + STEPS) // 16))
@@ -73,22 +75,22 @@ class Moves:
         start = time.perf_counter()
         probe.carry(better, policy)
         seconds = time.perf_counter() - start
-        return torch.stack([probe.feed([one]) for one in ids[TOKENS:]]), seconds
+        return torch.stack([probe.feed([token]) for token in ids[TOKENS:]]), seconds
 
     def moved(self, policy: Transition, seed: int, old: int, new: int) -> Values:
         """One that moves, beside one that was the better stage's from the start."""
-        mine, seconds = self.followed(policy, seed, old, new)
+        own_logits, seconds = self.followed(policy, seed, old, new)
         right = self.right(seed, new)
         return {
-            "same tokens, %": 100 * float((mine.argmax(-1) == right.argmax(-1)).float().mean()),
-            "logits off by": float((mine - right).abs().mean()),
+            "same tokens, %": 100 * float((own_logits.argmax(-1) == right.argmax(-1)).float().mean()),
+            "logits off by": float((own_logits - right).abs().mean()),
             "stall, ms": 1e3 * seconds,
             "layers again": float(len(policy.redo(self.views[old], self.views[new]) or ())),
         }
 
 
 def tried_transition(path: str, profile: Profile, draws: range) -> Tried:
-    """Means over the three moves."""
+    """Try the reader's transition; the values are means over the three moves."""
     file, sessions = PolicyFile.read(Path(path), TRANSITION), Moves()
     sessions.moved(TRANSITIONS["prefill again"], 0, 1, 3)  # the first run of a process is slower
 

@@ -48,7 +48,7 @@ def test_the_half_that_judges_did_not_choose_unless_it_is_to():
     ]
     unseen = transfer(groups, groups, best_of_size(2), draws=1)
     assert unseen.groups == (HIGH, LOW) and unseen.item_loss == (1.0,) * 8
-    seen = transfer(groups, groups, best_of_size(2), draws=1, seen=True)
+    seen = transfer(groups, groups, best_of_size(2), draws=1, on_same_items=True)
     assert set(seen.groups) == {LOW, HIGH} and seen.item_loss == (0.0,) * 8
 
 

@@ -1,4 +1,4 @@
-"""What swap and recompute would cost on other links and models: Table 2's prices, and arithmetic for the rest."""
+"""The costs of swap and recompute on other links and models: Table 2's prices, and arithmetic for the rest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LinkModel:
     coalesced: bool = False
 
     def recompute_s(self, tokens: int) -> float:
-        """A prefill of ``tokens`` tokens."""
+        """Return the seconds of a prefill of ``tokens`` tokens."""
         config, shape = self.config, KVShape.of(self.config, torch.float16)
         wide = config.num_attention_heads * shape.head_dim
         attention = config.hidden_size * (2 * wide + 2 * shape.kv_heads * shape.head_dim)

@@ -1,4 +1,4 @@
-"""What a swap would cost if copies were larger: a price for each copy, and a rate for the bytes."""
+"""The costs of a swap with larger copies: a price for each copy, and a rate for the bytes."""
 
 from __future__ import annotations
 

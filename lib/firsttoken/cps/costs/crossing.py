@@ -59,9 +59,9 @@ def crossing(
     below = "swap" if swap[0] else "recompute"
     if not len(turns):
         return Crossing(None, below, 0)
-    axis, at = np.log2(lengths) if log2 else lengths, turns[0]
-    place = axis[at] + (axis[at + 1] - axis[at]) * extra[at] / (extra[at] - extra[at + 1])
-    return Crossing(float(2**place if log2 else place), below, len(turns))
+    axis, turn = np.log2(lengths) if log2 else lengths, turns[0]
+    log_tokens = axis[turn] + (axis[turn + 1] - axis[turn]) * extra[turn] / (extra[turn] - extra[turn + 1])
+    return Crossing(float(2**log_tokens if log2 else log_tokens), below, len(turns))
 
 
 def fit_crossing(tokens: Sequence[float], swap_s: Sequence[float], recompute_s: Sequence[float]) -> Crossing:
@@ -72,9 +72,12 @@ def fit_crossing(tokens: Sequence[float], swap_s: Sequence[float], recompute_s: 
     lengths = np.asarray(tokens, dtype=float)
     if len(set(lengths.tolist())) < 2:
         raise CorpusError(f"a line needs two or more lengths, not {sorted(set(lengths.tolist()))}; measure more")
-    ends = [lengths.min(), lengths.max()]
-    seen = [np.asarray(seconds, dtype=float) for seconds in (swap_s, recompute_s)]
-    return crossing(ends, *(np.polyval(np.polyfit(lengths, seconds, 1, w=1 / seconds), ends) for seconds in seen))
+    range_tokens = [lengths.min(), lengths.max()]
+    measured_s = [np.asarray(seconds, dtype=float) for seconds in (swap_s, recompute_s)]
+    return crossing(
+        range_tokens,
+        *(np.polyval(np.polyfit(lengths, seconds, 1, w=1 / seconds), range_tokens) for seconds in measured_s),
+    )
 
 
 def crossing_interval(swap: Seen, recompute: Seen, resamples: int = 2000, seed: int = 0) -> CrossingInterval:
@@ -87,13 +90,15 @@ def crossing_interval(swap: Seen, recompute: Seen, resamples: int = 2000, seed: 
     if lengths != sorted({tokens for tokens, _ in recompute}):
         raise CorpusError("swap and recompute were not measured at the same lengths; measure both at each")
     rng = np.random.default_rng(seed)
-    grouped = [[np.array([s for n, s in seen if n == length]) for length in lengths] for seen in (swap, recompute)]
-    whole = crossing(lengths, *([float(np.median(group)) for group in way] for way in grouped))
+    grouped = [
+        [np.array([s for n, s in samples if n == length]) for length in lengths] for samples in (swap, recompute)
+    ]
+    estimate = crossing(lengths, *([float(np.median(group)) for group in way] for way in grouped))
     medians = [
         np.stack([np.median(group[rng.integers(0, len(group), (resamples, len(group)))], axis=1) for group in way], 1)
         for way in grouped
     ]
-    found = [crossing(lengths, out, back).tokens for out, back in zip(*medians, strict=True)]
-    places = [place for place in found if place is not None]
+    crossings = [crossing(lengths, out, back).tokens for out, back in zip(*medians, strict=True)]
+    places = [crossing_tokens for crossing_tokens in crossings if crossing_tokens is not None]
     low, high = np.percentile(places, [2.5, 97.5]).tolist() if places else (None, None)
-    return CrossingInterval(whole, low, high, 1 - len(places) / resamples, len(swap) + len(recompute))
+    return CrossingInterval(estimate, low, high, 1 - len(places) / resamples, len(swap) + len(recompute))

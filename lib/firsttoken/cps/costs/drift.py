@@ -13,7 +13,7 @@ from firsttoken.study.errors import ProfileError
 
 @dataclass(frozen=True)
 class ScaledCosts(Costs):
-    """``costs`` with swaps ``swap`` times and steps ``compute`` times as long."""
+    """Costs whose swaps take ``swap`` times and whose steps take ``compute`` times as long as ``costs`` say."""
 
     costs: Costs
     swap: float
@@ -40,7 +40,7 @@ def scaled(costs: Costs, swap: float = 1.0, compute: float = 1.0) -> Costs:
 
 @dataclass(frozen=True)
 class Drift:
-    """Which costs hold from when on: ``changes`` are (seconds since the start, costs), the first at 0, increasing."""
+    """Costs that change over time: ``changes`` are (seconds since the start, costs), the first at 0, increasing."""
 
     changes: tuple[tuple[float, Costs], ...]
 

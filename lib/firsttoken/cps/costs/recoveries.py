@@ -1,4 +1,4 @@
-"""What a swap and a recompute cost on this machine, as its own engine sees them: measured once, and kept."""
+"""The costs of a swap and a recompute on this machine, as its own engine sees them: measured once, and kept."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ REPEATS = 3  # after one that warms up; 7 s of SmolLM2-135M on two cores
 
 
 class _Seen(Swap):
-    """Every victim is swapped, and what the engine observes is kept."""
+    """A policy that swaps every victim, and keeps what the engine observes."""
 
     def __init__(self) -> None:
         self.observations: list[Observation] = []
 
-    def observe(self, seen: Observation) -> None:
-        self.observations.append(seen)
+    def observe(self, observation: Observation) -> None:
+        self.observations.append(observation)
 
 
 @dataclass(frozen=True)
@@ -44,22 +44,22 @@ class RecoveryCosts:
     day: str
 
     def __str__(self) -> str:
-        """The rule that follows, and the medians by length that it follows from."""
+        """Return the rule that follows from the recoveries, and the medians by length."""
         cost = {way: self._medians(way) for way in Action}
         swapped, again = cost[Action.SWAP], cost[Action.RECOMPUTE]
-        told = [f"{n:,} tokens {1e3 * swapped[n]:,.1f} and {1e3 * again[n]:,.1f} ms" for n in swapped]
+        costs_text = [f"{n:,} tokens {1e3 * swapped[n]:,.1f} and {1e3 * again[n]:,.1f} ms" for n in swapped]
         if len(swapped) > 1:
             rule = crossing(list(swapped), list(swapped.values()), list(again.values())).verdict
         else:
             rule = f"{'swap' if swapped[min(swapped)] <= again[min(swapped)] else 'recompute'} always"
-        return f"{rule} (swapped and recomputed, measured here on {self.day}: {'; '.join(told)})"
+        return f"{rule} (swapped and recomputed, measured here on {self.day}: {'; '.join(costs_text)})"
 
     def _medians(self, way: Action) -> dict[int, float]:
         """Seconds by length, from short to long; a prefill is of one token less than the request then holds."""
         by_length: dict[int, list[float]] = {}
-        for one in self.seen:
-            if one.action is way:
-                by_length.setdefault(one.tokens + (way is Action.RECOMPUTE), []).append(one.seconds)
+        for observation in self.seen:
+            if observation.action is way:
+                by_length.setdefault(observation.tokens + (way is Action.RECOMPUTE), []).append(observation.seconds)
         from statistics import median  # a start that measures nothing, as all is kept, has no use for it
 
         return {tokens: median(seconds) for tokens, seconds in sorted(by_length.items())}
@@ -71,14 +71,14 @@ def measure(executor: Executor, config: EngineConfig) -> RecoveryCosts | None:
     Nothing else may run there meanwhile. ``config`` is that of the engine which will serve. None where not even three
     tokens have room, and where nothing can be swapped.
     """
-    rng, seen = random.Random(0), _Seen()
+    rng, observer = random.Random(0), _Seen()
     most = min(executor.limits.context, executor.blocks * executor.block_tokens) - 2
     if most < 3:
         return None
     cases = [(length, turn) for length in sorted({min(n, most) for n in LENGTHS}) for turn in range(-1, REPEATS)]
     for length, turn in track(cases, desc="what a preemption costs here"):
-        before = len(seen.observations)
-        engine = Engine(executor, config, policy=seen)
+        before = len(observer.observations)
+        engine = Engine(executor, config, policy=observer)
         prompt = [rng.randrange(executor.limits.vocabulary) for _ in range(length - 1)]
         request = engine.submit(prompt, Sampling(3))
         while len(request.output) < 2:  # the prefill, and one step more: `length` tokens are cached
@@ -86,25 +86,25 @@ def measure(executor: Executor, config: EngineConfig) -> RecoveryCosts | None:
         engine.scheduler.preempt(request)
         engine.run()
         if turn < 0:
-            del seen.observations[before:]
-    if {one.action for one in seen.observations} != set(Action):
+            del observer.observations[before:]
+    if {observation.action for observation in observer.observations} != set(Action):
         return None
-    return RecoveryCosts(tuple(seen.observations), time.strftime("%Y-%m-%d"))
+    return RecoveryCosts(tuple(observer.observations), time.strftime("%Y-%m-%d"))
 
 
-def kept(file: Path, of: Mapping[str, Any]) -> RecoveryCosts | None:
-    """What ``file`` holds, if it was measured ``of`` this machine and model, and both ways; None otherwise."""
+def kept(file: Path, identity: Mapping[str, Any]) -> RecoveryCosts | None:
+    """Return the costs in ``file`` if they were measured ``of`` this machine and model, both ways; None otherwise."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, FirstTokenError):
         held = read_json(file)
-        if held["of"] == of:
+        if held["of"] == identity:
             rows = [(Action(action), int(tokens), float(seconds)) for action, tokens, seconds in held["seen"]]
             if {action for action, _, _ in rows} == set(Action):
                 return RecoveryCosts(tuple(Observation(*row, 0.0) for row in rows), str(held["day"])[:10])
     return None
 
 
-def keep(file: Path, of: Mapping[str, Any], costs: RecoveryCosts) -> None:
+def keep(file: Path, identity: Mapping[str, Any], costs: RecoveryCosts) -> None:
     """Write ``costs`` to ``file``; a cache that cannot be written costs these seconds at the next start again."""
-    rows = [[str(one.action), one.tokens, one.seconds] for one in costs.seen]
+    rows = [[str(observation.action), observation.tokens, observation.seconds] for observation in costs.seen]
     with suppress(OSError):
-        write_text(file, json.dumps({"of": dict(of), "day": costs.day, "seen": rows}, indent=1) + "\n")
+        write_text(file, json.dumps({"of": dict(identity), "day": costs.day, "seen": rows}, indent=1) + "\n")

@@ -1,4 +1,5 @@
-"""When to swap and when to recompute: the policies by name, the engine's two static ones among them."""
+"""The preemption policies by name, which say when to swap and when to recompute; the engine's two static ones are among
+them."""
 
 from __future__ import annotations
 

@@ -36,16 +36,17 @@ class MeasuredCrossPoint(OnlineCrossPoint):
     name = "cross_point"
 
     def __init__(
-        self, folder: Path, config: EngineConfig, *, way: str = "cpu", again: bool = False, whole: bool = True
+        self, folder: Path, config: EngineConfig, *, way: str = "cpu", again: bool = False, coalesced: bool = True
     ) -> None:
         super().__init__(start=0)
-        self._folder, self._way, self._again, self._whole = folder, way, again, whole
+        self._folder, self._way, self._again, self._whole = folder, way, again, coalesced
         self._config = replace(config, share_prefixes=False)  # a prompt that is shared in part teaches nothing
         self._costs: RecoveryCosts | None = None
         self._prepared = False
 
     def measures(self, dtype: str) -> bool:
-        """Whether :meth:`prepare` will take the seconds to measure. Raises ModelError for a folder of no model."""
+        """Return whether :meth:`prepare` will take the seconds to measure. Raises ModelError for a folder of no
+        model."""
         if self._costs is None and not self._again:
             self._costs = kept(*self._place(dtype))
         return self._costs is None and self._whole
@@ -53,19 +54,19 @@ class MeasuredCrossPoint(OnlineCrossPoint):
     def prepare(self, executor: Executor, dtype: str) -> str:
         """Learn what is kept or measured, once; return what that is. Raises as ``measures``."""
         if self.measures(dtype):
-            file, of = self._place(dtype)
+            file, measured_for = self._place(dtype)
             with self._alone(file):  # a replica beside this one would disturb, and may have measured meanwhile
-                self._costs = None if self._again else kept(file, of)
+                self._costs = None if self._again else kept(file, measured_for)
                 if self._costs is None:
                     self._costs = measure(executor, self._config)
                     if self._costs is not None:
-                        keep(file, of, self._costs)
+                        keep(file, measured_for, self._costs)
         if self._costs is None:
             return "cross_point: what a swap costs here is not known yet, and is learnt while serving"
         if not self._prepared:  # a load that failed is tried again
             self._prepared = True
-            for number, seen in enumerate(self._costs.seen, -len(self._costs.seen)):
-                self.observe(replace(seen, now_s=number * _SPACING_S))
+            for number, observation in enumerate(self._costs.seen, -len(self._costs.seen)):
+                self.observe(replace(observation, now_s=number * _SPACING_S))
         return f"cross_point: {self._costs}"
 
     @contextmanager
@@ -76,11 +77,11 @@ class MeasuredCrossPoint(OnlineCrossPoint):
             yield
 
     def _place(self, dtype: str) -> tuple[Path, dict[str, Any]]:
-        """The file of these costs, and what it has to say of them."""
+        """Return the file of these costs, and the machine and model that it has to name."""
         import torch
 
         shape = {key: value for key, value in asdict(read_config(self._folder)).items() if "dtype" not in key}
         how = {"dtype": dtype, "way": self._way, "threads": torch.get_num_threads()}
-        of = json.loads(json.dumps({"machine": identity(), "model": shape} | how))  # as it is read again
-        digest = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:16]
-        return paths.CACHE / "recovery-costs" / f"{digest}.json", of
+        measured_for = json.loads(json.dumps({"machine": identity(), "model": shape} | how))  # as it is read again
+        digest = hashlib.sha256(json.dumps(measured_for, sort_keys=True).encode()).hexdigest()[:16]
+        return paths.CACHE / "recovery-costs" / f"{digest}.json", measured_for

@@ -94,7 +94,7 @@ class CostCurve:
         return float(terms @ self._inverse @ terms)
 
     def _change(self) -> None:
-        """Move to where the run of surprises is, and learn it."""
+        """Move the curve to where the run of surprises is, and learn from them."""
         ratio = float(np.median([seconds / self.predict(tokens) for tokens, seconds in self._run]))
         self._doubt = max(math.log(ratio), 0.0)
         self._products *= _KEPT / ratio**2
@@ -105,7 +105,7 @@ class CostCurve:
             self._add(tokens, seconds, self.predict(tokens))
 
     def _end_run(self, limit: float) -> None:
-        """Surprises that were no change are noise, and widen the limit."""
+        """End the run of surprises: those that were no change are noise, and widen the limit."""
         for _ in self._run:
             self._remember_error(limit)
         self._run.clear()
@@ -202,29 +202,32 @@ class OnlineCrossPoint(PreemptionPolicy):
         self._explored_at = self._choices
         return other
 
-    def observe(self, seen: Observation) -> None:
-        if seen.action is Action.SWAP:
-            self._learn(seen)
+    def observe(self, observation: Observation) -> None:
+        if observation.action is Action.SWAP:
+            self._learn(observation)
             return
         before = self._prefill
-        if before is not None and seen.now_s - before.now_s < seen.seconds:
-            tokens, seconds = before.tokens + seen.tokens, before.seconds + seen.seconds
-            seen = replace(seen, tokens=tokens, seconds=seconds)
+        if before is not None and observation.now_s - before.now_s < observation.seconds:
+            tokens, seconds = before.tokens + observation.tokens, before.seconds + observation.seconds
+            observation = replace(observation, tokens=tokens, seconds=seconds)
         else:
             self._learn_prefill()
-        self._prefill = seen
+        self._prefill = observation
 
     def _learn_prefill(self) -> None:
         if self._prefill is not None:
             self._learn(self._prefill)
             self._prefill = None
 
-    def _learn(self, seen: Observation) -> None:
-        self._curves[seen.action].learn(seen.tokens, seen.seconds, old=self._idle(seen.action) >= self.every)
-        self._seen_at[seen.action] = self._choices
+    def _learn(self, observation: Observation) -> None:
+        self._curves[observation.action].learn(
+            observation.tokens, observation.seconds, old=self._idle(observation.action) >= self.every
+        )
+        self._seen_at[observation.action] = self._choices
 
     def _is_due(self, other: Action) -> bool:
-        """Nobody looked for a while, and the last of the losses is small among the recent ones."""
+        """Return whether to look again: nobody looked for a while, and the last of the losses is small among the recent
+        ones."""
         small = sum(loss < self._losses[-1] for loss in self._losses) <= len(self._losses) / 4
         return small and min(self._idle(other), self._choices - self._explored_at) >= self.every
 
@@ -233,7 +236,7 @@ class OnlineCrossPoint(PreemptionPolicy):
         return self._choices - self._seen_at[action]
 
     def _try(self, unknown: list[Action], tokens: int) -> Action:
-        """A way, while ``unknown`` were never observed."""
+        """Choose an action to try while ``unknown`` were never observed."""
         usual = next((a for a in Action if a not in unknown), Action.SWAP if tokens <= self.start else Action.RECOMPUTE)
         wanted = min(unknown, key=lambda action: (self._tries[action], action is not usual))
         if self._choices < 4 ** self._tries[wanted]:

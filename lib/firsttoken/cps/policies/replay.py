@@ -36,12 +36,12 @@ def replay(
     if not len(lengths) == len(times_s) == len(noise):
         raise RequestError(f"replay: {len(lengths)} lengths, {len(times_s)} times, {len(noise)} of noise; give as many")
     prefills = sorted(ordinary_prefills)
-    rows, told = [], 0
+    rows, observed = [], 0
     for tokens, at_s, factors in zip(lengths, times_s, noise, strict=True):
-        while told < len(prefills) and prefills[told][0] <= at_s:
-            when_s, new, factor = prefills[told]
+        while observed < len(prefills) and prefills[observed][0] <= at_s:
+            when_s, new, factor = prefills[observed]
             policy.observe(Observation(Action.RECOMPUTE, new, costs_at(when_s).recompute_s(new) * factor, when_s))
-            told += 1
+            observed += 1
         costs = costs_at(at_s)
         expected = {Action.SWAP: costs.swap_s(tokens), Action.RECOMPUTE: costs.recompute_s(tokens)}
         action = policy.choose(tokens, at_s)

@@ -95,7 +95,8 @@ class Transfer:
         return self.wait(name) if self._arrivals[name].done() else None
 
     def arrived_at(self, name: str) -> float:
-        """When the last byte of a piece that has been waited for came over the link, on ``time.perf_counter``."""
+        """Return the time, on ``time.perf_counter``, at which the last byte of a piece that has been waited for
+        arrived."""
         return self._arrivals[name].result()
 
     @torch.inference_mode()  # thread-local, and the buffers may have been made under it

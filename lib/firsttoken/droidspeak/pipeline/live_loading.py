@@ -55,7 +55,7 @@ class FirstToken:
 
 
 def sent_pieces(pieces: Mapping[str, CachePiece], group: Group, depth: int, schedule: Schedule) -> list[CachePiece]:
-    """What ``schedule`` sends, in order. Raises RequestError when ``pieces`` lacks some of it."""
+    """Return the pieces that ``schedule`` sends, in order. Raises RequestError when ``pieces`` lacks some of them."""
     names = [e_cache_name(group.lo)] if schedule.sends_e_cache(group) else []
     names += [layer_name(layer) for layer in schedule.layers(group, depth)]
     lacking = [name for name in names if name not in pieces]

@@ -26,7 +26,8 @@ LINK, PROCESSOR = "link", "processor"
 
 
 class Schedule(StrEnum):
-    """What is sent, and whether the computation waits for all of it; the names are those of Figure 20."""
+    """A way to send a cache: the parts sent, and whether the computation waits for all of them; the names are those of
+    Figure 20."""
 
     RECOMPUTE = "recompute"  # nothing is sent
     SEND_ALL = "send all"
@@ -40,7 +41,7 @@ class Schedule(StrEnum):
         return [layer for layer in range(depth) if self is Schedule.SEND_ALL or layer not in group]
 
     def sends_e_cache(self, group: Group) -> bool:
-        """Whether the E-cache at the lower edge of ``group`` is sent; it always goes first."""
+        """Return whether the E-cache at the lower edge of ``group`` is sent; it always goes first."""
         return self is not Schedule.RECOMPUTE and group.needs_e_cache
 
 
@@ -86,7 +87,7 @@ class BusySpan:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What link and processor did, and the TTFT of each request by name."""
+    """The busy times of link and processor, and the TTFT of each request by name."""
 
     spans: tuple[BusySpan, ...]
     ttft: dict[str, float]
@@ -109,10 +110,10 @@ def simulate(jobs: Sequence[ReuseRequest], schedule: Schedule, *, overlap: bool 
     free: dict[str, float] = {LINK: 0, PROCESSOR: 0}
     ttft = {}
 
-    def occupy(job: ReuseRequest, resource: str, what: str, units: float, earliest: float) -> float:
+    def occupy(job: ReuseRequest, resource: str, activity: str, units: float, earliest: float) -> float:
         start = max(free[resource], earliest)
         free[resource] = start + units
-        spans.append(BusySpan(job.name, resource, what, start, start + units))
+        spans.append(BusySpan(job.name, resource, activity, start, start + units))
         return start + units
 
     for job in sorted(jobs, key=lambda job: job.arrival):

@@ -36,7 +36,7 @@ class Questions:
 
     @classmethod
     def of(cls, encoded: Sequence[Encoded], device: torch.device | str = "cpu") -> Questions:
-        """Stack ``encoded`` items."""
+        """Stack the ``encoded`` items into one batch on ``device``."""
         rows = [[*item.suffix, *item.target] for item in encoded]
         width = max(map(len, rows))
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
@@ -49,7 +49,7 @@ class Questions:
 
 @dataclass(frozen=True)
 class Score:
-    """How one mixture answers, one value an item of the batch.
+    """The scores of one mixture, one value an item of the batch.
 
     ``nll``: mean negative log-likelihood of the target's tokens, nats. ``accuracy``: share of them, the stop included,
     that are the most likely token where the ones before are given. ``exact``: 1 where all are, which is where greedy
@@ -72,8 +72,8 @@ class LayerProfiler:
         self.questions, self._sender = questions, sender
         self.sent = full_prefill(sender, questions.prefix, {edge for edge in edges if edge > 0})
         self._over_prefix = Forward(receiver, questions.prefix)
-        whole = questions.prefix.followed_by(questions.ids, questions.mask)
-        self._behind = Forward(receiver, whole, new=questions.ids.shape[1])
+        with_questions = questions.prefix.followed_by(questions.ids, questions.mask)
+        self._behind = Forward(receiver, with_questions, new=questions.ids.shape[1])
         self.depth = self._behind.depth
         self._scratch = cache_of([None] * self.depth)
         self._recomputed: dict[int, list[LayerKV]] = {}
@@ -90,13 +90,13 @@ class LayerProfiler:
 
         Raises RequestError for a group that does not fit, or whose lower edge is none of ``edges``.
         """
-        kept = self._recomputed.get(group.check(self.depth).lo, [])
-        if len(kept) < len(group):
+        layers_kv = self._recomputed.get(group.check(self.depth).lo, [])
+        if len(layers_kv) < len(group):
             cache = cache_of([None] * self.depth)
             self._over_prefix.run(start_of(self._over_prefix, self.sent, group), group.layers, cache)
-            kept = self._recomputed[group.lo] = [layer_kv(cache, i) for i in group.layers]
+            layers_kv = self._recomputed[group.lo] = [layer_kv(cache, i) for i in group.layers]
             self.prefix_layers += len(group)
-        return kept[: len(group)]
+        return layers_kv[: len(group)]
 
     def reuse(self) -> Score:
         """The score over the sender's cache as it is."""
@@ -108,7 +108,7 @@ class LayerProfiler:
 
     @torch.inference_mode()
     def sender_itself(self) -> Score:
-        """How the sender answers over its own cache; its deviation says nothing."""
+        """Return the score of the sender over its own cache; its deviation says nothing."""
         behind = Forward(self._sender, self._behind.prefix, new=self._behind.new)
         hidden = behind.run(behind.embed(), range(self.depth), cache_of(self.sent.kv))
         return self._score(hidden, behind)
@@ -116,13 +116,18 @@ class LayerProfiler:
     def groups(self, edges: Sequence[int]) -> Iterator[tuple[Group, Score]]:
         """The score of every contiguous group whose ends are in ``edges`` (rising), and of reusing all layers."""
         yield NOTHING, self.reuse()
-        below, at = self._behind.embed(), 0
+        below, layer_reached = self._behind.embed(), 0
         for i, lo in enumerate(edges[:-1]):
-            below, at = self._through(below, range(at, lo), self.sent.kv.__getitem__), lo
-            own = self.recomputed(Group(lo, edges[-1]))
+            below, layer_reached = self._through(below, range(layer_reached, lo), self.sent.kv.__getitem__), lo
+            recomputed = self.recomputed(Group(lo, edges[-1]))
             hidden, top = below, lo
             for hi in edges[i + 1 :]:
-                hidden, top = self._through(hidden, range(top, hi), lambda layer, lo=lo, own=own: own[layer - lo]), hi
+                hidden, top = (
+                    self._through(
+                        hidden, range(top, hi), lambda layer, lo=lo, recomputed=recomputed: recomputed[layer - lo]
+                    ),
+                    hi,
+                )
                 yield Group(lo, hi), self._score(self._through(hidden, range(hi, self.depth), self.sent.kv.__getitem__))
             if lo:  # what starts at the embedding is the receiver's own cache, which is asked for again
                 del self._recomputed[lo]
@@ -156,18 +161,18 @@ class LayerProfiler:
 
     @torch.inference_mode()
     def _score(self, hidden: Tensor, behind: Forward | None = None) -> Score:
-        asked = self.questions.predicts
-        wanted = self.questions.ids.roll(-1, 1)[asked]
-        logits = (behind or self._behind).logits(hidden[asked]).float()
+        judged = self.questions.predicts
+        wanted = self.questions.ids.roll(-1, 1)[judged]
+        logits = (behind or self._behind).logits(hidden[judged]).float()
         right = (argmax_tokens(logits) == wanted).float()
-        away = (hidden[asked].float() - self._own_output[asked].float()).norm(dim=-1)
-        away = away / self._own_output[asked].float().norm(dim=-1)
-        each = asked.sum(1)
+        away = (hidden[judged].float() - self._own_output[judged].float()).norm(dim=-1)
+        away = away / self._own_output[judged].float().norm(dim=-1)
+        judged_tokens = judged.sum(1)
 
         def per_item(values: Tensor) -> Tensor:
-            rows = torch.zeros(asked.shape, device=values.device)
-            rows[asked] = values
-            return rows.sum(1) / each
+            rows = torch.zeros(judged.shape, device=values.device)
+            rows[judged] = values
+            return rows.sum(1) / judged_tokens
 
         nll = per_item(F.cross_entropy(logits, wanted, reduction="none"))
         accuracy = per_item(right)

@@ -34,13 +34,14 @@ class Profiled:
     @cached_property
     def relative_loss(self) -> float:
         """The mean loss as a share of the receiver's own score; 0 where that is 0."""
-        whole = sum(self.own)
-        return (whole - sum(self.mixed)) / whole if whole else 0.0
+        own_total = sum(self.own)
+        return (own_total - sum(self.mixed)) / own_total if own_total else 0.0
 
 
-def critical_layers(scores: Iterable[tuple[int, float]], own: float, share: float) -> list[int]:
-    """Layers whose reuse alone costs more than ``share`` of the score ``own``; ``scores`` are (layer, score) pairs."""
-    return [layer for layer, score in scores if own - score > share * own]
+def critical_layers(scores: Iterable[tuple[int, float]], own_score: float, share: float) -> list[int]:
+    """Layers whose reuse alone costs more than ``share`` of the score ``own_score``; ``scores`` are (layer, score)
+    pairs."""
+    return [layer for layer, score in scores if own_score - score > share * own_score]
 
 
 def frontier(groups: Sequence[Profiled]) -> list[Profiled]:

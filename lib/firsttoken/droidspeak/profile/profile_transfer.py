@@ -19,10 +19,10 @@ Chooser = Callable[[Sequence[Profiled]], Profiled]
 
 @dataclass(frozen=True)
 class Transferred:
-    """What choices cost the items that judged them.
+    """The losses of choices on the items that judged them.
 
     ``item_loss``: by item, the loss of score (absolute, in 0..1) against the receiver's own cache, the mean over the
-    choices that it judged. ``layers``: how many layers were recomputed, mean. ``groups``: every choice that was made.
+    choices that it judged. ``layers``: mean number of recomputed layers. ``groups``: every choice that was made.
     """
 
     item_loss: tuple[float, ...]
@@ -53,16 +53,16 @@ def transfer(
     *,
     draws: int,
     seed: int = 0,
-    seen: bool = False,
+    on_same_items: bool = False,
 ) -> Transferred:
     """Choose on half of the items of ``choosing``, judge on half of those of ``judging``, for ``draws`` random splits.
 
     Both are profiles of one pair. Each split serves both ways, so every item judges ``draws`` choices. Where both are
-    one task, the judging half did not choose, unless ``seen``: then the choice is made on the very items that judge it.
-    Raises RequestError for fewer than two items, or a group that only ``choosing`` has.
+    one task, the judging half did not choose, unless ``on_same_items``: then the choice is made on the very items that
+    judge it. Raises RequestError for fewer than two items, or a group that only ``choosing`` has.
     """
-    there = {profiled.group: profiled for profiled in judging}
-    if missing := [str(p.group) for p in choosing if p.group not in there]:
+    by_group = {profiled.group: profiled for profiled in judging}
+    if missing := [str(p.group) for p in choosing if p.group not in by_group]:
         raise RequestError(f"group {missing[0]} was profiled on one task only; profile both with the same edges")
     sizes = [len(profiles[0].own) for profiles in (choosing, judging)]
     loss, groups = [0.0] * sizes[1], []
@@ -70,11 +70,11 @@ def transfer(
         choosers, judges = (halves(size, seed + draw) for size in sizes)
         for side in (0, 1):
             judged = judges[1 - side]
-            chosen = choose(taken(judging, judged) if seen else taken(choosing, choosers[side]))
+            chosen = choose(taken(judging, judged) if on_same_items else taken(choosing, choosers[side]))
             groups.append(chosen.group)
-            whole = there[chosen.group]
+            judged_group = by_group[chosen.group]
             for item in judged:
-                loss[item] += (whole.own[item] - whole.mixed[item]) / draws
+                loss[item] += (judged_group.own[item] - judged_group.mixed[item]) / draws
     return Transferred(tuple(loss), sum(map(len, groups)) / len(groups), tuple(groups))
 
 
@@ -86,16 +86,18 @@ def resampled(
     Drawn with replacement, so that as many items as were profiled can be drawn and some are still left to judge; a draw
     that leaves none is drawn again. Raises RequestError unless ``items`` is 1 to all of at least two items.
     """
-    there, rng, found = len(profiles[0].own), random.Random(seed), []
-    if not 1 <= items <= there or there < 2:
-        raise RequestError(f"cannot draw {items} of {there} items and judge on others; draw 1 to all, of two or more")
-    while len(found) < draws:
-        drawn = rng.choices(range(there), k=items)
-        if left := sorted(set(range(there)) - set(drawn)):
-            group = choose(taken(profiles, drawn)).group
-            (judged,) = taken([p for p in profiles if p.group == group], left)
-            found.append(Resampled(group, judged.relative_loss))
-    return found
+    item_count, rng, transfers = len(profiles[0].own), random.Random(seed), []
+    if not 1 <= items <= item_count or item_count < 2:
+        raise RequestError(
+            f"cannot draw {items} of {item_count} items and judge on others; draw 1 to all, of two or more"
+        )
+    while len(transfers) < draws:
+        draw = rng.choices(range(item_count), k=items)
+        if held_out := sorted(set(range(item_count)) - set(draw)):
+            group = choose(taken(profiles, draw)).group
+            (judged,) = taken([p for p in profiles if p.group == group], held_out)
+            transfers.append(Resampled(group, judged.relative_loss))
+    return transfers
 
 
 def best_of_size(layers: int) -> Chooser:

@@ -1,1 +1,1 @@
-"""What a step, a swap and a recompute cost: what every cost model gives, and one fitted here."""
+"""The costs of a step, a swap and a recompute: the interface of every cost model, and one fitted here."""

@@ -32,7 +32,8 @@ class Costs(ABC):
 
     @abstractmethod
     def swap_in_s(self, tokens: int) -> float:
-        """The seconds that it takes to bring them back, preparation (the paper's "prep") included."""
+        """Seconds to move the keys and values of ``tokens`` tokens back to the device, preparation (the paper's "prep")
+        included."""
 
     def recompute_s(self, tokens: int) -> float:
         """Seconds of the prefill of ``tokens`` tokens in a step of its own."""
@@ -44,7 +45,7 @@ class Costs(ABC):
 
 
 def step_parts(prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> list[float]:
-    """What a step consists of [6], in the order in which ``FittedCosts`` has its prices."""
+    """Return the parts of a step [6], in the order in which ``FittedCosts`` has its prices."""
     new = sum(new for _, new in prefills)
     pairs = sum(new * (cached + new / 2) for cached, new in prefills)
     return [1.0, new, pairs, len(contexts), sum(contexts), len(contexts) * max(contexts, default=0)]
@@ -53,20 +54,20 @@ def step_parts(prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> 
 def line_through(points: Mapping[int, float], most: int) -> list[float]:
     """The value at 0 ... ``most`` [most + 1] from ``points``, ascending: straight between them, below the first as
     there, and beyond the last as it went over the upper half, since a table may end on the flat stair of a tile."""
-    at, values = list(points), list(points.values())
-    line = [values[0]] * min(at[0], most + 1)
+    lengths, values = list(points), list(points.values())
+    line = [values[0]] * min(lengths[0], most + 1)
     for (start, low), (end, high) in pairwise(points.items()):
         slope = (high - low) / (end - start)
-        line += [slope * (here - start) + low for here in range(start, min(end, most + 1))]
+        line += [slope * (length - start) + low for length in range(start, min(end, most + 1))]
     slope = 0.0
-    if len(at) > 1:
-        middle = max(bisect_right(at, at[-1] / 2) - 1, 0)
-        slope = (values[-1] - values[middle]) / (at[-1] - at[middle])
-    return line + [values[-1] + slope * beyond for beyond in range(most + 1 - at[-1])]
+    if len(lengths) > 1:
+        middle = max(bisect_right(lengths, lengths[-1] / 2) - 1, 0)
+        slope = (values[-1] - values[middle]) / (lengths[-1] - lengths[middle])
+    return line + [values[-1] + slope * beyond for beyond in range(most + 1 - lengths[-1])]
 
 
 def follow(line: Sequence[float], count: int) -> float:
-    """``line[count]``, its last step going on beyond it."""
+    """Return ``line[count]``, continuing the line by its last step beyond its end."""
     if count < len(line):
         return float(line[count])
     return float(line[-1] + (count - len(line) + 1) * (line[-1] - line[-2]))

@@ -67,7 +67,7 @@ class FittedCosts(Costs):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> FittedCosts:
         """Raises ProfileError for an unknown or missing price."""
-        return build_config(cls, values, where="fitted costs")
+        return build_config(cls, values, location="fitted costs")
 
 
 def fit_costs(steps: Sequence[StepSample], swaps: Sequence[SwapSample]) -> FittedCosts:
@@ -87,10 +87,10 @@ def fit_costs(steps: Sequence[StepSample], swaps: Sequence[SwapSample]) -> Fitte
 
 def relative_fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> np.ndarray:
     """Non-negative prices [k] for ``rows`` [n, k] with the least sum of ((predicted - seen) / seen)²."""
-    seen = np.asarray(seconds, dtype=float)
-    if not (seen > 0).all():
+    measured = np.asarray(seconds, dtype=float)
+    if not (measured > 0).all():
         raise CorpusError("costs: a step or swap was seen to take no time; check the clock that measured it")
-    return non_negative(np.asarray(rows, dtype=float) / seen[:, None], np.ones(len(seen)))
+    return non_negative(np.asarray(rows, dtype=float) / measured[:, None], np.ones(len(measured)))
 
 
 def non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""How preempted requests come back: always swapped, or always computed again; ``cps`` says when which."""
+"""The static policies for preempted requests: always swap, or always recompute; ``cps`` says when which."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def policy_of(
     if name not in policies:
         raise ProfileError(f"no preemption policy {name!r}; {unknown(name, policies)}")
     policy = policies[name]
-    known = {} if policy.__init__ is object.__init__ else dict(inspect.signature(policy).parameters)
+    accepted = {} if policy.__init__ is object.__init__ else dict(inspect.signature(policy).parameters)
     for key in parameters:
-        if key not in known:
-            raise ProfileError(f"preemption policy {name}: unknown parameter {key!r}; {unknown(key, known)}")
-    for key, entry in known.items():
+        if key not in accepted:
+            raise ProfileError(f"preemption policy {name}: unknown parameter {key!r}; {unknown(key, accepted)}")
+    for key, entry in accepted.items():
         if entry.default is inspect.Parameter.empty and key not in parameters:
             raise ProfileError(f"preemption policy {name}: missing parameter {key!r}")
     return policy(**parameters)

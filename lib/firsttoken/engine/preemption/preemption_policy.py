@@ -1,4 +1,5 @@
-"""How a victim loses its blocks and comes back: a policy chooses and is told what recoveries cost, a preemptor acts."""
+"""Preemption: a victim loses its blocks and comes back. A policy chooses and is told what recoveries cost, a preemptor
+acts."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ MOVED = "moved to another view"
 
 
 class Action(StrEnum):
-    """How a preempted request comes back: its keys and values wait on the host, or are computed again."""
+    """The way in which a preempted request comes back: its keys and values wait on the host, or are computed again."""
 
     SWAP = "swap"
     RECOMPUTE = "recompute"
@@ -44,13 +45,13 @@ class Observation:
 
 
 class PreemptionPolicy(ABC):
-    """Chooses for one victim at a time."""
+    """A policy that chooses for one victim at a time."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def choose(self, tokens: int, now_s: float) -> Action:
-        """How a victim that holds the keys and values of ``tokens`` tokens shall come back."""
+        """Choose how a victim that holds the keys and values of ``tokens`` tokens shall come back."""
 
     def prepare(self, executor: Executor, dtype: str) -> str:
         """Get ready, in seconds if need be, before the first request of a service runs; the default needs nothing.
@@ -59,7 +60,7 @@ class PreemptionPolicy(ABC):
         """
         return ""
 
-    def observe(self, seen: Observation) -> None:  # noqa: B027 - a static policy learns nothing
+    def observe(self, observation: Observation) -> None:  # noqa: B027 - a static policy learns nothing
         """Learn from a cost; the default learns nothing."""
 
 
@@ -85,7 +86,7 @@ class Recovery:
 
     @property
     def cost_s(self) -> float:
-        """What the recovery cost, without the waiting for blocks."""
+        """Return the seconds that the recovery cost, without the waiting for blocks."""
         return self.out_s + self.prep_s + self.in_s + self.recompute_s
 
 
@@ -103,7 +104,7 @@ class Preemptor:
 
     @property
     def recovering(self) -> bool:
-        """Whether a preempted request has not got back all that it lost."""
+        """Return whether a preempted request has not got back all that it lost."""
         return bool(self._open)
 
     def evict(self, victim: Request) -> Action:
@@ -134,7 +135,7 @@ class Preemptor:
         request.transfer = self.executor.swap_in(request)
 
     def poll(self, request: Request, *, wait: bool = False) -> bool:
-        """Whether a restoring request is ready to run; with ``wait``, once it is."""
+        """Return whether a restoring request is ready to run; with ``wait``, once it is."""
         if not (wait or request.transfer.done):
             return False
         moved = request.transfer.wait()
@@ -145,7 +146,8 @@ class Preemptor:
         return True
 
     def processed(self, chunk: ScheduledChunk, seconds: float) -> None:
-        """``chunk`` took ``seconds`` of its step: prompts from their first token on teach what recomputing costs."""
+        """Note that ``chunk`` took ``seconds`` of its step: prompts from their first token on teach what recomputing
+        costs."""
         number, recovery = chunk.request.number, self._open.pop(chunk.request.number, None)
         if recovery is not None:
             tokens, seconds = recovery.tokens + chunk.tokens, recovery.recompute_s + seconds
@@ -165,14 +167,14 @@ class Preemptor:
             self._learn(Action.RECOMPUTE, tokens, seconds, chunk.end)
 
     def forget(self, request: Request) -> None:
-        """The request ended, wherever it stood."""
+        """Drop what is noted of the request, which ended, wherever it stood."""
         self._open.pop(request.number, None)
         self._prefills.pop(request.number, None)
         self.executor.forget(request)
         self._give_up(request)
 
     def _give_up(self, request: Request) -> None:
-        """Nothing comes back from the host any more."""
+        """Give up the copy on the host, from which nothing comes back any more."""
         transfer, host = request.transfer, request.host
         request.transfer = request.host = None
         # A copy that is under way still reads the host's rows and writes to the blocks: both must stay until it ends.
@@ -183,7 +185,7 @@ class Preemptor:
             self.executor.drop(host)
 
     def _interrupt(self, request: Request) -> None:
-        """It will have to begin again with what it was about."""
+        """Close what was under way for ``request``, which will have to begin again with it."""
         self._prefills.pop(request.number, None)
         if (interrupted := self._open.pop(request.number, None)) is not None:
             self._close(interrupted, request.cached)
@@ -200,6 +202,6 @@ class Preemptor:
             self._recovered(recovery)
 
     def _learn(self, action: Action, tokens: int, seconds: float, cached: int) -> None:
-        """Tell the policy, unless others than these ``tokens`` made up what is ``cached`` now, or none did."""
+        """Tell the policy the cost, unless others than these ``tokens`` made up what is ``cached`` now, or none did."""
         if tokens == cached > 0:
             self.policy.observe(Observation(action, tokens, seconds, self.executor.now()))

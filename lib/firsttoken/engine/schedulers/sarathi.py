@@ -188,7 +188,7 @@ class StepTimeModel:
         self._since = 0
 
     def observe(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int], seconds: float) -> None:
-        """A step of these parts took ``seconds``."""
+        """Learn that a step of these parts took ``seconds``."""
         if seconds > 0:
             parts = step_parts(prefills, contexts)
             self._steps[bool(prefills)].append((parts, seconds))
@@ -259,8 +259,8 @@ class AdaptiveBudget(Sarathi):
             return most
         seconds = min(seconds, self.config.stretch * self.step_times.decode_s([chunk.start for chunk in decodes]))
         begun = next((request.cached for request in self.running if not request.decoding), 0)
-        found = self.step_times.most_tokens([chunk.start for chunk in decodes], begun, seconds, most)
-        return self.config.token_budget - len(decodes) if found is None else max(found, self.block_tokens)
+        fitting = self.step_times.most_tokens([chunk.start for chunk in decodes], begun, seconds, most)
+        return self.config.token_budget - len(decodes) if fitting is None else max(fitting, self.block_tokens)
 
     def completed(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int], seconds: float) -> None:
         self.step_times.observe(prefills, contexts, seconds)
@@ -286,15 +286,15 @@ class Deadline(AdaptiveBudget):
         return len(decodes) + self.room(decodes, max(slack, 0.0))
 
     def first_s(self, request: Request) -> float:
-        """Seconds from its arrival to when the first token of ``request`` is due."""
+        """Return the seconds from the arrival of ``request`` to when its first token is due."""
         return self.config.ttft_s
 
     def _due(self, request: Request) -> float:
-        """When the next token of ``request`` was promised."""
+        """Return the time at which the next token of ``request`` was promised."""
         return request.arrival_s + self.first_s(request) + self.config.tbt_s * len(request.times_s)
 
     def _decode_due(self, request: Request) -> float:
-        """When the next token of ``request``, which has one, is due."""
+        """Return the time at which the next token of ``request``, which has one, is due."""
         return max(self._due(request), request.times_s[-1] + self.config.tbt_s)
 
 
@@ -316,6 +316,6 @@ def scheduler_named(name: str | type[Scheduler]) -> type[Scheduler]:
     """
     if isinstance(name, type):
         return name
-    if found := SCHEDULERS.get(name) or REPORTED.get(name):
-        return found
+    if scheduler := SCHEDULERS.get(name) or REPORTED.get(name):
+        return scheduler
     raise ProfileError(f"engine: no scheduler {name!r}; {unknown(name, [*SCHEDULERS, *REPORTED])}")

@@ -1,4 +1,4 @@
-"""What policies are made of: admission, prefills, decodes, chunks. A policy is one method, ``schedule``.
+"""The parts that policies are made of: admission, prefills, decodes, chunks. A policy is one method, ``schedule``.
 
 Here requests have blocks, lose them, have them back, move to another version, and end.
 """
@@ -21,13 +21,13 @@ from firsttoken.study.errors import ProfileError
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """What a step may hold, and how long it may take.
+    """The limits of a step: what it may hold, and how long it may take.
 
     ``requests`` run at once, ``prefill_tokens`` are prefilled in one step (a longer prompt goes alone).
 
     ``overtake`` lets a swapped request that fits come back before an earlier one that does not (vLLM: no). Schedulers
     that cut prompts process ``token_budget`` tokens a step at most, or what ``tbt_s`` (seconds between two tokens of a
-    request) and ``ttft_s`` (to its first) leave, or a step that takes ``stretch`` times what its decodes alone would;
+    request) and ``ttft_s`` (to its first) leave, or a step that takes ``stretch`` times what its decodes alone would.
     ``wait_s`` is how long one that prefers short prompts may let others wait. Raises ProfileError for what is below 1,
     or no time.
     """
@@ -126,27 +126,29 @@ class Scheduler(Queues, ABC):
         return request
 
     def prefills(self, *, reserve: bool = False, admit: bool = True) -> list[ScheduledChunk]:
-        """What has begun and, with ``admit``, whole prompts until requests, blocks or the prefill budget run out.
+        """Return the prefills that have begun and, with ``admit``, whole prompts until requests, blocks or the prefill
+        budget run out.
 
         The first may exceed the budget.
         """
         chunks: list[ScheduledChunk] = []
-        left = self.config.prefill_tokens
+        token_budget = self.config.prefill_tokens
         for request in [request for request in self.running if not request.decoding]:
             # A prompt is not cut here, so one that is longer than the budget would never run if it could not go first.
-            if not chunks or request.remaining <= left:
+            if not chunks or request.remaining <= token_budget:
                 chunks.append(self.chunk(request))
-                left -= chunks[-1].tokens
-        while admit and self.waiting and (not chunks or self._needs(self.waiting[0]) <= left):
+                token_budget -= chunks[-1].tokens
+        while admit and self.waiting and (not chunks or self._needs(self.waiting[0]) <= token_budget):
             request = self.admit(reserve=reserve)
             if request is None:
                 break
             chunks.append(self.chunk(request))
-            left -= request.remaining
+            token_budget -= request.remaining
         return chunks
 
     def decodes(self) -> list[ScheduledChunk]:
-        """One token of every decoding request, the first come first; who finds no block left preempts others."""
+        """Return one token of every decoding request, the first come first; a request that finds no block left preempts
+        others."""
         chunks: list[ScheduledChunk] = []
         for request in sorted(self.running, key=lambda request: request.order):
             if request.phase is Phase.RUNNING and request.decoding and self._grow(request):
@@ -154,15 +156,15 @@ class Scheduler(Queues, ABC):
         return chunks
 
     def ready(self) -> tuple[list[ScheduledChunk], bool]:
-        """One token of every request that can decode, those that come back from the host included; whether nobody had
-        to be preempted for it. Where somebody had to, nobody comes back in the same step."""
+        """Return one token of every request that can decode, those that come back from the host included, and whether
+        nobody had to be preempted for it. Where somebody had to, nobody comes back in the same step."""
         before = self.preempted
         chunks = self.decodes()
         if self.preempted > before:
             return chunks, False
-        known = len(self.running)
+        num_running = len(self.running)
         self.resume()
-        return chunks + [self.chunk(request) for request in self.running[known:]], True
+        return chunks + [self.chunk(request) for request in self.running[num_running:]], True
 
     def chunks(self, tokens: int, *, admit: bool) -> list[ScheduledChunk]:
         """Up to ``tokens`` tokens of prompts: of those that have begun, then, with ``admit``, of new ones.
@@ -173,14 +175,14 @@ class Scheduler(Queues, ABC):
         chunks: list[ScheduledChunk] = []
         idle = len(self.running) > len(self.planned)  # else everybody who runs has his part of the step
         begun = iter([request for request in self.running if not request.decoding] if idle else [])
-        left: float = tokens
-        while left >= 1:
+        token_budget: float = tokens
+        while token_budget >= 1:
             request = next(begun, None) or (self.admit() if admit else None)
             if request is None:
                 break
             share = request.layer_share
-            chunks.append(self.chunk(request, min(int(left / share), request.remaining)))
-            left -= share * chunks[-1].tokens
+            chunks.append(self.chunk(request, min(int(token_budget / share), request.remaining)))
+            token_budget -= share * chunks[-1].tokens
         return chunks
 
     def resume(self) -> None:
@@ -204,29 +206,31 @@ class Scheduler(Queues, ABC):
     # -- what the engine calls
 
     def plan(self) -> list[ScheduledChunk]:
-        """What ``schedule`` says, from a clean sheet."""
+        """Call ``schedule`` with nothing planned, and return its chunks."""
         self.planned.clear()
         return self.schedule()
 
     def completed(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int], seconds: float) -> None:
-        """A step took ``seconds``: ``prefills`` are its (cached, new) tokens, ``contexts`` those of its decodes."""
+        """Learn that a step took ``seconds``: ``prefills`` are its (cached, new) tokens, ``contexts`` those of its
+        decodes."""
         return None  # most policies learn nothing from it
 
     @property
     def awaiting(self) -> bool:
-        """Whether anybody has blocks, and a prefix on its way into them."""
+        """Return whether any request has blocks, and a prefix on its way into them."""
         return any(prefix.begun for prefix in self.pending.values())
 
     def expect(self, request: Request, source: KVSource, depth: int | None) -> None:
-        """``source`` brings what ``request``, which is about to arrive, begins with. Raises as PendingPrefix."""
+        """Note that ``source`` brings the beginning of ``request``, which is about to arrive. Raises as
+        PendingPrefix."""
         self.pending[request.number] = PendingPrefix(request, source, depth)
 
     def add(self, request: Request) -> None:
-        """A new request."""
+        """Add a new request to those that wait."""
         self.move_to(request, Phase.WAITING)
 
     def collect(self, *, wait: bool = False) -> None:
-        """Requests whose keys and values have come run; with ``wait``, wait for the first that comes back."""
+        """Run the requests whose keys and values have come; with ``wait``, wait for the first that comes back."""
         for prefix in [prefix for prefix in self.pending.values() if prefix.begun]:
             request = prefix.request
             phase = Phase.RUNNING if prefix.bring(self.preemptor.executor) else Phase.RESTORING
@@ -240,7 +244,7 @@ class Scheduler(Queues, ABC):
                 wait = False
 
     def end(self, request: Request) -> None:
-        """The request is over, wherever it stands; its blocks are free again."""
+        """End the request, wherever it stands; its blocks are free again."""
         try:
             self._give_up_prefix(request)
             self.preemptor.forget(request)
@@ -249,7 +253,7 @@ class Scheduler(Queues, ABC):
             self.move_to(request, Phase.FINISHED)
 
     def preempt(self, victim: Request) -> None:
-        """Take the blocks of ``victim`` away; it waits, before all who never ran, or is swapped out."""
+        """Take the blocks of ``victim`` away; it waits, before all requests that never ran, or is swapped out."""
         self.preempted += 1
         action = self.preemptor.evict(victim)
         self._release(victim)
@@ -260,8 +264,8 @@ class Scheduler(Queues, ABC):
             self.requeue_first(victim)
 
     def move(self, request: Request, version: Version, layers: range) -> None:
-        """``request``, which has begun, computes with ``version`` from now on, and ``layers`` again under the budgets
-        of the coming steps. Raises RequestError where hidden states that this begins with were not kept."""
+        """Let ``request``, which has begun, compute with ``version`` from now on, and ``layers`` again under the
+        budgets of the coming steps. Raises RequestError where hidden states that this begins with were not kept."""
         if request.number in self.pending:  # what was to come would be of another view
             self._forget(request)
             request.computed, request.fell_back = 0, "the model changed while its stored prefix was on its way"
@@ -285,8 +289,8 @@ class Scheduler(Queues, ABC):
         request.switch_to(version, None if again and elsewhere else redo)
 
     def withdraw(self) -> None:
-        """The step failed: what it was to write is not there. Nobody may find it, and who has it from another, admitted
-        for that same step, waits before all who never ran, and computes it."""
+        """Undo a step that failed: what it was to write is not there, and nobody may find it. A request that has it
+        from another, admitted for that same step, waits before all that never ran, and computes it."""
         if self.prefixes is None:
             return
         absent = {block for chunk in self.planned for block in self.prefixes.withdraw(chunk)}
@@ -299,7 +303,7 @@ class Scheduler(Queues, ABC):
     # -- who has which blocks
 
     def _await(self, request: Request) -> None:
-        """Its prefix comes from elsewhere; nobody else may share what is computed upon it."""
+        """Begin to bring the prefix of ``request`` from elsewhere; nobody else may share what is computed upon it."""
         if self.prefixes is not None:
             self.prefixes.part(request)
         prefix = self.pending.pop(request.number)
@@ -308,12 +312,12 @@ class Scheduler(Queues, ABC):
         self.move_to(request, Phase.RESTORING)
 
     def _give_up_prefix(self, request: Request) -> None:
-        """Nothing more is wanted from elsewhere."""
+        """Close the stored prefix of ``request``, of which nothing more is wanted."""
         if (prefix := self.pending.pop(request.number, None)) is not None:
             prefix.close()
 
     def _forget(self, request: Request) -> None:
-        """Its keys and values are gone, and those that were to come are not wanted; it computes them."""
+        """Drop the cached keys and values of ``request``, and those that were to come; it computes them."""
         request.forget()
         self._give_up_prefix(request)
 
@@ -334,7 +338,7 @@ class Scheduler(Queues, ABC):
         return [] if self.prefixes is None else self.prefixes.find(request)
 
     def _needs(self, waiting: Request) -> int:
-        """Tokens to process once it is admitted."""
+        """Return the tokens to process once ``waiting`` is admitted."""
         return waiting.remaining - len(self._shared(waiting)) * self.block_tokens
 
     def _missing(self, request: Request, tokens: int) -> int:

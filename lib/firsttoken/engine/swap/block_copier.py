@@ -23,7 +23,7 @@ Move = Callable[[], None]  # makes the copies of one movement on a CPU, or queue
 
 @dataclass(frozen=True)
 class Moved:
-    """What one movement took: ``copies`` over the link, of ``bytes`` in all."""
+    """The seconds that one movement took, and its ``copies`` over the link, of ``bytes`` in all."""
 
     prep_s: float
     copy_s: float
@@ -50,16 +50,16 @@ class Movement(ABC):
     @property
     @abstractmethod
     def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
+        """Return whether ``wait`` would return at once."""
 
     @abstractmethod
     def wait(self) -> Moved:
-        """Wait for the end, and say what it took. Raises what went wrong on the way."""
+        """Wait for the end, and return what the movement took. Raises what went wrong on the way."""
 
 
 @dataclass(frozen=True)
 class Finished(Movement):
-    """A movement that ended before anybody could ask."""
+    """A movement that ended before ``start`` returned."""
 
     moved: Moved
     done: ClassVar[bool] = True
@@ -137,22 +137,23 @@ class SwapPath(ABC):
 
     @abstractmethod
     def _plan_out(self, blocks: Sequence[int], span: Span) -> tuple[int, Move]:
-        """How many copies over the link, and what makes them all."""
+        """Return the number of copies over the link, and the function that makes them all."""
 
     @abstractmethod
     def _plan_into(self, blocks: Sequence[int], span: Span) -> tuple[int, Move]:
-        """Return how many copies over the link bring ``span`` back to ``blocks``, and what makes them all."""
+        """Return the number of copies over the link that bring ``span`` back to ``blocks``, and the function that makes
+        them all."""
 
     def _job(
         self, plan: Callable[[Sequence[int], Span], tuple[int, Move]], blocks: Sequence[int], span: Span
     ) -> CopyJob:
-        """``plan`` made and timed. The checks are left out of that time: they are not what a path differs in."""
+        """Make ``plan`` and time it. The checks are left out of that time: they are not what a path differs in."""
         if not self._open:
             raise RequestError(f"swap: the {self.name} path is closed; make another")
         if len(blocks) != span.blocks:
             raise RequestError(f"swap: {len(blocks)} blocks need a span of as many, not of {span.blocks}")
-        if odd := [block for block in blocks if not 0 <= block < self.pool.blocks]:
-            raise RequestError(f"swap: block {odd[0]} is not in the pool, which has {self.pool.blocks}")
+        if unknown_blocks := [block for block in blocks if not 0 <= block < self.pool.blocks]:
+            raise RequestError(f"swap: block {unknown_blocks[0]} is not in the pool, which has {self.pool.blocks}")
         self.host_pool.require(span)
         begun = time.perf_counter()
         copies, move = plan(blocks, span)

@@ -34,7 +34,7 @@ class HostAllocator:
 
     @property
     def free(self) -> int:
-        """Rows that nobody has."""
+        """Return the number of rows that nobody has."""
         return sum(hole.blocks for hole in self._holes)
 
     @property
@@ -78,10 +78,10 @@ class HostAllocator:
         """Assert that every row is in one span, and that no two holes touch."""
         spans = sorted([*self._holes, *self._taken])
         assert all(span.blocks > 0 for span in spans), "an empty span"
-        ends = [0, *(span.end for span in spans)]
-        assert [span.start for span in spans] == ends[:-1], "a row is lost, or in two spans"
-        assert ends[-1] == self.blocks, "a row is lost at the end"
-        assert all(left.end < right.start for left, right in pairwise(self._holes)), "two holes touch"
+        span_ends = [0, *(span.end for span in spans)]
+        assert [span.start for span in spans] == span_ends[:-1], "a row is lost, or in two spans"
+        assert span_ends[-1] == self.blocks, "a row is lost at the end"
+        assert all(hole.end < right.start for hole, right in pairwise(self._holes)), "two holes touch"
 
 
 class HostPool(HostAllocator):

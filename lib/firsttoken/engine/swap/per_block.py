@@ -33,17 +33,17 @@ class PerBlock(SwapPath):
         self._here = _pieces(host_pool.all_rows)
 
     def _plan_out(self, blocks: Sequence[int], span: Span) -> tuple[int, Move]:
-        there, here = self._lists(blocks, span)
-        return len(here), lambda: _copy_each(here, there)
+        host_views, device_views = self._lists(blocks, span)
+        return len(device_views), lambda: _copy_each(device_views, host_views)
 
     def _plan_into(self, blocks: Sequence[int], span: Span) -> tuple[int, Move]:
-        there, here = self._lists(blocks, span)
-        return len(there), lambda: _copy_each(there, here)
+        host_views, device_views = self._lists(blocks, span)
+        return len(host_views), lambda: _copy_each(host_views, device_views)
 
     def _lists(self, blocks: Sequence[int], span: Span) -> tuple[Pieces, Pieces]:
         """The pieces of ``blocks`` in the pool, and those of ``span`` on the host, in one order."""
-        there = chain.from_iterable(self._there[block] for block in blocks)
-        return list(there), list(chain.from_iterable(self._here[span.start : span.end]))
+        device_views = chain.from_iterable(self._there[block] for block in blocks)
+        return list(device_views), list(chain.from_iterable(self._here[span.start : span.end]))
 
 
 def _pieces(rows: torch.Tensor) -> list[Pieces]:

@@ -37,7 +37,7 @@ _MOST_CONVICTED = 4096
 
 @dataclass(frozen=True)
 class Ruling:
-    """Whether the accused is ``convicted``, and by what ``difference`` of a row's norm."""
+    """A judgement: the accused is ``convicted`` or not, for a ``difference`` relative to a row's norm."""
 
     convicted: bool
     difference: Annotated[float, at_least(0.0)]
@@ -86,8 +86,8 @@ class Arbitrator:
         if not self._registry.met(commitment.server, steady_s()):
             raise SwarmError(f"{commitment.server[:8]} is not a server that this keeper has met: ask another")
         compute = partial(recomputed, self.folder, range(*commitment.layers), evidence.inputs)
-        there = await asyncio.get_running_loop().run_in_executor(self._thread, compute)
-        apart = difference(evidence.outputs, there[-len(evidence.outputs) :])
+        own_outputs = await asyncio.get_running_loop().run_in_executor(self._thread, compute)
+        apart = difference(evidence.outputs, own_outputs[-len(evidence.outputs) :])
         if apart <= TOLERANCE:
             return Ruling(False, apart)
         self._shares.give_back(source)
@@ -117,7 +117,7 @@ def recomputed(folder: Path, layers: range, inputs: Tensor) -> Tensor:
     return out
 
 
-def difference(said: Tensor, there: Tensor) -> float:
+def difference(outputs: Tensor, recomputed: Tensor) -> float:
     """The largest, over the rows of two [tokens, hidden], of their distance over the norm of what should be there."""
-    apart = torch.linalg.vector_norm(said - there, dim=1)
-    return float((apart / torch.linalg.vector_norm(there, dim=1).clamp_min(1e-30)).max())
+    apart = torch.linalg.vector_norm(outputs - recomputed, dim=1)
+    return float((apart / torch.linalg.vector_norm(recomputed, dim=1).clamp_min(1e-30)).max())

@@ -85,9 +85,14 @@ class Auditor:
         self._left: set[str] = set()
 
     async def look(
-        self, session: ServerSession, record: Record, message: Sequence[Stretch], inputs: Sequence[Tensor], said: Tensor
+        self,
+        session: ServerSession,
+        record: Record,
+        message: Sequence[Stretch],
+        inputs: Sequence[Tensor],
+        answer: Tensor,
     ) -> None:
-        """Perhaps check what the server of ``record`` has ``said`` [tokens, hidden] to ``message`` through
+        """Perhaps check what the server of ``record`` has ``answer`` [tokens, hidden] to ``message`` through
         ``session``.
 
         ``inputs`` [end, hidden] is all that entered of each sequence of the message. Raises DoubtFault for a server
@@ -96,9 +101,9 @@ class Auditor:
         """
         if self._draw.random() >= self.audits.rate:
             return
-        at = self._draw.randrange(len(message))
-        outputs = said.split([one.end - one.start for one in message])[at]
-        evidence = self._signed(session, record, at, inputs[at], outputs)
+        drawn_stretch = self._draw.randrange(len(message))
+        outputs = answer.split([stretch.end - stretch.start for stretch in message])[drawn_stretch]
+        evidence = self._signed(session, record, drawn_stretch, inputs[drawn_stretch], outputs)
         try:
             end = await self._audited(evidence, record)
         except FirstTokenError as error:  # whoever it was that failed here: nothing is proven
@@ -123,13 +128,13 @@ class Auditor:
             raise SwarmError(f"{why}, and nobody else has its blocks") from error
         raise DoubtFault(why)
 
-    def _signed(self, session: ServerSession, record: Record, at: int, inputs: Tensor, outputs: Tensor) -> Evidence:
+    def _signed(self, session: ServerSession, record: Record, index: int, inputs: Tensor, outputs: Tensor) -> Evidence:
         try:
             commitment = read_commitment(session.commitment)
-            said = commitment.server, commitment.model, commitment.layers
-            if said != (record.server, self.swarm.model, (session.layers.start, session.layers.stop)):
+            identity = commitment.server, commitment.model, commitment.layers
+            if identity != (record.server, self.swarm.model, (session.layers.start, session.layers.stop)):
                 raise SwarmError("its commitment is another's, or of other blocks")
-            charge = Charge(commitment, at)
+            charge = Charge(commitment, index)
             if not committed(charge.committed, session.layers.start, inputs, outputs):
                 raise SwarmError("its commitment is of other inputs or outputs")
         except SwarmError as error:
@@ -137,7 +142,8 @@ class Auditor:
         return Evidence(charge, inputs, outputs)
 
     async def _audited(self, evidence: Evidence, record: Record) -> str:
-        """How the audit ends. Raises FirstTokenError where the others do not have the blocks, answer or can judge."""
+        """Return how the audit ends. Raises FirstTokenError where no other servers have the blocks, answer or can
+        judge."""
         witnesses = await self._recomputed(evidence, record)
         apart = difference(evidence.outputs, witnesses[-1].outputs[-len(evidence.outputs) :])
         self.differences.append(apart)
@@ -145,40 +151,42 @@ class Auditor:
             return AGREED
         if await self._convicts(evidence):
             return CONVICTED
-        for one in witnesses:
-            committed_to = one.charge.committed
-            said = Evidence(one.charge, one.inputs, one.outputs[committed_to.start : committed_to.end])
-            if await self._convicts(said):
+        for witness in witnesses:
+            committed_to = witness.charge.committed
+            witnessed = Evidence(witness.charge, witness.inputs, witness.outputs[committed_to.start : committed_to.end])
+            if await self._convicts(witnessed):
                 return WITNESS
         raise SwarmError("the answers differ, and the keeper finds nobody guilty")
 
     async def _recomputed(self, evidence: Evidence, record: Record) -> list[Evidence]:
-        """What others make of the inputs, through one server or a chain of several: all rows, and the charge of the
-        last message of each. Raises SwarmError where none have the blocks and answer."""
+        """Return what others compute from the inputs, through one server or a chain of several: all rows, and the
+        charge of the last message of each. Raises SwarmError where none have the blocks and answer."""
         without, blocks, why = {record.server}, range(*evidence.charge.commitment.layers), ""
         for _ in range(_CHAINS):
-            rows, found = evidence.inputs, []
+            rows, outputs = evidence.inputs, []
             try:
                 chain = self._witnesses(blocks, without)
             except SwarmError as error:
                 raise _UnwitnessedError(f"others cannot compute it again: {why or error}") from error
             for hop, witness in chain:
                 try:
-                    found.append(await self._through(witness, hop.blocks, rows))
+                    outputs.append(await self._through(witness, hop.blocks, rows))
                 except FirstTokenError as error:
                     why = str(error)
                     without.add(witness.server)
                     break
-                rows = found[-1].outputs
+                rows = outputs[-1].outputs
             else:
-                return found
+                return outputs
         raise _UnwitnessedError(f"others do not answer: {why}")
 
     def _witnesses(self, blocks: range, without: set[str]) -> list[tuple[Hop, Record]]:
         """A chain through ``blocks`` that nobody can foretell, of few servers. Raises SwarmError for none."""
-        known = {one.server: one for one in self.swarm.servers() if one.server not in without}
-        drawn = [Reachable(one.server, one.span, 1 + self._draw.random(), _ALIKE) for one in known.values()]
-        return [(hop, known[hop.server.name]) for hop in best_chain(drawn, blocks)]
+        records = {record.server: record for record in self.swarm.servers() if record.server not in without}
+        candidates = [
+            Reachable(record.server, record.span, 1 + self._draw.random(), _ALIKE) for record in records.values()
+        ]
+        return [(hop, records[hop.server.name]) for hop in best_chain(candidates, blocks)]
 
     async def _through(self, witness: Record, blocks: range, inputs: Tensor) -> Evidence:
         session = self.swarm.open_session(witness, blocks, "float32")
@@ -194,7 +202,7 @@ class Auditor:
         return Evidence(Charge(read_commitment(session.commitment), 0), inputs, torch.cat(parts))
 
     async def _convicts(self, evidence: Evidence) -> bool:
-        """Whether the keeper finds that the server lied. Raises SwarmError where it does not judge."""
+        """Return whether the keeper finds that the server lied. Raises SwarmError where it does not judge."""
         import grpc
 
         swarm, messages = self.swarm, iter(list(evidence.messages()))

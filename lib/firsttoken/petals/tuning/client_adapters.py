@@ -31,9 +31,9 @@ class SoftPrompt(nn.Module):
         self.weight = nn.Parameter(0.02 * torch.randn(tokens, config.hidden_size, generator=draw))
 
     def save(self, folder: Path, model: str) -> None:
-        """A folder that ``PeftModel.from_pretrained`` loads; ``model`` is the base's sha256."""
+        """Write a folder that ``PeftModel.from_pretrained`` loads; ``model`` is the base's sha256."""
         config = self._config
-        told = {
+        fields = {
             "peft_type": "PROMPT_TUNING",
             "prompt_tuning_init": "RANDOM",
             "num_virtual_tokens": len(self.weight),
@@ -42,7 +42,7 @@ class SoftPrompt(nn.Module):
             "num_attention_heads": config.num_attention_heads,
             "num_layers": config.num_hidden_layers,
         }
-        _write(folder, told, {"prompt_embeddings": self.weight}, model)
+        _write(folder, fields, {"prompt_embeddings": self.weight}, model)
 
 
 class Lora(nn.Module):
@@ -59,8 +59,8 @@ class Lora(nn.Module):
     ) -> None:
         super().__init__()
         widths = module_widths(config)
-        if odd := [name for name in modules if name not in widths]:
-            raise SwarmError(f"LoRA can be added to {', '.join(widths)}, not to {odd[0]}")
+        if unknown_modules := [name for name in modules if name not in widths]:
+            raise SwarmError(f"LoRA can be added to {', '.join(widths)}, not to {unknown_modules[0]}")
         if rank < 1 or not modules:
             raise SwarmError("LoRA needs a rank of 1 or more, and one module or more")
         self.rank, self.alpha, self.modules_of_a_layer = rank, alpha, tuple(modules)
@@ -75,16 +75,16 @@ class Lora(nn.Module):
 
     @property
     def scaling(self) -> float:
-        """What the product of both halves is multiplied by."""
+        """Return the factor on the product of both halves."""
         return self.alpha / self.rank
 
     def adapters(self) -> Adapters:
         """The halves by layer and module."""
-        return {where: (self.a[_key(*where)], self.b[_key(*where)]) for where in self.places}
+        return {key: (self.a[_key(*key)], self.b[_key(*key)]) for key in self.places}
 
     def save(self, folder: Path, model: str) -> None:
         """Write a folder for ``PeftModel.from_pretrained``, as SoftPrompt does; ``model`` is the base's sha256."""
-        told = {
+        config = {
             "peft_type": "LORA",
             "r": self.rank,
             "lora_alpha": self.alpha,
@@ -94,8 +94,8 @@ class Lora(nn.Module):
         }
         tensors = {}
         for (layer, name), (a, b) in self.adapters().items():
-            tensors |= {f"{_PREFIX}.{layer}.{name}.lora_{half}.weight": one for half, one in (("A", a), ("B", b))}
-        _write(folder, told, tensors, model)
+            tensors |= {f"{_PREFIX}.{layer}.{name}.lora_{half}.weight": tensor for half, tensor in (("A", a), ("B", b))}
+        _write(folder, config, tensors, model)
 
 
 def module_widths(config: PretrainedConfig) -> dict[str, tuple[int, int]]:
@@ -118,9 +118,11 @@ def _key(layer: int, name: str) -> str:
     return f"{layer}/{name.replace('.', '/')}"
 
 
-def _write(folder: Path, told: dict[str, Any], tensors: dict[str, Tensor], model: str) -> None:
+def _write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], model: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    told = {"task_type": "CAUSAL_LM", "inference_mode": True, "base_model_name_or_path": None} | told
-    save_file({name: one.detach().contiguous() for name, one in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
-    write_text(folder / CONFIG, json.dumps(told, indent=1, sort_keys=True) + "\n")
+    config = {"task_type": "CAUSAL_LM", "inference_mode": True, "base_model_name_or_path": None} | config
+    save_file(
+        {name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, {"format": "pt"}
+    )
+    write_text(folder / CONFIG, json.dumps(config, indent=1, sort_keys=True) + "\n")
     write_text(folder / RECIPE, json.dumps({"base_sha256": model}, indent=1) + "\n")

@@ -60,55 +60,57 @@ class FrozenBlocks:
         return len(self._waiting)
 
     async def answer(
-        self, said: Callable[[], Awaitable[bytes]], layers: range, width: int, client: Client = HERE
+        self, receive: Callable[[], Awaitable[bytes]], layers: range, width: int, client: Client = HERE
     ) -> bytes:
-        """The message of the answer to the pass of ``client`` that is ``said``. Raises RequestError for one that
+        """The message of the answer to the pass of ``client`` that is ``receive``. Raises RequestError for one that
         no server takes, BusyError, and does not listen, where too many wait and no other client has more than its share
         of them."""
         self._make_way(client)
-        one = _WaitingPass(client, layers, width, asyncio.get_running_loop().create_future())
-        self._waiting.append(one)
+        waiting = _WaitingPass(client, layers, width, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
         try:
-            with one:
-                one.data = await said()
+            with waiting:
+                waiting.data = await receive()
                 self._begin()
-                return await one.answer
+                return await waiting.answer
         finally:
-            if one in self._waiting:  # its client has gone before its turn
-                self._waiting.remove(one)
+            if waiting in self._waiting:  # its client has gone before its turn
+                self._waiting.remove(waiting)
 
     def _make_way(self, client: Client) -> None:
         if len(self._waiting) < MOST_WAITING:
             return
         full = BusyError(f"{len(self._waiting)} passes wait here, and no more are taken")
-        if (yields := who_yields(Counter(one.client for one in self._waiting), client, 1)) is None:
+        if (yields := who_yields(Counter(waiting.client for waiting in self._waiting), client, 1)) is None:
             raise full
-        last = next(one for one in reversed(self._waiting) if one.client == yields)
+        last = next(waiting for waiting in reversed(self._waiting) if waiting.client == yields)
         self._waiting.remove(last)
         last.end(full)
 
     def _begin(self) -> None:
         """Run the pass whose turn it is, unless one runs. One that runs cannot be stopped: the next has to wait for it
         even when its client has gone, or messages of clients that went would pile up in the queue of the thread."""
-        said = [one for one in self._waiting if one.data is not None]
-        if self.busy or not said:
+        received = [waiting for waiting in self._waiting if waiting.data is not None]
+        if self.busy or not received:
             return
-        client = self._turns.next(dict.fromkeys(one.client for one in said))
-        one = next(one for one in said if one.client == client)
-        self._waiting.remove(one)
-        self._turns.charge(client, len(one.data))
+        client = self._turns.next(dict.fromkeys(waiting.client for waiting in received))
+        waiting = next(waiting for waiting in received if waiting.client == client)
+        self._waiting.remove(waiting)
+        self._turns.charge(client, len(waiting.data))
         self.busy = True
-        job = asyncio.get_running_loop().run_in_executor(self._thread, self._answer, one.data, one.layers, one.width)
-        job.add_done_callback(partial(self._over, one))
+        job = asyncio.get_running_loop().run_in_executor(
+            self._thread, self._answer, waiting.data, waiting.layers, waiting.width
+        )
+        job.add_done_callback(partial(self._over, waiting))
 
-    def _over(self, one: _WaitingPass, job: asyncio.Future[bytes]) -> None:
+    def _over(self, waiting: _WaitingPass, job: asyncio.Future[bytes]) -> None:
         self.busy, error = False, job.exception()
-        if not one.answer.done():  # its client is there
-            one.answer.set_result(job.result()) if error is None else one.answer.set_exception(error)
+        if not waiting.answer.done():  # its client is there
+            waiting.answer.set_result(job.result()) if error is None else waiting.answer.set_exception(error)
         self._begin()
 
     async def move(self, blocks: range) -> None:
-        """These ``blocks`` from now on; a pass that runs ends first."""
+        """Serve these ``blocks`` from now on; a pass that runs ends first."""
 
         def move() -> None:
             self.blocks, self._model = blocks, None
@@ -117,19 +119,19 @@ class FrozenBlocks:
 
     def close(self) -> None:
         """End the thread when its pass is done; those that wait hear that the server ends."""
-        for one in self._waiting:
-            one.end(SwarmError("this server ends: ask another"))
+        for waiting in self._waiting:
+            waiting.end(SwarmError("this server ends: ask another"))
         self._waiting.clear()
         self._thread.shutdown(wait=False)
 
     def _answer(self, data: bytes, layers: range, width: int) -> bytes:
         try:
-            one = decode_pass(data, width)
+            decoded = decode_pass(data, width)
         except SwarmError as error:
             raise RequestError(str(error)) from error
-        return encode_pass(self.run(layers, one))
+        return encode_pass(self.run(layers, decoded))
 
-    def run(self, layers: range, one: Pass) -> Pass:
+    def run(self, layers: range, step: Pass) -> Pass:
         """``hidden`` after ``layers``; backward, its gradient and those of the adapters. Raises RequestError for
         adapters that do not fit and for more tokens than the context, SwarmError where the blocks have gone while it
         waited."""
@@ -137,38 +139,38 @@ class FrozenBlocks:
             raise SwarmError(f"this server has blocks [{self.blocks.start}, {self.blocks.stop}) by now")
         if self._model is None:
             self._model = load_span(self._folder, self.blocks, self._dtype)
-        if (tokens := one.hidden.shape[1]) > (most := context_of(self._model.config)):
+        if (tokens := step.hidden.shape[1]) > (most := context_of(self._model.config)):
             raise RequestError(f"a pass of {tokens} tokens exceeds the context of {most}")
-        for (layer, name), (a, b) in one.adapters.items():
+        for (layer, name), (a, b) in step.adapters.items():
             if layer not in layers:
                 raise RequestError(f"LoRA of layer {layer} came to blocks [{layers.start}, {layers.stop})")
             linear = self._linear(layer, name)
             if (a.shape[1], b.shape[0]) != (linear.in_features, linear.out_features):
                 raise RequestError(f"LoRA of {name} in layer {layer} does not fit its module")
-        hidden = one.hidden.to(self._dtype)
+        hidden = step.hidden.to(self._dtype)
         with torch.no_grad():
-            if one.gradient is None:
-                return Pass(self._forward(layers, hidden, one.adapters, one.scaling), {})
+            if step.gradient is None:
+                return Pass(self._forward(layers, hidden, step.adapters, step.scaling), {})
             several = max(1, MOST_KEPT // (hidden.shape[0] * hidden.shape[1]))
-            stretches = [layers[at : at + several] for at in range(0, len(layers), several)]
+            stretches = [layers[start : start + several] for start in range(0, len(layers), several)]
             entered = [hidden]
             for stretch in stretches[:-1]:
-                entered.append(self._forward(stretch, entered[-1], one.adapters, one.scaling))
-        gradient, halves = one.gradient.to(self._dtype), {}
+                entered.append(self._forward(stretch, entered[-1], step.adapters, step.scaling))
+        gradient, halves = step.gradient.to(self._dtype), {}
         for stretch in reversed(stretches):
-            gradient, more = self._backward(stretch, entered.pop(), gradient, one)
+            gradient, more = self._backward(stretch, entered.pop(), gradient, step)
             halves |= more
         return Pass(gradient, halves)
 
-    def _backward(self, layers: range, hidden: Tensor, gradient: Tensor, one: Pass) -> tuple[Tensor, Adapters]:
+    def _backward(self, layers: range, hidden: Tensor, gradient: Tensor, step: Pass) -> tuple[Tensor, Adapters]:
         """The gradients of what entered ``layers``, and of their adapters."""
         hidden = hidden.detach().requires_grad_()
         adapters = {
-            where: tuple(half.detach().requires_grad_() for half in halves)
-            for where, halves in one.adapters.items()
-            if where[0] in layers
+            key: tuple(half.detach().requires_grad_() for half in halves)
+            for key, halves in step.adapters.items()
+            if key[0] in layers
         }
-        out = self._forward(layers, hidden, adapters, one.scaling)
+        out = self._forward(layers, hidden, adapters, step.scaling)
         inputs = [hidden, *(half for halves in adapters.values() for half in halves)]
         first, *halves = torch.autograd.grad(out, inputs, gradient)
         return first, dict(zip(adapters, zip(halves[::2], halves[1::2], strict=True), strict=True))
@@ -187,12 +189,12 @@ class FrozenBlocks:
 
     def _linear(self, layer: int, name: str) -> nn.Linear:
         try:
-            found = self._model.model.layers[layer - self.blocks.start].get_submodule(name)
+            module = self._model.model.layers[layer - self.blocks.start].get_submodule(name)
         except AttributeError:
-            found = None
-        if not isinstance(found, nn.Linear):
+            module = None
+        if not isinstance(module, nn.Linear):
             raise RequestError(f"layer {layer} has no linear module {name!r} for LoRA")
-        return found
+        return module
 
 
 def _added(linear: nn.Linear, a: Tensor, b: Tensor, scaling: float) -> Any:

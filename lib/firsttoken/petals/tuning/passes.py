@@ -44,15 +44,15 @@ class _ToldPass:
     scaling: Annotated[float, between(-1e6, 1e6)] = 1.0
 
 
-def encode_pass(one: Pass) -> bytes:
+def encode_pass(step: Pass) -> bytes:
     """The bytes of a pass, and of its answer: hidden states or their gradient, and the gradients of the adapters."""
-    tensors = {HIDDEN: one.hidden.flatten(0, 1)}
-    if one.gradient is not None:
-        tensors[GRADIENT] = one.gradient.flatten(0, 1)
-    for (layer, module), halves in one.adapters.items():
+    tensors = {HIDDEN: step.hidden.flatten(0, 1)}
+    if step.gradient is not None:
+        tensors[GRADIENT] = step.gradient.flatten(0, 1)
+    for (layer, module), halves in step.adapters.items():
         tensors |= {f"{layer}/{module}/{half}": tensor for half, tensor in zip("AB", halves, strict=True)}
-    told = json.dumps({"shape": list(one.hidden.shape[:2]), "scaling": one.scaling})
-    return save({name: one.detach().float().contiguous() for name, one in tensors.items()}, {"pass": told})
+    header = json.dumps({"shape": list(step.hidden.shape[:2]), "scaling": step.scaling})
+    return save({name: value.detach().float().contiguous() for name, value in tensors.items()}, {"pass": header})
 
 
 def decode_pass(data: bytes, width: int) -> Pass:
@@ -60,31 +60,31 @@ def decode_pass(data: bytes, width: int) -> Pass:
     numbers that ``check_states`` refuses."""
     try:
         header = header_of(data)
-        told = shaped(_ToldPass, parse_json(header.metadata.get("pass", "{}")))
+        fields = shaped(_ToldPass, parse_json(header.metadata.get("pass", "{}")))
     except ValueError as error:
         fault = str(error) if isinstance(error, Damaged) else type(error).__name__
         raise SwarmError(f"a message is no safetensors of a pass: {fault}") from error
-    rows, tokens = told.shape
+    rows, tokens = fields.shape
     if rows * tokens > MOST_TOKENS:
         raise SwarmError(f"a pass of {rows * tokens} tokens; at most {MOST_TOKENS} are taken at once")
     for name, entry in header.tensors.items():
         if entry.dtype != "F32":
             raise SwarmError(f"{name[:40]} of a pass is in {entry.dtype}, not F32")
-        whole = (rows * tokens, width)
-        if name in (HIDDEN, GRADIENT) and entry.shape != whole:
-            raise SwarmError(f"{name} of {list(entry.shape)} does not fit: the pass has {list(whole)}")
+        expected_shape = (rows * tokens, width)
+        if name in (HIDDEN, GRADIENT) and entry.shape != expected_shape:
+            raise SwarmError(f"{name} of {list(entry.shape)} does not fit: the pass has {list(expected_shape)}")
         if name not in (HIDDEN, GRADIENT) and not (_HALF.fullmatch(name) and len(entry.shape) == 2):
             raise SwarmError(f"a pass holds {name[:40]!r}, which is neither hidden states nor a half of LoRA")
     if HIDDEN not in header.tensors:
         raise SwarmError("a pass holds no hidden states")
     tensors = load(data)
-    for name, one in tensors.items():
-        check_states(one, f"{name} of a pass holds")
+    for name, tensor in tensors.items():
+        check_states(tensor, f"{name} of a pass holds")
     gradient = tensors.get(GRADIENT)
     return Pass(
         tensors[HIDDEN].unflatten(0, (rows, tokens)),
         _adapters(tensors),
-        told.scaling,
+        fields.scaling,
         None if gradient is None else gradient.unflatten(0, (rows, tokens)),
     )
 
@@ -92,9 +92,9 @@ def decode_pass(data: bytes, width: int) -> Pass:
 def _adapters(tensors: Mapping[str, Tensor]) -> Adapters:
     halves: dict[tuple[int, str], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        if found := _HALF.fullmatch(name):
-            halves.setdefault((int(found[1]), found[2]), {})[found[3]] = tensor
+        if match := _HALF.fullmatch(name):
+            halves.setdefault((int(match[1]), match[2]), {})[match[3]] = tensor
     for (layer, module), both in halves.items():
         if set(both) != {"A", "B"} or both["A"].shape[0] != both["B"].shape[1]:
             raise SwarmError(f"LoRA of {module} in layer {layer} is not two halves of one rank")
-    return {where: (both["A"], both["B"]) for where, both in halves.items()}
+    return {key: (both["A"], both["B"]) for key, both in halves.items()}

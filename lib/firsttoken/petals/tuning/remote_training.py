@@ -70,12 +70,12 @@ class TrainingChain:
         firsts: list[Tensor] = []
         sums: Adapters = {}
         for part, rows in zip(entered, _parts(gradient), strict=True):
-            check_cover([one.blocks for one in part], self.layers)
-            for one in reversed(part):
-                rows, halves = await self._backward(one, rows, adapters, scaling)
-                for where, (a, b) in halves.items():
-                    known = sums.get(where)
-                    sums[where] = (a, b) if known is None else (known[0] + a, known[1] + b)
+            check_cover([entry.blocks for entry in part], self.layers)
+            for entry in reversed(part):
+                rows, halves = await self._backward(entry, rows, adapters, scaling)
+                for key, (a, b) in halves.items():
+                    total = sums.get(key)
+                    sums[key] = (a, b) if total is None else (total[0] + a, total[1] + b)
             firsts.append(rows)
         return torch.cat(firsts), sums
 
@@ -83,31 +83,31 @@ class TrainingChain:
         self, layers: range, hidden: Tensor, adapters: Adapters, scaling: float
     ) -> tuple[Tensor, list[Entered]]:
         entered: list[Entered] = []
-        at, failing = layers.start, _Failing()
-        while at < layers.stop:
-            hop, record = (await self._route(range(at, layers.stop), failing))[0]
-            asked = Pass(hidden, _within(adapters, hop.blocks), scaling)
-            if (answer := await self._ask(record, hop.blocks, asked, failing)) is not None:
+        block, failing = layers.start, _Failing()
+        while block < layers.stop:
+            hop, record = (await self._route(range(block, layers.stop), failing))[0]
+            request = Pass(hidden, _within(adapters, hop.blocks), scaling)
+            if (answer := await self._ask(record, hop.blocks, request, failing)) is not None:
                 entered.append(Entered(hop.blocks, hidden))
-                hidden, at, failing = answer.hidden, hop.blocks.stop, _Failing()
-        check_cover([one.blocks for one in entered], layers)
+                hidden, block, failing = answer.hidden, hop.blocks.stop, _Failing()
+        check_cover([entry.blocks for entry in entered], layers)
         return hidden, entered
 
     async def _backward(
-        self, one: Entered, gradient: Tensor, adapters: Adapters, scaling: float
+        self, entry: Entered, gradient: Tensor, adapters: Adapters, scaling: float
     ) -> tuple[Tensor, Adapters]:
         failing = _Failing()
         while True:
-            (hop, record), *others = await self._route(one.blocks, failing)
+            (hop, record), *others = await self._route(entry.blocks, failing)
             if others:  # whoever took over has other blocks: its inputs are computed on the way
-                _, entered = await self._forward(one.blocks, one.hidden, adapters, scaling)
+                _, entered = await self._forward(entry.blocks, entry.hidden, adapters, scaling)
                 halves: Adapters = {}
                 for part in reversed(entered):
                     gradient, more = await self._backward(part, gradient, adapters, scaling)
                     halves |= more
                 return gradient, halves
-            asked = Pass(one.hidden, _within(adapters, hop.blocks), scaling, gradient)
-            if (answer := await self._ask(record, hop.blocks, asked, failing)) is not None:
+            request = Pass(entry.hidden, _within(adapters, hop.blocks), scaling, gradient)
+            if (answer := await self._ask(record, hop.blocks, request, failing)) is not None:
                 return answer.hidden, answer.adapters
 
     async def _route(self, blocks: range, failing: _Failing) -> list[tuple[Hop, Record]]:
@@ -121,7 +121,7 @@ class TrainingChain:
         except SwarmError as error:
             raise (RequestError if failing.refused else SwarmError)(str(error)) from error
 
-    async def _ask(self, record: Record, blocks: range, asked: Pass, failing: _Failing) -> Pass | None:
+    async def _ask(self, record: Record, blocks: range, request: Pass, failing: _Failing) -> Pass | None:
         """The answer of one server; None when it failed or refused, and is not asked for a while.
 
         Raises SwarmError once it has been the last for ``find_s``, and RequestError for a pass that is too large
@@ -129,24 +129,24 @@ class TrainingChain:
         """
         import grpc
 
-        swarm, message = self.swarm, encode_pass(asked)
-        if len(message) > (most := most_bytes(asked.hidden.shape[2], len(blocks))):
+        swarm, message = self.swarm, encode_pass(request)
+        if len(message) > (most := most_bytes(request.hidden.shape[2], len(blocks))):
             raise RequestError(f"a pass of {len(message):,} bytes; at most {most:,} are taken: fewer tokens or ranks")
         try:
-            decode_pass(message, asked.hidden.shape[2])
+            decode_pass(message, request.hidden.shape[2])
         except SwarmError as error:  # as of a training that diverged: no server is to be blamed for it
             raise RequestError(str(error)) from error
-        tokens = asked.hidden.shape[0] * asked.hidden.shape[1]
-        limit_s = swarm.timeouts.limit_s(tokens) * (1 if asked.gradient is None else _BACKWARD)
+        tokens = request.hidden.shape[0] * request.hidden.shape[1]
+        limit_s = swarm.timeouts.limit_s(tokens) * (1 if request.gradient is None else _BACKWARD)
         opened = zip(HEADERS, (VERSION, swarm.model, f"{blocks.start}:{blocks.stop}", "float32"), strict=True)
         headers = (*opened, *swarm.access.headers)
         try:
             call = swarm.channel(record.address).unary_unary(PASS)
             async with asyncio.timeout(limit_s):
                 data = await call(message, metadata=headers)
-            said = _answer(decode_pass(data, asked.hidden.shape[2]), asked)
+            answer = _answer(decode_pass(data, request.hidden.shape[2]), request)
             self.moved_bytes += len(message) + len(data)
-            return said
+            return answer
         except grpc.aio.AioRpcError as error:
             why = error.details() or error.code().name
             if error.code().name in REFUSALS:
@@ -177,21 +177,21 @@ def _parts(batch: Tensor) -> list[Tensor]:
     return list(batch.split(max(1, MOST_TOKENS // batch.shape[1])))
 
 
-def _answer(said: Pass, asked: Pass) -> Pass:
-    """``said``. Raises SwarmError where it is no answer: of another shape, or with gradients of other adapters."""
-    if said.hidden.shape != asked.hidden.shape:
-        raise SwarmError(f"an answer has the shape {list(said.hidden.shape)}, not {list(asked.hidden.shape)}")
-    if _shapes(said) != (_shapes(asked) if asked.gradient is not None else {}):
+def _answer(answer: Pass, request: Pass) -> Pass:
+    """Return ``said``. Raises SwarmError for no answer: of another shape, or with gradients of other adapters."""
+    if answer.hidden.shape != request.hidden.shape:
+        raise SwarmError(f"an answer has the shape {list(answer.hidden.shape)}, not {list(request.hidden.shape)}")
+    if _shapes(answer) != (_shapes(request) if request.gradient is not None else {}):
         raise SwarmError("an answer has gradients of other adapters than were sent")
-    return said
+    return answer
 
 
-def _shapes(one: Pass) -> dict[tuple[int, str], tuple[torch.Size, torch.Size]]:
-    return {where: (a.shape, b.shape) for where, (a, b) in one.adapters.items()}
+def _shapes(step: Pass) -> dict[tuple[int, str], tuple[torch.Size, torch.Size]]:
+    return {key: (a.shape, b.shape) for key, (a, b) in step.adapters.items()}
 
 
 def _within(adapters: Adapters, blocks: range) -> Adapters:
-    return {where: halves for where, halves in adapters.items() if where[0] in blocks}
+    return {key: halves for key, halves in adapters.items() if key[0] in blocks}
 
 
 IGNORED = -100  # the label of a token that is not learned, as everywhere
@@ -243,13 +243,12 @@ class RemoteTraining:
         return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
 
     def save(self, folder: Path) -> None:
-        """What was trained, as PEFT folders with the base's hash in ``folder``: prompt, lora."""
+        """Write the trained prompt and LoRA as PEFT folders with the base's hash in ``folder``: prompt, lora."""
         for name, trained in (("prompt", self.prompt), ("lora", self.lora)):
             if trained is not None:
                 trained.save(folder / name, self.sha256)
 
     def close(self) -> None:
-        """Close all connections."""
         self._looking.cancel()
         wait_for(self.chain.swarm.close())
 
@@ -276,11 +275,11 @@ class _ThroughChain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         adapters = _paired(ctx.places, ctx.saved_tensors)
-        asked = ctx.chain.backward(ctx.entered, gradients[0].contiguous(), adapters, ctx.scaling)
-        first, sums = wait_for(asked)
-        return (None, None, None, first, *(half for where in ctx.places for half in sums[where]))
+        gradients_of_inputs = ctx.chain.backward(ctx.entered, gradients[0].contiguous(), adapters, ctx.scaling)
+        first, sums = wait_for(gradients_of_inputs)
+        return (None, None, None, first, *(half for key in ctx.places for half in sums[key]))
 
 
 def _paired(places: Sequence[tuple[int, str]], halves: Sequence[Tensor]) -> dict:
     pairs = zip(halves[::2], halves[1::2], strict=True)
-    return {where: (a.detach(), b.detach()) for where, (a, b) in zip(places, pairs, strict=True)}
+    return {key: (a.detach(), b.detach()) for key, (a, b) in zip(places, pairs, strict=True)}

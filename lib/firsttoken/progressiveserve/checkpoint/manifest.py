@@ -1,8 +1,8 @@
-"""What a staged checkpoint holds: every file, its size and hash, and where each tensor lies in it.
+"""The manifest of a staged checkpoint: every file, its size and hash, and where each tensor lies in it.
 
 A worker reads this, and starts to move bytes, before it has spent the seconds of ``import torch``: nothing but the
-standard library is imported. What follows from the tensors (depth, dtype, tied embeddings) is not written down, so
-that it cannot say otherwise; :func:`check_complete` holds it against the model when it was written, and before a stage
+standard library is imported. What follows from the tensors (depth, dtype, tied embeddings) is not written down, so that
+it cannot say otherwise; :func:`check_complete` holds it against the model when it was written, and before a stage
 serves.
 """
 
@@ -55,8 +55,10 @@ def check_layout(manifest: Manifest) -> None:
                 raise Damaged(f"{file} ({part.name}) holds no tensor")
             check_tiles(part.tensors, part.data_start, part.bytes, f"{file} ({part.name})")
             part.coding.check(part.tensors, f"{file} ({part.name})")
-            if odd := next((tensor.dtype for tensor in part.carried.values() if tensor.dtype not in DTYPES), ""):
-                raise Damaged(f"{file} ({part.name}) holds the dtype {odd}, in which no weights are served")
+            if unknown_dtype := next(
+                (tensor.dtype for tensor in part.carried.values() if tensor.dtype not in DTYPES), ""
+            ):
+                raise Damaged(f"{file} ({part.name}) holds the dtype {unknown_dtype}, in which no weights are served")
         adapter = stage.adapter
         if adapter and adapter.folder != adapter_folder(stage.name):
             raise Damaged(f"{shown(adapter.folder)} stands where staging puts {adapter_folder(stage.name)!r}")
@@ -102,12 +104,12 @@ class PartFile:
 
     @cached_property
     def coding(self) -> PartCoding:
-        """What the format says of the part. Raises Damaged, and ModelError for a format that is not here."""
+        """Return what the format says of the part. Raises Damaged, and ModelError for a format that is not here."""
         return format_of(self.format).read(self.content)
 
     @property
     def refines(self) -> bool:
-        """Whether it refines weights that are there, which it does not bring itself."""
+        """Return whether the part refines weights that are there, which it does not bring itself."""
         return self.coding.refines
 
     @cached_property
@@ -144,7 +146,7 @@ class AdapterFiles:
 
 @dataclass(frozen=True)
 class StageFiles:
-    """What one stage brings, in reading order; the adapter belongs to the model as of this stage."""
+    """The files of one stage, in reading order; the adapter belongs to the model as of this stage."""
 
     name: str
     parts: tuple[PartFile, ...]
@@ -185,17 +187,17 @@ class Manifest:
 
     @cached_property
     def plan(self) -> LoadPlan:
-        """What is brought when, without the files."""
+        """Return the plan by which parts are brought, without the files."""
         return LoadPlan(tuple(Stage(stage.name, tuple(map(_planned, stage.parts))) for stage in self.stages))
 
     @cached_property
     def depth(self) -> int:
-        """How many layers are brought."""
+        """Return the number of layers that are brought."""
         return len(self.plan.layers(len(self.stages)))
 
     @cached_property
     def tied(self) -> bool:
-        """Whether the head is the embedding: no file holds it."""
+        """Return whether the head is the embedding: no file holds it."""
         return not any(HEAD in part.carried for stage in self.stages for part in stage.parts)
 
     @cached_property
@@ -219,12 +221,12 @@ def read_manifest(folder: Path) -> Manifest:
         raise ModelError(f"no staged checkpoint in {folder}: it has no {MANIFEST}; {MEND}")
     with blaming(path, ModelError, MEND):
         content = read_json(path)
-        found = content.pop("format", None) if isinstance(content, dict) else None
-        if found not in (FORMAT, _UNNAMED_FORMATS):
-            raise Damaged(f"it is of the format {found!r}, not {FORMAT!r}")
+        version = content.pop("format", None) if isinstance(content, dict) else None
+        if version not in (FORMAT, _UNNAMED_FORMATS):
+            raise Damaged(f"it is of the format {version!r}, not {FORMAT!r}")
         if content.pop("sha256", None) != sha256_of(content):
             raise Damaged("it does not fit its own sha256, so it was altered")
-        manifest = shaped(Manifest, formats_named(content) if found == _UNNAMED_FORMATS else content)
+        manifest = shaped(Manifest, formats_named(content) if version == _UNNAMED_FORMATS else content)
         check_layout(manifest)
         return manifest
 
@@ -233,7 +235,7 @@ def formats_named(content: Any) -> Any:
     """Return an older manifest, or a part of one, in today's form. There was one format then, "planes", in three fields
     of a part that were empty where it was not in planes."""
     if isinstance(content, list):
-        return [formats_named(one) for one in content]
+        return [formats_named(entry) for entry in content]
     if not isinstance(content, dict):
         return content
     if "cut" not in content:
@@ -244,7 +246,7 @@ def formats_named(content: Any) -> Any:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write ``manifest`` to ``folder``, atomically."""
+    """Write ``manifest`` to ``folder``, whole or not at all."""
     from firsttoken.study.files import write_text  # a worker only reads
 
     content = asdict(manifest)
@@ -257,19 +259,19 @@ def check_files(folder: Path, manifest: Manifest, stages: Collection[int] | None
 
     Raises ModelError for a file that is missing or truncated.
     """
-    for file, what, entry in _files(manifest, stages):
+    for file, subject, entry in _files(manifest, stages):
         path = folder / file
         if not path.is_file():
-            raise ModelError(f"{file} ({what}) is missing in {folder}; {MEND}")
+            raise ModelError(f"{file} ({subject}) is missing in {folder}; {MEND}")
         if (size := path.stat().st_size) != entry.bytes:
-            raise ModelError(f"{path} ({what}) is truncated or altered ({size:,} of {entry.bytes:,} bytes); {MEND}")
+            raise ModelError(f"{path} ({subject}) is truncated or altered ({size:,} of {entry.bytes:,} bytes); {MEND}")
 
 
 def verify(folder: Path, manifest: Manifest) -> None:
     """Read everything and compare the sha256 sums. Raises ModelError for the first file that is not as it was."""
     check_files(folder, manifest)
-    for file, what, entry in _files(manifest, None):
-        _check_hash(folder / file, what, entry)
+    for file, subject, entry in _files(manifest, None):
+        _check_hash(folder / file, subject, entry)
 
 
 def check_side(folder: Path, manifest: Manifest, *names: str) -> None:
@@ -309,15 +311,17 @@ def check_header(part: PartFile, header: bytes) -> None:
     with blaming(part.file, ModelError, MEND):
         length = int.from_bytes(header[:8], "little") + 8
         table = json.loads(header[8:])  # without limits, and in a tenth of the time: it must equal what is known
-        said = {name: entry for name, entry in table.items() if name != METADATA} if isinstance(table, dict) else table
-        if length != part.data_start or said != header_table(part.tensors, length):
+        entries = (
+            {name: entry for name, entry in table.items() if name != METADATA} if isinstance(table, dict) else table
+        )
+        if length != part.data_start or entries != header_table(part.tensors, length):
             raise Damaged(f"its header and {MANIFEST} say different things of its tensors")
 
 
-def _check_hash(path: Path, what: str, entry: PartFile | FileEntry) -> None:
+def _check_hash(path: Path, subject: str, entry: PartFile | FileEntry) -> None:
     with blaming(path, ModelError, MEND):
         if regular_size(path) != entry.bytes or _sha256(path) != entry.sha256:
-            raise ModelError(f"{path} ({what}) is altered: wrong sha256; delete it and {MEND}")
+            raise ModelError(f"{path} ({subject}) is altered: wrong sha256; delete it and {MEND}")
 
 
 def _sha256(path: Path) -> str:

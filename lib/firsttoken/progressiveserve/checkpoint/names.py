@@ -1,5 +1,5 @@
-"""What the tensors of a Llama-like model are called, and their dtypes in the words of safetensors and of torch
-(standard library only)."""
+"""The names of the tensors of a Llama-like model, and their dtypes in the words of safetensors and of torch (standard
+library only)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _LAYER = re.compile(r"model\.layers\.(0|[1-9]\d{0,5})\.")
 
 def layer_of(name: str) -> int | None:
     """The layer (0-based) that a tensor belongs to; None for the embedding, the norm and the head."""
-    found = _LAYER.match(name)
-    return int(found[1]) if found else None
+    match = _LAYER.match(name)
+    return int(match[1]) if match else None
 
 
 def torch_dtype(name: str) -> torch.dtype:

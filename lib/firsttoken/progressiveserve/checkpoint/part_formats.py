@@ -1,4 +1,4 @@
-"""How the files of parts hold tensors: as they are, or in a format whose handler is found by name.
+"""The formats in which the files of parts hold tensors: as they are, or in a format whose handler is found by name.
 
 A manifest names the format of a part and keeps what the part says of itself in it. Whoever reads, checks, loads or
 stages parts asks the handler, which knows how to read a part into tensors, and how to refine tensors that are there. It
@@ -41,24 +41,24 @@ Entries = Mapping[str, TensorEntry]
 
 
 class PartCoding(Protocol):
-    """What one part says of its tensors, whose file has these ``entries``."""
+    """The coding of one part: what its manifest says of its tensors, whose file has these ``entries``."""
 
     @property
     def refines(self) -> bool:
-        """Whether the part refines tensors that are there, and brings none."""
+        """Return whether the part refines tensors that are there, and brings none."""
 
     def tensors(self, entries: Entries) -> Mapping[str, PartTensor]:
         """The model's tensors that the part brings or refines. Those that lie in the file as they are have their own
         name there, and no other has."""
 
     def identity(self, name: str) -> str:
-        """What all parts of the tensor ``name`` must say alike; "" where the part knows nothing of the kind."""
+        """Return what all parts of the tensor ``name`` must say alike; "" where the part knows nothing of the kind."""
 
-    def check(self, entries: Entries, what: str) -> None:
-        """Raise Damaged unless the file's ``entries`` are what the coding says; ``what`` names the part."""
+    def check(self, entries: Entries, subject: str) -> None:
+        """Raise Damaged unless the file's ``entries`` are what the coding says; ``subject`` names the part."""
 
     def planned(self, entries: Entries) -> Any:
-        """What a plan says of the part (``plan.PlannedCoding``); None where its tensors lie as they are."""
+        """Return the part's coding in a plan (``plan.PlannedCoding``); None where its tensors lie as they are."""
 
 
 class StoredPart(Protocol):
@@ -96,7 +96,7 @@ class PartRefiner(Protocol):
         """Refine ``parameters``, each found by its tensor's name, by what ``file`` holds. Raises ModelError."""
 
     def spent(self) -> dict[str, float]:
-        """What it took since this was asked last, by names of measures."""
+        """Return what refining took since the last call, by names of measures."""
 
 
 class PartFormat(Protocol):
@@ -130,17 +130,17 @@ class WholeTensors:
     refines = False
 
     def tensors(self, entries: Entries) -> Entries:
-        """Return the ``entries``."""
+        """Return the ``entries``, whose tensors lie as they are."""
         return entries
 
     def identity(self, name: str) -> str:
         """Return nothing: a rounded tensor and the exact one are of different bytes."""
         return ""
 
-    def check(self, entries: Entries, what: str) -> None:
+    def check(self, entries: Entries, subject: str) -> None:
         """Raise Damaged where the manifest says more."""
         if self.content:
-            raise Damaged(f"{what} says more of its tensors and names no format")
+            raise Damaged(f"{subject} says more of its tensors and names no format")
 
     def planned(self, entries: Entries) -> None:
         """Return None: a plan has nothing more to say either."""
@@ -153,11 +153,11 @@ class WholeReader:
         self._dtype = dtype
 
     def moved(self, part: StoredPart) -> list[tuple[int, ...]]:
-        """The shapes of those of another dtype."""
+        """Return the shapes of the tensors of another dtype."""
         return [tensor.shape for tensor in part.carried.values() if torch_dtype(tensor.dtype) != self._dtype]
 
     def read(self, part: StoredPart, file: memoryview, data: Tensor, room: Room) -> dict[str, Tensor]:
-        """The tensors; each that is converted is copied."""
+        """Return the tensors of ``part``; each that is converted is copied."""
         stored = {name: stored_tensor(part, name, data) for name in part.carried}
         return {
             name: tensor if tensor.dtype == self._dtype else room(tensor.shape).copy_(tensor)
@@ -169,7 +169,7 @@ class WholeFormat:
     """The handler of parts without a format: a part that comes again takes the place of the one before."""
 
     def read(self, content: dict[str, Any]) -> WholeTensors:
-        """The coding of a part."""
+        """Return the coding of a part."""
         return WholeTensors(content)
 
     def reader(self, dtype: torch.dtype) -> WholeReader:
@@ -180,7 +180,7 @@ class WholeFormat:
         """Return None: the words are those of the file."""
 
     def refiner(self, between: Callable[[Callable[[], None]], Any]) -> PartRefiner:
-        """There is none, as no such part refines what is there."""
+        """Raise NotImplementedError, as no such part refines what is there."""
         raise NotImplementedError
 
 
@@ -188,10 +188,10 @@ def format_of(name: str) -> PartFormat:
     """The handler of the format ``name``. Raises ModelError for one that is not registered, or cannot be imported."""
     if not name:
         return WholeFormat()
-    known = registered(KIND)
-    if name not in known:
+    formats = registered(KIND)
+    if name not in formats:
         raise ModelError(
-            f"a part is in the format {name[:40]!r}, which nothing here reads (known: {', '.join(known) or 'none'}); "
+            f"a part is in the format {name[:40]!r}, which nothing here reads (known: {', '.join(formats) or 'none'}); "
             "install firsttoken with its package firsttoken_extras, or stage the model in tensors as they are"
         )
     try:

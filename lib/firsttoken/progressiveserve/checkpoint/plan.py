@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Origin(NamedTuple):
-    """What the weights are; ``sha256`` is None only for random ones, which ``source`` names with their seed."""
+    """The origin of the weights; ``sha256`` is None only for random ones, which ``source`` names with their seed."""
 
     source: str
     sha256: str | None
@@ -41,7 +41,7 @@ class TensorSource(Protocol):
     provenance: Origin
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor."""
+        """Return the dtype of the tensor ``name``."""
 
     def get(self, name: str) -> Tensor:
         """The tensor, on any device. Raises ModelError for one that is not :func:`finite`."""
@@ -57,11 +57,11 @@ class PlannedCoding(Protocol):
     whole: tuple[str, ...]
 
     def fault(self, action: str, before: PlannedCoding | None) -> str:
-        """What is wrong with bringing a tensor so by ``action`` after it was brought as ``before`` says; "" if nothing.
-        ``before`` is None where it has not come, or has come as it is."""
+        """Return what is wrong with bringing a tensor so by ``action`` after it was brought as ``before`` says; "" if
+        nothing. ``before`` is None where it has not come, or has come as it is."""
 
     def lacking(self) -> str:
-        """What is still missing of a tensor that this brings last; "" if nothing."""
+        """Return what is still missing of a tensor that this brings last; "" if nothing."""
 
     def most_bytes(self, source: TensorSource, part: Part) -> int:
         """The most bytes of the file's tensors. Raises StageError for tensors that the format does not know."""
@@ -165,7 +165,7 @@ class LoadPlan:
 
 
 def _coding_fault(part: Part, tensor: str, before: Part | None) -> str:
-    """What is wrong with the format in which ``part`` brings ``tensor`` after ``before``; "" if nothing."""
+    """Return what is wrong with the format in which ``part`` brings ``tensor`` after ``before``; "" if nothing."""
     coding, earlier = part.coding_of(tensor), before.coding_of(tensor) if before else None
     if coding is None:
         return f"came in {earlier.format} and comes again whole; bring the rest of it" if earlier else ""
@@ -192,8 +192,8 @@ def by_layers(names: Sequence[str], groups: Sequence[Sequence[int]]) -> LoadPlan
         stage = chr(ord("A") + k % 26) * (k // 26 + 1)
         if not group:
             raise StageError(f"stage {stage} has no layers: leave it out, or remove a larger block")
-        if odd := sorted(set(group) - layers.keys()):
-            raise StageError(f"stage {stage} names layer {odd[0]}: the model has {len(layers)}, from 0")
+        if unknown_layers := sorted(set(group) - layers.keys()):
+            raise StageError(f"stage {stage} names layer {unknown_layers[0]}: the model has {len(layers)}, from 0")
         parts = [Part(f"layer {i:0{digits}}", tuple(layers[i]), i) for i in sorted(group)]
         if k == 0:
             head = tuple(name for name in (NORM, HEAD) if name in names)

@@ -69,10 +69,10 @@ def already_there(folder: Path, partial: Path, identity: str) -> Manifest | None
         return None
     try:
         manifest = read_manifest(folder)
-        of, stages = manifest.plan_sha256, manifest.stages
+        plan_sha256, stages = manifest.plan_sha256, manifest.stages
     except ModelError as error:
-        manifest, (of, stages) = None, _before(folder, error)
-    if of != identity:
+        manifest, (plan_sha256, stages) = None, _before(folder, error)
+    if plan_sha256 != identity:
         raise StageError(f"{folder} holds another plan, model or adapter: remove it or choose another folder")
     try:
         if manifest:

@@ -31,11 +31,11 @@ class WeightRoom:
         self._left = self._all = host_memory(size) if device.type == "cpu" and size else memoryview(b"")
 
     def back(self) -> None:
-        """Have it in memory before it is written to, which may be while what goes there is still on its way."""
+        """Have the room in memory before it is written to, which may be while what goes there is still on its way."""
         back(self._all)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor in it, its values whatever they are; ``room_for`` says what one needs."""
+        """Return a tensor in the room, its values whatever they are; ``room_for`` says what one needs."""
         if self._device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=self._device)
         tensor = torch.frombuffer(self._left, dtype=dtype, count=math.prod(shape)).view(shape)

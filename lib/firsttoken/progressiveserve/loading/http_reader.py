@@ -22,13 +22,13 @@ class Remote:
     """The data server at ``address`` ("http://host:port"), with one connection for each thread that reads."""
 
     def __init__(self, address: str) -> None:
-        """Asks nothing of it yet. Raises LinkError for an address that is none."""
-        place = urllib.parse.urlsplit(address)
+        """Take the address; nothing is asked of the server yet. Raises LinkError for an address that is none."""
+        parts = urllib.parse.urlsplit(address)
         try:
-            self._place = place.hostname or "", place.port or 80
+            self._place = parts.hostname or "", parts.port or 80
         except ValueError:
             self._place = "", 0
-        if place.scheme != "http" or not self._place[0]:
+        if parts.scheme != "http" or not self._place[0]:
             raise LinkError(f"{address!r} is no address of a data server; one is like http://127.0.0.1:8009")
         self.address = address
         self._connections: dict[threading.Thread, http.client.HTTPConnection] = {}
@@ -42,7 +42,6 @@ class Remote:
         return self._connections[me], fresh
 
     def drop(self) -> None:
-        """Close the calling thread's connection."""
         self._connections.pop(threading.current_thread()).close()
 
     def close(self) -> None:
@@ -63,7 +62,7 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """Return the last part of the path."""
         return self.path.rpartition("/")[2]
 
     def open(self, size: int) -> RemoteFile:
@@ -77,11 +76,11 @@ class RemoteFile:
     def __init__(self, path: RemotePath, size: int) -> None:
         self._path, self._server, self._size = path, path.server, size
 
-    def read_into(self, link: Link, place: memoryview, offset: int) -> None:
-        """Fill ``place`` from ``offset``. Raises LinkError when the server no longer answers, and ModelError for a file
-        that it lacks or that has another length."""
-        if place:
-            link.read_into(self, place, offset)
+    def read_into(self, link: Link, buffer: memoryview, offset: int) -> None:
+        """Fill ``buffer`` from ``offset``. Raises LinkError when the server no longer answers, and ModelError for a
+        file that it lacks or that has another length."""
+        if buffer:
+            link.read_into(self, buffer, offset)
 
     def read_at(self, buffer: memoryview, offset: int) -> int:
         """Bytes of one answer; fewer than asked for where the connection dropped, and the next call resumes there.
@@ -121,15 +120,15 @@ class RemoteFile:
 
     def _check(self, answer: http.client.HTTPResponse) -> None:
         """Raises OSError for an answer that is no range, and ModelError where the file is not the one wanted."""
-        where = f"on {self._server.address}"
+        location = f"on {self._server.address}"
         if answer.status == http.client.NOT_FOUND:
-            raise ModelError(f"{self._path.name} is missing {where}; copy it there")
+            raise ModelError(f"{self._path.name} is missing {location}; copy it there")
         if answer.status not in (http.client.PARTIAL_CONTENT, http.client.REQUESTED_RANGE_NOT_SATISFIABLE):
             raise OSError(f"it answers {answer.status} {answer.reason}, not with a range")
-        found = _TOTAL.fullmatch(answer.headers.get("Content-Range", ""))
-        if found is None or int(found[1]) != self._size:
-            has = f"{int(found[1]):,}" if found else "an unknown number"
-            raise ModelError(f"{self._path.name} has {has} of {self._size:,} bytes {where}; copy it again")
+        match = _TOTAL.fullmatch(answer.headers.get("Content-Range", ""))
+        if match is None or int(match[1]) != self._size:
+            has = f"{int(match[1]):,}" if match else "an unknown number"
+            raise ModelError(f"{self._path.name} has {has} of {self._size:,} bytes {location}; copy it again")
 
     def close(self) -> None:
         """Nobody reads this file any more."""

@@ -102,7 +102,7 @@ class StageLoad:
         return parse_adapter(f"of stage {stage}", config, weights, self._meta_model.device)
 
     def _assemble(self, previous: StageView, stage: int, adapter: Adapter | None) -> StageView:
-        base, ends = list(previous.base), dict(previous.ends)
+        base, end_modules = list(previous.base), dict(previous.ends)
         for part in self._parts:
             if part.layer is not None:
                 # A layer that serves already takes other weights in a copy: requests may stay with the earlier stage,
@@ -112,9 +112,9 @@ class StageLoad:
                 base[part.layer] = shared_copy(old, own_parameters=True) if present else old
                 self._targets[part.layer] = base[part.layer]
         if previous.stage and any(part.layer is None for part in self._parts):
-            ends = {name: shared_copy(module, own_parameters=True) for name, module in ends.items()}
-        self._targets |= ends
-        return make_view(stage, base, ends, adapter)
+            end_modules = {name: shared_copy(module, own_parameters=True) for name, module in end_modules.items()}
+        self._targets |= end_modules
+        return make_view(stage, base, end_modules, adapter)
 
     def _place_all(self) -> None:
         try:
@@ -183,7 +183,8 @@ class StageLoad:
         return [self.view.ends[name] for name in names]
 
     def _compute_with(self, threads: int) -> None:
-        """The forward pass, whose thread this is; a number that is set anew costs ``_SWITCH_S``."""
+        """Set the number of ``threads`` of the forward pass, whose thread this is; a number that is set anew costs
+        ``_SWITCH_S``."""
         if threads and threads != torch.get_num_threads():
             torch.set_num_threads(threads)
 
@@ -211,7 +212,7 @@ class StageLoad:
 
     @property
     def arrived(self) -> bool:
-        """Whether nothing is waited for any more: every weight is in its place, or the load failed."""
+        """Return whether nothing is waited for any more: every weight is in its place, or the load failed."""
         return not self._placer.is_alive()
 
     def close(self) -> None:

@@ -50,23 +50,24 @@ class MetaModel:
         check_complete(folder, manifest, shapes)
 
     def empty_view(self) -> StageView:
-        """No layer has arrived."""
+        """Return the view of stage 0, in which no layer has arrived."""
         inner = self.model.model
-        ends = {"embed_tokens": inner.embed_tokens, "norm": inner.norm, "lm_head": self.model.lm_head}
-        return make_view(0, [PassLayer() for _ in self.layers], ends)
+        end_modules = {"embed_tokens": inner.embed_tokens, "norm": inner.norm, "lm_head": self.model.lm_head}
+        return make_view(0, [PassLayer() for _ in self.layers], end_modules)
 
     def refiner(self, name: str) -> PartRefiner:
-        """What refines these weights by parts of the format ``name``, in place: the model is never there twice, and
-        every view of it has the better weights as they come. A load that is tried again finds the same refiner."""
+        """Return the refiner of these weights by parts of the format ``name``, in place: the model is never there
+        twice, and every view of it has the better weights as they come. A load that is tried again finds the same
+        refiner."""
         if name not in self._refiners:
             self._refiners[name] = format_of(name).refiner(lambda change: self.between(change))
         return self._refiners[name]
 
     def spent(self) -> dict[str, float]:
-        """What it took to refine weights since this was asked last, as the formats measure it."""
+        """Return what it took to refine weights since the last call, as the formats measure it."""
         return {name: value for refiner in self._refiners.values() for name, value in refiner.spent().items()}
 
     def release(self) -> None:
-        """Let go of the layers: the views that there are keep theirs, and no other can be made."""
+        """Drop the layers: the views that there are keep theirs, and no other can be made."""
         self.layers.clear()
         self.model.model.layers = nn.ModuleList()

@@ -31,17 +31,17 @@ class Memory:
         return torch.frombuffer(data, dtype=torch.uint8), None
 
     def let_go(self, data: memoryview) -> None:
-        """What was read there has refined weights and is needed no more; this does nothing where the bytes go with
+        """Free ``data``, whose bytes have refined weights and are needed no more. Does nothing where the bytes go with
         their last weight."""
 
     def close(self) -> None:
-        """The load is over: who waits in :meth:`allocate` gets a LinkError."""
+        """End the load: a thread that waits in :meth:`allocate` gets a LinkError."""
 
 
 class PassingMemory(Memory):
     """Memory for files that refine weights and are let go: ``most`` bytes of files wait for that, or one file.
 
-    They wait for the steps of an engine, so a link that is faster would pile up all that is still to come.
+    Refinements wait for the steps of an engine, so a link that is faster would pile up all that is still to come.
     """
 
     def __init__(self, most: int = AHEAD) -> None:

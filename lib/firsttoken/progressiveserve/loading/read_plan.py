@@ -1,4 +1,4 @@
-"""Which files of a staged checkpoint a load reads, and in which order (standard library only)."""
+"""The files of a staged checkpoint that a load reads, and their order (standard library only)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def ends_of(manifest: Manifest) -> Manifest:
 
 
 def part_blobs(folder: Folder, manifest: Manifest, stages: Sequence[int]) -> list[Blob]:
-    """The files of :func:`parts_of`."""
+    """Return the files of :func:`parts_of` as blobs to read."""
     return [Blob(folder / part.file, part.name, part.bytes, part.sha256) for part in parts_of(manifest, stages)]
 
 
@@ -60,9 +60,9 @@ def adapter_blobs(folder: Folder, manifest: Manifest, stages: Sequence[int]) -> 
     adapter = manifest.stages[max(stages) - 1].adapter
     if adapter is None:
         return []
-    what = f"the adapter of stage {max(stages)}"
+    label = f"the adapter of stage {max(stages)}"
     return [
-        Blob(folder / adapter.folder / name, what, adapter.files[name].bytes, adapter.files[name].sha256)
+        Blob(folder / adapter.folder / name, label, adapter.files[name].bytes, adapter.files[name].sha256)
         for name in ADAPTER_FILES
     ]
 

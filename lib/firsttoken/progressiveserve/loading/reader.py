@@ -93,7 +93,7 @@ class BlobReader:
             ]
 
     def start(self) -> None:
-        """Begin to read."""
+        """Open the files and start the threads that read them."""
         for blob in self.blobs:
             try:
                 self._files.append(_opened(blob))
@@ -125,15 +125,15 @@ class BlobReader:
         self._release()
 
     def _chunks(self, group: range, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """(blob, offset, bytes), first to last."""
-        left = sum(self.blobs[index].bytes for index in group)
+        """Yield (blob, offset, bytes), first to last."""
+        remaining = sum(self.blobs[index].bytes for index in group)
         for index in group:
             size, offset = self.blobs[index].bytes, 0
             while not offset or offset < size:
-                most = chunk_bytes if left > _END_CHUNKS * chunk_bytes else -(-chunk_bytes // 4 // PAGE) * PAGE
+                most = chunk_bytes if remaining > _END_CHUNKS * chunk_bytes else -(-chunk_bytes // 4 // PAGE) * PAGE
                 count = min(most, size - offset)
                 yield index, offset, count
-                offset, left = offset + max(1, count), left - count
+                offset, remaining = offset + max(1, count), remaining - count
 
     def _work(self, link: Link, chunks: Iterator[tuple[int, int, int]], turn: threading.Lock) -> None:
         try:
@@ -145,8 +145,8 @@ class BlobReader:
                     index, offset, size = chunk
                     if index not in self._buffers:
                         self._buffers[index] = self._allocate(self.blobs[index].bytes)
-                    place = self._buffers[index][offset : offset + size]
-                self._files[index].read_into(link, place, offset)
+                    target = self._buffers[index][offset : offset + size]
+                self._files[index].read_into(link, target, offset)
                 self._finished(index)
         except Exception as error:
             self._fail(error, self.blobs[index])
@@ -161,8 +161,8 @@ class BlobReader:
             return
         blob = self.blobs[index]
         if self._verify:
-            whole = self._buffers[index][: blob.bytes]
-            if hashlib.sha256(whole).hexdigest() != blob.sha256:
+            content = self._buffers[index][: blob.bytes]
+            if hashlib.sha256(content).hexdigest() != blob.sha256:
                 raise ModelError(f"{blob.what}: {blob.path.name} has a wrong sha256; copy it again")
         self._left[index] = 0
         self._done[index].set()
@@ -201,17 +201,17 @@ class _OpenFile:
         if self._direct is not None:
             read_no_further(self._buffered)  # what is left for it is the end of the file
 
-    def read_into(self, link: Link, place: memoryview, offset: int) -> None:
-        """Fill ``place`` from ``offset``, which is a multiple of a page. Raises LinkError."""
-        aligned = ctypes.addressof(ctypes.c_char.from_buffer(place)) % PAGE == 0 if place else False
-        whole = len(place) // PAGE * PAGE if aligned and self._direct is not None else 0
-        if whole:
+    def read_into(self, link: Link, buffer: memoryview, offset: int) -> None:
+        """Fill ``buffer`` from ``offset``, which is a multiple of a page. Raises LinkError."""
+        aligned = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % PAGE == 0 if buffer else False
+        direct_bytes = len(buffer) // PAGE * PAGE if aligned and self._direct is not None else 0
+        if direct_bytes:
             try:
-                link.read_into(self._direct, place[:whole], offset)
+                link.read_into(self._direct, buffer[:direct_bytes], offset)
             except LinkError:  # a disk that takes no such length, after all; what is truly wrong comes again below
-                whole = 0
-        if whole < len(place):
-            link.read_into(self._buffered, place[whole:], offset + whole)
+                direct_bytes = 0
+        if direct_bytes < len(buffer):
+            link.read_into(self._buffered, buffer[direct_bytes:], offset + direct_bytes)
 
     def close(self) -> None:
         for handle in (self._buffered, self._direct):

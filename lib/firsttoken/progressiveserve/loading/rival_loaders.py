@@ -73,13 +73,15 @@ def read_whole(files: Sequence[Path], device: torch.device, threads: int = THREA
         for index, file in enumerate(files):
             handle = _open(file)
             opened.callback(os.close, handle)
-            chunks += [readers.submit(bring, handle, index, at) for at in range(0, sizes[index], CHUNK_BYTES)]
+            chunks += [
+                readers.submit(bring, handle, index, chunk_start) for chunk_start in range(0, sizes[index], CHUNK_BYTES)
+            ]
         for chunk in chunks:
             chunk.result()
     if pool is not host:
         torch.cuda.synchronize(device)  # the pinned memory must outlive the copies from it
-    found = zip(headers, starts[:-1], strict=True)
-    return {name: tensor for header, start in found for name, tensor in _views(header, pool[start:]).items()}
+    tables = zip(headers, starts[:-1], strict=True)
+    return {name: tensor for header, start in tables for name, tensor in _views(header, pool[start:]).items()}
 
 
 def _page_aligned(size: int, pinned: bool) -> Tensor:
@@ -146,10 +148,10 @@ def load_with(
     import_peer(peer)
     files = check_servable(folder)
     check_tied(files)
-    dtype, place = dtype or torch_dtype(stored_dtype(folder)), torch.device(device)
-    if place.type == "cuda" and place.index is None:  # fastsafetensors takes no other
-        place = torch.device("cuda", torch.cuda.current_device())
-    return PEERS[peer].load(files, dtype, place).eval().requires_grad_(False)
+    dtype, target_device = dtype or torch_dtype(stored_dtype(folder)), torch.device(device)
+    if target_device.type == "cuda" and target_device.index is None:  # fastsafetensors takes no other
+        target_device = torch.device("cuda", torch.cuda.current_device())
+    return PEERS[peer].load(files, dtype, target_device).eval().requires_grad_(False)
 
 
 def import_peer(peer: str) -> None:
@@ -165,13 +167,14 @@ def import_peer(peer: str) -> None:
 
 
 def installed(peer: str) -> bool:
-    """Whether the package of ``peer`` can be imported here."""
+    """Return whether the package of ``peer`` can be imported here."""
     module = PEERS[peer].module
     return module is None or importlib.util.find_spec(module) is not None
 
 
 def _from_pretrained(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """It chooses among the files of a folder itself, and of one that can be served it has no other choice."""
+    """Load ``files`` by ``from_pretrained``, which chooses among the files of a folder itself; of one that can be
+    served it has no other choice."""
     from transformers import AutoModelForCausalLM
 
     placed = {} if device.type == "cpu" else {"device_map": device}

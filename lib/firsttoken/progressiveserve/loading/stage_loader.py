@@ -61,7 +61,8 @@ class StageLoader:
                     self._ahead[stage] = reader, memory
 
     def plan(self) -> int:
-        """The number of the stages; how many bytes they are is known then. Raises ModelError and StageError."""
+        """Return the number of the stages; the number of their bytes is known then. Raises ModelError and
+        StageError."""
         manifest = self.manifest = read_manifest(self.folder)
         stages = range(1, len(manifest.stages) + 1)
         every = [blobs(self.folder, manifest, [stage]) for stage in stages for blobs in (adapter_blobs, part_blobs)]
@@ -75,13 +76,13 @@ class StageLoader:
 
     @property
     def fits_twice(self) -> bool:
-        """Whether there is memory for the weights once more."""
+        """Return whether there is memory for the weights once more."""
         free = free_memory_bytes()
         return free is None or free >= 2 * self.bytes_total
 
     @property
     def refines(self) -> bool:
-        """Whether a later stage changes weights that are there."""
+        """Return whether a later stage changes weights that are there."""
         return any(part.refines for stage in self.manifest.stages for part in stage.parts)
 
     def build(self, begun: Callable[[torch.device, torch.dtype], WeightBuilder] | None = None) -> MetaModel:
@@ -95,13 +96,13 @@ class StageLoader:
 
         manifest = self.manifest
         computing = dtypes.serving(self._dtype, torch_dtype(manifest.dtype), self._device)
-        place = torch.device(self._device), computing
+        target = torch.device(self._device), computing
         with self._lock:
             if begun is not None:
-                self._builder = begun(*place)
+                self._builder = begun(*target)
             elif 1 in self._ahead:
                 reader, memory = self._ahead.pop(1)
-                self._builder = WeightBuilder(manifest, [1], reader, *place, memory)
+                self._builder = WeightBuilder(manifest, [1], reader, *target, memory)
         # a file that is not there yet may still be on its way, as a part of the model may; what a file says stays
         with files_alone() if (self.folder / CONFIG).is_file() else nullcontext():
             self.meta_model = MetaModel(self.folder, manifest, self._device, computing, build_model)
@@ -129,13 +130,13 @@ class StageLoader:
         return load
 
     def finish(self, load: StageLoad) -> StageView:
-        """The view of what ``load`` brings, once it is whole. Raises what the load raises."""
+        """Return the view of what ``load`` brings, once it is whole. Raises what the load raises."""
         view = load.wait()
         self._loading = None  # the load holds its stage's layers
         return view
 
     def ended_by(self, error: Exception) -> bool:
-        """Whether ``error`` is what ended the load that was under way."""
+        """Return whether ``error`` is what ended the load that was under way."""
         return self._loading is not None and self._loading.failure is error
 
     def close(self) -> None:

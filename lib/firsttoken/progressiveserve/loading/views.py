@@ -1,4 +1,5 @@
-"""What a stage computes with: a list of layers. Two stages may serve side by side, for they share their weights."""
+"""Views of a model: the list of layers that a stage computes with. Two stages may serve side by side, for they share
+their weights."""
 
 from __future__ import annotations
 
@@ -31,14 +32,14 @@ class StageView:
     adapter: Adapter | None = None
 
     def activate(self, model: PreTrainedModel) -> None:
-        """Let ``model`` compute as this stage, from the next forward pass on."""
+        """Make ``model`` compute as this stage, from the next forward pass on."""
         model.model.layers = self.layers
         model.model.embed_tokens, model.model.norm = self.ends["embed_tokens"], self.ends["norm"]
         model.lm_head = self.ends["lm_head"]
 
 
 def make_view(
-    stage: int, base: list[nn.Module], ends: Mapping[str, nn.Module], adapter: Adapter | None = None
+    stage: int, base: list[nn.Module], end_modules: Mapping[str, nn.Module], adapter: Adapter | None = None
 ) -> StageView:
     """The view of ``stage``; each layer that ``adapter`` knows computes with its slice of it.
 
@@ -50,7 +51,7 @@ def make_view(
         if i >= len(base) or isinstance(base[i], PassLayer):
             raise StageError(f"adapter {adapter.name} is for layer {i} too, which stage {stage} does not have")
     layers = [with_adapter(layer, slices[i]) if i in slices else layer for i, layer in enumerate(base)]
-    return StageView(stage, tuple(base), nn.ModuleList(layers), dict(ends), adapter)
+    return StageView(stage, tuple(base), nn.ModuleList(layers), dict(end_modules), adapter)
 
 
 def check_whole(view: StageView, layers: Collection[int]) -> None:
@@ -59,15 +60,17 @@ def check_whole(view: StageView, layers: Collection[int]) -> None:
 
     Else it may not serve.
     """
-    there = {i for i, layer in enumerate(view.base) if not isinstance(layer, PassLayer)}
-    if odd := sorted(there ^ set(layers)):
-        kind = "computes with" if odd[0] in there else "lacks"
-        raise ModelError(f"stage {view.stage} {kind} layer {odd[0]}, and its manifest says otherwise; stage it again")
+    present = {i for i, layer in enumerate(view.base) if not isinstance(layer, PassLayer)}
+    if wrong_layers := sorted(present ^ set(layers)):
+        kind = "computes with" if wrong_layers[0] in present else "lacks"
+        raise ModelError(
+            f"stage {view.stage} {kind} layer {wrong_layers[0]}, and its manifest says otherwise; stage it again"
+        )
     modules = {f"layer {i}": layer for i, layer in enumerate(view.layers)} | dict(view.ends)
-    for where, module in modules.items():
+    for owner, module in modules.items():
         for name, parameter in module.named_parameters():
             if parameter.is_meta:
-                raise ModelError(f"stage {view.stage}: {name} of {where} was never brought; stage it again")
+                raise ModelError(f"stage {view.stage}: {name} of {owner} was never brought; stage it again")
 
 
 def changed(old: StageView, new: StageView) -> range:

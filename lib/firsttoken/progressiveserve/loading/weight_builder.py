@@ -98,7 +98,7 @@ class WeightBuilder:
         return WeightRoom(sum(room_for(shape, self._dtype) for shape in moved), self._device)
 
     def _back(self, rooms: deque[WeightRoom]) -> None:
-        """While files are on their way, so that the maker need not wait for memory.
+        """Have ``rooms`` in memory while files are on their way, so that the maker need not wait for memory.
 
         Taken from the queue: layers that are fused while others come must be able to give their memory back.
         """

@@ -38,9 +38,11 @@ class StagedModelVersion(ModelVersion):
 
     def __init__(self, model: PreTrainedModel, modules: StageView, policy: Transition) -> None:
         modules.activate(model)
-        kept = policy.keep(modules)
+        boundaries = policy.keep(modules)
         super().__init__(
-            Decoder(model, [LocalSegment(modules.layers)]), HiddenStateCache(kept) if kept else None, modules.stage
+            Decoder(model, [LocalSegment(modules.layers)]),
+            HiddenStateCache(boundaries) if boundaries else None,
+            modules.stage,
         )
         self.modules = modules
 
@@ -65,28 +67,29 @@ class StagedModelVersion(ModelVersion):
 
         between(compare)
 
-    def fuse_beside(self, known: FusedBeside) -> Iterator[None]:
+    def fuse_beside(self, fused: FusedBeside) -> Iterator[None]:
         """Put fused layers with the stage's adapter in the place of those that are here, one after another: a token of
         stage 1 of SmolLM2-135M takes 11 instead of 36 ms (two cores, bf16).
 
-        Those that ``known`` has are only given the adapter, and new ones are added to it. The plain layers stay as they
+        Those that ``fused`` has are only given the adapter, and new ones are added to it. The plain layers stay as they
         are, for the stages to come. A layer that cannot be fused with its adapter computes as before.
         """
         (segment,) = self.decoder.segments
         for number, plain in enumerate(self.modules.base):
             if isinstance(segment.modules[number], Fused):
                 continue
-            if number not in known or known[number][0] is not plain:
+            if number not in fused or fused[number][0] is not plain:
                 if not accelerator().fuses(plain):
                     continue
-                known[number] = plain, accelerator().fuse_layer(plain)
-            self._take(segment, number, known[number][1])
+                fused[number] = plain, accelerator().fuse_layer(plain)
+            self._take(segment, number, fused[number][1])
             yield
 
-    def take_fused(self, known: FusedBeside) -> None:
-        """The same with those that ``known`` has, and no other."""
+    def take_fused(self, fused_beside: FusedBeside) -> None:
+        """Put the fused layers that ``known`` has in the place of those that are here, with the stage's adapter, and no
+        other."""
         (segment,) = self.decoder.segments
-        for number, (plain, fused) in known.items():
+        for number, (plain, fused) in fused_beside.items():
             if self.modules.base[number] is plain:
                 self._take(segment, number, fused)
 
@@ -103,5 +106,5 @@ class StagedModelVersion(ModelVersion):
 
 
 def moving(policy: Transition) -> EngineTransition:
-    """``policy`` as the engine asks it."""
+    """Return ``policy`` in the form that the engine asks."""
     return lambda old, new: policy.redo(old.modules, new.modules)

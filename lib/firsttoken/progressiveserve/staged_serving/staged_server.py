@@ -115,7 +115,7 @@ class StagedServer(LoadingServer):
             self._complete(self._last)
 
     def _bring(self, stage: int) -> bool:
-        """Whether ``stage`` came before the server was closed."""
+        """Bring ``stage``, and return whether it came before the server was closed."""
         loader, previous = self._loader, self._last.modules
 
         def load() -> StageView:
@@ -171,7 +171,8 @@ class StagedServer(LoadingServer):
             self._note(self._stage, f"a session of {recovery.tokens} tokens moved over", took_s=recovery.recompute_s)
 
     def _explained(self, error: Exception) -> Exception:
-        """What clients are told when a step fails; when it was the load that did, once the status says so too."""
+        """Return what clients are told when a step fails; when it was the load that did, once the status says so
+        too."""
         if self._loader.ended_by(error):
             self._told.wait()
             return ClosedError("the server was closed") if self._closing.is_set() else error

@@ -1,4 +1,5 @@
-"""What becomes of a generation that is running when layers appear (the report leaves it open; errata I9).
+"""Transitions: what a generation that is running computes again when layers appear (the report leaves it open; errata
+I9).
 
 Keys and values of earlier tokens were computed by the pruned model: new layers have none of them, and those of every
 layer above a new one, or under another adapter, are no longer what the better model would have computed. A policy says
@@ -32,7 +33,8 @@ class Transition(ABC):
 
 
 class RequestBoundary(Transition):
-    """A request ends under the stage it began with; both stages serve meanwhile, for they share their weights."""
+    """A transition in which a request ends under the stage it began with; both stages serve meanwhile, for they share
+    their weights."""
 
     name = "request boundary"
 
@@ -41,12 +43,12 @@ class RequestBoundary(Transition):
 
 
 class PrefillAgain(Transition):
-    """All keys and values are computed again by the better stage."""
+    """A transition in which all keys and values are computed again by the better stage."""
 
     name = "prefill again"
 
     def redo(self, old: StageView, new: StageView) -> range:
-        """Return all layers."""
+        """Return all layers, whatever changed."""
         return range(len(new.layers))
 
 
@@ -69,8 +71,8 @@ class FromBoundary(Transition):
         different, depth = changed(old, new), len(new.layers)
         if not different:
             return NOTHING
-        kept = self.keep(old)
-        return range(kept[0] if kept and kept[0] <= different.start else 0, depth)
+        boundaries = self.keep(old)
+        return range(boundaries[0] if boundaries and boundaries[0] <= different.start else 0, depth)
 
 
 class ChangedLayers(Transition):
@@ -97,12 +99,13 @@ class ChangedLayers(Transition):
 
 
 class Naive(Transition):
-    """The better stage goes on with the old keys and values; new layers begin with none. Wrong, and silently so."""
+    """A transition in which the better stage goes on with the old keys and values, and new layers begin with none.
+    Wrong, and silently so."""
 
     name = "naive"
 
     def redo(self, old: StageView, new: StageView) -> range:
-        """Only the layers change."""
+        """Return no layers, as only the layers change."""
         return NOTHING
 
 

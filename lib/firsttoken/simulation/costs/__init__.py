@@ -1,1 +1,1 @@
-"""What a step, a swap and a recompute cost: as the paper published it, and as profiled on a GPU."""
+"""The costs of a step, a swap and a recompute: as the paper published them, and as profiled on a GPU."""

@@ -26,12 +26,13 @@ _NUMBER_BYTES = 2
 
 
 def layout(card: str, shape: MixtureShape, gpus: int, weights: str = "fp8_block") -> tuple[int, int]:
-    """How the experts lie on ``gpus``, (split, spread): each split over all of them where that was measured, as vLLM
-    does by itself, else spread as far as they were. Raises ProfileError where no layout of so many was measured."""
-    there = [(split, spread) for split, spread in _layouts(card, shape, weights) if split * spread == gpus]
-    if not there:
+    """Return the layout of the experts on ``gpus``, (split, spread). Each expert is split over all GPUs where that was
+    measured, as vLLM does by itself; otherwise experts are spread as far as they were. Raises ProfileError where no
+    layout of so many was measured."""
+    matching = [(split, spread) for split, spread in _layouts(card, shape, weights) if split * spread == gpus]
+    if not matching:
         raise ProfileError(_unmeasured(card, shape, weights, f"on {gpus} GPUs"))
-    return max(there)
+    return max(matching)
 
 
 def mixture_costs(
@@ -88,8 +89,8 @@ def experts_s(card: str, shape: MixtureShape, split: int, spread: int, weights: 
         raise ProfileError(_unmeasured(card, shape, weights, f"split {split} and spread {spread} ways"))
     chosen = fits & (table[_ROUTING] == routing)
     if not chosen.any():
-        known = ", ".join(sorted(set(table[_ROUTING][fits].tolist())))
-        raise ProfileError(f"{card} has no experts under the routing {routing!r}; measured: {known}")
+        distributions = ", ".join(sorted(set(table[_ROUTING][fits].tolist())))
+        raise ProfileError(f"{card} has no experts under the routing {routing!r}; measured: {distributions}")
     return least_by_size(table[_TOKENS][chosen], table["latency"][chosen])
 
 
@@ -97,8 +98,8 @@ def _measured(card: str, shape: MixtureShape, weights: str) -> tuple[dict[str, n
     """The table of ``card``, and which of its rows are of experts of this shape. ProfileError for another card."""
     if card not in MIXTURE_CARDS:
         raise ProfileError(f"no experts of {card!r} are pinned; known: {', '.join(MIXTURE_CARDS)}")
-    table, asked = _experts(card), (weights, shape.dense.hidden, shape.dense.mlp, shape.active, shape.experts)
-    return table, np.logical_and.reduce([table[name] == value for name, value in zip(_COLUMNS, asked, strict=True)])
+    table, wanted = _experts(card), (weights, shape.dense.hidden, shape.dense.mlp, shape.active, shape.experts)
+    return table, np.logical_and.reduce([table[name] == value for name, value in zip(_COLUMNS, wanted, strict=True)])
 
 
 def _layouts(card: str, shape: MixtureShape, weights: str) -> list[tuple[int, int]]:
@@ -108,10 +109,10 @@ def _layouts(card: str, shape: MixtureShape, weights: str) -> list[tuple[int, in
 
 
 def _unmeasured(card: str, shape: MixtureShape, weights: str, how: str) -> str:
-    known = ", ".join(f"{split} x {spread}" for split, spread in _layouts(card, shape, weights)) or "none"
+    layouts = ", ".join(f"{split} x {spread}" for split, spread in _layouts(card, shape, weights)) or "none"
     return (
         f"{card} has no {weights} experts of {shape.dense.hidden} x {shape.dense.mlp}, {shape.active} of "
-        f"{shape.experts}, {how}; measured for these: {known}"
+        f"{shape.experts}, {how}; measured for these: {layouts}"
     )
 
 

@@ -43,18 +43,18 @@ Curve = tuple[np.ndarray, np.ndarray]
 def power_between(sizes: np.ndarray, curve: Curve) -> np.ndarray:
     """The values at ``sizes`` of ``curve``, all above 0: a power of the size between two of its points, in proportion
     beyond the last, as the first below it."""
-    at, values = curve
-    found = np.exp(np.interp(np.log(sizes), np.log(at), np.log(values)))
-    return np.asarray(found * np.maximum(1.0, sizes / at[-1]))
+    knots, values = curve
+    interpolated = np.exp(np.interp(np.log(sizes), np.log(knots), np.log(values)))
+    return np.asarray(interpolated * np.maximum(1.0, sizes / knots[-1]))
 
 
 def least_by_size(sizes: np.ndarray, seconds: np.ndarray) -> Curve:
     """The least time at each size: a shape that was measured by several kernels is computed by the fastest. Times that
     were disturbed are replaced, as :func:`undisturbed` has it."""
-    at, place = np.unique(sizes, return_inverse=True)
-    least = np.full(len(at), np.inf)
-    np.minimum.at(least, place, seconds)
-    return at.astype(float), undisturbed(least)
+    distinct, inverse = np.unique(sizes, return_inverse=True)
+    least = np.full(len(distinct), np.inf)
+    np.minimum.at(least, inverse, seconds)
+    return distinct.astype(float), undisturbed(least)
 
 
 def undisturbed(seconds: np.ndarray) -> np.ndarray:
@@ -127,8 +127,8 @@ class OperatorTables:
             for j, share_k in _bracket(grid.k, k):
                 log = log + share_n * share_k * grid.log_s[:, i, j]
         beyond = max(1.0, n / grid.n[-1]) * max(1.0, k / grid.k[-1])
-        there = np.isfinite(log)
-        return (grid.m[there], np.exp(log[there]) * beyond), beyond > 1
+        measured = np.isfinite(log)
+        return (grid.m[measured], np.exp(log[measured]) * beyond), beyond > 1
 
     def attention(self, kind: str, heads: int, kv_heads: int, head_dim: int, kv: str) -> dict[int, Curve]:
         """Seconds of a layer's attention by batch: of ``CONTEXT`` by tokens of each prompt, of ``GENERATION`` by those
@@ -143,16 +143,16 @@ class OperatorTables:
                 f"wide, over a {kv} cache; measured for these: {', '.join(map(str, measured)) or 'none'} heads"
             )
         sizes = "isl" if kind == CONTEXT else "step"
-        found = [
+        neighbours = [
             (_by_batch(table, fits & (table["num_heads"] == measured[i]), sizes), weight)
             for i, weight in _weights(measured.astype(float), float(heads))
         ]
-        first = found[0][0]
-        if len(found) == 1:
+        first = neighbours[0][0]
+        if len(neighbours) == 1:
             return first
-        (low, left), (high, right) = found
+        (low, low_s), (high, right) = neighbours
         return {
-            batch: (both, left * np.interp(both, *low[batch]) + right * np.interp(both, *high[batch]))
+            batch: (both, low_s * np.interp(both, *low[batch]) + right * np.interp(both, *high[batch]))
             for batch in low.keys() & high.keys()
             if len(both := np.intersect1d(low[batch][0], high[batch][0]))
         }
@@ -160,13 +160,15 @@ class OperatorTables:
     def all_reduce(self, gpus: int) -> Curve:
         """Seconds of an all-reduce among ``gpus`` by bytes: vLLM's own kernel in a CUDA graph, or NCCL where that is
         faster. Raises ProfileError for a number of GPUs that was not measured."""
-        own, nccl = self.tables[ALL_REDUCE], self.tables[NCCL]
-        here = (own["num_gpus"] == gpus) & (own["backend"] == "vllm_graph")
+        custom, nccl = self.tables[ALL_REDUCE], self.tables[NCCL]
+        matching = (custom["num_gpus"] == gpus) & (custom["backend"] == "vllm_graph")
         theirs = (nccl["num_gpus"] == gpus) & (nccl["op_name"] == "all_reduce") & (nccl["nccl_dtype"] == "half")
-        if not here.any() or not theirs.any():
-            known = np.unique(own["num_gpus"])
-            raise ProfileError(f"{self.card} has no all-reduce of {gpus} GPUs; measured: {', '.join(map(str, known))}")
-        sizes, seconds = least_by_size(own["message_size"][here], own["latency"][here])
+        if not matching.any() or not theirs.any():
+            sizes_of_groups = np.unique(custom["num_gpus"])
+            raise ProfileError(
+                f"{self.card} has no all-reduce of {gpus} GPUs; measured: {', '.join(map(str, sizes_of_groups))}"
+            )
+        sizes, seconds = least_by_size(custom["message_size"][matching], custom["latency"][matching])
         counts, others = least_by_size(nccl["message_size"][theirs], nccl["latency"][theirs])
         return sizes, np.minimum(seconds, np.interp(sizes, counts * _HALF_BYTES, others, left=np.inf))
 
@@ -203,10 +205,10 @@ def read_table(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
             table = parquet.read_table(path)
         except (pyarrow.ArrowException, OSError) as error:
             raise Damaged(f"is no whole Parquet table ({str(error).splitlines()[0][:100]})") from error
-        there = {*table.column_names, *_OPTIONAL}
-        if missing := [name for name in (*names, "latency") if name not in there]:
+        present = {*table.column_names, *_OPTIONAL}
+        if missing := [name for name in (*names, "latency") if name not in present]:
             raise Damaged(f"has no column {', '.join(missing)}")
-        found: dict[str, Any] = {
+        arrays: dict[str, Any] = {
             name: np.array(table.column(name).to_pylist())
             if name in table.column_names
             else np.full(table.num_rows, _OPTIONAL[name])
@@ -215,7 +217,7 @@ def read_table(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
         milliseconds = table.column("latency").to_numpy().astype(float)
         if not len(milliseconds) or not (milliseconds > 0).all():
             raise Damaged("latency must be above 0 in every row, and there must be one")
-    return found | {"latency": milliseconds / 1e3}
+    return arrays | {"latency": milliseconds / 1e3}
 
 
 @lru_cache(maxsize=32)
@@ -223,8 +225,8 @@ def _products_of(card: str, dtype: str) -> _Products:
     table = _read(card).tables[PRODUCTS]
     fits = table["gemm_dtype"] == dtype
     if not fits.any():
-        known = ", ".join(sorted(set(table["gemm_dtype"].tolist())))
-        raise ProfileError(f"{card} has no products of {dtype}; measured: {known}")
+        dtypes = ", ".join(sorted(set(table["gemm_dtype"].tolist())))
+        raise ProfileError(f"{card} has no products of {dtype}; measured: {dtypes}")
     axes = [np.unique(table[name][fits]) for name in ("m", "n", "k")]
     places = [np.searchsorted(axis, table[name][fits]) for axis, name in zip(axes, ("m", "n", "k"), strict=True)]
     least = np.full([len(axis) for axis in axes], np.inf)
@@ -237,9 +239,9 @@ def _products_of(card: str, dtype: str) -> _Products:
 def _by_batch(table: Mapping[str, np.ndarray], fits: np.ndarray, sizes: str) -> dict[int, Curve]:
     batches = table["batch_size"]
     return {
-        int(batch): least_by_size(table[sizes][here], table["latency"][here])
+        int(batch): least_by_size(table[sizes][same_batch], table["latency"][same_batch])
         for batch in np.unique(batches[fits])
-        if (here := fits & (batches == batch)).any()
+        if (same_batch := fits & (batches == batch)).any()
     }
 
 

@@ -40,11 +40,11 @@ def attention_grid(path: Path) -> tuple[tuple[tuple[int, ...], ...], np.ndarray]
     """The axes, and microseconds [chunks, prefixes, decodes, contexts]."""
     points: dict[tuple[int, ...], float] = {}
     for line, row in rows(path, (*GRID, "time_us")):
-        at = tuple(int(number(path, line, row, name)) for name in GRID)
-        if at in points:
-            raise CorpusError(f"{path}, line {line}: the point {at} is there twice; {MEND}")
-        points[at] = number(path, line, row, "time_us")
-    axes = tuple(tuple(sorted({0, *(at[place] for at in points)})) for place in range(len(GRID)))
+        point = tuple(int(number(path, line, row, name)) for name in GRID)
+        if point in points:
+            raise CorpusError(f"{path}, line {line}: the point {point} is there twice; {MEND}")
+        points[point] = number(path, line, row, "time_us")
+    axes = tuple(tuple(sorted({0, *(point[axis_index] for point in points)})) for axis_index in range(len(GRID)))
     if short := [name for name, axis in zip(GRID, axes, strict=True) if len(axis) < 3]:
         raise CorpusError(f"{path}: {', '.join(short)} has fewer than two points above 0; {MEND}")
     if (cells := math.prod(map(len, axes))) > _MOST_CELLS:
@@ -52,8 +52,8 @@ def attention_grid(path: Path) -> tuple[tuple[tuple[int, ...], ...], np.ndarray]
             f"{path}: its {len(points):,} points lie on no grid, one of {cells:,} would hold them; {MEND}"
         )
     grid = np.full([len(axis) for axis in axes], np.nan)
-    for at, microseconds in points.items():
-        grid[tuple(axis.index(value) for axis, value in zip(axes, at, strict=True))] = microseconds
+    for point, microseconds in points.items():
+        grid[tuple(axis.index(value) for axis, value in zip(axes, point, strict=True))] = microseconds
     _fill(path, axes, grid)
     return axes, grid
 
@@ -67,12 +67,16 @@ def _fill(path: Path, axes: tuple[tuple[int, ...], ...], grid: np.ndarray) -> No
     while (wanted := between & np.isnan(grid)).any() and _join(axes, grid, wanted):
         pass  # points of which two coordinates are foreign need those of which one is
     for hole in map(tuple, np.argwhere(np.isnan(grid))):
-        for place in (2, 3):
-            at, axis = hole[place], axes[place]
-            before = [grid[(*hole[:place], at - back, *hole[place + 1 :])] for back in (1, 2)] if at >= 3 else [np.nan]
+        for axis_index in (2, 3):
+            coordinate, axis = hole[axis_index], axes[axis_index]
+            before = (
+                [grid[(*hole[:axis_index], coordinate - back, *hole[axis_index + 1 :])] for back in (1, 2)]
+                if coordinate >= 3
+                else [np.nan]
+            )
             if not np.isnan(before).any():
-                slope = (before[0] - before[1]) / (axis[at - 1] - axis[at - 2])
-                grid[hole] = max(0.0, before[0] + slope * (axis[at] - axis[at - 1]))
+                slope = (before[0] - before[1]) / (axis[coordinate - 1] - axis[coordinate - 2])
+                grid[hole] = max(0.0, before[0] + slope * (axis[coordinate] - axis[coordinate - 1]))
                 break
         else:
             point = {name: axis[i] for name, axis, i in zip(GRID, axes, hole, strict=True)}
@@ -86,8 +90,8 @@ def _between_grids(grid: np.ndarray) -> np.ndarray:
     none of these: each two of its coordinates stand together somewhere.
     """
     measured, apart = ~np.isnan(grid), np.zeros(grid.shape, bool)
-    for kept in combinations(range(grid.ndim), 2):
-        others = tuple(place for place in range(grid.ndim) if place not in kept)
+    for fixed_axes in combinations(range(grid.ndim), 2):
+        others = tuple(axis_index for axis_index in range(grid.ndim) if axis_index not in fixed_axes)
         apart |= ~measured.any(others, keepdims=True)
     return apart
 
@@ -97,20 +101,20 @@ def _join(axes: tuple[tuple[int, ...], ...], grid: np.ndarray, wanted: np.ndarra
     several axes to that on which these are nearest to each other, by their ratio. 0 is a point of its own. Returns
     whether any was set."""
     measured, nearest = grid.copy(), np.full(grid.shape, np.inf)
-    for place, axis in enumerate(axes):
-        at = np.array(axis, dtype=float)
-        lines, found, near = (np.moveaxis(one, place, -1) for one in (measured, grid, nearest))
-        for line in map(tuple, np.argwhere(np.moveaxis(wanted, place, -1).any(-1))):
-            known = np.flatnonzero(~np.isnan(lines[line]) & (at > 0))
-            for hole in np.flatnonzero(np.moveaxis(wanted, place, -1)[line]) if len(known) > 1 else ():
-                right = int(np.searchsorted(known, hole))
-                if not 0 < right < len(known):
+    for axis_index, axis in enumerate(axes):
+        positions = np.array(axis, dtype=float)
+        lines, filled, near = (np.moveaxis(array, axis_index, -1) for array in (measured, grid, nearest))
+        for line in map(tuple, np.argwhere(np.moveaxis(wanted, axis_index, -1).any(-1))):
+            measured_indices = np.flatnonzero(~np.isnan(lines[line]) & (positions > 0))
+            for hole in np.flatnonzero(np.moveaxis(wanted, axis_index, -1)[line]) if len(measured_indices) > 1 else ():
+                right = int(np.searchsorted(measured_indices, hole))
+                if not 0 < right < len(measured_indices):
                     continue
-                low, high = known[right - 1], known[right]
-                if (ratio := at[high] / at[low]) < near[line][hole]:
+                low, high = measured_indices[right - 1], measured_indices[right]
+                if (ratio := positions[high] / positions[low]) < near[line][hole]:
                     near[line][hole] = ratio
-                    share = (at[hole] - at[low]) / (at[high] - at[low])
-                    found[line][hole] = lines[line][low] * (1 - share) + lines[line][high] * share
+                    share = (positions[hole] - positions[low]) / (positions[high] - positions[low])
+                    filled[line][hole] = lines[line][low] * (1 - share) + lines[line][high] * share
     return bool(np.isfinite(nearest).any())
 
 
@@ -123,7 +127,7 @@ LABELS = ("n_label", "skew_rate_label", "kv_big_label", "kp_label")
 
 @dataclass(frozen=True)
 class AttentionSkew:
-    """How far an uneven batch lies between one at its mean context (0) and one at its longest (1), by bucket.
+    """The place of an uneven batch between one at its mean context (0) and one at its longest (1), by bucket.
 
     ``shares`` are keyed by the upper ends of the buckets: prefill chunk, decodes, evenness, longest context, prefix.
     ``otherwise`` is the mean over the samples, for a bucket that was not measured.
@@ -145,29 +149,29 @@ class AttentionSkew:
             shares[key] = number(path, line, row, "alpha", least=-math.inf)
             weight = number(path, line, row, "n_samples")
             samples, total = samples + weight, total + weight * shares[key]
-        ends = tuple(tuple(sorted({key[place] for key in shares})) for place in range(1 + len(LABELS)))
-        return cls(shares, ends, total / samples if samples else 0.0)
+        edges = tuple(tuple(sorted({key[column] for key in shares})) for column in range(1 + len(LABELS)))
+        return cls(shares, edges, total / samples if samples else 0.0)
 
     def share(self, chunk: float, prefix: float, decodes: int, longest: int, evenness: float) -> float:
         """The share for a batch; ``evenness`` is (mean - least) / (longest - least) of its contexts."""
         near = _nearest(self.ends[0], chunk)
         rest = zip(self.ends[1:], (decodes, evenness, longest, prefix), strict=True)
-        key = (near, *(ends[min(bisect_left(ends, value), len(ends) - 1)] for ends, value in rest))
+        key = (near, *(edges[min(bisect_left(edges, value), len(edges) - 1)] for edges, value in rest))
         return self.shares.get(key, self.otherwise)
 
 
 @lru_cache(maxsize=4096)  # steps that prefill nothing, or a full budget, are most
 def _nearest(chunks: tuple[float, ...], chunk: float) -> float:
     """Return the one of ``chunks`` that is nearest to ``chunk`` by their ratio."""
-    return min(chunks, key=lambda at: abs(math.log2(1 + at) - math.log2(1 + chunk)))
+    return min(chunks, key=lambda candidate: abs(math.log2(1 + candidate) - math.log2(1 + chunk)))
 
 
 def _end(path: Path, line: int, label: str) -> float:
     """The upper end of a bucket: 128 of "n<=128", 0 of "kp=0", infinity of "sr>70%"."""
-    found = _LABEL.fullmatch(label or "")
-    if found is None:
+    match = _LABEL.fullmatch(label or "")
+    if match is None:
         raise CorpusError(f"{path}, line {line}: {label!r} is no bucket such as n<=128; {MEND}")
-    sign, digits, unit = found.groups()
+    sign, digits, unit = match.groups()
     return math.inf if sign == ">" else float(digits) * _UNIT[unit]
 
 
@@ -219,7 +223,7 @@ class ProfiledCosts(Costs):
         per_layer = sum(_line(points, MOST_TOKENS) * (1 + (name in TWICE)) for name, points in of_layers.items())
         head = sum(_line(points, 1024) for points in heads.values())
         names = ("attention.csv", "dense.csv", "per_sequence.csv")
-        kept = hashlib.sha256(b"".join((tables / name).read_bytes() for name in names))
+        digest = hashlib.sha256(b"".join((tables / name).read_bytes() for name in names))
         fitted = meta.skew_fit is not None and meta.skew_fit.enabled
         keyed = "prefill_key" in str((meta.attention_grid or {}).get("axes", ""))
         return cls(
@@ -230,7 +234,7 @@ class ProfiledCosts(Costs):
             grid * layers * 1e-6,
             AttentionSkew.read(tables / "skew_fit.csv") if fitted else None,
             keyed,
-            kept.hexdigest(),
+            digest.hexdigest(),
         )
 
     def step_s(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
@@ -272,8 +276,8 @@ class ProfiledCosts(Costs):
         return seconds, tokens, self._key(cached, tokens, prefix)
 
     def _key(self, cached: float, tokens: float, prefix: float) -> float:
-        """Where a piece of ``tokens`` behind ``cached`` ones stands on the prefix axis; at ``prefix`` where these are
-        below 0, as those of many short prompts count, which are behind nothing."""
+        """Return the place on the prefix axis of a piece of ``tokens`` behind ``cached`` ones. That is ``prefix`` where
+        ``cached`` is below 0, as for many short prompts counted as one, which are behind nothing."""
         if cached < 0:
             return prefix
         return cached + tokens / 2 if self.keyed_by_middle else cached
@@ -291,13 +295,13 @@ class ProfiledCosts(Costs):
 
     def _lookup(self, *point: float) -> float:
         chunks, prefixes, decodes, contexts = map(_bracket, self.axes, point)
-        at, found = self.grid.item, 0.0
+        value_at, interpolated = self.grid.item, 0.0
         for a, p in chunks:
             for b, q in prefixes:
                 for c, r in decodes:
                     for d, s in contexts:
-                        found += at(a, b, c, d) * p * q * r * s
-        return found
+                        interpolated += value_at(a, b, c, d) * p * q * r * s
+        return interpolated
 
 
 def _bracket(axis: Sequence[int], value: float) -> tuple[tuple[int, float], ...]:
@@ -355,10 +359,10 @@ def _by_layer(path: Path, by: str) -> dict[str, dict[int, float]]:
     """Microseconds by operator and ``by``, ascending."""
     tables: dict[str, dict[int, float]] = {}
     for line, row in rows(path, ("layer", by, "time_us")):
-        table, at = tables.setdefault(row["layer"], {}), int(number(path, line, row, by, least=1))
-        if table and at <= next(reversed(table)):
+        table, size = tables.setdefault(row["layer"], {}), int(number(path, line, row, by, least=1))
+        if table and size <= next(reversed(table)):
             raise CorpusError(
-                f"{path}, line {line}: {row['layer']} at {at} {by} is out of order or there twice; {MEND}"
+                f"{path}, line {line}: {row['layer']} at {size} {by} is out of order or there twice; {MEND}"
             )
-        table[at] = number(path, line, row, "time_us")
+        table[size] = number(path, line, row, "time_us")
     return tables

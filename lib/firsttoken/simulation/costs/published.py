@@ -45,9 +45,9 @@ _RECOMPUTE = tuple(row.recompute_ms / 1e3 for row in TABLE_2)
 
 def _line(column: Sequence[float], tokens: int) -> float:
     """A column [5] at ``tokens``: straight between the points, the outer segments going on beyond them."""
-    at = min(max(bisect_left(_TOKENS, tokens) - 1, 0), len(_TOKENS) - 2)
-    share = (tokens - _TOKENS[at]) / (_TOKENS[at + 1] - _TOKENS[at])
-    return column[at] + share * (column[at + 1] - column[at])
+    index = min(max(bisect_left(_TOKENS, tokens) - 1, 0), len(_TOKENS) - 2)
+    share = (tokens - _TOKENS[index]) / (_TOKENS[index + 1] - _TOKENS[index])
+    return column[index] + share * (column[index + 1] - column[index])
 
 
 def _proportional(column: Sequence[float], tokens: int) -> float:
@@ -108,7 +108,8 @@ class Decomposed:
 
 
 def decomposed(tokens: int, bytes_per_s: float = 25e9) -> Decomposed:
-    """What a copy costs beyond its bytes, if the link moves ``bytes_per_s`` (PCIe 4.0 x16 in practice: about 25 GB/s).
+    """Split the cost of a copy into its bytes and the rest, if the link moves ``bytes_per_s`` (PCIe 4.0 x16 in
+    practice: about 25 GB/s).
 
     The rate has to be assumed. Bytes and copies are both proportional to tokens, so no regression over Table 2 can tell
     their prices apart. Raises ProfileError for a rate at which the bytes alone would take longer than was measured.

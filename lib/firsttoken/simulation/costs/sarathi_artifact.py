@@ -32,11 +32,11 @@ class BatchCosts(Costs):
     """
 
     def __init__(self) -> None:
-        prefills = {tokens: tokens * each for tokens, each in PREFILL_MS_PER_TOKEN.items()}
-        decodes = {count: count * each for count, each in DECODE_MS_PER_TOKEN.items()}
+        prefills = {tokens: tokens * ms_per_unit for tokens, ms_per_unit in PREFILL_MS_PER_TOKEN.items()}
+        decodes = {count: count * ms_per_unit for count, ms_per_unit in DECODE_MS_PER_TOKEN.items()}
         self._prefill, decode = line_through(prefills, 1 << 15), line_through(decodes, 1 << 10)
         self._prefill[0] = decode[0] = 0.0  # nothing takes no time
-        self._decode = [max(whole - prompt, 0.0) for whole, prompt in zip(decode, self._prefill, strict=False)]
+        self._decode = [max(total - prompt, 0.0) for total, prompt in zip(decode, self._prefill, strict=False)]
 
     def step_s(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
         tokens = sum(new for _, new in prefills) + len(contexts)

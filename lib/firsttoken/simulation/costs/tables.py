@@ -18,13 +18,13 @@ def rows(path: Path, names: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
     """(line, text by column) of a CSV file with the columns ``names``. Raises CorpusError."""
     with blaming(path, CorpusError, MEND):
         lines = numbered(path)
-        there = columns(*next(lines, (1, "")))
-        if missing := [name for name in names if name not in there]:
+        present = columns(*next(lines, (1, "")))
+        if missing := [name for name in names if name not in present]:
             raise Damaged(f"has no column {', '.join(missing)}")
-        found = list(records(lines, there))
-        if not found:
+        table = list(records(lines, present))
+        if not table:
             raise Damaged("holds no measurement")
-    return found
+    return table
 
 
 def number(path: Path, line: int, row: Mapping[str, str], name: str, *, least: float = 0.0) -> float:

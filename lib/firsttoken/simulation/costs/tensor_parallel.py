@@ -44,7 +44,7 @@ class ExchangingCosts(Costs):
 
     @classmethod
     def over_link(cls, share: Costs, shape: DenseShape, gpus: int, bytes_s: float, latency_s: float) -> ExchangingCosts:
-        """The same where nobody measured the all-reduce: in a ring, over links of ``bytes_s`` each way.
+        """Return the costs where nobody measured the all-reduce: in a ring, over links of ``bytes_s`` each way.
 
         Each GPU sends an n-th of the bytes to the next one 2 (n - 1) times (Patarasuk and Yuan, Bandwidth optimal
         all-reduce algorithms, 2009). Raises ProfileError for fewer than two GPUs, and a link that has no rate.

@@ -1,1 +1,1 @@
-"""What is asked of an engine: prompts and answers of known lengths, and when each request arrives."""
+"""The workload of an engine: prompts and answers of known lengths, and the arrival of each request."""

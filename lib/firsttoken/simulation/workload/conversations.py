@@ -62,14 +62,15 @@ def first_pairs(path: Path) -> list[tuple[str, str]]:
             continue
         answered = ((a, b) for (asker, a), (teller, b) in pairwise(turns) if (asker, teller) == _ROLES)
         pairs += [(_encodable(a), _encodable(b)) for a, b in islice(answered, 1)]
-    what = "no conversation of turns with `from` and `value`"
+    fault = "no conversation of turns with `from` and `value`"
     if passed_by and not pairs:
-        raise CorpusError(f"{path}, record {passed_by[0]}: it is {what}; use a ShareGPT file")
+        raise CorpusError(f"{path}, record {passed_by[0]}: it is {fault}; use a ShareGPT file")
     if not pairs:
         raise CorpusError(f"{path} has no question that is answered; it is cut too early or of another format")
     if passed_by:
         warnings.warn(
-            f"{path}: {len(passed_by)} records are {what} and were passed by, first record {passed_by[0]}", stacklevel=2
+            f"{path}: {len(passed_by)} records are {fault} and were passed by, first record {passed_by[0]}",
+            stacklevel=2,
         )
     return sorted(pairs, key=lambda pair: hashlib.sha256("\n".join(pair).encode()).digest())
 
@@ -82,23 +83,23 @@ def read_records(path: Path) -> Iterator[Any]:
     decode = json.JSONDecoder().raw_decode
     text, opened, closed, between, number = "", False, False, False, 0
     for more in _chunks(path):
-        text, at = text + more, 0
+        text, offset = text + more, 0
         if not opened and (text := text.lstrip()):
             if text[0] != "[":
                 raise CorpusError(f"{path} is no JSON list of conversations; use a ShareGPT .json file")
-            opened, at = True, 1
-        while (at := _SPACE.match(text, at).end()) < len(text):
-            if closed or (between and text[at] not in ",]"):
-                what = "text after the end of the list" if closed else f"no comma after record {number}"
-                raise CorpusError(f"{path}: there is {what}; download the file again")
-            if text[at] == "]" and (between or not number):
-                closed, at = True, at + 1
+            opened, offset = True, 1
+        while (offset := _SPACE.match(text, offset).end()) < len(text):
+            if closed or (between and text[offset] not in ",]"):
+                fault = "text after the end of the list" if closed else f"no comma after record {number}"
+                raise CorpusError(f"{path}: there is {fault}; download the file again")
+            if text[offset] == "]" and (between or not number):
+                closed, offset = True, offset + 1
                 continue
             if between:
-                between, at = False, at + 1
+                between, offset = False, offset + 1
                 continue
             try:
-                record, at = decode(text, at)
+                record, offset = decode(text, offset)
             except RecursionError as error:
                 raise CorpusError(f"{path}: record {number + 1} is too deep; use a ShareGPT file") from error
             except json.JSONDecodeError as error:
@@ -109,7 +110,7 @@ def read_records(path: Path) -> Iterator[Any]:
                 ) from error
             number, between = number + 1, True
             yield record
-        text = text[at:]
+        text = text[offset:]
 
 
 def _chunks(path: Path) -> Iterator[str]:
@@ -128,7 +129,8 @@ def _chunks(path: Path) -> Iterator[str]:
 
 
 def _ends_early(error: json.JSONDecodeError, text: str) -> bool:
-    """Whether more text could mend it: an open string, or a fault in the last letters (half an escape, half a word)."""
+    """Return whether more text could mend ``error``: an open string, or a fault in the last letters (half an escape,
+    half a word)."""
     return error.msg.startswith("Unterminated string") or error.pos >= len(text.rstrip()) - 8
 
 
@@ -160,7 +162,7 @@ class Conversations:
 
     @property
     def prompt_tokens(self) -> np.ndarray:
-        """How long the prompts are [n]."""
+        """Return the lengths of the prompts in tokens [n]."""
         return np.diff(self.starts)
 
     def item(self, index: int) -> Item:
@@ -169,7 +171,7 @@ class Conversations:
         return Item(0.0, end - start, int(self.output_tokens[index]), tuple(self.ids[start:end].tolist()))
 
     def without_ids(self) -> Conversations:
-        """The lengths alone."""
+        """Return the conversations with their lengths alone."""
         return replace(self, ids=self.ids[:0])
 
 
@@ -193,14 +195,14 @@ def conversations(tokenizer: Any | None, source: str | Path | None = None) -> Co
         rules = f"lengths-{pinned(PINNED).sha256}"
     else:
         rules = hashlib.sha256(backend.to_str().encode()).hexdigest()
-    kept = paths.CACHE / "conversations" / f"v{_RULES}-{identity[:16]}-{rules[:16]}.npz"
-    made = _load(kept)
+    cache_file = paths.CACHE / "conversations" / f"v{_RULES}-{identity[:16]}-{rules[:16]}.npz"
+    made = _load(cache_file)
     if made is None:
         if backend is None:
             made = conversations(pinned_tokenizer(), source).without_ids()
         else:
             made = _tokenised(backend, path or asset_path(_ASSET))
-        _save(made, kept)
+        _save(made, cache_file)
     return made
 
 
@@ -221,24 +223,26 @@ def _backend(tokenizer: Any) -> Tokenizer:
     return backend
 
 
-def _save(made: Conversations, kept: Path) -> None:
+def _save(made: Conversations, cache_file: Path) -> None:
     try:
-        with replacing(kept) as partial, partial.open("wb") as file:
+        with replacing(cache_file) as partial, partial.open("wb") as file:
             np.savez(file, ids=made.ids, starts=made.starts, output_tokens=made.output_tokens)
     except OSError as error:
-        raise CorpusError(f"cannot write {kept}: {error.strerror}; set FIRSTTOKEN_CACHE to another folder") from error
+        raise CorpusError(
+            f"cannot write {cache_file}: {error.strerror}; set FIRSTTOKEN_CACHE to another folder"
+        ) from error
 
 
-def _load(kept: Path) -> Conversations | None:
-    """What was kept, None when there is none or it is damaged: it is then made again."""
+def _load(cache_file: Path) -> Conversations | None:
+    """Return the conversations in ``kept``; None when there are none or they are damaged: they are then made again."""
     try:
-        regular_size(kept)
-        with np.load(kept, allow_pickle=False) as arrays:
+        regular_size(cache_file)
+        with np.load(cache_file, allow_pickle=False) as arrays:
             made = Conversations(arrays["ids"], arrays["starts"], arrays["output_tokens"])
     except (OSError, TokenError, *FAULTS):  # numpy reads a header as Python
         return None
-    whole = all(part.ndim == 1 and part.dtype.kind == "i" for part in (made.ids, made.starts, made.output_tokens))
-    fits = whole and len(made.starts) == len(made.output_tokens) + 1 and made.starts[0] == 0
+    valid = all(part.ndim == 1 and part.dtype.kind == "i" for part in (made.ids, made.starts, made.output_tokens))
+    fits = valid and len(made.starts) == len(made.output_tokens) + 1 and made.starts[0] == 0
     fits = (
         fits and len(made.ids) in (0, made.starts[-1]) and min(made.prompt_tokens.min(), made.output_tokens.min()) > 0
     )
@@ -252,9 +256,9 @@ def _tokenised(tokenizer: Tokenizer, path: Path) -> Conversations:
     with track(total=len(pairs), desc=f"tokenising {path.name}, once", unit="conversation") as bar:
         for start in range(0, len(pairs), _BATCH):
             questions, answers = zip(*pairs[start : start + _BATCH], strict=True)
-            asked = tokenizer.encode_batch_fast(list(questions))
+            encodings = tokenizer.encode_batch_fast(list(questions))
             answered = tokenizer.encode_batch_fast(list(answers), add_special_tokens=False)
-            for prompt, output in zip(asked, answered, strict=True):
+            for prompt, output in zip(encodings, answered, strict=True):
                 if len(prompt) >= _FEWEST and len(output) >= _FEWEST:
                     prompts.append(np.array(prompt.ids, dtype=np.int32))
                     outputs.append(len(output))

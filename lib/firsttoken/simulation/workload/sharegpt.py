@@ -55,7 +55,7 @@ def threshold_mix(
         bounds = _scaled_bounds(least, most, scale)
         for index in rng.choice(fitting, size=count, replace=False):
             items.append(_scaled(pool.item(index), scale, *bounds))
-    return tuple(items[place] for place in rng.permutation(len(items)))
+    return tuple(items[item_index] for item_index in rng.permutation(len(items)))
 
 
 def _classes(short: int, long: int, threshold: int, total: tuple[int, int], scale: float) -> list[tuple[int, int, int]]:

@@ -43,10 +43,10 @@ class RequestTrace:
         return self.items[-1].arrival_s
 
     def told(self) -> str:
-        """What was read, on one line: the format, the unit of its times, how many requests, over how long."""
+        """Describe what was read on one line: the format, the unit of its times, how many requests, over how long."""
         times = "clock times" if self.unit == "clock" else f"times in {self.unit}"
-        left = f" ({self.dropped} without a prompt or an answer left out)" if self.dropped else ""
-        return f"a trace of {self.format}, {times}: {len(self.items):,} requests{left} over {self.span_s:,.6g} s"
+        omitted = f" ({self.dropped} without a prompt or an answer left out)" if self.dropped else ""
+        return f"a trace of {self.format}, {times}: {len(self.items):,} requests{omitted} over {self.span_s:,.6g} s"
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ def load_trace(path: str | Path, unit: str | None = None) -> RequestTrace:
     dropped = 0
     with blaming(path, CorpusError, "mend the line, or download the file again"), closing(numbered(path)) as lines:
         shape, values = _json_rows(_json_list(path)) if _is_list(path) else _opened(lines)
-        for place, row in values:
-            time, prompt, output = _parsed(place, shape, row)
+        for location, row in values:
+            time, prompt, output = _parsed(location, shape, row)
             if prompt and output:
                 rows.append((time, prompt, output))
             else:
@@ -147,12 +147,17 @@ def load_trace(path: str | Path, unit: str | None = None) -> RequestTrace:
 def _doubt(shape: _Format, times: list[float]) -> str | None:
     """Why ``times``, ascending, may be of another unit than the format's; None where nothing speaks for that."""
     if not shape.unit:
-        named = "; ".join(f"{one.name} has {', '.join(one.own)}" for one in (_BAILIAN, _MOONCAKE))
+        named = "; ".join(
+            f"{trace_format.name} has {', '.join(trace_format.own)}" for trace_format in (_BAILIAN, _MOONCAKE)
+        )
         return f"its times have no unit, as it is of no published format ({named})"
     span_s = (times[-1] - times[0]) * UNITS.get(shape.unit, 1.0)
     read = f"read as {shape.name}, whose times are in {shape.unit},"
-    if shape.unit == "ms" and (odd := next((time for time in times if time != int(time)), None)) is not None:
-        return f"{read} it has a time of {odd:g}, and {shape.name} has whole ones"
+    if (
+        shape.unit == "ms"
+        and (fractional_time := next((time for time in times if time != int(time)), None)) is not None
+    ):
+        return f"{read} it has a time of {fractional_time:g}, and {shape.name} has whole ones"
     if span_s > shape.longest_s:
         return f"{read} it would be {span_s / 86_400:,.0f} days long"
     if span_s and len(times) / span_s > shape.most_per_s:
@@ -169,7 +174,7 @@ def _opened(lines: Lines) -> tuple[_Format, Iterator[tuple[str, list[Any]]]]:
         return _json_rows(_json_objects(chain([first], lines)))
     number, header = first
     names = columns(number, header)
-    shape = max((_AZURE, _BURSTGPT), key=lambda known: len({*known.columns} & {*names}))
+    shape = max((_AZURE, _BURSTGPT), key=lambda candidate: len({*candidate.columns} & {*names}))
     missing = [name for name in shape.columns if name not in names]
     if len(missing) == len(shape.columns):
         raise Damaged(
@@ -178,7 +183,7 @@ def _opened(lines: Lines) -> tuple[_Format, Iterator[tuple[str, list[Any]]]]:
         )
     if missing:
         raise Damaged(f"line {number}: the header lacks {', '.join(missing)}, which a trace of {shape.name} has")
-    return shape, ((f"line {at}", [row[name] for name in shape.columns]) for at, row in records(lines, names))
+    return shape, ((f"line {line}", [row[name] for name in shape.columns]) for line, row in records(lines, names))
 
 
 def _json_rows(requests: Iterator[tuple[str, dict[str, Any]]]) -> tuple[_Format, Iterator[tuple[str, list[Any]]]]:
@@ -187,13 +192,13 @@ def _json_rows(requests: Iterator[tuple[str, dict[str, Any]]]) -> tuple[_Format,
     shape = _json_format(first[1])
 
     def values() -> Iterator[tuple[str, list[Any]]]:
-        for place, row in chain([first], requests):
+        for location, row in chain([first], requests):
             missing = [name for name in (*shape.columns, *shape.own) if name not in row]
             if missing:
-                raise Damaged(f"{place}: it lacks {', '.join(missing)}, which a line of {shape.name} has")
+                raise Damaged(f"{location}: it lacks {', '.join(missing)}, which a line of {shape.name} has")
             if (other := _json_format(row)) is not shape:
-                raise Damaged(f"{place}: it is a line of {other.name}, and those before are of {shape.name}")
-            yield place, [row[name] for name in shape.columns]
+                raise Damaged(f"{location}: it is a line of {other.name}, and those before are of {shape.name}")
+            yield location, [row[name] for name in shape.columns]
 
     return shape, values()
 
@@ -209,7 +214,7 @@ def _json_objects(lines: Lines) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _is_list(path: Path) -> bool:
-    """Whether the file is one JSON list, on one line or on many."""
+    """Return whether the file is one JSON list, on one line or on many."""
     regular_size(path)
     with path.open("rb") as file:
         return file.read(64).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
@@ -229,7 +234,7 @@ def _json_format(row: dict[str, Any]) -> _Format:
     return next((shape for shape in (_BAILIAN, _MOONCAKE) if any(name in row for name in shape.own)), _UNNAMED)
 
 
-def _parsed(place: str, shape: _Format, row: list[Any]) -> tuple[float, int, int]:
+def _parsed(location: str, shape: _Format, row: list[Any]) -> tuple[float, int, int]:
     """Seconds, prompt and output tokens of a row."""
     numbers = []
     for name, value, convert in zip(shape.columns, row, (shape.number, _number, _number), strict=True):
@@ -237,8 +242,8 @@ def _parsed(place: str, shape: _Format, row: list[Any]) -> tuple[float, int, int
             numbers.append(convert(value))
         except (ValueError, TypeError, OverflowError) as error:
             kind = "time" if convert is _clock else "number"
-            raise Damaged(f"{place}: {name} is {shown(value)}, no {kind}") from error
+            raise Damaged(f"{location}: {name} is {shown(value)}, no {kind}") from error
     for name, tokens in zip(shape.columns[1:], numbers[1:], strict=True):
         if not 0 <= tokens <= _MOST_TOKENS or tokens != int(tokens):
-            raise Damaged(f"{place}: {name} is {tokens:g}, it must be a whole number from 0 on")
+            raise Damaged(f"{location}: {name} is {tokens:g}, it must be a whole number from 0 on")
     return numbers[0], int(numbers[1]), int(numbers[2])

@@ -20,12 +20,12 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_json(path: Path, most: int = MOST_BYTES) -> Any:
-    """What the file holds. Raises OSError, and Damaged and other ValueErrors as :func:`parse_json`."""
+    """Read the JSON of a file. Raises OSError, and Damaged and other ValueErrors as :func:`parse_json`."""
     return parse_json(read_bytes(path, most))
 
 
 def parse_json(text: bytes | str, digits: int = _DIGITS) -> Any:
-    """What a UTF-8 text holds; a byte order mark before it is none of it.
+    """Parse a UTF-8 text; a byte order mark before it is none of it.
 
     Raises Damaged, or another ValueError, for what is no JSON: a key that is there twice, nan and infinite numbers,
     whole ones of more than ``digits`` digits, brackets more than 64 deep, half a surrogate pair.

@@ -28,7 +28,7 @@ class Damaged(ValueError):
 
 @contextmanager
 def blaming(path: object, kind: Callable[[str], Exception], mend: str) -> Iterator[None]:
-    """Whatever a reader finds wrong inside the block is raised as ``kind``: "PATH: FAULT; MEND", on one line."""
+    """Raise any fault that a reader finds inside the block as ``kind``: "PATH: FAULT; MEND", on one line."""
     try:
         yield
     except OSError as error:
@@ -62,10 +62,10 @@ def read_gzip(path: Path, most: int = MOST_BYTES) -> bytes:
 
 def regular_size(path: Path) -> int:
     """Bytes of a file. Raises OSError, and Damaged for a pipe or a device, which to open may never end."""
-    found = path.stat()
-    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):  # to open a folder says what it is
+    status = path.stat()
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):  # to open a folder says what it is
         raise Damaged("it is no regular file")
-    return found.st_size
+    return status.st_size
 
 
 def shown(value: object, most: int = 40) -> str:

@@ -101,21 +101,22 @@ def _header(text: bytes, size: int) -> Header:
     return Header(entries, metadata)
 
 
-def check_tiles(entries: Mapping[str, TensorEntry], start: int, end: int, what: str) -> None:
-    """Raise Damaged unless ``entries`` of ``what`` fill the bytes from ``start`` to ``end``, each byte once."""
-    at = start
+def check_tiles(entries: Mapping[str, TensorEntry], start: int, end: int, subject: str) -> None:
+    """Raise Damaged unless ``entries`` of ``subject`` fill the bytes from ``start`` to ``end``, each byte once."""
+    offset = start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
-        if entry.start != at:
+        if entry.start != offset:
             raise Damaged(
-                f"{name} in {what}: the range {entry.start:,} to {entry.end:,}, and the one before ends at {at:,}"
+                f"{name} in {subject}: the range {entry.start:,} to {entry.end:,}, and the one before ends at "
+                f"{offset:,}"
             )
-        at = entry.end
-    if at != end:
-        raise Damaged(f"{what} is truncated or altered ({end:,} of {at:,} bytes)")
+        offset = entry.end
+    if offset != end:
+        raise Damaged(f"{subject} is truncated or altered ({end:,} of {offset:,} bytes)")
 
 
 def header_table(entries: Mapping[str, TensorEntry], start: int) -> dict[str, dict[str, object]]:
-    """What a header says of ``entries`` whose data begin at byte ``start``."""
+    """Return the header of ``entries`` whose data begin at byte ``start``, as a table for JSON."""
     return {
         name: {
             "dtype": entry.dtype,

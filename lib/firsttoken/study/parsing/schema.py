@@ -30,7 +30,7 @@ def at_least(least: float) -> Fault:
 
 
 def between(least: float, most: float) -> Fault:
-    """A number within both ends."""
+    """Return the check that a number is within both ends."""
     return lambda value: "" if least <= value <= most else f"expected {least:,} to {most:,}"
 
 
@@ -51,7 +51,7 @@ def some(value: Sized) -> str:
     return "" if len(value) else "expected at least one"
 
 
-def shaped(kind: type[Kind], value: Any, place: str = "", *, others: bool = False) -> Kind:
+def shaped(kind: type[Kind], value: Any, path: str = "", *, others: bool = False) -> Kind:
     """``value``, as JSON or YAML gives it, as ``kind``: dataclasses, tuples, dicts, unions, literals and plain types.
 
     Lists become tuples and whole numbers floats; nothing else is converted. ``others``: keys that no field has are
@@ -61,19 +61,19 @@ def shaped(kind: type[Kind], value: Any, place: str = "", *, others: bool = Fals
     try:
         return _reader(kind, others)(value)
     except _Fault as fault:
-        where = (place + "".join(reversed(fault.path))).lstrip(".")
-        raise Damaged(f"{where}: {fault}" if where else str(fault)) from fault
+        location = (path + "".join(reversed(fault.path))).lstrip(".")
+        raise Damaged(f"{location}: {fault}" if location else str(fault)) from fault
 
 
-def unknown(name: Any, known: Iterable[str]) -> str:
+def unknown(name: Any, known_names: Iterable[str]) -> str:
     """The tail of an error about an unknown name: what exists, and what was probably meant."""
-    names = sorted(known)
+    names = sorted(known_names)
     nearest = difflib.get_close_matches(str(name)[:80], names, n=1)  # of a name of 10 MB it would take 0.6 s
     return f"known: {', '.join(names) or 'none'}" + (f" (did you mean {nearest[0]!r}?)" if nearest else "")
 
 
 class _Fault(ValueError):
-    """What is wrong; the place is put together on the way out, so that what is right costs none."""
+    """A fault of a value; its place is put together on the way out, so that a value without one costs nothing."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -82,7 +82,7 @@ class _Fault(ValueError):
 
 @cache
 def _reader(hint: Any, others: bool) -> Callable[[Any], Any]:
-    """What makes a value of the type ``hint``, or raises _Fault."""
+    """Return the function that makes a value of the type ``hint``, or raises _Fault."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return lambda value: value
@@ -135,10 +135,10 @@ def _one_of(hint: Any, readers: Mapping[Any, Callable[[Any], Any]], optional: bo
     raise _unlike(hint, value)
 
 
-def _literal(known: tuple[Any, ...], value: Any) -> Any:
-    if any(type(value) is type(one) and value == one for one in known):
+def _literal(literals: tuple[Any, ...], value: Any) -> Any:
+    if any(type(value) is type(literal) and value == literal for literal in literals):
         return value
-    raise _Fault(f"{shown(value)} is not known; {unknown(value, map(str, known))}")
+    raise _Fault(f"{shown(value)} is not known; {unknown(value, map(str, literals))}")
 
 
 def _row(hint: Any, readers: list[Callable[[Any], Any]], value: Any) -> Any:

@@ -20,12 +20,12 @@ _TAG = "tag:yaml.org,2002:"
 
 
 def read_yaml(path: Path) -> Any:
-    """What the file holds, for the caller to change. Raises OSError, and ValueErrors as :func:`parse_yaml`."""
+    """Read the YAML of a file, for the caller to change. Raises OSError, and ValueErrors as :func:`parse_yaml`."""
     return deepcopy(_content(read_bytes(path, _MOST_BYTES)))
 
 
 def parse_yaml(text: bytes | str) -> Any:
-    """What a UTF-8 text holds. Raises Damaged, naming the line, for anything that is not in this module's heading."""
+    """Parse a UTF-8 text. Raises Damaged, naming the line, for anything that is not in this module's heading."""
     return _parsed(text, lambda loader: loader.get_single_data())
 
 
@@ -57,8 +57,8 @@ def _parsed(text: bytes | str, take: Any) -> Any:
         return take(loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        where = f"line {mark.line + 1}: " if mark else ""
-        raise Damaged(f"{where}it is no YAML ({error.problem or error.context})") from error
+        location = f"line {mark.line + 1}: " if mark else ""
+        raise Damaged(f"{location}it is no YAML ({error.problem or error.context})") from error
     except yaml.YAMLError as error:
         raise Damaged(f"it is no YAML ({error})") from error
     finally:
@@ -91,17 +91,17 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def mapping(self, node: Any) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        content: dict[str, Any] = {}
         for key_node, value_node in node.value:
             key = self.construct_object(key_node, deep=True)
             if type(key) is int:  # a table by number, such as `1: ...`, has its keys as they are spelt
                 key = key_node.value
             if not isinstance(key, str):
                 raise _at(key_node, f"the key {shown(key)} is no text; put it in quotes")
-            if key in found:
+            if key in content:
                 raise _at(key_node, f"the key {shown(key)} is there twice")
-            found[key] = self.construct_object(value_node, deep=True)
-        return found
+            content[key] = self.construct_object(value_node, deep=True)
+        return content
 
     def sequence(self, node: Any) -> list[Any]:
         return [self.construct_object(item, deep=True) for item in node.value]

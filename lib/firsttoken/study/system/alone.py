@@ -16,16 +16,16 @@ _DIGITS = 20  # more than a process id has
 
 
 @contextmanager
-def alone(path: Path, what: str) -> Iterator[None]:
+def alone(path: Path, subject: str) -> Iterator[None]:
     """No other process is in such a block for the lock file ``path``, which is there for the time of the block.
 
-    Where one is, this waits, and says on stderr that somebody else does ``what`` ("fetches tiny"). Raises OSError where
-    the file cannot be made.
+    Where one is, this waits, and says on stderr that somebody else does ``subject`` ("fetches tiny"). Raises OSError
+    where the file cannot be made.
     """
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b") as file:
-            hold(file.fileno(), what, os.getpid())
+            hold(file.fileno(), subject, os.getpid())
             if not _names(path, file.fileno()):
                 continue  # who had the lock before took the file away, and somebody else may have made a new one
             try:
@@ -35,7 +35,7 @@ def alone(path: Path, what: str) -> Iterator[None]:
             return
 
 
-def hold(handle: int, what: str, process: int) -> None:
+def hold(handle: int, subject: str, process: int) -> None:
     """Lock the open file ``handle`` in the name of ``process``, whose id is written into it for those who wait.
 
     All who have inherited the open file hold the lock until the last of them closes it. Where the file system has no
@@ -45,7 +45,7 @@ def hold(handle: int, what: str, process: int) -> None:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         other = os.pread(handle, _DIGITS, 0).decode("ascii", "replace")
-        print(f"firsttoken: process {other or 'unknown'} {what}; this one waits for it", file=sys.stderr, flush=True)
+        print(f"firsttoken: process {other or 'unknown'} {subject}; this one waits for it", file=sys.stderr, flush=True)
         fcntl.flock(handle, fcntl.LOCK_EX)
     except OSError:
         return
@@ -54,7 +54,7 @@ def hold(handle: int, what: str, process: int) -> None:
 
 
 def _names(path: Path, handle: int) -> bool:
-    """Whether ``path`` is the open file ``handle``."""
+    """Return whether ``path`` is the open file ``handle``."""
     try:
         return os.path.samestat(path.stat(), os.fstat(handle))
     except FileNotFoundError:

@@ -25,32 +25,32 @@ def stay_on(these: Collection[int]) -> None:
 def two_halves() -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The processors that this process may use, as two machines would share them; none named where there is but one,
     or the system does not tell."""
-    mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    half = len(mine) // 2
-    return (tuple(mine[:half]), tuple(mine[half : 2 * half])) if half else ((), ())
+    own_processors = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    half = len(own_processors) // 2
+    return (tuple(own_processors[:half]), tuple(own_processors[half : 2 * half])) if half else ((), ())
 
 
 def memory_bytes() -> int | None:
     """Main memory, or a container's limit where that is lower; None where the system does not tell."""
     limit = _limit("memory.max")
-    known = [total for total in (_total_memory(), int(limit) if limit.isdigit() else None) if total]
-    return min(known, default=None)
+    limits = [total for total in (_total_memory(), int(limit) if limit.isdigit() else None) if total]
+    return min(limits, default=None)
 
 
 def free_memory_bytes() -> int | None:
     """Main memory that nobody uses or that can be had at once, and no more than :func:`memory_bytes`; None where the
     system does not tell."""
-    found = re.search(r"^MemAvailable:\s*(\d+) kB$", kernel_files.read(kernel_files.PROC / "meminfo"), re.MULTILINE)
-    known = [total for total in (memory_bytes(), int(found[1]) << 10 if found else None) if total]
-    return min(known, default=None)
+    match = re.search(r"^MemAvailable:\s*(\d+) kB$", kernel_files.read(kernel_files.PROC / "meminfo"), re.MULTILINE)
+    limits = [total for total in (memory_bytes(), int(match[1]) << 10 if match else None) if total]
+    return min(limits, default=None)
 
 
 def _total_memory() -> int | None:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # no sysconf, a name that it does not know, a value it does not have
-        told = kernel_files.sysctl("hw.memsize")
-        return int(told) if told.isdigit() else None
+        total = kernel_files.sysctl("hw.memsize")
+        return int(total) if total.isdigit() else None
 
 
 def _limit(name: str) -> str:

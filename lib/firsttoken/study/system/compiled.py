@@ -48,7 +48,7 @@ def accelerator_name() -> str:
     """One of ``ACCELERATORS``, which the environment names. Raises ProfileError for any other word."""
     name = os.environ.get(ACCELERATOR, "").strip() or KERNELS
     if name not in ACCELERATORS:
-        offered = "; ".join(f"{known} ({meaning})" for known, meaning in ACCELERATORS.items())
+        offered = "; ".join(f"{choice} ({meaning})" for choice, meaning in ACCELERATORS.items())
         raise ProfileError(f"{ACCELERATOR} is {name!r}; give it one of: {offered}")
     return name
 

@@ -41,7 +41,7 @@ def open_uncached(path: Path) -> int | None:
 
 
 def is_cached(handle: int) -> bool | None:
-    """Whether the first page of an open file is in the page cache; None where the system does not tell."""
+    """Return whether the first page of an open file is in the page cache; None where the system does not tell."""
     try:
         return os.preadv(handle, [bytearray(1)], 0, os.RWF_NOWAIT) >= 0
     except BlockingIOError:

@@ -32,12 +32,14 @@ def waits(few_loops: bool) -> dict[str, str]:
 
 
 def wait_briefly(few_loops: bool = True) -> None:
-    """Let this process, and those that it starts, wait so; to be called before torch is loaded."""
+    """Let the threads of this process, and of those that it starts, wait as :func:`waits` says; to be called before
+    torch is loaded."""
     os.environ.update(waits(few_loops))
 
 
 def give_back_threads() -> None:
-    """Let go of those of the calling thread, outside of any loop; nothing where there is no OpenMP, or no such call.
+    """Give back the OpenMP threads of the calling thread, outside of any loop; nothing where there is no OpenMP, or no
+    such call.
 
     LLVM's OpenMP would end the loops of all threads, and is left alone.
     """

@@ -99,46 +99,46 @@ def largest_core(cpuinfo: str) -> str:
     capacity, or the last one in the table where the kernel gives none. A core that is not in the table is later than
     it and is named by its numbers.
     """
-    number, implementer, found = 0, 0, set[tuple[int, tuple[int, int]]]()
+    number, implementer, cores = 0, 0, set[tuple[int, tuple[int, int]]]()
     for field, value in _FIELD.findall(cpuinfo):
         if field == "processor":
             number = int(value, 0)
         elif field == "CPU implementer":
             implementer = int(value, 0)
         else:
-            found.add((_capacity(number), (implementer, int(value, 0))))
-    if not found:
+            cores.add((_capacity(number), (implementer, int(value, 0))))
+    if not cores:
         return ""
-    _, core = max(found, key=lambda one: (one[0], _SIZES.get(one[1], len(_SIZES)), one[1]))
+    _, core = max(cores, key=lambda core_entry: (core_entry[0], _SIZES.get(core_entry[1], len(_SIZES)), core_entry[1]))
     return _NAMES.get(core) or f"Arm {core[0]:#04x}-{core[1]:#05x}"
 
 
 def _capacity(number: int) -> int:
-    """What the kernel reckons that a core can do, 1024 for the best one; 0 where it does not say."""
-    told = kernel_files.read(kernel_files.SYS / "devices" / "system" / "cpu" / f"cpu{number}" / "cpu_capacity")
-    return int(told) if told.isdecimal() else 0
+    """Return the capacity of a core by the kernel's estimate, 1024 for the best one; 0 where it does not say."""
+    text = kernel_files.read(kernel_files.SYS / "devices" / "system" / "cpu" / f"cpu{number}" / "cpu_capacity")
+    return int(text) if text.isdecimal() else 0
 
 
 def cpu_model() -> str:
     """The processor's marketing name; on arm64 under Linux, which has none, that of its largest core; its architecture
     where the system tells neither."""
-    found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo(), re.MULTILINE)
+    match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo(), re.MULTILINE)
     # for programs of 32 bits, and in some vendors' kernels, the name is the instruction set's: "ARMv8 Processor rev 1"
     name = largest_core(cpuinfo()) or (
-        found.group(1).strip() if found else kernel_files.sysctl("machdep.cpu.brand_string")
+        match.group(1).strip() if match else kernel_files.sysctl("machdep.cpu.brand_string")
     )
     return name or platform.processor() or platform.machine()
 
 
 def virtualised() -> bool | None:
-    """Whether a hypervisor shows; None where the system does not tell."""
+    """Return whether a hypervisor shows; None where the system does not tell."""
     if flags := re.search(r"^flags\s*:(.*)$", cpuinfo(), re.MULTILINE):
         return "hypervisor" in flags.group(1).split()
     return {"0": False, "1": True}.get(kernel_files.sysctl("kern.hv_vmm_present"))
 
 
 def cpuinfo() -> str:
-    """What Linux writes about its processors, "" elsewhere."""
+    """Return the text of Linux about its processors, "" elsewhere."""
     return kernel_files.read(kernel_files.PROC / "cpuinfo")
 
 

@@ -20,7 +20,7 @@ PROMPT, TOKENS, WARM = 64, 1024, 8
 
 
 def main(folder: Path, address: str) -> list[float]:
-    """One request after another, until a line comes; returns when each step ended."""
+    """Send one request after another, until a line comes; return the times at which the steps ended."""
     ended = threading.Event()
     times: list[float] = []
     with RemoteModel(folder, [address]) as model:

@@ -35,33 +35,33 @@ def borrowed_start_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary
     """By link: TTFT of the three ways, and by round trip that of borrowing over that of waiting, the same for the last
     token and for all layers being here, and the bytes that were lent; over all of them whose tokens came out; the
     neighbour's own rate alone, beside a start that waits and beside one that borrows."""
-    summary, asked = Summary(), parameters["borrowed"]
+    summary, config = Summary(), parameters["borrowed"]
     starts = [
         row | {LAST: row["times_s"][-1], "all_s": row["local_s"] or row["loaded_s"]}
         for row in rows_where(rows, what="start")
     ]
-    for rate in asked["gbit_per_s"]:
-        here = rows_where(starts, gbit_per_s=rate)
+    for rate in config["gbit_per_s"]:
+        starts_at_rate = rows_where(starts, gbit_per_s=rate)
         for way in (WHOLE, PRUNED):
-            first = bootstrap(values(here, way, TTFT), "median").summary("s")
+            first = bootstrap(values(starts_at_rate, way, TTFT), "median").summary("s")
             summary.add("ttft_p50_s", first, variant=way, gbit_per_s=rate)
-        over = ratio(here, PRUNED, WHOLE, TTFT).summary("x")
-        summary.add("ttft_x", over, variant=PRUNED, than=WHOLE, gbit_per_s=rate)
-        loaded = bootstrap(values(here, WHOLE, "loaded_s"), "median").summary("s")
+        speedup = ratio(starts_at_rate, PRUNED, WHOLE, TTFT).summary("x")
+        summary.add("ttft_x", speedup, variant=PRUNED, than=WHOLE, gbit_per_s=rate)
+        loaded = bootstrap(values(starts_at_rate, WHOLE, "loaded_s"), "median").summary("s")
         summary.add("loaded_s", loaded, variant=WHOLE, gbit_per_s=rate)
-        for rtt in asked["rtt_ms"]:
-            near = [row for row in here if row["variant"] != BORROWED or row["rtt_ms"] == rtt]
+        for rtt in config["rtt_ms"]:
+            near = [row for row in starts_at_rate if row["variant"] != BORROWED or row["rtt_ms"] == rtt]
             _borrowed(summary, near, variant=BORROWED, gbit_per_s=rate, rtt_ms=rtt)
-    _from_creation(summary, starts, asked)
+    _from_creation(summary, starts, config)
     _whose(summary, starts)
     _neighbour(summary, rows)
     return summary
 
 
-def _from_creation(summary: Summary, starts: Rows, asked: Mapping[str, Any]) -> None:
+def _from_creation(summary: Summary, starts: Rows, config: Mapping[str, Any]) -> None:
     """Add the first and the last token from the creation of the process, over the main link."""
-    here = rows_where(starts, gbit_per_s=asked["main_gbit_per_s"])
-    near = [row for row in here if row["rtt_ms"] in (0.0, asked["main_rtt_ms"])]
+    starts_at_rate = rows_where(starts, gbit_per_s=config["main_gbit_per_s"])
+    near = [row for row in starts_at_rate if row["rtt_ms"] in (0.0, config["main_rtt_ms"])]
     for way in WAYS:
         first = bootstrap(values(near, way, TTFT_PROCESS), "median").summary("s")
         summary.add("ttft_process_s", first, variant=way)
@@ -70,20 +70,20 @@ def _from_creation(summary: Summary, starts: Rows, asked: Mapping[str, Any]) -> 
         summary.add("last_token_process_s", bootstrap(last, "median").summary("s"), variant=way)
 
 
-def _borrowed(summary: Summary, rows: Rows, **place: Scalar) -> None:
-    summary.add("ttft_p50_s", bootstrap(values(rows, BORROWED, TTFT), "median").summary("s"), **place)
+def _borrowed(summary: Summary, rows: Rows, **labels: Scalar) -> None:
+    summary.add("ttft_p50_s", bootstrap(values(rows, BORROWED, TTFT), "median").summary("s"), **labels)
     for measure, column in (("ttft_x", TTFT), ("last_token_x", LAST), ("loaded_x", "all_s")):
-        summary.add(measure, ratio(rows, BORROWED, WHOLE, column).summary("x"), **place, than=WHOLE)
-    said = frame_of(rows, variant=BORROWED)
-    said["lent_mb"] = said.lent_bytes / 1e6
-    said["lent_tokens"] = [_lent_tokens(row) for row in said.to_dict("records")]
+        summary.add(measure, ratio(rows, BORROWED, WHOLE, column).summary("x"), **labels, than=WHOLE)
+    borrowed = frame_of(rows, variant=BORROWED)
+    borrowed["lent_mb"] = borrowed.lent_bytes / 1e6
+    borrowed["lent_tokens"] = [_lent_tokens(row) for row in borrowed.to_dict("records")]
     lent = {"lent_mb": ("lent_mb", "median", "MB"), "lent_tokens": ("lent_tokens", "median", "tokens")}
-    summary.by(said, {}, lent, **place)
+    summary.by(borrowed, {}, lent, **labels)
 
 
 def _lent_tokens(row: Mapping[str, Any]) -> int:
     """Tokens that were said before all layers were here."""
-    return sum(at < row["local_s"] for at in row["times_s"])
+    return sum(time_s < row["local_s"] for time_s in row["times_s"])
 
 
 def _whose(summary: Summary, starts: Rows) -> None:
@@ -91,11 +91,11 @@ def _whose(summary: Summary, starts: Rows) -> None:
     wanted = {tuple(row["tokens"]) for row in rows_where(starts, variant=WHOLE)}
     summary.add("answers", {"value": len(wanted), "unit": "answers of starts that wait"}, variant=WHOLE)
     for variant in (PRUNED, BORROWED):
-        mine = [tuple(row["tokens"]) for row in rows_where(starts, variant=variant)]
-        same = [tokens in wanted for tokens in mine]
-        first = [tokens[0] in {one[0] for one in wanted} for tokens in mine]
-        for measure, found in (("same_tokens_pct", same), ("same_first_token_pct", first)):
-            summary.add(measure, bootstrap(found).summary("% of starts", 100), variant=variant, than=WHOLE)
+        answers = [tuple(row["tokens"]) for row in rows_where(starts, variant=variant)]
+        same = [tokens in wanted for tokens in answers]
+        first = [tokens[0] in {answer[0] for answer in wanted} for tokens in answers]
+        for measure, shares in (("same_tokens_pct", same), ("same_first_token_pct", first)):
+            summary.add(measure, bootstrap(shares).summary("% of starts", 100), variant=variant, than=WHOLE)
     lent = rows_where(starts, variant=BORROWED)
     refused = sum(not any(why in row["gone"] for why in ("all layers", "is over")) for row in lent)
     summary.add("loans_that_failed", {"value": refused, "unit": "starts"})
@@ -201,7 +201,7 @@ def _beside(config: BorrowedConfig, setting: StartSetting, addresses: tuple[str,
         times = running.times_s()
     return [
         {"what": "neighbour", "beside": name, "round": round_, "seconds": end - start}
-        | {"tokens": sum(start <= at < end for at in times)}
+        | {"tokens": sum(start <= time_s < end for time_s in times)}
         for name, start, end in windows
     ]
 
@@ -217,21 +217,21 @@ def first_tokens(recorded: Result | None, now: Result) -> Figure:
 
     fig, ax = panels(figsize=(9, 4.6))
     results = over(recorded, now)
-    for drawn in results:
-        asked, summary = drawn.result.parameters["borrowed"], drawn.result.summary
-        rates = sorted(asked["gbit_per_s"])
+    for shown in results:
+        config, summary = shown.result.parameters["borrowed"], shown.result.summary
+        rates = sorted(config["gbit_per_s"])
         for way, name in WAYS.items():
-            for rtt in sorted(asked["rtt_ms"]) if way == BORROWED else [None]:
+            for rtt in sorted(config["rtt_ms"]) if way == BORROWED else [None]:
                 trip = {} if rtt is None else {"rtt_ms": rtt}
                 entries = [summary.get("ttft_p50_s", variant=way, gbit_per_s=rate, **trip) for rate in rates]
-                label = f"{name}, {drawn.who()}" if rtt in (None, asked["main_rtt_ms"]) else None
-                drawn.line(ax, rates, entries, WAY_LOOKS[way], label=label)
-        if drawn is results[0]:
+                label = f"{name}, {shown.who()}" if rtt in (None, config["main_rtt_ms"]) else None
+                shown.line(ax, rates, entries, WAY_LOOKS[way], label=label)
+        if shown is results[0]:
             half = [summary.value("ttft_p50_s", variant=WHOLE, gbit_per_s=rate) / 2 for rate in rates]
-            label = f"goal: half of the whole model's, {drawn.who()}"
+            label = f"goal: half of the whole model's, {shown.who()}"
             ax.plot(rates, half, "--", color=COLOURS["target"], linewidth=1.2, label=label)
     ax.set(xscale="log", yscale="log", xlabel="link, Gbit/s", ylabel="first token after the request, s")
-    rates = sorted({rate for drawn in results for rate in drawn.result.parameters["borrowed"]["gbit_per_s"]})
+    rates = sorted({rate for shown in results for rate in shown.result.parameters["borrowed"]["gbit_per_s"]})
     ax.set_xticks(rates, [f"{rate:g}" for rate in rates])
     ax.set_xticks([], minor=True)
     ax.yaxis.set_major_formatter("{x:g}")
@@ -248,18 +248,18 @@ def taking_over(recorded: Result | None, now: Result) -> Figure:
     shape = 2, len(results)
     options = {"sharex": "col", "sharey": "row", "squeeze": False, "height_ratios": [3, 1.3]}
     fig, axes = panels(*shape, figsize=(9, 4.6), **options)
-    for drawn, (upper, lower) in zip(results, axes.T, strict=True):
-        chosen = main_starts(drawn.result)
+    for shown, (upper, lower) in zip(results, axes.T, strict=True):
+        chosen = main_starts(shown.result)
         taken = chosen[BORROWED]["taken"]
-        times = [0.0, *(at for at, _ in taken)]
+        times = [0.0, *(time_s for time_s, _ in taken)]
         shares = [0.0, *(100 * layers / taken[-1][1] for _, layers in taken)]
         end = max(chosen[way]["times_s"][-1] for way in WAYS)
         upper.fill_between([*times, end], [*shares, 100], step="post", color=COLOURS["single"], alpha=0.5, linewidth=0)
         upper.step([*times, end], [*shares, 100], where="post", color=COLOURS["measured"])
-        upper.set(ylim=(0, 104), title=drawn.who())
-        for place, way in enumerate(WAYS):
-            look, at = LOOKS[WAY_LOOKS[way]], chosen[way]["times_s"]
-            lower.plot(at, [place] * len(at), "|", color=look.colour, markersize=14, markeredgewidth=1.5)
+        upper.set(ylim=(0, 104), title=shown.who())
+        for row, way in enumerate(WAYS):
+            look, tick_s = LOOKS[WAY_LOOKS[way]], chosen[way]["times_s"]
+            lower.plot(tick_s, [row] * len(tick_s), "|", color=look.colour, markersize=14, markeredgewidth=1.5)
         lower.set(xlim=(0, None), xlabel="after the request, s")
     axes[0, 0].set_ylabel("layers computed locally, %")
     categories(axes[1, 0], [f"tokens, {name}" for name in WAYS.values()], 0.4)
@@ -269,10 +269,10 @@ def taking_over(recorded: Result | None, now: Result) -> Figure:
 
 def main_starts(result: Result) -> dict[str, dict[str, Any]]:
     """Return for each way the start over the main link whose time to the first token is the median."""
-    asked, chosen = result.parameters["borrowed"], {}
+    config, chosen = result.parameters["borrowed"], {}
     for way in WAYS:
-        trip = {"rtt_ms": asked["main_rtt_ms"]} if way == BORROWED else {}
-        rows = rows_where(result.rows, what="start", variant=way, gbit_per_s=asked["main_gbit_per_s"], **trip)
+        trip = {"rtt_ms": config["main_rtt_ms"]} if way == BORROWED else {}
+        rows = rows_where(result.rows, what="start", variant=way, gbit_per_s=config["main_gbit_per_s"], **trip)
         chosen[way] = sorted(rows, key=lambda row: row[TTFT])[(len(rows) - 1) // 2]
     return chosen
 
@@ -288,45 +288,45 @@ def start_rows(recorded: Result | None, now: Result) -> Table:
         "lent, MB": ("lent_mb", 2),
         "tokens before all are here": ("lent_tokens", 0),
     }
-    for drawn in over(recorded, now):
-        summary, asked = drawn.result.summary, drawn.result.parameters["borrowed"]
-        for rate, rtt in product(asked["gbit_per_s"], asked["rtt_ms"]):
+    for shown in over(recorded, now):
+        summary, config = shown.result.summary, shown.result.parameters["borrowed"]
+        for rate, rtt in product(config["gbit_per_s"], config["rtt_ms"]):
             line = {"link and round trip": f"{rate:g} Gbit/s, {rtt:g} ms"} | cells(summary, waiting, gbit_per_s=rate)
             line |= cells(summary, borrowing, variant=BORROWED, gbit_per_s=rate, rtt_ms=rtt)
-            yield line | {"whose": drawn.who()}
+            yield line | {"whose": shown.who()}
 
 
 def creation_rows(recorded: Result | None, now: Result) -> Table:
     """The table of first and last tokens from the creation of the process, over the main link."""
-    for drawn in over(recorded, now):
-        summary = drawn.result.summary
+    for shown in over(recorded, now):
+        summary = shown.result.summary
         for way, name in WAYS.items():
             yield {
                 "start": name,
                 "first token, s": interval(summary.get("ttft_process_s", variant=way), 2),
                 "last token, s": interval(summary.get("last_token_process_s", variant=way), 2),
-                "whose": drawn.who(),
+                "whose": shown.who(),
             }
 
 
 def whose_rows(recorded: Result | None, now: Result) -> Table:
     """Return rows that say how often a start's tokens are the whole model's."""
-    for drawn in over(recorded, now):
+    for shown in over(recorded, now):
         for way in (PRUNED, BORROWED):
-            same = drawn.result.summary.of("same_tokens_pct", variant=way, than=WHOLE)
-            first = drawn.result.summary.value("same_first_token_pct", variant=way, than=WHOLE)
-            told = {"first token is the whole model's, %": first, "all tokens are, %": same["value"]}
-            yield {"start": WAYS[way], "starts": same["n"], **told, "whose": drawn.who()}
+            same = shown.result.summary.of("same_tokens_pct", variant=way, than=WHOLE)
+            first = shown.result.summary.value("same_first_token_pct", variant=way, than=WHOLE)
+            columns = {"first token is the whole model's, %": first, "all tokens are, %": same["value"]}
+            yield {"start": WAYS[way], "starts": same["n"], **columns, "whose": shown.who()}
 
 
 def neighbour_rows(recorded: Result | None, now: Result) -> Table:
-    """What the neighbour's own request had meanwhile; nothing where it was not measured."""
+    """Yield the rate of the neighbour's own request alone and beside each start; empty where not measured."""
     names = {ALONE: "alone", WHOLE: "beside a start that waits", BORROWED: "beside a start that borrows"}
-    for drawn in over(recorded, now):
+    for shown in over(recorded, now):
         for case, name in names.items():
             yield {
                 "the neighbour's own request": name,
-                "tokens/s": interval(drawn.result.summary.get("neighbour_tokens_per_s", case=case), 1),
-                "lost, %": interval(drawn.result.summary.get("neighbour_lost_pct", case=case, than=ALONE), 1),
-                "whose": drawn.who(),
+                "tokens/s": interval(shown.result.summary.get("neighbour_tokens_per_s", case=case), 1),
+                "lost, %": interval(shown.result.summary.get("neighbour_lost_pct", case=case, than=ALONE), 1),
+                "whose": shown.who(),
             }

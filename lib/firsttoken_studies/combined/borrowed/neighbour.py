@@ -25,9 +25,9 @@ def warm_server(
     command = ["firsttoken", "swarm", "serve", "--model", str(folder), "--blocks", f"0:{depth}", "--dtype", dtype]
     with process_of(command, cores, threads) as server:
         line = server.stdout.readline()
-        if not (found := re.search(r" are served at (\S+) by ", line)):
+        if not (match := re.search(r" are served at (\S+) by ", line)):
             raise SwarmError(f"the neighbour did not start: {server.stderr.read().strip() or line}")
-        yield found[1], server.pid
+        yield match[1], server.pid
 
 
 @contextmanager
@@ -36,14 +36,13 @@ def shaped(address: str, rtt_ms: float, gbit_per_s: float) -> Iterator[str]:
     port = address.rpartition(":")[2]
     rates = ["--rtt-ms", f"{rtt_ms:g}", "--gbit-per-s", f"{gbit_per_s:g}"]
     with process_of(["firsttoken_studies.combined.borrowed.relay", port, *rates]) as relay:
-        if not (said := relay.stdout.readline().strip()):
+        if not (line := relay.stdout.readline().strip()):
             raise SwarmError(f"the relay did not start: {relay.stderr.read().strip()}")
-        yield said
+        yield line
 
 
 class OwnRequest:
-    """A request that a client of ``address`` has running, in a process of its own, until it is asked when its tokens
-    came."""
+    """A request that a client of ``address`` has running, in a process of its own, until :meth:`times_s` ends it."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -51,14 +50,14 @@ class OwnRequest:
             raise SwarmError(f"the neighbour's own request did not start: {process.stderr.read().strip()}")
 
     def times_s(self) -> list[float]:
-        """End it; the times of its tokens on ``time.monotonic``."""
-        said, _ = self._process.communicate("\n")
-        return json.loads(said)
+        """End the request; return the times of its tokens on ``time.monotonic``."""
+        output, _ = self._process.communicate("\n")
+        return json.loads(output)
 
 
 @contextmanager
 def own_request(folder: Path, address: str, cores: Collection[int], threads: int) -> Iterator[OwnRequest]:
-    """The neighbour has a request of its own running. Raises SwarmError."""
+    """Run a request of the neighbour's own within the block. Raises SwarmError."""
     command = ["firsttoken_studies.combined.borrowed.background_client", str(folder), address]
     with process_of(command, cores, threads) as process:
         yield OwnRequest(process)
@@ -68,8 +67,8 @@ def own_request(folder: Path, address: str, cores: Collection[int], threads: int
 def process_of(
     command: Sequence[str], cores: Collection[int] = (), threads: int = 0
 ) -> Iterator[subprocess.Popen[str]]:
-    """``python -m`` with ``command``, on ``cores`` with so many ``threads`` (none named: as the system likes), until
-    the end of the block."""
+    """Run ``python -m`` with ``command``, on ``cores`` with ``threads`` threads (none named: as the system likes),
+    until the end of the block."""
     options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     environment = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     with subprocess.Popen(

@@ -30,12 +30,12 @@ class ShapedWay:
         self._bucket = TokenBucket(gbit_per_s * 1e9 / 8, burst_s=0.0) if gbit_per_s else None
         self._lock = threading.Lock()
 
-    def carry(self, one: socket.socket, other: socket.socket) -> None:
-        """All that comes from ``one`` to ``other``, until either ends; both are ended then."""
+    def carry(self, source: socket.socket, other: socket.socket) -> None:
+        """Pass on all that comes from ``one`` to ``other``, until either ends; then end both."""
         on_the_way: queue.Queue[tuple[float, bytes]] = queue.Queue(_WAITING)
-        threading.Thread(target=_deliver, args=(on_the_way, one, other), daemon=True).start()
+        threading.Thread(target=_deliver, args=(on_the_way, source, other), daemon=True).start()
         with suppress(OSError):
-            while data := one.recv(_PIECE):
+            while data := source.recv(_PIECE):
                 on_the_way.put((self._arrives(len(data)), data))
         on_the_way.put((0.0, b""))
 
@@ -47,13 +47,13 @@ class ShapedWay:
             return self._bucket.book(count, now) + self._delay_s
 
 
-def _deliver(on_the_way: queue.Queue[tuple[float, bytes]], one: socket.socket, other: socket.socket) -> None:
+def _deliver(on_the_way: queue.Queue[tuple[float, bytes]], source: socket.socket, other: socket.socket) -> None:
     with suppress(OSError):
         while (piece := on_the_way.get())[1]:
-            if (left := piece[0] - time.monotonic()) > 0:
-                time.sleep(left)
+            if (wait_s := piece[0] - time.monotonic()) > 0:
+                time.sleep(wait_s)
             other.sendall(piece[1])
-    for end in (one, other):
+    for end in (source, other):
         with suppress(OSError):
             end.shutdown(socket.SHUT_RDWR)
 
@@ -67,9 +67,9 @@ def lead(listening: socket.socket, port: int, ways: tuple[ShapedWay, ShapedWay])
         except OSError:
             near.close()
             continue
-        for one, other, way in ((near, far, ways[0]), (far, near, ways[1])):
-            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            threading.Thread(target=way.carry, args=(one, other), daemon=True).start()
+        for source, other, way in ((near, far, ways[0]), (far, near, ways[1])):
+            source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            threading.Thread(target=way.carry, args=(source, other), daemon=True).start()
 
 
 def main() -> None:
@@ -78,12 +78,12 @@ def main() -> None:
     parser.add_argument("port", type=int)
     parser.add_argument("--rtt-ms", type=float, default=0.0)
     parser.add_argument("--gbit-per-s", type=float, default=0.0)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     listening = socket.create_server(("127.0.0.1", 0))
     print(f"127.0.0.1:{listening.getsockname()[1]}", flush=True)
-    ways = tuple(ShapedWay(asked.gbit_per_s, asked.rtt_ms / 2000) for _ in range(2))
+    ways = tuple(ShapedWay(options.gbit_per_s, options.rtt_ms / 2000) for _ in range(2))
     with suppress(KeyboardInterrupt):
-        lead(listening, asked.port, ways)
+        lead(listening, options.port, ways)
 
 
 if __name__ == "__main__":

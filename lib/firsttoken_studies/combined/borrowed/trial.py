@@ -54,7 +54,7 @@ def main(spec: BorrowSpec) -> dict[str, Any]:
 
 
 def prepare(spec: StartSpec) -> None:
-    """What a process has before the request arrives: its cores, and its libraries imported."""
+    """Prepare the process before the request arrives: keep to its cores and import its libraries."""
     stay_on(spec.cores)
     torch.set_num_threads(spec.threads or torch.get_num_threads())
     import grpc  # noqa: F401
@@ -77,8 +77,8 @@ def start(
     )
     load.view.activate(meta_model.model)
     blocks = -(-(len(prompt) + spec.tokens) // 16) + 1
-    own = [LocalSegment(load.view.layers)]
-    executor = LiveExecutor(meta_model.model, blocks, segments=own, device=meta_model.device, touched=False)
+    local_segments = [LocalSegment(load.view.layers)]
+    executor = LiveExecutor(meta_model.model, blocks, segments=local_segments, device=meta_model.device, touched=False)
     with torch.inference_mode():
         if lenders is not None:
             config = meta_model.model.config
@@ -88,9 +88,9 @@ def start(
             replica = BorrowingReplica(executor, load.view.layers, arrivals, lease)
             built = time.perf_counter()
             arrivals.wait(lease.first)
-            ends = time.perf_counter()
+            end_s = time.perf_counter()
             request, more = _borrowed(replica, prompt, spec.tokens, arrived)
-            more |= {"built_s": built - arrived, "ends_s": ends - arrived}
+            more |= {"built_s": built - arrived, "ends_s": end_s - arrived}
             replica.close()
         else:
             with load.streaming():
@@ -106,7 +106,7 @@ def start(
         "bytes": link.bytes_moved,
         "prompt_tokens": len(prompt),
         "tokens": list(request.output),
-        "times_s": [at - arrived for at in request.times_s],
+        "times_s": [time_s - arrived for time_s in request.times_s],
         **more,
     }
 
@@ -124,12 +124,12 @@ def _borrowed(
     request = replica.submit(prompt, Sampling(tokens))
     replica.run()
     replica.settle()
-    taken = [(at - arrived, layers) for at, layers in replica.taken]
+    taken = [(time_s - arrived, layers) for time_s, layers in replica.taken]
     lease = replica.lease
-    told = {"taken": taken, "local_s": taken[-1][0], "lent_steps": lease.steps, "lent_bytes": lease.moved_bytes}
-    return request, told | {"gone": lease.gone}
+    columns = {"taken": taken, "local_s": taken[-1][0], "lent_steps": lease.steps, "lent_bytes": lease.moved_bytes}
+    return request, columns | {"gone": lease.gone}
 
 
 if __name__ == "__main__":
-    asked = json.loads(sys.argv[1])
-    tell_and_end({"variant": asked["variant"]} | main(BorrowSpec(**asked)))
+    arguments = json.loads(sys.argv[1])
+    tell_and_end({"variant": arguments["variant"]} | main(BorrowSpec(**arguments)))

@@ -21,17 +21,19 @@ def divided(manifest: Manifest, count: int) -> list[range]:
     groups = even_groups([part.bytes for part in parts], count)
     if not all(groups):
         raise StageError(f"{count} processes cannot share {len(parts) - 1} layers and the ends: take fewer")
-    ends = [0, *(group.stop - 1 for group in groups)]  # the ends are the part before layer 0
-    return [range(first, stop) for first, stop in pairwise(ends)]
+    edges = [0, *(group.stop - 1 for group in groups)]  # the ends are the part before layer 0
+    return [range(first, stop) for first, stop in pairwise(edges)]
 
 
-def bytes_of(manifest: Manifest, layers: range, ends: bool) -> int:
+def bytes_of(manifest: Manifest, layers: range, with_ends: bool) -> int:
     """Bytes of ``layers``, and of the ends with them."""
-    return sum(part.bytes for part in parts_of(manifest, [1]) if (ends if part.layer is None else part.layer in layers))
+    return sum(
+        part.bytes for part in parts_of(manifest, [1]) if (with_ends if part.layer is None else part.layer in layers)
+    )
 
 
 def only(manifest: Manifest, layers: range) -> Manifest:
-    """The checkpoint as far as it brings ``layers``."""
+    """Return ``manifest`` with the parts of ``layers`` alone."""
     (stage,) = manifest.stages
     parts = tuple(part for part in stage.parts if part.layer in layers)
     return replace(manifest, stages=(replace(stage, parts=parts),))

@@ -36,19 +36,19 @@ def parallel_start_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary
     the whole start's and over a k-th of it, when the last process had its part, when the first one had all layers over
     when the whole start had them, and all bytes that came over the links over the model's. Of all of them whose tokens
     came out, and how many lost a process."""
-    summary, asked = Summary(), parameters["fetchers"]
-    summary, asked = Summary(), parameters["fetchers"]
+    summary, config = Summary(), parameters["fetchers"]
+    summary, config = Summary(), parameters["fetchers"]
     rows = [
         row | {"parts_s": max(filter(None, row["fetched_s"])), "all_s": row["local_s"] or row["loaded_s"]}
         for row in rows
     ]
-    for rate in asked["gbit_per_s"]:
-        here = rows_where(rows, gbit_per_s=rate)
+    for rate in config["gbit_per_s"]:
+        rows_at_rate = rows_where(rows, gbit_per_s=rate)
         for measure, column in (("ttft_p50_s", TTFT), ("loaded_s", "loaded_s")):
-            found = bootstrap(values(here, WHOLE, column), "median").summary("s")
-            summary.add(measure, found, variant=WHOLE, gbit_per_s=rate)
-        for count in asked["servers"]:
-            _fetched(summary, [row for row in here if row["servers"] in (1, count)], count, rate)
+            ttft_s = bootstrap(values(rows_at_rate, WHOLE, column), "median").summary("s")
+            summary.add(measure, ttft_s, variant=WHOLE, gbit_per_s=rate)
+        for count in config["servers"]:
+            _fetched(summary, [row for row in rows_at_rate if row["servers"] in (1, count)], count, rate)
     wanted = {tuple(row["tokens"]) for row in rows_where(rows, variant=WHOLE)}
     fetched = rows_where(rows, variant=FETCHED)
     summary.add("answers", {"value": len(wanted), "unit": "answers of starts of one process"}, variant=WHOLE)
@@ -60,16 +60,16 @@ def parallel_start_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary
 
 
 def _fetched(summary: Summary, rows: Rows, count: int, rate: float) -> None:
-    place = _place(rate, count)
+    labels = _place(rate, count)
     (model,) = {row["bytes_each"][0] for row in rows_where(rows, variant=WHOLE)}
     moved = [sum(row["bytes_each"]) / model for row in rows_where(rows, variant=FETCHED)]
-    over = ratio(rows, FETCHED, WHOLE, TTFT)
-    summary.add("ttft_p50_s", bootstrap(values(rows, FETCHED, TTFT), "median").summary("s"), **place)
-    summary.add("ttft_x", over.summary("x"), **place, than=WHOLE)
-    summary.add("ttft_x", over.summary("x of T / k", count), **place, than=SHARE)
-    summary.add("parts_s", bootstrap(values(rows, FETCHED, "parts_s"), "median").summary("s"), **place)
-    summary.add("loaded_x", ratio(rows, FETCHED, WHOLE, "all_s").summary("x"), **place, than=WHOLE)
-    summary.add("moved_x", bootstrap(moved, "median").summary("x"), **place, than=MODEL)
+    speedup = ratio(rows, FETCHED, WHOLE, TTFT)
+    summary.add("ttft_p50_s", bootstrap(values(rows, FETCHED, TTFT), "median").summary("s"), **labels)
+    summary.add("ttft_x", speedup.summary("x"), **labels, than=WHOLE)
+    summary.add("ttft_x", speedup.summary("x of T / k", count), **labels, than=SHARE)
+    summary.add("parts_s", bootstrap(values(rows, FETCHED, "parts_s"), "median").summary("s"), **labels)
+    summary.add("loaded_x", ratio(rows, FETCHED, WHOLE, "all_s").summary("x"), **labels, than=WHOLE)
+    summary.add("moved_x", bootstrap(moved, "median").summary("x"), **labels, than=MODEL)
 
 
 TRIAL = "firsttoken_studies.combined.fetchers.trial"
@@ -121,18 +121,19 @@ def parallel_start(profile: Profile) -> Outcome:
         spec = replace(common, variant=WHOLE if count == 1 else FETCHED, servers=count)
         rows.append({"round": round_} | one_trial(spec, TrialLink(rate, BUCKET, cold=False), module=TRIAL))
     largest = {
-        count: max(bytes_of(manifest, one, ends=one is layers[0]) for one in layers) for count, layers in parts.items()
+        count: max(bytes_of(manifest, span, with_ends=span is layers[0]) for span in layers)
+        for count, layers in parts.items()
     }
     floors = {
         floor_name(rate, count): {"value": 8e-9 * size / rate, "unit": "s", "why": f"{size:,} bytes over its link"}
         for rate, (count, size) in product(config.gbit_per_s, largest.items())
     }
-    divisions = {"layers": {str(count): [[one.start, one.stop] for one in each] for count, each in parts.items()}}
+    divisions = {"layers": {str(count): [[span.start, span.stop] for span in spans] for count, spans in parts.items()}}
     return Outcome(rows, floors, provenance=setting.provenance | divisions)
 
 
 def floor_name(gbit_per_s: float, servers: int) -> str:
-    """What the floor of the first token of such a start is called."""
+    """Return the name of the floor of such a start's first token."""
     return f"first token, {servers} over {gbit_per_s:g} Gbit/s"
 
 
@@ -142,22 +143,22 @@ def floor_name(gbit_per_s: float, servers: int) -> str:
 def first_tokens(recorded: Result | None, now: Result) -> Figure:
     """Seconds to the first token by the number of processes, one panel a rate: measured, T / k, and the floor."""
     results = over(recorded, now)
-    rates = sorted({rate for drawn in results for rate in drawn.result.parameters["fetchers"]["gbit_per_s"]})
+    rates = sorted({rate for shown in results for rate in shown.result.parameters["fetchers"]["gbit_per_s"]})
     fig, axes = panels(1, len(rates), figsize=(9, 4.2), squeeze=False)
     for ax, rate in zip(axes[0], rates, strict=True):
-        for drawn in results:
-            asked, result = drawn.result.parameters["fetchers"], drawn.result
-            if rate not in asked["gbit_per_s"]:
+        for shown in results:
+            config, result = shown.result.parameters["fetchers"], shown.result
+            if rate not in config["gbit_per_s"]:
                 continue
-            counts = [1, *sorted(asked["servers"])]
-            found = [result.summary.of("ttft_p50_s", **_place(rate, count)) for count in counts]
-            for count, entry in zip(counts, found, strict=True):
-                drawn.point(ax, count + 0.5 * drawn.shift, entry, "measured")
-            paper = [found[0]["value"] / count for count in counts]
-            ax.plot(counts, paper, "--", color=COLOURS["paper"], alpha=drawn.style["alpha"])
+            counts = [1, *sorted(config["servers"])]
+            entries = [result.summary.of("ttft_p50_s", **_place(rate, count)) for count in counts]
+            for count, entry in zip(counts, entries, strict=True):
+                shown.point(ax, count + 0.5 * shown.shift, entry, "measured")
+            paper = [entries[0]["value"] / count for count in counts]
+            ax.plot(counts, paper, "--", color=COLOURS["paper"], alpha=shown.style["alpha"])
             floors = [result.floors[floor_name(rate, count)]["value"] for count in counts]
-            ax.plot(counts, floors, ":", color=COLOURS["floor"], alpha=drawn.style["alpha"])
-            ax.set_xticks(counts if drawn is results[0] else ax.get_xticks())
+            ax.plot(counts, floors, ":", color=COLOURS["floor"], alpha=shown.style["alpha"])
+            ax.set_xticks(counts if shown is results[0] else ax.get_xticks())
         ax.set(xlabel="processes", title=f"links of {rate:g} Gbit/s", ylim=(0, None))
     axes[0, 0].set_ylabel("first token after the request, s")
     look = LOOKS["measured"]
@@ -180,17 +181,17 @@ def fetch_rows(recorded: Result | None, now: Result) -> Table:
         "all layers in the first, over whole": ("loaded_x", 2, {"than": WHOLE}),
         "bytes over the model's": ("moved_x", 2, {"than": MODEL}),
     }
-    for drawn in over(recorded, now):
-        summary, asked = drawn.result.summary, drawn.result.parameters["fetchers"]
-        for rate, count in product(asked["gbit_per_s"], (1, *asked["servers"])):
-            whole = summary.value("ttft_p50_s", **_place(rate, 1))
+    for shown in over(recorded, now):
+        summary, config = shown.result.summary, shown.result.parameters["fetchers"]
+        for rate, count in product(config["gbit_per_s"], (1, *config["servers"])):
+            one_fetcher_s = summary.value("ttft_p50_s", **_place(rate, 1))
             line = {
                 "links and processes": f"{rate:g} Gbit/s, {count}",
-                "paper: T / k, s": f"{whole / count:.2f}",
+                "paper: T / k, s": f"{one_fetcher_s / count:.2f}",
                 "measured, s": interval(summary.of("ttft_p50_s", **_place(rate, count)), 2),
-                "floor, s": f"{drawn.result.floors[floor_name(rate, count)]['value']:.2f}",
+                "floor, s": f"{shown.result.floors[floor_name(rate, count)]['value']:.2f}",
             }
-            yield line | cells(summary, columns, **_place(rate, count)) | {"whose": drawn.who()}
+            yield line | cells(summary, columns, **_place(rate, count)) | {"whose": shown.who()}
 
 
 def _place(rate: float, count: int) -> dict[str, str | float | int]:

@@ -45,8 +45,10 @@ if TYPE_CHECKING:
 
 
 class FetchedBackend(BlockBackend):
-    """``blocks`` of the staged checkpoint in ``folder``, of which ``link`` begins to bring them when this is made, and
-    nothing else; a step waits until all are there. They are not fused: that would be later than the first token.
+    """``blocks`` of the staged checkpoint in ``folder``, whose bytes, and no others, ``link`` begins to bring when this
+    is made.
+
+    A step waits until all blocks are there. They are not fused: that would be later than the first token.
 
     Raises as ``StageLoad`` and ``BlockBackend``; a step raises what ended the load.
     """
@@ -71,7 +73,8 @@ class FetchedBackend(BlockBackend):
         return super().run(layers, chunks, hidden)
 
     def measured_throughput(self) -> float:
-        """Unknown, as nothing has been computed; who asks this server knows its address and compares it with none."""
+        """Return 0 for unknown, as nothing has been computed; clients know this server's address and compare it with
+        none."""
         return 0.0
 
     def _span(self, blocks: range) -> PreTrainedModel:
@@ -97,7 +100,9 @@ async def serve(folder: Path, blocks: str, gbit_per_s: float, readers: int) -> d
     config = ServerConfig(folder, parse_blocks(blocks, len(stage.parts) - 1), torch.float32)
     make_backend = partial(FetchedBackend, manifest=manifest, link=link, readers=readers)
     name = neighbours_name(folder, manifest)
-    async with serving(config, name, make_backend, told=lambda record, _: print(record.address, flush=True)) as running:
+    async with serving(
+        config, name, make_backend, on_served=lambda record, _: print(record.address, flush=True)
+    ) as running:
         load = running.sessions.batcher.backend.load
         await asyncio.to_thread(sys.stdin.read)
         load.close()
@@ -111,13 +116,13 @@ def main() -> None:
     parser.add_argument("blocks")
     parser.add_argument("--gbit-per-s", type=float, default=0.0)
     parser.add_argument("--readers", type=int, default=8)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     import cryptography.hazmat.primitives.asymmetric.ed25519  # noqa: F401
     import grpc  # noqa: F401
 
     print("ready", flush=True)
     if sys.stdin.readline():
-        tell_and_end(asyncio.run(serve(asked.folder, asked.blocks, asked.gbit_per_s, asked.readers)))
+        tell_and_end(asyncio.run(serve(options.folder, options.blocks, options.gbit_per_s, options.readers)))
 
 
 if __name__ == "__main__":

@@ -37,28 +37,29 @@ class Fetchers:
 
     def __init__(self, processes: Sequence[subprocess.Popen[str]], layers: Sequence[range]) -> None:
         self._processes, self._layers = processes, layers
-        for one in processes:
-            _line(one)
+        for process in processes:
+            _line(process)
 
     def go(self) -> None:
-        """Let them begin to fetch."""
-        for one in self._processes:
-            one.stdin.write("\n")
-            one.stdin.flush()
+        """Make all fetchers begin to fetch."""
+        for process in self._processes:
+            process.stdin.write("\n")
+            process.stdin.flush()
 
     def lenders(self) -> list[Lender]:
         """Return the addresses at which the fetchers listen. Raises SwarmError for one that has ended."""
-        return [Lender(_line(one), layers) for one, layers in zip(self._processes, self._layers, strict=True)]
+        return [Lender(_line(process), layers) for process, layers in zip(self._processes, self._layers, strict=True)]
 
     def let_go(self) -> list[dict[str, Any]]:
-        """End them; what each says of its fetching: {bytes, loaded_s}. Raises SwarmError for one that ended before."""
-        said = []
-        for one in self._processes:
-            told, failure = one.communicate()
-            if not told:
+        """End the fetchers; return each one's report of its fetching: {bytes, loaded_s}. Raises SwarmError for one that
+        ended before."""
+        reports = []
+        for process in self._processes:
+            output, failure = process.communicate()
+            if not output:
                 raise SwarmError(f"a fetcher has ended: {_last(failure)}")
-            said.append(json.loads(told))
-        return said
+            reports.append(json.loads(output))
+        return reports
 
 
 @contextmanager
@@ -69,20 +70,20 @@ def fetchers(
     share ``cores``. Raises SwarmError."""
     options = ["--gbit-per-s", f"{gbit_per_s:g}", "--readers", str(readers)]
     with ExitStack() as stack:
-        each = [
-            process_of([MODULE, str(folder), f"{one.start}:{one.stop}", *options], cores, threads) for one in layers
+        processes = [
+            process_of([MODULE, str(folder), f"{span.start}:{span.stop}", *options], cores, threads) for span in layers
         ]
-        yield Fetchers([stack.enter_context(one) for one in each], layers)
+        yield Fetchers([stack.enter_context(process) for process in processes], layers)
 
 
-def _line(one: subprocess.Popen[str]) -> str:
-    if not (said := one.stdout.readline().strip()):
-        raise SwarmError(f"a fetcher did not start: {_last(one.stderr.read())}")
-    return said
+def _line(process: subprocess.Popen[str]) -> str:
+    if not (line := process.stdout.readline().strip()):
+        raise SwarmError(f"a fetcher did not start: {_last(process.stderr.read())}")
+    return line
 
 
-def _last(said: str) -> str:
-    return (said.strip().splitlines() or ["it says nothing"])[-1]
+def _last(output: str) -> str:
+    return (output.strip().splitlines() or ["it says nothing"])[-1]
 
 
 FETCHED = "fetched"
@@ -112,12 +113,12 @@ def main(spec: FetchSpec) -> dict[str, Any]:
         arrived, clock = time.perf_counter(), time.monotonic()
         behind.go()
         row = start(spec, arrived, lambda _: behind.lenders(), TIMEOUTS)
-        told = behind.let_go()
-    fetched = [row["ends_s"], *(one["loaded_s"] and one["loaded_s"] - clock for one in told)]
-    moved = [row["bytes"], *(one["bytes"] for one in told)]
+        reports = behind.let_go()
+    fetched = [row["ends_s"], *(report["loaded_s"] and report["loaded_s"] - clock for report in reports)]
+    moved = [row["bytes"], *(report["bytes"] for report in reports)]
     return row | {"servers": spec.servers, "bytes_each": moved, "fetched_s": fetched}
 
 
 if __name__ == "__main__":
-    asked = json.loads(sys.argv[1])
-    tell_and_end({"variant": asked["variant"]} | main(FetchSpec(**asked)))
+    arguments = json.loads(sys.argv[1])
+    tell_and_end({"variant": arguments["variant"]} | main(FetchSpec(**arguments)))

@@ -91,8 +91,8 @@ class FiveConfig:
     readers: int
 
     def __post_init__(self) -> None:
-        if odd := next((arm for arm in self.arms if arm not in ARMS), ""):
-            raise ProfileError(f"five_at_once: no arm {odd!r}; {unknown(odd, ARMS)}")
+        if unknown_arm := next((arm for arm in self.arms if arm not in ARMS), ""):
+            raise ProfileError(f"five_at_once: no arm {unknown_arm!r}; {unknown(unknown_arm, ARMS)}")
         if min(self.seeds, self.prefixes, self.running, self.token_budget, self.readers) < 1 or self.requests < 2:
             raise ProfileError("five_at_once: seeds, prefixes, running, token_budget and readers must be at least 1")
         if not (0 <= self.stored_share <= 1 and 0 < self.pool_share <= 1):
@@ -105,7 +105,7 @@ class FiveConfig:
             raise ProfileError("five_at_once: edges must have group_start, where what is computed again begins")
 
     def needs(self) -> list[Need]:
-        """The model has the layers, and the context for the longest request."""
+        """Require a model with the layers, and a context for the longest request."""
         longest = self.prefix_tokens[1] + self.prompt_tokens + self.new_tokens
         return [
             Need("five_at_once.group_end", self.group_end, LAYERS),
@@ -124,12 +124,12 @@ def drawn(texts: Conversations, prefixes: Sequence[Sequence[int]], config: FiveC
         raise ProfileError("five_at_once: no conversation is as short as prompt_tokens and new_tokens; raise them")
     stored = np.zeros(config.requests, bool)
     stored[rng.permutation(config.requests)[: round(config.stored_share * config.requests)]] = True
-    asked: list[Asked] = []
+    requests: list[Asked] = []
     for begins, index in zip(stored.tolist(), rng.choice(fitting, config.requests).tolist(), strict=True):
         item = texts.item(index)
         before = list(prefixes[rng.integers(len(prefixes))]) if begins else []
-        asked.append({"prompt": [*before, *item.prompt], "new_tokens": item.output_tokens, "stored": begins})
-    return asked
+        requests.append({"prompt": [*before, *item.prompt], "new_tokens": item.output_tokens, "stored": begins})
+    return requests
 
 
 def drawn_prefixes(texts: Conversations, config: FiveConfig, seed: int) -> list[list[int]]:
@@ -144,12 +144,15 @@ def drawn_prefixes(texts: Conversations, config: FiveConfig, seed: int) -> list[
         raise ProfileError(f"five_at_once: {len(fitting)} conversations are as long as prefix_tokens; lower them")
     chosen = rng.choice(fitting, config.prefixes, replace=False).tolist()
     lengths = rng.integers(least, most + 1, config.prefixes).tolist()
-    return [list(texts.item(one).prompt[: BLOCK_TOKENS * blocks]) for one, blocks in zip(chosen, lengths, strict=True)]
+    return [
+        list(texts.item(text_index).prompt[: BLOCK_TOKENS * blocks])
+        for text_index, blocks in zip(chosen, lengths, strict=True)
+    ]
 
 
-def blocks_of(asked: Sequence[Asked], config: FiveConfig) -> int:
+def blocks_of(requests: Sequence[Asked], config: FiveConfig) -> int:
     """KV blocks of the pool of one draw."""
-    needed = [-(-(len(one["prompt"]) + one["new_tokens"]) // BLOCK_TOKENS) for one in asked]
+    needed = [-(-(len(request["prompt"]) + request["new_tokens"]) // BLOCK_TOKENS) for request in requests]
     return max(*needed, round(config.pool_share * config.running * float(np.mean(needed))))
 
 
@@ -165,8 +168,8 @@ def five_at_once(profile: Profile) -> Outcome:
     check(config.needs(), ModelFacts(profile.model))
     setting = start_setting(profile, profile.section("quality", QualityConfig).questions, 2, config.readers)
     dtype = name_of(computing("cpu"))
-    told = {"config": asdict(config), "seed": profile.seed, "setting": setting.provenance, "dtype": dtype}
-    kept = Kept(sha256_of(told | {"code": code.digest(__name__)}))
+    identity = {"config": asdict(config), "seed": profile.seed, "setting": setting.provenance, "dtype": dtype}
+    finished_windows = Kept(sha256_of(identity | {"code": code.digest(__name__)}))
     rows: Rows = []
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
@@ -198,19 +201,19 @@ def five_at_once(profile: Profile) -> Outcome:
                 cores=setting.ours,
                 dtype=dtype,
             )
-            windows = Windows(spec, pid, kept)
+            windows = Windows(spec, pid, finished_windows)
             seeds = range(profile.seed, profile.seed + config.seeds)
             total = config.seeds * (1 + len(config.arms))
             with track(total=total, desc="five at once", unit="window") as bar:
                 for seed in seeds:
-                    asked = drawn(texts, prefixes, config, seed)
-                    for row in windows.of(asked, config, seed):
+                    requests = drawn(texts, prefixes, config, seed)
+                    for row in windows.of(requests, config, seed):
                         bar.set_postfix_str(f"seed {seed}, {row['arm']}")
                         bar.update()
                         if row["arm"] == WARM:
                             wanted = row["tokens"]
-                        rows.append(row | judge.of(asked, row.pop("tokens"), wanted))
-    kept.drop()
+                        rows.append(row | judge.of(requests, row.pop("tokens"), wanted))
+    finished_windows.drop()
     return Outcome(rows, provenance=provenance_of(setting) | {"computed_in": dtype})
 
 
@@ -241,24 +244,26 @@ class Kept:
         self._path = paths.CACHE / "five_at_once" / f"{key[:16]}.jsonl"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True) if self._path.is_file() else []
-        whole = [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may have been broken off
-        if len(whole) < len(lines):
-            write_text(self._path, "".join(json.dumps(row) + "\n" for row in whole))
-        self._rows = {(row["seed"], row["arm"]): row for row in whole}
+        complete_lines = [
+            json.loads(line) for line in lines if line.endswith("\n")
+        ]  # the last one may have been broken off
+        if len(complete_lines) < len(lines):
+            write_text(self._path, "".join(json.dumps(row) + "\n" for row in complete_lines))
+        self._rows = {(row["seed"], row["arm"]): row for row in complete_lines}
 
     def find(self, seed: int, arm: str) -> dict[str, Any] | None:
-        """The window that was measured before, or None."""
+        """Return the window that was measured before, or None."""
         if (row := self._rows.get((seed, arm))) is not None:
             timing.kept(row["ended_s"])
         return row
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Keep a window."""
+        """Append the ``row`` of a window to the file."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def drop(self) -> None:
-        """The run has ended, and its result holds them all."""
+        """Remove the file of a run that has ended: its result holds all windows."""
         self._path.unlink(missing_ok=True)
 
 
@@ -266,31 +271,31 @@ class Windows:
     """The windows that ``spec`` describes but for ideas, requests and pool, beside the neighbour of process ``pid``;
     those that are ``kept`` are not measured again."""
 
-    def __init__(self, spec: WindowSpec, pid: int, kept: Kept) -> None:
-        self._spec, self._pid, self._kept = spec, pid, kept
+    def __init__(self, spec: WindowSpec, pid: int, finished: Kept) -> None:
+        self._spec, self._pid, self._kept = spec, pid, finished
 
-    def of(self, asked: Sequence[Asked], config: FiveConfig, seed: int) -> Iterator[dict[str, Any]]:
+    def of(self, requests: Sequence[Asked], config: FiveConfig, seed: int) -> Iterator[dict[str, Any]]:
         """The warm window of a draw, all requests at once, which says the capacity and the wanted answers; then those
         of all arms in random order."""
-        needed = [len(one["prompt"]) + one["new_tokens"] + BLOCK_TOKENS for one in asked]
+        needed = [len(request["prompt"]) + request["new_tokens"] + BLOCK_TOKENS for request in requests]
         warm = replace(self._spec, ideas=(CHUNKS,), gbit_per_s=0.0, blocks=sum(needed) // BLOCK_TOKENS, limit_s=600.0)
-        found = self._window(WARM, seed, warm, [one | {"arrival_s": 0.0} for one in asked])
-        yield found
-        served_s = max(found["last_s"]) - found["loaded_s"]
-        capacity = len(asked) / served_s
-        times = Arrivals(config.load * capacity, seed=seed).times_s(len(asked)).tolist()
-        coming = [one | {"arrival_s": at} for one, at in zip(asked, times, strict=True)]
-        blocks, arms = blocks_of(asked, config), list(config.arms)
+        window = self._window(WARM, seed, warm, [request | {"arrival_s": 0.0} for request in requests])
+        yield window
+        served_s = max(window["last_s"]) - window["loaded_s"]
+        capacity = len(requests) / served_s
+        times = Arrivals(config.load * capacity, seed=seed).times_s(len(requests)).tolist()
+        coming = [request | {"arrival_s": arrival_s} for request, arrival_s in zip(requests, times, strict=True)]
+        blocks, arms = blocks_of(requests, config), list(config.arms)
         random.Random(seed).shuffle(arms)
         for arm in arms:
             row = self._window(arm, seed, replace(self._spec, ideas=ARMS[arm], blocks=blocks), coming)
             yield row | {"capacity_per_s": round(capacity, 4), "blocks": blocks}
 
-    def _window(self, arm: str, seed: int, spec: WindowSpec, asked: Sequence[Asked]) -> dict[str, Any]:
+    def _window(self, arm: str, seed: int, spec: WindowSpec, requests: Sequence[Asked]) -> dict[str, Any]:
         if (row := self._kept.find(seed, arm)) is not None:
             return dict(row)
         workload = Path(spec.workload)
-        workload.write_text(json.dumps(asked), encoding="utf-8")
+        workload.write_text(json.dumps(requests), encoding="utf-8")
         file = workload.with_name("spec.json")
         file.write_text(json.dumps(asdict(spec)), encoding="utf-8")
         before = processor_s(self._pid)
@@ -302,8 +307,8 @@ class Windows:
             raise FirstTokenError(f"the window of {arm!r}, seed {seed}, failed: {reason}")
         row = {"arm": arm, "seed": seed} | json.loads(done.stdout.strip().splitlines()[-1])
         row |= {
-            "arrival_s": [round(one["arrival_s"], 4) for one in asked],
-            "stored": [one["stored"] for one in asked],
+            "arrival_s": [round(request["arrival_s"], 4) for request in requests],
+            "stored": [request["stored"] for request in requests],
             "neighbour_s": processor_s(self._pid) - before,
         }
         self._kept.add(row)
@@ -328,12 +333,12 @@ def ttfts(row: Mapping[str, Any], limit_s: float) -> np.ndarray:
     return np.maximum(np.subtract(firsts, row["arrival_s"]), 0.0)
 
 
-def goodput(row: Mapping[str, Any], asked: Mapping[str, Any]) -> float:
+def goodput(row: Mapping[str, Any], config: Mapping[str, Any]) -> float:
     """Requests within both objectives a second of the time in which requests arrive."""
-    in_time = ttfts(row, asked["limit_s"]) <= asked["ttft_s"]
-    smooth = [gap is None or gap <= asked["tbt_s"] for gap in row["gap_p99_s"]]
-    there = [first is not None for first in row["first_s"]]
-    return float(np.sum(in_time & smooth & there)) / row["arrival_s"][-1]
+    in_time = ttfts(row, config["limit_s"]) <= config["ttft_s"]
+    smooth = [gap is None or gap <= config["tbt_s"] for gap in row["gap_p99_s"]]
+    answered = [first is not None for first in row["first_s"]]
+    return float(np.sum(in_time & smooth & answered)) / row["arrival_s"][-1]
 
 
 def answered_pct(row: Mapping[str, Any], right: Sequence[bool]) -> float:
@@ -342,56 +347,56 @@ def answered_pct(row: Mapping[str, Any], right: Sequence[bool]) -> float:
     return 100 * float(np.mean(np.array(right)[answered])) if any(answered) else 0.0
 
 
-def near(row: Mapping[str, Any], asked: Mapping[str, Any]) -> list[bool]:
-    """Whether each answer is the whole model's own but for near ties."""
-    return [shortfall <= asked["near_tie"] for shortfall in row["shortfall"]]
+def near(row: Mapping[str, Any], config: Mapping[str, Any]) -> list[bool]:
+    """Return whether each answer is the whole model's own but for near ties."""
+    return [shortfall <= config["near_tie"] for shortfall in row["shortfall"]]
 
 
 def five_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """Return means over draws by arm, goodput of all five over the best single idea, and what is lost without each."""
-    asked, summary = parameters["five_at_once"], Summary()
-    found: dict[str, dict[int, float]] = {}
+    config, summary = parameters["five_at_once"], Summary()
+    by_arm: dict[str, dict[int, float]] = {}
     for arm in (name for name in ARMS if any(row["arm"] == name for row in rows)):
-        mine = sorted((row for row in rows if row["arm"] == arm), key=lambda row: row["seed"])
-        found[arm] = {row["seed"]: goodput(row, asked) for row in mine}
-        late = [ttfts(row, asked["limit_s"]) for row in mine]
-        of = {
-            "goodput_per_s": (list(found[arm].values()), "requests/s"),
-            "first_token_s": ([one[0] for one in late], "s"),
-            "ttft_p50_s": ([np.percentile(one, 50) for one in late], "s"),
-            "ttft_p95_s": ([np.percentile(one, 95) for one in late], "s"),
-            "tbt_p99_s": ([row["tbt_p99_s"] for row in mine if row["tbt_p99_s"] is not None], "s"),
-            "processor_s": ([row["replica_s"] + row["neighbour_s"] for row in mine], "s"),
-            "loaded_s": ([row["loaded_s"] for row in mine], "s"),
-            "same_tokens_pct": ([answered_pct(row, row["same"]) for row in mine], "% of requests"),
-            "own_answers_pct": ([answered_pct(row, near(row, asked)) for row in mine], "% of requests"),
-            "f1": ([np.mean(row["f1"]) for row in mine], ""),
-            "preemptions": ([sum(row["preemptions"]) for row in mine], ""),
+        arm_rows = sorted((row for row in rows if row["arm"] == arm), key=lambda row: row["seed"])
+        by_arm[arm] = {row["seed"]: goodput(row, config) for row in arm_rows}
+        late = [ttfts(row, config["limit_s"]) for row in arm_rows]
+        measures = {
+            "goodput_per_s": (list(by_arm[arm].values()), "requests/s"),
+            "first_token_s": ([window[0] for window in late], "s"),
+            "ttft_p50_s": ([np.percentile(window, 50) for window in late], "s"),
+            "ttft_p95_s": ([np.percentile(window, 95) for window in late], "s"),
+            "tbt_p99_s": ([row["tbt_p99_s"] for row in arm_rows if row["tbt_p99_s"] is not None], "s"),
+            "processor_s": ([row["replica_s"] + row["neighbour_s"] for row in arm_rows], "s"),
+            "loaded_s": ([row["loaded_s"] for row in arm_rows], "s"),
+            "same_tokens_pct": ([answered_pct(row, row["same"]) for row in arm_rows], "% of requests"),
+            "own_answers_pct": ([answered_pct(row, near(row, config)) for row in arm_rows], "% of requests"),
+            "f1": ([np.mean(row["f1"]) for row in arm_rows], ""),
+            "preemptions": ([sum(row["preemptions"]) for row in arm_rows], ""),
         }
-        for measure, (values, unit) in of.items():
+        for measure, (values, unit) in measures.items():
             if values:
                 summary.add(measure, bootstrap(values).summary(unit), variant=arm)
-    compared(summary, found)
+    compared(summary, by_arm)
     return summary
 
 
-def compared(summary: Summary, found: Mapping[str, Mapping[int, float]], **where: str) -> None:
-    """Add what all five have above the best single idea in ``found``, goodput by arm and seed, and what is lost
+def compared(summary: Summary, by_arm: Mapping[str, Mapping[int, float]], **labels: str) -> None:
+    """Add what all five have above the best single idea in ``by_arm``, goodput by arm and seed, and what is lost
     without each."""
-    if ALL not in found:
+    if ALL not in by_arm:
         return
-    means = {arm: float(np.mean(list(values.values()))) for arm, values in found.items()}
-    singles = [f"only {idea}" for idea in IDEAS if f"only {idea}" in found]
+    means = {arm: float(np.mean(list(values.values()))) for arm, values in by_arm.items()}
+    singles = [f"only {idea}" for idea in IDEAS if f"only {idea}" in by_arm]
     if singles and (best := max(singles, key=means.__getitem__)) and means[best]:
-        pairs = np.array([[found[ALL][seed], found[best][seed]] for seed in found[ALL]])
+        pairs = np.array([[by_arm[ALL][seed], by_arm[best][seed]] for seed in by_arm[ALL]])
         above = bootstrap(pairs, lambda sample: float(np.divide(*sample.mean(0)) - 1))
-        summary.add("goodput_above_pct", above.summary("%", 100), variant=ALL, than="best single", **where)
+        summary.add("goodput_above_pct", above.summary("%", 100), variant=ALL, than="best single", **labels)
     lost = []
     for idea in IDEAS:
-        if (arm := f"without {idea}") in found:
-            differences = [found[ALL][seed] - found[arm][seed] for seed in found[ALL]]
+        if (arm := f"without {idea}") in by_arm:
+            differences = [by_arm[ALL][seed] - by_arm[arm][seed] for seed in by_arm[ALL]]
             entry = bootstrap(differences).summary("requests/s")
-            lost.append(summary.add("goodput_lost_per_s", entry, variant=ALL, than=arm, **where))
+            lost.append(summary.add("goodput_lost_per_s", entry, variant=ALL, than=arm, **labels))
     if lost:
-        worst = min(lost, key=lambda one: one["value"])
-        summary.add("goodput_lost_per_s", worst, variant=ALL, across="worst", **where)
+        worst = min(lost, key=lambda lost_entry: lost_entry["value"])
+        summary.add("goodput_lost_per_s", worst, variant=ALL, across="worst", **labels)

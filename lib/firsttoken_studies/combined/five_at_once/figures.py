@@ -39,10 +39,12 @@ def goodput_by_arm(recorded: Result | None, now: Result) -> Figure:
     """Requests within both objectives a second, a line an arm."""
     fig, ax = panels(figsize=(8, 4.6))
     drawn_over = over(recorded, now)
-    for one in drawn_over:
-        for place, arm in enumerate(ARMS):
+    for shown in drawn_over:
+        for position, arm in enumerate(ARMS):
             look = "measured" if arm == ALL else "other"
-            one.point(ax, place + one.shift, one.result.summary.get("goodput_per_s", variant=arm), look, along="x")
+            shown.point(
+                ax, position + shown.shift, shown.result.summary.get("goodput_per_s", variant=arm), look, along="x"
+            )
     categories(ax, ARMS, 0.4)
     ax.set_xlim(left=0)
     ax.set_xlabel("requests within both objectives, a second")
@@ -52,13 +54,14 @@ def goodput_by_arm(recorded: Result | None, now: Result) -> Figure:
 
 
 def missed(recorded: Result | None, now: Result) -> Figure:
-    """What is lost of the goodput of all five without each of them, paired by draw; right of 0 an idea pays."""
+    """Draw the part of the goodput of all five that is lost without each of them, paired by draw; right of 0 an idea
+    pays."""
     fig, ax = panels(figsize=(8, 3))
     drawn_over = over(recorded, now)
-    for one in drawn_over:
-        for place, idea in enumerate(IDEAS):
-            entry = one.result.summary.get("goodput_lost_per_s", variant=ALL, than=f"without {idea}")
-            one.point(ax, place + one.shift, entry, "measured", along="x")
+    for shown in drawn_over:
+        for position, idea in enumerate(IDEAS):
+            entry = shown.result.summary.get("goodput_lost_per_s", variant=ALL, than=f"without {idea}")
+            shown.point(ax, position + shown.shift, entry, "measured", along="x")
     ax.axvline(0, color=COLOURS["target"], linestyle="--")
     categories(ax, IDEAS, 0.4)
     ax.set_xlabel("goodput of all five above that without this one, requests/s")
@@ -74,11 +77,11 @@ ERRORS |= {"tbt_p99": "P99 TBT"}
 def error_rows(result: Result) -> Rows:
     """A line an arm: goodput live and simulated, and by how much the simulated windows are off, in percent; the last
     two are the median over the arms and the worst arm, without signs."""
-    summary, where = result.summary, {"source": TWIN, "than": LIVE}
+    summary, labels = result.summary, {"source": TWIN, "than": LIVE}
 
-    def off(**place: str) -> dict[str, str]:
-        entries = {told: summary.get(f"{name}_off_pct", **place, **where) for name, told in ERRORS.items()}
-        return {f"{told} off, %": f"{entry['value']:+.0f}" if entry else "" for told, entry in entries.items()}
+    def off(**condition: str) -> dict[str, str]:
+        entries = {label: summary.get(f"{name}_off_pct", **condition, **labels) for name, label in ERRORS.items()}
+        return {f"{label} off, %": f"{entry['value']:+.0f}" if entry else "" for label, entry in entries.items()}
 
     rows = [
         {"arm": arm}
@@ -95,16 +98,16 @@ def simulated(recorded: Result | None, now: Result) -> Figure:
     fig, axes = panels(1, 2, figsize=(10, 4.8), sharey=True)
     twin = over(None, recorded or now)[0]
     for look, source, aside in (("measured", LIVE, -0.15), ("other", TWIN, 0.15)):
-        for place, arm in enumerate(ARMS):
+        for position, arm in enumerate(ARMS):
             entry = twin.result.summary.get("goodput_per_s", variant=arm, source=source)
-            twin.point(axes[0], place + aside, entry, look, along="x", label=None if place else source)
+            twin.point(axes[0], position + aside, entry, look, along="x", label=None if position else source)
     axes[0].legend(loc="lower left")
     drawn_over = over(recorded, now)
-    for one in drawn_over:
-        card = one.result.parameters["five_simulated"]["card"]
-        for place, arm in enumerate(ARMS):
-            entry = one.result.summary.get("goodput_per_s", variant=arm, machine=card, source=TWIN)
-            one.point(axes[1], place + one.shift, entry, "other", along="x")
+    for shown in drawn_over:
+        card = shown.result.parameters["five_simulated"]["card"]
+        for position, arm in enumerate(ARMS):
+            entry = shown.result.summary.get("goodput_per_s", variant=arm, machine=card, source=TWIN)
+            shown.point(axes[1], position + shown.shift, entry, "other", along="x")
     axes[0].set_title("SmolLM2-135M here: live and simulated", loc="left", fontsize=11)
     axes[1].set_title("An 8B model on a GPU that is not here: simulated", loc="left", fontsize=11)
     categories(axes[0], ARMS, 0.4)
@@ -133,10 +136,10 @@ def course(result: Result) -> Figure:
     return fig
 
 
-def _one_course(ax: Axes, row: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+def _one_course(ax: Axes, row: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     places = np.arange(len(row["arrival_s"]))
-    firsts = np.array([asked["limit_s"] if at is None else at for at in row["first_s"]], float)
-    lasts = np.array([asked["limit_s"] if at is None else at for at in row["last_s"]], float)
+    firsts = np.array([config["limit_s"] if time_s is None else time_s for time_s in row["first_s"]], float)
+    lasts = np.array([config["limit_s"] if time_s is None else time_s for time_s in row["last_s"]], float)
     ax.hlines(places, row["arrival_s"], firsts, color=COLOURS["other"], linewidth=3, label="waits for its first token")
     ax.hlines(places, firsts, lasts, color=COLOURS["measured"], linewidth=3, label="answers")
     ax.axvline(row["loaded_s"], color=COLOURS["mark"], linestyle=":", label="all layers are here")

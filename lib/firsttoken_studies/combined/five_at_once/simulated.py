@@ -93,7 +93,7 @@ class SimulatedConfig:
     limit_s: float
 
     def over(self, live: FiveConfig) -> FiveConfig:
-        """The window, with what is not named here as the ``live`` one has it."""
+        """Return the window's settings; those that are not named here are those of the ``live`` one."""
         return replace(live, **{key: value for key, value in asdict(self).items() if key not in ("model", "card")})
 
 
@@ -117,54 +117,63 @@ def five_at_once_simulated(profile: Profile, live: Result) -> Outcome:
     total = len(by_seed) * len(config.arms) + scaled.seeds * len(scaled.arms)
     with track(total=total, desc="simulated", unit="window") as bar:
         for seed, row in by_seed.items():
-            asked = stored(drawn(texts, prefixes, config, seed), prefixes)
-            if [bool(one["stored_tokens"]) for one in asked] != row["stored"]:
+            requests = stored(drawn(texts, prefixes, config, seed), prefixes)
+            if [bool(request["stored_tokens"]) for request in requests] != row["stored"]:
                 raise ProfileError(f"five_at_once: draw {seed} of the live run had other requests; measure it again")
-            warm = {"run": TWIN, "arm": WARM, "seed": seed, "capacity_per_s": capacity_of(model, config, asked)}
+            warm = {"run": TWIN, "arm": WARM, "seed": seed, "capacity_per_s": capacity_of(model, config, requests)}
             rows.append(warm | {"live_capacity_per_s": row["capacity_per_s"]})
-            coming = [one | {"arrival_s": at} for one, at in zip(asked, row["arrival_s"], strict=True)]
+            coming = [
+                request | {"arrival_s": arrival_s}
+                for request, arrival_s in zip(requests, row["arrival_s"], strict=True)
+            ]
             rows += arms(model, config, coming, seed, TWIN, bar)
         prefixes = drawn_prefixes(texts, scaled, profile.seed)
         for seed in range(profile.seed, profile.seed + scaled.seeds):
-            asked = stored(drawn(texts, prefixes, scaled, seed), prefixes)
-            capacity = capacity_of(on_card, scaled, asked)
+            requests = stored(drawn(texts, prefixes, scaled, seed), prefixes)
+            capacity = capacity_of(on_card, scaled, requests)
             rows.append({"run": larger.card, "arm": WARM, "seed": seed, "capacity_per_s": capacity})
-            times_s = Arrivals(scaled.load * capacity, seed=seed).times_s(len(asked)).tolist()
-            coming = [one | {"arrival_s": at} for one, at in zip(asked, times_s, strict=True)]
+            times_s = Arrivals(scaled.load * capacity, seed=seed).times_s(len(requests)).tolist()
+            coming = [request | {"arrival_s": arrival_s} for request, arrival_s in zip(requests, times_s, strict=True)]
             rows += arms(on_card, scaled, coming, seed, larger.card, bar)
     costs = f"{larger.model} on {larger.card}, {tables_from()}"
-    told = {"kind": "simulated", "prices": asdict(model.costs), "hop_s": model.hop_s, "costs": costs, "live": live.slug}
-    return Outcome(rows, provenance=setting.provenance | told)
+    provenance = {
+        "kind": "simulated",
+        "prices": asdict(model.costs),
+        "hop_s": model.hop_s,
+        "costs": costs,
+        "live": live.slug,
+    }
+    return Outcome(rows, provenance=setting.provenance | provenance)
 
 
 def arms(
-    model: TwinModel, config: FiveConfig, asked: Sequence[Asked], seed: int, run: str, bar: Bar
+    model: TwinModel, config: FiveConfig, requests: Sequence[Asked], seed: int, run: str, bar: Bar
 ) -> Iterator[dict[str, Any]]:
     """The simulated windows of one draw."""
-    blocks = blocks_of(asked, config)
+    blocks = blocks_of(requests, config)
     for arm in config.arms:
-        yield seen_of(window(model, config, ARMS[arm], asked, blocks).row | {"arm": arm, "seed": seed}, config, run)
+        yield seen_of(window(model, config, ARMS[arm], requests, blocks).row | {"arm": arm, "seed": seed}, config, run)
         bar.update()
 
 
 def seen_of(row: Mapping[str, Any], config: FiveConfig, run: str) -> dict[str, Any]:
-    """What is kept of a window."""
+    """Return the measures of a window that are kept."""
     late = ttfts(row, config.limit_s)
-    found = {"goodput_per_s": goodput(row, vars(config)), "first_token_s": late[0], "tbt_p99_s": row["tbt_p99_s"]}
-    found |= {"ttft_p50_s": np.percentile(late, 50), "ttft_p95_s": np.percentile(late, 95)}
-    found = {name: None if value is None else round(float(value), 4) for name, value in found.items()}
-    kept = {"preemptions": sum(row["preemptions"]), "loaded_s": round(row["loaded_s"], 4)}
-    return {"run": run, "arm": row["arm"], "seed": row["seed"]} | found | kept
+    measures = {"goodput_per_s": goodput(row, vars(config)), "first_token_s": late[0], "tbt_p99_s": row["tbt_p99_s"]}
+    measures |= {"ttft_p50_s": np.percentile(late, 50), "ttft_p95_s": np.percentile(late, 95)}
+    measures = {name: None if value is None else round(float(value), 4) for name, value in measures.items()}
+    counts = {"preemptions": sum(row["preemptions"]), "loaded_s": round(row["loaded_s"], 4)}
+    return {"run": run, "arm": row["arm"], "seed": row["seed"]} | measures | counts
 
 
-def stored(asked: Sequence[Asked], prefixes: Sequence[Sequence[int]]) -> list[Asked]:
+def stored(requests: Sequence[Asked], prefixes: Sequence[Sequence[int]]) -> list[Asked]:
     """The requests with ``stored_tokens``: those of the longest of ``prefixes``, which the sender has, that each begins
     with."""
 
     def tokens(prompt: Sequence[int]) -> int:
         return max((len(text) for text in prefixes if prompt[: len(text)] == list(text)), default=0)
 
-    return [one | {"stored_tokens": tokens(one["prompt"]) if one["stored"] else 0} for one in asked]
+    return [request | {"stored_tokens": tokens(request["prompt"]) if request["stored"] else 0} for request in requests]
 
 
 # What the windows are simulated on.
@@ -190,10 +199,10 @@ class SizedCosts(Costs):
         return self.small.swap_in_s(tokens)
 
 
-def costs_here(model: nn.Module, config: FiveConfig, asked: Sequence[Asked], threads: int) -> SizedCosts:
-    """The costs of ``model`` on so many ``threads``: fitted to the steps of ``asked``, with chunks and with whole
+def costs_here(model: nn.Module, config: FiveConfig, requests: Sequence[Asked], threads: int) -> SizedCosts:
+    """The costs of ``model`` on so many ``threads``: fitted to the steps of ``requests``, with chunks and with whole
     prompts, up to ``MEASURED`` tokens of each answer; swaps as ``crosspoint_live`` has recorded them, on two cores."""
-    items = [(one["prompt"], Sampling(min(one["new_tokens"], MEASURED)), 0.0) for one in asked]
+    items = [(request["prompt"], Sampling(min(request["new_tokens"], MEASURED)), 0.0) for request in requests]
     blocks = sum((len(prompt) + MEASURED) // BLOCK_TOKENS + 1 for prompt, _, _ in items)
     steps: list[Step] = []
     with torch_threads(threads), closing(LiveExecutor(model, blocks, block_tokens=BLOCK_TOKENS)) as executor:
@@ -204,11 +213,13 @@ def costs_here(model: nn.Module, config: FiveConfig, asked: Sequence[Asked], thr
     swaps = FittedCosts.from_dict(recorded("crosspoint_live").provenance["costs"])
 
     def fitted(steps: Sequence[Step]) -> FittedCosts:
-        found = relative_fit([step_parts(one.prefills, one.contexts) for one in steps], [one.seconds for one in steps])
-        return replace(swaps, **dict(zip(STEP_PRICES, found.tolist(), strict=True)))
+        fit = relative_fit(
+            [step_parts(step.prefills, step.contexts) for step in steps], [step.seconds for step in steps]
+        )
+        return replace(swaps, **dict(zip(STEP_PRICES, fit.tolist(), strict=True)))
 
-    long = [one for one in steps if sum(new for _, new in one.prefills) + len(one.contexts) > config.token_budget]
-    small = fitted([one for one in steps if one not in long])
+    long = [step for step in steps if sum(new for _, new in step.prefills) + len(step.contexts) > config.token_budget]
+    small = fitted([step for step in steps if step not in long])
     return SizedCosts(small, fitted(long) if long else small, config.token_budget)
 
 
@@ -241,9 +252,9 @@ def hop_s() -> float:
 
 def recorded(experiment: str) -> Result:
     """The full result of ``experiment``. Raises ProfileError where there is none."""
-    if (found := load_result(experiment, "full", machine="any")) is None:
+    if (result := load_result(experiment, "full", machine="any")) is None:
         raise ProfileError(f"five_at_once_simulated needs a full result of {experiment}; measure that first")
-    return found
+    return result
 
 
 def card_model(config: SimulatedConfig) -> TwinModel:
@@ -252,15 +263,15 @@ def card_model(config: SimulatedConfig) -> TwinModel:
     time. Raises ProfileError for a card that has no tables, ModelError for a model that is not known."""
     shape: DenseShape = dense_shape(config.model)
     costs = OperatorCosts.of(OperatorTables.read(config.card), shape)
-    ends = 2 * NUMBER_BYTES * shape.hidden * shape.vocabulary
-    layer = (NUMBER_BYTES * shape.weights - ends) // shape.layers
+    end_bytes = 2 * NUMBER_BYTES * shape.hidden * shape.vocabulary
+    layer = (NUMBER_BYTES * shape.weights - end_bytes) // shape.layers
     plan = StagePlan.from_block(shape.layers, range(5 * shape.layers // 8, 7 * shape.layers // 8))
-    brought = (ends + len(plan.a) * layer, len(plan.b) * layer, len(plan.c) * layer)
+    brought = (end_bytes + len(plan.a) * layer, len(plan.b) * layer, len(plan.c) * layer)
     return TwinModel(
         costs,
         lambda rows: follow(costs.heads, rows),
         tuple((size, frozenset(plan.present(number))) for number, size in enumerate(brought, 1)),
-        (ends, *[layer] * shape.layers),
+        (end_bytes, *[layer] * shape.layers),
         shape.kv_bytes(NUMBER_BYTES) // shape.layers,
         NUMBER_BYTES * shape.hidden,
         hop_s(),
@@ -277,14 +288,14 @@ def simulated_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     summary, windows = Summary(), [row for row in rows if row["arm"] in ARMS]
     runs = list(dict.fromkeys(row["run"] for row in windows))
     for run in runs:
-        where = {"source": run} if run in (LIVE, TWIN) else {"machine": run, "source": TWIN}
+        labels = {"source": run} if run in (LIVE, TWIN) else {"machine": run, "source": TWIN}
         frame = frame_of(windows, run=run)
         measures = {name: (name, "mean", unit) for name, unit in (MEASURES | {"preemptions": ""}).items()}
-        summary.by(frame, {"variant": "arm"}, measures, **where)
+        summary.by(frame, {"variant": "arm"}, measures, **labels)
         by_arm = frame.groupby("arm", sort=False)
-        found = {arm: dict(zip(of.seed, of.goodput_per_s, strict=True)) for arm, of in by_arm}
-        if run != LIVE and ALL in found:
-            compared(summary, found, **where)
+        by_seed = {arm: dict(zip(arm_rows.seed, arm_rows.goodput_per_s, strict=True)) for arm, arm_rows in by_arm}
+        if run != LIVE and ALL in by_seed:
+            compared(summary, by_seed, **labels)
     _off(summary, windows)
     pairs = [(row["capacity_per_s"], row["live_capacity_per_s"]) for row in rows if "live_capacity_per_s" in row]
     off = [100 * (twin / live - 1) for twin, live in pairs]
@@ -297,40 +308,40 @@ def _off(summary: Summary, windows: Rows) -> None:
     the arms stand in one order; draws are resampled, each with all its windows. An arm whose live mean is 0 is left out
     of the former, and so is whatever some draws alone have no number for, as where no request was in time in them."""
     both = frame_of(windows, run=TWIN).merge(frame_of(windows, run=LIVE), on=["arm", "seed"], suffixes=("", "_live"))
-    where = {"source": TWIN, "than": LIVE}
+    labels = {"source": TWIN, "than": LIVE}
     for name in MEASURES:
         table = both.pivot(index="seed", columns="arm", values=[name, f"{name}_live"])
         values = table.to_numpy(float).reshape(len(table), 2, -1)  # [seeds, simulated or live, arms]
         measure = f"{name.rpartition('_')[0].removesuffix('_per')}"
-        found = [
-            ({"variant": arm}, bootstrap(values[:, :, place], lambda sample: float(_share(sample))))
-            for place, arm in enumerate(table[name].columns)
+        errors = [
+            ({"variant": arm}, bootstrap(values[:, :, arm_index], lambda sample: float(_share(sample))))
+            for arm_index, arm in enumerate(table[name].columns)
         ]
-        for across, of in (("median", np.median), ("worst", np.max)):
-            entry = bootstrap(values, lambda sample, of=of: _of_known(of, np.abs(_share(sample))))
-            found.append(({"across": across}, entry))
-        for whose, entry in found:
+        for across, statistic in (("median", np.median), ("worst", np.max)):
+            entry = bootstrap(values, lambda sample, statistic=statistic: _of_known(statistic, np.abs(_share(sample))))
+            errors.append(({"across": across}, entry))
+        for whose, entry in errors:
             if np.isfinite([entry.estimate, entry.low, entry.high]).all():
-                summary.add(f"{measure}_off_pct", entry.summary("%", 100), **whose, **where)
+                summary.add(f"{measure}_off_pct", entry.summary("%", 100), **whose, **labels)
         if values.shape[2] > 2:
             entry = bootstrap(values, lambda sample: rank_correlation(*np.nanmean(sample, 0)))
-            summary.add(f"{measure}_rank_correlation", entry.summary(""), **where)
+            summary.add(f"{measure}_rank_correlation", entry.summary(""), **labels)
 
 
-def _of_known(of: Callable[[np.ndarray], Any], shares: np.ndarray) -> float:
-    """What ``of`` makes of those of ``shares`` [arms] that are numbers; no number where none is."""
-    known = shares[~np.isnan(shares)]
-    return float(of(known)) if len(known) else math.nan
+def _of_known(statistic: Callable[[np.ndarray], Any], shares: np.ndarray) -> float:
+    """Return ``of`` over those of ``shares`` [arms] that are numbers; NaN where none is."""
+    finite = shares[~np.isnan(shares)]
+    return float(statistic(finite)) if len(finite) else math.nan
 
 
 def _share(sample: np.ndarray) -> np.ndarray:
-    """What the means over draws of ``sample`` [seeds, 2, ...] say: the first over the second, less 1; no number where
+    """Return the mean over draws of the first of ``sample`` [seeds, 2, ...] over that of the second, less 1; NaN where
     the second is 0."""
     twin, live = np.nanmean(sample, 0)
     return np.asarray(twin / np.where(live > 0, live, np.nan) - 1)
 
 
-def rank_correlation(one: np.ndarray, other: np.ndarray) -> float:
+def rank_correlation(first: np.ndarray, other: np.ndarray) -> float:
     """Spearman's correlation of two lists [n]; equal values share their mean rank. 0 where all of one are equal."""
-    ranks = [np.searchsorted(np.sort(v), v) + np.searchsorted(np.sort(v), v, "right") for v in (one, other)]
+    ranks = [np.searchsorted(np.sort(v), v) + np.searchsorted(np.sort(v), v, "right") for v in (first, other)]
     return float(np.corrcoef(*ranks)[0, 1]) if min(np.ptp(rank) for rank in ranks) else 0.0

@@ -79,7 +79,7 @@ class StagePrefixesConfig:
             raise ProfileError("stage_prefixes: requests, prefixes and new_tokens must be at least 1")
 
     def over(self, config: FiveConfig) -> FiveConfig:
-        """The draw of ``config`` with these numbers, in which every request has a stored prefix."""
+        """Return the draw of ``config`` with these settings, in which every request has a stored prefix."""
         return replace(config, **asdict(self), stored_share=1.0)
 
 
@@ -91,35 +91,35 @@ def stage_prefixes(profile: Profile) -> Outcome:
     setting = start_setting(profile, profile.section("quality", QualityConfig).questions, 2, config.readers)
     dtype, rng = name_of(computing("cpu")), random.Random(profile.seed)
     adapters = str(setting.provenance.get("task_adapter_sha256", ""))
-    found: dict[tuple[int, str], dict[int, dict[str, Any]]] = {}
+    answered: dict[tuple[int, str], dict[int, dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         tokenizer, sender = cached(profile, config, Path(folder), dtype)
         texts = conversations(tokenizer)
-        asked = drawn(texts, drawn_prefixes(texts, config, profile.seed), config, profile.seed)
-        longest = max(len(one["prompt"]) + one["new_tokens"] for one in asked)
+        requests = drawn(texts, drawn_prefixes(texts, config, profile.seed), config, profile.seed)
+        longest = max(len(question["prompt"]) + question["new_tokens"] for question in requests)
         executor, versions = stages(setting.checkpoint.staged, dtype, -(-longest // BLOCK_TOKENS) + 1, config.readers)
         with closing(executor):
             store = KVStore(Path(folder), memory_bytes=0, disk_bytes=1 << 40, block_tokens=BLOCK_TOKENS)
             serving = ServedPrefixes(executor, store, sender, replace(sender, adapters=adapters), config)
             cases = [(stage, rule) for stage in range(1, len(versions) + 1) for rule in RULES]
             for stage, rule in cases:  # which warms up
-                serving.answer(asked[0], versions[stage - 1], rule)
-            for number, one in enumerate(track(asked, desc="prefixes at stages")):
+                serving.answer(requests[0], versions[stage - 1], rule)
+            for number, question in enumerate(track(requests, desc="prefixes at stages")):
                 for stage, rule in rng.sample(cases, len(cases)):
-                    request, taken = serving.answer(one, versions[stage - 1], rule)
+                    request, taken = serving.answer(question, versions[stage - 1], rule)
                     row = {"taken": taken, "ttft_s": request.ttft_s, "said": request.output}
-                    found.setdefault((stage, rule), {})[number] = row
+                    answered.setdefault((stage, rule), {})[number] = row
     judge = Judge(load_served(profile).model.to("cpu", torch.float32), tokenizer.decode)
-    wanted = [found[len(versions), OWN][number]["said"] for number in range(len(asked))]
+    wanted = [answered[len(versions), OWN][number]["said"] for number in range(len(requests))]
     rows: Rows = []
-    for (stage, rule), by_request in track(sorted(found.items()), desc="judging answers"):
-        said = [by_request[number].pop("said") for number in range(len(asked))]
-        judged = judge.of(asked, said, wanted)
+    for (stage, rule), by_request in track(sorted(answered.items()), desc="judging answers"):
+        answers = [by_request[number].pop("said") for number in range(len(requests))]
+        judged = judge.of(requests, answers, wanted)
         rows += [
-            {"request": number, "stage": stage, "rule": rule, "tokens": len(one["prompt"])}
+            {"request": number, "stage": stage, "rule": rule, "tokens": len(question["prompt"])}
             | by_request[number]
             | {name: values[number] for name, values in judged.items()}
-            for number, one in enumerate(asked)
+            for number, question in enumerate(requests)
         ]
     present = [sorted(setting.checkpoint.plan.present(stage)) for stage in range(1, len(versions) + 1)]
     return Outcome(rows, provenance=provenance_of(setting) | {"computed_in": dtype, "present": present})
@@ -156,14 +156,14 @@ class ServedPrefixes:
         self._executor, self._store, self._config = executor, store, config
         self._between = {"sender": sender, "receiver": receiver}
 
-    def answer(self, asked: Asked, version: StagedModelVersion, rule: str) -> tuple[Request, int]:
+    def answer(self, question: Asked, version: StagedModelVersion, rule: str) -> tuple[Request, int]:
         """The request when it is over, and how many of its tokens were taken from the sender."""
-        source, prompt = None, asked["prompt"]
+        source, prompt = None, question["prompt"]
         again = RULES[rule](Group(self._config.group_start, self._config.group_end), version.depth)
         if again is not None:
             source = StoredPrefix(self._store, prompt, **self._between, group=again)
         engine = Engine(self._executor, engine_config((CHUNKS,), self._config.token_budget, self._config.running))
-        sampling, now = Sampling(asked["new_tokens"]), self._executor.now()
+        sampling, now = Sampling(question["new_tokens"]), self._executor.now()
         request = engine.submit(prompt, sampling, now, source=source, version=version)
         engine.run()
         return request, source.tokens if source is not None and not request.fell_back else 0
@@ -179,18 +179,20 @@ def stage_prefixes_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary
     summary, near_tie = Summary(), parameters["five_at_once"]["near_tie"]
     frame = frame_of(rows).sort_values("request")
     frame["own"] = frame.shortfall <= near_tie
-    seen = {"ttft_s": ("ttft_s", "mean", "s"), "f1": ("f1", "mean", "")}
-    seen |= {"own_answers_pct": ("own", "mean", "% of requests", 100)}
-    for (stage, rule), mine in frame.groupby(["stage", "rule"], sort=False):
-        where = {"stage": int(stage), "method": rule}
-        summary.by(mine, {}, seen, **where)
+    measures = {"ttft_s": ("ttft_s", "mean", "s"), "f1": ("f1", "mean", "")}
+    measures |= {"own_answers_pct": ("own", "mean", "% of requests", 100)}
+    for (stage, rule), rule_rows in frame.groupby(["stage", "rule"], sort=False):
+        labels = {"stage": int(stage), "method": rule}
+        summary.by(rule_rows, {}, measures, **labels)
         if rule != OWN:
-            own = frame[(frame.stage == stage) & (frame.rule == OWN)]
-            share = ratio_of_means(mine.ttft_s, own.ttft_s)
-            summary.add("ttft_share", share.summary(""), than=OWN, **where)
-            summary.add("f1_lost", paired_bootstrap(own.f1, mine.f1).summary(""), than=OWN, **where)
-            if (own.f1 > 0).sum() >= FEW:  # else draws in which the own prefill is never right have no share
-                summary.add("f1_kept_pct", ratio_of_means(mine.f1, own.f1).summary("%", 100), than=OWN, **where)
+            own_rows = frame[(frame.stage == stage) & (frame.rule == OWN)]
+            share = ratio_of_means(rule_rows.ttft_s, own_rows.ttft_s)
+            summary.add("ttft_share", share.summary(""), than=OWN, **labels)
+            summary.add("f1_lost", paired_bootstrap(own_rows.f1, rule_rows.f1).summary(""), than=OWN, **labels)
+            if (own_rows.f1 > 0).sum() >= FEW:  # else draws in which the own prefill is never right have no share
+                summary.add(
+                    "f1_kept_pct", ratio_of_means(rule_rows.f1, own_rows.f1).summary("%", 100), than=OWN, **labels
+                )
     return summary
 
 

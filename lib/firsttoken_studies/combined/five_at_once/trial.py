@@ -61,11 +61,11 @@ class WindowSpec:
     """The window of an arm that has ``ideas``.
 
     ``staged`` holds the model in the report's stages, ``ends_first`` whole, its ends first; either comes over
-    ``gbit_per_s`` (0: at once) by ``readers``. The file ``workload`` holds the requests, ``store`` what ``sender`` has
-    of prefixes, of which layers ``group`` are computed again and hidden states are kept at ``edges``; that comes over
-    ``prefix_gbit_per_s``. ``neighbour`` is the address of who lends. At most ``requests`` run in ``blocks`` KV blocks
-    with four times as many on the host, in steps of ``token_budget`` tokens where prompts are cut. What has not ended
-    after ``limit_s`` is cancelled. All compute in ``dtype``.
+    ``gbit_per_s`` (0: at once) by ``readers``. The file ``workload`` holds the requests. ``store`` holds the prefixes
+    of ``sender``, of which layers ``group`` are computed again and hidden states are kept at ``edges``; they come over
+    ``prefix_gbit_per_s``. ``neighbour`` is the lender's address. At most ``requests`` run in ``blocks`` KV blocks with
+    four times as many on the host, in steps of ``token_budget`` tokens where prompts are cut. A request that has not
+    ended after ``limit_s`` is cancelled. All compute in ``dtype``.
     """
 
     ideas: tuple[str, ...]
@@ -91,7 +91,7 @@ class WindowSpec:
 
 
 class ColdReplica(Protocol):
-    """What serves: a replica that borrows layers, or one that has its own alone."""
+    """A replica that serves while it starts: it borrows layers, or has its own alone."""
 
     engine: Engine
 
@@ -106,10 +106,10 @@ class ColdReplica(Protocol):
         """Take a request that has arrived at ``arrival_s``, with what a sender has of how it begins."""
 
     def step(self) -> list[tuple[Request, int]]:
-        """Take over what has come, and process one batch."""
+        """Take over layers or a stage that has come, and process one batch."""
 
     def close(self) -> None:
-        """Give back what is held."""
+        """Give back the leases and memory that the replica holds."""
 
 
 class GrowingReplica:
@@ -133,8 +133,8 @@ class GrowingReplica:
 
 
 class OwnReplica(GrowingReplica):
-    """One that computes with a stage of its model as soon as that is whole and fused, and moves open requests to the
-    next one between two steps."""
+    """A replica that computes with a stage of its model as soon as that is whole and fused, and moves open requests to
+    the next stage between two steps."""
 
     def __init__(
         self, executor: LiveExecutor, first: StageView, config: EngineConfig, policy: PreemptionPolicy
@@ -175,11 +175,11 @@ def main(spec: WindowSpec) -> dict[str, Any]:
     torch.set_num_threads(spec.threads or torch.get_num_threads())
     import grpc  # noqa: F401
 
-    asked = json.loads(Path(spec.workload).read_text(encoding="utf-8"))
+    requests = json.loads(Path(spec.workload).read_text(encoding="utf-8"))
     used, begun = time.process_time(), time.perf_counter()
     with torch.inference_mode():
         replica, loaded = started(spec)
-        served = serve(replica, asked, offers(spec), begun, spec.limit_s)
+        served = serve(replica, requests, offers(spec), begun, spec.limit_s)
     ended = time.perf_counter()
     row = seen(served, begun, ended - begun)
     row |= {"replica_s": time.process_time() - used, "ended_s": ended - begun, "loaded_s": loaded() - begun}
@@ -249,7 +249,7 @@ def started(spec: WindowSpec) -> tuple[ColdReplica, Callable[[], float]]:
 
 
 def engine_config(ideas: Sequence[str], token_budget: int, requests: int) -> EngineConfig:
-    """How the engine of an arm that has ``ideas`` schedules."""
+    """Return the engine's settings in an arm that has ``ideas``."""
     scheduler = "sarathi" if CHUNKS in ideas else "prefill_first"
     return EngineConfig(scheduler=scheduler, token_budget=token_budget, requests=requests, watermark=0.0)
 
@@ -272,19 +272,20 @@ def all_at_once(load: StageLoad, depth: int) -> LayerArrivals:
 
 
 def offers(spec: WindowSpec) -> Callable[[Mapping[str, Any]], PrefixOffer | None]:
-    """What the sender offers of a request of the workload: nothing where it has no stored prefix, or takes none."""
+    """Return the function that gives the sender's offer for a request of the workload: None where the request has no
+    stored prefix, or the arm takes none."""
     if FOREIGN not in spec.ideas:
-        return lambda asked: None
+        return lambda question: None
     store = KVStore(Path(spec.store), memory_bytes=0, disk_bytes=1 << 40, block_tokens=BLOCK_TOKENS)
     between = {"sender": ModelIdentity(**spec.sender), "receiver": ModelIdentity(**spec.receiver)}
     link = Link(LinkConfig(spec.prefix_gbit_per_s))
 
-    def offer(asked: Mapping[str, Any]) -> PrefixOffer | None:
-        if not asked["stored"]:
+    def offer(question: Mapping[str, Any]) -> PrefixOffer | None:
+        if not question["stored"]:
             return None
 
         def source_of(group: Group) -> StoredPrefix:
-            return StoredPrefix(store, asked["prompt"], **between, group=group, link=link)
+            return StoredPrefix(store, question["prompt"], **between, group=group, link=link)
 
         return PrefixOffer(Group(*spec.group), spec.edges, source_of)
 
@@ -293,28 +294,28 @@ def offers(spec: WindowSpec) -> Callable[[Mapping[str, Any]], PrefixOffer | None
 
 def serve(
     replica: ColdReplica,
-    asked: Sequence[Mapping[str, Any]],
+    requests: Sequence[Mapping[str, Any]],
     offer: Callable[[Mapping[str, Any]], PrefixOffer | None],
     begun: float,
     limit_s: float,
 ) -> list[Request | None]:
     """Serve requests {prompt, new_tokens, arrival_s, ...} from ``begun`` on, on the clock of the replica's executor;
     None for those that had not arrived when the window was over."""
-    served: list[Request | None] = [None] * len(asked)
+    served: list[Request | None] = [None] * len(requests)
     following, clock = 0, replica.engine.executor
-    while following < len(asked) or replica.engine.busy:
+    while following < len(requests) or replica.engine.busy:
         now = clock.now() - begun
         if now > limit_s:
             break
-        while following < len(asked) and asked[following]["arrival_s"] <= now:
-            one = asked[following]
-            sampling, at = Sampling(one["new_tokens"]), begun + one["arrival_s"]
-            served[following] = replica.submit(one["prompt"], sampling, at, offer=offer(one))
+        while following < len(requests) and requests[following]["arrival_s"] <= now:
+            next_request = requests[following]
+            sampling, arrival_s = Sampling(next_request["new_tokens"]), begun + next_request["arrival_s"]
+            served[following] = replica.submit(next_request["prompt"], sampling, arrival_s, offer=offer(next_request))
             following += 1
         if replica.engine.busy:
             replica.step()
         else:
-            clock.wait_until(begun + asked[following]["arrival_s"])
+            clock.wait_until(begun + requests[following]["arrival_s"])
     for request in served:
         if request is not None:
             replica.engine.cancel(request)
@@ -322,25 +323,33 @@ def serve(
 
 
 def seen(served: Sequence[Request | None], begun: float, ended_s: float) -> dict[str, Any]:
-    """What clients saw, a list by request: the first and the last token, P99 of the gaps between tokens (None where
-    there is none), preemptions and the answers; ``tbt_p99_s`` is that of all gaps of the window.
+    """Return what clients saw, lists by request: the first and the last token, P99 of the gaps between tokens (None
+    where there is none), preemptions and the answers; ``tbt_p99_s`` is the P99 of all gaps of the window.
 
-    Who was still answering when the window was over after ``ended_s`` has a gap from the last token to then.
+    A request that was still being answered when the window was over after ``ended_s`` has a gap from the last token to
+    then.
     """
-    times = [[] if one is None else [at - begun for at in one.times_s] for one in served]
+    times = [[] if request is None else [time_s - begun for time_s in request.times_s] for request in served]
     gaps = [
-        np.diff([*each, ended_s] if each and len(each) < one.sampling.max_tokens else each)
-        for one, each in zip(served, times, strict=True)
+        np.diff(
+            [*times_of_request, ended_s]
+            if times_of_request and len(times_of_request) < request.sampling.max_tokens
+            else times_of_request
+        )
+        for request, times_of_request in zip(served, times, strict=True)
     ]
     every = np.concatenate(gaps)
     return {
-        "first_s": [round(each[0], 4) if each else None for each in times],
-        "last_s": [round(each[-1], 4) if each else None for each in times],
-        "gap_p99_s": [round(float(np.percentile(each, 99)), 4) if len(each) else None for each in gaps],
+        "first_s": [round(times_of_request[0], 4) if times_of_request else None for times_of_request in times],
+        "last_s": [round(times_of_request[-1], 4) if times_of_request else None for times_of_request in times],
+        "gap_p99_s": [
+            round(float(np.percentile(times_of_request, 99)), 4) if len(times_of_request) else None
+            for times_of_request in gaps
+        ],
         "tbt_p99_s": round(float(np.percentile(every, 99)), 4) if len(every) else None,
-        "preemptions": [0 if one is None else one.preemptions for one in served],
-        "own_prefill": [one is not None and bool(one.fell_back) for one in served],
-        "tokens": [[] if one is None else one.output for one in served],
+        "preemptions": [0 if request is None else request.preemptions for request in served],
+        "own_prefill": [request is not None and bool(request.fell_back) for request in served],
+        "tokens": [[] if request is None else request.output for request in served],
     }
 
 

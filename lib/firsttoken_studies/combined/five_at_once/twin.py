@@ -43,11 +43,11 @@ Wanted = Callable[[Mapping[str, Any]], PrefixOffer | None]
 class TwinModel:
     """A model on a processor, and on its way to it.
 
-    ``costs`` are those of a whole step, of which ``head_s`` seconds for so many rows are the head's, and every layer
-    takes as long as the others. ``stages`` are (bytes, layers that compute from then on), ``parts`` the bytes of the
-    ends and of each layer behind them. A token has ``kv_bytes`` of keys and values in a layer and ``state_bytes`` of
-    hidden states between two. A hop to the neighbour and back takes ``hop_s`` and what it sends at ``hop_gbit_per_s``
-    (0: no time); the neighbour computes as fast as the replica.
+    ``costs`` are those of a whole step, of which the head takes ``head_s`` seconds for a number of rows, and every
+    layer takes as long as the others. ``stages`` are (bytes, layers that compute from then on), ``parts`` the bytes of
+    the ends and of each layer behind them. A token has ``kv_bytes`` of keys and values in a layer and ``state_bytes``
+    of hidden states between two. A hop to the neighbour and back takes ``hop_s`` and the time to send its hidden states
+    at ``hop_gbit_per_s`` (0: no time); the neighbour computes as fast as the replica.
     """
 
     costs: Costs
@@ -61,7 +61,6 @@ class TwinModel:
 
     @property
     def depth(self) -> int:
-        """The number of layers."""
         return len(self.parts) - 1
 
 
@@ -71,18 +70,19 @@ class TwinVersion:
     stage = 0
     _keys = count()
 
-    def __init__(self, depth: int, layers: frozenset[int], here: int) -> None:
-        self.depth, self.layers, self.here = depth, layers, here
+    def __init__(self, depth: int, layers: frozenset[int], first_borrowed: int) -> None:
+        self.depth, self.layers, self.here = depth, layers, first_borrowed
         self.key = next(self._keys)
 
     def redo(self, request: Request, layers: range) -> LayerRecompute:
-        """What ``request`` computes again, as ``ModelVersion.redo`` has it where all hidden states were kept."""
+        """Return the layers and tokens that ``request`` computes again, as ``ModelVersion.redo`` does where all hidden
+        states were kept."""
         if request.redo is not None:
             return LayerRecompute(range(self.depth), request.redo.end)
         return LayerRecompute(layers, request.cached)
 
     def adopt(self, request: Request) -> None:
-        """Nothing is kept."""
+        """Do nothing: a simulated request keeps no hidden states."""
 
 
 class TwinExecutor(SimulatedExecutor):
@@ -98,22 +98,29 @@ class TwinExecutor(SimulatedExecutor):
         return [TOKEN] * len(chunks)
 
     def seconds(self, chunks: Sequence[ScheduledChunk]) -> float:
-        """Seconds of the step of ``chunks`` through the layers of ``version``."""
+        """Return the seconds of the step of ``chunks`` through the layers of ``version``."""
         model, version = self.model, self.version
         redone = [range(model.depth) if chunk.redo is None else chunk.redo.layers for chunk in chunks]
-        edges = sorted({0, model.depth, version.here, *(edge for one in redone for edge in (one.start, one.stop))})
+        edges = sorted(
+            {
+                0,
+                model.depth,
+                version.here,
+                *(edge for redo_layers in redone for edge in (redo_layers.start, redo_layers.stop)),
+            }
+        )
         seconds, sent = model.head_s(sum(chunk.redo is None for chunk in chunks)), 0
-        known: dict[tuple[bool, ...], float] = {}
+        seconds_by_set: dict[tuple[bool, ...], float] = {}
         for low, high in pairwise(edges):
-            there = tuple(low in layers for layers in redone)
-            passing = [chunk for chunk, through in zip(chunks, there, strict=True) if through]
+            membership = tuple(low in layers for layers in redone)
+            passing = [chunk for chunk, through in zip(chunks, membership, strict=True) if through]
             if not passing or not (computing := sum(layer in version.layers for layer in range(low, high))):
                 continue
-            if there not in known:
+            if membership not in seconds_by_set:
                 prefills, contexts = shapes(passing)
                 whole_s = model.costs.step_s(prefills, contexts)
-                known[there] = max(0.0, whole_s - model.head_s(len(prefills) + len(contexts)))
-            seconds += known[there] * computing / model.depth
+                seconds_by_set[membership] = max(0.0, whole_s - model.head_s(len(prefills) + len(contexts)))
+            seconds += seconds_by_set[membership] * computing / model.depth
             if low >= version.here:
                 sent = max(sent, sum(chunk.tokens for chunk in passing))
         return seconds + (self._hop_s(sent) if sent else 0.0)
@@ -132,7 +139,7 @@ class TwinLink:
         self.sent: list[tuple[float, float, int]] = []
 
     def send(self, now_s: float, pieces: Sequence[int]) -> list[float]:
-        """When each of ``pieces`` [bytes], which are sent from ``now_s`` on, has come."""
+        """Return the times at which each of ``pieces`` [bytes], sent from ``now_s`` on, has come."""
         free = max(now_s, self.sent[-1][1] if self.sent else 0.0)
         for piece in pieces:
             self.sent.append((free, free + piece / self._second, piece))
@@ -151,31 +158,31 @@ class TwinPrefix:
 
     @property
     def complete(self) -> bool:
-        """Whether every reused layer was handed over."""
+        """Return whether every reused layer was handed over."""
         return not self._left
 
     def begin(self) -> None:
-        """Let it come."""
+        """Send the pieces of the prefix over the link from now on."""
         model = self._executor.model
         pieces = [model.state_bytes * self.tokens, *[model.kv_bytes * self.tokens] * len(self._left)]
         self._due = self._link.send(self._executor.now(), pieces)
 
     def hidden_states(self) -> Tensor | None:
-        """Something in the place of the E-cache, once it has come."""
+        """Return a tensor in the place of the E-cache, once that has come, else None."""
         return torch.empty(1, self.tokens, 0) if self._executor.now() >= self._due[0] else None
 
     def arrived(self) -> list[tuple[int, Tensor]]:
-        """The layers that have come since this was asked last, with keys and values that have no width."""
+        """Return the layers that have come since the last call, with keys and values that have no width."""
         come = bisect_right(self._due, self._executor.now()) - (len(self._due) - len(self._left))
         came, self._left = self._left[: max(0, come)], self._left[max(0, come) :]
         return [(layer, torch.empty(2, 1, 1, self.tokens, 0)) for layer in came]
 
     def close(self) -> None:
-        """What was sent is on its way, and takes its time."""
+        """Do nothing: pieces that were sent still take their time on the link."""
 
 
 class TwinArrivals:
-    """When the ends and each layer of a model come, ``times_s`` [1 + layers], on the clock of ``executor``."""
+    """The arrival of a model's ends and layers at ``times_s`` [1 + layers], on the clock of ``executor``."""
 
     over = None  # nobody waits for it: a simulated neighbour does not go
 
@@ -184,11 +191,11 @@ class TwinArrivals:
 
     @property
     def layers(self) -> int:
-        """How many are here."""
+        """Return the number of layers that are here."""
         return max(0, bisect_right(self._times_s, self._executor.now()) - 1)
 
     def wait(self, layers: int = 0) -> None:
-        """Let the time pass until the ends and so many layers are here."""
+        """Advance the clock until the ends and ``layers`` layers are here."""
         self._executor.wait_until(self._times_s[layers])
 
 
@@ -198,7 +205,7 @@ class WarmNeighbour:
     first, gone = 0, ""
 
     def close(self, reason: str = "") -> None:
-        """The neighbour is let go."""
+        """Do nothing: a simulated neighbour needs no release."""
 
 
 class TwinBorrower(BorrowingReplica):
@@ -228,12 +235,12 @@ class TwinOwn(GrowingReplica):
         return self.engine.step()
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: nothing is borrowed."""
 
 
 @dataclass(frozen=True)
 class TwinWindow:
-    """What one arm of a draw has made: the ``row``, as ``seen`` has it, and what it was made with."""
+    """The simulated window of one arm of a draw: its ``row``, as ``seen`` has it, and the objects that made it."""
 
     row: dict[str, Any]
     requests: list[Request | None]
@@ -246,11 +253,11 @@ def window(
     model: TwinModel,
     config: FiveConfig,
     ideas: Sequence[str],
-    asked: Sequence[Asked],
+    requests: Sequence[Asked],
     blocks: int,
     gbit_per_s: float | None = None,
 ) -> TwinWindow:
-    """Serve ``asked`` ({prompt, new_tokens, arrival_s, stored_tokens}) from a cold start, simulated.
+    """Serve ``requests`` ({prompt, new_tokens, arrival_s, stored_tokens}) from a cold start, simulated.
 
     ``gbit_per_s`` overrides the rate of the link that brings the model; 0 is all of it at once.
     """
@@ -259,16 +266,17 @@ def window(
     prefixes = TwinLink(config.prefix_gbit_per_s)
     replica, loaded_s = started(executor, config, ideas, rate)
     wanted = offers(executor, config, ideas, prefixes)
-    served = serve(replica, asked, wanted, 0.0, config.limit_s)
+    served = serve(replica, requests, wanted, 0.0, config.limit_s)
     row = seen(served, 0.0, executor.now()) | {"loaded_s": round(loaded_s, 4), "ended_s": round(executor.now(), 4)}
-    row |= {"arrival_s": [one["arrival_s"] for one in asked]}
+    row |= {"arrival_s": [request["arrival_s"] for request in requests]}
     return TwinWindow(row, served, executor, replica.engine, prefixes)
 
 
 def started(
     executor: TwinExecutor, config: FiveConfig, ideas: Sequence[str], gbit_per_s: float
 ) -> tuple[ColdReplica, float]:
-    """The replica of an arm and when it has all of the model, the clock at the moment at which it may be asked."""
+    """Return the replica of an arm and the time at which it has all of the model; the clock then stands at the moment
+    at which the replica may be asked."""
     model, settings = executor.model, engine_config(ideas, config.token_budget, config.running)
     policy = make_policy("online" if CROSS_POINT in ideas else "recompute")
     byte_s = 8 / (gbit_per_s * 1e9) if gbit_per_s else 0.0
@@ -288,21 +296,23 @@ def started(
 
 
 def offers(executor: TwinExecutor, config: FiveConfig, ideas: Sequence[str], link: TwinLink) -> Wanted:
-    """What the sender offers of a request: nothing where it has no stored prefix, or takes none."""
+    """Return the function that gives the sender's offer for a request: None where it has no stored prefix, or the arm
+    takes none."""
 
-    def offer(asked: Mapping[str, Any]) -> PrefixOffer | None:
-        if FOREIGN not in ideas or not (tokens := asked["stored_tokens"]):
+    def offer(question: Mapping[str, Any]) -> PrefixOffer | None:
+        if FOREIGN not in ideas or not (tokens := question["stored_tokens"]):
             return None
         group = Group(config.group_start, config.group_end)
-        return PrefixOffer(group, config.edges, lambda mine: TwinPrefix(executor, link, tokens, mine))
+        return PrefixOffer(group, config.edges, lambda own_layers: TwinPrefix(executor, link, tokens, own_layers))
 
     return offer
 
 
-def capacity_of(model: TwinModel, config: FiveConfig, asked: Sequence[Asked]) -> float:
-    """Requests a second of the warm replica, which has the whole model and blocks for all, and all requests at once."""
-    needed = sum(len(one["prompt"]) + one["new_tokens"] + BLOCK_TOKENS for one in asked)
-    at_once = [one | {"arrival_s": 0.0} for one in asked]
+def capacity_of(model: TwinModel, config: FiveConfig, requests: Sequence[Asked]) -> float:
+    """Return the requests a second of the warm replica, which has the whole model and blocks for all, and all requests
+    at once."""
+    needed = sum(len(request["prompt"]) + request["new_tokens"] + BLOCK_TOKENS for request in requests)
+    at_once = [request | {"arrival_s": 0.0} for request in requests]
     unlimited = FiveConfig(**{**vars(config), "limit_s": float("inf")})
     served = window(model, unlimited, (CHUNKS,), at_once, needed // BLOCK_TOKENS, 0.0)
-    return len(asked) / max(served.row["last_s"])
+    return len(requests) / max(served.row["last_s"])

@@ -86,13 +86,13 @@ class ManyStartsConfig:
 
     @property
     def bounds(self) -> Bounds:
-        """What each replica keeps to."""
+        """Return the bounds of each replica."""
         return Bounds(self.open_requests, self.token_budget, MOVES[self.transition])
 
     def __post_init__(self) -> None:
-        for name, given, known in (("systems", self.systems, SYSTEMS), ("arms", self.arms, ARMS)):
-            if odd := next((one for one in given if one not in known), ""):
-                raise ProfileError(f"many_starts.{name}: there is no {odd!r}; known: {', '.join(known)}")
+        for name, given, allowed in (("systems", self.systems, SYSTEMS), ("arms", self.arms, ARMS)):
+            if unknown := next((entry for entry in given if entry not in allowed), ""):
+                raise ProfileError(f"many_starts.{name}: there is no {unknown!r}; known: {', '.join(allowed)}")
         if not {WHOLE, WARM} <= {*self.arms}:
             raise ProfileError(f"many_starts.arms: the others are compared with {WHOLE!r} and {WARM!r}; add both")
         if self.transition not in MOVES:
@@ -100,13 +100,13 @@ class ManyStartsConfig:
         if {len(self.gbit_per_s), len(self.most_gbit_per_s), len(self.usd_per_hour)} != {len(self.systems)}:
             raise ProfileError("many_starts: give a gbit_per_s, most_gbit_per_s and usd_per_hour for each system")
         several = (self.systems, self.arms, self.replicas, self.gaps_s, self.keep_alive_s)
-        if any(not one or len({*one}) < len(one) for one in several):
+        if any(not entry or len({*entry}) < len(entry) for entry in several):
             raise ProfileError("many_starts: give systems, arms, replicas, gaps_s and keep_alive_s, each value once")
         if min(*self.replicas, self.requests, self.open_requests, self.seeds) < 1 or self.longest < 2:
             raise ProfileError("many_starts: replicas, requests, open_requests and seeds must be 1 or more, longest 2")
         above = (*self.gbit_per_s, *self.most_gbit_per_s, *self.gaps_s, self.rate)
         others = (*self.keep_alive_s, *self.usd_per_hour, self.spread_s)
-        if not all(0 < one < math.inf for one in above) or not all(0 <= one < math.inf for one in others):
+        if not all(0 < entry < math.inf for entry in above) or not all(0 <= entry < math.inf for entry in others):
             raise ProfileError("many_starts: rates and gaps_s must be above 0, prices and other seconds 0 or more")
 
 
@@ -115,17 +115,19 @@ class ManyStartsConfig:
 
 def recorded(experiment: str) -> Result:
     """The recorded result of that experiment on ``MEASURED_ON``. Raises ProfileError where it is not there."""
-    found = load_result(experiment, "full", machine=MEASURED_ON)
-    if found is None:
+    result = load_result(experiment, "full", machine=MEASURED_ON)
+    if result is None:
         raise ProfileError(f"many_starts: no recorded {experiment} of {MEASURED_ON} is here; get data/results from git")
-    return found
+    return result
 
 
 def here() -> System:
-    """SmolLM2-135M on two cores: bytes as they were loaded (cold_start), a step as it was fitted (crosspoint_live).
+    """Return SmolLM2-135M on two cores: bytes as they were loaded (cold_start), a step as it was fitted
+    (crosspoint_live).
 
-    A stage that lacks layers has its share: of what any step takes that of the bytes, as all weights are read; of the
-    rest that of the layers. What adapters and the load itself cost a step is left out; :func:`validated` says how much.
+    A stage that lacks layers has its share of a step: the bytes' share of the time that every step takes, as all
+    weights are read, and the layers' share of the rest. The cost of adapters and of the load itself to a step is left
+    out; :func:`validated` measures it.
     """
     loads = recorded("cold_start")
     staged = next(row for row in loads.rows if "full_bytes" in row)
@@ -138,8 +140,8 @@ def here() -> System:
         layers = len(plan.present(stage)) / _DEPTH
         rest = {name: layers * getattr(costs, name) for name in ("prefill_token", "pair", "request", "context_token")}
         stages[stage] = replace(costs, step=costs.step * came / full, **rest)
-    whole = next(row["bytes"] for row in loads.rows if row["variant"] == "whole_streamed")
-    return System(sizes, whole, stages, _BLOCKS)
+    model_bytes = next(row["bytes"] for row in loads.rows if row["variant"] == "whole_streamed")
+    return System(sizes, model_bytes, stages, _BLOCKS)
 
 
 @dataclass(frozen=True)
@@ -161,8 +163,8 @@ def on_card() -> System:
     shape, tables = MODELS[LLAMA_2], _EqualHeads(**vars(OperatorTables.read(CARD)))
     shapes = {stage: replace(shape, layers=len(REPORT_PLAN.present(stage))) for stage in STAGES}
     costs = {stage: OperatorCosts.of(tables, loaded) for stage, loaded in shapes.items()}
-    first, second, whole = (2 * shapes[stage].weights for stage in STAGES)
-    return System((first, second - first, whole - second), whole, costs, costs[3].blocks)
+    first, second, model_weights_bytes = (2 * shapes[stage].weights for stage in STAGES)
+    return System((first, second - first, model_weights_bytes - second), model_weights_bytes, costs, costs[3].blocks)
 
 
 SYSTEMS: dict[str, Callable[[], System]] = {HERE: here, LLAMA_2: on_card}
@@ -186,33 +188,41 @@ def many_starts(profile: Profile) -> Outcome:
     for name, count, seed in track(cases, desc="bursts"):
         items = workload(pairs, count * config.requests, profile.seed + seed, count * config.rate)
         starts = np.random.default_rng([profile.seed + seed, 1]).uniform(0, config.spread_s, count).tolist()
-        where = {"what": "burst", "model": name, "replicas": count, "seed": profile.seed + seed}
-        place = config.systems.index(name)
-        rows += [where | {"arm": arm} | burst(systems[name], arm, starts, items, config, place) for arm in config.arms]
+        labels = {"what": "burst", "model": name, "replicas": count, "seed": profile.seed + seed}
+        system_index = config.systems.index(name)
+        rows += [
+            labels | {"arm": arm} | burst(systems[name], arm, starts, items, config, system_index)
+            for arm in config.arms
+        ]
     costs = {CARD: tables_from(), MEASURED_ON: "cold_start, crosspoint_live and recovery_timeline of the record"}
     return Outcome(rows, provenance={"kind": "simulated on measured costs", "costs": costs})
 
 
 def burst(
-    system: System, arm: str, starts: Sequence[float], items: Sequence[Item], config: ManyStartsConfig, place: int = 0
+    system: System,
+    arm: str,
+    starts: Sequence[float],
+    items: Sequence[Item],
+    config: ManyStartsConfig,
+    system_index: int = 0,
 ) -> dict[str, Any]:
-    """One burst in one ``arm``: what its clients saw, what came over the link, and what was paid for.
+    """Simulate one burst in one ``arm``: what its clients saw, what came over the link, and what was paid for.
 
     Each replica is paid for from its start until the last token of the burst, and loads until then or until it is
     whole. ``place`` is that of the system in ``config``.
     """
-    what, order = ARMS[arm]
-    sizes = {WHOLE: (system.whole,), STAGED: system.sizes, WARM: ()}[what]
-    rate, most = (1e9 / 8 * gbit[place] for gbit in (config.gbit_per_s, config.most_gbit_per_s))
+    parts, order = ARMS[arm]
+    sizes = {WHOLE: (system.whole,), STAGED: system.sizes, WARM: ()}[parts]
+    rate, most = (1e9 / 8 * gbit[system_index] for gbit in (config.gbit_per_s, config.most_gbit_per_s))
     loads = shared_link(starts, sizes, rate, most, order) if sizes else Loads([[] for _ in starts], [])
-    requests, said = serve(system, stages_at(loads), items, config.bounds)
+    requests, tokens_by_stage = serve(system, stages_at(loads), items, config.bounds)
     waits = [request.ttft_s for request in requests]
     over_s = max(request.times_s[-1] for request in requests)
     first_s = min(request.times_s[0] for request in requests)
     last = STAGES[-1]
     return {
         "served": len(requests),
-        "tokens": said.total(),
+        "tokens": tokens_by_stage.total(),
         **{f"ttft_p{q}_s": float(np.percentile(waits, q)) for q in (50, 95, 99)},
         "first_s": first_s,
         "over_s": over_s,
@@ -220,7 +230,7 @@ def burst(
         "bytes_first": loads.bytes_by(first_s),
         "bytes_over": loads.bytes_by(over_s),
         "bytes_all": [size * len(starts) for size in sizes],
-        "pruned_pct": 100 * (1 - said[last] / said.total()),
+        "pruned_pct": 100 * (1 - tokens_by_stage[last] / tokens_by_stage.total()),
         "paid_s": sum(over_s - (begin if sizes else 0.0) for begin in starts),
     }
 
@@ -240,11 +250,11 @@ def validated(bounds: Bounds) -> Rows:
     timeline = live.parameters["timeline"]
     rate = timeline["gbit_per_s"] * 1e9 / 8
     items = [Item(0.0, LIVE_PROMPT, timeline["new_tokens"])] * timeline["clients"]
-    for case, (what, transition) in LIVE.items():
-        loads = shared_link([0.0], (system.whole,) if what == WHOLE else system.sizes, rate, rate)
+    for case, (parts, transition) in LIVE.items():
+        loads = shared_link([0.0], (system.whole,) if parts == WHOLE else system.sizes, rate, rate)
         request, *_ = serve(system, stages_at(loads), items, bounds._replace(moves=MOVES[transition])).requests
-        found = {FIRST: request.times_s[0], LAST_STAGE: loads.ready_s[0][-1], ANSWER: request.times_s[-1]}
-        for moment, at_s in found.items():
+        times = {FIRST: request.times_s[0], LAST_STAGE: loads.ready_s[0][-1], ANSWER: request.times_s[-1]}
+        for moment, at_s in times.items():
             seen_s = live.summary.value(_SEEN[moment], case=case)
             rows.append({"what": "live", "case": case, "moment": moment, "live_s": seen_s, "simulated_s": at_s})
     return rows
@@ -260,52 +270,53 @@ def starts_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         summary.add("off_pct", off, source="simulated", than="live", case=f"{case['case']}, {case['moment']}")
     errors = [abs(row["simulated_s"] / row["live_s"] - 1) for row in rows if row.get("moment") == FIRST]
     summary.add("off_pct", {"value": 100 * max(errors), "unit": "%"}, source="simulated", than="live", across="worst")
-    for place, name in enumerate(config["systems"]):
+    for system_index, name in enumerate(config["systems"]):
         for count in config["replicas"]:
-            _of_one(summary, rows_where(rows, what="burst", model=name, replicas=count), config, place)
+            _of_one(summary, rows_where(rows, what="burst", model=name, replicas=count), config, system_index)
     return summary
 
 
-def _of_one(summary: Summary, rows: Rows, config: Mapping[str, Any], place: int) -> None:
+def _of_one(summary: Summary, rows: Rows, config: Mapping[str, Any], system_index: int) -> None:
     """The entries of one model and number of replicas."""
-    where = {"model": rows[0]["model"], "replicas": rows[0]["replicas"]}
+    labels = {"model": rows[0]["model"], "replicas": rows[0]["replicas"]}
     table = {arm: rows_where(rows, arm=arm) for arm in config["arms"]}
     thousand = 1000 / rows[0]["served"]
-    price = config["usd_per_hour"][place] / 3600
-    paid = {arm: np.array([row["paid_s"] for row in mine]) for arm, mine in table.items()}
-    for arm, mine in table.items():
-        at = where | {"variant": arm}
+    price = config["usd_per_hour"][system_index] / 3600
+    paid = {arm: np.array([row["paid_s"] for row in arm_rows]) for arm, arm_rows in table.items()}
+    for arm, arm_rows in table.items():
+        arm_labels = labels | {"variant": arm}
         for column, unit in (("ttft_p50_s", "s"), ("ttft_p95_s", "s"), ("ttft_p99_s", "s"), ("first_s", "s")):
-            summary.add(column, bootstrap([row[column] for row in mine]).summary(unit), **at)
+            summary.add(column, bootstrap([row[column] for row in arm_rows]).summary(unit), **arm_labels)
         for column, unit in (("over_s", "s"), ("whole_s", "s"), ("pruned_pct", "% of tokens")):
-            summary.add(column, bootstrap([row[column] for row in mine]).summary(unit), **at)
+            summary.add(column, bootstrap([row[column] for row in arm_rows]).summary(unit), **arm_labels)
         for column in ("bytes_first", "bytes_over", "bytes_all"):
-            for stage, came in enumerate(zip(*(row[column] for row in mine), strict=True), 1):
-                summary.add(f"{column}_gb", bootstrap(came).summary("GB", 1e-9), stage=stage, **at)
-        summary.add("paid_s", bootstrap(paid[arm] * thousand).summary("s a thousand requests"), **at)
-        summary.add("usd", bootstrap(paid[arm] * thousand * price).summary("USD a thousand requests"), **at)
+            for stage, came in enumerate(zip(*(row[column] for row in arm_rows), strict=True), 1):
+                summary.add(f"{column}_gb", bootstrap(came).summary("GB", 1e-9), stage=stage, **arm_labels)
+        summary.add("paid_s", bootstrap(paid[arm] * thousand).summary("s a thousand requests"), **arm_labels)
+        summary.add("usd", bootstrap(paid[arm] * thousand * price).summary("USD a thousand requests"), **arm_labels)
         if arm == WARM:
             continue
         if arm != WHOLE:
             for column in ("ttft_p50", "ttft_p95", "ttft_p99"):
-                pairs = [[row[f"{column}_s"] for row in some] for some in (mine, table[WHOLE])]
-                summary.add(f"{column}_below_pct", _below(*pairs).summary("%", 100), than=WHOLE, **at)
-            summary.add("paid_below_pct", _below(paid[arm], paid[WHOLE]).summary("%", 100), than=WHOLE, **at)
-        crossing = bootstrap((paid[arm] - paid[WARM]) / where["replicas"])
-        summary.add("crossing_s", crossing.summary("s between two bursts"), than=WARM, **at)
+                pairs = [[row[f"{column}_s"] for row in some] for some in (arm_rows, table[WHOLE])]
+                summary.add(f"{column}_below_pct", _below(*pairs).summary("%", 100), than=WHOLE, **arm_labels)
+            summary.add("paid_below_pct", _below(paid[arm], paid[WHOLE]).summary("%", 100), than=WHOLE, **arm_labels)
+        crossing = bootstrap((paid[arm] - paid[WARM]) / labels["replicas"])
+        summary.add("crossing_s", crossing.summary("s between two bursts"), than=WARM, **arm_labels)
         for gap in config["gaps_s"] if arm in POOLED else ():
-            for kept in config["keep_alive_s"]:
-                warm = -math.expm1(-kept / gap)  # share of bursts that meet the pool, where gaps are exponential
-                whole = warm * paid[WARM] + (1 - warm) * paid[arm] + where["replicas"] * gap * warm
-                entry = bootstrap(whole * thousand * price).summary("USD a thousand requests")
-                summary.add("usd", entry, case=pool(gap, kept), **at)
+            for keep_alive in config["keep_alive_s"]:
+                warm = -math.expm1(-keep_alive / gap)  # share of bursts that meet the pool, where gaps are exponential
+                always_warm = warm * paid[WARM] + (1 - warm) * paid[arm] + labels["replicas"] * gap * warm
+                entry = bootstrap(always_warm * thousand * price).summary("USD a thousand requests")
+                summary.add("usd", entry, case=pool(gap, keep_alive), **arm_labels)
 
 
 def pool(gap_s: float, kept_s: float) -> str:
-    """The case of a pool that is kept so long, and meets a burst every so many seconds on average."""
+    """Return the case of a pool that is kept ``kept_s`` seconds, and meets a burst every ``gap_s`` on average."""
     return f"every {gap_s:g} s, kept {kept_s:g} s"
 
 
-def _below(mine: Sequence[float], whole: Sequence[float]) -> Interval:
-    """The share by which the mean of ``mine`` lies below that of ``whole``, the draws paired, with its interval."""
-    return bootstrap(np.array([mine, whole]).T, lambda pairs: float(1 - np.divide(*pairs.mean(0))))
+def _below(own_s: Sequence[float], baseline_s: Sequence[float]) -> Interval:
+    """The share by which the mean of ``own_s`` lies below that of ``baseline_s``, the draws paired, with its
+    interval."""
+    return bootstrap(np.array([own_s, baseline_s]).T, lambda pairs: float(1 - np.divide(*pairs.mean(0))))

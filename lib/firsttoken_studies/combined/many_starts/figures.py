@@ -19,7 +19,7 @@ _KEPT = ("-", "--", "-.", ":")
 
 def arm_rows(result: Result, model: str, replicas: int) -> Table:
     """A line an arm: times to the first token, bytes over the link, whose tokens they are, and what was paid for."""
-    found = result.summary
+    summary = result.summary
     times = {f"P{q} TTFT, s": (f"ttft_p{q}_s", 2) for q in (50, 95, 99)}
     times |= {"first token, s": ("first_s", 2), "all whole, s": ("whole_s", 1)}
     paid = {
@@ -28,10 +28,10 @@ def arm_rows(result: Result, model: str, replicas: int) -> Table:
         "USD / 1,000": ("usd", 2),
     }
     for arm in result.parameters["many_starts"]["arms"]:
-        at = {"model": model, "replicas": replicas, "variant": arm}
+        labels = {"model": model, "replicas": replicas, "variant": arm}
         sent = {"GB by stage until then": "bytes_first_gb", "in the burst": "bytes_over_gb"}
-        over_link = {head: _parts(found.all(measure, **at)) for head, measure in sent.items()}
-        yield {"arm": arm} | cells(found, times, **at) | over_link | cells(found, paid, **at)
+        over_link = {head: _parts(summary.all(measure, **labels)) for head, measure in sent.items()}
+        yield {"arm": arm} | cells(summary, times, **labels) | over_link | cells(summary, paid, **labels)
 
 
 def _parts(sent: Sequence[Entry]) -> str:
@@ -64,25 +64,25 @@ def waits(recorded: Result | None, now: Result) -> Figure:
     """P95 of the time to the first token over the number of replicas, a panel a model and a line an arm."""
     models = now.parameters["many_starts"]["systems"]
     fig, axes = panels(1, len(models), figsize=(5.2 * len(models), 4.6), squeeze=False, layout="constrained")
-    drawn = over(recorded, now)
+    results = over(recorded, now)
     for ax, model, link in zip(axes[0], models, now.parameters["many_starts"]["gbit_per_s"], strict=True):
-        for one in drawn:
-            config = one.result.parameters["many_starts"]
+        for shown in results:
+            config = shown.result.parameters["many_starts"]
             for arm in config["arms"] if model in config["systems"] else ():
-                what, order = ARMS[arm]
+                parts, order = ARMS[arm]
                 counts = config["replicas"]
                 entries = [
-                    one.result.summary.get("ttft_p95_s", model=model, replicas=count, variant=arm) for count in counts
+                    shown.result.summary.get("ttft_p95_s", model=model, replicas=count, variant=arm) for count in counts
                 ]
-                label = arm if one.own or one.alone else None
-                one.line(ax, counts, entries, LOOK[what], label=label, linestyle=_LINES[order])
-        counts = sorted({count for one in drawn for count in one.result.parameters["many_starts"]["replicas"]})
+                label = arm if shown.own or shown.alone else None
+                shown.line(ax, counts, entries, LOOK[parts], label=label, linestyle=_LINES[order])
+        counts = sorted({count for shown in results for count in shown.result.parameters["many_starts"]["replicas"]})
         ax.set(xscale="log", yscale="log", xlabel="replicas that start together", title=f"{model}, {link:g} Gbit/s")
         ticks(ax.xaxis, counts)
         ax.yaxis.set_major_formatter("{x:g}")
     axes[0][0].set_ylabel("P95 TTFT, s (simulated)")
     fig.suptitle("Stages take off their share; who goes first on the link decides the rest", fontsize=12)
-    legend(fig, axes[0][0], drawn, "ttft_p95_s")
+    legend(fig, axes[0][0], results, "ttft_p95_s")
     return fig
 
 
@@ -93,17 +93,20 @@ def money(recorded: Result | None, now: Result) -> Figure:
     shape = len(counts), len(config["systems"])
     size = 4.8 * shape[1], 3.2 * shape[0] + 1
     fig, axes = panels(*shape, figsize=size, squeeze=False, sharex=True, layout="constrained")
-    drawn = over(recorded, now)
+    results = over(recorded, now)
     for line, count in zip(axes, counts, strict=True):
         for ax, model in zip(line, config["systems"], strict=True):
-            for one in drawn:
-                theirs = one.result.parameters["many_starts"]
+            for shown in results:
+                theirs = shown.result.parameters["many_starts"]
                 styles = list(zip(theirs["keep_alive_s"], _KEPT, strict=False))
-                for arm, (kept, style) in product((WHOLE, STAGED), styles):
-                    at = {"model": model, "replicas": count, "variant": arm}
-                    entries = [one.result.summary.get("usd", **at, case=pool(gap, kept)) for gap in theirs["gaps_s"]]
-                    label = f"{arm}, kept {kept:g} s" if one.own or one.alone else None
-                    one.line(ax, theirs["gaps_s"], entries, LOOK[arm], label=label, linestyle=style, marker="")
+                for arm, (keep_alive, style) in product((WHOLE, STAGED), styles):
+                    labels = {"model": model, "replicas": count, "variant": arm}
+                    entries = [
+                        shown.result.summary.get("usd", **labels, case=pool(gap, keep_alive))
+                        for gap in theirs["gaps_s"]
+                    ]
+                    label = f"{arm}, kept {keep_alive:g} s" if shown.own or shown.alone else None
+                    shown.line(ax, theirs["gaps_s"], entries, LOOK[arm], label=label, linestyle=style, marker="")
             ax.set(xscale="log", yscale="log", title=f"{model}, {count} replica{'s' * (count > 1)}")
             ax.title.set_fontsize("medium")
             ax.xaxis.set_major_formatter("{x:g}")
@@ -112,5 +115,5 @@ def money(recorded: Result | None, now: Result) -> Figure:
     for ax in axes[-1]:
         ax.set_xlabel("mean gap between bursts, s")
     fig.suptitle("The more replicas share a link, the longer a warm pool is the cheaper one (simulated)", fontsize=12)
-    legend(fig, axes[0][0], drawn, "usd")
+    legend(fig, axes[0][0], results, "usd")
     return fig

@@ -46,26 +46,32 @@ def shared_link(
     turn is first share alone, and the next have what these leave.
     """
     turns = {FAIR: lambda who: 0, FIRST_STAGES: lambda who: part[who], IN_TURN: lambda who: (part[who], who)}
-    part, left = [0] * len(starts_s), [float(sizes[0])] * len(starts_s)
+    part, remaining = [0] * len(starts_s), [float(sizes[0])] * len(starts_s)
     ready_s: list[list[float]] = [[] for _ in starts_s]
     flows, now = [], min(starts_s)
-    while any(at < len(sizes) for at in part):
-        loading = [who for who, at in enumerate(part) if at < len(sizes) and starts_s[who] <= now]
+    while any(part_index < len(sizes) for part_index in part):
+        loading = [who for who, part_index in enumerate(part) if part_index < len(sizes) and starts_s[who] <= now]
         rates, free = dict.fromkeys(loading, 0.0), bytes_s
         for _, turn in groupby(sorted(loading, key=turns[order]), turns[order]):
             sharing = list(turn)
             rates |= dict.fromkeys(sharing, min(most, free / len(sharing)))
             free -= len(sharing) * rates[sharing[0]]
-        begins = [at for at in starts_s if at > now]
-        ends = [left[who] / rate for who, rate in rates.items() if rate > 1e-9 * bytes_s]
-        end = min([now + min(ends, default=math.inf), *begins])
-        flows.append((now, end, [sum(rates[who] for who in loading if part[who] == at) for at in range(len(sizes))]))
+        begins = [part_index for part_index in starts_s if part_index > now]
+        end_times_s = [remaining[who] / rate for who, rate in rates.items() if rate > 1e-9 * bytes_s]
+        end = min([now + min(end_times_s, default=math.inf), *begins])
+        flows.append(
+            (
+                now,
+                end,
+                [sum(rates[who] for who in loading if part[who] == part_index) for part_index in range(len(sizes))],
+            )
+        )
         for who in loading:
-            left[who] -= rates[who] * (end - now)
-            if left[who] < 1:  # byte: what is left of rounding
+            remaining[who] -= rates[who] * (end - now)
+            if remaining[who] < 1:  # byte: what is left of rounding
                 ready_s[who].append(end)
                 part[who] += 1
-                left[who] = float(sizes[part[who]]) if part[who] < len(sizes) else 0.0
+                remaining[who] = float(sizes[part[who]]) if part[who] < len(sizes) else 0.0
         now = end
     return Loads(ready_s, flows)
 
@@ -84,7 +90,7 @@ class System(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """What a replica keeps to: requests at once, tokens of a step, and whether open requests move to a new stage."""
+    """Bounds of a replica: requests at once, tokens of a step, and whether open requests move to a new stage."""
 
     open_requests: int
     token_budget: int
@@ -92,7 +98,7 @@ class Bounds(NamedTuple):
 
 
 class ServedStage(NamedTuple):
-    """What a request computes with, as the engine sees a version of a model that grows."""
+    """One stage as the engine sees a version of a model that grows; requests compute with it."""
 
     stage: int
     depth: int
@@ -102,11 +108,11 @@ class ServedStage(NamedTuple):
         return self.stage
 
     def redo(self, request: Request, layers: range) -> LayerRecompute:
-        """All that is cached: an adapter that changes with the stage touches every layer."""
+        """Compute all that is cached again: an adapter that changes with the stage touches every layer."""
         return LayerRecompute(layers, request.redo.end if request.redo else request.cached)
 
     def adopt(self, request: Request) -> None:
-        """Nothing is kept beside keys and values."""
+        """Do nothing: only keys and values are kept."""
 
 
 class GrowingExecutor(SimulatedExecutor):
@@ -118,7 +124,7 @@ class GrowingExecutor(SimulatedExecutor):
         self.stage = 0  # whose requests all decoded in the last step, 0 where there was more to it
 
     def execute(self, chunks: Sequence[ScheduledChunk]) -> list[int]:
-        """Charge the step."""
+        """Charge the step, at the costs of each stage for its own requests."""
         stages = {chunk.request.version.stage for chunk in chunks}
         for stage in sorted(stages):
             self.costs_at = lambda now_s, costs=self._by_stage[stage]: costs
@@ -132,8 +138,8 @@ class StartingReplica:
 
     def __init__(self, system: System, bounds: Bounds) -> None:
         self._moves, self._executor = bounds.moves, GrowingExecutor(system)
-        kept = {"requests": bounds.open_requests, "token_budget": bounds.token_budget, "watermark": 0.0}
-        self.engine = Engine(self._executor, EngineConfig(scheduler="sarathi", **kept))
+        limits = {"requests": bounds.open_requests, "token_budget": bounds.token_budget, "watermark": 0.0}
+        self.engine = Engine(self._executor, EngineConfig(scheduler="sarathi", **limits))
         self.said: Counter[int] = Counter()
 
     @property
@@ -141,15 +147,15 @@ class StartingReplica:
         return self._executor.now()
 
     def grow(self, stage: int, now_s: float) -> None:
-        """``stage`` is there: requests begin with it from the next step on, and open ones move to it if they may."""
+        """Publish ``stage``: requests begin with it from the next step on, and open ones move to it if they may."""
         self._executor.wait_until(now_s)
         self.engine.publish(ServedStage(stage, STAGES[-1]), lambda old, new: range(new.depth))
 
     def take(self, item: Item, now_s: float) -> Request:
-        """Let the request of ``item`` in."""
+        """Admit the request of ``item``."""
         self._executor.wait_until(now_s)
-        said = Sampling(item.output_tokens)
-        return self.engine.submit([0] * item.prompt_tokens, said, item.arrival_s, moves=self._moves)
+        sampling = Sampling(item.output_tokens)
+        return self.engine.submit([0] * item.prompt_tokens, sampling, item.arrival_s, moves=self._moves)
 
     def step(self, until_s: float) -> None:
         """Take a step, and those after it that are alike up to ``until_s`` or the end of a request."""
@@ -162,7 +168,8 @@ class StartingReplica:
 
 
 def stages_at(loads: Loads) -> list[list[tuple[float, int]]]:
-    """When each replica has which stage: with its last part it is whole, and without any it was so from the start."""
+    """Return for each replica the times at which it has each stage: with its last part it is whole, and without any it
+    was so from the start."""
     return [
         list(zip(times, STAGES[-len(times) :], strict=True)) if times else [(0.0, STAGES[-1])]
         for times in loads.ready_s
@@ -170,7 +177,7 @@ def stages_at(loads: Loads) -> list[list[tuple[float, int]]]:
 
 
 class Burst(NamedTuple):
-    """Its ``requests`` in the order in which they came, and the tokens ``said`` by each stage."""
+    """The ``requests`` of a burst in the order in which they came, and the tokens ``said`` by each stage."""
 
     requests: list[Request]
     said: Counter[int]
@@ -183,7 +190,7 @@ def serve(system: System, ready: Sequence[Sequence[tuple[float, int]]], items: S
     all of them while there is none.
     """
     replicas = [StartingReplica(system, bounds) for _ in ready]
-    coming = [(at, who, stage) for who, stages in enumerate(ready) for at, stage in stages]
+    coming = [(ready_at, who, stage) for who, stages in enumerate(ready) for ready_at, stage in stages]
     coming += [(item.arrival_s, number, 0) for number, item in enumerate(items)]
     coming.sort(reverse=True)
     going: list[tuple[float, int]] = []
@@ -208,4 +215,4 @@ def serve(system: System, ready: Sequence[Sequence[tuple[float, int]]], items: S
             served.append(replicas[number].take(waiting.popleft(), now))
             if not opened:
                 heapq.heappush(going, (replicas[number].clock_s, number))
-    return Burst(served, sum((one.said for one in replicas), Counter()))
+    return Burst(served, sum((replica.said for replica in replicas), Counter()))

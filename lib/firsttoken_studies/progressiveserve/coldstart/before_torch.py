@@ -55,13 +55,13 @@ def starts(profile: Profile) -> Outcome:
 
 def start_rows(recorded: Result | None, now: Result) -> Table:
     """A line a start: seconds from the creation of the process to the first token, and what comes behind it."""
-    for drawn in over(recorded, now):
-        found = drawn.result.summary
+    for shown in over(recorded, now):
+        measured = shown.result.summary
         for name in (*STARTS, *SERVED):
-            seconds = {"the first token, s": found.get("process_ttft_p50_s", variant=name, **LINK)}
+            seconds = {"the first token, s": measured.get("process_ttft_p50_s", variant=name, **LINK)}
             if seconds["the first token, s"] is None:  # a result of before it was tried, or it cannot be tried there
                 continue
-            seconds["the longest gap behind it, s"] = found.get("longest_gap_s", variant=name, **LINK)
-            seconds["the step in which the engine takes over, s"] = found.get("takeover_s", variant=name, **LINK)
-            row = {"start": find_variant(name).label} | {what: interval(entry, 2) for what, entry in seconds.items()}
-            yield row | {"whose": drawn.who()}
+            seconds["the longest gap behind it, s"] = measured.get("longest_gap_s", variant=name, **LINK)
+            seconds["the step in which the engine takes over, s"] = measured.get("takeover_s", variant=name, **LINK)
+            row = {"start": find_variant(name).label} | {label: interval(entry, 2) for label, entry in seconds.items()}
+            yield row | {"whose": shown.who()}

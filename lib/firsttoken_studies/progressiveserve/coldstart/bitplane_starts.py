@@ -61,16 +61,16 @@ def precision_start(profile: Profile) -> Outcome:
     links = ((config.gbit_per_s, config.starts), *((rate, config.few_starts) for rate in config.few_links))
     for rate, rounds in links:
         wire = wire_for(rate, Path(read.staged), disk)
-        found: Rows = []
+        start_rows: Rows = []
         for round_ in track(range(rounds), desc=f"cold starts, {wire.name}", unit="round"):
-            found.append(one_trial(read, wire) | {"round": round_})
+            start_rows.append(one_trial(read, wire) | {"round": round_})
             for start in starts if round_ % 2 == 0 else starts[::-1]:  # a machine that drifts favours nobody
                 label = {"variant": start.name, "round": round_, "stages": start.stages}
-                found.append(one_trial(start.spec, wire) | label)
-        if not found:
+                start_rows.append(one_trial(start.spec, wire) | label)
+        if not start_rows:
             continue
-        rows += found
-        floors[f"link {wire.name}"] = link_floor(found)
+        rows += start_rows
+        floors[f"link {wire.name}"] = link_floor(start_rows)
     return Outcome(rows, floors, provenance=served.provenance)
 
 
@@ -98,44 +98,46 @@ def precision_start_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
     coded one's; bytes before the first token and in all; time until every weight is exact over the whole model's. A
     start with torch behind is held against the same with torch first, and one that needed torch is left out."""
     summary = Summary()
-    for key, found in by_link(rows).items():
-        found = [row for row in found if not row["variant"].endswith(BEHIND) or "torch_at_first_token" in row]
-        plain = values(found, "read", "bytes")[0]
-        complete = [row | {REQUEST: row[REQUEST] + _later(row)} for row in found if row["variant"] != "read"]
-        exact = {*distinct(found, "weights_sha256", variant=WHOLE)}
+    for key, link_rows in by_link(rows).items():
+        link_rows = [row for row in link_rows if not row["variant"].endswith(BEHIND) or "torch_at_first_token" in row]
+        plain = values(link_rows, "read", "bytes")[0]
+        complete = [row | {REQUEST: row[REQUEST] + _later(row)} for row in link_rows if row["variant"] != "read"]
+        exact = {*distinct(link_rows, "weights_sha256", variant=WHOLE)}
         for name in distinct(complete, "variant"):
-            place = {"variant": name, "link": key}
-            summary.add("ttft_p50_s", bootstrap(values(found, name, REQUEST), "median").summary("s"), **place)
-            summary.add("process_ttft_p50_s", bootstrap(values(found, name, PROCESS), "median").summary("s"), **place)
-            share = values(found, name, "bytes")[0] / plain
-            summary.add("byte_share", {"value": share, "unit": "of the bytes"}, **place)
+            labels = {"variant": name, "link": key}
+            summary.add("ttft_p50_s", bootstrap(values(link_rows, name, REQUEST), "median").summary("s"), **labels)
+            summary.add(
+                "process_ttft_p50_s", bootstrap(values(link_rows, name, PROCESS), "median").summary("s"), **labels
+            )
+            share = values(link_rows, name, "bytes")[0] / plain
+            summary.add("byte_share", {"value": share, "unit": "of the bytes"}, **labels)
             if name.endswith(BEHIND):
-                _behind(summary, found, name, key, share)
+                _behind(summary, link_rows, name, key, share)
             if name == WHOLE:
                 continue
-            beside = place | {"than": WHOLE}
-            summary.add("ttft_x", ratio(found, name, WHOLE).summary("x"), **beside)
-            summary.add("process_ttft_x", ratio(found, name, WHOLE, PROCESS).summary("x"), **beside)
+            beside = labels | {"than": WHOLE}
+            summary.add("ttft_x", ratio(link_rows, name, WHOLE).summary("x"), **beside)
+            summary.add("process_ttft_x", ratio(link_rows, name, WHOLE, PROCESS).summary("x"), **beside)
             summary.add("full_time_x", ratio(complete, name, WHOLE).summary("x"), **beside)
-            same = {*distinct(found, "weights_sha256", variant=name)} == exact
+            same = {*distinct(link_rows, "weights_sha256", variant=name)} == exact
             summary.add("same_weights", {"value": same, "unit": "bit by bit, in every start"}, **beside)
-            if name != LOSSLESS and rows_where(found, variant=LOSSLESS):
-                summary.add("ttft_x", ratio(found, name, LOSSLESS).summary("x"), **place, than=LOSSLESS)
-            if any("full_bytes" in row for row in rows_where(found, variant=name)):
-                share = values(found, name, "full_bytes")[0] / plain
-                summary.add("full_byte_share", {"value": share, "unit": "of the bytes"}, **place)
+            if name != LOSSLESS and rows_where(link_rows, variant=LOSSLESS):
+                summary.add("ttft_x", ratio(link_rows, name, LOSSLESS).summary("x"), **labels, than=LOSSLESS)
+            if any("full_bytes" in row for row in rows_where(link_rows, variant=name)):
+                share = values(link_rows, name, "full_bytes")[0] / plain
+                summary.add("full_byte_share", {"value": share, "unit": "of the bytes"}, **labels)
     return summary
 
 
-def _behind(summary: Summary, found: Rows, name: str, key: str, share: float) -> None:
-    """What a start with torch behind takes from the creation of its process: of the same start with torch first, and
-    beyond what its ``share`` of the bytes takes where they are read alone."""
-    place, base = {"variant": name, "link": key}, name.removesuffix(BEHIND)
+def _behind(summary: Summary, link_rows: Rows, name: str, key: str, share: float) -> None:
+    """Add the seconds of a start with torch behind from the creation of its process: over those of the same start with
+    torch first, and beyond the time of its ``share`` of the bytes where they are read alone."""
+    labels, base = {"variant": name, "link": key}, name.removesuffix(BEHIND)
     if base != WHOLE:  # against which every start is held
-        summary.add("process_ttft_x", ratio(found, name, base, PROCESS).summary("x"), **place, than=base)
-    bytes_s = share * float(np.median(values(found, "read", "load_s")))
-    above = bootstrap([s - bytes_s for s in values(found, name, PROCESS)], "median")
-    summary.add("process_ttft_above_bytes_s", above.summary("s"), **place, than="bytes")
+        summary.add("process_ttft_x", ratio(link_rows, name, base, PROCESS).summary("x"), **labels, than=base)
+    bytes_s = share * float(np.median(values(link_rows, "read", "load_s")))
+    above = bootstrap([s - bytes_s for s in values(link_rows, name, PROCESS)], "median")
+    summary.add("process_ttft_above_bytes_s", above.summary("s"), **labels, than="bytes")
 
 
 def _later(row: dict[str, Any]) -> float:
@@ -156,12 +158,12 @@ LOSSES = (-10, -3, 0, 3, 10, 30, 100, 300, 1000, 3000)
 STARTS = {WHOLE: "whole model, plain", LOSSLESS: "whole model, coded without loss", LAYERS: "stages of layers"}
 
 
-def kind(place: Place) -> tuple[str, str]:
-    """The look of what is at ``place`` in the frontier, and what a legend calls all like it."""
-    if place.get("stage") == 1:
-        healed = place["recipe"] != "none"
+def kind(labels: Place) -> tuple[str, str]:
+    """The look of what is at ``labels`` in the frontier, and what a legend calls all like it."""
+    if labels.get("stage") == 1:
+        healed = labels["recipe"] != "none"
         return ("ours", "8 of 30 layers wait, healed") if healed else ("none", "8 of 30 layers wait")
-    variant = place.get("variant", LOSSLESS)
+    variant = labels.get("variant", LOSSLESS)
     if variant.startswith("sparse"):
         return "sparse", "small weights wait"
     if " later" in variant or " ends " in variant:
@@ -173,18 +175,18 @@ def kind(place: Place) -> tuple[str, str]:
     return "other", "rounded to so many bits in groups of 32"
 
 
-def called(place: Place) -> str:
-    """What a table calls what is at ``place``."""
-    if "recipe" in place:
-        return "layers" if place["recipe"] == "none" else "layers, healed"
-    return f"{place['variant']} of {place['dtype']}" if "variant" in place else "plain"
+def called(labels: Place) -> str:
+    """Return the name in tables of the weights at ``place``."""
+    if "recipe" in labels:
+        return "layers" if labels["recipe"] == "none" else "layers, healed"
+    return f"{labels['variant']} of {labels['dtype']}" if "variant" in labels else "plain"
 
 
 def shares(result: Result, task: str = "") -> list[Entry]:
     """The bytes before the first token of all that was measured on ``task``, STORIES or, "", the served model's own; by
     name."""
-    found = [entry for entry in result.summary.all("byte_share") if entry["where"].get("task", "") == task]
-    return sorted(found, key=lambda entry: called(entry["where"]))
+    entries = [entry for entry in result.summary.all("byte_share") if entry["where"].get("task", "") == task]
+    return sorted(entries, key=lambda entry: called(entry["where"]))
 
 
 def frontier(result: Result) -> Figure:
@@ -213,9 +215,9 @@ def frontier(result: Result) -> Figure:
 
 def _points(ax: Axes, result: Result, measure: str, task: str) -> None:
     for share in shares(result, task):
-        place, x = share["where"], share["value"]
-        look, label = kind(place)
-        if (lost := _lost(result, measure, place)) is None:
+        labels, x = share["where"], share["value"]
+        look, label = kind(labels)
+        if (lost := _lost(result, measure, labels)) is None:
             continue
         low, y, high = lost
         ax.errorbar(
@@ -230,22 +232,22 @@ def _points(ax: Axes, result: Result, measure: str, task: str) -> None:
             label=f"{label}; trained in full precision" if task else label,
         )
         if look == "other":
-            ax.annotate(place["variant"][0], (x, y), (6, 4), textcoords="offset points", fontsize=8)
+            ax.annotate(labels["variant"][0], (x, y), (6, 4), textcoords="offset points", fontsize=8)
 
 
-def _lost(result: Result, measure: str, place: Place) -> tuple[float, float, float] | None:
+def _lost(result: Result, measure: str, labels: Place) -> tuple[float, float, float] | None:
     """Low, value and high of what is lost, in points or %: nothing by the exact weights, None where nobody compared."""
-    if (entry := _compared(result, measure, place)) is None:
+    if (entry := _compared(result, measure, labels)) is None:
         return None
     low, value, high = (entry.get(name, entry["value"]) for name in ("low", "value", "high"))
     return (low, value, high) if measure != PERPLEXITY else tuple(100 * x - 100 for x in (low, value, high))
 
 
-def _compared(result: Result, measure: str, place: Place) -> Mapping[str, Any] | None:
-    """What ``measure`` says of ``place`` beside the exact weights, which lose nothing; None where nobody compared."""
+def _compared(result: Result, measure: str, labels: Place) -> Mapping[str, Any] | None:
+    """Return ``measure`` of ``place`` beside the exact weights, which lose nothing; None where nobody compared."""
     than = {"than": "exact"} if measure == PERPLEXITY else {}
-    found = result.summary.get(measure, **place, **than)
-    return {"value": 0.0} if found is None and place == {"stage": 0} else found
+    entry = result.summary.get(measure, **labels, **than)
+    return {"value": 0.0} if entry is None and labels == {"stage": 0} else entry
 
 
 def frontier_rows(result: Result) -> Rows:
@@ -259,16 +261,16 @@ def mixed_rows(result: Result) -> Rows:
 
 
 def _frontier_row(result: Result, share: Entry) -> dict[str, str]:
-    get, place = result.summary.get, share["where"]
+    get, labels = result.summary.get, share["where"]
     return {
-        "first": called(place),
+        "first": called(labels),
         "bytes first": _share(share),
-        "in all": _share(get("full_byte_share", **place)),
-        "EM lost, points": interval(get("em_drop", **place)),
-        "F1 lost, points": interval(get("f1_drop", **place)),
-        "perplexity, x": interval(get(PERPLEXITY, **place, than="exact"), 3),
-        "stories: bytes first": _share(get("byte_share", **place, task=STORIES)),
-        "stories: perplexity, x": interval(get(PERPLEXITY, **place, task=STORIES, than="exact"), 3),
+        "in all": _share(get("full_byte_share", **labels)),
+        "EM lost, points": interval(get("em_drop", **labels)),
+        "F1 lost, points": interval(get("f1_drop", **labels)),
+        "perplexity, x": interval(get(PERPLEXITY, **labels, than="exact"), 3),
+        "stories: bytes first": _share(get("byte_share", **labels, task=STORIES)),
+        "stories: perplexity, x": interval(get(PERPLEXITY, **labels, task=STORIES, than="exact"), 3),
     }
 
 
@@ -289,23 +291,26 @@ BOUNDS: tuple[tuple[str, str, str, float], ...] = (
 def record_rows(result: Result) -> Table:
     """The fewest bytes before the first acceptable token, by model and bound: where the measured value keeps to it, and
     where its whole interval does."""
-    for what, measure, task, most in BOUNDS:
+    for label, measure, task, most in BOUNDS:
         model = "TinyStories 15 M" if task else result.parameters["model"]
-        found: dict[str, list[tuple[float, str]]] = {"value": [], "high": []}
+        by_bound: dict[str, list[tuple[float, str]]] = {"value": [], "high": []}
         for share in shares(result, task):
             if (entry := _compared(result, measure, share["where"])) is None:
                 continue
-            for bound, kept in found.items():
+            for bound, candidates in by_bound.items():
                 if entry.get(bound, entry["value"]) <= most:
-                    kept.append((share["value"], called(share["where"])))
-        if any(found.values()):
-            fewest = {bound: "{1}: {0:.3f}".format(*min(kept)) if kept else "none" for bound, kept in found.items()}
-            kept = {"as measured": fewest["value"], "for the whole interval": fewest["high"]}
-            yield {"model and bound": f"{model}: {what} <= {most:g}", **kept}
+                    candidates.append((share["value"], called(share["where"])))
+        if any(by_bound.values()):
+            fewest = {
+                bound: "{1}: {0:.3f}".format(*min(candidates)) if candidates else "none"
+                for bound, candidates in by_bound.items()
+            }
+            candidates = {"as measured": fewest["value"], "for the whole interval": fewest["high"]}
+            yield {"model and bound": f"{model}: {label} <= {most:g}", **candidates}
 
 
 def plan_name(start: str) -> str:
-    """What figures and tables call a start."""
+    """Return the name of a start in figures and tables."""
     if start.endswith(BEHIND):
         return plan_name(start.removesuffix(BEHIND)) + BEHIND
     return STARTS.get(start, f"{start} first" if "bits" in start and start != "bits" else "low bits wait")
@@ -316,23 +321,31 @@ def starts(result: Result) -> Figure:
     what the bytes of each take at the rate read alone; of starts with torch first."""
     links = by_link(result.rows)
     fig, axes = panels(1, len(links), figsize=(min(11, 3.4 * len(links) + 3), 3.6), sharey=True, squeeze=False)
-    for ax, (key, found) in zip(axes[0], links.items(), strict=True):
+    for ax, (key, link_rows) in zip(axes[0], links.items(), strict=True):
         # the clock begins behind the imports, so those whose torch comes behind have nothing to show here
-        names = [name for name in distinct(found, "variant") if name != "read" and not name.endswith(BEHIND)]
-        whole = float(np.median(values(found, "read", "load_s")))
-        for place, name in enumerate(names):
+        names = [name for name in distinct(link_rows, "variant") if name != "read" and not name.endswith(BEHIND)]
+        read_s = float(np.median(values(link_rows, "read", "load_s")))
+        for row_index, name in enumerate(names):
             entry = result.summary.of("ttft_p50_s", variant=name, link=key)
             look = _LOOKS.get(name, "measured" if name == "bits" else "other")
-            floor = whole * result.summary.value("byte_share", variant=name, link=key)
+            floor = read_s * result.summary.value("byte_share", variant=name, link=key)
             ax.plot(
-                [floor], [place], "|", color=COLOURS["floor"], markersize=16, markeredgewidth=2, label="its bytes alone"
+                [floor],
+                [row_index],
+                "|",
+                color=COLOURS["floor"],
+                markersize=16,
+                markeredgewidth=2,
+                label="its bytes alone",
             )
-            ax.plot([entry["low"], entry["high"]], [place, place], color=COLOURS[look], linewidth=3)
-            ax.plot([entry["value"]], [place], "o", color=COLOURS[look], markersize=8, label="first token")
-            if over := result.summary.get("full_time_x", variant=name, than=WHOLE, link=key):
-                full = over["value"] * result.summary.value("ttft_p50_s", variant=WHOLE, link=key)
-                ax.plot([full], [place], "D", color=COLOURS[look], markerfacecolor="white", label="every weight exact")
-        ax.set(xlabel="s from the request's arrival", title=found[0]["link"], xlim=(0, None))
+            ax.plot([entry["low"], entry["high"]], [row_index, row_index], color=COLOURS[look], linewidth=3)
+            ax.plot([entry["value"]], [row_index], "o", color=COLOURS[look], markersize=8, label="first token")
+            if speedup := result.summary.get("full_time_x", variant=name, than=WHOLE, link=key):
+                full = speedup["value"] * result.summary.value("ttft_p50_s", variant=WHOLE, link=key)
+                ax.plot(
+                    [full], [row_index], "D", color=COLOURS[look], markerfacecolor="white", label="every weight exact"
+                )
+        ax.set(xlabel="s from the request's arrival", title=link_rows[0]["link"], xlim=(0, None))
         ax.set_yticks(range(len(names)), [plan_name(name) for name in names])
     axes[0][0].invert_yaxis()
     handles = dict(zip(*reversed(axes[0][0].get_legend_handles_labels()), strict=True))
@@ -345,16 +358,16 @@ _LOOKS = {WHOLE: "S0", LOSSLESS: "S0", LAYERS: "none"}
 
 def start_rows(result: Result) -> Table:
     """Every plan over every link: bytes, seconds, and what they are of the plain whole model's."""
-    for key, found in by_link(result.rows).items():
-        for name in distinct(found, "variant"):
+    for key, link_rows in by_link(result.rows).items():
+        for name in distinct(link_rows, "variant"):
             if name == "read":
                 continue
-            place, beside = {"variant": name, "link": key}, {"variant": name, "than": WHOLE, "link": key}
+            labels, beside = {"variant": name, "link": key}, {"variant": name, "than": WHOLE, "link": key}
             yield {
-                "plan and link": f"{plan_name(name)}, {found[0]['link']}",
-                "bytes first": _share(result.summary.of("byte_share", **place)),
-                "TTFT, s": interval(result.summary.of("ttft_p50_s", **place), 2),
-                "from process creation, s": interval(result.summary.of("process_ttft_p50_s", **place), 2),
+                "plan and link": f"{plan_name(name)}, {link_rows[0]['link']}",
+                "bytes first": _share(result.summary.of("byte_share", **labels)),
+                "TTFT, s": interval(result.summary.of("ttft_p50_s", **labels), 2),
+                "from process creation, s": interval(result.summary.of("process_ttft_p50_s", **labels), 2),
                 "TTFT / whole": interval(result.summary.get("ttft_x", **beside), 3),
                 "all exact / whole": interval(result.summary.get("full_time_x", **beside), 3),
             }

@@ -95,8 +95,8 @@ def written(
     provenance: dict[str, Any],
     adapters: dict[int, Path] | None = None,
 ) -> Checkpoint:
-    """``source`` in the cache, in the ``order`` of a load plan as the folder "name-ending", and as one file in another
-    that all orders of ``name`` share. What is there already stays as it is."""
+    """Write ``source`` to the cache, in the ``order`` of a load plan as the folder "name-ending", and as one file in
+    another folder that all orders of ``name`` share. Files that are there already stay as they are."""
     folder = paths.CACHE / "checkpoints" / f"{name}-{ending}"
     manifest = write_staged(source, order, folder, adapters)
     return Checkpoint(folder, write_stock(source, folder.parent / f"{name}-stock"), manifest, plan, provenance)

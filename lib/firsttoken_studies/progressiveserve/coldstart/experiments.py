@@ -36,13 +36,13 @@ from firsttoken_studies.record.results import Outcome, Rows
 
 @dataclass(frozen=True)
 class ColdStartConfig:
-    """Which variants start over which links; the rates are in Gbit/s.
+    """Settings of the cold starts: the variants that start, and the rates of their links in Gbit/s.
 
     ``variants`` run ``rounds`` times over a link of ``gbit_per_s``, and ``few_rounds`` times: ``few_variants`` beside
     them in the first rounds, ``disk_variants`` from this machine's own storage, ``sweep_variants`` over the faster
     ``sweep_links``, ``parallel_variants`` over several links of ``gbit_per_s`` each, ``server_variants`` from a data
-    server that sends at ``gbit_per_s``. The last three must be ours: others open files themselves, and can be held
-    back in the kernel alone.
+    server that sends at ``gbit_per_s``. The last three must be ours: others open files themselves, and can be held back
+    in the kernel alone.
     """
 
     questions: str
@@ -95,9 +95,9 @@ def cold_start(profile: Profile) -> Outcome:
             left_out[wire.name] = missing
         often = [specs(name) for name in names if wire is main and name in config.variants]
         every = [specs(name) for name in ("read", *names)]
-        found = run_trials([every] * few + [often] * (config.rounds - few if often else 0), wire, profile.seed)
-        rows += found
-        floors[f"link {wire.name}"] = link_floor(found)
+        trial_rows = run_trials([every] * few + [often] * (config.rounds - few if often else 0), wire, profile.seed)
+        rows += trial_rows
+        floors[f"link {wire.name}"] = link_floor(trial_rows)
     notes = {
         "block": list(checkpoint.plan.block),
         "left_out": left_out,
@@ -144,8 +144,8 @@ def cold_start_shapes(profile: Profile) -> Outcome:
             wire = wire_for(rate, checkpoint.staged, disk)
             names = ("read", *reachable(config.variants, wire))
             trials = [[specs(name) for name in names]] * config.rounds
-            found = run_trials(trials, wire, profile.seed, timeout_s=1800)
-            rows += [{"shape": shape, **row} for row in found]
+            trial_rows = run_trials(trials, wire, profile.seed, timeout_s=1800)
+            rows += [{"shape": shape, **row} for row in trial_rows]
     return Outcome(rows, provenance={"source": "random weights", "kind": "random"})
 
 
@@ -159,8 +159,8 @@ def reachable(variants: Sequence[str], wire: TrialLink) -> list[str]:
 def trial_specs(
     profile: Profile, checkpoint: Checkpoint, questions: str, readers: int, prompt_tokens: int = 0
 ) -> Callable[[str], TrialSpec]:
-    """What makes the trial of a variant of one checkpoint: the progressive one goes on to the whole model. Without
-    questions the prompt is ``prompt_tokens`` arbitrary ids."""
+    """Return a function that gives the trial of a variant of one checkpoint: the progressive one goes on to the whole
+    model. Without questions the prompt is ``prompt_tokens`` arbitrary ids."""
     common = {
         "staged": str(checkpoint.staged),
         "stock": str(checkpoint.stock),

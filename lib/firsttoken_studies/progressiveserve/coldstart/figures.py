@@ -62,14 +62,14 @@ TARGETS: tuple[tuple[str, str, dict[str, Scalar], str, str, str], ...] = (
 def target_rows(recorded: Result | None, now: Result) -> Table:
     """The targets with their floor, what is recorded and what this run measured; an empty cell where a result lacks
     the measure."""
-    known = recorded or now
-    for what, measure, place, than, asked, floor in TARGETS:
+    source = recorded or now
+    for label, measure, labels, than, required, floor in TARGETS:
         yield {
-            "ratio": what,
-            "asked": asked,
-            "floor": f"{share['value']:.3f}" if (share := known.summary.get(floor, **place)) else "",
-            "recorded": interval(recorded.summary.get(measure, **place, than=than), 3) if recorded else "",
-            "your run": interval(now.summary.get(measure, **place, than=than), 3),
+            "ratio": label,
+            "asked": required,
+            "floor": f"{share['value']:.3f}" if (share := source.summary.get(floor, **labels)) else "",
+            "recorded": interval(recorded.summary.get(measure, **labels, than=than), 3) if recorded else "",
+            "your run": interval(now.summary.get(measure, **labels, than=than), 3),
         }
 
 
@@ -77,16 +77,16 @@ def deferral_rows(result: Result) -> Table:
     """Return by number of deferred layers the TTFT [s], and F1 [%] and perplexity by the way they were chosen."""
     sizes = sorted({row["deferred_layers"] for row in result.rows if "ttft_request_s" in row})
     blocks = {(r["selection"], r["deferred_layers"]): r["block"] for r in result.rows if "selection" in r}
-    found = result.summary
+    summary = result.summary
     for size in sizes:
-        entry: dict[str, Any] = {"layers deferred": size, "TTFT, s": interval(found.of("ttft_p50_s", layers=size), 2)}
+        entry: dict[str, Any] = {"layers deferred": size, "TTFT, s": interval(summary.of("ttft_p50_s", layers=size), 2)}
         titles = ("distance", "perplexity", "healed")
         for title, selection in zip(titles, titles if size else ("none",), strict=False):
             if (block := blocks.get((selection, size))) is not None:
-                place = {"variant": selection, "layers": size}
+                labels = {"variant": selection, "layers": size}
                 entry[f"{title}: block"] = f"{block[0]}-{block[-1]}" if block else "whole"
-                entry[f"{title}: F1, %"] = f"{found.value('f1_pct', **place):.1f}"
-                entry[f"{title}: perplexity"] = f"{found.value('perplexity', **place):.1f}"
+                entry[f"{title}: F1, %"] = f"{summary.value('f1_pct', **labels):.1f}"
+                entry[f"{title}: perplexity"] = f"{summary.value('perplexity', **labels):.1f}"
         yield entry
 
 
@@ -123,37 +123,45 @@ def phase_stacks(recorded: Result | None, now: Result, links: Sequence[str]) -> 
     A tick is the floor, the variant's bytes at the link's measured rate, from when its reading may begin; a line the
     95 % interval of the median.
     """
-    drawn = over(recorded, now)
+    results = over(recorded, now)
 
-    def trials(one: Drawn, link: str, variant: str) -> Rows:
-        return rows_where(one.result.rows, link=link, variant=variant)
+    def trials(shown: Drawn, link: str, variant: str) -> Rows:
+        return rows_where(shown.result.rows, link=link, variant=variant)
 
-    found = {link: [name for name in reversed(STACKED) if any(trials(d, link, name) for d in drawn)] for link in links}
-    heights = [1.2 + len(names) for names in found.values()]
+    by_link = {
+        link: [name for name in reversed(STACKED) if any(trials(d, link, name) for d in results)] for link in links
+    }
+    heights = [1.2 + len(names) for names in by_link.values()]
     size = (9, 1.6 + 0.42 * sum(heights))
     fig, axes = panels(len(links), 1, figsize=size, height_ratios=heights, squeeze=False, sharex=True)
-    for ax, (link, names) in zip(axes[:, 0], found.items(), strict=True):
-        for place, name in enumerate(names):
-            for one in drawn:
-                if rows := trials(one, link, name):
-                    _stack(ax, place - one.shift, rows, one, _floor(one.result, link, rows))
-                elif name in one.result.provenance.get("left_out", {}).get(link, ()):
-                    ax.annotate(NOT_HERE, (0, place - one.shift), fontsize=8, va="center")
-        shown = next(rows for one in reversed(drawn) for name in names if (rows := trials(one, link, name)))
+    for ax, (link, names) in zip(axes[:, 0], by_link.items(), strict=True):
+        for row_index, name in enumerate(names):
+            for result_drawn in results:
+                if rows := trials(result_drawn, link, name):
+                    _stack(
+                        ax, row_index - result_drawn.shift, rows, result_drawn, _floor(result_drawn.result, link, rows)
+                    )
+                elif name in result_drawn.result.provenance.get("left_out", {}).get(link, ()):
+                    ax.annotate(NOT_HERE, (0, row_index - result_drawn.shift), fontsize=8, va="center")
+        shown = next(
+            rows for result_drawn in reversed(results) for name in names if (rows := trials(result_drawn, link, name))
+        )
         ax.set(title=_link_title(shown), yticks=range(len(names)), yticklabels=[VARIANTS[n].label for n in names])
         ax.set(ylim=(-0.6, len(names) - 0.4))
         ax.grid(axis="y", visible=False)
     ax.set(xlabel="seconds from the creation of the process to the first token", xlim=(0, None))
-    found = (rows for one in drawn for link in links if (rows := trials(one, link, "progressive")))
-    for start in map(median_start, itertools.islice(found, 1)):
+    by_link = (
+        rows for result_drawn in results for link in links if (rows := trials(result_drawn, link, "progressive"))
+    )
+    for start in map(median_start, itertools.islice(by_link, 1)):
         share = 100 * _seconds(start, PHASES[0][1]) / start[PROCESS]
         fig.suptitle(
             f"{share:.0f} % of a progressive start ({start['link']}) passes before a weight is needed: imports"
         )
     handles, labels = axes[0][0].get_legend_handles_labels()
-    kept = dict(zip(labels, handles, strict=True))
-    ax.legend(kept.values(), kept.keys(), loc="lower right", fontsize="small", frameon=True)
-    name_results(fig, drawn, "process_ttft_p50_s")
+    by_label = dict(zip(labels, handles, strict=True))
+    ax.legend(by_label.values(), by_label.keys(), loc="lower right", fontsize="small", frameon=True)
+    name_results(fig, results, "process_ttft_p50_s")
     return fig
 
 
@@ -163,21 +171,38 @@ def median_start(rows: Rows) -> dict[str, Any]:
     return min(rows, key=lambda row: abs(row[PROCESS] - middle))
 
 
-def _stack(ax: Axes, place: float, rows: Rows, drawn: Drawn, floor: float) -> None:
-    start, left, height = median_start(rows), 0.0, 0.62 if drawn.alone else 0.3
-    edge = {"edgecolor": "black", "linewidth": 0.8} if drawn.own else {"linewidth": 0}
+def _stack(ax: Axes, height_of_bar: float, rows: Rows, shown: Drawn, floor: float) -> None:
+    start, bar_start, height = median_start(rows), 0.0, 0.62 if shown.alone else 0.3
+    edge = {"edgecolor": "black", "linewidth": 0.8} if shown.own else {"linewidth": 0}
     for label, parts, colour in PHASES:
         width = _seconds(start, parts)
-        ax.barh(place, width, left=left, color=colour, label=label, height=height, **edge, alpha=drawn.style["alpha"])
-        left += width
+        ax.barh(
+            height_of_bar,
+            width,
+            left=bar_start,
+            color=colour,
+            label=label,
+            height=height,
+            **edge,
+            alpha=shown.style["alpha"],
+        )
+        bar_start += width
     variant, half = VARIANTS[start["variant"]], 0.6 * height
     # the bytes of an early start move from the first line of the process on
-    at = floor + (0.0 if variant.early else _seconds(start, PHASES[0][1]))
-    ax.plot([at, at], [place - half, place + half], color=COLOURS["floor"], linewidth=2, label="floor: bytes / rate")
-    median = drawn.result.summary.of("process_ttft_p50_s", variant=variant.name, link=link_key(start))
-    interval = [median.get("low", left), median.get("high", left)]
-    ax.plot(interval, [place, place], color=COLOURS["mark"], linewidth=2, label="median, 95 % interval")
-    ax.annotate(f"{left:.1f}", (max(left, interval[1]), place), (4, 0), textcoords="offset points", **_TOLD)
+    bar_bottom = floor + (0.0 if variant.early else _seconds(start, PHASES[0][1]))
+    ax.plot(
+        [bar_bottom, bar_bottom],
+        [height_of_bar - half, height_of_bar + half],
+        color=COLOURS["floor"],
+        linewidth=2,
+        label="floor: bytes / rate",
+    )
+    median = shown.result.summary.of("process_ttft_p50_s", variant=variant.name, link=link_key(start))
+    interval = [median.get("low", bar_start), median.get("high", bar_start)]
+    ax.plot(interval, [height_of_bar, height_of_bar], color=COLOURS["mark"], linewidth=2, label="median, 95 % interval")
+    ax.annotate(
+        f"{bar_start:.1f}", (max(bar_start, interval[1]), height_of_bar), (4, 0), textcoords="offset points", **_TOLD
+    )
 
 
 _TOLD = {"va": "center", "fontsize": 8.5}
@@ -189,9 +214,9 @@ def _seconds(row: dict[str, Any], parts: Sequence[str]) -> float:
 
 def _floor(result: Result, link: str, rows: Rows) -> float:
     """The bytes of these rows' variant at the rate that reading alone had; half the time over two links, and so on."""
-    floor, whole = result.floors[f"link {link}"], max(row.get("bytes", 0) for row in result.rows)
+    floor, model_bytes = result.floors[f"link {link}"], max(row.get("bytes", 0) for row in result.rows)
     variant = VARIANTS[rows[0]["variant"]]
-    share = 1.0 if variant.peer else rows[0]["bytes"] / whole
+    share = 1.0 if variant.peer else rows[0]["bytes"] / model_bytes
     return floor["value"] * share / variant.links
 
 
@@ -208,28 +233,28 @@ def first_token_by_link(recorded: Result | None, now: Result) -> Figure:
     Only links that gave the rate that was asked of them, one a rate: a rate beyond what this machine's memory gives is
     that of the memory once more.
     """
-    drawn = over(recorded, now)
+    results = over(recorded, now)
     fig, ax = panels(figsize=(9, 4.8))
-    for one in drawn:
+    for shown in results:
         for variant, name in LINES.items():
-            points = _by_rate(one.result, variant)
-            label = f"{VARIANTS[variant].label}, {'your run' if one.own else 'recorded'}"
+            points = _by_rate(shown.result, variant)
+            label = f"{VARIANTS[variant].label}, {'your run' if shown.own else 'recorded'}"
             rates, entries, floors = zip(*points, strict=True) if points else ((), (), ())
-            one.line(ax, rates, entries, name, label=label)
+            shown.line(ax, rates, entries, name, label=label)
             ax.plot(rates, floors, ":", color=COLOURS["floor"], marker=LOOKS[name].marker, markerfacecolor="none")
     ax.plot([], [], ":", color=COLOURS["floor"], label="floor: bytes / rate")
     ax.set(xscale="log", yscale="log", xlabel="measured rate of the link, Gbit/s", ylabel="TTFT from arrival, s")
     for axis, ticks in ((ax.xaxis, (1, 2, 5, 10, 20)), (ax.yaxis, (0.1, 0.2, 0.5, 1, 2))):
         axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.set_ticks([], minor=True)
-    pairs = zip(*(_by_rate(drawn[0].result, variant) for variant in LINES), strict=False)
+    pairs = zip(*(_by_rate(results[0].result, variant) for variant in LINES), strict=False)
     saved = [
         f"{100 * (1 - few['value'] / all_['value']):.0f} % at {rate:.0f}" for (rate, all_, _), (_, few, _) in pairs
     ]
-    told = " and ".join(saved[:: max(1, len(saved) - 1)])
-    fig.suptitle(f"Stage 1 brings the first token earlier by {told} Gbit/s")
+    savings_text = " and ".join(saved[:: max(1, len(saved) - 1)])
+    fig.suptitle(f"Stage 1 brings the first token earlier by {savings_text} Gbit/s")
     ax.legend(loc="upper right", fontsize="small")
-    name_results(fig, drawn, "ttft_p50_s")
+    name_results(fig, results, "ttft_p50_s")
     return fig
 
 
@@ -240,43 +265,45 @@ def _by_rate(result: Result, variant: str) -> list[tuple[float, Entry, float]]:
         rows = rows_where(result.rows, link=link)
         read = float(np.median(values(rows, "read", "load_s")))
         size = next(row["bytes"] for row in rows if row["variant"] == "read")
-        rate, asked = 8e-9 * size / read, rows[0]["gbit_per_s"]
-        if rate < 0.9 * asked or link_key(rows[0]) not in (f"{asked:g}gbit", "unshaped"):
+        rate, set_rate = 8e-9 * size / read, rows[0]["gbit_per_s"]
+        if rate < 0.9 * set_rate or link_key(rows[0]) not in (f"{set_rate:g}gbit", "unshaped"):
             continue
         moved = next(row["bytes"] for row in rows if row["variant"] == variant)
-        found = result.summary.of("ttft_p50_s", variant=variant, link=link_key(rows[0]))
-        points.append((rate, found, moved * read / size))
+        entry = result.summary.of("ttft_p50_s", variant=variant, link=link_key(rows[0]))
+        points.append((rate, entry, moved * read / size))
     return sorted(points, key=lambda point: point[0])
 
 
 def trade_off(recorded: Result | None, now: Result) -> Figure:
     """Draw TTFT, F1 and perplexity over the number of deferred layers, by the way in which these were chosen."""
-    drawn = over(recorded, now)
+    results = over(recorded, now)
     fig, axes = panels(1, 3, figsize=(9, 4.2))
-    for one in drawn:
-        timed = {row["deferred_layers"]: row for row in one.result.rows if "ttft_request_s" in row}
-        sizes, found = sorted(timed), one.result.summary
-        one.line(axes[0], sizes, [found.of("ttft_p50_s", layers=size) for size in sizes], "measured")
+    for result_drawn in results:
+        timed = {row["deferred_layers"]: row for row in result_drawn.result.rows if "ttft_request_s" in row}
+        sizes, summary = sorted(timed), result_drawn.result.summary
+        result_drawn.line(axes[0], sizes, [summary.of("ttft_p50_s", layers=size) for size in sizes], "measured")
         moved = [8e-9 * timed[size]["bytes"] / timed[size]["gbit_per_s"] for size in sizes]
-        axes[0].plot(sizes, moved, ":", color=COLOURS["mark"], **one.style)
+        axes[0].plot(sizes, moved, ":", color=COLOURS["mark"], **result_drawn.style)
         for ax, score in zip(axes[1:], SCORES, strict=True):
             for selection, (name, _) in SELECTIONS.items():
-                scored = {size: found.get(score, variant=selection, layers=size) for size in sizes}
+                scored = {size: summary.get(score, variant=selection, layers=size) for size in sizes}
                 if sum(entry is not None for entry in scored.values()) == 1 and selection == "healed":
-                    one.point(ax, *next((size + one.shift, entry) for size, entry in scored.items() if entry), name)
+                    result_drawn.point(
+                        ax, *next((size + result_drawn.shift, entry) for size, entry in scored.items() if entry), name
+                    )
                 elif any(scored.values()):
-                    scored[0] = found.of(score, variant="none", layers=0)
-                    one.line(ax, sizes, list(scored.values()), name)
-    whole = {"variant": "none", "layers": 0}
-    axes[0].set_title(f"TTFT, s ({counted(drawn, 'ttft_p50_s', layers=0)})")
+                    scored[0] = summary.of(score, variant="none", layers=0)
+                    result_drawn.line(ax, sizes, list(scored.values()), name)
+    whole_labels = {"variant": "none", "layers": 0}
+    axes[0].set_title(f"TTFT, s ({counted(results, 'ttft_p50_s', layers=0)})")
     axes[0].set_ylim(0, None)
     for ax, (score, label) in zip(axes[1:], SCORES.items(), strict=True):
-        ax.set_title(f"{label} ({counted(drawn, score, **whole)})")
+        ax.set_title(f"{label} ({counted(results, score, **whole_labels)})")
     axes[2].set_yscale("log")
     ticks = (10, 20, 50, 100, 200, 500, 1000, 2000)
     axes[2].yaxis.set_ticks(ticks, [f"{tick:,}" for tick in ticks])
     axes[2].yaxis.set_ticks([], minor=True)
-    shown = range(0, max(most_deferred(one.result) for one in drawn) + 1, 2)
+    shown = range(0, max(most_deferred(result_drawn.result) for result_drawn in results) + 1, 2)
     for ax in axes:
         ax.set(xlabel="layers deferred", xticks=shown)
         ax.title.set_fontsize(10.5)
@@ -284,12 +311,12 @@ def trade_off(recorded: Result | None, now: Result) -> Figure:
     axes[0].plot([], [], ":", color=COLOURS["mark"], label="bytes / nominal rate")
     for name, label in SELECTIONS.values():
         axes[0].plot([], [], f"{LOOKS[name].marker}-", color=COLOURS[name], label=label)
-    value, most = drawn[0].result.summary.value, most_deferred(drawn[0].result)
+    value, most = results[0].result.summary.value, most_deferred(results[0].result)
     saved = 1 - value("ttft_p50_s", layers=most) / value("ttft_p50_s", layers=0)
-    lost = 1 - value("f1_pct", variant="distance", layers=most) / value("f1_pct", **whole)
-    told = f"{100 * saved:.0f} % of the TTFT and cost {100 * lost:.0f} % of the F1"
-    fig.suptitle(f"Quality goes faster than time: {most} deferred layers save {told}", fontsize=12)
-    legend(fig, axes[0], drawn)
+    lost = 1 - value("f1_pct", variant="distance", layers=most) / value("f1_pct", **whole_labels)
+    message = f"{100 * saved:.0f} % of the TTFT and cost {100 * lost:.0f} % of the F1"
+    fig.suptitle(f"Quality goes faster than time: {most} deferred layers save {message}", fontsize=12)
+    legend(fig, axes[0], results)
     return fig
 
 

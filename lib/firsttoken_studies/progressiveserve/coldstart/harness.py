@@ -46,7 +46,7 @@ class TrialLink:
 
     @property
     def name(self) -> str:
-        """What a table calls it."""
+        """Return the name of the link in tables."""
         of_a_server = f", {SERVER}" if self.shaped_by == SERVER else ""
         return LinkConfig(self.gbit_per_s).name + (A_LINK if self.parallel else of_a_server)
 
@@ -136,14 +136,15 @@ def data_server(folder: Path, gbit_per_s: float) -> Iterator[str]:
 
 
 def link_key(row: Mapping[str, Any]) -> str:
-    """What the name of a measure calls the link of a trial: "unshaped", "1gbit", "1gbit_each", "1gbit_server"."""
+    """Return the name of a trial's link in names of measures: "unshaped", "1gbit", "1gbit_each", "1gbit_server"."""
     rate = f"{row['gbit_per_s']:g}gbit" if row["gbit_per_s"] else "unshaped"
     name = row["link"]
     return f"{rate}_each" if name.endswith(A_LINK) else f"{rate}_server" if name.endswith(SERVER) else rate
 
 
 def files_were(row: dict[str, Any]) -> str:
-    """How a trial met its files, as far as the system told: "cold", "in memory", or that nothing was verified."""
+    """Return the state of a trial's files, as far as the system told: "cold", "in memory", or that nothing was
+    verified."""
     if row["resident_before_pct"] is None:
         return f"{'cold' if row['cold'] else 'in memory'}, not verified"
     return "in memory" if row["resident_before_pct"] else "cold"
@@ -153,8 +154,8 @@ def make_cold(files: Sequence[Path]) -> float | None:
     """Drop ``files`` from the page cache; the largest share of one that is still there, None where unknown."""
     for path in files:
         evict(path)
-    left = [resident_fraction(path) for path in files]
-    return None if None in left else max((share for share in left if share is not None), default=0.0)
+    fractions = [resident_fraction(path) for path in files]
+    return None if None in fractions else max((share for share in fractions if share is not None), default=0.0)
 
 
 def make_warm(files: Sequence[Path]) -> float | None:
@@ -163,8 +164,8 @@ def make_warm(files: Sequence[Path]) -> float | None:
         with path.open("rb", buffering=0) as file:
             while file.read(8 << 20):
                 pass
-    left = [resident_fraction(path) for path in files]
-    return None if None in left else min((share for share in left if share is not None), default=1.0)
+    fractions = [resident_fraction(path) for path in files]
+    return None if None in fractions else min((share for share in fractions if share is not None), default=1.0)
 
 
 def touch_memory(size: int) -> None:

@@ -54,7 +54,8 @@ class LayerSweepConfig:
             raise ProfileError("deferral.sizes: name 0, to compare with, and a size above it")
 
     def needs(self) -> list[Need]:
-        """Below the last layer, which always stays, a block of every size has room; the text fills all windows."""
+        """Require room for a block of every size below the last layer, which always stays, and a text that fills all
+        windows."""
         return [
             Need("deferral.sizes (and one that stays)", max(self.sizes) + 1, LAYERS),
             Need("deferral.tokens", self.tokens, CONTEXT),
@@ -67,8 +68,8 @@ def deferral_sweep(profile: Profile) -> Outcome:
     config = profile.section("deferral", LayerSweepConfig)
     quality = profile.section("quality", QualityConfig)
     sizes = quality.smaller(config.items, config.windows)
-    place = profile.section("served", ServedConfig)
-    check([*place.needs(), *config.needs(), *sizes.needs()], ModelFacts(profile.model))
+    served_config = profile.section("served", ServedConfig)
+    check([*served_config.needs(), *config.needs(), *sizes.needs()], ModelFacts(profile.model))
     served = load_served(profile)
     rows = _first_tokens(profile, config, quality.questions, served)
     rows += _qualities(profile, config, Evaluation(sizes, served.tokenizer), served)
@@ -84,8 +85,8 @@ def deferral_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     for size in sizes:
         times = [row[REQUEST] for row in rows if REQUEST in row and row["deferred_layers"] == size]
         summary.add("ttft_p50_s", bootstrap(times, "median").summary("s"), layers=size)
-    whole, deferred = (summary.value("ttft_p50_s", layers=size) for size in (0, max(sizes)))
-    saved = {"value": 1000 * (whole - deferred) / max(sizes), "unit": "ms of TTFT a layer"}
+    whole_s, deferred = (summary.value("ttft_p50_s", layers=size) for size in (0, max(sizes)))
+    saved = {"value": 1000 * (whole_s - deferred) / max(sizes), "unit": "ms of TTFT a layer"}
     summary.add("saved_a_layer_ms", saved)
     return summary
 
@@ -94,8 +95,8 @@ def nested_checkpoint(served: ServedModel, deepest: int) -> Checkpoint:
     """One staged checkpoint for every size: stage 1 lacks ``deepest`` layers, each later stage brings one of them."""
     source, depth = served_source(served), served.plan.depth
     block = tuple(range(depth - 1 - deepest, depth - 1))
-    kept = [layer for layer in range(depth) if layer not in block]
-    order = by_layers(source.names, [kept, *([layer] for layer in block)])
+    remaining_layers = [layer for layer in range(depth) if layer not in block]
+    order = by_layers(source.names, [remaining_layers, *([layer] for layer in block)])
     return written(source, order, served.sha256[:12], f"nested-{deepest}", served.plan, served.provenance)
 
 

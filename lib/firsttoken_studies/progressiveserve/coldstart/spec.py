@@ -14,14 +14,16 @@ from firsttoken.progressiveserve.loading.read_plan import Folder
 
 @dataclass(frozen=True)
 class TrialSpec:
-    """What the parent asks for. ``staged`` is a staged checkpoint, ``stock`` the same model as one file.
+    """The settings that the parent gives a trial. ``staged`` is a staged checkpoint, ``stock`` the same model as one
+    file.
 
     ``gbit_per_s`` shapes our own reads with a token bucket (0: not at all; a limit in the kernel is the parent's).
     ``server`` is the address of a data server that has the staged weights; config and tokenizer are here even then.
     ``stages`` are loaded instead of the variant's own, where given; ``recover`` loads the later ones after the first
-    token, and ``digest`` tells the sha256 of all weights in the end. With an empty ``prompt`` (random weights have no
-    tokenizer) it is ``prompt_tokens`` arbitrary ids. ``lean`` makes any start of ours compute in lean layers. ``dtype``
-    is what computes ("stored": the checkpoint's own); to convert the weights is part of loading them.
+    token, and ``digest`` tells the sha256 of all weights in the end. An empty ``prompt`` (random weights have no
+    tokenizer) stands for ``prompt_tokens`` arbitrary ids. ``lean`` makes any start of ours compute in lean layers.
+    ``dtype`` is that of the computation ("stored": the checkpoint's own); to convert the weights is part of loading
+    them.
     """
 
     variant: str

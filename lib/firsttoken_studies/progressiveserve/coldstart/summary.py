@@ -42,7 +42,7 @@ def ratio(rows: Rows, variant: str, base: str, column: str = REQUEST, q: float =
     """The ``q``-th percentile of ``variant`` over that of ``base``, with the interval over resampled rounds; of the
     rounds in which both ran."""
     ours, theirs = _by_round(rows, variant, column), _by_round(rows, base, column)
-    pairs = np.array([(ours[at], theirs[at]) for at in ours if at in theirs])
+    pairs = np.array([(ours[trial], theirs[trial]) for trial in ours if trial in theirs])
 
     def quotient(sample: np.ndarray, axis: int) -> np.ndarray:
         return np.divide(*np.moveaxis(np.percentile(sample, q, axis=axis), -1, 0))
@@ -71,13 +71,13 @@ def shapes_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
     """Summarise each shape: its progressive start over the whole one by link, and the share of bytes it waits for."""
     summary = Summary()
     for shape in distinct(rows, "shape"):
-        place = {"model": shape, "variant": "progressive"}
-        for link, found in by_link(rows_where(rows, shape=shape)).items():
-            over = ratio(found, "progressive", "whole_streamed").summary("x")
-            summary.add("ttft_x", over, **place, than="whole_streamed", link=link)
-            if not summary.get("byte_share", **place):
-                share = values(found, "progressive", "bytes")[0] / values(found, "read", "bytes")[0]
-                summary.add("byte_share", {"value": share, "unit": "bytes of stage 1 / bytes of the model"}, **place)
+        labels = {"model": shape, "variant": "progressive"}
+        for link, link_rows in by_link(rows_where(rows, shape=shape)).items():
+            speedup = ratio(link_rows, "progressive", "whole_streamed").summary("x")
+            summary.add("ttft_x", speedup, **labels, than="whole_streamed", link=link)
+            if not summary.get("byte_share", **labels):
+                share = values(link_rows, "progressive", "bytes")[0] / values(link_rows, "read", "bytes")[0]
+                summary.add("byte_share", {"value": share, "unit": "bytes of stage 1 / bytes of the model"}, **labels)
     return summary
 
 
@@ -93,24 +93,24 @@ def link_floor(rows: Rows) -> dict[str, Any]:
 
 
 def link_summary(rows: Rows) -> Summary:
-    """The measures of one link."""
+    """Summarize the measures of one link."""
     read, size = values(rows, "read", "load_s"), values(rows, "read", "bytes")[0]
     rate = size / float(np.median(read))
-    there = {row["variant"] for row in rows}
+    present = {row["variant"] for row in rows}
     summary = Summary()
     add = partial(summary.add, link=link_key(rows[0]))
     add("bandwidth_gbit_per_s", bootstrap([8e-9 * size / s for s in read], "median").summary("Gbit/s"))
-    for name in sorted(there - {"read"}):
+    for name in sorted(present - {"read"}):
         for start, column in STARTS.items():
             times = values(rows, name, column)
             add(f"{start}_p50_s", bootstrap(times, "median").summary("s"), variant=name)
             add(f"{start}_p95_s", bootstrap(times, P95).summary("s"), variant=name)
-    if {"progressive", "whole_streamed"} <= there:
+    if {"progressive", "whole_streamed"} <= present:
         _progressive(add, rows, size, rate)
-    peers = sorted(name for name in there if VARIANTS[name].peer and not VARIANTS[name].lean)
-    for peer in peers if "progressive" in there else ():
+    peers = sorted(name for name in present if VARIANTS[name].peer and not VARIANTS[name].lean)
+    for peer in peers if "progressive" in present else ():
         _below(add, rows, peer)
-    if peers and "whole" in there:
+    if peers and "whole" in present:
         best = min(peers, key=lambda name: float(np.median(values(rows, name, REQUEST))))
         add("best_peer", {"value": best, "unit": "by median TTFT from request arrival"})
         add("ttft_x", ratio(rows, "whole", best).summary("x"), variant="whole", than="best_peer")
@@ -121,14 +121,14 @@ def link_summary(rows: Rows) -> Summary:
         add("quickest_peer", {"value": quickest, "unit": "by median time until the weights can be used"})
         add("ready_x", ratio(ready, "whole", quickest, READY).summary("x"), variant="whole", than="quickest_peer")
     _lean(add, rows, rate)
-    if "lean_folder" in there and any("same_answer" in row for row in rows):
+    if "lean_folder" in present and any("same_answer" in row for row in rows):
         _before_torch(add, rows, size / rate)
     for name, base in SERVED.items():
-        if {name, base} <= there:
+        if {name, base} <= present:
             _served(add, rows, name, base, size / rate)
     for name, variant in VARIANTS.items():
         # ParaServe's arithmetic: k links bring everything in a k-th of the time
-        if name in there and variant.links > 1:
+        if name in present and variant.links > 1:
             shares = [s * variant.links * rate / size for s in values(rows, name, "load_s")]
             add("load_x", bootstrap(shares, "median").summary("x of T / k"), variant=name, than="expected")
     return summary
@@ -137,31 +137,31 @@ def link_summary(rows: Rows) -> Summary:
 def _progressive(add: Add, rows: Rows, size: int, rate: float) -> None:
     """The progressive start against the same loader's whole model of ``size`` bytes, and both against what physics
     allows at ``rate`` bytes/s."""
-    mine, base, full = "progressive", "whole_streamed", full_rows(rows)
+    variant, base, full = "progressive", "whole_streamed", full_rows(rows)
     bound = max(size / rate, float(np.median(values(rows, base, "prefill_warm_s"))))
 
-    def over(measure: str, column: str, *, whole: bool = False) -> None:
-        """Add the ratio of a start to its first token, or where it is ``whole`` to the whole model in place."""
-        found = ratio(rows + full, "progressive_full" if whole else mine, base, column)
-        add(measure, found.summary("x"), variant=mine, than=base)
+    def over(measure: str, column: str, *, to_full_model: bool = False) -> None:
+        """Add the ratio of a start to its first token, or where it is ``to_full_model`` to the whole model in place."""
+        interval = ratio(rows + full, "progressive_full" if to_full_model else variant, base, column)
+        add(measure, interval.summary("x"), variant=variant, than=base)
 
     with_them = {"byte_share": ("bytes", "adapter A"), "full_byte_share": ("full_bytes", "adapters A and AB")}
     for measure, (column, adapters) in with_them.items():
-        share = {"value": values(rows, mine, column)[0] / size, "unit": f"of the model's bytes, {adapters} included"}
-        add(measure, share, variant=mine)
+        share = {"value": values(rows, variant, column)[0] / size, "unit": f"of the model's bytes, {adapters} included"}
+        add(measure, share, variant=variant)
     over("ttft_x", REQUEST)
     _below(add, rows, base)
-    loaded = [s * rate / values(rows, mine, "bytes")[0] for s in values(rows, mine, "load_s")]
-    add("load_x", bootstrap(loaded, "median").summary("x"), variant=mine, than="floor")
+    loaded = [s * rate / values(rows, variant, "bytes")[0] for s in values(rows, variant, "load_s")]
+    add("load_x", bootstrap(loaded, "median").summary("x"), variant=variant, than="floor")
     streamed = bootstrap([s / bound for s in values(rows, base, REQUEST)], "median")
     add("ttft_x", streamed.summary("x"), variant=base, than="bound")
     # the report counts device time from the creation of the process (3.1.3)
     over("device_time_x", PROCESS)
-    over("full_device_time_x", PROCESS, whole=True)
-    over("full_time_x", REQUEST, whole=True)
+    over("full_device_time_x", PROCESS, to_full_model=True)
+    over("full_time_x", REQUEST, to_full_model=True)
     over("cpu_time_x", "cpu_s")
-    over("full_cpu_time_x", "cpu_s", whole=True)
-    if None not in values(rows, mine, "growth_bytes") + values(rows, base, "growth_bytes"):
+    over("full_cpu_time_x", "cpu_s", to_full_model=True)
+    if None not in values(rows, variant, "growth_bytes") + values(rows, base, "growth_bytes"):
         over("peak_memory_x", "growth_bytes")
     if any("device_peak_bytes" in row for row in rows):
         over("peak_device_memory_x", "device_peak_bytes")
@@ -190,9 +190,9 @@ def _before_torch(add: Add, rows: Rows, bytes_s: float) -> None:
     bytes, which take ``bytes_s``. One that had to start with torch is none."""
     name, base = "torch_behind", "lean_folder"
     rows = [row for row in rows if row["variant"] != name or "same_answer" in row]
-    mine = rows_where(rows, variant=name)
+    variant_rows = rows_where(rows, variant=name)
     tokens = {row.get("token_id") for row in rows if row["variant"] in (name, base)}
-    same = len(tokens) == 1 and all(row["same_answer"] for row in mine)
+    same = len(tokens) == 1 and all(row["same_answer"] for row in variant_rows)
     pair = _against(add, rows, name, base, bytes_s)
     unit = f"first tokens of {name} and {base} are equal, and the engine alone gives the same answer"
     add("same_answer", {"value": same, "unit": unit}, **pair)
@@ -210,14 +210,14 @@ def _served(add: Add, rows: Rows, name: str, base: str, bytes_s: float) -> None:
         _against(add, rows, name, base, bytes_s)
     texts = {row["text"] for row in rows if row["variant"] in (name, base)}
     add("same_answer", {"value": len(texts) == 1, "unit": f"the answers of {name} and {base} are equal"}, **pair)
-    for one in (name, base):
+    for variant in (name, base):
         for column in ("longest_gap_s", "listens_s"):
-            add(column, bootstrap(values(rows, one, column), "median").summary("s"), variant=one)
+            add(column, bootstrap(values(rows, variant, column), "median").summary("s"), variant=variant)
 
 
 def _against(add: Add, rows: Rows, name: str, base: str, bytes_s: float) -> dict[str, str]:
-    """What ``name`` takes from the creation of its process, over what ``base`` takes, and besides the bytes; the place
-    of the pair."""
+    """Add the seconds of ``name`` from the creation of its process, over those of ``base``, and beyond those of the
+    bytes; return the place of the pair."""
     pair = {"variant": name, "than": base}
     add("process_ttft_x", ratio(rows, name, base, PROCESS).summary("x"), **pair)
     above = bootstrap([s - bytes_s for s in values(rows, name, PROCESS)], "median")
@@ -226,13 +226,13 @@ def _against(add: Add, rows: Rows, name: str, base: str, bytes_s: float) -> dict
 
 
 def _below(add: Add, rows: Rows, base: str) -> None:
-    """What the progressive start saves of the first-token time of ``base``: P50 and P95."""
+    """Add the share of the first-token time of ``base`` that the progressive start saves: P50 and P95."""
     for q in (50, 95):
         for start, column in STARTS.items():
             saved = _reduction(ratio(rows, "progressive", base, column, q))
             add(f"{start}_p{q}_below_pct", saved, variant="progressive", than=base)
 
 
-def _reduction(found: Interval) -> dict[str, Any]:
+def _reduction(interval: Interval) -> dict[str, Any]:
     """A ratio as what it saves, in %."""
-    return Interval(1 - found.estimate, 1 - found.high, 1 - found.low, found.n).summary("%", 100)
+    return Interval(1 - interval.estimate, 1 - interval.high, 1 - interval.low, interval.n).summary("%", 100)

@@ -135,17 +135,17 @@ def _start_before_torch(spec: TrialSpec, marks: PhaseClock) -> dict[str, Any] | 
     marks.phase("config and tokenizer")
     takeover = Takeover(model)
     answer = takeover.answer(ids, ANSWER)
-    said = [next(answer)]
+    output = [next(answer)]
     marks.phase("prefill")
-    row = {"token_id": said[0], "torch_at_first_token": "torch" in sys.modules}
+    row = {"token_id": output[0], "torch_at_first_token": "torch" in sys.modules}
     row |= _first_token(spec, marks, arrived, used) | {"lean": "transformers" not in sys.modules}
     row["growth_bytes"] = growth.bytes()
     last, gaps = marks.last, []
     for token in answer:
-        said.append(token)
+        output.append(token)
         gaps.append(time.monotonic() - last)
         last += gaps[-1]
-        if len(said) == ANSWER - LAST:
+        if len(output) == ANSWER - LAST:
             engine = takeover.made()
     return row | {
         "torch_s": takeover.ready_s - spec.spawned_s,
@@ -153,7 +153,7 @@ def _start_before_torch(spec: TrialSpec, marks: PhaseClock) -> dict[str, Any] | 
         "takeover_s": takeover.took_s,
         "longest_gap_s": max(gaps),
         "answer_s": last - spec.spawned_s,
-        "same_answer": said == _alone(engine, ids),
+        "same_answer": output == _alone(engine, ids),
     }
 
 
@@ -170,9 +170,9 @@ def _stages_before_torch(
     marks.phase("imports")
     arrived, used, growth = marks.last, cpu_seconds(), MemoryGrowth()
     threads = spec.threads or None
-    told = {"stages": variant.stages, "source": spec.weights, "verify": variant.verify, "readers": spec.readers}
+    options = {"stages": variant.stages, "source": spec.weights, "verify": variant.verify, "readers": spec.readers}
     try:
-        weights = StageWeights(Path(spec.staged), links, threads=threads, **told)
+        weights = StageWeights(Path(spec.staged), links, threads=threads, **options)
         model = _in_the_dtype(spec, NumpyModel(weights, threads=threads))
     except OtherWay as reason:
         print(f"firsttoken: {Path(spec.staged).name} starts with torch: {reason}", file=sys.stderr)
@@ -214,7 +214,7 @@ def _first_token(spec: TrialSpec, marks: PhaseClock, arrived: float, used: float
 
 
 def _alone(engine: Any, ids: list[int]) -> list[int]:
-    """What ``engine`` says after ``ids`` where it computes everything."""
+    """Return the answer of ``engine`` after ``ids`` where it computes everything."""
     from firsttoken.engine.request import Sampling
 
     request = engine.submit(ids, Sampling(ANSWER))
@@ -224,37 +224,37 @@ def _alone(engine: Any, ids: list[int]) -> list[int]:
 
 
 def _asked_over_http(spec: TrialSpec, variant: StartVariant) -> dict[str, Any]:
-    """The row of a service of the plain folder, or of the stages, which is asked for a streamed answer as soon as it
-    listens.
+    """Return the row of a service of the plain folder, or of the stages, which is asked for a streamed answer as soon
+    as it listens.
 
-    Its process is not this one, and counts from its own creation to the first byte of the answer. Raises StageError
-    when it ends, or answers with another status than 200.
+    The service has its own process, and its time counts from the creation of that to the first byte of the answer.
+    Raises StageError when the service ends, or answers with another status than 200.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     folder = spec.staged if variant.stages else spec.stock
     command = [sys.executable, "-m", "firsttoken", "serve", folder, "--port", str(port)]
-    asked = {"prompt": spec.prompt, "max_tokens": ANSWER, "temperature": 0, "ignore_eos": True, "stream": True}
-    said, times = [], []
+    body = {"prompt": spec.prompt, "max_tokens": ANSWER, "temperature": 0, "ignore_eos": True, "stream": True}
+    output, times = [], []
     with _running([*command, *([] if variant.torch_behind else ["--torch-first"])]) as (spawned, service):
         client = _connected(port, service)
         sent = time.monotonic()
-        client.request("POST", "/v1/completions", json.dumps(asked))
+        client.request("POST", "/v1/completions", json.dumps(body))
         answer = client.getresponse()
         if answer.status != 200:
             raise StageError(f"the service answers {answer.status}: {answer.read(200)!r}")
         while (line := answer.readline()) not in (b"data: [DONE]\n", b""):
             if line.startswith(b"data: "):
                 times.append(time.monotonic())
-                said.append(json.loads(line[len(b"data: ") :])["choices"][0]["text"])
+                output.append(json.loads(line[len(b"data: ") :])["choices"][0]["text"])
         client.close()
     return {
         "listens_s": sent - spawned,
         "ttft_process_s": times[0] - spawned,
         "ttft_request_s": times[0] - sent,
         "answer_s": times[-1] - spawned,
-        "longest_gap_s": max(later - one for one, later in pairwise(times)),
-        "text": "".join(said),
+        "longest_gap_s": max(later - earlier for earlier, later in pairwise(times)),
+        "text": "".join(output),
     }
 
 
@@ -291,7 +291,7 @@ def _open(spec: TrialSpec, variant: StartVariant, manifest: Manifest, links: lis
 
 
 def _read_alone(spec: TrialSpec, variant: StartVariant, links: list[Link]) -> dict[str, Any]:
-    """Every part read and none used: what the link gives, measured the way the trials use it."""
+    """Read every part and use none: the rate that the link gives, measured the way the trials use it."""
     blobs = part_blobs(spec.weights, read_manifest(Path(spec.staged)), variant.stages)
     reader = BlobReader(blobs, links, threads=spec.readers, verify=False)
     begin = time.monotonic()
@@ -304,5 +304,5 @@ def _read_alone(spec: TrialSpec, variant: StartVariant, links: list[Link]) -> di
 
 
 if __name__ == "__main__":
-    asked = TrialSpec(**json.loads(sys.argv[1]))
-    tell_and_end({"variant": asked.variant, "gbit_per_s": asked.gbit_per_s} | main(asked))
+    trial_spec = TrialSpec(**json.loads(sys.argv[1]))
+    tell_and_end({"variant": trial_spec.variant, "gbit_per_s": trial_spec.gbit_per_s} | main(trial_spec))

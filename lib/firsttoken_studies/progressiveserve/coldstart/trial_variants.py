@@ -131,8 +131,8 @@ def start_ours(
 def torch_behind(
     spec: TrialSpec, variant: StartVariant, links: list[Link], manifest: Manifest, read: ReadBefore, begun: float
 ) -> dict[str, Any]:
-    """What is behind a first token of ``begun`` that came without torch: the same weights as torch has them, made of
-    what has been ``read``, and what :func:`start_ours` measures."""
+    """Load the weights in torch behind a first token of ``begun`` that came without it: build the same weights from
+    what has been ``read``, and return the measures of :func:`start_ours`."""
     from firsttoken.engine.accelerator import build_model
     from firsttoken.progressiveserve.loading.loader import StageLoad
     from firsttoken.progressiveserve.loading.meta_model import MetaModel
@@ -156,8 +156,9 @@ def _after(
     prompt: Any,
     begun: float,
 ) -> dict[str, Any]:
-    """What comes when the first stage is whole, as :class:`TrialSpec` asks for it: the later stages one after another,
-    with nothing else to do, the first of them since ``begun``, and what the whole model says then; the digest."""
+    """Run what follows the first stage, as :class:`TrialSpec` asks for it, and return its measures: the later stages
+    one after another, with nothing else to do, the first of them timed since ``begun``, then the whole model's token,
+    and the digest."""
     from firsttoken.progressiveserve.loading.loader import StageLoad
 
     row: dict[str, Any] = {}

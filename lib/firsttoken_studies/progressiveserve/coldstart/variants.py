@@ -9,16 +9,17 @@ from firsttoken.study.errors import ProfileError
 
 @dataclass(frozen=True)
 class StartVariant:
-    """How a trial gets its first token.
+    """A way in which a trial gets its first token.
 
     ``peer`` names a loader of ``loading.rival_loaders``, for which an ``early`` start has the system bring the files
-    into memory; otherwise ours loads ``stages`` of the staged checkpoint, with the
-    prefill ``streamed`` behind the arriving layers or after them, reading ``early``, that is before torch is
-    imported, over ``links`` wires, with sha256 sums compared unless ``verify`` is off. A ``lean`` start imports no
-    transformers. It is for this disk and for a data server: a limit in the kernel holds back torch's own files too, of
-    which a few pages are often cold, behind the weights that are read beside them. With ``torch_behind`` the first
-    token is there before torch is imported, which comes behind it and takes the answer over. A ``served`` start is
-    `firsttoken serve`, asked over HTTP from the moment on at which it listens.
+    into memory; otherwise ours loads ``stages`` of the staged checkpoint, with the prefill ``streamed`` behind the
+    arriving layers or after them, reading ``early``, that is before torch is imported, over ``links`` wires, with
+    sha256 sums compared unless ``verify`` is off.
+
+    A ``lean`` start imports no transformers. It is for this disk and for a data server: a limit in the kernel holds
+    back torch's own files too, of which a few pages are often cold, behind the weights that are read beside them. With
+    ``torch_behind`` the first token is there before torch is imported, which comes behind it and takes the answer over.
+    A ``served`` start is `firsttoken serve`, asked over HTTP from the moment on at which it listens.
     """
 
     name: str
