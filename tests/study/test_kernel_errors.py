@@ -16,7 +16,7 @@ CELLS = ("study = show.header('quik')", "print(study.name)", "print(1)")
 def shown() -> list[list]:
     """The outputs of the cells, each of which runs although the one before it failed."""
     notebook = nbformat.v4.new_notebook()
-    cells = ("from firsttoken.study import show", *CELLS)
+    cells = ("from firsttoken_studies.record import show", *CELLS)
     notebook.cells = [nbformat.v4.new_code_cell(text) for text in cells]
     NotebookClient(notebook, allow_errors=True, kernel_name="python3").execute()
     return [cell.outputs for cell in notebook.cells[1:]]
@@ -39,7 +39,7 @@ def test_other_cells_go_on(shown) -> None:
 
 def test_cells_out_of_order_say_what_to_run_first() -> None:
     notebook = nbformat.v4.new_notebook()
-    texts = ("from firsttoken.study import show", "study = show.header('quick')", "print(now.rows)", "now = 1")
+    texts = ("from firsttoken_studies.record import show", "study = show.header('quick')", "print(now.rows)", "now = 1")
     notebook.cells = [nbformat.v4.new_code_cell(text) for text in texts]
     NotebookClient(notebook, allow_errors=True, kernel_name="python3").execute()
     error, told = notebook.cells[2].outputs

@@ -19,7 +19,7 @@ def picture(value):
     fig.text(0.5, 0.5, value)
     return fig
 
-slider.turn(picture, "value", range(2, 11, 2), at=4)
+slider.turn(picture, "value", range(2, 11, 2), initial=4)
 """
 VIEW = "application/vnd.jupyter.widget-view+json"
 

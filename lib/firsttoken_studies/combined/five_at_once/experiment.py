@@ -144,10 +144,7 @@ def drawn_prefixes(texts: Conversations, config: FiveConfig, seed: int) -> list[
         raise ProfileError(f"five_at_once: {len(fitting)} conversations are as long as prefix_tokens; lower them")
     chosen = rng.choice(fitting, config.prefixes, replace=False).tolist()
     lengths = rng.integers(least, most + 1, config.prefixes).tolist()
-    return [
-        list(texts.item(text_index).prompt[: BLOCK_TOKENS * blocks])
-        for text_index, blocks in zip(chosen, lengths, strict=True)
-    ]
+    return [list(texts.item(i).prompt[: BLOCK_TOKENS * blocks]) for i, blocks in zip(chosen, lengths, strict=True)]
 
 
 def blocks_of(requests: Sequence[Asked], config: FiveConfig) -> int:
@@ -244,9 +241,8 @@ class Kept:
         self._path = paths.CACHE / "five_at_once" / f"{key[:16]}.jsonl"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True) if self._path.is_file() else []
-        complete_lines = [
-            json.loads(line) for line in lines if line.endswith("\n")
-        ]  # the last one may have been broken off
+        # the last one may have been broken off
+        complete_lines = [json.loads(line) for line in lines if line.endswith("\n")]
         if len(complete_lines) < len(lines):
             write_text(self._path, "".join(json.dumps(row) + "\n" for row in complete_lines))
         self._rows = {(row["seed"], row["arm"]): row for row in complete_lines}
