@@ -12,6 +12,8 @@ from collections import Counter, defaultdict
 import pytest
 from the_library import circles, floors, imported_anywhere, is_folder, rooms, sources
 
+from firsttoken_studies.record.notebooks import notebook_paths, read_notebook
+
 FLOORS = 8  # modules of a room that stand on each other
 IMPORTING = 17  # percent of a room's lines that import
 LONGEST = 400  # lines of a file; a study that would be longer is measured in one and drawn in another
@@ -37,6 +39,13 @@ NO_SUBJECT = 0  # docstrings of one line that the name of the function has to be
 _NO_SUBJECT = re.compile(
     r"(Of|As|By|From|Where|Who|Whose|That|Those|So|Until|At|In|Out|On|For|Behind|Before|After|Beside|None|Also)\b"
 )
+_CLAUSE = re.compile(r"(What|Who|Which|How|Where|When|Whether|It|Its|They|The same)\b")  # or needs the one above
+# words that name nothing: no local and no parameter is called so
+PRONOUNS = {
+    "one", "found", "told", "said", "asked", "mine", "place", "at", "where", "there", "odd", "here", "known",
+    "kept", "whole",
+    "what", "of", "own", "ends", "left", "seen", "over", "each", "drawn",
+}  # fmt: skip
 
 
 def lines_of(module: str) -> int:
@@ -98,3 +107,33 @@ def test_docstrings_have_a_subject() -> None:
     nodes = (node for source in sources().values() for node in ast.walk(ast.parse(source)) if isinstance(node, kinds))
     said = [text for node in nodes if (text := ast.get_docstring(node)) and "\n" not in text]
     assert len([text for text in said if _NO_SUBJECT.match(text) or len(text.split()) <= 2]) <= NO_SUBJECT
+    texts = (
+        ast.get_docstring(node)
+        for source in sources().values()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, kinds)
+    )
+    assert [text.splitlines()[0] for text in texts if text and _CLAUSE.match(text)] == []
+
+
+def bound(tree: ast.AST) -> set[str]:
+    """Return the names that a module binds as locals and parameters. Fields of classes are none: files and messages are
+    written with them."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    fields = {id(target) for node in classes for line in node.body if isinstance(line, ast.Assign | ast.AnnAssign)
+              for target in ast.walk(line)}  # fmt: skip
+    stored = (node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    names = {node.id for node in stored if id(node) not in fields}
+    return names | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+
+
+def test_locals_and_parameters_have_names() -> None:
+    """In the library, the studies and the notebooks' cells."""
+    cells = {
+        path.name: "\n".join(
+            "".join(cell["source"]) for cell in read_notebook(path)["cells"] if cell["cell_type"] == "code"
+        )
+        for path in notebook_paths()
+    }
+    texts = sources() | cells
+    assert [f"{name}: {word}" for name, text in texts.items() for word in PRONOUNS & bound(ast.parse(text))] == []

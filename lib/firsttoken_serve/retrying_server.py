@@ -50,7 +50,7 @@ class EarlyWeights(Protocol):
         """Wait until all weights are there or cannot come, or until ``timeout_s`` is over."""
 
     def read(self) -> Any:
-        """What has been read of a staged checkpoint, once all has come. Raises what brings it."""
+        """Return what has been read of a staged checkpoint, once all has come. Raises what brings it."""
 
     def close(self) -> None:
         """Bring no more: who waits for a layer gets an error soon."""
@@ -104,7 +104,7 @@ class RetryingServer(LoadingServer):
         self._early = None if early is None else early(self._change, self._open)
 
     def _answers_early(self) -> bool:
-        """Whether requests are answered without torch from now on, which may be imported when this returns."""
+        """Return whether requests are answered without torch from now on, which may be imported when this returns."""
         return self._early is not None and self._early.begin()
 
     def _attempt(self, stage: int, load: Callable[[], T]) -> T | None:

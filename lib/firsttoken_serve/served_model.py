@@ -50,7 +50,7 @@ BEFORE_TORCH = "BEFORE_TORCH"  # what a package registers that computes without 
 
 
 class Coming(NamedTuple):
-    """What answers until torch is imported, and the links over which its model is read."""
+    """The answers that are given until torch is imported, and the links over which their model is read."""
 
     answers: AnswerEarly
     links: tuple[Link, ...] = ()
