@@ -13,7 +13,7 @@ from firsttoken.engine.linear8 import Linear8
 from firsttoken.progressiveserve.passlayer import pass_layers
 from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken_studies.multiple_choice import ChoiceTasksConfig, accuracy_summary, choices, option_losses
-from firsttoken_studies.petals.eight_bits_tasks import StoodFor
+from firsttoken_studies.petals.eight_bits_tasks import DequantizedLinear8
 
 ITEMS = [
     ChoiceItem(("one context",) * 4, ("a", "an ending", "another longer ending", "b c"), 2),
@@ -56,7 +56,7 @@ def test_the_product_of_stored_values_is_llm_int8s():
     x[2, 3, 10] = 40.0  # an outlier, which would set the step of its token
     small = Linear8.of(linear)
     with torch.no_grad():
-        mixed, plain, exact = small(x), StoodFor(small)(x), linear(x)
+        mixed, plain, exact = small(x), DequantizedLinear8(small)(x), linear(x)
     assert (mixed - plain).abs().max() < 1e-5 * exact.abs().max()
     assert (mixed - exact).abs().max() > 100 * (mixed - plain).abs().max()  # and both are rounded
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from firsttoken.engine.accelerator import Accelerator, JoinedLayers
 from firsttoken.engine.attention import Attend
 from firsttoken.engine.kv import KVPool
-from firsttoken.study.errors import OtherWay
+from firsttoken.study.errors import NotLean
 from firsttoken_cpu import fused
 from firsttoken_cpu.before_torch.numpy_weights import NumpyWeights
 from firsttoken_cpu.lean.lean_model import lean_on_meta
@@ -28,7 +28,7 @@ class CPUAccelerator(Accelerator):
     def build_own(self, folder: Path, dtype: torch.dtype) -> nn.Module | None:
         try:
             return lean_on_meta(folder, dtype)
-        except OtherWay as reason:
+        except NotLean as reason:
             print(f"firsttoken: {folder.name} starts with transformers' own modules: {reason}", file=sys.stderr)
             return None
 

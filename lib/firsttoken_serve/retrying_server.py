@@ -14,7 +14,7 @@ from firsttoken.engine.model_server import LoadingServer
 from firsttoken.engine.stream import Asked, Stream
 from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.study import dtypes
-from firsttoken.study.errors import FirstTokenError, ModelError, OtherWay, PermanentFault, files_alone
+from firsttoken.study.errors import FirstTokenError, ModelError, NotLean, PermanentFault, files_alone
 
 if TYPE_CHECKING:
     import numpy as np
@@ -222,8 +222,8 @@ class StagedService(RetryingServer, StagedServer):
         if self._closing.is_set():
             weights.close()  # it has come after the server was closed
         weights.wait()
-        if isinstance(weights.fault, OtherWay):
-            if type(weights.fault) is OtherWay:  # why there are no kernels, the engine tells
+        if isinstance(weights.fault, NotLean):
+            if type(weights.fault) is NotLean:  # why there are no kernels, the engine tells
                 print(f"firsttoken: {self._loader.folder.name} starts with torch: {weights.fault}", file=sys.stderr)
             self._early.close()
             self._early = None

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 BEFORE_TORCH = "BEFORE_TORCH"  # what a package registers that computes without it
 
 
-class Coming(NamedTuple):
+class EarlyStart(NamedTuple):
     """The answers that are given until torch is imported, and the links over which their model is read."""
 
     answers: AnswerEarly
@@ -173,7 +173,7 @@ class PlainServer(RetryingServer):
         self._note(1, use_prefixes(self, self._store, lambda: receivers(self._folder, dtype, *who), self._device))
 
 
-def without_torch(config: ServiceConfig) -> Coming | None:
+def without_torch(config: ServiceConfig) -> EarlyStart | None:
     """The model of ``config`` that computes without torch, the first stage of one in stages, while threads read and
     pack its weights.
 
@@ -199,7 +199,7 @@ def without_torch(config: ServiceConfig) -> Coming | None:
     maker = ThreadPoolExecutor(1, "reading")
     coming = maker.submit(made)
     maker.shutdown(wait=False)
-    return Coming(partial(extension(BEFORE_TORCH, "answers"), coming), links)
+    return EarlyStart(partial(extension(BEFORE_TORCH, "answers"), coming), links)
 
 
 def bring(folder: Path) -> None:
@@ -316,7 +316,7 @@ def serve_model(
     config: ServiceConfig,
     broken: Callable[[FirstTokenError], None],
     context: int = sys.maxsize,
-    comes: Coming | None = None,
+    comes: EarlyStart | None = None,
 ) -> ModelServer:
     """The model of ``config``, whose context has ``context`` tokens. It takes requests from now on, and begins to load
     when it is started; ``comes``, of :func:`without_torch`, answers until then.

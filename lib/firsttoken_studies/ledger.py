@@ -19,7 +19,7 @@ from firsttoken.study.summary import Summary
 from firsttoken_studies.invariants import broken
 from firsttoken_studies.record import code, history, pages, show
 from firsttoken_studies.record.claims import Claim, is_number, load_claims
-from firsttoken_studies.record.claims_table import Own, run_end, table_for
+from firsttoken_studies.record.claims_table import OwnRun, run_end, table_for
 from firsttoken_studies.record.record_log import (
     RETIRED,
     ClaimRecord,
@@ -173,10 +173,10 @@ def judged(slug: str | None = None, report: str = "", verdict: str = "") -> list
     ]
 
 
-def _own(results: Iterable[Result], profile: str | None) -> Own:
+def _own(results: Iterable[Result], profile: str | None) -> OwnRun:
     machine = machine_slug()
     own_results = (result for result in results if result.slug == machine and not result.profile.endswith(CHANGED))
-    return Own(
+    return OwnRun(
         machine,
         profile or "any profile",
         tuple(own_result for own_result in own_results if profile in (None, own_result.profile)),

@@ -16,7 +16,7 @@ COPIES_A_BLOCK = 2  # keys and values, for each layer
 
 
 @dataclass(frozen=True)
-class Situation:
+class TrickSetting:
     """A machine and a request; the defaults are a 7B model on one GPU behind a link of 10 Gbit/s."""
 
     weights_gb: float = 13.5
@@ -58,14 +58,14 @@ def swap_s(kv_kib_per_token: float, layers: float, tokens: float, host_gb_per_s:
     return 2 * (copies * us_per_copy / 1e6 + kv_kib_per_token * 1024 * tokens / (host_gb_per_s * 1e9))
 
 
-def progressiveserve(s: Situation) -> Times:
+def progressiveserve(s: TrickSetting) -> Times:
     """A start: the first token after all weights, or after those that are not deferred. A layer may be computed while
     the next ones come, so that the longer of loading and prefill is the bound."""
     whole_s = max(load_s(s.weights_gb, s.link_gbit_per_s), prefill_s(s.weights_gb, s.prompt_tokens, s.tflop_per_s))
     return Times(whole_s, whole_s * (1 - s.deferred_share))
 
 
-def petals(s: Situation) -> Times:
+def petals(s: TrickSetting) -> Times:
     """A start: the first token after all weights, or at once from servers that hold the layers. The bound of a start
     without them is ProgressiveServe's of all layers."""
     computed = prefill_s(s.weights_gb, s.prompt_tokens, s.tflop_per_s)
@@ -73,7 +73,7 @@ def petals(s: Situation) -> Times:
     return Times(max(load_s(s.weights_gb, s.link_gbit_per_s), computed), computed + s.servers * hop)
 
 
-def droidspeak(s: Situation) -> Times:
+def droidspeak(s: TrickSetting) -> Times:
     """A prefill: all layers computed, or a group of them beside the transfer of the others' keys and values."""
     computed = prefill_s(s.weights_gb, s.prompt_tokens, s.tflop_per_s)
     kib = s.kv_kib_per_token * (1 - s.group_share) + s.hidden_kib_per_token
@@ -81,13 +81,13 @@ def droidspeak(s: Situation) -> Times:
     return Times(computed, max(computed * s.group_share, sent))
 
 
-def cps(s: Situation) -> Times:
+def cps(s: TrickSetting) -> Times:
     """A preempted request comes back: its cache always copied, or computed again where that is faster."""
     copied = swap_s(s.kv_kib_per_token, s.layers, s.prompt_tokens, s.host_gb_per_s, s.us_per_copy)
     return Times(copied, min(copied, prefill_s(s.weights_gb, s.prompt_tokens, s.tflop_per_s)))
 
 
-def sarathi(s: Situation) -> Times:
+def sarathi(s: TrickSetting) -> Times:
     """A running request beside a new prompt: it waits for the whole prompt, or for one chunk."""
     whole_s = prefill_s(s.weights_gb, s.prompt_tokens, s.tflop_per_s)
     return Times(whole_s, prefill_s(s.weights_gb, min(s.chunk_tokens, s.prompt_tokens), s.tflop_per_s))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from edited import set_keys, set_tensors
-from folders import SMALL, WAYS, Drawn, draw, examine, write
+from folders import SMALL, WAYS, DrawnResult, draw, examine, write
 from safetensors.torch import load_file
 
 from firsttoken.__main__ import main
@@ -22,18 +22,18 @@ from firsttoken.study.errors import ModelError
 
 DRAWN = draw(seed=4, number=12)
 CHOSEN = [
-    Drawn(beside="another model"),
-    Drawn(shards="shards", beside="another model"),
-    Drawn(beside="an adapter"),
-    Drawn(beside="links", shards="shards"),
-    Drawn(beside="another file named"),
-    Drawn(shards="shards", beside="another shard"),
-    Drawn(shards="shards", beside="a tensor twice"),
-    Drawn(tying="head only"),
-    Drawn(family="mistral", tying="head only", shards="shards"),
-    Drawn(tying="two that differ"),
-    Drawn(family="qwen2", tying="head only", dtype="BF16"),
-    Drawn(family="mistral with a window"),
+    DrawnResult(beside="another model"),
+    DrawnResult(shards="shards", beside="another model"),
+    DrawnResult(beside="an adapter"),
+    DrawnResult(beside="links", shards="shards"),
+    DrawnResult(beside="another file named"),
+    DrawnResult(shards="shards", beside="another shard"),
+    DrawnResult(shards="shards", beside="a tensor twice"),
+    DrawnResult(tying="head only"),
+    DrawnResult(family="mistral", tying="head only", shards="shards"),
+    DrawnResult(tying="two that differ"),
+    DrawnResult(family="qwen2", tying="head only", dtype="BF16"),
+    DrawnResult(family="mistral with a window"),
 ]
 
 
@@ -46,7 +46,7 @@ def test_a_folder_is_answered_as_transformers_does_or_refused_in_one_line(drawn,
 
 
 def test_a_folder_of_two_models_is_refused_by_the_names_of_both(tmp_path):
-    folder = write(Drawn(shards="shards", beside="another model"), tmp_path / "m")
+    folder = write(DrawnResult(shards="shards", beside="another model"), tmp_path / "m")
     for way in (load_model, model_sha256, FolderSource):
         with pytest.raises(ModelError) as caught:
             way(str(folder) if way is load_model else folder)
@@ -55,7 +55,7 @@ def test_a_folder_of_two_models_is_refused_by_the_names_of_both(tmp_path):
 
 def test_the_hash_of_a_model_is_that_of_the_files_that_were_loaded(tmp_path, monkeypatch):
     """Shards that nobody reads lie beside, and transformers is asked for no file."""
-    folder = write(Drawn(beside="other shards"), tmp_path / "m")
+    folder = write(DrawnResult(beside="other shards"), tmp_path / "m")
     opened: list[Path] = []
     before = load_file(folder / SINGLE)
     monkeypatch.setattr("firsttoken.assets.weights.WeightFile", lambda file: opened.append(file) or WeightFile(file))
@@ -68,7 +68,7 @@ def test_the_hash_of_a_model_is_that_of_the_files_that_were_loaded(tmp_path, mon
 @pytest.mark.parametrize("dtype", ["BF16", "F32"])
 def test_of_tied_tensors_the_head_alone_is_enough_where_it_is_rewritten(dtype, tmp_path):
     """In planes, in stages and in 8 bits."""
-    folder = write(Drawn(tying="head only", dtype=dtype), tmp_path / "m")
+    folder = write(DrawnResult(tying="head only", dtype=dtype), tmp_path / "m")
     head = load_file(folder / SINGLE)[HEAD]
     assert set(load_file(folder / SINGLE)) & {EMBEDDING, HEAD} == {HEAD}
     source = FolderSource(folder)
@@ -85,7 +85,7 @@ def test_of_tied_tensors_the_head_alone_is_enough_where_it_is_rewritten(dtype, t
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_no_numbers_are_not_staged(value, tmp_path):
-    folder = write(Drawn(), tmp_path / "m")
+    folder = write(DrawnResult(), tmp_path / "m")
     set_tensors(folder / SINGLE, lambda held: held["model.layers.2.mlp.down_proj.weight"][3].fill_(value))
     source = FolderSource(folder)
     with pytest.raises(ModelError, match=r"layers\.2\.mlp\.down_proj\.weight holds numbers that are not finite; copy"):
@@ -95,7 +95,7 @@ def test_weights_that_are_no_numbers_are_not_staged(value, tmp_path):
 
 @pytest.mark.parametrize("family", ["mistral with a window", "qwen2 with a window"])
 def test_nothing_is_staged_of_a_model_that_is_not_served(family, tmp_path, capsys):
-    folder = write(Drawn(family=family), tmp_path / "m")
+    folder = write(DrawnResult(family=family), tmp_path / "m")
     chosen = ["--set", f"model={folder}", "--set", "served.block_start=1", "--set", "served.block_size=1"]
     assert main(["stage", str(tmp_path / "out"), *chosen, "--set", "served.task_adapter="]) == 2
     said = capsys.readouterr().err.strip().splitlines()
@@ -105,7 +105,7 @@ def test_nothing_is_staged_of_a_model_that_is_not_served(family, tmp_path, capsy
 
 @pytest.mark.parametrize("stored", ["auto", None, "float32"])
 def test_a_dtype_that_is_left_to_the_weights(stored, tmp_path):
-    folder = write(Drawn(), tmp_path / "m")
+    folder = write(DrawnResult(), tmp_path / "m")
     set_keys(folder / "config.json", dtype=None, torch_dtype=stored)
     assert stored_dtype(folder) == "float32"
     assert load_model(str(folder), with_tokenizer=False).model.config.hidden_size == SMALL["hidden_size"]

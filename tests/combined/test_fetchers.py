@@ -91,7 +91,7 @@ def test_a_lender_that_has_lost_its_session_is_told_again(replica, here, asked, 
     request = made.submit(one.prompt, Sampling(6))
     for token in (2, 4, 6):
         until(request, token, made)
-        while up[lost].sessions.ends["IdleError"] < token // 2:
+        while up[lost].sessions.ends["IdleClientError"] < token // 2:
             wait_for(silence())
             time.sleep(0.01)
     assert not made.lease.gone and check_greedy(request.output, one.plain) == 6

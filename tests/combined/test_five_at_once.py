@@ -19,8 +19,8 @@ from firsttoken_studies.combined.five_at_once.experiment import (
     ALL,
     ARMS,
     NONE,
+    FinishedWindows,
     FiveConfig,
-    Kept,
     blocks_of,
     drawn,
     drawn_prefixes,
@@ -165,16 +165,16 @@ def test_answers_are_held_against_the_warm_replicas_and_the_whole_model():
 
 def test_a_run_that_was_broken_off_goes_on(monkeypatch, tmp_path):
     monkeypatch.setattr("firsttoken.study.paths.CACHE", tmp_path)
-    first = Kept("key" * 8)
+    first = FinishedWindows("key" * 8)
     first.add({"seed": 0, "arm": ALL, "ended_s": 2.0})
     (file,) = (tmp_path / "five_at_once").iterdir()
     file.write_text(file.read_text() + json.dumps({"seed": 0, "arm": NONE})[:9])  # the process was killed in the middle
-    again = Kept("key" * 8)
+    again = FinishedWindows("key" * 8)
     assert again.find(0, ALL)["ended_s"] == 2.0 and again.find(0, NONE) is None
     again.add({"seed": 0, "arm": NONE, "ended_s": 1.0})
-    assert Kept("key" * 8).find(0, NONE)
+    assert FinishedWindows("key" * 8).find(0, NONE)
     again.drop()
-    assert not file.exists() and Kept("other" * 8).find(0, ALL) is None
+    assert not file.exists() and FinishedWindows("other" * 8).find(0, ALL) is None
 
 
 def test_a_process_that_is_gone_has_used_nothing():

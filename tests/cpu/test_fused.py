@@ -218,10 +218,10 @@ def test_packing_is_a_copy(kind: str) -> None:
 
 
 def test_plain_linear_layers_pack() -> None:
-    class Own(nn.Linear):
+    class OwnRun(nn.Linear):
         """What it adds to a linear layer is not known."""
 
-    assert packs(nn.Linear(8, 8)) and not packs(Own(8, 8)) and not packs(nn.Embedding(8, 8))
+    assert packs(nn.Linear(8, 8)) and not packs(OwnRun(8, 8)) and not packs(nn.Embedding(8, 8))
     assert not packs(nn.Linear(8, 8, dtype=torch.float64)) and not packs(nn.Linear(8, 8, device="meta"))
 
 

@@ -22,7 +22,7 @@ from firsttoken.engine.preemption.preemption_policy import Action
 from firsttoken.engine.request import Phase, Request, Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.simulated import SimulatedExecutor
-from firsttoken.engine.swap.block_copier import Moved, Movement
+from firsttoken.engine.swap.block_copier import CopyTimes, Movement
 from firsttoken.simulation.costs.published import PublishedCosts
 from firsttoken.study.errors import ModelError, ProfileError, RequestError
 
@@ -40,7 +40,7 @@ class Late(Movement):
     def __init__(self, transfer: Movement) -> None:
         self._transfer = transfer
 
-    def wait(self) -> Moved:
+    def wait(self) -> CopyTimes:
         return self._transfer.wait()
 
 
@@ -157,7 +157,7 @@ class BrokenLink(SlowLink):
         transfer = super().swap_in(request)
         transfer.wait()
 
-        def fail() -> Moved:
+        def fail() -> CopyTimes:
             raise RuntimeError("the link is down")
 
         transfer.wait = fail

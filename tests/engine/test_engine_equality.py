@@ -10,7 +10,7 @@ from schedules import draw_schedule, perform
 
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Request, Sampling
-from firsttoken.engine.swap.block_copier import Moved
+from firsttoken.engine.swap.block_copier import CopyTimes
 
 pytestmark = [pytest.mark.long(seconds=100), pytest.mark.usefixtures("in_pieces")]
 ANSWER = 24
@@ -44,7 +44,7 @@ class Forgetful(LiveExecutor):
 
     lost = 0
 
-    def swap_out(self, request: Request) -> Moved | None:
+    def swap_out(self, request: Request) -> CopyTimes | None:
         moved = super().swap_out(request)
         if moved is not None:
             self.host_pool.rows(request.host)[-self.lost :] = 0

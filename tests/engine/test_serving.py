@@ -13,7 +13,7 @@ import pytest
 from firsttoken.engine.async_engine import AsyncEngine, Stream
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Request, Sampling, ScheduledChunk
-from firsttoken.engine.swap.block_copier import Moved, Movement
+from firsttoken.engine.swap.block_copier import CopyTimes, Movement
 from firsttoken.study.errors import BusyError, EngineError, RequestError
 
 TIMEOUT_S = 120.0  # s; nothing here takes one of them
@@ -316,7 +316,7 @@ class LinkFailsOnce(Gated):
 class Broken(Movement):
     done = True
 
-    def wait(self) -> Moved:
+    def wait(self) -> CopyTimes:
         raise RuntimeError("out of memory")
 
 

@@ -148,7 +148,7 @@ def test_a_client_that_vanishes_or_sleeps_or_never_reads_leaves_nothing(here, se
                         await deaf.write(said)
             except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 pass
-            await reached(lambda: server.sessions.ends["IdleError"] >= 2)
+            await reached(lambda: server.sessions.ends["IdleClientError"] >= 2)
             return [(await sleeping.code()).name, await sleeping.details()]
 
     code, said = wait_for(misbehave())

@@ -13,7 +13,7 @@ import torch
 from swarms import part, says
 
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.swarm import Conduct
+from firsttoken.petals.swarm import ServerConduct
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.tuning.passes import Pass
 from firsttoken.petals.tuning.remote_training import TrainingChain
@@ -58,7 +58,7 @@ def test_whatever_a_server_answers_another_is_asked(pair, client, asked):
     (bad, good), one = pair, asked(8, TOKENS)
     model = client(bad.record.address)
     for number, code in enumerate(CODES):
-        model.swarm.conduct = Conduct(model.swarm.timeouts)
+        model.swarm.conduct = ServerConduct(model.swarm.timeouts)
         ends = refuse(bad, code, after=number % 2)
         first_asked(model, bad)
         says(model, one)
@@ -90,7 +90,7 @@ def test_passes_of_training_ask_another(here, client):
 
     chain, hidden = TrainingChain(model.swarm, range(6)), torch.randn(1, 4, 32)
     for refusal in (RequestError("no"), SwarmError("no"), ValueError("no"), asyncio.CancelledError()):
-        model.swarm.conduct = Conduct(model.swarm.timeouts)
+        model.swarm.conduct = ServerConduct(model.swarm.timeouts)
         bad.frozen.answer = partial(refusing, refusal=refusal)
         first_asked(model, bad)
         out, entered = wait_for(chain.forward(hidden, {}, 1.0))
@@ -100,7 +100,7 @@ def test_passes_of_training_ask_another(here, client):
             wait_for(chain.backward([entered[0][1:]], hidden, {}, 1.0))
     assert [server for server, _ in chain.faults] == [bad.record.server] * 4
     good.frozen.answer = bad.frozen.answer = partial(refusing, refusal=RequestError("no"))
-    model.swarm.conduct = Conduct(model.swarm.timeouts)
+    model.swarm.conduct = ServerConduct(model.swarm.timeouts)
     with pytest.raises(RequestError, match=r"refuses: no .*no other server that answers has blocks 0 to 5"):
         wait_for(chain.forward(hidden, {}, 1.0))
     assert len(chain.faults) == 6  # each was asked once
@@ -155,7 +155,7 @@ def test_who_is_late_stays_where_nobody_is_faster(here, client, asked):
 
 
 def test_one_step_that_is_late_is_anybodys():
-    conduct = Conduct(Timeouts())
+    conduct = ServerConduct(Timeouts())
     for seconds in (0.01, 5.0, *[0.01] * 8, 5.0, 0.01):
         conduct.took("a", seconds, 0.01)
         assert conduct.late_s("a") == 0
@@ -170,7 +170,7 @@ def test_one_step_that_is_late_is_anybodys():
 def test_who_fails_again_is_left_for_longer(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("firsttoken.petals.swarm.time.monotonic", lambda: now[0])
-    conduct = Conduct(Timeouts(ban_s=10.0, find_s=8.0))
+    conduct = ServerConduct(Timeouts(ban_s=10.0, find_s=8.0))
     for failures, (rest_s, ban_s) in enumerate([(0.05, 10), (0.1, 20), (0.2, 40), (0.4, 80), (0.8, 100), (1.6, 100)]):
         conduct.failed("a")
         begun = now[0]

@@ -157,7 +157,7 @@ def test_sessions_that_compute_nothing_shut_nobody_out(small):
         empty = [await opened(f"flood {number}") for number in range(4)]
         await reached(lambda: up.sessions.open >= 4)
         await opened("victim", step(0, 0, 3))
-        assert up.sessions.open == 4 and up.sessions.ends["LostError"] == 1
+        assert up.sessions.open == 4 and up.sessions.ends["MissingTokensError"] == 1
         assert (await empty[0].code()) is grpc.StatusCode.ABORTED
 
     wait_for(run())
@@ -195,7 +195,7 @@ def test_one_client_with_all_sessions_makes_way_for_another_and_not_for_itself(s
     code, said = wait_for(run())
     assert code == "RESOURCE_EXHAUSTED"
     assert said.startswith("4 sessions are open here, and no more are taken; ask again in ")
-    assert up.sessions.ends["LostError"] == 2
+    assert up.sessions.ends["MissingTokensError"] == 2
 
 
 def test_one_client_with_the_whole_pool_makes_room_for_another(small):

@@ -15,9 +15,9 @@ from firsttoken.petals.records import (
     MOST,
     Record,
     Registry,
-    StaleError,
+    StaleRecordError,
     TwinError,
-    UnprovenError,
+    UnprovenRecordError,
     read_record,
 )
 from firsttoken.study.errors import SwarmError
@@ -74,9 +74,9 @@ def test_a_replayed_record_is_refused_also_after_the_later_one_has_gone():
     registry = Registry()
     old = record(life=LONGEST_S)
     registry.take(record(at=NOW + 5, life=10.0), NOW + 5)
-    with pytest.raises(StaleError, match="older than the one that is known: it is replayed"):
+    with pytest.raises(StaleRecordError, match="older than the one that is known: it is replayed"):
         registry.take(old, NOW + 6)
-    for now, wrong in ((NOW + 6, StaleError), (NOW + 100, UnprovenError)):
+    for now, wrong in ((NOW + 6, StaleRecordError), (NOW + 100, UnprovenRecordError)):
         with pytest.raises(wrong):
             registry.renew(old, now)
 
@@ -90,7 +90,7 @@ def test_a_record_counts_for_its_life_whatever_the_clock_of_its_server_says(off_
     registry.take(record(at=NOW + off_s + 10), NOW + 10.5)
     registry.renew(record(at=NOW + off_s + 20), NOW + 30)  # that came late
     assert registry.live(NOW + 50.4) and not registry.live(NOW + 50.6)
-    with pytest.raises(UnprovenError, match="expired on its way here"):
+    with pytest.raises(UnprovenRecordError, match="expired on its way here"):
         registry.renew(record(at=NOW + off_s + 20.1, life=9.0), NOW + 49)
     registry.renew(record(at=NOW + off_s + 1000), NOW + 50)  # issued ahead: it counts from now on
     assert registry.live(NOW + 79.9) and not registry.live(NOW + 80.1)
@@ -99,7 +99,7 @@ def test_a_record_counts_for_its_life_whatever_the_clock_of_its_server_says(off_
 def test_a_server_that_runs_again_by_another_clock_is_believed_when_it_says_so_itself():
     registry, again = Registry(), record(at=NOW - 60, started=NOW - 60)
     registry.take(record(), NOW)
-    with pytest.raises(UnprovenError):
+    with pytest.raises(UnprovenRecordError):
         registry.renew(again, NOW + 1)
     assert registry.take(again, NOW + 1) and registry.live(NOW + 30.9) == [again]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from slots import check_slots
 
 from firsttoken.petals.fairness import Client
-from firsttoken.petals.kv_slots import CachedSequence, KVSlots, LostError
+from firsttoken.petals.kv_slots import CachedSequence, KVSlots, MissingTokensError
 from firsttoken.petals.states import Stretch
 from firsttoken.study.errors import BusyError, FirstTokenError, RequestError
 
@@ -124,7 +124,7 @@ def test_who_needs_blocks_of_steps_under_way_waits_for_them_in_line():
 @pytest.mark.parametrize(
     ("stretch", "kind", "said"),
     [
-        (Stretch(0, 1, 2), LostError, "sequence 0 has 0 tokens here, and the step begins at 1"),
+        (Stretch(0, 1, 2), MissingTokensError, "sequence 0 has 0 tokens here, and the step begins at 1"),
         (Stretch(0, 0, 41), RequestError, "sequence 0 of 41 tokens exceeds the context of 40"),
         (Stretch(0, 0, 33), BusyError, "the pool of 32 tokens is full"),
     ],
@@ -142,7 +142,7 @@ def test_layers_that_a_client_has_left_out_are_not_there_any_more():
     for start, end, first in ((0, 5, 2), (5, 6, 3)):
         slots.place(mine, [Stretch(0, start, end)], first)
         slots.computed(mine, [Stretch(0, start, end)])
-    with pytest.raises(LostError, match="sequence 0 has nothing here of layer 2, where the step begins"):
+    with pytest.raises(MissingTokensError, match="sequence 0 has nothing here of layer 2, where the step begins"):
         slots.place(mine, [Stretch(0, 6, 7)], 2)
     slots.place(mine, [Stretch(0, 0, 7)], 1)
     assert mine[0].first == 1

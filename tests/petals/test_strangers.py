@@ -34,7 +34,7 @@ from firsttoken.petals.contacts import (
 )
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.keys import public_hex
-from firsttoken.petals.records import MOST, Record, Registry, UnprovenError
+from firsttoken.petals.records import MOST, Record, Registry, UnprovenRecordError
 from firsttoken.petals.states import most_bytes
 from firsttoken.study.errors import SwarmError
 
@@ -145,7 +145,7 @@ def test_under_any_junk_an_honest_record_that_is_said_at_its_address_is_taken_an
             registry.take(taken[some.server], now)
         elif what == 1:  # anybody passes on what anybody signed
             wrong = registry.take_all([junk(draw.randrange(5000), "a" * 64, now) for _ in range(8)], now)
-            assert all(isinstance(error, UnprovenError) for error in wrong.values()) and len(wrong) > 0
+            assert all(isinstance(error, UnprovenRecordError) for error in wrong.values()) and len(wrong) > 0
         elif what == 2:  # or forges what is newer than what is known
             forged = [replace(one, issued=now + 4, blocks=(0, 1)) for one in taken.values()]
             registry.take_all(forged + [replace(one, server=public_hex(keyed(5))) for one in taken.values()], now)

@@ -35,17 +35,17 @@ def a_pass(config, tokens: int = TOKENS) -> Pass:
     return Pass(hidden, adapters, 2.0, gradient)
 
 
-class Kept:
+class FinishedWindows:
     """Bytes that autograd keeps, the most of them at once."""
 
     def __init__(self) -> None:
         self.now = self.most = 0
 
-    def pack(self, tensor: torch.Tensor) -> Kept.One:
-        return Kept.One(self, tensor)
+    def pack(self, tensor: torch.Tensor) -> FinishedWindows.One:
+        return FinishedWindows.One(self, tensor)
 
     class One:
-        def __init__(self, kept: Kept, tensor: torch.Tensor) -> None:
+        def __init__(self, kept: FinishedWindows, tensor: torch.Tensor) -> None:
             self.kept, self.tensor = kept, tensor
             kept.now += tensor.nbytes
             kept.most = max(kept.most, kept.now)
@@ -58,7 +58,7 @@ def test_backward_keeps_a_few_layers_at_a_time_and_says_the_same(folder, tiny, m
     found = {}
     for layers in (6, 2, 1):
         monkeypatch.setattr(blocks, "MOST_KEPT", layers * TOKENS)
-        kept, server = Kept(), FrozenBlocks(folder, range(6), torch.float32)
+        kept, server = FinishedWindows(), FrozenBlocks(folder, range(6), torch.float32)
         with saved_tensors_hooks(kept.pack, lambda one: one.tensor):
             said = server.run(range(6), a_pass(tiny.config))
         found[layers] = kept.most, said

@@ -21,9 +21,9 @@ from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.keys import public_hex, read_said, server_key, signature_of
 from firsttoken.petals.message_headers import ACCUSE
 from firsttoken.petals.states import Stretch
-from firsttoken.petals.swarm import Conduct
+from firsttoken.petals.swarm import ServerConduct
 from firsttoken.petals.trust import commitments
-from firsttoken.petals.trust.arbitration import TOLERANCE, Ruling
+from firsttoken.petals.trust.arbitration import TOLERANCE, AuditRuling
 from firsttoken.petals.trust.auditor import AGREED, CONVICTED, INCONCLUSIVE, WITNESS, Audits
 from firsttoken.petals.trust.commitments import Charge, Evidence, digest_rows, read_commitment
 from firsttoken.study.errors import SwarmError
@@ -263,7 +263,7 @@ def test_who_does_not_vouch_for_an_answer_is_left_out(here, client, asked):
     commit = up.sessions.committer.commit
     for wrong, why in ((lambda *_: "", "carries no commitment"), (swapped(commit), "of other inputs or outputs")):
         part(model)
-        model.swarm.conduct = Conduct(model.swarm.timeouts)
+        model.swarm.conduct = ServerConduct(model.swarm.timeouts)
         for server in (first, second):
             model.swarm._pings[server.record.address] = 0.0 if server is up else 1.0
         up.sessions.committer.commit = wrong
@@ -378,4 +378,4 @@ async def unserved(model) -> None:
 def test_a_ruling_that_cannot_be_read_convicts_nobody(said: bytes) -> None:
     """Bytes that are no text are a keeper's fault, too, and end an audit without a finding."""
     with pytest.raises(SwarmError, match=r"^the keeper's ruling cannot be read: "):
-        read_said(Ruling, said, "the keeper's ruling cannot be read")
+        read_said(AuditRuling, said, "the keeper's ruling cannot be read")

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.progressiveserve.passlayer import PassLayer, pass_layers, restore_layers
-from firsttoken.progressiveserve.quality import GapCache
+from firsttoken.progressiveserve.quality import PrunedCache
 from firsttoken.study.errors import StageError
 
 DEPTH = 4
@@ -62,7 +62,7 @@ def test_a_passed_block_is_the_shortened_model(make_model, ids, kind, missing):
     passed = model(ids, use_cache=False).logits
     torch.testing.assert_close(passed, short(ids, use_cache=False).logits, **TOLERANCE)
     assert (passed - full).abs().max() > 1000 * TOLERANCE["atol"], "the block matters"
-    tokens, scores = greedy(model, ids, GapCache())
+    tokens, scores = greedy(model, ids, PrunedCache())
     short_tokens, short_scores = greedy(short, ids, DynamicCache())
     for said, plain in zip(tokens.tolist(), map(Plain, short_tokens.tolist(), short_scores), strict=True):
         assert check_greedy(said, plain) == 8
@@ -74,7 +74,7 @@ def test_decoding_with_any_gaps_equals_the_forward_without_a_cache(make_model, i
     model = make_model(kind, DEPTH)
     pass_layers(model, missing)
     expected = model(ids, use_cache=False).logits
-    cache = GapCache()
+    cache = PrunedCache()
     torch.testing.assert_close(stepwise(model, ids, cache, given=7), expected, **TOLERANCE)
     assert cache.get_seq_length() == (0 if len(missing) == DEPTH else ids.shape[1])
     assert all(cache.get_seq_length(i) == cache.get_seq_length() for i in range(DEPTH))
@@ -87,14 +87,14 @@ def test_a_gap_at_layer_0_is_what_the_cache_guards_against(make_model, ids, kind
     plain = stepwise(model, ids, DynamicCache(), given=7)
     torch.testing.assert_close(plain[:, :7], expected[:, :7], **TOLERANCE)
     assert (plain[:, 7:] - expected[:, 7:]).abs().max() > 0.1, "positions restart at 0, without an error"
-    torch.testing.assert_close(stepwise(model, ids, GapCache(), given=7), expected, **TOLERANCE)
+    torch.testing.assert_close(stepwise(model, ids, PrunedCache(), given=7), expected, **TOLERANCE)
 
 
 def test_several_tokens_at_once_after_a_gap(make_model, ids, kind):
     model = make_model(kind)
     pass_layers(model, [0, 2])
     expected = model(ids, use_cache=False).logits
-    cache = GapCache()
+    cache = PrunedCache()
     parts = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split([3, 5, 4], dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), expected, **TOLERANCE)
 
@@ -103,14 +103,14 @@ def test_generate_takes_the_cache(make_model, ids, kind):
     model = make_model(kind)
     pass_layers(model, [0])
     for prompt in ids.tolist():
-        cached = generated(model, prompt, 6, past_key_values=GapCache(), eos_token_id=None)
+        cached = generated(model, prompt, 6, past_key_values=PrunedCache(), eos_token_id=None)
         assert check_greedy(cached.tokens, generated(model, prompt, 6, use_cache=False, eos_token_id=None)) == 6
 
 
 def test_copies_of_a_cache_with_gaps_live_apart(make_model, ids, kind):
     model = make_model(kind)
     pass_layers(model, [0, 2])
-    cache = GapCache()
+    cache = PrunedCache()
     with torch.inference_mode():
         model(ids, past_key_values=cache, use_cache=True)
         copied = copy.deepcopy(cache)
@@ -124,7 +124,7 @@ def test_copies_of_a_cache_with_gaps_live_apart(make_model, ids, kind):
 
 def test_without_gaps_it_is_a_plain_cache(make_model, ids, kind):
     model = make_model(kind)
-    assert torch.equal(stepwise(model, ids, GapCache(), 7), stepwise(model, ids, DynamicCache(), 7))
+    assert torch.equal(stepwise(model, ids, PrunedCache(), 7), stepwise(model, ids, DynamicCache(), 7))
 
 
 @pytest.mark.parametrize("missing", [(0,), (1, 2), (0, 1, 2, 3)])
@@ -138,7 +138,7 @@ def test_all_real_after_a_restore_is_the_original_to_the_bit(make_model, ids, ki
     restore_layers(model, removed)
     assert list(layers_of(model)) == stood
     assert torch.equal(model(ids, use_cache=False).logits, before)
-    assert torch.equal(stepwise(model, ids, GapCache(), 7), decoded)
+    assert torch.equal(stepwise(model, ids, PrunedCache(), 7), decoded)
 
 
 @pytest.mark.parametrize("indices", [[1, DEPTH], [-1], [-1, 2], [0, 99]])
@@ -159,5 +159,5 @@ def test_no_layers_and_repeated_ones(make_model, kind):
 
 def test_a_passed_layer_holds_no_weights_and_returns_its_input_itself(kind):
     states = torch.rand(1, 2, 3)
-    assert PassLayer()(states, attention_mask=None, past_key_values=GapCache(), anything=kind) is states
+    assert PassLayer()(states, attention_mask=None, past_key_values=PrunedCache(), anything=kind) is states
     assert not list(PassLayer().parameters())

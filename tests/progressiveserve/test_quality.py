@@ -11,7 +11,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from firsttoken.assets.corpora import QAItem
 from firsttoken.progressiveserve.passlayer import pass_layers
-from firsttoken.progressiveserve.quality import AnswerConfig, GapCache, _decode, answer_scores, perplexity, text_scores
+from firsttoken.progressiveserve.quality import (
+    AnswerConfig,
+    PrunedCache,
+    _decode,
+    answer_scores,
+    perplexity,
+    text_scores,
+)
 from firsttoken.progressiveserve.samples import qa_prompt
 from firsttoken.scoring import exact_match, token_f1
 
@@ -147,7 +154,7 @@ def test_an_answer_does_not_depend_on_how_long_its_neighbour_talks(tokenizer, pa
 
     def said(*tokens: int) -> list[str]:
         first = F.one_hot(torch.tensor(tokens), model.config.vocab_size).float()
-        return _decode(model, tokenizer, first, GapCache(), torch.ones(len(tokens), 0, dtype=torch.long), 10)
+        return _decode(model, tokenizer, first, PrunedCache(), torch.ones(len(tokens), 0, dtype=torch.long), 10)
 
     with torch.inference_mode():
         assert said(*starts) == said(starts[0]) + said(starts[1]) == ["Pari", "zuvwkkkkkk"]

@@ -8,7 +8,7 @@ from entries import entry as measured
 from firsttoken.study import paths
 from firsttoken.study.errors import ClaimsError
 from firsttoken_studies.record.claims import Claim, digests, load_claims
-from firsttoken_studies.record.claims_table import Own, table_for
+from firsttoken_studies.record.claims_table import OwnRun, table_for
 from firsttoken_studies.registry import EXPERIMENTS
 
 ENTRY = """\
@@ -137,11 +137,11 @@ def test_a_readers_values_stand_beside_the_record_and_neither_is_taken_for_the_o
         for name in ("machine", "sizes")
     ]
     mine = make_result(summary=[measured(value=0.5)], machine={"slug": "laptop-avx2-4c", "gpu": None}, **kept)
-    table = table_for([ratio, other], [*recorded, mine], "test-cpu-2c", Own("laptop-avx2-4c", "quick", (mine,)))
+    table = table_for([ratio, other], [*recorded, mine], "test-cpu-2c", OwnRun("laptop-avx2-4c", "quick", (mine,)))
     head = cells(table, 0)
     assert head[2:4] == ["yours: laptop-avx2-4c, quick", "recorded"] and head[-2:] == ["yours says", "the record says"]
     first, second = (dict(zip(head, cells(table, row), strict=True)) for row in (2, 3))
     assert [first[key] for key in head[2:4] + head[-2:]] == ["0.5 x", "2 x", "not reproduced", "reproduced"]
     assert [second[key] for key in head[2:4] + head[-2:]] == ["", "2 x", "not run here", "reproduced"]
-    same = table_for([ratio], [recorded[0], mine], "test-cpu-2c", Own("test-cpu-2c", "quick", ()))
+    same = table_for([ratio], [recorded[0], mine], "test-cpu-2c", OwnRun("test-cpu-2c", "quick", ()))
     assert cells(same, 2)[2:4] == ["", "2 x"], "a machine of the same name, too, has only what it ran itself"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from entries import entry
 
 from firsttoken_studies import ledger
-from firsttoken_studies.record.claims_table import WIDTH, Own, run_end
+from firsttoken_studies.record.claims_table import WIDTH, OwnRun, run_end
 
 GAIN = {"kind": "ratio", "value": 2.0, "unit": "x", "tolerance": 0.1, "no_effect": 1.0}
 
 
 def end(claims, recorded, mine) -> list[str]:
-    return run_end(claims, recorded, "there", Own("here", "quick", tuple(mine)))
+    return run_end(claims, recorded, "there", OwnRun("here", "quick", tuple(mine)))
 
 
 def measured(make_result, value: float, n: int = 5, **where):
@@ -39,7 +39,7 @@ def test_too_few_observations_contradict_nothing(claim, make_result) -> None:
 def test_a_whole_ledger_fits_a_screen() -> None:
     """As if everything had been measured here, with other outcomes."""
     recorded = ledger.recorded()
-    lines = run_end(ledger.claims(), [], ledger.machine(), Own("here", "full", tuple(recorded)))
+    lines = run_end(ledger.claims(), [], ledger.machine(), OwnRun("here", "full", tuple(recorded)))
     assert len(lines) <= 36 and all(len(line) <= WIDTH for line in lines)
     assert sum(line.startswith("    yours ") for line in lines) == 10
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from firsttoken.study.stats import (
     FEW,
     FEWEST,
-    Along,
+    AxisStatistic,
     Interval,
     bootstrap,
     median_ratio,
@@ -77,7 +77,7 @@ def test_columns_of_an_observation_stay_together() -> None:
 
 def test_many_resamples_at_once_give_what_one_after_the_other_gives() -> None:
     pairs = np.random.default_rng(3).uniform(1, 2, (9, 2))
-    together = Along(lambda sample, axis: np.divide(*np.moveaxis(np.percentile(sample, 95, axis=axis), -1, 0)))
+    together = AxisStatistic(lambda sample, axis: np.divide(*np.moveaxis(np.percentile(sample, 95, axis=axis), -1, 0)))
     one = bootstrap(pairs, lambda sample: float(np.divide(*np.percentile(sample, 95, axis=0))), resamples=50)
     assert bootstrap(pairs, together, resamples=50) == one
     assert bootstrap(pairs[:3], together) == bootstrap(pairs[:3], lambda sample: together(sample))

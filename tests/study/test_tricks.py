@@ -22,7 +22,7 @@ from firsttoken_studies import ledger, tricks
 from firsttoken_studies.record.results import recorded_result
 from firsttoken_studies.site.recorded_runs import asked_by, ranges, recorded_runs, script
 from firsttoken_studies.site.tricks_page import SLIDERS, exported, formulas, told_ranges
-from firsttoken_studies.tricks import Situation
+from firsttoken_studies.tricks import TrickSetting
 
 RESULTS = ledger.recorded()
 RUNS = recorded_runs(RESULTS, ledger.machine())
@@ -46,7 +46,7 @@ def test_reuse_is_bounded_as_the_library_bounds_it():
         layers = draw.randrange(4, 60)
         low = draw.randrange(1, layers)
         group = Group(low, draw.randrange(low + 1, layers + 1))
-        s = Situation(layers=layers, group_share=len(group) / layers, link_gbit_per_s=draw.uniform(0.1, 100))
+        s = TrickSetting(layers=layers, group_share=len(group) / layers, link_gbit_per_s=draw.uniform(0.1, 100))
         a_bit = 1024 * s.prompt_tokens * 8 / (s.link_gbit_per_s * 1e9)
         theirs = ReuseRequest(
             "a",
@@ -61,7 +61,7 @@ def test_reuse_is_bounded_as_the_library_bounds_it():
 
 
 def test_what_each_idea_does_at_its_ends():
-    s = Situation()
+    s = TrickSetting()
     assert tricks.progressiveserve(replace(s, deferred_share=0.0)).with_it == tricks.progressiveserve(s).without
     assert tricks.sarathi(replace(s, chunk_tokens=10**6)).with_it == tricks.sarathi(s).without
     assert tricks.cps(replace(s, us_per_copy=0.0, host_gb_per_s=1e6)).with_it < tricks.cps(s).without
@@ -72,7 +72,7 @@ def test_what_each_idea_does_at_its_ends():
 
 def test_a_start_whose_prefill_takes_longer_than_its_loading_is_bounded_by_the_prefill():
     """Layers are computed while the next ones come: the recorded starts are faster than loading and prefill in turn."""
-    slow = Situation(tflop_per_s=0.5)
+    slow = TrickSetting(tflop_per_s=0.5)
     computed = tricks.prefill_s(slow.weights_gb, slow.prompt_tokens, slow.tflop_per_s)
     assert computed > tricks.load_s(slow.weights_gb, slow.link_gbit_per_s)
     assert tricks.progressiveserve(slow).without == tricks.petals(slow).without == computed
@@ -82,7 +82,7 @@ def test_no_recorded_run_is_faster_than_its_formula():
     """But for the noise of a link: a bound that the record breaks is none."""
     assert {run.idea for run in RUNS} == set(tricks.IDEAS)
     for run in RUNS:
-        bound = tricks.IDEAS[run.idea][0](Situation(**run.at))
+        bound = tricks.IDEAS[run.idea][0](TrickSetting(**run.at))
         assert run.without_s >= 0.99 * bound.without and run.with_s >= 0.99 * bound.with_it, run
 
 
@@ -128,7 +128,7 @@ def test_the_page_has_every_run():
 
 
 def test_every_slider_is_a_field_and_begins_at_its_default():
-    fields = Situation.__dataclass_fields__
+    fields = TrickSetting.__dataclass_fields__
     assert sorted(slider.name for slider in SLIDERS) == sorted(fields)
     assert all(slider.low <= slider.value <= slider.high for slider in SLIDERS)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from firsttoken.engine.request import Request
-from firsttoken.engine.simulated import Charged, SimulatedExecutor
+from firsttoken.engine.simulated import ChargedCopy, SimulatedExecutor
 
 
 class BesideSteps(SimulatedExecutor):
@@ -16,7 +16,7 @@ class BesideSteps(SimulatedExecutor):
         super().__init__(*args, **options)
         self._link_free_s = 0.0
 
-    def swap_out(self, request: Request) -> Charged | None:
+    def swap_out(self, request: Request) -> ChargedCopy | None:
         before = self._now
         self._now = max(before, self._link_free_s)
         charged = super().swap_out(request)
@@ -27,7 +27,7 @@ class BesideSteps(SimulatedExecutor):
     def swap_in(self, request: Request) -> ComingBack:
         seconds = self.costs_at(self._now).swap_in_s(request.cached)
         self._link_free_s = max(self._now, self._link_free_s) + seconds
-        return ComingBack(self, self._link_free_s, Charged(seconds))
+        return ComingBack(self, self._link_free_s, ChargedCopy(seconds))
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class ComingBack:
 
     executor: BesideSteps
     ends_s: float
-    charged: Charged
+    charged: ChargedCopy
 
     @property
     def done(self) -> bool:
         return self.executor.now() >= self.ends_s
 
-    def wait(self) -> Charged:
+    def wait(self) -> ChargedCopy:
         self.executor.wait_until(self.ends_s)
         return self.charged

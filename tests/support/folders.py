@@ -155,7 +155,7 @@ WAYS = ("serve", "stage", "measure", "swarm")
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnResult:
     """One folder: a value of each axis."""
 
     family: str = "llama"
@@ -185,7 +185,7 @@ class Drawn:
         return ", ".join(said) or "plain"
 
 
-def draw(seed: int, number: int, waiting: bool = False) -> list[Drawn]:
+def draw(seed: int, number: int, waiting: bool = False) -> list[DrawnResult]:
     """``number`` folders; each value of each axis comes again and again, so do pairs of faults."""
     dice, made = random.Random(seed), []
     axes = {
@@ -210,13 +210,13 @@ def draw(seed: int, number: int, waiting: bool = False) -> list[Drawn]:
             chosen["shards"] = "shards"
         if chosen["beside"] in ("own index", "other shards"):
             chosen["shards"] = "one"
-        one = Drawn(**chosen)
+        one = DrawnResult(**chosen)
         if one not in made:
             made.append(one)
     return made
 
 
-def write(drawn: Drawn, folder: Path, seed: int = 0) -> Path:
+def write(drawn: DrawnResult, folder: Path, seed: int = 0) -> Path:
     """The folder of ``drawn``."""
     torch.manual_seed(seed)
     config = FAMILIES[drawn.family]()
@@ -244,7 +244,7 @@ def write(drawn: Drawn, folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def _stored(drawn: Drawn, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _stored(drawn: DrawnResult, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     _, embedding, head = TYING[drawn.tying]
     if drawn.tying == "two that differ":
         tensors[HEAD] = tensors[EMBEDDING] + 1
@@ -272,7 +272,7 @@ def _write_weights(folder: Path, tensors: dict[str, Tensor], sharded: bool) -> N
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": where}))
 
 
-def _write_ends(drawn: Drawn, folder: Path, told: dict[str, Any]) -> None:
+def _write_ends(drawn: DrawnResult, folder: Path, told: dict[str, Any]) -> None:
     end = told.pop("eos_token_id")
     if drawn.end == "config":
         told["eos_token_id"] = end
@@ -282,7 +282,7 @@ def _write_ends(drawn: Drawn, folder: Path, told: dict[str, Any]) -> None:
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
 
 
-def _write_template(drawn: Drawn, folder: Path) -> None:
+def _write_template(drawn: DrawnResult, folder: Path) -> None:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
     if drawn.template == "a file":
         (folder / "chat_template.jinja").write_text(TEMPLATE)
@@ -415,7 +415,7 @@ class Outcome:
     wrong: str = ""
 
 
-def examine(drawn: Drawn, folder: Path, ways: Sequence[str] = WAYS) -> Iterator[tuple[str, Outcome]]:
+def examine(drawn: DrawnResult, folder: Path, ways: Sequence[str] = WAYS) -> Iterator[tuple[str, Outcome]]:
     """Every way into the program with ``folder``, each held to transformers."""
     stock = _transformers(folder)
     prompts = [tokenizer().encode(text).ids for text in PROMPTS]

@@ -27,7 +27,7 @@ from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.request import Phase, Request, Sampling, ScheduledChunk
 from firsttoken.engine.scheduler_state import VICTIMS
-from firsttoken.engine.swap.block_copier import Moved, start
+from firsttoken.engine.swap.block_copier import CopyTimes, start
 from firsttoken.engine.swap.coalesced import OnThread, Overlapped
 from firsttoken.engine.swap.host_pool import Span
 from firsttoken.study.errors import CacheError, RequestError
@@ -133,7 +133,7 @@ class LateCopy(OnThread):
         super().__init__(future)
         self._gate = gate
 
-    def wait(self) -> Moved:
+    def wait(self) -> CopyTimes:
         self._gate.set()
         return super().wait()
 

@@ -144,7 +144,7 @@ OTHER_KEYS: tuple[dict[str, Any], ...] = (
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnResult:
     """A tokenizer by the name of its kind, and the side files by name."""
 
     kind: str
@@ -155,13 +155,13 @@ class Drawn:
         return f"{self.kind} {json.dumps(self.files)[:900]}"
 
 
-def draw(seed: int, number: int) -> Iterator[Drawn]:
+def draw(seed: int, number: int) -> Iterator[DrawnResult]:
     """So many folders; each is the same whenever it is drawn."""
     for index in range(number):
         yield _drawn(random.Random(f"{seed}-{index}"))
 
 
-def write(drawn: Drawn, folder: Path) -> Path:
+def write(drawn: DrawnResult, folder: Path) -> Path:
     """A folder without weights."""
     folder.mkdir(parents=True)
     (folder / "tokenizer.json").write_text(drawn.tokenizer)
@@ -170,7 +170,7 @@ def write(drawn: Drawn, folder: Path) -> Path:
     return folder
 
 
-def _drawn(rng: random.Random) -> Drawn:
+def _drawn(rng: random.Random) -> DrawnResult:
     kind = rng.choice(list(KINDS))
     made: Tokenizer = KINDS[kind]()
     _special(rng, made, kind)
@@ -183,7 +183,7 @@ def _drawn(rng: random.Random) -> Drawn:
     if rng.random() < 0.1:
         made.enable_truncation(3)
         made.enable_padding(length=16)
-    return Drawn(kind, made.to_str(), _settings(rng, made))
+    return DrawnResult(kind, made.to_str(), _settings(rng, made))
 
 
 def _special(rng: random.Random, made: Tokenizer, kind: str) -> None:

@@ -22,7 +22,7 @@ from firsttoken.study.policy_file import PolicyFile, PolicyKind
 from firsttoken_studies.trying import KINDS, transition
 from firsttoken_studies.trying.layers import LAYERS, turned
 from firsttoken_studies.trying.placement import PLACEMENT
-from firsttoken_studies.trying.table import Tried
+from firsttoken_studies.trying.table import TrialTable
 from firsttoken_studies.trying.transition import TRANSITION
 
 PAGE = (paths.ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -104,7 +104,7 @@ def test_the_examples_of_the_page_run_beside_their_siblings(
 
 def test_the_table() -> None:
     rows = {"mine.py": [{"s": v, "ms": 5.0} for v in (1, 2, 3, 4, 5)], "usual": [{"s": 10.0, "ms": 50.0}] * 5}
-    assert Tried("a setting", rows).told().splitlines() == [
+    assert TrialTable("a setting", rows).told().splitlines() == [
         "a setting",
         "n = 5 draws, the same for all; mean [95 % interval]; > is yours",
         "",
@@ -121,7 +121,7 @@ def test_an_interval_of_few_draws_ends_where_its_quantity_does() -> None:
             for share, second in zip((0, 0, 100, 100, 0), (0, 0, 0, 0, 9), strict=True)
         ]
     }
-    (line,) = [line for line in Tried("a setting", rows).told().splitlines() if line.startswith(">")]
+    (line,) = [line for line in TrialTable("a setting", rows).told().splitlines() if line.startswith(">")]
     assert line.split("mine.py")[1].split("]")[:2] == ["  40 [0, 100", "  1.80 [0.00, 6.80"]
 
 

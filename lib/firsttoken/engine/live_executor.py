@@ -28,7 +28,7 @@ from firsttoken.engine.sampling import next_tokens, read_prompts
 from firsttoken.engine.sdpa_attention import PaddedAttend, fastest_attend
 from firsttoken.engine.step_plan import StepPlan, fuse_recompute
 from firsttoken.engine.swap import make_path
-from firsttoken.engine.swap.block_copier import Moved, Movement, SwapPath
+from firsttoken.engine.swap.block_copier import CopyTimes, Movement, SwapPath
 from firsttoken.engine.swap.host_pool import HostPool, Span
 from firsttoken.study.dtypes import name_of
 from firsttoken.study.errors import CacheError, ModelError, RequestError
@@ -304,7 +304,7 @@ class LiveExecutor:
         """Drop the hidden states that are kept of the request."""
         (request.version or self.version).forget(request)
 
-    def swap_out(self, request: Request) -> Moved | None:
+    def swap_out(self, request: Request) -> CopyTimes | None:
         """Copy what the request has cached to the host pool; None when that is full, or there is none."""
         count = self.pool.shape.blocks(request.cached)
         span = self.host_pool.take(count) if self.host_pool else None

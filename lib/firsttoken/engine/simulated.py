@@ -33,14 +33,14 @@ def uncollected_simulation() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Charged:
+class ChargedCopy:
     """Seconds that one way of a swap was charged, which are over by then."""
 
     copy_s: float
     prep_s: float = 0.0
     done: ClassVar[bool] = True
 
-    def wait(self) -> Charged:
+    def wait(self) -> ChargedCopy:
         return self
 
 
@@ -99,20 +99,20 @@ class SimulatedExecutor:
         self._now = times[-1] if times else self._now
         return times
 
-    def swap_out(self, request: Request) -> Charged | None:
+    def swap_out(self, request: Request) -> ChargedCopy | None:
         """Charge the time of the way out, if the host pool has room."""
         blocks = -(-request.cached // self.block_tokens)
         if blocks > self._host_free:
             return None
         self._host_free -= blocks
         request.host = blocks
-        charged = Charged(self.costs_at(self._now).swap_out_s(request.cached))
+        charged = ChargedCopy(self.costs_at(self._now).swap_out_s(request.cached))
         self._now += charged.copy_s
         return charged
 
     def swap_in(self, request: Request) -> SwapIn:
         """Charge the time of the way back."""
-        charged = Charged(self.costs_at(self._now).swap_in_s(request.cached))
+        charged = ChargedCopy(self.costs_at(self._now).swap_in_s(request.cached))
         self._now += charged.copy_s
         return charged
 

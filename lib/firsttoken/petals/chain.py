@@ -34,14 +34,14 @@ from firsttoken.engine.request import KVSource
 from firsttoken.petals.message_headers import NAMED_TOKENS
 from firsttoken.petals.records import Record
 from firsttoken.petals.routing import check_cover, gaps
-from firsttoken.petals.server_call import DoubtFault, ServerFault
+from firsttoken.petals.server_call import ServerFault, UnverifiedFault
 from firsttoken.petals.server_session import ServerSession
 from firsttoken.petals.states import MOST_TOKENS, Stretch, check_states, end_to_end
 from firsttoken.petals.swarm import Swarm
 from firsttoken.study.errors import CacheError, FirstTokenError, SwarmError
 
 
-class Keyed(NamedTuple):
+class PrefixKeys(NamedTuple):
     """A sequence of so many ``tokens`` by now, whose full blocks servers may keep and find by ``keys``; ``stored`` are
     keys and values of how it begins, of all layers, for servers that have less of it."""
 
@@ -77,7 +77,8 @@ class AnswerCheck(Protocol):
         outputs: Tensor,
     ) -> None:
         """Perhaps check what the server of ``record`` has ``outputs`` [tokens, hidden] to ``message``, behind the
-        ``inputs`` [end, hidden] of each of its sequences. Raises DoubtFault for a server that is not to be believed."""
+        ``inputs`` [end, hidden] of each of its sequences. Raises UnverifiedFault for a server that is not to be
+        believed."""
 
 
 class Chain:
@@ -106,7 +107,7 @@ class Chain:
         return self._hidden_cache.nbytes
 
     async def run(
-        self, stretches: Sequence[Stretch], hidden: Tensor, keyed: Mapping[int, Keyed] = MappingProxyType({})
+        self, stretches: Sequence[Stretch], hidden: Tensor, keyed: Mapping[int, PrefixKeys] = MappingProxyType({})
     ) -> Tensor:
         """Return ``hidden`` [tokens, hidden] of ``stretches``, end to end, after the layers.
 
@@ -159,7 +160,7 @@ class Chain:
             session.close()
         self.sessions = []
 
-    async def _adopt(self, new: Mapping[int, Keyed]) -> None:
+    async def _adopt(self, new: Mapping[int, PrefixKeys]) -> None:
         """Ask all servers what they have of how these sequences begin, which go on behind what all have."""
         await self._fill_gaps()
         names = {number: prefix.keys[: (prefix.tokens - 1) // NAMED_TOKENS] for number, prefix in new.items()}
@@ -268,7 +269,9 @@ class Chain:
                 failing_s = failing_s or time.monotonic()
                 refused |= {record.server} if fault.refused else set()
                 await self._drop(session, record, fault)
-                if isinstance(fault, DoubtFault):  # what it told the servers behind it is told them again by another
+                if isinstance(
+                    fault, UnverifiedFault
+                ):  # what it told the servers behind it is told them again by another
                     for behind, _ in self.sessions[hop_index:]:
                         behind.known = dict.fromkeys(behind.known, 0)
                 if time.monotonic() - failing_s > most:
@@ -283,7 +286,7 @@ class Chain:
     ) -> Tensor:
         """The step through one server, behind all that it has not seen; what comes out, of the step's tokens."""
         if record.server in self.swarm.convicted:
-            raise DoubtFault(f"{record.name} was convicted")
+            raise UnverifiedFault(f"{record.name} was convicted")
         behind = [
             Stretch(stretch.number, min(session.known.get(stretch.number, 0), stretch.start), stretch.end)
             for stretch in stretches

@@ -20,9 +20,9 @@ from firsttoken.petals.records import (
     MOST,
     Record,
     Registry,
-    StaleError,
+    StaleRecordError,
     TwinError,
-    UnprovenError,
+    UnprovenRecordError,
     read_record,
     steady_s,
 )
@@ -293,7 +293,7 @@ class Contacts:
             await self._check(record, source, now)
         except TwinError:
             raise
-        except StaleError:
+        except StaleRecordError:
             return ""  # what is known of it is later
         except (SwarmError, BusyError) as error:
             remember(self._refused, record.address, (line_of(str(error)), time.monotonic()), _MOST_FAULTS)
@@ -316,9 +316,9 @@ class Contacts:
         if self.registry.knows(record, now):
             try:
                 return self.registry.renew(record, now)
-            except StaleError:
+            except StaleRecordError:
                 raise
-            except UnprovenError:  # another run of it, or it stood still meanwhile: it is called back
+            except UnprovenRecordError:  # another run of it, or it stood still meanwhile: it is called back
                 self._strangers.take(source)
             except SwarmError:
                 self._strangers.take(source)  # forged: the next one costs this source, too
@@ -365,7 +365,7 @@ class Contacts:
             return
         try:
             self.registry.take(speaker, steady_s())
-        except StaleError:
+        except StaleRecordError:
             if not self.registry.knows(speaker, steady_s()):
                 raise
         self._asked.pop(spot_of(address), None)
@@ -374,9 +374,9 @@ class Contacts:
         wrong = self.registry.take_all(exchanged.records, steady_s())
         for record in exchanged.records:
             error = wrong.get(record.server)
-            if error is not None and not isinstance(error, UnprovenError | StaleError):
+            if error is not None and not isinstance(error, UnprovenRecordError | StaleRecordError):
                 self.fault(record.address, str(error))
-        return [record for record in exchanged.records if isinstance(wrong.get(record.server), UnprovenError)]
+        return [record for record in exchanged.records if isinstance(wrong.get(record.server), UnprovenRecordError)]
 
     def fault(self, address: str, reason: str) -> None:
         """Note that the member at ``address`` does not count, and the reason ``reason``."""

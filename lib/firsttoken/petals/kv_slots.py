@@ -24,11 +24,11 @@ from firsttoken.petals.states import Stretch
 from firsttoken.study.errors import BusyError, RequestError, SwarmError
 
 
-class LostError(SwarmError):
+class MissingTokensError(SwarmError):
     """The server does not have the tokens before a step any more (or never had): send them again."""
 
 
-class SoonError(BusyError):
+class BusyBlocksError(BusyError):
     """The blocks come free when the steps that are under way have run."""
 
 
@@ -92,7 +92,7 @@ class KVSlots:
             while True:
                 try:
                     return self.place(sequences, stretches, first, client)
-                except SoonError:
+                except BusyBlocksError:
                     self._released.clear()
                     await self._released.wait()
 
@@ -102,9 +102,9 @@ class KVSlots:
         """The works of a step of a session of ``client`` whose sequences are ``sequences``; takes the blocks that they
         need, or none.
 
-        The step begins at layer ``first``: a client may leave layers out from then on, as they have come to it.
-        Raises LostError for a step that begins behind what is cached, or at layers that were left out, RequestError
-        beyond the context, BusyError where there is no room, SoonError where there will be.
+        The step begins at layer ``first``: a client may leave layers out from then on, as they have come to it. Raises
+        MissingTokensError for a step that begins behind what is cached, or at layers that were left out, RequestError
+        beyond the context, BusyError where there is no room, BusyBlocksError where there will be.
         """
         needs = self._needs(sequences, stretches, first)
         for stretch in stretches:
@@ -115,7 +115,7 @@ class KVSlots:
         for number, sequence in self._yielding(client, keep, sum(needs), len(new)):
             self.leave(self._homes[id(sequence)][0], [number])
         if (taken := self.pool.take(sum(needs))) is None:
-            raise SoonError("all blocks are in use by steps that run now: ask again soon")
+            raise BusyBlocksError("all blocks are in use by steps that run now: ask again soon")
         chunks, now = [], time.monotonic()
         for stretch, need in zip(stretches, needs, strict=True):
             if (sequence := sequences.get(stretch.number)) is None:
@@ -197,11 +197,13 @@ class KVSlots:
         for stretch in stretches:
             cached = sequences[stretch.number].cached if stretch.number in sequences else 0
             if stretch.start > cached:
-                raise LostError(
+                raise MissingTokensError(
                     f"sequence {stretch.number} has {cached} tokens here, and the step begins at {stretch.start}"
                 )
             if stretch.start and first < sequences[stretch.number].first:
-                raise LostError(f"sequence {stretch.number} has nothing here of layer {first}, where the step begins")
+                raise MissingTokensError(
+                    f"sequence {stretch.number} has nothing here of layer {first}, where the step begins"
+                )
             if stretch.end > self.context:
                 raise RequestError(
                     f"sequence {stretch.number} of {stretch.end} tokens exceeds the context of {self.context}"
@@ -214,11 +216,11 @@ class KVSlots:
         """Return the blocks of ``sequence`` without those that a step from ``start`` on would write to, and others may
         have.
 
-        Raises LostError where the step would go on within one of these.
+        Raises MissingTokensError where the step would go on within one of these.
         """
         first_block = start // self.block_tokens
         if start % self.block_tokens and self.pool.published(sequence.blocks[first_block]):
-            raise LostError(f"token {start} is within a block that others may have: begin the step at a block")
+            raise MissingTokensError(f"token {start} is within a block that others may have: begin the step at a block")
         return sequence.blocks[:first_block] + [
             block for block in sequence.blocks[first_block:] if not self.pool.published(block)
         ]

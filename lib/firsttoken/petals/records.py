@@ -55,11 +55,11 @@ class TwinError(SwarmError):
     """Two servers announce under one key."""
 
 
-class StaleError(SwarmError):
+class StaleRecordError(SwarmError):
     """A record that is not newer than the one that is known."""
 
 
-class UnprovenError(SwarmError):
+class UnprovenRecordError(SwarmError):
     """A record that somebody passes on, of a server that has not said it at its address itself."""
 
 
@@ -200,28 +200,28 @@ class Registry:
     def renew(self, record: Record, now: float) -> None:
         """Believe ``record``, which anybody passes on, where it renews what its server has said here itself.
 
-        Raises UnprovenError where it does not, or is older than its life by that server's clock, StaleError for one
-        that is not newer, SwarmError for a forged one.
+        Raises UnprovenRecordError where it does not, or is older than its life by that server's clock, StaleRecordError
+        for one that is not newer, SwarmError for a forged one.
         """
         entry = self._entries.get(record.server)
         if entry is None or entry.until <= now or entry.record.run != record.run:
-            raise UnprovenError(f"the record of {record.name} was not heard at its address yet")
+            raise UnprovenRecordError(f"the record of {record.name} was not heard at its address yet")
         if record.issued <= entry.record.issued:
-            raise StaleError(f"the record of {record.name} is older than the one that is known")
+            raise StaleRecordError(f"the record of {record.name} is older than the one that is known")
         if record.expires - entry.ahead_s <= now:
-            raise UnprovenError(f"the record of {record.name} expired on its way here")
+            raise UnprovenRecordError(f"the record of {record.name} expired on its way here")
         record.check()
         self._believe(record, entry.ahead_s, now)
 
     def check(self, record: Record, now: float) -> None:
-        """Raise SwarmError for a record that is forged or lives too long; StaleError for one that is older than what is
-        known of the same run of its server; TwinError for one whose key is in use at another address since an earlier
-        time. The signature, which takes longest, is looked at last."""
+        """Raise SwarmError for a record that is forged or lives too long; StaleRecordError for one that is older
+        than what is known of the same run of its server; TwinError for one whose key is in use at another address
+        since an earlier time. The signature, which takes longest, is looked at last."""
         record.check_life()
         entry = self._entries.get(record.server)
         latest = entry.record if entry is not None and entry.until > now else None
         if latest is not None and latest.run == record.run and record.issued <= latest.issued:
-            raise StaleError(f"the record of {record.name} is older than the one that is known: it is replayed")
+            raise StaleRecordError(f"the record of {record.name} is older than the one that is known: it is replayed")
         record.check()
         if latest is None or latest.address == record.address:
             return
@@ -234,8 +234,8 @@ class Registry:
     def take_all(self, records: Iterable[Record], now: float) -> dict[str, SwarmError]:
         """Believe those of ``records``, which somebody passes on, that renew what is known.
 
-        What is wrong with the others, by subkey: UnprovenError for servers that have not said it here themselves, whose
-        signatures are not looked at. After ``_MOST_FORGED`` forged ones no more are.
+        What is wrong with the others, by subkey: UnprovenRecordError for servers that have not said it here themselves,
+        whose signatures are not looked at. After ``_MOST_FORGED`` forged ones no more are.
         """
         wrong: dict[str, SwarmError] = {}
         forged = 0
@@ -245,10 +245,10 @@ class Registry:
                 continue
             try:
                 if forged >= _MOST_FORGED:
-                    raise UnprovenError(f"the record of {record.name} came behind {forged} forged ones")
+                    raise UnprovenRecordError(f"the record of {record.name} came behind {forged} forged ones")
                 self.renew(record, now)
             except SwarmError as error:
-                forged += not isinstance(error, UnprovenError | StaleError)
+                forged += not isinstance(error, UnprovenRecordError | StaleRecordError)
                 wrong[record.server] = error
         return wrong
 

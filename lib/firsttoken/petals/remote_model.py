@@ -21,7 +21,7 @@ from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.request import KVSource, Request, Sampling
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.petals.access import Access
-from firsttoken.petals.chain import Chain, Keyed
+from firsttoken.petals.chain import Chain, PrefixKeys
 from firsttoken.petals.checkpoint_blocks import load_ends, model_sha256
 from firsttoken.petals.event_loop import begin, wait_for
 from firsttoken.petals.message_headers import NAMED_TOKENS
@@ -83,7 +83,7 @@ class RemoteSegment:
         self._found.pop(request, None)
         begin(self.chain.forget([request]))
 
-    def _keyed(self, request: Request, start: int) -> Keyed | None:
+    def _keyed(self, request: Request, start: int) -> PrefixKeys | None:
         """The blocks of a request that servers keep, as the engine's own pool names them, behind whose they are and its
         variant; before its first step with what is stored of it. None where they keep none."""
         source, tokens = None, len(request.tokens)
@@ -96,10 +96,10 @@ class RemoteSegment:
         salt = self._owner + request.salted(f"{request.version and request.version.key}").encode()
         if request.keys[:1] != [salt]:
             request.keys = [salt]
-        return Keyed(tokens, block_keys(request, NAMED_TOKENS, most // NAMED_TOKENS), source)
+        return PrefixKeys(tokens, block_keys(request, NAMED_TOKENS, most // NAMED_TOKENS), source)
 
 
-class Ends(NamedTuple):
+class ModelEnds(NamedTuple):
     """A ``model`` of which embedding, norm and head are here, and the ``names`` (sha256) that servers know it by."""
 
     model: nn.Module
@@ -131,7 +131,7 @@ class RemoteModel:
         audits: Audits | None = None,
         tokens: int = 16384,
         config: EngineConfig = DEFAULT_CONFIG,
-        model_ends: Ends | None = None,
+        model_ends: ModelEnds | None = None,
         variants: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         coding = coding or str(dtype).removeprefix("torch.")
@@ -141,7 +141,7 @@ class RemoteModel:
             raise SwarmError("audits compare answers in float32: set dtype and coding to float32, or audit nothing")
         if config.share_prefixes and audits is not None:
             raise SwarmError(f"{UNSHARED}; leave one of them out")
-        model_ends = model_ends or Ends(load_ends(folder, dtype, device), [model_sha256(folder)])
+        model_ends = model_ends or ModelEnds(load_ends(folder, dtype, device), [model_sha256(folder)])
         self.model, (name, *others) = model_ends
         width, depth = self.model.config.hidden_size, self.model.config.num_hidden_layers
         self.swarm = Swarm(name, peers, width, access or Access(), timeouts or Timeouts(), other_names=others)

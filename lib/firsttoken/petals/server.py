@@ -23,11 +23,11 @@ from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.contacts import ASKED_BYTES, TALK, Contacts, hear
 from firsttoken.petals.fairness import client_of
 from firsttoken.petals.keys import public_hex, server_key
-from firsttoken.petals.kv_slots import KVSlots, LostError
+from firsttoken.petals.kv_slots import KVSlots, MissingTokensError
 from firsttoken.petals.message_headers import SERVICE
 from firsttoken.petals.placement import Rebalancing
 from firsttoken.petals.records import Record, Registry, TwinError, steady_s
-from firsttoken.petals.session import IdleError, ServerLimits, Sessions
+from firsttoken.petals.session import IdleClientError, ServerLimits, Sessions
 from firsttoken.petals.trust.arbitration import Arbitrator
 from firsttoken.petals.trust.commitments import Committer, read_evidence
 from firsttoken.petals.tuning.frozen import FrozenBlocks
@@ -150,7 +150,7 @@ async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
     kinds = [
         (TwinError, code.ALREADY_EXISTS),
         (BusyError, code.RESOURCE_EXHAUSTED),
-        ((LostError, IdleError), code.ABORTED),
+        ((MissingTokensError, IdleClientError), code.ABORTED),
         (RequestError, code.INVALID_ARGUMENT),
         (SwarmError, code.FAILED_PRECONDITION),
     ]

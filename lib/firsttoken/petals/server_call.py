@@ -26,7 +26,7 @@ class ServerFault(SwarmError):
         self.refused = refused
 
 
-class DoubtFault(ServerFault):
+class UnverifiedFault(ServerFault):
     """This server is not to be believed: what it has answered so far may be wrong, too."""
 
 

@@ -16,7 +16,7 @@ import torch
 from firsttoken.petals.batcher import Batcher
 from firsttoken.petals.checkpoint_blocks import parse_blocks
 from firsttoken.petals.fairness import Client, Ending, busy, client_of, who_yields
-from firsttoken.petals.kv_slots import LostError, Sequences
+from firsttoken.petals.kv_slots import MissingTokensError, Sequences
 from firsttoken.petals.message_headers import ADAPTER, HEADERS, NAMED_TOKENS, VERSION
 from firsttoken.petals.states import check_states
 from firsttoken.petals.trust.commitments import Committer
@@ -32,7 +32,7 @@ _POLL_S = 0.02  # between two looks whether a session is still open
 _MOST_SILENT = 1024  # messages without a step in a row; a client has as many sequences to end at most
 
 
-class IdleError(SwarmError):
+class IdleClientError(SwarmError):
     """Nothing was heard of a client, or it did not read its answer, for too long."""
 
 
@@ -117,7 +117,7 @@ class Sessions:
             if self._refused < self.limits.sessions:  # how many are listened to at once: each may send a message
                 self._refused += 1
                 try:
-                    with suppress(IdleError):  # a client that is still sending would not hear why
+                    with suppress(IdleClientError):  # a client that is still sending would not hear why
                         await self.within(context.read(), "said nothing")
                 finally:
                     self._refused -= 1
@@ -140,7 +140,7 @@ class Sessions:
             return
         if (session := self._making_way(client)) is None:
             raise busy(f"{self.open} sessions are open here, and no more are taken", self._spare())
-        session.end(LostError("another client lacks a place here: open a session again"))
+        session.end(MissingTokensError("another client lacks a place here: open a session again"))
         self._close(session)  # its place is free now; what it has under way ends by itself
 
     def _spare(self) -> list[float]:
@@ -269,8 +269,8 @@ class Sessions:
     async def within(self, awaited, subject: str, since: float | None = None):
         """Return what is ``awaited`` of a client.
 
-        Raises IdleError, with ``what`` it did, when ``idle_s`` seconds have passed ``since`` then (by the loop's clock;
-        None: now), SwarmError when the server moves and has waited enough.
+        Raises IdleClientError, with ``what`` it did, when ``idle_s`` seconds have passed ``since`` then (by the loop's
+        clock; None: now), SwarmError when the server moves and has waited enough.
         """
         begun = asyncio.get_running_loop().time() if since is None else since
         limit = asyncio.timeout_at(0 if self._ended else begun + self.limits.idle_s)
@@ -281,7 +281,7 @@ class Sessions:
         except TimeoutError:
             if self._ended:
                 raise SwarmError(_MOVES) from None
-            raise IdleError(f"the client {subject} for {self.limits.idle_s:g} s; open a session again") from None
+            raise IdleClientError(f"the client {subject} for {self.limits.idle_s:g} s; open a session again") from None
         finally:
             self._awaited.discard(limit)
 

@@ -42,7 +42,7 @@ class _Behaviour:
     late_s: deque[float] = field(default_factory=lambda: deque(maxlen=_STEPS))
 
 
-class Conduct:
+class ServerConduct:
     """The behaviour of each server, by subkey, as a client with these ``timeouts`` remembers it."""
 
     def __init__(self, timeouts: Timeouts) -> None:
@@ -145,7 +145,7 @@ class Swarm:
         self._width, self._trained = width, trained
         self._channels: dict[str, Channel] = {}
         self._pings: dict[str, float] = {}  # by address, of those that answered when they were asked last
-        self.conduct = Conduct(timeouts)
+        self.conduct = ServerConduct(timeouts)
         self.convicted: set[str] = set()  # subkeys of who was shown to have lied: they are not asked any more
 
     async def keep_looking(self) -> None:

@@ -24,7 +24,7 @@ from firsttoken.scoring import exact_match, token_f1
 # The KV cache of a model in which layers pass (ProgressiveServe, 3.4.1; errata I10).
 
 
-class GapCache(DynamicCache):
+class PrunedCache(DynamicCache):
     """A KV cache in which any layer may be a gap, the first one included.
 
     transformers asks layer 0 how many tokens the cache holds. Where layer 0 is a a PassLayer it holds none,
@@ -33,7 +33,7 @@ class GapCache(DynamicCache):
     """
 
     def _witness(self, layer_idx: int) -> int:
-        filled = (i for i in range(len(self.layers)) if super(GapCache, self).get_seq_length(i) > 0)
+        filled = (i for i in range(len(self.layers)) if super(PrunedCache, self).get_seq_length(i) > 0)
         if layer_idx < len(self.layers) and super().get_seq_length(layer_idx) > 0:
             return layer_idx
         return next(filled, layer_idx)
@@ -89,7 +89,7 @@ def _score_batch(
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    cache = GapCache()
+    cache = PrunedCache()
     first = model(
         ids, attention_mask=mask, position_ids=_positions(mask), past_key_values=cache, use_cache=True, logits_to_keep=1
     ).logits[:, -1]
@@ -115,7 +115,7 @@ def _option_nll(
     tokenizer: PreTrainedTokenizerBase,
     items: Sequence[QAItem],
     first: Tensor,
-    cache: GapCache,
+    cache: PrunedCache,
     mask: Tensor,
 ) -> list[list[float]]:
     """Mean negative log-likelihood a token, the stop included, of each item's choices after its prompt; of its first
@@ -144,7 +144,7 @@ def _decode(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     first: Tensor,
-    cache: GapCache,
+    cache: PrunedCache,
     mask: Tensor,
     max_new_tokens: int,
 ) -> list[str]:

@@ -85,7 +85,7 @@ class SwarmError(FirstTokenError):
     """No chain of servers covers the layers, or what a server or client sent cannot be what was asked."""
 
 
-class OtherWay(Exception):
+class NotLean(Exception):
     """Why a model that may be fine is none that starts lean: one part of a sentence, "its ... is ..."."""
 
 

@@ -23,7 +23,7 @@ _DRAWS_AT_ONCE = 1_000_000  # drawn indices held in memory, 8 bytes each
 
 
 @dataclass(frozen=True)
-class Along:
+class AxisStatistic:
     """A statistic of many resamples at once: ``function(array, axis)`` reduces the axis of the observations.
 
     One resample after the other, the percentiles of a recorded cold start took 13 s.
@@ -62,8 +62,8 @@ def bootstrap(
 ) -> Interval:
     """The interval of ``stat`` over the first axis of ``values`` [n] or [n, columns].
 
-    ``stat`` is "mean", "median", a function of one resample or :class:`Along`; the columns of an observation stay
-    together, so a ratio of sums (perplexity from [loss, tokens]) is resampled correctly. The mean of booleans is a
+    ``stat`` is "mean", "median", a function of one resample or :class:`AxisStatistic`. The columns of an observation
+    stay together, so a ratio of sums (perplexity from [loss, tokens]) is resampled correctly. The mean of booleans is a
     share, whose interval is exact (:func:`share`). Of fewer than ``FEW`` observations the 95 % interval of the median
     is that of the order statistics, and of every other statistic Student's t on the jackknife's pseudo-values, which
     for the mean are the observations. Fewer than ``FEWEST`` observations give the range of ``stat`` over each alone,
@@ -154,7 +154,7 @@ def _resampled(sample: np.ndarray, stat: Statistic, resamples: int, rng: np.rand
         picked = sample[rng.integers(0, n, size=(min(batch, resamples - start), n))]
         if isinstance(stat, str) and sample.ndim == 1:
             draws.extend(_NAMED[stat](picked, axis=1))
-        elif isinstance(stat, Along):
+        elif isinstance(stat, AxisStatistic):
             draws.extend(stat.function(picked, 1))
         else:
             function = _NAMED[stat] if isinstance(stat, str) else stat

@@ -17,7 +17,7 @@ import numpy as np
 from firsttoken.assets.checkpoint import EMBEDDING, HEAD, ModelFiles
 from firsttoken.assets.held import CHANGED, seen
 from firsttoken.assets.weight_files import FileRows, opened, rows_of
-from firsttoken.study.errors import ModelError, OtherWay, StageError
+from firsttoken.study.errors import ModelError, NotLean, StageError
 from firsttoken.study.system.cgroup_limits import cores
 from firsttoken_cpu.lean.lean_config import LeanConfig, lean_config
 from firsttoken_cpu.native.exports import (
@@ -44,7 +44,7 @@ POLL_S = 0.001
 NO_HALVES: Mapping[str, Halves] = {}
 
 
-class LaidOut(NamedTuple):
+class PackedWeights(NamedTuple):
     """Weights as the kernels read them: the ``struct`` of a layer or of a weight, ``panels`` by product, and the other
     ``arrays`` that the struct points at."""
 
@@ -68,20 +68,20 @@ class Packer:
     """Lays the weights of the model of ``config`` out for the kernels, and packs them.
 
     They are ``stored`` in a dtype and compute in ``dtype``: in the stored one, but in float32 where the processor has
-    no instructions for bfloat16. Raises OtherWay, in one line, for what the kernels do not run: a shape that they do
+    no instructions for bfloat16. Raises NotLean, in one line, for what the kernels do not run: a shape that they do
     not have, no compiler, or products that are wrong here.
     """
 
     def __init__(self, config: LeanConfig, stored: str) -> None:
         if config.head_dim not in WIDTHS:
-            raise OtherWay(f"its head_dim is {config.head_dim}")
+            raise NotLean(f"its head_dim is {config.head_dim}")
         if uneven := [size for size in (config.hidden_size, config.intermediate_size) if size % 2]:
-            raise OtherWay(f"its products have {uneven[0]} inputs, an odd number")
+            raise NotLean(f"its products have {uneven[0]} inputs, an odd number")
         self.config, self.stored, self.exports = config, stored, _exports()
         bf16 = stored == "bfloat16" and self.exports.has_bfloat16
         self.dtype = "bfloat16" if bf16 else "float32"
         if not self.exports.multiplies(self.dtype):
-            raise OtherWay(f"its {self.dtype} products are wrong on this processor")
+            raise NotLean(f"its {self.dtype} products are wrong on this processor")
         self.memory = WeightMemory(huge=False)  # a first token waits for all of it
 
     def computed(self, stored: np.ndarray) -> np.ndarray:
@@ -90,11 +90,11 @@ class Packer:
 
     def layer(
         self, number: int, tensors: Mapping[str, Stored], halves: Mapping[str, Halves] = NO_HALVES
-    ) -> tuple[LaidOut, list[Job]]:
+    ) -> tuple[PackedWeights, list[Job]]:
         """The layer ``number`` (0-based) of its ``tensors``, as stored, by their names in the layer, and what is to be
         packed of them. ``halves`` are LoRA's by module, of which the kernels add the product.
 
-        Raises StageError for ``halves`` of a module that the layer does not have, or of other sizes, and OtherWay for
+        Raises StageError for ``halves`` of a module that the layer does not have, or of other sizes, and NotLean for
         those that the kernels do not add.
         """
         jobs: list[Job] = []
@@ -113,12 +113,12 @@ class Packer:
             arrays.append(bias)
         if unknown := halves.keys() - {part for parts in PRODUCTS.values() for part in parts}:
             raise StageError(f"the adapter's {min(unknown)} does not fit this model's layers: train one for this model")
-        return LaidOut(struct, panels, arrays), jobs
+        return PackedWeights(struct, panels, arrays), jobs
 
-    def head(self, weight: Stored) -> tuple[LaidOut, Job]:
+    def head(self, weight: Stored) -> tuple[PackedWeights, Job]:
         """The head of its ``weight`` [vocabulary, hidden], and what is to be packed of it."""
         panels, struct, job = self._to_pack([weight], None, gated=False)
-        return LaidOut(struct, {"head": panels}, []), job
+        return PackedWeights(struct, {"head": panels}, []), job
 
     def pack(self, jobs: Sequence[Job], taken: np.ndarray | None = None, done: np.ndarray | None = None) -> None:
         """Pack one after the other of ``jobs``, without the interpreter.
@@ -185,7 +185,7 @@ class Packer:
                 raise StageError("the adapter does not fit this model's layers: train one for this model")
         adapter = packed_adapter(self.exports, self.dtype, struct, [len(weight) for weight in weights], halves)
         if adapter is None:
-            raise OtherWay("its adapter's halves do not fit the panels of the kernels")
+            raise NotLean("its adapter's halves do not fit the panels of the kernels")
         struct.adapter = adapter.struct
         return adapter
 
@@ -216,7 +216,7 @@ class NumpyWeights(ABC):
         :meth:`layers`."""
 
     @abstractmethod
-    def head(self) -> LaidOut:
+    def head(self) -> PackedWeights:
         """The head, packed. Raises as :meth:`layers`."""
 
     @abstractmethod
@@ -224,7 +224,7 @@ class NumpyWeights(ABC):
         """The weight [hidden] of the last norm, in the dtype that computes. Raises as :meth:`layers`."""
 
     @abstractmethod
-    def _laid_out(self) -> Iterator[LaidOut]:
+    def _laid_out(self) -> Iterator[PackedWeights]:
         """The layers, one at a time as they are packed. Raises what brings them."""
 
     def layers(self) -> Iterator[ctypes.Array[LayerStruct]]:
@@ -246,7 +246,7 @@ class NumpyWeights(ABC):
 class FolderWeights(NumpyWeights):
     """All weights of the plain model folder of ``files``, read and packed by ``threads`` (all cores, unless given).
 
-    Raises OtherWay as :class:`Packer`, and for another architecture or stored dtype, ModelError as
+    Raises NotLean as :class:`Packer`, and for another architecture or stored dtype, ModelError as
     :func:`lean_config`, and OSError for a file that cannot be opened. No weight is handed out of files that have been
     cut, or are others than they were: what asks for it raises ModelError.
     """
@@ -260,7 +260,7 @@ class FolderWeights(NumpyWeights):
         self._whole = False
         self._head, first = self.packer.head(self._in_file(EMBEDDING if config.tie_word_embeddings else HEAD))
         jobs = [first]  # the largest first, so that one thread packs it beside the layers
-        self._layers: list[tuple[LaidOut, slice]] = []
+        self._layers: list[tuple[PackedWeights, slice]] = []
         for number in range(config.num_hidden_layers):
             prefix = f"model.layers.{number}."
             # not read here: that would wait for the disk
@@ -290,7 +290,7 @@ class FolderWeights(NumpyWeights):
         self._check()
         return rows
 
-    def head(self) -> LaidOut:
+    def head(self) -> PackedWeights:
         if not self._whole:  # every answer asks for it: none comes of files that changed while they were packed
             self._wait_for(slice(None))
             self._check()
@@ -303,7 +303,7 @@ class FolderWeights(NumpyWeights):
     def close(self) -> None:
         """Do nothing: the system is reading already."""
 
-    def _laid_out(self) -> Iterator[LaidOut]:
+    def _laid_out(self) -> Iterator[PackedWeights]:
         for layer, jobs in self._layers:
             self._wait_for(jobs)
             yield layer
@@ -359,16 +359,16 @@ def first_fault(futures: Iterable[Future[Any]]) -> BaseException | None:
 
 
 def _stored(files: ModelFiles) -> str:
-    """The dtype that the weights of ``files`` are stored in. Raises OtherWay for what is not packed."""
+    """The dtype that the weights of ``files`` are stored in. Raises NotLean for what is not packed."""
     dtypes = {stored.entry.dtype for stored in files.tensors.values()}
     if len(dtypes) != 1 or not dtypes <= READ.keys():
-        raise OtherWay(f"its weights are stored in {', '.join(sorted(dtypes))}")
+        raise NotLean(f"its weights are stored in {', '.join(sorted(dtypes))}")
     if files.second is not None:
-        raise OtherWay("its head is tied to the embedding, and both are stored")
+        raise NotLean("its head is tied to the embedding, and both are stored")
     return READ[dtypes.pop()]
 
 
-class NoKernels(OtherWay):
+class NoKernels(NotLean):
     """Raised where there are no kernels, or none are wanted."""
 
 

@@ -1,7 +1,7 @@
 """The weights of a first stage, packed as its files arrive, for a model that computes before torch is there.
 
 What has been read serves twice: the kernels read the packed weights, and torch's own load of the stage, which comes
-behind, begins with the same files (:class:`ReadBefore`).
+behind, begins with the same files (:class:`UnpackedFiles`).
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from firsttoken.progressiveserve.checkpoint.part_formats import (
     PartReader,
     Room,
     StoredPart,
-    WordFiller,
+    WordUnpacker,
     format_of,
     stored_tensor,
 )
 from firsttoken.progressiveserve.loading.read_plan import ADAPTER_FILES, Folder, open_reader, parts_of
 from firsttoken.progressiveserve.loading.reader import host_memory
-from firsttoken.study.errors import OtherWay, StageError
+from firsttoken.study.errors import NotLean, StageError
 from firsttoken.study.parsing.parse_errors import blaming
 from firsttoken.study.system.cgroup_limits import cores
 from firsttoken.study.system.direct_io import back
-from firsttoken_cpu.before_torch.numpy_weights import NO_HALVES, READ, LaidOut, NumpyWeights, Packer, first_fault
+from firsttoken_cpu.before_torch.numpy_weights import NO_HALVES, READ, NumpyWeights, PackedWeights, Packer, first_fault
 from firsttoken_cpu.lean.lean_config import lean_config
 from firsttoken_cpu.native.exports import STORAGE
 
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 Arrays = dict[str, np.ndarray]
 
 
-class ReadBefore:
+class UnpackedFiles:
     """The ``files`` of a stage that have been read, by place, as a reader gives them; ``unpacked`` are the tensors, in
     the dtype that they are stored in, which lie in a format in the files."""
 
@@ -133,7 +133,7 @@ class StageWeights(NumpyWeights):
     ``threads`` (all cores, unless given) decode and pack what has come, in the order of the forward pass. ``verify``
     holds files against their sha256.
 
-    Raises OtherWay, in one line, for a stage that needs torch: of another architecture or stored dtype, in a format
+    Raises NotLean, in one line, for a stage that needs torch: of another architecture or stored dtype, in a format
     that is not decoded without, of shapes that the kernels do not have. Raises ModelError for a folder that is no
     staged checkpoint of the model of its config.json.
     """
@@ -154,7 +154,7 @@ class StageWeights(NumpyWeights):
         config = lean_config(folder)
         self._parts = parts_of(manifest, stages)
         if any(part.refines for part in self._parts):
-            raise OtherWay("a later stage refines weights that are there")
+            raise NotLean("a later stage refines weights that are there")
         # what needs torch is known before bytes are asked for: over a slow link it takes seconds to stop its readers
         self.packer = Packer(config, _stored(self._parts))
         fillers = [self._fillers() for _ in range(threads or cores())]
@@ -171,9 +171,9 @@ class StageWeights(NumpyWeights):
         end_parts = [part for part in self._parts if part.layer is None]
         # embedding, norm and head as they are stored, which are there before the head is packed
         self._ends: dict[str, Future[np.ndarray]] = {name: Future() for part in end_parts for name in part.carried}
-        self._head: LaidOut
+        self._head: PackedWeights
         self._adapter: Future[HalvesByLayer] = Future()
-        self._made: list[Future[LaidOut | None]] = [Future() for _ in self._parts]
+        self._made: list[Future[PackedWeights | None]] = [Future() for _ in self._parts]
         self._last = manifest.stages[max(stages) - 1]
         self._first = len(ADAPTER_FILES) if self._last.adapter else 0
         turns = iter(range(-1, len(self._parts))), threading.Lock()
@@ -197,12 +197,12 @@ class StageWeights(NumpyWeights):
     def wait(self, timeout_s: float | None = None) -> None:
         wait(self._made, timeout_s)
 
-    def read(self) -> ReadBefore:
+    def read(self) -> UnpackedFiles:
         """Return what has been read, once all has come. Raises as :meth:`layers`."""
         for made in (self._adapter, *self._made):
             made.result()
         self.close()
-        return ReadBefore(self._files, self._unpacked)
+        return UnpackedFiles(self._files, self._unpacked)
 
     @property
     def panels(self) -> dict[int, dict[str, np.ndarray]]:
@@ -213,7 +213,7 @@ class StageWeights(NumpyWeights):
     def rows(self, ids: np.ndarray) -> np.ndarray:
         return self.packer.computed(self._ends[EMBEDDING].result()[ids])
 
-    def head(self) -> LaidOut:
+    def head(self) -> PackedWeights:
         for part, made in zip(self._parts, self._made, strict=True):
             if self._head_name in part.carried:
                 made.result()
@@ -227,23 +227,23 @@ class StageWeights(NumpyWeights):
         for worker in self._workers:
             worker.join()
 
-    def _laid_out(self) -> Iterator[LaidOut]:
+    def _laid_out(self) -> Iterator[PackedWeights]:
         for part, made in zip(self._parts, self._made, strict=True):
             if part.layer is not None:
                 yield made.result()
 
-    def _fillers(self) -> dict[str, WordFiller]:
-        """Return the fillers that decode parts in a format, by its name, for one thread. Raises OtherWay for those that
+    def _fillers(self) -> dict[str, WordUnpacker]:
+        """Return the fillers that decode parts in a format, by its name, for one thread. Raises NotLean for those that
         need torch."""
         fillers = {}
         for name in {part.format for part in self._parts} - {""}:
             filler = format_of(name).word_filler([part for part in self._parts if part.format == name])
             if filler is None:
-                raise OtherWay(f"its parts in {name!r} are decoded by torch")
+                raise NotLean(f"its parts in {name!r} are decoded by torch")
             fillers[name] = filler
         return fillers
 
-    def _work(self, turns: tuple[Iterator[int], threading.Lock], fillers: Mapping[str, WordFiller]) -> None:
+    def _work(self, turns: tuple[Iterator[int], threading.Lock], fillers: Mapping[str, WordUnpacker]) -> None:
         """Make what the model waits for of one file after the other; -1 are those of the adapter, which come first."""
         indices, lock = turns
         while True:
@@ -273,7 +273,7 @@ class StageWeights(NumpyWeights):
             )
         return halves
 
-    def _make(self, index: int, fillers: Mapping[str, WordFiller]) -> LaidOut | None:
+    def _make(self, index: int, fillers: Mapping[str, WordUnpacker]) -> PackedWeights | None:
         part, stored = self._parts[index], STORAGE[self.packer.stored]
         sizes = {name: math.prod(carried.shape) for name, carried in part.carried.items() if name not in part.tensors}
         words = np.empty(0, stored)
@@ -310,8 +310,8 @@ class StageWeights(NumpyWeights):
 
 
 def _stored(parts: Sequence[PartFile]) -> str:
-    """The dtype that the weights of ``parts`` are stored in. Raises OtherWay for what is not packed."""
+    """The dtype that the weights of ``parts`` are stored in. Raises NotLean for what is not packed."""
     dtypes = {entry.dtype for part in parts for entry in part.carried.values()}
     if len(dtypes) != 1 or not dtypes <= READ.keys():
-        raise OtherWay(f"its weights are stored in {', '.join(sorted(dtypes))}")
+        raise NotLean(f"its weights are stored in {', '.join(sorted(dtypes))}")
     return READ[dtypes.pop()]

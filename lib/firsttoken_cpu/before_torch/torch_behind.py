@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from firsttoken_cpu.before_torch.numpy_weights import FolderWeights
 
 
-class Takeover:
+class EngineHandover:
     """Imports torch in a thread behind one answer of ``model``, which has all of its weights, and lets an engine with
     them go on.
 

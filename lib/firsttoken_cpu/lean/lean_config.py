@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from firsttoken.assets.known_models import is_silent
 from firsttoken.assets.model_config import CONFIG, KINDS, MOST_LAYERS
-from firsttoken.study.errors import ModelError, OtherWay
+from firsttoken.study.errors import ModelError, NotLean
 from firsttoken.study.parsing.json_text import read_json
 from firsttoken.study.parsing.parse_errors import Damaged, blaming, shown
 from firsttoken.study.parsing.schema import between, shaped
@@ -70,7 +70,7 @@ class LeanConfig:
 def lean_config(folder: Path) -> LeanConfig:
     """The shape of the model in ``folder``.
 
-    Raises OtherWay where anything in its config.json is not known to be computed here as transformers does: another
+    Raises NotLean where anything in its config.json is not known to be computed here as transformers does: another
     architecture, activation or kind of positions, a sliding window, quantised weights, a key that was never heard of.
     Raises ModelError for a file that is missing, no JSON, or holds a value that no model has.
     """
@@ -80,17 +80,17 @@ def lean_config(folder: Path) -> LeanConfig:
             raise Damaged("it is no mapping")
         names = content.pop("architectures", None)
         if not (isinstance(names, list) and len(names) == 1 and names[0] in KINDS):
-            raise OtherWay(f"its architecture is {shown(names)}")
+            raise NotLean(f"its architecture is {shown(names)}")
         return _checked(shaped(LeanConfig, _told(dict(content), names)))
 
 
 def _told(content: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """``content`` with everything that it leaves to transformers' defaults; raises OtherWay for what is left over."""
+    """``content`` with everything that it leaves to transformers' defaults; raises NotLean for what is left over."""
     kind = KINDS[names[0]]
     if content.pop("model_type", kind) != kind:
-        raise OtherWay(f"its model_type is not {kind}")
+        raise NotLean(f"its model_type is not {kind}")
     if (activation := content.pop("hidden_act", "silu")) != "silu":
-        raise OtherWay(f"its hidden_act is {shown(activation)}")
+        raise NotLean(f"its hidden_act is {shown(activation)}")
     rotary = _rotary(content)
     fields = {
         "architectures": names,
@@ -112,7 +112,7 @@ def _told(content: dict[str, Any], names: list[str]) -> dict[str, Any]:
             content.pop(key)
     if content:
         key = min(content)
-        raise OtherWay(f"its {shown(key)} is {shown(content[key])}")
+        raise NotLean(f"its {shown(key)} is {shown(content[key])}")
     fields.setdefault("attention_bias", kind == "qwen2")
     fields["output_bias"] = fields["attention_bias"] if kind == "llama" else False
     heads, width = fields.get("num_attention_heads"), fields.get("hidden_size")
@@ -128,13 +128,13 @@ def _told(content: dict[str, Any], names: list[str]) -> dict[str, Any]:
 
 
 def _plain_window(content: dict[str, Any]) -> None:
-    """Qwen2 names a window that it does not use; raises OtherWay where it does."""
+    """Qwen2 names a window that it does not use; raises NotLean where it does."""
     if content.pop("use_sliding_window", False):
-        raise OtherWay("its use_sliding_window is true")
+        raise NotLean("its use_sliding_window is true")
     content.pop("sliding_window", None)
     kinds = content.pop("layer_types", None) or []
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        raise OtherWay("its layer_types are not all full_attention")
+        raise NotLean("its layer_types are not all full_attention")
 
 
 def _rotary(content: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def _rotary(content: dict[str, Any]) -> dict[str, Any]:
     it did."""
     old, new = content.pop("rope_scaling", None), content.pop("rope_parameters", None)
     if old and new:
-        raise OtherWay("it has both rope_scaling and rope_parameters")
+        raise NotLean("it has both rope_scaling and rope_parameters")
     rope = old or new or {}
     if not isinstance(rope, Mapping):
         raise Damaged(f"rope_parameters: expected a mapping, not {shown(rope)}")
@@ -150,11 +150,11 @@ def _rotary(content: dict[str, Any]) -> dict[str, Any]:
     kind = rotary.pop("type", None)
     kind = rotary.setdefault("rope_type", kind or "default")
     if kind not in ROTARY:
-        raise OtherWay(f"its rope_type is {shown(kind)}")
+        raise NotLean(f"its rope_type is {shown(kind)}")
     if (base := content.pop("rope_theta", None)) is not None:
         rotary.setdefault("rope_theta", base)
     if unknown := rotary.keys() - Rotary.__dataclass_fields__.keys():
-        raise OtherWay(f"its rope_parameters have {shown(min(unknown))}")
+        raise NotLean(f"its rope_parameters have {shown(min(unknown))}")
     needed = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}[kind]
     if missing := [key for key in needed if key not in rotary]:
         raise Damaged(f"rope_parameters: missing key {missing[0]!r}")

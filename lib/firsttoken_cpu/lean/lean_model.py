@@ -132,7 +132,7 @@ class LeanModel(nn.Module):
 
 def lean_on_meta(folder: Path, dtype: torch.dtype) -> LeanModel:
     """The lean model that ``folder/config.json`` describes: parameters on the meta device in ``dtype``, rotary tables
-    real. Raises OtherWay and ModelError as :func:`lean_config`."""
+    real. Raises NotLean and ModelError as :func:`lean_config`."""
     return empty_lean(lean_config(folder), dtype)
 
 

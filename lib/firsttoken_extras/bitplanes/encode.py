@@ -22,24 +22,24 @@ from firsttoken_extras.bitplanes.native_words import merger
 SIGN_AND_MANTISSA = 0x807F - 0x10000  # of bf16, as int16
 
 
-class Halves(NamedTuple):
+class WordBytes(NamedTuple):
     """The two bytes of words [count], uint8 [count] each, in which no field crosses from one to the other."""
 
     high: Tensor
     low: Tensor
 
 
-def halves(words: Tensor, apart: bool) -> Halves:
+def halves(words: Tensor, apart: bool) -> WordBytes:
     """Split int16 words [count] into halves.
 
     With ``apart`` these are the eight bits of bf16's exponent, and its sign before its mantissa.
     """
     if apart:
-        return Halves((words >> 7).to(torch.uint8), ((words & 0x7F) | ((words >> 8) & 0x80)).to(torch.uint8))
-    return Halves((words >> 8).to(torch.uint8), words.to(torch.uint8))
+        return WordBytes((words >> 7).to(torch.uint8), ((words & 0x7F) | ((words >> 8) & 0x80)).to(torch.uint8))
+    return WordBytes((words >> 8).to(torch.uint8), words.to(torch.uint8))
 
 
-def join_into(words: Tensor, pair: Halves, apart: bool) -> None:
+def join_into(words: Tensor, pair: WordBytes, apart: bool) -> None:
     """Fill ``words`` with what ``halves`` took apart."""
     if apart:
         words.copy_(pair.low.view(torch.int8))  # the sign spreads over the upper byte
@@ -53,7 +53,7 @@ def join_into(words: Tensor, pair: Halves, apart: bool) -> None:
         words |= pair.low.to(torch.int16)
 
 
-def pack(pair: Halves, field: Field) -> Tensor:
+def pack(pair: WordBytes, field: Field) -> Tensor:
     """The stream of ``field``, uint8 [field.bytes(count)], the first words in the lowest bits."""
     half, low = (pair.high, field.low - 8) if field.low >= 8 else (pair.low, field.low)
     values = (half >> low) & (2**field.width - 1)
@@ -63,7 +63,7 @@ def pack(pair: Halves, field: Field) -> Tensor:
     return packed
 
 
-def unpack_into(pair: Halves, packed: Tensor, field: Field) -> None:
+def unpack_into(pair: WordBytes, packed: Tensor, field: Field) -> None:
     """Set the bits of ``field``, which are 0, from the stream ``packed``."""
     half, low = (pair.high, field.low - 8) if field.low >= 8 else (pair.low, field.low)
     if field.width == 8:
@@ -182,7 +182,7 @@ class BitPlaneEncoder(PlaneEncoder):
     def _begin(self, words: Tensor, streams: Sequence[Tensor]) -> None:
         high, *others = streams  # the first field is the upper byte, in every layout
         middle = self._layout.middle(0)
-        pair = Halves(high, torch.full_like(high, middle))
+        pair = WordBytes(high, torch.full_like(high, middle))
         for field, packed in zip(self._planes[0][1:], others, strict=True):
             unpack_into(pair, packed, field)
         join_into(words, pair, self._apart)
@@ -193,7 +193,7 @@ class BitPlaneEncoder(PlaneEncoder):
     def _refine(self, words: Tensor, plane: int, streams: Sequence[Tensor]) -> None:
         middle, low = self._layout.middle(plane), torch.zeros(len(words), dtype=torch.uint8, device=words.device)
         for field, packed in zip(self._planes[plane], streams, strict=True):
-            unpack_into(Halves(low, low), packed, field)  # all in the lower byte: the upper came first
+            unpack_into(WordBytes(low, low), packed, field)  # all in the lower byte: the upper came first
         words &= -1 << self._layout.unknown(plane - 1)
         words |= (low | middle).to(torch.int16)
         if middle:
@@ -218,7 +218,7 @@ class BlockPlaneEncoder(PlaneEncoder):
         wide = factors.float()
         steps = (groups / torch.where(wide > 0, wide, 1.0)[:, None]).round().clamp(-self._most, self._most)
         codes = (steps.flatten()[: len(words)] + self._most).to(torch.uint8)
-        coarse = [*(pack(Halves(codes, codes), field) for field in fields), factors.view(torch.uint8)]
+        coarse = [*(pack(WordBytes(codes, codes), field) for field in fields), factors.view(torch.uint8)]
         if plane == 0:
             return coarse
         rounded = torch.empty_like(words)
@@ -231,13 +231,13 @@ class BlockPlaneEncoder(PlaneEncoder):
         *fields, scales = self._planes[0]
         codes = torch.zeros(len(words) + -len(words) % scales.group, dtype=torch.uint8, device=words.device)
         for field, packed in zip(fields, streams[:-1], strict=True):
-            unpack_into(Halves(codes[: len(words)], codes[: len(words)]), packed, field)
+            unpack_into(WordBytes(codes[: len(words)], codes[: len(words)]), packed, field)
         steps = codes.view(-1, scales.group).float() - self._most
         factors = streams[-1].clone().view(self._dtype).float()  # a clone is aligned
         words.copy_((steps * factors[:, None]).to(self._dtype).flatten()[: len(words)].view(torch.int16))
 
     def _refine(self, words: Tensor, plane: int, streams: Sequence[Tensor]) -> None:
-        pair = Halves(*torch.zeros(2, len(words), dtype=torch.uint8, device=words.device))
+        pair = WordBytes(*torch.zeros(2, len(words), dtype=torch.uint8, device=words.device))
         for field, packed in zip(self._planes[plane], streams, strict=True):
             unpack_into(pair, packed, field)
         off = torch.empty_like(words)

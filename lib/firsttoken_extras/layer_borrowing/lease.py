@@ -31,7 +31,7 @@ the one that the whole model says."""
 HURRY_S = 0.5  # that an answer may still take when all layers have come
 
 
-class LentSpan:
+class BorrowedSpan:
     """The layers of ``lender``, for as long as it goes on: one session after another, as it may lose one without fault.
 
     To be made and used where gRPC's event loop runs. Raises SwarmError for an address that may not be asked.
@@ -92,7 +92,7 @@ class Lease:
         self.first = lenders[0].layers.start
         self.gone = ""  # why nothing is lent any more
         self._depth = depth
-        self._spans: list[LentSpan] = []
+        self._spans: list[BorrowedSpan] = []
         self._asked = lenders[0].address  # who was asked last
         wait_for(self._connect(lenders, model, width, access or Access(), timeouts or Timeouts()))
 
@@ -144,7 +144,7 @@ class Lease:
         self, lenders: Sequence[Lender], model: str, width: int, access: Access, timeouts: Timeouts
     ) -> None:
         for lender in lenders:
-            self._spans.append(LentSpan(lender, model, width, access, timeouts))
+            self._spans.append(BorrowedSpan(lender, model, width, access, timeouts))
 
     async def _end(self) -> None:
         for span in self._spans:

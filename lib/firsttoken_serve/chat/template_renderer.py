@@ -162,7 +162,7 @@ def template_environment() -> Any:
         def unmarked(self, caller: Any) -> str:
             return caller()
 
-    class OwnNames(Namespace):
+    class PublicNamespace(Namespace):
         """A namespace without underscored names, by which a template could reach Python."""
 
         def __init__(*values: Any, **names: Any) -> None:
@@ -195,7 +195,7 @@ def template_environment() -> Any:
     environment.globals |= {
         "raise_exception": refuse,
         "strftime_now": lambda shape: datetime.now().strftime(shape),
-        "namespace": OwnNames,
+        "namespace": PublicNamespace,
     }
     return environment
 

@@ -36,7 +36,7 @@ from firsttoken_serve.http.request_schema import ChatRequest, CompletionRequest,
 from firsttoken_serve.http.responses import Streamed, leaving, whole
 from firsttoken_serve.http.token_queue import ClientGone, Inbox, LoopBridge
 from firsttoken_serve.http.unread import MOST_BODY_BYTES, MOST_HEAD_BYTES, Unread, head_bytes
-from firsttoken_serve.served_model import Coming, is_staged, serve_model
+from firsttoken_serve.served_model import EarlyStart, is_staged, serve_model
 from firsttoken_serve.service_config import ServiceConfig
 
 # Who is inside: requests are counted, and none is taken once the service ends.
@@ -386,7 +386,7 @@ def build_replica(
     config: ServiceConfig,
     name: str,
     broken: Callable[[FirstTokenError], None] = lambda error: None,
-    comes: Coming | None = None,
+    comes: EarlyStart | None = None,
 ) -> Starlette:
     """The replica ``name`` of the service, whose model begins to load when ``state.begin`` is called. ``broken`` is
     told of an error that no retry mends. ``comes`` is the model that answers until torch is imported, as

@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from firsttoken.assets.positions import shortened
-from firsttoken.study.errors import FirstTokenError, OtherWay, StageError
+from firsttoken.study.errors import FirstTokenError, NotLean, StageError
 from firsttoken.study.extensions import extension, registered
 from firsttoken.study.machine import kernels_multiply
 from firsttoken.study.system.compiled import build_beside
@@ -160,7 +160,7 @@ def _announce(config: ServiceConfig) -> None:
 
 def _runs_by_kernels(config: ServiceConfig) -> bool:
     """Return whether the layers of the service's model are run by the kernels, as far as can be told without torch."""
-    with suppress(FirstTokenError, OtherWay):
+    with suppress(FirstTokenError, NotLean):
         if kernels_multiply() and config.device == "cpu" and registered(BEFORE_TORCH):
             return extension(BEFORE_TORCH, "config")(config.folder) is not None
     return False

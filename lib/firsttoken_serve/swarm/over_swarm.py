@@ -24,7 +24,7 @@ from firsttoken.petals.chain import Chain
 from firsttoken.petals.contacts import line_of
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.records import Record, steady_s
-from firsttoken.petals.remote_model import UNAUDITED, UNSHARED, Ends, RemoteModel
+from firsttoken.petals.remote_model import UNAUDITED, UNSHARED, ModelEnds, RemoteModel
 from firsttoken.petals.routing import unserved
 from firsttoken.petals.server_session import ServerSession
 from firsttoken.petals.timeouts import Timeouts
@@ -46,7 +46,7 @@ MOST_SERVERS, MOST_REPLACED, MOST_TEXT = 64, 20, 160  # that are told: records a
 _STATES = ("serves", "shunned", "silent", "convicted", "another version")
 
 
-def staged_ends(folder: Path, link: Link, threads: int, dtype: torch.dtype, device: str = "cpu") -> Ends:
+def staged_ends(folder: Path, link: Link, threads: int, dtype: torch.dtype, device: str = "cpu") -> ModelEnds:
     """The ends of the staged checkpoint in ``folder`` as its last stage has them, read over ``link`` by so many
     ``threads``: of its weights nothing else is read. Raises LinkError, and ModelError for what was not staged so."""
     manifest = read_manifest(folder)
@@ -55,7 +55,7 @@ def staged_ends(folder: Path, link: Link, threads: int, dtype: torch.dtype, devi
     load = StageLoad(folder, model_ends, stages, [link], meta_model, meta_model.empty_view(), threads=threads)
     with closing(load):
         load.wait()
-    return Ends(meta_model.model, _names(folder, manifest))
+    return ModelEnds(meta_model.model, _names(folder, manifest))
 
 
 def _names(folder: Path, manifest: Manifest) -> list[str]:

@@ -112,7 +112,7 @@ class Agent(NamedTuple):
 Spoken = tuple[list[int], list[list[int]]]  # how a conversation begins, and what is said in each of its turns
 
 
-class Turn(NamedTuple):
+class AgentTurn(NamedTuple):
     """One turn: seconds to the first token, to keep the cache, and to the last token; ``taken`` are the tokens whose
     cache was taken, ``said`` the answer."""
 
@@ -205,9 +205,9 @@ class Serving:
 
     def conversation(
         self, way: str, context: Sequence[int], turns: int, texts: Sequence[Sequence[int]] | None = None
-    ) -> list[Turn]:
+    ) -> list[AgentTurn]:
         """Return ``turns`` turns behind ``context``. Each adds its own words for the next, or those in ``texts``."""
-        engine, done = self._engine(), list[Turn]()
+        engine, done = self._engine(), list[AgentTurn]()
         for _ in self._speaking(engine, way, context, texts or [None] * turns, done):
             engine.step()
         engine.run()  # raises what kept a request from its answer
@@ -227,7 +227,7 @@ class Serving:
         way: str,
         context: Sequence[int],
         texts: Sequence[Sequence[int] | None],
-        done: list[Turn],
+        done: list[AgentTurn],
     ) -> Iterator[Request]:
         """Take a turn for each of ``texts``, which comes behind what was said; for None the turn's own words do. The
         turns are added to ``done``. Yields the request that is awaited: whoever asks for more has taken a step."""
@@ -243,7 +243,9 @@ class Serving:
             while not request.finished:
                 yield request
             taken = source.tokens if source is not None and not request.fell_back else 0
-            done.append(Turn(answered - begun, now_s - answered, request.times_s[-1] - begun, taken, request.output))
+            done.append(
+                AgentTurn(answered - begun, now_s - answered, request.times_s[-1] - begun, taken, request.output)
+            )
             prompt += request.output if text is None else text
 
     def _engine(self) -> Engine:

@@ -42,7 +42,7 @@ from firsttoken.study.errors import LinkError
 from firsttoken.study.profile import Profile
 from firsttoken.study.summary import Summary
 from firsttoken_studies.droidspeak.wire import random_request
-from firsttoken_studies.record.overlay import Drawn, name_results, over
+from firsttoken_studies.record.overlay import DrawnResult, name_results, over
 from firsttoken_studies.record.plot import COLOURS, LOOKS, Axes, Figure, categories, panels
 from firsttoken_studies.record.results import Outcome, Result, Rows, Table, frame_of
 from firsttoken_studies.record.show import interval
@@ -313,7 +313,9 @@ def goals(recorded: Result, now: Result) -> Figure:
     return fig
 
 
-def _panel(ax: Axes, shown: Drawn, frame: pandas.DataFrame, labels_of_panel: dict[str, str], scale: float) -> None:
+def _panel(
+    ax: Axes, shown: DrawnResult, frame: pandas.DataFrame, labels_of_panel: dict[str, str], scale: float
+) -> None:
     look = LOOKS["measured"]
     for line, name in enumerate(labels_of_panel):
         values, height = sorted(scale * frame[name]), line + shown.shift

@@ -9,7 +9,7 @@ from typing import Any
 from firsttoken.engine.request import Phase
 from firsttoken_studies.cps.policy_comparison import BOUND, COMPARED, MEANS, PAPER_TPOT_MS, below, column
 from firsttoken_studies.cps.styles import POLICIES
-from firsttoken_studies.record.overlay import Drawn, legend, name_results, over
+from firsttoken_studies.record.overlay import DrawnResult, legend, name_results, over
 from firsttoken_studies.record.plot import COLOURS, Axes, Figure, panels
 from firsttoken_studies.record.results import Result, Rows, rows_where
 
@@ -53,7 +53,7 @@ def policy_bars(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def _gains(ax: Axes, results: Sequence[Drawn]) -> None:
+def _gains(ax: Axes, results: Sequence[DrawnResult]) -> None:
     """P99 TPOT below Swap's on the same workloads, by policy."""
     present = [name for name in POLICIES if name != "swap" and column(published_runs(results[0].result), name, "seed")]
     for shown in results:

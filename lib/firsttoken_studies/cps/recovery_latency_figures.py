@@ -14,7 +14,7 @@ from firsttoken.engine.kv import KVShape
 from firsttoken.simulation.costs.published import PAPER_SHAPE, TABLE_2, PublishedCosts, decomposed
 from firsttoken_studies.cps.recovery_latency import LONG, PCIE_4_X16, swap_ms
 from firsttoken_studies.cps.styles import LINES, PATH_LOOKS, POLICIES
-from firsttoken_studies.record.overlay import Drawn, name_results, over
+from firsttoken_studies.record.overlay import DrawnResult, name_results, over
 from firsttoken_studies.record.plot import COLOURS, Axes, Figure, panels, ticks
 from firsttoken_studies.record.results import Result
 
@@ -101,7 +101,7 @@ def block_sizes(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def _line(ax: Axes, shown: Drawn, measure: str, label: str, look: str, path: str | None = None) -> None:
+def _line(ax: Axes, shown: DrawnResult, measure: str, label: str, look: str, path: str | None = None) -> None:
     rows = shown.result.frame(what=measure, **({"path": path} if path else {}))
     rows["taken_ms"] = swap_ms(rows) if path else rows.ms
     quantiles = rows.groupby("tokens").taken_ms.quantile([0.025, 0.5, 0.975]).unstack()

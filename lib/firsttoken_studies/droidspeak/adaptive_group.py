@@ -21,7 +21,7 @@ from firsttoken_studies.droidspeak.profiling import BOUND, profiled_groups, sett
 from firsttoken_studies.droidspeak.setting import Setting
 from firsttoken_studies.droidspeak.tables import by_run
 from firsttoken_studies.droidspeak.wire import LoadingConfig, WiredPair
-from firsttoken_studies.record.overlay import Drawn, legend, over
+from firsttoken_studies.record.overlay import DrawnResult, legend, over
 from firsttoken_studies.record.plot import COLOURS, LOOKS, Axes, Figure, panels, ticks
 from firsttoken_studies.record.results import Outcome, Result, Rows, Table, frame_of
 from firsttoken_studies.record.show import interval
@@ -224,7 +224,7 @@ def choices(recorded: Result | None, now: Result) -> Figure:
 
 
 def _say(
-    ax: Axes, text: str, point: tuple[float, float], apart: tuple[int, int], shown: Drawn, **text_style: str
+    ax: Axes, text: str, point: tuple[float, float], apart: tuple[int, int], shown: DrawnResult, **text_style: str
 ) -> None:
     """Name a group beside a point, in the strength of its run."""
     behind = {"color": "white", "alpha": 0.7, "pad": 0.5}

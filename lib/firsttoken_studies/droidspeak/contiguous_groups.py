@@ -26,7 +26,7 @@ from firsttoken_studies.droidspeak.published import FIGURE_10_CRITICAL, FIGURE_1
 from firsttoken_studies.droidspeak.sensitivity import RECOMPUTED, REUSED
 from firsttoken_studies.droidspeak.setting import ITEMS, Setting, batches
 from firsttoken_studies.droidspeak.styles import METHODS, in_words
-from firsttoken_studies.record.overlay import Drawn, legend, over
+from firsttoken_studies.record.overlay import DrawnResult, legend, over
 from firsttoken_studies.record.plot import COLOURS, Axes, Figure, panels
 from firsttoken_studies.record.results import Outcome, Result, Rows, frame_of
 
@@ -210,7 +210,7 @@ def contiguous_groups(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def _groups_of(ax: Axes, rows: Rows, shown: Drawn) -> None:
+def _groups_of(ax: Axes, rows: Rows, shown: DrawnResult) -> None:
     """Every group of a run, the frontier over them, and the one that is chosen."""
     groups, look, depth = profiled_groups(rows), METHODS["DroidSpeak"], tables.depth_of(rows)
     edge = {"markeredgecolor": "black"} if shown.own else {}
@@ -241,7 +241,9 @@ def chosen_groups(recorded: Result | None, now: Result) -> Figure:
                 ax.annotate(label, (101, position + shown.shift), va="center", annotation_clip=False, fontsize=8.5)
     low, high = FIGURE_10_GROUP
     paper, last = Group(low, high + 1), len(runs)
-    _depth_bar(ax, last, paper, FIGURE_10_CRITICAL, PAPER_DEPTH, COLOURS["paper"], Drawn(now, own=True, alone=True))
+    _depth_bar(
+        ax, last, paper, FIGURE_10_CRITICAL, PAPER_DEPTH, COLOURS["paper"], DrawnResult(now, own=True, alone=True)
+    )
     paper_label = f"{paper}: {len(paper)} of {PAPER_DEPTH}"
     ax.annotate(paper_label, (101, last), va="center", annotation_clip=False, fontsize=8.5)
     ax.set_yticks(range(last + 1), [*map(in_words, runs), "paper, Figure 10"], fontsize=9)
@@ -256,7 +258,7 @@ def chosen_groups(recorded: Result | None, now: Result) -> Figure:
 
 
 def _depth_bar(
-    ax: Axes, position: float, group: Group, critical: Sequence[int], depth: int, colour: str, shown: Drawn
+    ax: Axes, position: float, group: Group, critical: Sequence[int], depth: int, colour: str, shown: DrawnResult
 ) -> None:
     """A group of ``depth`` layers as a bar, and each of the ``critical`` ones as a square in its middle."""
     height = 0.6 if shown.alone else 0.28

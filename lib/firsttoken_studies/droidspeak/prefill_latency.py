@@ -35,7 +35,7 @@ from firsttoken_studies.droidspeak.reuse_methods import BLEND, DROIDSPEAK, OWN, 
 from firsttoken_studies.droidspeak.setting import ReuseConfig, Run, Setting, rows_by_run, run_of
 from firsttoken_studies.droidspeak.styles import METHODS, style_of
 from firsttoken_studies.droidspeak.wire import SUFFIX, random_request
-from firsttoken_studies.record.overlay import Drawn, legend, over
+from firsttoken_studies.record.overlay import DrawnResult, legend, over
 from firsttoken_studies.record.plot import COLOURS, Axes, Figure, panels
 from firsttoken_studies.record.results import Outcome, Result, Rows, all_results, frame_of, recorded_result, rows_where
 
@@ -305,7 +305,7 @@ def partial_times(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def _times(ax: Axes, frame: pandas.DataFrame, shown: Drawn, tokens: str) -> None:
+def _times(ax: Axes, frame: pandas.DataFrame, shown: DrawnResult, tokens: str) -> None:
     for name, method_rows in frame.groupby("method", sort=False):
         line, look = method_rows.groupby("compute").first_token_s.median(), style_of(name)
         ax.plot(100 * line.index, line, f"{look.marker}-", color=look.colour, **shown.outlined)

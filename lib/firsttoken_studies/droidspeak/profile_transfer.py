@@ -16,7 +16,7 @@ from firsttoken_studies.droidspeak.pairs import Pair
 from firsttoken_studies.droidspeak.profiling import BOUND, profiled_groups, run_profile
 from firsttoken_studies.droidspeak.setting import Run, Setting
 from firsttoken_studies.droidspeak.styles import METHODS
-from firsttoken_studies.record.overlay import Drawn, name_results, over
+from firsttoken_studies.record.overlay import DrawnResult, name_results, over
 from firsttoken_studies.record.plot import COLOURS, Axes, Figure, categories, panels
 from firsttoken_studies.record.results import Outcome, Result, Rows, Table, frame_of, rows_where
 from firsttoken_studies.record.show import interval
@@ -262,7 +262,7 @@ def stability(recorded: Result, now: Result) -> Figure:
     return fig
 
 
-def _sample(layers_panel: Axes, right: Axes, height: float, rows: Rows, shown: Drawn, shade: float) -> None:
+def _sample(layers_panel: Axes, right: Axes, height: float, rows: Rows, shown: DrawnResult, shade: float) -> None:
     """Draw layers and loss of the choices by samples of one size; small samples are lighter."""
     colour, edge = METHODS["DroidSpeak"].colour, {"markeredgecolor": "black"} if shown.own else {}
     style = shown.style | {"color": colour, "alpha": shade * shown.style["alpha"]}

@@ -28,7 +28,7 @@ from firsttoken_studies.droidspeak.reuse_methods import (
 from firsttoken_studies.droidspeak.setting import run_of
 from firsttoken_studies.droidspeak.styles import METHODS, in_words, style_of
 from firsttoken_studies.droidspeak.tables import by_run, relative_loss
-from firsttoken_studies.record.overlay import Drawn, legend, over
+from firsttoken_studies.record.overlay import DrawnResult, legend, over
 from firsttoken_studies.record.plot import COLOURS, Axes, Figure, categories, panels
 from firsttoken_studies.record.results import Result, Rows, Table, rows_where
 from firsttoken_studies.record.show import interval
@@ -72,7 +72,7 @@ def quality_by_latency(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def _panel(ax: Axes, rows: Rows, shown: Drawn) -> None:
+def _panel(ax: Axes, rows: Rows, shown: DrawnResult) -> None:
     look = METHODS[DROIDSPEAK]
     line = sorted(rows_where(rows, items=CHOOSE), key=lambda row: row["hi"] - row["lo"])
     points = [(_time(row), 100 - relative_loss(line[-1]["item_score"], row["item_score"]).estimate) for row in line]
@@ -191,7 +191,7 @@ MARKS = {  # what a mark is, and where it stands beside its run
 }
 
 
-def _dot(ax: Axes, entry: Entry | None, height: float, mark: str, shown: Drawn) -> None:
+def _dot(ax: Axes, entry: Entry | None, height: float, mark: str, shown: DrawnResult) -> None:
     if entry is None:
         return
     marker, shift, _ = MARKS[mark]

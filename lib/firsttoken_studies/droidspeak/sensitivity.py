@@ -17,7 +17,7 @@ from firsttoken_studies.droidspeak.constructed_tasks import task_of
 from firsttoken_studies.droidspeak.published import FIGURE_8_LAYER, PAPER_DEPTH
 from firsttoken_studies.droidspeak.setting import Run, Setting
 from firsttoken_studies.droidspeak.styles import METHODS, in_words
-from firsttoken_studies.record.overlay import Drawn, legend, over
+from firsttoken_studies.record.overlay import DrawnResult, legend, over
 from firsttoken_studies.record.plot import COLOURS, Figure, categories, panels
 from firsttoken_studies.record.results import Result, Rows
 
@@ -59,7 +59,7 @@ def full_reuse(decoded: Result | None, decoded_now: Result | None, recorded: Res
     """
     shown = {"own": "full prefill", "reuse": "full reuse", "sender": "sender"}
     results = over(recorded, now)
-    answers = over(decoded, decoded_now) if decoded_now else [Drawn(decoded, own=False)] if decoded else []
+    answers = over(decoded, decoded_now) if decoded_now else [DrawnResult(decoded, own=False)] if decoded else []
     parts = [(result_drawn, "F1 of decoded answers", _decoded(result_drawn.result, shown)) for result_drawn in answers]
     parts += [(result_drawn, "token accuracy", _accuracy(result_drawn.result, shown)) for result_drawn in results]
     lines = list(dict.fromkeys((metric, run) for _, metric, by_run in parts for run in by_run))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from firsttoken.study.stats import bootstrap
 from firsttoken_studies.droidspeak.styles import METHODS
 from firsttoken_studies.engine.reuse_throughput import FULL, KNEE, OTHER_KNEES, PARTIAL
-from firsttoken_studies.record.overlay import Drawn, legend, over
+from firsttoken_studies.record.overlay import DrawnResult, legend, over
 from firsttoken_studies.record.plot import COLOURS, Axes, Figure, panels, ticks
 from firsttoken_studies.record.results import Result, Rows, Table, rows_where
 from firsttoken_studies.record.show import interval
@@ -50,7 +50,7 @@ def under_load(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def _line(ax: Axes, rows: Rows, metric: str, dashes: str, shown: Drawn) -> None:
+def _line(ax: Axes, rows: Rows, metric: str, dashes: str, shown: DrawnResult) -> None:
     look = METHODS[rows[0]["method"]]
     points = []
     for qps in sorted({row["qps"] for row in rows}):

@@ -178,7 +178,7 @@ class ServingConfig:
 
 
 @dataclass(frozen=True)
-class Way:
+class ReuseMethod:
     """A way by which requests get their cache: ``layers`` of the model are computed, in the pairs of ``runs``, whose
     profile chose so."""
 
@@ -212,7 +212,7 @@ def reuse_throughput(profile: Profile, prefills: Result) -> Outcome:
     )
 
 
-def _ways(timed: Rows, decoded: Rows, shape: KVShape, edge: int, bytes_per_s: float) -> Iterable[Way]:
+def _ways(timed: Rows, decoded: Rows, shape: KVShape, edge: int, bytes_per_s: float) -> Iterable[ReuseMethod]:
     """Full prefill, every group that keeps to the bound and computes something, and full reuse.
 
     ``edge`` is the bytes of a token's hidden state, sent beside the keys and values of the layers that are reused.
@@ -230,10 +230,12 @@ def _ways(timed: Rows, decoded: Rows, shape: KVShape, edge: int, bytes_per_s: fl
         medians = [np.median([row["first_token_s"] for row in run_rows if row["tokens"] == n]) for n in lengths]
         sent = (depth - layers) * shape.bytes_per_token / depth + (edge if 0 < layers < depth else 0)
         loading, moving = sent / bytes_per_s, shape.bytes_per_token / bytes_per_s
-        yield Way(method, layers, runs, TimedCosts(tuple(lengths), tuple(map(float, medians)), decode, loading, moving))
+        yield ReuseMethod(
+            method, layers, runs, TimedCosts(tuple(lengths), tuple(map(float, medians)), decode, loading, moving)
+        )
 
 
-def _served(way: Way, config: ServingConfig, lengths: list[int], seed: int, load: float) -> dict[str, Any]:
+def _served(way: ReuseMethod, config: ServingConfig, lengths: list[int], seed: int, load: float) -> dict[str, Any]:
     """One run: the same prompts at the same places of the same Poisson process for every way, faster or slower."""
     costs, count = way.costs, config.replicas * config.requests
     lengths_drawn = np.random.default_rng(seed).integers(lengths[0], lengths[-1] + 1, count).tolist()

@@ -47,7 +47,7 @@ class EightBitsTasksConfig(ChoiceTasksConfig):
     checked: int
 
 
-class StoodFor(nn.Module):
+class DequantizedLinear8(nn.Module):
     """LLM.int8's product from the values that its codes stand for: each token's inputs rounded to 127 steps of its
     largest that is no outlier, outliers as they are, and the weight as it is stored. The sums are float32's, where
     :class:`Linear8` has whole numbers."""
@@ -78,7 +78,7 @@ def eight_bits_tasks(profile: Profile) -> Outcome:
     for module in list(small.modules()):
         for name, child in module.named_children():
             if isinstance(child, Linear8):
-                setattr(module, name, StoodFor(child))
+                setattr(module, name, DequantizedLinear8(child))
     rows += config.chosen(WEIGHTS, small, loaded.tokenizer)
     return Outcome(rows, provenance=loaded.provenance.as_dict())
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from firsttoken.petals.tuning.frozen import MOST_KEPT
 from firsttoken_studies.petals.spans import split_evenly
 from firsttoken_studies.petals.swarm_tuning import ALONE, AT_ONCE, HEAD, HELD_TO, KILLED, LOCAL, LORA, PROMPT, STOCK
-from firsttoken_studies.record.overlay import PALE, Drawn, name_results, over
+from firsttoken_studies.record.overlay import PALE, DrawnResult, name_results, over
 from firsttoken_studies.record.plot import COLOURS, LOOKS, handle, panels
 from firsttoken_studies.record.results import Result, Table
 from firsttoken_studies.record.show import interval
@@ -80,7 +80,7 @@ def step_times(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def _forwards_again(shown: Drawn, servers: int) -> float:
+def _forwards_again(shown: DrawnResult, servers: int) -> float:
     """Return the local step with the forward passes added that servers compute again, over the local step.
 
     A step through frozen blocks is as much forward as backward. Each layer runs forward once more for backward. Where a

@@ -9,7 +9,7 @@ import numpy as np
 
 from firsttoken.progressiveserve.quality_gates import CLOSED_BOOK, GATES, gate
 from firsttoken.progressiveserve.stages import REPORT_PLAN
-from firsttoken_studies.record.overlay import Drawn, legend, name_results, over
+from firsttoken_studies.record.overlay import DrawnResult, legend, name_results, over
 from firsttoken_studies.record.plot import COLOURS, LOOKS, log_ticks, panels
 from firsttoken_studies.record.results import Result, Table
 from firsttoken_studies.record.show import interval
@@ -117,7 +117,7 @@ def stage_scores(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def draw_stages(ax: Axes, results: Sequence[Drawn], measure: str, **labels: str) -> None:
+def draw_stages(ax: Axes, results: Sequence[DrawnResult], measure: str, **labels: str) -> None:
     """Points of ``measure`` by stage, and by recipe but of the last one, with their intervals around 0."""
     for stage in GATES:
         kinds = [{"recipe": kind} for kind in NAMES] if stage < max(GATES) else [{}]

@@ -27,7 +27,7 @@ _SHORT = {
 
 
 @dataclass(frozen=True)
-class Own:
+class OwnRun:
     """The results of the reader's machine: its name, the profile that ran, and the results; shown beside the record."""
 
     machine: str
@@ -36,7 +36,7 @@ class Own:
 
 
 def table_for(
-    claims: Iterable[Claim], results: Iterable[Result], machine: str, own_run: Own | None = None, log: Log = EMPTY
+    claims: Iterable[Claim], results: Iterable[Result], machine: str, own_run: OwnRun | None = None, log: Log = EMPTY
 ) -> str:
     """The claims judged by what was recorded on ``machine`` (a slug), beside a GPU's results and the reader's
     ``own_run``.
@@ -218,7 +218,7 @@ def _tolerance(claim: Claim) -> str:
 
 
 def run_end(
-    claims: Sequence[Claim], recorded: Iterable[Result], machine: str, own_run: Own, log: Log = EMPTY
+    claims: Sequence[Claim], recorded: Iterable[Result], machine: str, own_run: OwnRun, log: Log = EMPTY
 ) -> list[str]:
     """Lines of at most ``WIDTH`` characters: by report how often each verdict falls in the reader's ``own_run`` run,
     and the claims of which it contradicts the record (of ``machine``) or the report most, each in two lines."""

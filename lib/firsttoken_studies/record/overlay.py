@@ -17,7 +17,7 @@ PALE, SHIFT = 0.4, 0.16  # opacity of the record; how far its points stand from 
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnResult:
     """One result in a figure: the reader's ``own`` run, or the record. ``alone``: there is no other in the figure."""
 
     result: Result
@@ -119,15 +119,15 @@ class Drawn:
         return {"color": look.colour, "marker": look.marker or None} | edge | self.style
 
 
-def over(recorded: Result | None, now: Result) -> list[Drawn]:
+def over(recorded: Result | None, now: Result) -> list[DrawnResult]:
     """The results that a figure draws, the record first: the reader's run stands over it. One alone where there is no
     record, or where what was run now is the record."""
     if recorded is None or (recorded.path, recorded.started) == (now.path, now.started):
-        return [Drawn(now, own=True, alone=True)]
-    return [Drawn(recorded, own=False), Drawn(now, own=True)]
+        return [DrawnResult(now, own=True, alone=True)]
+    return [DrawnResult(recorded, own=False), DrawnResult(now, own=True)]
 
 
-def counted(shown: Sequence[Drawn], measure: str, **labels: Any) -> str:
+def counted(shown: Sequence[DrawnResult], measure: str, **labels: Any) -> str:
     """Return the numbers of observations of this value of the summary, by result, for a figure whose panels have
     different ones."""
     entries = [(result, result.result.summary.get(measure, **labels)) for result in shown]
@@ -138,7 +138,7 @@ def counted(shown: Sequence[Drawn], measure: str, **labels: Any) -> str:
 
 
 def name_results(
-    figure: Figure, shown: Sequence[Drawn], measure: str | None = None, legend: Legend | None = None
+    figure: Figure, shown: Sequence[DrawnResult], measure: str | None = None, legend: Legend | None = None
 ) -> None:
     """Name below ``figure`` the source of its points: machine, profile, and the number of observations of ``measure``.
 
@@ -163,7 +163,7 @@ def name_results(
 def legend(
     figure: Figure,
     axes: Axes,
-    shown: Sequence[Drawn],
+    shown: Sequence[DrawnResult],
     measure: str | None = None,
     *,
     columns: int = 3,

@@ -24,67 +24,69 @@ Axis: TypeAlias = "matplotlib.axis.Axis"
 Figure: TypeAlias = "matplotlib.figure.Figure"
 
 
-class Look(NamedTuple):
+class SeriesStyle(NamedTuple):
     """``colour`` as "#RRGGBB"; ``marker`` as matplotlib names it, "" for what is a line or an area."""
 
     colour: str
     marker: str = ""
 
 
-LOOKS: dict[str, Look] = {
+LOOKS: dict[str, SeriesStyle] = {
     # in every figure
-    "paper": Look("#999999", "|"),
-    "measured": Look("#0072B2", "o"),
-    "single": Look("#56B4E9", "."),  # one observation behind a measured value
-    "floor": Look("#000000"),
-    "target": Look("#CC2200"),  # a number that somebody asks for: a goal, a bound
-    "other": Look("#BBBBBB", "s"),  # what stands beside: controls, other people's systems, choices that were not taken
-    "not reproduced": Look("#A93807", "X"),  # a claim
-    "mark": Look("#333333"),  # a moment, a place, an interval over a bar
+    "paper": SeriesStyle("#999999", "|"),
+    "measured": SeriesStyle("#0072B2", "o"),
+    "single": SeriesStyle("#56B4E9", "."),  # one observation behind a measured value
+    "floor": SeriesStyle("#000000"),
+    "target": SeriesStyle("#CC2200"),  # a number that somebody asks for: a goal, a bound
+    "other": SeriesStyle(
+        "#BBBBBB", "s"
+    ),  # what stands beside: controls, other people's systems, choices that were not taken
+    "not reproduced": SeriesStyle("#A93807", "X"),  # a claim
+    "mark": SeriesStyle("#333333"),  # a moment, a place, an interval over a bar
     # stages, and what heals them
-    "S0": Look("#4D4D4D", "o"),
-    "S1": Look("#E69F00", "o"),
-    "S2": Look("#CC83DA", "o"),
-    "S3": Look("#009C4D", "o"),
-    "none": Look("#836049", "o"),
-    "report": Look("#D55E00", "s"),
-    "ours": Look("#633791", "D"),
-    "by perplexity": Look("#3FA9C9", "s"),
+    "S0": SeriesStyle("#4D4D4D", "o"),
+    "S1": SeriesStyle("#E69F00", "o"),
+    "S2": SeriesStyle("#CC83DA", "o"),
+    "S3": SeriesStyle("#009C4D", "o"),
+    "none": SeriesStyle("#836049", "o"),
+    "report": SeriesStyle("#D55E00", "s"),
+    "ours": SeriesStyle("#633791", "D"),
+    "by perplexity": SeriesStyle("#3FA9C9", "s"),
     # which bits wait
-    "mixed": Look("#F07800", "P"),
-    "sparse": Look("#6C84FC", "X"),
+    "mixed": SeriesStyle("#F07800", "P"),
+    "sparse": SeriesStyle("#6C84FC", "X"),
     # phases of a cold start
-    "configuration": Look("#BACF67"),
-    "weights": Look("#330E6F"),
-    "prefill": Look("#00A699"),
+    "configuration": SeriesStyle("#BACF67"),
+    "weights": SeriesStyle("#330E6F"),
+    "prefill": SeriesStyle("#00A699"),
     # what becomes of keys and values: everything is computed again, whoever says so
-    "recompute": Look("#BB5566", "s"),
-    "request boundary": Look("#1F720F", "o"),
-    "boundary states": Look("#9F9700", "^"),
-    "naive": Look("#DB797F", "X"),
-    "swap": Look("#004488", "o"),
-    "coalesced": Look("#579BE2", "^"),
-    "overlapped": Look("#9C8000", "v"),
-    "cross-point": Look("#D8B365", "D"),
-    "bandwidth only": Look("#A22158", "v"),
-    "online": Look("#0C8300", "^"),
-    "oracle": Look("#9E59FE", "*"),
+    "recompute": SeriesStyle("#BB5566", "s"),
+    "request boundary": SeriesStyle("#1F720F", "o"),
+    "boundary states": SeriesStyle("#9F9700", "^"),
+    "naive": SeriesStyle("#DB797F", "X"),
+    "swap": SeriesStyle("#004488", "o"),
+    "coalesced": SeriesStyle("#579BE2", "^"),
+    "overlapped": SeriesStyle("#9C8000", "v"),
+    "cross-point": SeriesStyle("#D8B365", "D"),
+    "bandwidth only": SeriesStyle("#A22158", "v"),
+    "online": SeriesStyle("#0C8300", "^"),
+    "oracle": SeriesStyle("#9E59FE", "*"),
     # another model's cache
-    "full reuse": Look("#C9BA00", "^"),
-    "droidspeak": Look("#002F8F", "o"),
-    "cacheblend": Look("#B740A1", "D"),
-    "smaller model": Look("#663333", "v"),
-    "sender": Look("#65C994", "P"),
-    "send all": Look("#896800", "^"),
-    "send reused": Look("#7295BC", "v"),
-    "E-cache": Look("#4FAC62"),
-    "in vain": Look("#F3E3BC"),
+    "full reuse": SeriesStyle("#C9BA00", "^"),
+    "droidspeak": SeriesStyle("#002F8F", "o"),
+    "cacheblend": SeriesStyle("#B740A1", "D"),
+    "smaller model": SeriesStyle("#663333", "v"),
+    "sender": SeriesStyle("#65C994", "P"),
+    "send all": SeriesStyle("#896800", "^"),
+    "send reused": SeriesStyle("#7295BC", "v"),
+    "E-cache": SeriesStyle("#4FAC62"),
+    "in vain": SeriesStyle("#F3E3BC"),
     # who fills a step
-    "sarathi": Look("#0F7967", "o"),
-    "prefill first": Look("#9699FD", "s"),
-    "hybrid batches": Look("#84B800", "^"),
-    "chunks alone": Look("#3E4E7A", "v"),
-    "short first": Look("#3F0451", "D"),
+    "sarathi": SeriesStyle("#0F7967", "o"),
+    "prefill first": SeriesStyle("#9699FD", "s"),
+    "hybrid batches": SeriesStyle("#84B800", "^"),
+    "chunks alone": SeriesStyle("#3E4E7A", "v"),
+    "short first": SeriesStyle("#3F0451", "D"),
 }
 """Who or what is drawn, with the one colour and marker that it has in every figure: no colour means two things. Those
 that stand in one figure differ for readers without red or green cones, too (``tests/study/test_plot.py``)."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from firsttoken.study.summary import Entry
-from firsttoken_studies.record.overlay import Drawn, counted, legend, over
+from firsttoken_studies.record.overlay import DrawnResult, counted, legend, over
 from firsttoken_studies.record.plot import COLOURS, LOOKS, log_ticks, panels
 from firsttoken_studies.record.results import Result, Rows, Table, distinct
 from firsttoken_studies.record.show import interval
@@ -140,7 +140,7 @@ def _entries(values: Iterable[float]) -> list[Entry]:
     return [{"value": value} for value in values]
 
 
-def _tables(shown: Sequence[Drawn]) -> str:
+def _tables(shown: Sequence[DrawnResult]) -> str:
     """The cost tables of the results, those of the record first."""
     costs = [result_drawn.result.parameters["hardware"]["costs"] for result_drawn in shown]
     return f"by the table of {', yours of '.join(dict.fromkeys(costs))}"

@@ -42,11 +42,11 @@ def asked_by(idea: str) -> list[str]:
     class TracedSituation:
         def __getattr__(self, name: str) -> float:
             names.add(name)
-            return getattr(tricks.Situation(), name)
+            return getattr(tricks.TrickSetting(), name)
 
     formula, _ = tricks.IDEAS[idea]
     formula(TracedSituation())
-    return [name for name in tricks.Situation.__dataclass_fields__ if name in names]
+    return [name for name in tricks.TrickSetting.__dataclass_fields__ if name in names]
 
 
 def ranges(runs: Sequence[IdeaRun], idea: str) -> dict[str, tuple[float, float]]:

@@ -33,7 +33,7 @@ class Slider:
     @property
     def value(self) -> float:
         """Return the slider's first position."""
-        return self._placed(getattr(tricks.Situation(), self.name))
+        return self._placed(getattr(tricks.TrickSetting(), self.name))
 
     @property
     def low(self) -> float:

@@ -17,7 +17,7 @@ from firsttoken.study.errors import StageError
 from firsttoken.study.policy_file import PolicyFile, PolicyKind
 from firsttoken.study.profile import Profile
 from firsttoken_studies.progressiveserve.layers import DistanceConfig
-from firsttoken_studies.trying.table import Tried, Values, held
+from firsttoken_studies.trying.table import TrialTable, Values, held
 
 Choice = Callable[[Distances, int], Sequence[int]]
 PASSAGES = 1  # of each draw: to choose by, and as many others to score
@@ -55,7 +55,7 @@ def turned(distances: Distances, layers: Sequence[int]) -> float:
     return sum(float(distances.last_token[:, *span].mean()) for span in zip(starts, block_ends, strict=True))
 
 
-def tried_layers(path: str, profile: Profile, draws: range) -> Tried:
+def tried_layers(path: str, profile: Profile, draws: range) -> TrialTable:
     """Try a policy on the profile's model and pinned text. Raises StageError for a model that reads no text."""
     file, config = PolicyFile.read(Path(path), LAYERS), profile.section("distance", DistanceConfig)
     loaded = load_model(profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
@@ -81,4 +81,4 @@ def tried_layers(path: str, profile: Profile, draws: range) -> Tried:
         f"{config.block} of {library_distances.depth} layers of {profile.model} passed, not healed; a draw chooses by "
         f"one passage of {config.tokens} tokens and is scored on another"
     )
-    return Tried(setting, held((path, file.watched(), file.judged), SIBLINGS, one, draws))
+    return TrialTable(setting, held((path, file.watched(), file.judged), SIBLINGS, one, draws))

@@ -14,7 +14,7 @@ from firsttoken.petals.routing import Reachable
 from firsttoken.study.policy_file import PolicyFile, PolicyKind
 from firsttoken.study.profile import Profile
 from firsttoken_studies.petals.swarm_churn import RULES, ChurnStudyConfig, churned
-from firsttoken_studies.trying.table import Tried, Values, held
+from firsttoken_studies.trying.table import TrialTable, Values, held
 
 EVENTS = 4  # of the profile's: by "fewest" each takes a second
 
@@ -42,7 +42,7 @@ class Stay(Rebalancing):
         """Return None: this server never moves."""
 
 
-def tried_placement(path: str, profile: Profile, draws: range) -> Tried:
+def tried_placement(path: str, profile: Profile, draws: range) -> TrialTable:
     """A server of the reader's rule asks once a period, as the paper's does."""
     file, config = PolicyFile.read(Path(path), PLACEMENT), profile.section("churn", ChurnStudyConfig)
     config = replace(config, events=min(config.events, EVENTS))
@@ -61,4 +61,4 @@ def tried_placement(path: str, profile: Profile, draws: range) -> Tried:
         f"{config.servers} simulated servers over {config.depth} blocks, {2 * config.period_s:g} s after each of "
         f"{config.events} times that one to three came, left or died; the most is what no placement exceeds"
     )
-    return Tried(setting, held((path, lambda: {"rule": own_rule()}, file.judged), siblings, one, draws))
+    return TrialTable(setting, held((path, lambda: {"rule": own_rule()}, file.judged), siblings, one, draws))

@@ -15,13 +15,13 @@ from firsttoken.simulation.costs.published import PublishedCosts
 from firsttoken.study.policy_file import PolicyFile, PolicyKind
 from firsttoken.study.profile import Profile
 from firsttoken_studies.cps.policy_comparison import ReplayedConfig, calibrated, drawn, maker_of, run_replayed
-from firsttoken_studies.trying.table import Tried, Values, held
+from firsttoken_studies.trying.table import TrialTable, Values, held
 
 POLICIES = ("swap", "recompute", "cross_point", "online", "oracle")
 Options = Callable[[PublishedCosts], dict[str, Any]]  # of one run
 
 
-def tried_preemption(path: str, profile: Profile, draws: range) -> Tried:
+def tried_preemption(path: str, profile: Profile, draws: range) -> TrialTable:
     """The last to arrive is preempted, as in the paper."""
 
     def options(make: Callable[[PublishedCosts], PreemptionPolicy]) -> Options:
@@ -31,7 +31,7 @@ def tried_preemption(path: str, profile: Profile, draws: range) -> Tried:
     return _replayed(path, PREEMPTION, lambda kind: options(lambda costs: kind()), siblings, profile, draws)
 
 
-def tried_victim(path: str, profile: Profile, draws: range) -> Tried:
+def tried_victim(path: str, profile: Profile, draws: range) -> TrialTable:
     """Try the reader's victim rule on replayed conversations; a preempted request comes back by the cross-point."""
 
     def options(victim: Any) -> Options:
@@ -47,7 +47,7 @@ def _replayed(
     siblings: dict[str, Options],
     profile: Profile,
     draws: range,
-) -> Tried:
+) -> TrialTable:
     file, config = PolicyFile.read(Path(path), kind), profile.section("replayed", ReplayedConfig)
     loads = {seed: drawn(config, seed) for seed in draws}
     costs = PublishedCosts(decode_s=calibrated([loads[draws[0]]], config.blocks))
@@ -69,4 +69,4 @@ def _replayed(
         "replayed on CPS Table 2"
     )
     own_row = (path, lambda costs: own_factory(costs) | {"scheduler": fixed_scheduler}, file.judged)
-    return Tried(setting, held(own_row, siblings, one, draws))
+    return TrialTable(setting, held(own_row, siblings, one, draws))

@@ -7,12 +7,12 @@ from firsttoken.sarathi.policy import Policy
 from firsttoken.simulation.hardware import Hardware
 from firsttoken.study.profile import Profile
 from firsttoken_studies.sarathi.bench import Bench, CapacityConfig
-from firsttoken_studies.trying.table import Tried, Values, held
+from firsttoken_studies.trying.table import TrialTable, Values, held
 
 RATE = 2.0  # requests/s: prefill-first misses the strict objective there, and Sarathi holds it
 
 
-def tried_scheduler(text: str, profile: Profile, draws: range) -> Tried:
+def tried_scheduler(text: str, profile: Profile, draws: range) -> TrialTable:
     """``text`` is a path, with a token budget behind it if need be, or a name."""
     own_policy, config = Policy.named(text), profile.section("capacity", CapacityConfig)
     bench = Bench(config, profile.section("hardware", Hardware))
@@ -33,4 +33,4 @@ def tried_scheduler(text: str, profile: Profile, draws: range) -> Tried:
         f"{config.requests} requests at {RATE:g} requests/s with the lengths of {config.lengths}, simulated on "
         f"{bench.hardware.costs}"
     )
-    return Tried(setting, held((text, own_policy, own_policy.judged), siblings, one, draws))
+    return TrialTable(setting, held((text, own_policy, own_policy.judged), siblings, one, draws))

@@ -17,7 +17,7 @@ Values = Mapping[str, float]  # of one draw, by what was measured and its unit
 
 
 @dataclass(frozen=True)
-class Tried:
+class TrialTable:
     """``rows`` hold, by policy, the values of each draw; the first is the reader's. ``setting`` says on what."""
 
     setting: str

@@ -19,7 +19,7 @@ from firsttoken.progressiveserve.staged_serving.stage_versions import StagedMode
 from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS, Transition
 from firsttoken.study.policy_file import PolicyFile, PolicyKind
 from firsttoken.study.profile import Profile
-from firsttoken_studies.trying.table import Tried, Values, held
+from firsttoken_studies.trying.table import TrialTable, Values, held
 
 DEPTH, MISSING = 8, ((3, 4, 5), (5,), ())  # by stage
 MOVES = ((1, 2), (2, 3), (1, 3))
@@ -89,7 +89,7 @@ class Moves:
         }
 
 
-def tried_transition(path: str, profile: Profile, draws: range) -> Tried:
+def tried_transition(path: str, profile: Profile, draws: range) -> TrialTable:
     """Try the reader's transition; the values are means over the three moves."""
     file, sessions = PolicyFile.read(Path(path), TRANSITION), Moves()
     sessions.moved(TRANSITIONS["prefill again"], 0, 1, 3)  # the first run of a process is slower
@@ -105,4 +105,4 @@ def tried_transition(path: str, profile: Profile, draws: range) -> Tried:
         f"sessions of {TOKENS} tokens on {DEPTH} random layers, {first} missing in stage 1 and {second} in stage 2: "
         f"means over moves from 1 to 2, 2 to 3 and 1 to 3; {STEPS} steps beside those of the better stage alone"
     )
-    return Tried(setting, held((path, file.watched(), file.judged), siblings, one, draws))
+    return TrialTable(setting, held((path, file.watched(), file.judged), siblings, one, draws))

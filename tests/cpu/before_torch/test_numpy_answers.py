@@ -20,7 +20,7 @@ from firsttoken.engine.model_server import EngineServer
 from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.request_limits import RequestLimits
-from firsttoken.study.errors import EngineError, OtherWay, RequestError
+from firsttoken.study.errors import EngineError, NotLean, RequestError
 from firsttoken_cpu.before_torch import numpy_answers
 from firsttoken_cpu.before_torch.numpy_answers import NumpyAnswers
 from firsttoken_cpu.before_torch.numpy_model import CacheSource, NumpyModel
@@ -259,7 +259,7 @@ def test_an_error_that_nobody_foresaw(served, model, monkeypatch) -> None:
 
 def test_a_model_that_does_not_come(tmp_path) -> None:
     coming: Future[NumpyModel] = Future()
-    coming.set_exception(OtherWay("its head_dim is 24"))
+    coming.set_exception(NotLean("its head_dim is 24"))
     served = Served(coming)
     begun = time.monotonic()
     served.answers.begin()

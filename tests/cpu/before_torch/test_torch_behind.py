@@ -23,11 +23,11 @@ from firsttoken.engine import live_executor
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling, ScheduledChunk
-from firsttoken.study.errors import LengthError, ModelError, OtherWay, OutputError, RequestError, StageError
+from firsttoken.study.errors import LengthError, ModelError, NotLean, OutputError, RequestError, StageError
 from firsttoken_cpu.before_torch import numpy_weights, torch_behind
 from firsttoken_cpu.before_torch.numpy_model import NumpyModel
 from firsttoken_cpu.before_torch.numpy_weights import FolderWeights
-from firsttoken_cpu.before_torch.torch_behind import CacheSource, Takeover, take_over
+from firsttoken_cpu.before_torch.torch_behind import CacheSource, EngineHandover, take_over
 from firsttoken_cpu.native import exports
 from firsttoken_cpu.native.exports import Exports, load_exports, narrowed, widened
 from firsttoken_cpu.native.library import kernels
@@ -83,7 +83,7 @@ def by_turns(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     right, wanted = torch_behind.take_over, threading.Event()
     monkeypatch.setattr(torch_behind, "take_over", lambda *told: wanted.wait(60) and right(*told))
 
-    def said_by(takeover: Takeover, before: int, count: int = ANSWER) -> list[int]:
+    def said_by(takeover: EngineHandover, before: int, count: int = ANSWER) -> list[int]:
         answer = takeover.answer(PROMPT, count)
         said = [next(answer) for _ in range(before)]
         wanted.set()
@@ -135,7 +135,7 @@ def test_a_prompt_in_parts_and_threads_that_share_it(make) -> None:
 def test_the_engine_takes_an_answer_over(make, by_turns, dtype, before) -> None:
     """Whenever that is, also across the end of a block; and it says what it would have said alone."""
     stock, folder = make(dtype=dtype)
-    takeover = Takeover(numpy_of(folder))
+    takeover = EngineHandover(numpy_of(folder))
     said = by_turns(takeover, before)
     engine = takeover.made()
     alone = engine.submit(PROMPT, Sampling(ANSWER))
@@ -186,7 +186,7 @@ def test_nothing_is_computed_twice_and_no_weight_copied(make, by_turns, monkeypa
         return right(self, chunks)
 
     monkeypatch.setattr(LiveExecutor, "execute", noted)
-    takeover = Takeover(numpy_of(folder))
+    takeover = EngineHandover(numpy_of(folder))
     assert len(by_turns(takeover, 2)) == ANSWER
     engine = takeover.made()
     assert steps == [1] * (ANSWER - takeover.tokens)
@@ -213,7 +213,7 @@ def test_a_prompt_that_is_none(make, prompt) -> None:
     with pytest.raises(RequestError, match="is empty, or holds no token id of the model's 97"):
         numpy_of(folder).next_token(prompt)
     with pytest.raises(RequestError, match="at least 1 token, not 0"):
-        next(Takeover(numpy_of(folder)).answer(PROMPT, 0))
+        next(EngineHandover(numpy_of(folder)).answer(PROMPT, 0))
 
 
 @pytest.mark.parametrize(
@@ -226,18 +226,18 @@ def test_a_prompt_that_is_none(make, prompt) -> None:
 )
 def test_a_shape_that_the_kernels_do_not_run(make, keys, reason) -> None:
     _, folder = make(**keys)
-    with pytest.raises(OtherWay, match=reason):
+    with pytest.raises(NotLean, match=reason):
         numpy_of(folder)
 
 
 def test_weights_of_other_kinds(make) -> None:
     _, folder = make(dtype=torch.float16)
-    with pytest.raises(OtherWay, match="its weights are stored in F16"):
+    with pytest.raises(NotLean, match="its weights are stored in F16"):
         numpy_of(folder)
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] = weights["model.norm.weight"].float()
     save_file(weights, folder / "model.safetensors")
-    with pytest.raises(OtherWay, match="its weights are stored in F16, F32"):
+    with pytest.raises(NotLean, match="its weights are stored in F16, F32"):
         numpy_of(folder)
 
 
@@ -271,7 +271,7 @@ def test_weights_that_lie_at_odd_bytes(make) -> None:
 def test_without_a_compiler(make, monkeypatch) -> None:
     _, folder = make()
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(OtherWay, match=r"its kernels cannot be built here \(there is no C\+\+ compiler"):
+    with pytest.raises(NotLean, match=r"its kernels cannot be built here \(there is no C\+\+ compiler"):
         numpy_of(folder)
 
 
@@ -279,7 +279,7 @@ def test_kernels_that_multiply_wrongly(make, monkeypatch) -> None:
     _, folder = make()
     right = exports.widened
     monkeypatch.setattr(exports, "widened", lambda numbers: right(numbers) + 1)
-    with pytest.raises(OtherWay, match="its float32 products are wrong on this processor"):
+    with pytest.raises(NotLean, match="its float32 products are wrong on this processor"):
         numpy_of(folder)
 
 
@@ -293,7 +293,7 @@ def test_a_processor_without_bfloat16(make, by_turns, monkeypatch) -> None:
         return found
 
     monkeypatch.setattr(numpy_weights, "load_exports", lacking)
-    takeover = Takeover(numpy_of(folder))
+    takeover = EngineHandover(numpy_of(folder))
     said = by_turns(takeover, 5)
     assert takeover.model.dtype == "float32"
     assert check_greedy(said, judged(stock.float(), PROMPT, said)) == ANSWER
@@ -305,7 +305,7 @@ def test_an_engine_that_cannot_be_made(make, monkeypatch) -> None:
 
     monkeypatch.setattr(torch_behind, "take_over", broken)
     _, folder = make()
-    takeover = Takeover(numpy_of(folder))
+    takeover = EngineHandover(numpy_of(folder))
     answer = takeover.answer(PROMPT, ANSWER)
     assert next(answer) == numpy_of(folder).next_token(PROMPT)
     for use in (takeover.made, lambda: list(answer)):

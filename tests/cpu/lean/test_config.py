@@ -11,7 +11,7 @@ from edited import config
 from transformers import LlamaForCausalLM
 
 from firsttoken.engine.accelerator import build_model
-from firsttoken.study.errors import ModelError, OtherWay
+from firsttoken.study.errors import ModelError, NotLean
 from firsttoken_cpu.lean.lean_config import lean_config
 
 
@@ -50,7 +50,7 @@ def test_the_words_of_transformers_4(make):
 def test_what_starts_the_other_way(make, family, keys, reason):
     _, folder = make(family)
     config(**keys)(folder)
-    with pytest.raises(OtherWay, match=reason):
+    with pytest.raises(NotLean, match=reason):
         lean_config(folder)
 
 

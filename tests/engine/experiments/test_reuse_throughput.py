@@ -9,9 +9,9 @@ from firsttoken_studies.engine.reuse_throughput import (
     PARTIAL,
     REUSE,
     DecodeCosts,
+    ReuseMethod,
     ServingConfig,
     TimedCosts,
-    Way,
     _served,
     most_qps,
     reuse_throughput_summary,
@@ -21,8 +21,8 @@ CONFIG = ServingConfig(2, 40, 8, 1, (0.2, 0.8, 1.4), 1.0, (1,), 1)
 DECODE = DecodeCosts(1e-3, 0.0, 0.0)
 
 
-def way(method: str, layers: int, seconds: float, *runs: str) -> Way:
-    return Way(method, layers, runs, TimedCosts((100, 200), (seconds, 2 * seconds), DECODE))
+def way(method: str, layers: int, seconds: float, *runs: str) -> ReuseMethod:
+    return ReuseMethod(method, layers, runs, TimedCosts((100, 200), (seconds, 2 * seconds), DECODE))
 
 
 WAYS = (way(FULL, 10, 1.0), way(PARTIAL, 4, 0.4, "a", "b"), way(REUSE, 0, 0.1))

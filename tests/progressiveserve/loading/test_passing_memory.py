@@ -7,14 +7,14 @@ import threading
 import pytest
 import torch
 
-from firsttoken.progressiveserve.loading.host_memory import WeightRoom, room_for
-from firsttoken.progressiveserve.loading.read_memory import PassingMemory
+from firsttoken.progressiveserve.loading.host_memory import WeightMemoryBlock, room_for
+from firsttoken.progressiveserve.loading.read_memory import RefinementMemory
 from firsttoken.study.errors import LinkError
 
 CPU = torch.device("cpu")
 
 
-def waiting(memory: PassingMemory, size: int) -> tuple[threading.Thread, list]:
+def waiting(memory: RefinementMemory, size: int) -> tuple[threading.Thread, list]:
     """A reader that asks for ``size`` bytes, and what it got."""
     got: list = []
 
@@ -30,7 +30,7 @@ def waiting(memory: PassingMemory, size: int) -> tuple[threading.Thread, list]:
 
 
 def test_a_reader_waits_until_a_file_is_let_go():
-    memory = PassingMemory(most=100)
+    memory = RefinementMemory(most=100)
     first, second = memory.allocate(60), memory.allocate(40)
     thread, got = waiting(memory, 10)
     memory.let_go(memoryview(bytearray(5)))  # of another load: it frees nothing
@@ -44,7 +44,7 @@ def test_a_reader_waits_until_a_file_is_let_go():
 
 
 def test_a_file_that_is_longer_than_all_is_alone():
-    memory = PassingMemory(most=100)
+    memory = RefinementMemory(most=100)
     whole = memory.allocate(1000)
     thread, got = waiting(memory, 1)
     assert not got
@@ -54,7 +54,7 @@ def test_a_file_that_is_longer_than_all_is_alone():
 
 
 def test_who_waits_when_the_load_ends_is_told():
-    memory = PassingMemory(most=100)
+    memory = RefinementMemory(most=100)
     memory.allocate(100)
     thread, got = waiting(memory, 1)
     memory.close()
@@ -67,7 +67,7 @@ def test_who_waits_when_the_load_ends_is_told():
 @pytest.mark.parametrize("count", [3, 1 << 20])
 def test_a_room_holds_what_is_put_there(count):
     shapes = [(2, count), (1,), (count, 3)]
-    room = WeightRoom(sum(room_for(shape, torch.float32) for shape in shapes), CPU)
+    room = WeightMemoryBlock(sum(room_for(shape, torch.float32) for shape in shapes), CPU)
     taken = [room.take(shape, torch.float32) for shape in shapes]
     for number, weights in enumerate(taken):
         weights.fill_(number)

@@ -22,7 +22,7 @@ from firsttoken.assets.lock import file_sha256
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.base_model import at_stage
 from firsttoken.progressiveserve.checkpoint.manifest import ADAPTER_WEIGHTS
-from firsttoken.study.errors import LinkError, ModelError, OtherWay, StageError
+from firsttoken.study.errors import LinkError, ModelError, NotLean, StageError
 from firsttoken_cpu.before_torch import numpy_weights
 from firsttoken_cpu.before_torch.numpy_model import NumpyModel
 from firsttoken_cpu.before_torch.stage_weights import StageWeights
@@ -192,13 +192,13 @@ def test_an_adapter_with_numbers_that_are_not_finite(wide):
     ],
 )
 def test_what_waits_for_torch(wide, plan, dtype, reason):
-    with pytest.raises(OtherWay, match=reason):
+    with pytest.raises(NotLean, match=reason):
         numpy_of(wide(dtype=dtype, planes=plan))
 
 
 def test_stages_that_refine_wait_for_torch(wide):
     staged = wide(dtype=BF16, planes="bits")
-    with pytest.raises(OtherWay, match="a later stage refines weights that are there"):
+    with pytest.raises(NotLean, match="a later stage refines weights that are there"):
         numpy_of(staged, stages=(1, 2))
 
 
@@ -212,7 +212,7 @@ def test_without_a_compiler(wide, monkeypatch):
     staged = wide()
     monkeypatch.setattr(numpy_weights, "load_exports", load_exports)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(OtherWay, match=r"its kernels cannot be built here \(there is no C\+\+ compiler"):
+    with pytest.raises(NotLean, match=r"its kernels cannot be built here \(there is no C\+\+ compiler"):
         numpy_of(staged)
 
 

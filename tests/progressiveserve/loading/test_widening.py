@@ -14,7 +14,7 @@ from firsttoken.assets.models import as_stored
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
-from firsttoken.progressiveserve.loading.host_memory import WeightRoom
+from firsttoken.progressiveserve.loading.host_memory import WeightMemoryBlock
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.loading.rival_loaders import load_with
@@ -47,7 +47,7 @@ def test_what_arrives_in_bf16_computes_as_stock_transformers_does_in_fp32(stage,
 def test_the_memory_of_a_layer_is_not_kept_until_the_others_are_there(stage, monkeypatch) -> None:
     """Layers are fused as they come, and let their weights go."""
     make, back, backed, begun = WeightBuilder._make, WeightBuilder._back, threading.Event(), threading.Event()
-    rooms: list[weakref.ref[WeightRoom]] = []
+    rooms: list[weakref.ref[WeightMemoryBlock]] = []
     kept: list[int] = []
 
     def noted(builder, index, part, room):

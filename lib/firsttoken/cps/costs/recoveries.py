@@ -26,7 +26,7 @@ LENGTHS = (64, 256, 1024)  # tokens
 REPEATS = 3  # after one that warms up; 7 s of SmolLM2-135M on two cores
 
 
-class _Seen(Swap):
+class _ObservingSwap(Swap):
     """A policy that swaps every victim, and keeps what the engine observes."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ def measure(executor: Executor, config: EngineConfig) -> RecoveryCosts | None:
     Nothing else may run there meanwhile. ``config`` is that of the engine which will serve. None where not even three
     tokens have room, and where nothing can be swapped.
     """
-    rng, observer = random.Random(0), _Seen()
+    rng, observer = random.Random(0), _ObservingSwap()
     most = min(executor.limits.context, executor.blocks * executor.block_tokens) - 2
     if most < 3:
         return None

@@ -22,7 +22,7 @@ Move = Callable[[], None]  # makes the copies of one movement on a CPU, or queue
 
 
 @dataclass(frozen=True)
-class Moved:
+class CopyTimes:
     """The seconds that one movement took, and its ``copies`` over the link, of ``bytes`` in all."""
 
     prep_s: float
@@ -40,8 +40,8 @@ class CopyJob:
     bytes: int
     prep_s: float = 0.0
 
-    def moved(self, copy_s: float) -> Moved:
-        return Moved(self.prep_s, copy_s, self.copies, self.bytes)
+    def moved(self, copy_s: float) -> CopyTimes:
+        return CopyTimes(self.prep_s, copy_s, self.copies, self.bytes)
 
 
 class Movement(ABC):
@@ -53,7 +53,7 @@ class Movement(ABC):
         """Return whether ``wait`` would return at once."""
 
     @abstractmethod
-    def wait(self) -> Moved:
+    def wait(self) -> CopyTimes:
         """Wait for the end, and return what the movement took. Raises what went wrong on the way."""
 
 
@@ -61,10 +61,10 @@ class Movement(ABC):
 class Finished(Movement):
     """A movement that ended before ``start`` returned."""
 
-    moved: Moved
+    moved: CopyTimes
     done: ClassVar[bool] = True
 
-    def wait(self) -> Moved:
+    def wait(self) -> CopyTimes:
         return self.moved
 
 
@@ -83,7 +83,7 @@ class OnStream(Movement):
     def done(self) -> bool:
         return self._end.query()
 
-    def wait(self) -> Moved:
+    def wait(self) -> CopyTimes:
         self._end.synchronize()
         return self._job.moved(self._start.elapsed_time(self._end) / 1000)
 
@@ -114,7 +114,7 @@ class SwapPath(ABC):
         self.host_pool = host_pool
         self._open = True
 
-    def out(self, blocks: Sequence[int], span: Span) -> Moved:
+    def out(self, blocks: Sequence[int], span: Span) -> CopyTimes:
         """Copy ``blocks`` of the pool to ``span``, in their order. When it returns the blocks may be used again.
 
         Raises RequestError as ``into`` does.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from firsttoken.engine.kv import KVPool
-from firsttoken.engine.swap.block_copier import Move, Moved, Movement, OnStream, SwapPath, start
+from firsttoken.engine.swap.block_copier import CopyTimes, Move, Movement, OnStream, SwapPath, start
 from firsttoken.engine.swap.host_pool import HostPool, Span
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -138,7 +138,7 @@ class Overlapped(Coalesced):
         else:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="swap-in")
 
-    def out(self, blocks: Sequence[int], span: Span) -> Moved:
+    def out(self, blocks: Sequence[int], span: Span) -> CopyTimes:
         # On a GPU both directions share one buffer, so a swap-out has to queue behind the swap-ins that are under way.
         with self._beside():
             return super().out(blocks, span)
@@ -171,12 +171,12 @@ class Overlapped(Coalesced):
 class OnThread(Movement):
     """A job that a worker thread does."""
 
-    def __init__(self, future: Future[Moved]) -> None:
+    def __init__(self, future: Future[CopyTimes]) -> None:
         self._future = future
 
     @property
     def done(self) -> bool:
         return self._future.done()
 
-    def wait(self) -> Moved:
+    def wait(self) -> CopyTimes:
         return self._future.result()

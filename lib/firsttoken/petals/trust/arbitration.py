@@ -36,7 +36,7 @@ _MOST_CONVICTED = 4096
 
 
 @dataclass(frozen=True)
-class Ruling:
+class AuditRuling:
     """A judgement: the accused is ``convicted`` or not, for a ``difference`` relative to a row's norm."""
 
     convicted: bool
@@ -69,7 +69,7 @@ class Arbitrator:
         finally:
             self._open -= 1
 
-    async def judge(self, evidence: Evidence, source: str) -> Ruling:
+    async def judge(self, evidence: Evidence, source: str) -> AuditRuling:
         """Compute what the accused says it has, and convict it if that differs by more than ``TOLERANCE``.
 
         Who was convicted before is convicted by its signature alone. Raises BusyError where who is at ``source`` has
@@ -82,17 +82,17 @@ class Arbitrator:
         if commitment.model != self.model:
             raise SwarmError(f"this keeper has the model {self.model[:12]}, not {commitment.model[:12]}")
         if commitment.server in self._convicted:
-            return Ruling(True, 0.0)
+            return AuditRuling(True, 0.0)
         if not self._registry.met(commitment.server, steady_s()):
             raise SwarmError(f"{commitment.server[:8]} is not a server that this keeper has met: ask another")
         compute = partial(recomputed, self.folder, range(*commitment.layers), evidence.inputs)
         own_outputs = await asyncio.get_running_loop().run_in_executor(self._thread, compute)
         apart = difference(evidence.outputs, own_outputs[-len(evidence.outputs) :])
         if apart <= TOLERANCE:
-            return Ruling(False, apart)
+            return AuditRuling(False, apart)
         self._shares.give_back(source)
         remember(self._convicted, commitment.server, None, _MOST_CONVICTED)
-        return Ruling(True, apart)
+        return AuditRuling(True, apart)
 
     def close(self) -> None:
         """End the thread when its case is done."""

@@ -19,11 +19,11 @@ from firsttoken.petals.keys import read_said
 from firsttoken.petals.message_headers import ACCUSE
 from firsttoken.petals.records import Record
 from firsttoken.petals.routing import Hop, Reachable, best_chain
-from firsttoken.petals.server_call import DoubtFault
+from firsttoken.petals.server_call import UnverifiedFault
 from firsttoken.petals.server_session import ServerSession
 from firsttoken.petals.states import MOST_TOKENS, Stretch
 from firsttoken.petals.swarm import Swarm
-from firsttoken.petals.trust.arbitration import TOLERANCE, Ruling, difference
+from firsttoken.petals.trust.arbitration import TOLERANCE, AuditRuling, difference
 from firsttoken.petals.trust.commitments import Charge, Evidence, committed, read_commitment
 from firsttoken.study.errors import FirstTokenError, SwarmError
 
@@ -38,7 +38,7 @@ AGREED, CONVICTED, WITNESS, INCONCLUSIVE = "agreed", "convicted", "its witness c
 """How an audit ends; the last where nobody else has the blocks, answers, or can judge."""
 
 
-class _UnwitnessedError(SwarmError):
+class _NoWitnessError(SwarmError):
     """Nobody else has the blocks, or answers."""
 
 
@@ -95,9 +95,9 @@ class Auditor:
         """Perhaps check what the server of ``record`` has ``answer`` [tokens, hidden] to ``message`` through
         ``session``.
 
-        ``inputs`` [end, hidden] is all that entered of each sequence of the message. Raises DoubtFault for a server
-        that did not sign its answer, or lied, or of whose audits too many are inconclusive, and SwarmError where that
-        is so and nobody else has its blocks.
+        ``inputs`` [end, hidden] is all that entered of each sequence of the message. Raises UnverifiedFault for a
+        server that did not sign its answer, or lied, or of whose audits too many are inconclusive, and SwarmError where
+        that is so and nobody else has its blocks.
         """
         if self._draw.random() >= self.audits.rate:
             return
@@ -108,10 +108,10 @@ class Auditor:
             end = await self._audited(evidence, record)
         except FirstTokenError as error:  # whoever it was that failed here: nothing is proven
             end, self.why = INCONCLUSIVE, str(error)
-            self._found[record.server][type(error) is _UnwitnessedError] += 1
+            self._found[record.server][type(error) is _NoWitnessError] += 1
         self.ends[end] += 1
         if end == CONVICTED:
-            raise DoubtFault(f"{record.name} has signed what it did not compute: it was convicted")
+            raise UnverifiedFault(f"{record.name} has signed what it did not compute: it was convicted")
         self._looked[record.server] += 1
         shares = self.audits.undecided, self.audits.unwitnessed
         audits = self._looked[record.server]
@@ -126,7 +126,7 @@ class Auditor:
             self._witnesses(layers, self._left)
         except SwarmError as error:
             raise SwarmError(f"{why}, and nobody else has its blocks") from error
-        raise DoubtFault(why)
+        raise UnverifiedFault(why)
 
     def _signed(self, session: ServerSession, record: Record, index: int, inputs: Tensor, outputs: Tensor) -> Evidence:
         try:
@@ -138,7 +138,7 @@ class Auditor:
             if not committed(charge.committed, session.layers.start, inputs, outputs):
                 raise SwarmError("its commitment is of other inputs or outputs")
         except SwarmError as error:
-            raise DoubtFault(f"{record.name} does not vouch for its answer: {error}") from error
+            raise UnverifiedFault(f"{record.name} does not vouch for its answer: {error}") from error
         return Evidence(charge, inputs, outputs)
 
     async def _audited(self, evidence: Evidence, record: Record) -> str:
@@ -167,7 +167,7 @@ class Auditor:
             try:
                 chain = self._witnesses(blocks, without)
             except SwarmError as error:
-                raise _UnwitnessedError(f"others cannot compute it again: {why or error}") from error
+                raise _NoWitnessError(f"others cannot compute it again: {why or error}") from error
             for hop, witness in chain:
                 try:
                     outputs.append(await self._through(witness, hop.blocks, rows))
@@ -178,7 +178,7 @@ class Auditor:
                 rows = outputs[-1].outputs
             else:
                 return outputs
-        raise _UnwitnessedError(f"others do not answer: {why}")
+        raise _NoWitnessError(f"others do not answer: {why}")
 
     def _witnesses(self, blocks: range, without: set[str]) -> list[tuple[Hop, Record]]:
         """A chain through ``blocks`` that nobody can foretell, of few servers. Raises SwarmError for none."""
@@ -214,7 +214,7 @@ class Auditor:
             raise SwarmError(f"it did not judge within {swarm.timeouts.find_s:g} s") from None
         except grpc.aio.AioRpcError as error:
             raise SwarmError(error.details() or error.code().name) from error
-        convicted = read_said(Ruling, data, "the keeper's ruling cannot be read").convicted
+        convicted = read_said(AuditRuling, data, "the keeper's ruling cannot be read").convicted
         if convicted:
             swarm.convicted.add(evidence.charge.commitment.server)
         return convicted

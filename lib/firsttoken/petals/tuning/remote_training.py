@@ -32,7 +32,7 @@ from firsttoken.study.errors import RequestError, SwarmError
 _BACKWARD = 3  # times the patience: forward again, and twice its products
 
 
-class Entered(NamedTuple):
+class SpanInput(NamedTuple):
     """``hidden`` [rows, tokens, hidden] entered ``blocks`` of one server."""
 
     blocks: range
@@ -57,14 +57,14 @@ class TrainingChain:
         self.faults: list[tuple[str, str]] = []  # (subkey, why) of each server that was replaced
         self.moved_bytes = 0  # of messages that were answered, both ways
 
-    async def forward(self, hidden: Tensor, adapters: Adapters, scaling: float) -> tuple[Tensor, list[list[Entered]]]:
+    async def forward(self, hidden: Tensor, adapters: Adapters, scaling: float) -> tuple[Tensor, list[list[SpanInput]]]:
         """``hidden`` [rows, tokens, hidden] after the layers, and what entered whom, for each part of the batch that
         fits a message. Raises SwarmError when blocks stay unserved, RequestError for what all refuse who serve them."""
         parts = [await self._forward(self.layers, rows, adapters, scaling) for rows in _parts(hidden)]
         return torch.cat([out for out, _ in parts]), [entered for _, entered in parts]
 
     async def backward(
-        self, entered: list[list[Entered]], gradient: Tensor, adapters: Adapters, scaling: float
+        self, entered: list[list[SpanInput]], gradient: Tensor, adapters: Adapters, scaling: float
     ) -> tuple[Tensor, Adapters]:
         """The gradients of ``hidden`` and of the adapters, from that of what came out. Raises as ``forward``."""
         firsts: list[Tensor] = []
@@ -81,20 +81,20 @@ class TrainingChain:
 
     async def _forward(
         self, layers: range, hidden: Tensor, adapters: Adapters, scaling: float
-    ) -> tuple[Tensor, list[Entered]]:
-        entered: list[Entered] = []
+    ) -> tuple[Tensor, list[SpanInput]]:
+        entered: list[SpanInput] = []
         block, failing = layers.start, _Failing()
         while block < layers.stop:
             hop, record = (await self._route(range(block, layers.stop), failing))[0]
             request = Pass(hidden, _within(adapters, hop.blocks), scaling)
             if (answer := await self._ask(record, hop.blocks, request, failing)) is not None:
-                entered.append(Entered(hop.blocks, hidden))
+                entered.append(SpanInput(hop.blocks, hidden))
                 hidden, block, failing = answer.hidden, hop.blocks.stop, _Failing()
         check_cover([entry.blocks for entry in entered], layers)
         return hidden, entered
 
     async def _backward(
-        self, entry: Entered, gradient: Tensor, adapters: Adapters, scaling: float
+        self, entry: SpanInput, gradient: Tensor, adapters: Adapters, scaling: float
     ) -> tuple[Tensor, Adapters]:
         failing = _Failing()
         while True:

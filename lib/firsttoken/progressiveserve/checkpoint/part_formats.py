@@ -82,7 +82,7 @@ class PartReader(Protocol):
         model computes; ``room`` gives memory there. Raises ModelError."""
 
 
-class WordFiller(Protocol):
+class WordUnpacker(Protocol):
     """Makes words of the parts of one format that bring tensors, without torch and for one thread."""
 
     def fill(self, part: StoredPart, name: str, file: memoryview, words: np.ndarray) -> None:
@@ -108,7 +108,7 @@ class PartFormat(Protocol):
     def reader(self, dtype: torch.dtype) -> PartReader:
         """Return a new reader, whose tensors are of ``dtype``."""
 
-    def word_filler(self, parts: Sequence[StoredPart]) -> WordFiller | None:
+    def word_filler(self, parts: Sequence[StoredPart]) -> WordUnpacker | None:
         """Return a new filler that needs no torch; None where ``parts`` need it."""
 
     def refiner(self, between: Callable[[Callable[[], None]], Any]) -> PartRefiner:

@@ -18,7 +18,7 @@ LINE = 64  # bytes
 BUFFERS = 6  # pinned, of the size of the largest file
 
 
-class WeightRoom:
+class WeightMemoryBlock:
     """Memory for ``size`` bytes of weights on ``device``, in one piece. Large pages are not asked for: on a virtual
     machine whose host gives memory back, a start of 540 MB took 2.1 s with them for 1.0 s without (medians, n=5, 6).
 
@@ -44,7 +44,7 @@ class WeightRoom:
 
 
 def room_for(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes of a tensor in a ``WeightRoom``, where each begins at a line of the cache."""
+    """Bytes of a tensor in a ``WeightMemoryBlock``, where each begins at a line of the cache."""
     return -(-math.prod(shape) * dtype.itemsize // LINE) * LINE
 
 

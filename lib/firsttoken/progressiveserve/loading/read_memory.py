@@ -38,7 +38,7 @@ class Memory:
         """End the load: a thread that waits in :meth:`allocate` gets a LinkError."""
 
 
-class PassingMemory(Memory):
+class RefinementMemory(Memory):
     """Memory for files that refine weights and are let go: ``most`` bytes of files wait for that, or one file.
 
     Refinements wait for the steps of an engine, so a link that is faster would pile up all that is still to come.
@@ -74,4 +74,4 @@ class PassingMemory(Memory):
 def cpu_memory(refines: bool, links: int, most: int = AHEAD) -> Memory:
     """The memory for files that come over as many ``links`` to where a CPU computes; where each of them ``refines``
     weights, ``most`` bytes wait for it."""
-    return PassingMemory(most) if refines and links == 1 else Memory()
+    return RefinementMemory(most) if refines and links == 1 else Memory()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, PartFile, check_header
 from firsttoken.progressiveserve.checkpoint.part_formats import PartFormat, format_of
-from firsttoken.progressiveserve.loading.host_memory import BUFFERS, WeightRoom, memory_for, room_for
+from firsttoken.progressiveserve.loading.host_memory import BUFFERS, WeightMemoryBlock, memory_for, room_for
 from firsttoken.progressiveserve.loading.read_memory import Memory
 from firsttoken.progressiveserve.loading.read_plan import ADAPTER_FILES, parts_of
 from firsttoken.study.errors import LinkError
@@ -92,12 +92,12 @@ class WeightBuilder:
         for thread in self._threads:
             thread.join()
 
-    def _room(self, part: PartFile) -> WeightRoom:
+    def _room(self, part: PartFile) -> WeightMemoryBlock:
         """Memory for the weights of ``part`` that cannot stay where they are read."""
         moved = [] if part.refines else self._readers[part.format].moved(part)
-        return WeightRoom(sum(room_for(shape, self._dtype) for shape in moved), self._device)
+        return WeightMemoryBlock(sum(room_for(shape, self._dtype) for shape in moved), self._device)
 
-    def _back(self, rooms: deque[WeightRoom]) -> None:
+    def _back(self, rooms: deque[WeightMemoryBlock]) -> None:
         """Have ``rooms`` in memory while files are on their way, so that the maker need not wait for memory.
 
         Taken from the queue: layers that are fused while others come must be able to give their memory back.
@@ -105,7 +105,7 @@ class WeightBuilder:
         while rooms and not self._stopped:
             rooms.popleft().back()
 
-    def _make_all(self, rooms: deque[WeightRoom]) -> None:
+    def _make_all(self, rooms: deque[WeightMemoryBlock]) -> None:
         try:
             for index, part in enumerate(self._parts):
                 if self._stopped:
@@ -115,7 +115,7 @@ class WeightBuilder:
             self._stopped = True
             self._made.put(error)
 
-    def _make(self, index: int, part: PartFile, room: WeightRoom) -> BuiltPart:
+    def _make(self, index: int, part: PartFile, room: WeightMemoryBlock) -> BuiltPart:
         file, first = self.reader.wait(self._first + index), part.data_start
         begin = time.perf_counter()
         check_header(part, bytes(file[:first]))

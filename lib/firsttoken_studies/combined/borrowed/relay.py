@@ -22,7 +22,7 @@ _PIECE = 16 << 10  # 0.13 ms at 1 Gbit/s
 _WAITING = 1024  # pieces on their way at most: 16 MiB
 
 
-class ShapedWay:
+class ShapedDirection:
     """One direction: bytes leave it at ``gbit_per_s`` (0: at once), ``delay_s`` after they have come."""
 
     def __init__(self, gbit_per_s: float, delay_s: float) -> None:
@@ -58,7 +58,7 @@ def _deliver(on_the_way: queue.Queue[tuple[float, bytes]], source: socket.socket
             end.shutdown(socket.SHUT_RDWR)
 
 
-def lead(listening: socket.socket, port: int, ways: tuple[ShapedWay, ShapedWay]) -> None:
+def lead(listening: socket.socket, port: int, ways: tuple[ShapedDirection, ShapedDirection]) -> None:
     """Pass every connection on to ``port``, through the first of ``ways`` and back through the second."""
     while True:
         near, _ = listening.accept()
@@ -81,7 +81,7 @@ def main() -> None:
     options = parser.parse_args()
     listening = socket.create_server(("127.0.0.1", 0))
     print(f"127.0.0.1:{listening.getsockname()[1]}", flush=True)
-    ways = tuple(ShapedWay(options.gbit_per_s, options.rtt_ms / 2000) for _ in range(2))
+    ways = tuple(ShapedDirection(options.gbit_per_s, options.rtt_ms / 2000) for _ in range(2))
     with suppress(KeyboardInterrupt):
         lead(listening, options.port, ways)
 

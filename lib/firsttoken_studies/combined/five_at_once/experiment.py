@@ -166,7 +166,7 @@ def five_at_once(profile: Profile) -> Outcome:
     setting = start_setting(profile, profile.section("quality", QualityConfig).questions, 2, config.readers)
     dtype = name_of(computing("cpu"))
     identity = {"config": asdict(config), "seed": profile.seed, "setting": setting.provenance, "dtype": dtype}
-    finished_windows = Kept(sha256_of(identity | {"code": code.digest(__name__)}))
+    finished_windows = FinishedWindows(sha256_of(identity | {"code": code.digest(__name__)}))
     rows: Rows = []
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
@@ -234,7 +234,7 @@ def provenance_of(setting: StartSetting) -> dict[str, Any]:
     }
 
 
-class Kept:
+class FinishedWindows:
     """The windows of a run that has not ended, as lines of a file that is named by what the run is asked."""
 
     def __init__(self, key: str) -> None:
@@ -267,7 +267,7 @@ class Windows:
     """The windows that ``spec`` describes but for ideas, requests and pool, beside the neighbour of process ``pid``;
     those that are ``kept`` are not measured again."""
 
-    def __init__(self, spec: WindowSpec, pid: int, finished: Kept) -> None:
+    def __init__(self, spec: WindowSpec, pid: int, finished: FinishedWindows) -> None:
         self._spec, self._pid, self._kept = spec, pid, finished
 
     def of(self, requests: Sequence[Asked], config: FiveConfig, seed: int) -> Iterator[dict[str, Any]]:

@@ -132,7 +132,7 @@ class GrowingReplica:
         return self.engine.submit(prompt, sampling, arrival_s, moves=True, source=source)
 
 
-class OwnReplica(GrowingReplica):
+class StagedReplica(GrowingReplica):
     """A replica that computes with a stage of its model as soon as that is whole and fused, and moves open requests to
     the next stage between two steps."""
 
@@ -225,7 +225,7 @@ def started(spec: WindowSpec) -> tuple[ColdReplica, Callable[[], float]]:
             return load.arrived_s + up
 
         return BorrowingReplica(executor, load.view.layers, arrivals, lease, config, policy=policy), arrived
-    replica, times = OwnReplica(executor, load.view, config, policy), [load.arrived_s]
+    replica, times = StagedReplica(executor, load.view, config, policy), [load.arrived_s]
 
     def bring() -> None:
         previous = load.view

@@ -221,7 +221,7 @@ class TwinBorrower(BorrowingReplica):
 
 
 class TwinOwn(GrowingReplica):
-    """The replica that has its own layers alone, as ``OwnReplica``: ``stages`` are (seconds, version) still to come."""
+    """A replica with its own layers alone, as ``StagedReplica``: ``stages`` are (seconds, version) still to come."""
 
     def __init__(self, engine: Engine, stages: Sequence[tuple[float, TwinVersion]]) -> None:
         self.engine, self._stages = engine, list(stages)

@@ -13,7 +13,7 @@ from firsttoken.study.system import NOT_HERE
 from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, KERNEL, files_were, link_key
 from firsttoken_studies.progressiveserve.coldstart.summary import PROCESS, values
 from firsttoken_studies.progressiveserve.coldstart.variants import VARIANTS
-from firsttoken_studies.record.overlay import Drawn, counted, legend, name_results, over
+from firsttoken_studies.record.overlay import DrawnResult, counted, legend, name_results, over
 from firsttoken_studies.record.plot import COLOURS, LOOKS, panels
 from firsttoken_studies.record.results import Result, Rows, Table, distinct, rows_where
 from firsttoken_studies.record.show import interval
@@ -125,7 +125,7 @@ def phase_stacks(recorded: Result | None, now: Result, links: Sequence[str]) -> 
     """
     results = over(recorded, now)
 
-    def trials(shown: Drawn, link: str, variant: str) -> Rows:
+    def trials(shown: DrawnResult, link: str, variant: str) -> Rows:
         return rows_where(shown.result.rows, link=link, variant=variant)
 
     by_link = {
@@ -171,7 +171,7 @@ def median_start(rows: Rows) -> dict[str, Any]:
     return min(rows, key=lambda row: abs(row[PROCESS] - middle))
 
 
-def _stack(ax: Axes, height_of_bar: float, rows: Rows, shown: Drawn, floor: float) -> None:
+def _stack(ax: Axes, height_of_bar: float, rows: Rows, shown: DrawnResult, floor: float) -> None:
     start, bar_start, height = median_start(rows), 0.0, 0.62 if shown.alone else 0.3
     edge = {"edgecolor": "black", "linewidth": 0.8} if shown.own else {"linewidth": 0}
     for label, parts, colour in PHASES:

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from firsttoken.study.stats import Along, Interval, bootstrap
+from firsttoken.study.stats import AxisStatistic, Interval, bootstrap
 from firsttoken.study.summary import Entry, Summary
 from firsttoken_studies.progressiveserve.coldstart.harness import link_key
 from firsttoken_studies.progressiveserve.coldstart.variants import VARIANTS
 from firsttoken_studies.record.results import Rows, distinct, rows_where
 
-P95 = Along(lambda sample, axis: np.percentile(sample, 95, axis=axis))
+P95 = AxisStatistic(lambda sample, axis: np.percentile(sample, 95, axis=axis))
 
 REQUEST, PROCESS, READY = "ttft_request_s", "ttft_process_s", "ready_s"
 STARTS = {"ttft": REQUEST, "process_ttft": PROCESS}
@@ -47,7 +47,7 @@ def ratio(rows: Rows, variant: str, base: str, column: str = REQUEST, q: float =
     def quotient(sample: np.ndarray, axis: int) -> np.ndarray:
         return np.divide(*np.moveaxis(np.percentile(sample, q, axis=axis), -1, 0))
 
-    return bootstrap(pairs, Along(quotient))
+    return bootstrap(pairs, AxisStatistic(quotient))
 
 
 def full_rows(rows: Rows) -> Rows:

@@ -116,10 +116,10 @@ def _start_before_torch(spec: TrialSpec, marks: PhaseClock) -> dict[str, Any] | 
     _read_ahead(spec)
     from firsttoken.assets.servable import check_servable
     from firsttoken.assets.tokenizer import read_tokenizer  # noqa: F401 its import belongs to this phase
-    from firsttoken.study.errors import OtherWay
+    from firsttoken.study.errors import NotLean
     from firsttoken_cpu.before_torch.numpy_model import NumpyModel
     from firsttoken_cpu.before_torch.numpy_weights import FolderWeights
-    from firsttoken_cpu.before_torch.torch_behind import Takeover
+    from firsttoken_cpu.before_torch.torch_behind import EngineHandover
 
     marks.phase("imports")
     arrived, used, growth = marks.last, cpu_seconds(), MemoryGrowth()
@@ -128,12 +128,12 @@ def _start_before_torch(spec: TrialSpec, marks: PhaseClock) -> dict[str, Any] | 
         model = _in_the_dtype(
             spec, NumpyModel(FolderWeights(check_servable(Path(spec.stock)), threads), threads=threads)
         )
-    except OtherWay as reason:
+    except NotLean as reason:
         print(f"firsttoken: {Path(spec.stock).name} starts with torch: {reason}", file=sys.stderr)
         return None
     ids = prompt_ids(spec)
     marks.phase("config and tokenizer")
-    takeover = Takeover(model)
+    takeover = EngineHandover(model)
     answer = takeover.answer(ids, ANSWER)
     output = [next(answer)]
     marks.phase("prefill")
@@ -163,7 +163,7 @@ def _stages_before_torch(
     """The row of a trial of stages whose first token comes before torch, which then has the same weights; None, after a
     line on stderr, for stages that need torch. Raises ModelError for a folder that cannot be served."""
     from firsttoken.assets.tokenizer import read_tokenizer  # noqa: F401 its import belongs to this phase
-    from firsttoken.study.errors import OtherWay
+    from firsttoken.study.errors import NotLean
     from firsttoken_cpu.before_torch.numpy_model import NumpyModel
     from firsttoken_cpu.before_torch.stage_weights import StageWeights
 
@@ -174,7 +174,7 @@ def _stages_before_torch(
     try:
         weights = StageWeights(Path(spec.staged), links, threads=threads, **options)
         model = _in_the_dtype(spec, NumpyModel(weights, threads=threads))
-    except OtherWay as reason:
+    except NotLean as reason:
         print(f"firsttoken: {Path(spec.staged).name} starts with torch: {reason}", file=sys.stderr)
         return None
     ids = prompt_ids(spec)
@@ -196,12 +196,12 @@ def _stages_before_torch(
 
 
 def _in_the_dtype(spec: TrialSpec, model: NumpyModel) -> NumpyModel:
-    """``model``. Raises OtherWay where another dtype is asked for."""
-    from firsttoken.study.errors import OtherWay
+    """``model``. Raises NotLean where another dtype is asked for."""
+    from firsttoken.study.errors import NotLean
 
     if spec.dtype not in ("stored", model.dtype):
         model.weights.close()
-        raise OtherWay(f"it computes in {model.dtype}, and {spec.dtype} is asked for")
+        raise NotLean(f"it computes in {model.dtype}, and {spec.dtype} is asked for")
     return model
 
 

@@ -26,7 +26,7 @@ from firsttoken_studies.progressiveserve.coldstart.variants import StartVariant
 
 if TYPE_CHECKING:
     from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
-    from firsttoken_cpu.before_torch.stage_weights import ReadBefore
+    from firsttoken_cpu.before_torch.stage_weights import UnpackedFiles
 
 
 More = Callable[[float], dict[str, Any]]
@@ -129,7 +129,7 @@ def start_ours(
 
 
 def torch_behind(
-    spec: TrialSpec, variant: StartVariant, links: list[Link], manifest: Manifest, read: ReadBefore, begun: float
+    spec: TrialSpec, variant: StartVariant, links: list[Link], manifest: Manifest, read: UnpackedFiles, begun: float
 ) -> dict[str, Any]:
     """Load the weights in torch behind a first token of ``begun`` that came without it: build the same weights from
     what has been ``read``, and return the measures of :func:`start_ours`."""
