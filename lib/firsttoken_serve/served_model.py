@@ -391,6 +391,6 @@ def late_variants(folders: Mapping[str, Path], device: str) -> LateVariants:
 def _preemption(config: ServiceConfig, engine: EngineConfig) -> PreemptionPolicy:
     """The policy of ``config``; no threshold of another machine serves. Raises ProfileError for an unknown one."""
     if config.preemption == MeasuredCrossPoint.name:
-        options = {"way": config.device, "again": config.measure_again, "whole": not is_staged(config.folder)}
+        options = {"way": config.device, "again": config.measure_again, "plain_folder": not is_staged(config.folder)}
         return MeasuredCrossPoint(config.folder, engine, **options)
     return make_policy(config.preemption, **({"start": 0} if config.preemption == "online" else {}))

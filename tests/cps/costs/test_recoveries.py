@@ -157,7 +157,7 @@ def test_the_threshold_is_where_the_measured_costs_cross(executor, folder, seen)
 
 
 def test_no_other_threshold_stands_in_for_a_model_in_stages(executor, folder) -> None:
-    policy = MeasuredCrossPoint(folder, STALL_FREE, coalesced=False)
+    policy = MeasuredCrossPoint(folder, STALL_FREE, plain_folder=False)
     assert not policy.measures("float32")
     assert "learnt while serving" in policy.prepare(executor, "float32") and not paths.CACHE.exists()
     policy.observe(Observation(Action.RECOMPUTE, 100, 0.1, 0.0))

@@ -36,10 +36,10 @@ class MeasuredCrossPoint(OnlineCrossPoint):
     name = "cross_point"
 
     def __init__(
-        self, folder: Path, config: EngineConfig, *, way: str = "cpu", again: bool = False, coalesced: bool = True
+        self, folder: Path, config: EngineConfig, *, way: str = "cpu", again: bool = False, plain_folder: bool = True
     ) -> None:
         super().__init__(start=0)
-        self._folder, self._way, self._again, self._whole = folder, way, again, coalesced
+        self._folder, self._way, self._again, self._whole = folder, way, again, plain_folder
         self._config = replace(config, share_prefixes=False)  # a prompt that is shared in part teaches nothing
         self._costs: RecoveryCosts | None = None
         self._prepared = False
