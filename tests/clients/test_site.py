@@ -64,7 +64,7 @@ from firsttoken_studies.site.tricks_page import SLIDERS
 draw, told = random.Random(1), []
 for _ in range(50):
     said = {slider.name: draw.uniform(slider.least, slider.most) for slider in SLIDERS}
-    told.append([said, {name: list(idea(tricks.Situation(**said))) for name, (idea, _) in tricks.IDEAS.items()}])
+    told.append([said, {name: list(idea(tricks.TrickSetting(**said))) for name, (idea, _) in tricks.IDEAS.items()}])
 print(json.dumps(told))
 """
 

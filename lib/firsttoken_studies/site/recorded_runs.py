@@ -36,7 +36,7 @@ class IdeaRun:
 
 
 def asked_by(idea: str) -> list[str]:
-    """The sliders that the formula of ``idea`` asks, in the order of ``tricks.Situation``."""
+    """The sliders that the formula of ``idea`` asks, in the order of ``tricks.TrickSetting``."""
     names = set()
 
     class TracedSituation:

@@ -318,9 +318,9 @@ def test_the_first_token_finds_no_torch(make) -> None:
     code = (
         "import sys; from pathlib import Path; from firsttoken.assets.servable import check_servable; "
         "from firsttoken_cpu.before_torch.numpy_model import NumpyModel; "
-        "from firsttoken_cpu.before_torch.torch_behind import Takeover; "
+        "from firsttoken_cpu.before_torch.torch_behind import EngineHandover; "
         "from firsttoken_cpu.before_torch.numpy_weights import FolderWeights; "
-        f"takeover = Takeover(NumpyModel(FolderWeights(check_servable(Path({str(folder)!r})), 1), threads=1)); "
+        f"takeover = EngineHandover(NumpyModel(FolderWeights(check_servable(Path({str(folder)!r})), 1), threads=1)); "
         f"answer = takeover.answer({PROMPT}, 200); first = next(answer); "
         "before = [one for one in ('torch', 'transformers', 'safetensors') if one in sys.modules]; "
         "takeover.made(); rest = list(answer); print(before, 'torch' in sys.modules, first, takeover.tokens)"
