@@ -39,13 +39,13 @@ def asked_by(idea: str) -> list[str]:
     """The sliders that the formula of ``idea`` asks, in the order of ``tricks.TrickSetting``."""
     names = set()
 
-    class TracedSituation:
+    class TracedSetting:
         def __getattr__(self, name: str) -> float:
             names.add(name)
             return getattr(tricks.TrickSetting(), name)
 
     formula, _ = tricks.IDEAS[idea]
-    formula(TracedSituation())
+    formula(TracedSetting())
     return [name for name in tricks.TrickSetting.__dataclass_fields__ if name in names]
 
 

@@ -19,8 +19,8 @@ from firsttoken_studies.site.recorded_runs import IdeaRun, ranges
 
 @dataclass(frozen=True)
 class Slider:
-    """One field of ``tricks.TrickSetting`` between ``least`` and ``most``; ``log``: its steps are factors, ``whole``: it
-    has no fractions."""
+    """One field of ``tricks.TrickSetting`` between ``least`` and ``most``; ``log``: its steps are factors,
+    ``whole``: it has no fractions."""
 
     name: str
     title: str
