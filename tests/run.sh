@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Everything that must pass before a change is kept: style, unit tests (minutes), then every notebook at the quick
-# profile, its outputs held against the committed ones. `tests/run.sh --unit` leaves the notebooks out.
+# What a reviewer runs: style, the artifact's unit tests (minutes), then every notebook at the quick profile, its outputs
+# held against the committed ones. `tests/run.sh --all` adds the tests of the server (tests/serve) and of the kernels
+# (tests/cpu), and is what must pass before a change is kept; `tests/run.sh --unit` is `--all` without the notebooks.
 # `tests/run.sh --vllm` runs only what needs vLLM, in an environment of its own, which it makes (env/vllm/setup.sh);
 # `tests/run.sh --clients` asks the service with other people's clients (env/clients/setup.sh) and, where chromium-driver
 # is installed, a browser, in which a notebook is run and changed, too;
@@ -10,7 +11,8 @@ unset CDPATH  # with it, cd may go elsewhere, and says where it went
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 case "${1:-}" in
-    "" | --unit) ;;
+    "") left_out=(--ignore=tests/serve --ignore=tests/cpu) ;;
+    --all | --unit) left_out=() ;;
     --mutations)
         source env/setup.sh
         "$FIRSTTOKEN_PYTHON" -m firsttoken fetch
@@ -29,7 +31,7 @@ case "${1:-}" in
         "$FIRSTTOKEN_PYTHON" -m firsttoken fetch pyodide || true # without npm the page that runs on it is not tried
         exec .venv-clients/bin/python -m pytest -q --noconftest -o addopts=--import-mode=importlib tests/clients
         ;;
-    *) echo "usage: tests/run.sh [--unit | --mutations | --vllm | --clients]" >&2 && exit 2 ;;
+    *) echo "usage: tests/run.sh [--all | --unit | --mutations | --vllm | --clients]" >&2 && exit 2 ;;
 esac
 
 source env/setup.sh
@@ -38,7 +40,7 @@ source env/setup.sh
 "$FIRSTTOKEN_PYTHON" -m ruff format --check .
 echo "firsttoken: unit tests, 18 minutes on two cores that have AVX2 alone"
 # two processes that compute on one thread each; the files go to them in the order of tests/conftest.py
-"$FIRSTTOKEN_PYTHON" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests
+"$FIRSTTOKEN_PYTHON" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests ${left_out[@]+"${left_out[@]}"}
 [[ "${1:-}" != --unit ]] || exit 0
 echo "firsttoken: the notebooks, 19 minutes on two cores that have AVX2 alone"
 # Each kernel is a copy of one process that has imported what they need. Notebooks that start processes and wait for links
