@@ -82,7 +82,7 @@ def test_what_is_had_elsewhere_by_another_name_is_had_here_by_the_one_that_is_sa
 def test_a_model_of_the_hub_is_downloaded_or_found_in_its_cache(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    with pytest.raises(ModelError, match=r"is it on the Hub, `hf download org/a-1\.5b`, and try again"):
+    with pytest.raises(ModelError, match=r"if it is on the Hub, run `hf download org/a-1\.5b` and try again"):
         check_folder(Path("org/a-1.5b").resolve())
     snapshot = tmp_path / "hf" / "hub" / "models--org--a-1.5b" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)

@@ -117,7 +117,7 @@ def _on_the_hub(folder: Path) -> str:
         return f"give a folder with {CONFIG} and *.safetensors"
     if snapshot := hub_snapshot(name):
         return f"the Hub's cache has this model: name {snapshot}"
-    return f"is it on the Hub, `hf download {name}`, and try again"
+    return f"if it is on the Hub, run `hf download {name}` and try again"
 
 
 def check_folder(folder: Path) -> None:
