@@ -77,9 +77,8 @@ def timeline(phases: Mapping[str, float]) -> Figure:
         ax.annotate(f"{label}\n{seconds:.2f} s", (middle[name], 0.3), ha="center", va="bottom", fontsize=9)
         start += seconds
     for row, (report, (phase, does, look)) in enumerate(IDEAS.items(), 1):
-        alike = [
-            other for other, (phase_of_idea, *_) in IDEAS.items() if phase_of_idea == phase
-        ]  # they stand side by side
+        # they stand side by side
+        alike = [other for other, (phase_of_idea, *_) in IDEAS.items() if phase_of_idea == phase]
         at_s = middle[phase] + phases[phase] * ((alike.index(report) + 0.5) / len(alike) - 0.5)
         ax.plot([at_s] * 2, [-0.25, -0.45 * row - 0.2], color=LOOKS[look].colour, linewidth=1.2)
         ax.plot(at_s, -0.25, "^", color=LOOKS[look].colour, markersize=9)

@@ -49,7 +49,7 @@ class ModelFacts:
         self._model, self._more = model, dict(more or {})
 
     def get(self, fact: str, /) -> int | None:
-        """Return the number of what ``of`` names, None where it is not known."""
+        """Return the number that ``fact`` names, None where it is not known."""
         if fact not in self._more and fact in (LAYERS, CONTEXT):
             config = model_config(self._model)
             self._more |= {LAYERS: config.num_hidden_layers, CONTEXT: context_of(config)}

@@ -99,7 +99,7 @@ def shortened(folder: Path) -> str:
 
 
 def _bound(rope: Mapping[str, Any], content: Mapping[str, Any], most: int) -> int:
-    """The most tokens up to which the rotation that is ``rope`` is fixed."""
+    """The most tokens up to which the rotation that ``rope`` describes is fixed."""
     if _kind(rope) != "longrope":
         return most
     name = "original_max_position_embeddings"

@@ -141,9 +141,8 @@ def _special_tokens(
         for key in token_settings
         if key not in NAMED and key.endswith("_token") and isinstance(token_settings[key], str | dict)
     ]
-    named_tokens.sort(
-        key=lambda key: isinstance(settings.get(key), str)
-    )  # as texts they come after those that are objects
+    # as texts they come after those that are objects
+    named_tokens.sort(key=lambda key: isinstance(settings.get(key), str))
     for key in [*special, *named_tokens]:
         special[key] = None if token_settings[key] is None else _content(key, token_settings[key])
     extra = next((token_settings[key] for key in _EXTRA if token_settings.get(key)), [])

@@ -68,6 +68,6 @@ def greedy(
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]], stop_ids: set[int]) -> list[str]:
-    """Decode each row of tokens up to the first of ``ends``, without white space ahead of it."""
+    """Decode each row of tokens up to the first of ``stop_ids``, without white space ahead of it."""
     before = [list(takewhile(lambda token: token not in stop_ids, row)) for row in rows]
     return [answer.lstrip() for answer in tokenizer.batch_decode(before, skip_special_tokens=True)]

@@ -71,9 +71,8 @@ class ModelVersion:
     def adopt(self, request: Request) -> None:
         """Keep from now on what the request's own view has kept of it so far."""
         boundary_cache = request.version.hidden_cache
-        if (
-            boundary_cache is not None and boundary_cache is self.hidden_cache
-        ):  # variants of one base keep theirs in one place
+        # variants of one base keep theirs in one place
+        if boundary_cache is not None and boundary_cache is self.hidden_cache:
             request.version.decoder.drop(request.number)
             return
         if self.hidden_cache is not None and boundary_cache is not None:

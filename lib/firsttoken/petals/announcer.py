@@ -56,8 +56,7 @@ class Announcer:
         return self._record
 
     def answer(self, exchange: Exchanged, refused: str) -> bytes:
-        """Return the answer to a member that has ``told`` this one something, with the reason why its record was
-        ``refused``."""
+        """Return the answer to a member's ``exchange``, with the reason why its record was ``refused``."""
         record = self._record
         page, after = page_of(self._registry.live(steady_s()), record, exchange.after)
         proof = proof_of(self._key, record, exchange.nonce) if exchange.nonce else None
@@ -170,7 +169,7 @@ class Announcer:
         self._warn(f"this server does not reach itself at {record.address}, the address that it gives others: {why}")
 
     def _warn(self, warning: str) -> None:
-        """Print ``said`` on standard error, once for each reason; a reason that differs in its seconds alone is the
+        """Print ``warning`` on standard error, once for each reason; a reason that differs in its seconds alone is the
         same."""
         if (kind := re.sub(r"\d+(\.\d+)? s", "", warning)) != self._said:
             self._said = kind

@@ -176,9 +176,8 @@ class Chain:
             self._shared[number] = min(had.values(), default=0)
             self.shared_tokens += self._shared[number]
             if prefix.stored is not None:
-                blocks = (
-                    prefix.stored.tokens - prefix.stored.tokens % NAMED_TOKENS
-                )  # for the rest alone nothing is sent
+                # for the rest alone nothing is sent
+                blocks = prefix.stored.tokens - prefix.stored.tokens % NAMED_TOKENS
                 if had and not 0 < self._shared[number] >= blocks:
                     end = blocks if any(had.values()) else prefix.stored.tokens  # within no block that others may have
                     self._shared[number] = await self._fill(number, prefix.stored, end, prefix.keys, had)
@@ -206,8 +205,8 @@ class Chain:
         return min([least if isinstance(answer, ServerFault) else answer for answer in answers])
 
     async def _all(self, sessions: Sequence[tuple[ServerSession, Record]], requests: Iterable[Awaitable]) -> list:
-        """Return the servers' answers to what they are ``asked`` at once; those that fail are dropped, and their fault
-        is the answer."""
+        """Return the servers' answers to ``requests``, which all go out at once; those that fail are dropped, and their
+        fault is the answer."""
         try:
             answers = await asyncio.gather(*requests, return_exceptions=True)
         except BaseException:  # as in ``_past``
@@ -256,8 +255,8 @@ class Chain:
     async def _past(
         self, hop_index: int, stretches: Sequence[Stretch], keys: Mapping[int, Sequence[bytes]]
     ) -> tuple[Tensor, range]:
-        """Return the hidden states behind the server at ``place``, or behind its successor where it fails, and the
-        layers of that server."""
+        """Return the hidden states behind the server at ``hop_index``, or behind its successor where it fails, and
+        the layers of that server."""
         most, failing_s, refused = self.swarm.timeouts.find_s, 0.0, set()
         while True:
             session, record = self.sessions[hop_index]
@@ -269,9 +268,8 @@ class Chain:
                 failing_s = failing_s or time.monotonic()
                 refused |= {record.server} if fault.refused else set()
                 await self._drop(session, record, fault)
-                if isinstance(
-                    fault, UnverifiedFault
-                ):  # what it told the servers behind it is told them again by another
+                # what it told the servers behind it is told them again by another
+                if isinstance(fault, UnverifiedFault):
                     for behind, _ in self.sessions[hop_index:]:
                         behind.known = dict.fromkeys(behind.known, 0)
                 if time.monotonic() - failing_s > most:

@@ -126,7 +126,7 @@ def hear(data: bytes) -> Exchanged:
 def page_of(records: Iterable[Record], speaker: Record | None, after: str) -> tuple[list[Record], str]:
     """Return the page of ``records`` behind the subkey ``after``, and the subkey where the next begins, "" for none.
 
-    The first page begins with the member's ``speaker``.
+    The first page begins with the record of the ``speaker``, the member that sends it.
     """
     page = [speaker] if speaker is not None and not after else []
     room = PAGE_BYTES - sum(len(record.text) for record in page)
@@ -379,5 +379,5 @@ class Contacts:
         return [record for record in exchanged.records if isinstance(wrong.get(record.server), UnprovenRecordError)]
 
     def fault(self, address: str, reason: str) -> None:
-        """Note that the member at ``address`` does not count, and the reason ``reason``."""
+        """Note that the member at ``address`` does not count, and the ``reason``."""
         remember(self.faults, address, line_of(reason), _MOST_FAULTS)

@@ -75,8 +75,8 @@ def who_yields(
 
 
 def busy(reason: str, spare: Iterable[float]) -> BusyError:
-    """Return the error with the text ``said`` and the time after which to ask again: ``spare`` are seconds until this
-    or that may be given up."""
+    """Return the error that gives the ``reason`` and the time after which to ask again: ``spare`` are seconds until
+    this or that may be given up."""
     after = min(spare, default=math.inf)
     return BusyError(f"{reason}; ask again in {max(after, 0.1):.1f} s" if after < math.inf else reason)
 
@@ -125,7 +125,7 @@ class Turns:
 
 
 def remember(entries: dict[str, Any], key: str, value: Any, most: int) -> None:
-    """Set ``known[key]``, as the latest; of more than ``most`` what was set longest ago is forgotten."""
+    """Set ``entries[key]``, as the latest; of more than ``most`` what was set longest ago is forgotten."""
     entries.pop(key, None)
     entries[key] = value
     if len(entries) > most:

@@ -54,7 +54,7 @@ def signature_of(key: ServerKey, domain: bytes, fields: Mapping[str, Any]) -> st
 
 
 def check_signature(who: str, domain: bytes, fields: Mapping[str, Any], subject: str) -> None:
-    """Raise SwarmError that names ``subject`` unless ``said["signature"]`` is of the subkey ``who``."""
+    """Raise SwarmError that names ``subject`` unless ``fields["signature"]`` is of the subkey ``who``."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
@@ -67,7 +67,7 @@ def check_signature(who: str, domain: bytes, fields: Mapping[str, Any], subject:
 
 def read_said(kind: type[Said], data: bytes | str, subject: str, *, others: bool = False) -> Said:
     """Parse the JSON of a stranger as the dataclass ``kind``; ``others``: it may have more keys. Raises SwarmError that
-    begins with ``what`` for anything else."""
+    begins with ``subject`` for anything else."""
     try:
         return shaped(kind, parse_json(data), others=others)
     except ValueError as error:

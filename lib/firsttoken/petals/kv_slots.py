@@ -122,11 +122,8 @@ class KVSlots:
                 sequence = sequences[stretch.number] = CachedSequence(client=client)
                 self._homes[id(sequence)] = sequences, stretch.number, sequence
             sequence.blocks += [taken.pop() for _ in range(need)]
-            sequence.cached, sequence.first, sequence.used = (
-                stretch.start,
-                first,
-                now,
-            )  # what lies behind is written anew
+            # what lies behind is written anew
+            sequence.cached, sequence.first, sequence.used = stretch.start, first, now
             del sequence.trail[stretch.start :]  # by whoever does: nothing is signed of what was there
             rows = Rows(stretch.number, list(sequence.blocks), range(self.context))
             chunks.append(ScheduledChunk(rows, stretch.start, stretch.end, stretch.start))

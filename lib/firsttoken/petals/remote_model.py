@@ -109,13 +109,13 @@ class ModelEnds(NamedTuple):
 class RemoteModel:
     """The model in ``folder`` with its ends here, and its blocks on the swarm that ``peers`` (HOST:PORT) belong to.
 
-    Its ends compute on ``device``; ``ends`` are those that are there already: of the folder nothing is read then.
+    Its ends compute on ``device``; ``model_ends`` are those that are there already: of the folder nothing is read then.
     ``engine`` is the engine over it, for what serves and schedules; hidden states travel in ``coding`` (by default what
     the ends compute in). ``variants`` of the model are in ``versions``: by name, those whose servers have the adapter
     that is named for it, unaudited (PETALS' own servers have adapters too, and a request names its ``active_adapter``:
-    client/routing/sequence_manager.py of bigscience-workshop/petals). ``audits`` are the spot checks that it makes.
-    Use it as a context manager. Raises ModelError for a folder that holds no ends, SwarmError for a coding that is
-    unknown or cannot be audited, and when nobody answers.
+    client/routing/sequence_manager.py of bigscience-workshop/petals). ``audits`` are the spot checks that it makes. Use
+    it as a context manager. Raises ModelError for a folder that holds no ends, SwarmError for a coding that is unknown
+    or cannot be audited, and when nobody answers.
     """
 
     def __init__(

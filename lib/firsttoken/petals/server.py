@@ -179,9 +179,8 @@ def wanted(
     """
     turn = own_record.turn if own_record.wishes else None
     others = [record for record in others if record.server != own_record.server and record.model == own_record.model]
-    others = [
-        record for record in others if max(record.blocks[1], record.target[1]) <= depth
-    ]  # anybody may announce anything
+    # anybody may announce anything
+    others = [record for record in others if max(record.blocks[1], record.target[1]) <= depth]
     placed = [record.reachable(0.0, span) for record in others if (span := record.counted(turn))]
     target = rule.move(own_record.server, [*placed, own_record.reachable(0.0)], depth)
     if target is None:
@@ -198,7 +197,7 @@ def wanted(
 
 
 class Rebalancer:
-    """Moves the server whose calls ``service`` answers, by ``rule``. ``told`` is given its record after a move."""
+    """Moves the server whose calls ``service`` answers, by ``rule``; ``on_move`` is given its record after."""
 
     def __init__(self, rule: Rebalancing, service: BlockService, on_move: Callable[[Record], None]) -> None:
         self._rule, self._told = rule, on_move

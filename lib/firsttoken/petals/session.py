@@ -195,9 +195,8 @@ class Sessions:
         layers = range(message.first or layers.start, layers.stop)
         session.busy, session.silent = True, 0
         chunks = await self.slots.placed(sequences, message.stretches, layers.start, session.client)
-        trails = [
-            sequences[stretch.number].trail for stretch in message.stretches
-        ]  # a sequence may make room meanwhile
+        # a sequence may make room meanwhile
+        trails = [sequences[stretch.number].trail for stretch in message.stretches]
         out = await self.batcher.run(layers, chunks, message.hidden, session.client, session.adapter)
         check_states(out, "the hidden states that come out of these blocks hold")
         self._computed(session, message, named=layers == session.layers)
@@ -269,8 +268,8 @@ class Sessions:
     async def within(self, awaited, subject: str, since: float | None = None):
         """Return what is ``awaited`` of a client.
 
-        Raises IdleClientError, with ``what`` it did, when ``idle_s`` seconds have passed ``since`` then (by the loop's
-        clock; None: now), SwarmError when the server moves and has waited enough.
+        Raises IdleClientError, which says ``subject`` of the client, when ``idle_s`` seconds have passed ``since`` then
+        (by the loop's clock; None: now), SwarmError when the server moves and has waited enough.
         """
         begun = asyncio.get_running_loop().time() if since is None else since
         limit = asyncio.timeout_at(0 if self._ended else begun + self.limits.idle_s)

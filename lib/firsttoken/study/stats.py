@@ -163,7 +163,7 @@ def _resampled(sample: np.ndarray, stat: Statistic, resamples: int, rng: np.rand
 
 
 def median_ratio(numerator: Sequence[float], under: Sequence[float]) -> Interval:
-    """The median of ``over[i] / under[i]``, where both were measured in round i.
+    """The median of ``numerator[i] / under[i]``, where both were measured in round i.
 
     Raises ValueError when the lengths differ.
     """
@@ -175,8 +175,8 @@ def median_ratio(numerator: Sequence[float], under: Sequence[float]) -> Interval
 
 
 def ratio_of_means(numerator: Sequence[float], under: Sequence[float]) -> Interval:
-    """The mean of ``numerator`` over the mean of ``under``, where over[i] and under[i] are of one draw: draws are
-    resampled, each with both its values. Raises ValueError when the lengths differ."""
+    """The mean of ``numerator`` over the mean of ``under``, where numerator[i] and under[i] are of one draw: draws
+    are resampled, each with both its values. Raises ValueError when the lengths differ."""
     return bootstrap(np.column_stack([numerator, under]), lambda sample: float(np.divide(*sample.mean(0))))
 
 

@@ -109,9 +109,8 @@ class Summary(list[Entry]):
             for measure, (column, statistic, unit, *scale) in measures.items():
                 column_values = group[column].dropna().infer_objects()
                 if len(column_values):
-                    plain = column_values.to_numpy(
-                        bool if column_values.dtype == bool else float
-                    )  # the mean of booleans is a share
+                    # the mean of booleans is a share
+                    plain = column_values.to_numpy(bool if column_values.dtype == bool else float)
                     self.add(measure, bootstrap(plain, statistic).summary(unit, *scale), **group_labels, **labels)
 
     def get(self, measure: str, /, **labels: Scalar) -> Entry | None:
@@ -145,7 +144,7 @@ def named(measure: str, labels: Mapping[str, Scalar]) -> str:
 
 
 def misnamed(labels: Mapping[str, Any]) -> str:
-    """Return what is wrong with ``where`` as a place, "" if nothing."""
+    """Return what is wrong with ``labels`` as a place, "" if nothing."""
     for key, value in labels.items():
         if key not in WHERE:
             return f"no place {key!r}; {unknown(key, get_close_matches(key, WHERE, n=3) or WHERE)}"

@@ -113,7 +113,7 @@ class Lease:
         of.
 
         Return the states behind the last layer, [tokens, hidden]. Raises NeighbourGone when a lender does not answer in
-        time or refuses, and soon when ``over``, where own layers can be waited for no longer.
+        time or refuses, and soon once ``returned`` is done, as own layers can be waited for no longer.
         """
         if self.gone:
             raise NeighbourGone(self.gone)

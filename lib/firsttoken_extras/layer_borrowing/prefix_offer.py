@@ -47,8 +47,8 @@ class PrefixOffer:
     source_of: Callable[[Group], KVSource]
 
     def source_at(self, first_borrowed: int, depth: int) -> tuple[KVSource | None, str]:
-        """Return the source that a request takes where the first ``here`` of ``depth`` layers are here, or None and
-        why."""
+        """Return the source that a request takes where the first ``first_borrowed`` of ``depth`` layers are here, or
+        None and why."""
         group = group_at(self.group, self.edges, first_borrowed, depth)
         if len(group) == depth:
             return (

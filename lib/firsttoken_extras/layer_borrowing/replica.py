@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class BorrowedSegment:
-    """``layers`` of a model, the last of them its last, on ``lease``; ``over`` is done when own ones are here."""
+    """``layers`` of a model, the last of them its last, on ``lease``; ``returned`` is done when own ones are here."""
 
     def __init__(self, lease: Lease, layers: range, returned: Future[None]) -> None:
         self.layers = layers
@@ -70,7 +70,7 @@ class BorrowedSegment:
 
 
 class BorrowingVersion(ModelVersion):
-    """``model`` with its first ``here`` of ``layers`` from here and the others on ``lease``."""
+    """``model`` with those of ``layers`` before ``first_borrowed`` from here, and the others on ``lease``."""
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ def detokenized(vocabulary: Vocabulary, body: bytes) -> tuple[DetokenizeRequest,
 
 
 class Answers:
-    """``asked`` before ``server``, or a ``variant`` of its model, from :meth:`begin` to :meth:`close`.
+    """The answers to ``served_request`` by ``server`` or a ``variant`` of its model, from ``begin`` to ``close``.
 
     What the engine says arrives in ``inbox``.
     """
@@ -188,9 +188,8 @@ class Answers:
         turns, vocabulary = [vars(message) for message in request.messages], self._vocabulary
         text = vocabulary.chat_text(turns, request.chat_template_kwargs)
         first = {turn["role"]: number for number, turn in reversed(list(enumerate(turns)))}
-        for role in sorted(
-            first.keys() - _USUAL
-        ):  # its turns together: one by one they take the square of their number
+        # its turns together: one by one they take the square of their number
+        for role in sorted(first.keys() - _USUAL):
             if self._text_without(role, turns, request) == text:
                 raise RequestError(
                     f"messages[{first[role]}].role: this model's chat template leaves out what {role!r} says; "

@@ -130,9 +130,9 @@ class TextDelta:
 class AnswerChoice:
     """The answer of ``index`` to ``prompt_ids``; ``session`` is the engine's stream of it.
 
-    A token of ``ends`` or a text of ``stops`` behind its first ``least`` tokens ends it. With ``echo`` that text comes
-    first. With ``judged`` the likelihood of each token comes along, once some of its text has been said. A prompt that
-    is ``scored`` gets no answer: its choice ends at the first token, which the engine cannot do without.
+    A token of ``stop_ids`` or a text of ``stops`` behind its first ``least`` tokens ends it. With ``echo`` that text
+    comes first. With ``judged`` the likelihood of each token comes along, once some of its text has been said. A prompt
+    that is ``scored`` gets no answer: its choice ends at the first token, which the engine cannot do without.
     """
 
     def __init__(

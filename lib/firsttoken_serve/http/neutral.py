@@ -114,8 +114,8 @@ OF_AN_ANSWER = _table((_NONE, "id annotations citations provider_specific_fields
 
 
 def request_table(content: dict[str, Any], fields: Table) -> Table:
-    """Return the values that a request's fields may have, where they depend on its other fields, too; ``own`` are those
-    of its kind."""
+    """Return the values that a request's fields may have, where they depend on its other fields, too; ``fields`` are
+    those of its kind."""
     greedy = same(content.get("temperature"), 0)
     hanging = {"best_of": (1, content.get("n", 1)), "do_sample": (not greedy,)}
     numbers = {field: (*DRAWS[field], content[field]) for field in DRAWS if greedy and _is_number(content.get(field))}

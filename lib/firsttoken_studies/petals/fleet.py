@@ -89,7 +89,7 @@ class TcpProxy:
             self._lead(end, other)
 
     def _lead(self, source: socket.socket, other: socket.socket) -> None:
-        """Pass on all that ``one`` sends to ``other``, after the delay."""
+        """Pass on all that ``source`` sends to ``other``, after the delay."""
         if not self._delay_s:
             threading.Thread(target=self._pass, args=(source, other), daemon=True).start()
             return

@@ -108,8 +108,7 @@ def _entering(model: nn.Module, windows: Tensor, config: PrivacyConfig) -> Itera
 
 @torch.inference_mode()
 def _learnt(model: nn.Module, windows: Tensor, embeddings: Tensor, config: PrivacyConfig) -> dict[int, Tensor]:
-    """Fit by depth a ridge regression from states to the embeddings ``embeddings`` [vocabulary, hidden] of their
-    tokens."""
+    """Fit by depth a ridge regression from states to the ``embeddings`` [vocabulary, hidden] of their tokens."""
     width = embeddings.shape[1] + 1
     squares = {depth: embeddings.new_zeros(width, width) for depth in config.depths}
     products = {depth: embeddings.new_zeros(width, width - 1) for depth in config.depths}

@@ -208,9 +208,8 @@ def refinement_under_load(profile: Profile) -> Outcome:
         options = {"upgrade": name in (KEPT, AGAIN), "policy": policy, "recover": name != STILL}
         options |= {"duration_s": ASKED_FOR_S, "sample_s": 0.05}
         timeline = one_timeline(uncut if name == WHOLE else cut, name, prompt, profile, config, **options)
-        selected = (
-            row for row in timeline if row["row"] != "memory" or not row["at_s"]
-        )  # the first is what it grew from
+        # the first is what it grew from
+        selected = (row for row in timeline if row["row"] != "memory" or not row["at_s"])
         rows += [{"case": name, "run": run} | row for row in selected]
     rows.append({"row": "logits", "same": same_logits(cut, uncut, windows[0], device, dtype)})
     rows += handover_rows(cut, windows, config.contexts, config.continue_tokens, device, dtype)

@@ -220,8 +220,8 @@ def _tolerance(claim: Claim) -> str:
 def run_end(
     claims: Sequence[Claim], recorded: Iterable[Result], machine: str, own_run: OwnRun, log: Log = EMPTY
 ) -> list[str]:
-    """Lines of at most ``WIDTH`` characters: by report how often each verdict falls in the reader's ``own_run`` run,
-    and the claims of which it contradicts the record (of ``machine``) or the report most, each in two lines."""
+    """Lines of at most ``WIDTH`` characters: by report how often each verdict falls in the reader's ``own_run``, and
+    the claims of which it contradicts the record (of ``machine``) or the report most, each in two lines."""
     own_judgements = [judge(claim, pick(own_run.results, claim.experiment, claim.profiles, "any")) for claim in claims]
     theirs = judge_record(claims, recorded, machine, log)
     lines = [f"Your run ({own_run.machine}, profile {own_run.profile}) beside the reports:", ""]

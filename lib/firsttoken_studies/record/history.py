@@ -28,7 +28,7 @@ def is_here() -> bool:
 
 @cache
 def is_ancestor(revision: str, descendant: str = "HEAD") -> bool:
-    """Return whether ``revision`` is the commit ``of`` or one that it comes from."""
+    """Return whether ``revision`` is the commit ``descendant`` or one that it comes from."""
     return _ran("merge-base", "--is-ancestor", revision.removesuffix("-dirty"), descendant)
 
 

@@ -56,7 +56,7 @@ class DrawnResult:
         scale: float = 1.0,
         label: str | None = None,
     ) -> None:
-        """Draw a value of the summary with its interval at ``place`` of the other axis, in the look of ``name``.
+        """Draw a value of the summary with its interval at ``position`` of the other axis, in the look of ``name``.
 
         Nothing is drawn for None: the run has not measured it. The value, times ``scale``, lies ``along`` this axis.
         """

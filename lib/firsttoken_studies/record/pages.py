@@ -93,8 +93,8 @@ def render(
     tables: Tables = NO_TABLES,
     log: Log = EMPTY,
 ) -> str:
-    """Return the page that ``template`` makes of the results of ``machine``, or of another machine where ``where`` says
-    so, or where the template names an experiment as "NAME on MACHINE".
+    """Return the page that ``template`` makes of the results of ``machine``, or of another machine where the template
+    names an experiment as "NAME on MACHINE".
 
     Raises ClaimsError for a result or a measure that a template names and nobody recorded, and for what is no template,
     and FirstTokenError for a machine without results.

@@ -38,9 +38,8 @@ LOOKS: dict[str, SeriesStyle] = {
     "single": SeriesStyle("#56B4E9", "."),  # one observation behind a measured value
     "floor": SeriesStyle("#000000"),
     "target": SeriesStyle("#CC2200"),  # a number that somebody asks for: a goal, a bound
-    "other": SeriesStyle(
-        "#BBBBBB", "s"
-    ),  # what stands beside: controls, other people's systems, choices that were not taken
+    # what stands beside: controls, other people's systems, choices that were not taken
+    "other": SeriesStyle("#BBBBBB", "s"),
     "not reproduced": SeriesStyle("#A93807", "X"),  # a claim
     "mark": SeriesStyle("#333333"),  # a moment, a place, an interval over a bar
     # stages, and what heals them
@@ -115,7 +114,7 @@ def categories(ax: Axes, names: Collection[str], margin: float = 0.5, **text: An
 
 
 def ticks(axis: Axis, places: Collection[float], label: str = "{:g}", **text: Any) -> None:
-    """Set the ticks of ``axis`` at ``places`` alone, each as the format ``told`` writes it."""
+    """Set the ticks of ``axis`` at ``places`` alone, each as the format ``label`` writes it."""
     axis.set_ticks(list(places), [label.format(position) for position in places], **text)
     axis.set_minor_formatter("")
 

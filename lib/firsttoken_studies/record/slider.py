@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def turn(picture: Callable[[int], Figure], name: str, values: range, initial: int) -> None:
-    """Show ``picture(at)``, an output that stays in the notebook, and below it a slider called ``name`` over ``values``
-    that puts ``picture`` of its value in that place. An error of ``picture`` is told below the slider."""
+    """Show ``picture(initial)``, an output that stays in the notebook, and below it a slider called ``name`` over
+    ``values`` that puts ``picture`` of its value in that place. An error of ``picture`` is told below the slider."""
     from IPython.display import display
 
     image = _drawn(picture(initial))

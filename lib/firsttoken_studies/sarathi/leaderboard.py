@@ -34,7 +34,7 @@ class RankedScheduler:
 
 
 def add_capacities(summary: Summary, frame: pandas.DataFrame, **labels: str) -> dict[str, np.ndarray]:
-    """Add the capacity of each scheduler that was ``frame`` by draw, and over that of ``BASE`` on the same draws.
+    """Add the capacity of each scheduler in ``frame`` by draw, and over that of ``BASE`` on the same draws.
 
     Returns the capacities by scheduler.
     """

@@ -86,7 +86,7 @@ def formulas() -> str:
 def recorded(entry_of: Callable[..., Entry]) -> list[dict[str, Any]]:
     """Return the measured ratio with each idea over without it, beside the bound in the same setting, and the notebook.
 
-    ``of`` gives the entry of a summary by experiment, measure and place.
+    ``entry_of`` gives the entry of a summary by experiment, measure and place.
     """
     start = {"link": "1gbit", "variant": "progressive"}
     share = entry_of("cold_start", "byte_share", **start)["value"]

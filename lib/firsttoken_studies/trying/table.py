@@ -52,8 +52,8 @@ def held(
     run_one: Callable[[Any, int], Values],
     draws: Iterable[int],
 ) -> dict[str, list[Values]]:
-    """Return the values of ``one(policy, draw)``, by name: of ``mine`` (its name, itself, around all that runs it)
-    first, so that its faults show before its siblings have run."""
+    """Return the values of ``run_one(policy, draw)``, by name: of ``own_policy`` (its name, itself, around all that
+    runs it) first, so that its faults show before its siblings have run."""
     name, own_factory, judged = own_policy
     rows: dict[str, list[Values]] = {}
     jobs = {name: own_factory} | {sibling: policy for sibling, policy in siblings.items() if sibling != name}

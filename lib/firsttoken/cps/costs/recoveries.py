@@ -93,7 +93,7 @@ def measure(executor: Executor, config: EngineConfig) -> RecoveryCosts | None:
 
 
 def kept(file: Path, identity: Mapping[str, Any]) -> RecoveryCosts | None:
-    """Return the costs in ``file`` if they were measured ``of`` this machine and model, both ways; None otherwise."""
+    """Return the costs in ``file`` if they are of the machine and model of ``identity``, both ways; else None."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, FirstTokenError):
         held = read_json(file)
         if held["of"] == identity:

@@ -28,9 +28,9 @@ class MeasuredCrossPoint(OnlineCrossPoint):
 
     :meth:`prepare` reads the costs from the cache folder, where they lie by machine, shape of the model, dtype, and
     ``way``, which is the device and whatever else decides how the model is run. Where they do not, or are to be
-    measured ``again``, it measures them with the ``config`` that serves; a model that is not ``whole`` from its start
-    is not measured. Nobody else's threshold stands in: while nothing is known a victim is recomputed, and a swap is
-    tried now and then.
+    measured ``again``, it measures them with the ``config`` that serves; a model that is not in a ``plain_folder``, and
+    so not whole from its start, is not measured. Nobody else's threshold stands in: while nothing is known a victim is
+    recomputed, and a swap is tried now and then.
     """
 
     name = "cross_point"

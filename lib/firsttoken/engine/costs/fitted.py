@@ -86,7 +86,7 @@ def fit_costs(steps: Sequence[StepSample], swaps: Sequence[SwapSample]) -> Fitte
 
 
 def relative_fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> np.ndarray:
-    """Non-negative prices [k] for ``rows`` [n, k] with the least sum of ((predicted - seen) / seen)²."""
+    """Non-negative prices [k] for ``rows`` [n, k] with the least sum of ((predicted - measured) / measured)²."""
     measured = np.asarray(seconds, dtype=float)
     if not (measured > 0).all():
         raise CorpusError("costs: a step or swap was seen to take no time; check the clock that measured it")

@@ -62,7 +62,7 @@ class FrozenBlocks:
     async def answer(
         self, receive: Callable[[], Awaitable[bytes]], layers: range, width: int, client: Client = HERE
     ) -> bytes:
-        """The message of the answer to the pass of ``client`` that is ``receive``. Raises RequestError for one that
+        """The message of the answer to the pass of ``client`` that ``receive`` brings. Raises RequestError for one that
         no server takes, BusyError, and does not listen, where too many wait and no other client has more than its share
         of them."""
         self._make_way(client)

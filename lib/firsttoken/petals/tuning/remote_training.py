@@ -178,7 +178,7 @@ def _parts(batch: Tensor) -> list[Tensor]:
 
 
 def _answer(answer: Pass, request: Pass) -> Pass:
-    """Return ``said``. Raises SwarmError for no answer: of another shape, or with gradients of other adapters."""
+    """Return ``answer``. Raises SwarmError for one of another shape, or with gradients of other adapters."""
     if answer.hidden.shape != request.hidden.shape:
         raise SwarmError(f"an answer has the shape {list(answer.hidden.shape)}, not {list(request.hidden.shape)}")
     if _shapes(answer) != (_shapes(request) if request.gradient is not None else {}):

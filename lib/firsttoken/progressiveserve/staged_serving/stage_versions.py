@@ -86,8 +86,8 @@ class StagedModelVersion(ModelVersion):
             yield
 
     def take_fused(self, fused_beside: FusedBeside) -> None:
-        """Put the fused layers that ``known`` has in the place of those that are here, with the stage's adapter, and no
-        other."""
+        """Put the fused layers of ``fused_beside`` in the place of those that are here, with the stage's adapter, and
+        no other."""
         (segment,) = self.decoder.segments
         for number, (plain, fused) in fused_beside.items():
             if self.modules.base[number] is plain:

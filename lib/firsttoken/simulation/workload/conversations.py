@@ -234,7 +234,7 @@ def _save(made: Conversations, cache_file: Path) -> None:
 
 
 def _load(cache_file: Path) -> Conversations | None:
-    """Return the conversations in ``kept``; None when there are none or they are damaged: they are then made again."""
+    """Return the conversations in ``cache_file``; None, to make them again, when there are none or they are damaged."""
     try:
         regular_size(cache_file)
         with np.load(cache_file, allow_pickle=False) as arrays:

@@ -31,7 +31,7 @@ class ShapedDirection:
         self._lock = threading.Lock()
 
     def carry(self, source: socket.socket, other: socket.socket) -> None:
-        """Pass on all that comes from ``one`` to ``other``, until either ends; then end both."""
+        """Pass on all that comes from ``source`` to ``other``, until either ends; then end both."""
         on_the_way: queue.Queue[tuple[float, bytes]] = queue.Queue(_WAITING)
         threading.Thread(target=_deliver, args=(on_the_way, source, other), daemon=True).start()
         with suppress(OSError):

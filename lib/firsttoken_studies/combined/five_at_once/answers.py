@@ -21,7 +21,7 @@ class Judge:
     def of(
         self, requests: Sequence[Mapping[str, Any]], outputs: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]
     ) -> dict[str, Any]:
-        """Judge the answers ``said``, a list by request: whether the tokens are those that are ``wanted``, as far as
+        """Judge the answers ``outputs``, a list by request: whether the tokens are those that are ``wanted``, as far as
         the answer goes, the largest :meth:`shortfall`, and F1 of the words.
 
         Two ways to compute one model round differently, and where two tokens are almost equally good, either may win.

@@ -265,7 +265,7 @@ class FinishedWindows:
 
 class Windows:
     """The windows that ``spec`` describes but for ideas, requests and pool, beside the neighbour of process ``pid``;
-    those that are ``kept`` are not measured again."""
+    those that are ``finished`` are not measured again."""
 
     def __init__(self, spec: WindowSpec, pid: int, finished: FinishedWindows) -> None:
         self._spec, self._pid, self._kept = spec, pid, finished

@@ -329,7 +329,7 @@ def _off(summary: Summary, windows: Rows) -> None:
 
 
 def _of_known(statistic: Callable[[np.ndarray], Any], shares: np.ndarray) -> float:
-    """Return ``of`` over those of ``shares`` [arms] that are numbers; NaN where none is."""
+    """Return ``statistic`` over those of ``shares`` [arms] that are numbers; NaN where none is."""
     finite = shares[~np.isnan(shares)]
     return float(statistic(finite)) if len(finite) else math.nan
 

@@ -65,7 +65,7 @@ class TwinModel:
 
 
 class TwinVersion:
-    """The model as it is at one moment: the ``layers`` that compute, of which those from ``here`` on are borrowed."""
+    """The model as it is at one moment: the ``layers`` that compute, those from ``first_borrowed`` on borrowed."""
 
     stage = 0
     _keys = count()

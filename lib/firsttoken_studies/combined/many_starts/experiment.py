@@ -209,7 +209,7 @@ def burst(
     """Simulate one burst in one ``arm``: what its clients saw, what came over the link, and what was paid for.
 
     Each replica is paid for from its start until the last token of the burst, and loads until then or until it is
-    whole. ``place`` is that of the system in ``config``.
+    whole. ``system_index`` is the place of the system in ``config``.
     """
     parts, order = ARMS[arm]
     sizes = {WHOLE: (system.whole,), STAGED: system.sizes, WARM: ()}[parts]

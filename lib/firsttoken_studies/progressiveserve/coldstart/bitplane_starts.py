@@ -176,7 +176,7 @@ def kind(labels: Place) -> tuple[str, str]:
 
 
 def called(labels: Place) -> str:
-    """Return the name in tables of the weights at ``place``."""
+    """Return the name in tables of the weights at ``labels``."""
     if "recipe" in labels:
         return "layers" if labels["recipe"] == "none" else "layers, healed"
     return f"{labels['variant']} of {labels['dtype']}" if "variant" in labels else "plain"
@@ -244,7 +244,7 @@ def _lost(result: Result, measure: str, labels: Place) -> tuple[float, float, fl
 
 
 def _compared(result: Result, measure: str, labels: Place) -> Mapping[str, Any] | None:
-    """Return ``measure`` of ``place`` beside the exact weights, which lose nothing; None where nobody compared."""
+    """Return ``measure`` at ``labels`` beside the exact weights, which lose nothing; None where nobody compared."""
     than = {"than": "exact"} if measure == PERPLEXITY else {}
     entry = result.summary.get(measure, **labels, **than)
     return {"value": 0.0} if entry is None and labels == {"stage": 0} else entry

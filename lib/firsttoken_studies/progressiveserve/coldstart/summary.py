@@ -141,7 +141,7 @@ def _progressive(add: Add, rows: Rows, size: int, rate: float) -> None:
     bound = max(size / rate, float(np.median(values(rows, base, "prefill_warm_s"))))
 
     def over(measure: str, column: str, *, to_full_model: bool = False) -> None:
-        """Add the ratio of a start to its first token, or where it is ``to_full_model`` to the whole model in place."""
+        """Add the ratio of a start to its first token, or with ``to_full_model`` to the whole model in place."""
         interval = ratio(rows + full, "progressive_full" if to_full_model else variant, base, column)
         add(measure, interval.summary("x"), variant=variant, than=base)
 
