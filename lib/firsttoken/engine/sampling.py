@@ -49,7 +49,7 @@ def next_tokens(logits: torch.Tensor, chunks: Sequence[ScheduledChunk]) -> list[
     A partial work draws nothing: what a request says must not hang on how its prompt was cut. Where the largest logit
     is no finite number the request has a ``failure`` instead of a token.
     """
-    tokens, largest = (largest_pair.tolist() for largest_pair in accelerator().argmax(logits))
+    tokens, largest = (ids_and_maxima.tolist() for ids_and_maxima in accelerator().argmax(logits))
     for row, chunk in enumerate(chunks):
         request, sampling = chunk.request, chunk.request.sampling
         if not chunk.completes:

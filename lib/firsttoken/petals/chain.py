@@ -304,8 +304,8 @@ class Chain:
             self.swarm.conduct.took(record.server, time.monotonic() - begun, announced_s)
             self.swarm.served[record.server] += len(answer) * len(session.layers)
             if self.auditor is not None:
-                prefixes = [cache.of(stretch.number, layer)[0, : stretch.end] for stretch in message]
-                await self.auditor.look(session, record, message, prefixes, answer)
+                prefix_states = [cache.of(stretch.number, layer)[0, : stretch.end] for stretch in message]
+                await self.auditor.look(session, record, message, prefix_states, answer)
             for stretch, part in zip(
                 message, answer.split([stretch.end - stretch.start for stretch in message]), strict=True
             ):

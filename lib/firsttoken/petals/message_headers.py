@@ -92,7 +92,7 @@ def usual_message(data: bytes) -> UsualMessage | None:
     dtype = named.decode()
     if not size == len(data) - start == tokens * width * SIZES.get(dtype, 0):
         return None
-    steps = listed[1:-1].split(b"], [") if listed else []
-    stretches = tuple(Stretch(*map(int, step.split(b", "))) for step in steps)
+    stretch_texts = listed[1:-1].split(b"], [") if listed else []
+    stretches = tuple(Stretch(*map(int, stretch_text.split(b", "))) for stretch_text in stretch_texts)
     commitment_text = commitment.decode().replace('\\"', '"') if commitment else ""
     return UsualMessage(stretches, dtype, (tokens, width), start, commitment_text)

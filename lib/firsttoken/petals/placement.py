@@ -63,8 +63,8 @@ class Rebalancing:
 
     def __post_init__(self) -> None:
         if not (0 < self.quality <= 1 and 0 < self.enough <= 1):
-            thresholds = f"{self.quality} and {self.enough}"
-            raise SwarmError(f"quality and enough must be above 0 and at most 1, not {thresholds}")
+            thresholds_text = f"{self.quality} and {self.enough}"
+            raise SwarmError(f"quality and enough must be above 0 and at most 1, not {thresholds_text}")
 
     def move(self, name: str, servers: Collection[Reachable], depth: int) -> range | None:
         """The blocks that server ``name`` should hold instead, or None where it should stay.

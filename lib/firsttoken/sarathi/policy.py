@@ -33,8 +33,8 @@ class Policy:
     @classmethod
     def named(cls, text: str) -> Policy:
         """Read the policy of ``text``. Raises ProfileError for a budget that is no number, or a file without one."""
-        separator = place_of(text)
-        name, budget = separator["scheduler"], separator.get("budget_tokens")
+        labels = place_of(text)
+        name, budget = labels["scheduler"], labels.get("budget_tokens")
         if name.endswith(".py"):
             brought = PolicyFile.read(Path(name), SCHEDULER)
             return cls(text, watched(brought.found, brought.file, brought.decisions), budget, brought)

@@ -165,10 +165,12 @@ def _measure() -> ProductRates:
     try:
         for _ in range(_TURNS):
             for name in fastest:
-                first_factor, right = (
+                first_factor, second_factor = (
                     torch.ones(shape, dtype=named(name)) for shape in ((rows, inner), (inner, columns))
                 )
-                fastest[name] = min(fastest[name], *timed(lambda a=first_factor, b=right: torch.mm(a, b), repeats=2))
+                fastest[name] = min(
+                    fastest[name], *timed(lambda a=first_factor, b=second_factor: torch.mm(a, b), repeats=2)
+                )
     finally:
         torch.set_num_threads(threads)
     return ProductRates(bool(native), **{name: gflop / seconds for name, seconds in fastest.items()})

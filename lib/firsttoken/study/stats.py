@@ -162,31 +162,31 @@ def _resampled(sample: np.ndarray, stat: Statistic, resamples: int, rng: np.rand
     return np.asarray(draws)
 
 
-def median_ratio(numerator: Sequence[float], under: Sequence[float]) -> Interval:
+def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Interval:
     """The median of ``numerator[i] / under[i]``, where both were measured in round i.
 
     Raises ValueError when the lengths differ.
     """
-    if len(numerator) != len(under):
+    if len(numerator) != len(denominator):
         raise ValueError(
-            f"rounds are paired as they ran, so {len(numerator)} and {len(under)} measurements make no pairs"
+            f"rounds are paired as they ran, so {len(numerator)} and {len(denominator)} measurements make no pairs"
         )
-    return bootstrap(np.divide(numerator, under), "median")
+    return bootstrap(np.divide(numerator, denominator), "median")
 
 
-def ratio_of_means(numerator: Sequence[float], under: Sequence[float]) -> Interval:
-    """The mean of ``numerator`` over the mean of ``under``, where numerator[i] and under[i] are of one draw: draws
-    are resampled, each with both its values. Raises ValueError when the lengths differ."""
-    return bootstrap(np.column_stack([numerator, under]), lambda sample: float(np.divide(*sample.mean(0))))
+def ratio_of_means(numerator: Sequence[float], denominator: Sequence[float]) -> Interval:
+    """The mean of ``numerator`` over the mean of ``denominator``, where numerator[i] and under[i] are of one draw:
+    draws are resampled, each with both its values. Raises ValueError when the lengths differ."""
+    return bootstrap(np.column_stack([numerator, denominator]), lambda sample: float(np.divide(*sample.mean(0))))
 
 
-def ratio_of_medians(numerator: Sequence[float], under: Sequence[float]) -> Interval:
+def ratio_of_medians(numerator: Sequence[float], denominator: Sequence[float]) -> Interval:
     """The ratio of the medians of two independent samples of positive values.
 
     Its interval reaches from the lower end of one median over the upper end of the other to the reverse, which holds
     the ratio at least as often as both intervals hold their medians.
     """
-    above, below = bootstrap(numerator, "median"), bootstrap(under, "median")
+    above, below = bootstrap(numerator, "median"), bootstrap(denominator, "median")
     n = min(above.n, below.n)
     return Interval(above.estimate / below.estimate, above.low / below.high, above.high / below.low, n)
 

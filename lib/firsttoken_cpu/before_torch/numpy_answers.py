@@ -149,11 +149,11 @@ class NumpyAnswers:
     def _put(self, stream: Stream, token: int) -> bool:
         """Send ``token`` to the client; return False when the client has left, whose stream takes nothing more."""
         with self._change:
-            if present := stream in self._waiting:
+            if waits := stream in self._waiting:
                 stream.put(TokenEvent(token, _STAGE, time.monotonic()))
                 self._begun = True
                 self._change.notify_all()
-            return present
+            return waits
 
 
 def _can(submission: Asked) -> bool:

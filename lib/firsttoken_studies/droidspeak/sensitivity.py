@@ -66,13 +66,13 @@ def full_reuse(decoded: Result | None, decoded_now: Result | None, recorded: Res
     fig, (scores, lost) = panels(1, 2, figsize=(9, 0.5 * len(lines) + 2.3), sharey=True, width_ratios=(1.5, 1))
     for result_drawn, metric, by_run in parts:
         for run, items in by_run.items():
-            height = lines.index((metric, run)) + result_drawn.shift
+            position = lines.index((metric, run)) + result_drawn.shift
             for step, (kind, method) in zip((-0.1, 0.0, 0.1), shown.items(), strict=True):
                 result_drawn.point(
-                    scores, height + step, bootstrap(items[kind]).summary(scale=100), LOOK[method], along="x"
+                    scores, position + step, bootstrap(items[kind]).summary(scale=100), LOOK[method], along="x"
                 )
             share = tables.relative_loss(items["own"], items["reuse"]).summary()
-            result_drawn.point(lost, height, share, LOOK["full reuse"], along="x")
+            result_drawn.point(lost, position, share, LOOK["full reuse"], along="x")
     first = sum(metric != "token accuracy" for metric, _ in lines)
     lost.plot([50, 50], [-0.5, first - 0.5], color=COLOURS["paper"], linestyle="--", linewidth=2)
     lost.axvline(0, color=COLOURS["mark"], linewidth=0.8)
@@ -82,8 +82,8 @@ def full_reuse(decoded: Result | None, decoded_now: Result | None, recorded: Res
         ax.grid(axis="y", visible=False)
     scores.set_xlim(-2, 104)  # a marker at 100 is seen whole
     categories(scores, [in_words(run) for _, run in lines], fontsize=9)
-    for height_of_text, metric in ((-0.35, "F1 of decoded answers"), (first - 0.3, "token accuracy, the answer given")):
-        scores.annotate(metric, (101, height_of_text), ha="right", fontsize=8.5, style="italic")
+    for text_position, metric in ((-0.35, "F1 of decoded answers"), (first - 0.3, "token accuracy, the answer given")):
+        scores.annotate(metric, (101, text_position), ha="right", fontsize=8.5, style="italic")
     for method in shown.values():
         scores.plot([], [], METHODS[method].marker, color=METHODS[method].colour, label=METHODS[method].label)
     scores.plot([], [], color=COLOURS["paper"], linestyle="--", label="paper: loses more than 50 %")

@@ -173,14 +173,14 @@ def chains_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
                 steps.seconds, lambda sample, network_link=network: 1 / _swarm_s(sample, hidden, network_link)
             )
             summary.add("steps_per_s", rate.summary("steps/s"), context_tokens=context, link=network)
-    for labels, steps in frame_of(rows, what="offload").groupby("from", sort=False):
-        labels_of_ratio = {"variant": OFFLOADING, "machine": labels}
+    for origin, steps in frame_of(rows, what="offload").groupby("from", sort=False):
+        labels_of_ratio = {"variant": OFFLOADING, "machine": origin}
         rate = bootstrap(steps.bytes / steps.bringing_s / 1e9, "median")
         summary.by(steps, {}, {"step_s": ("seconds", "median", "s")}, **labels_of_ratio)
         summary.add("bringing_gb_per_s", rate.summary("GB/s"), **labels_of_ratio)
         for network, link in NETWORKS.items():
             size = crossover_bytes(8 * rate.estimate, PUBLISHED_SERVERS, hidden, link)
-            summary.add("crossover_gb", {"value": size / 1e9, "unit": "GB"}, machine=labels, link=network)
+            summary.add("crossover_gb", {"value": size / 1e9, "unit": "GB"}, machine=origin, link=network)
     for (count, length), passes in frame_of(rows, what="forward").groupby(["rows", "tokens"], sort=False):
         tokens = int(count * length)
         for network in NETWORKS:
@@ -189,20 +189,20 @@ def chains_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
             )
             summary.add("forward_tokens_per_s", rate.summary("tokens/s"), batch=count, link=network)
     for bits, passes in frame_of(rows, what="block").groupby("bits", sort=False):
-        labels = {"model": BLOOM, "bits": bits}
-        summary.by(passes, {}, {"block_s": ("seconds", "median", "s")}, **labels)
+        origin = {"model": BLOOM, "bits": bits}
+        summary.by(passes, {}, {"block_s": ("seconds", "median", "s")}, **origin)
         for network, gbit in product(NETWORKS, BOUNDS_GBIT_PER_S):
             step_s = offload_s(BLOOM_BYTES, gbit)
             speedup = bootstrap(
                 passes.seconds, lambda s, by=step_s, network_link=network: by / _bloom_s(s, network_link)
             ).summary("x")
             labels_of_ratio = {"link": network, "source": "measured", "than": OFFLOADING, "gbit_per_s": gbit}
-            summary.add("steps_per_s_x", speedup, **labels, **labels_of_ratio)
+            summary.add("steps_per_s_x", speedup, **origin, **labels_of_ratio)
     for row in rows_where(rows, what="simulated"):
         slower = 100 * (1 - row["alone_s"] / row["seconds"])
-        labels = {"model": BLOOM, "source": "simulated", "case": row["swarm"], "clients": row["clients"]}
-        summary.add("steps_per_s", {"value": 1 / row["seconds"], "unit": "steps/s"}, **labels)
-        summary.add("slower_pct", {"value": slower, "unit": "%"}, than="alone", **labels)
+        origin = {"model": BLOOM, "source": "simulated", "case": row["swarm"], "clients": row["clients"]}
+        summary.add("steps_per_s", {"value": 1 / row["seconds"], "unit": "steps/s"}, **origin)
+        summary.add("slower_pct", {"value": slower, "unit": "%"}, than="alone", **origin)
     return summary
 
 

@@ -110,12 +110,12 @@ async def _answer(swarm: Swarm, span: range, inputs: Tensor) -> Tensor:
 def _through(model: nn.Module, span: range, inputs: Tensor) -> Tensor:
     """``inputs`` [tokens, hidden] after the layers ``span`` of transformers' model, without its last norm."""
     body = model.model
-    full_span = body.layers, body.norm
+    layers_and_norm = body.layers, body.norm
     body.layers, body.norm = body.layers[span.start : span.stop], nn.Identity()
     try:
         return body(inputs_embeds=inputs[None], use_cache=False).last_hidden_state[0]
     finally:
-        body.layers, body.norm = full_span
+        body.layers, body.norm = layers_and_norm
 
 
 _ROUNDED = 8  # prompts whose states are computed in float64, too

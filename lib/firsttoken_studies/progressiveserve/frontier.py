@@ -91,7 +91,7 @@ def _shares(matrices: dict[str, Tensor], mean: float) -> dict[int | None, float]
     layers: dict[int | None, list[Tensor]] = {}
     for name, data in matrices.items():
         layers.setdefault(layer_of(name), []).append(data.abs().float().flatten())
-    sizes = {layer: torch.cat(scores) for layer, scores in layers.items()}
+    sizes = {layer: torch.cat(magnitudes) for layer, magnitudes in layers.items()}
     medians = {layer: float(size.median() / size.mean()) for layer, size in sizes.items()}
     average = sum(medians[layer] * len(size) for layer, size in sizes.items()) / sum(map(len, sizes.values()))
     widest = max(abs(median - average) for median in medians.values()) or 1.0

@@ -70,13 +70,13 @@ def stage_bars(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def _stage_bar(ax: Axes, row_height: float, edges: Sequence[float], height: float, look: dict[str, Any]) -> None:
+def _stage_bar(ax: Axes, position: float, edges: Sequence[float], height: float, look: dict[str, Any]) -> None:
     begin = 0.0
     for stage, end in enumerate(edges, start=1):
-        ax.barh(row_height, end - begin, left=begin, height=height, color=COLOURS[f"S{stage}"], linewidth=1.5, **look)
+        ax.barh(position, end - begin, left=begin, height=height, color=COLOURS[f"S{stage}"], linewidth=1.5, **look)
         begin = end
     text = " / ".join(f"{end:.2f}" for end in edges)
-    ax.annotate(text, (begin, row_height), (5, 0), textcoords="offset points", va="center", fontsize=9)
+    ax.annotate(text, (begin, position), (5, 0), textcoords="offset points", va="center", fontsize=9)
 
 
 def answered_s(result: Result, case: str) -> list[float]:

@@ -111,9 +111,9 @@ def _told(probe: Probe, ids: Sequence[int]) -> Tensor:
     return torch.stack([probe.feed([token]) for token in ids])
 
 
-def _divergence(right: Tensor, found_logits: Tensor) -> float:
+def _divergence(exact_logits: Tensor, found_logits: Tensor) -> float:
     """KL of two distributions over the vocabulary in nats, from logits [vocabulary]."""
-    exact, other = (logits.double().log_softmax(-1) for logits in (right, found_logits))
+    exact, other = (logits.double().log_softmax(-1) for logits in (exact_logits, found_logits))
     return float((exact.exp() * (exact - other)).sum())
 
 

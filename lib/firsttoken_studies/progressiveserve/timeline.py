@@ -69,14 +69,14 @@ def recovery_timeline(profile: Profile) -> Outcome:
     check([*profile.section("served", ServedConfig).needs(), *config.needs()], ModelFacts(profile.model))
     config.check_duration(weight_bytes(profile.model, profile.torch_dtype()))
     served = load_served(profile)
-    progressive, whole_model = served_checkpoint(profile, served), whole_checkpoint(served)
+    progressive, whole_checkpoint_served = served_checkpoint(profile, served), whole_checkpoint(served)
     prompt = served.tokenizer.encode(prompt_of(profile, config.questions))
     provenance = served.provenance
     del served  # the children need the memory, and the cores
     rows: Rows = []
     cases = [(run, case) for run in range(config.runs) for case in (CASES if run % 2 == 0 else CASES[::-1])]
     for run, case in track(cases, desc="timelines", unit="start"):
-        checkpoint = whole_model if case == "whole" else progressive
+        checkpoint = whole_checkpoint_served if case == "whole" else progressive
         options = {"upgrade": case == "upgrade", "duration_s": config.duration_s, "sample_s": config.sample_s}
         timeline = one_timeline(checkpoint, case, prompt, profile, config, **options)
         rows += [{"case": case, "run": run} | row for row in packed(timeline)]

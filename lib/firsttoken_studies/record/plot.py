@@ -113,9 +113,9 @@ def categories(ax: Axes, names: Collection[str], margin: float = 0.5, **text: An
     ax.set_ylim(len(names) - margin, margin - 1)
 
 
-def ticks(axis: Axis, places: Collection[float], label: str = "{:g}", **text: Any) -> None:
-    """Set the ticks of ``axis`` at ``places`` alone, each as the format ``label`` writes it."""
-    axis.set_ticks(list(places), [label.format(position) for position in places], **text)
+def ticks(axis: Axis, places: Collection[float], text_format: str = "{:g}", **text: Any) -> None:
+    """Set the ticks of ``axis`` at ``places`` alone, each as the format ``text_format`` writes it."""
+    axis.set_ticks(list(places), [text_format.format(position) for position in places], **text)
     axis.set_minor_formatter("")
 
 

@@ -104,10 +104,12 @@ def _products(config: MachineConfig, device: torch.device) -> list[Row]:
         slow = dtype == torch.bfloat16 and computing(device) != dtype
         n = max(1, config.matmul_n // 4) if slow else config.matmul_n
         shape = (n, n)
-        first_factor, right = (torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(2))
+        first_factor, second_factor = (
+            torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(2)
+        )
         out = torch.empty_like(first_factor)
         seconds = timed(
-            partial(torch.mm, first_factor, right, out=out), repeats=config.repeats, warmup=2, device=device
+            partial(torch.mm, first_factor, second_factor, out=out), repeats=config.repeats, warmup=2, device=device
         )
         how = f"torch.mm, {n} x {n} on {device.type}"
         how += f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""

@@ -154,13 +154,13 @@ def split_costs(config: TwoCardsConfig) -> tuple[dict[str, Costs], int]:
     shape, tables = SHAPES[config.model], OperatorTables.read(config.card)
     operators = OperatorCosts.of(tables, shape, config.gpus)
     share = ProfiledCosts.read(downloaded(config.share), shape.layers)
-    first_card = ProfiledCosts.read(downloaded(config.whole), shape.layers)
+    one_gpu = ProfiledCosts.read(downloaded(config.whole), shape.layers)
     link = 1e9 * config.link_gbyte_s, 1e-6 * config.link_latency_us
     costs: dict[str, Costs] = {
         EXCHANGED: ExchangingCosts.of(share, tables, shape, config.gpus),
         SHARE: share,
         LINKED: ExchangingCosts.over_link(share, shape, config.gpus, *link),
-        SCALED: ScaledProfile(first_card, OperatorCosts.of(tables, shape), operators),
+        SCALED: ScaledProfile(one_gpu, OperatorCosts.of(tables, shape), operators),
         OPERATORS: operators,
     }
     return costs, operators.blocks

@@ -60,8 +60,8 @@ def crossing(
     if not len(turns):
         return Crossing(None, below, 0)
     axis, turn = np.log2(lengths) if log2 else lengths, turns[0]
-    log_tokens = axis[turn] + (axis[turn + 1] - axis[turn]) * extra[turn] / (extra[turn] - extra[turn + 1])
-    return Crossing(float(2**log_tokens if log2 else log_tokens), below, len(turns))
+    position = axis[turn] + (axis[turn + 1] - axis[turn]) * extra[turn] / (extra[turn] - extra[turn + 1])
+    return Crossing(float(2**position if log2 else position), below, len(turns))
 
 
 def fit_crossing(tokens: Sequence[float], swap_s: Sequence[float], recompute_s: Sequence[float]) -> Crossing:

@@ -81,7 +81,7 @@ class HostAllocator:
         span_ends = [0, *(span.end for span in spans)]
         assert [span.start for span in spans] == span_ends[:-1], "a row is lost, or in two spans"
         assert span_ends[-1] == self.blocks, "a row is lost at the end"
-        assert all(hole.end < right.start for hole, right in pairwise(self._holes)), "two holes touch"
+        assert all(hole.end < next_hole.start for hole, next_hole in pairwise(self._holes)), "two holes touch"
 
 
 class HostPool(HostAllocator):

@@ -101,9 +101,9 @@ class Auditor:
         """
         if self._draw.random() >= self.audits.rate:
             return
-        drawn_stretch = self._draw.randrange(len(message))
-        outputs = answer.split([stretch.end - stretch.start for stretch in message])[drawn_stretch]
-        evidence = self._signed(session, record, drawn_stretch, inputs[drawn_stretch], outputs)
+        stretch_index = self._draw.randrange(len(message))
+        outputs = answer.split([stretch.end - stretch.start for stretch in message])[stretch_index]
+        evidence = self._signed(session, record, stretch_index, inputs[stretch_index], outputs)
         try:
             end = await self._audited(evidence, record)
         except FirstTokenError as error:  # whoever it was that failed here: nothing is proven

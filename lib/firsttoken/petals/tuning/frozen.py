@@ -131,7 +131,7 @@ class FrozenBlocks:
             raise RequestError(str(error)) from error
         return encode_pass(self.run(layers, decoded))
 
-    def run(self, layers: range, step: Pass) -> Pass:
+    def run(self, layers: range, tuning_pass: Pass) -> Pass:
         """``hidden`` after ``layers``; backward, its gradient and those of the adapters. Raises RequestError for
         adapters that do not fit and for more tokens than the context, SwarmError where the blocks have gone while it
         waited."""
@@ -139,38 +139,38 @@ class FrozenBlocks:
             raise SwarmError(f"this server has blocks [{self.blocks.start}, {self.blocks.stop}) by now")
         if self._model is None:
             self._model = load_span(self._folder, self.blocks, self._dtype)
-        if (tokens := step.hidden.shape[1]) > (most := context_of(self._model.config)):
+        if (tokens := tuning_pass.hidden.shape[1]) > (most := context_of(self._model.config)):
             raise RequestError(f"a pass of {tokens} tokens exceeds the context of {most}")
-        for (layer, name), (a, b) in step.adapters.items():
+        for (layer, name), (a, b) in tuning_pass.adapters.items():
             if layer not in layers:
                 raise RequestError(f"LoRA of layer {layer} came to blocks [{layers.start}, {layers.stop})")
             linear = self._linear(layer, name)
             if (a.shape[1], b.shape[0]) != (linear.in_features, linear.out_features):
                 raise RequestError(f"LoRA of {name} in layer {layer} does not fit its module")
-        hidden = step.hidden.to(self._dtype)
+        hidden = tuning_pass.hidden.to(self._dtype)
         with torch.no_grad():
-            if step.gradient is None:
-                return Pass(self._forward(layers, hidden, step.adapters, step.scaling), {})
+            if tuning_pass.gradient is None:
+                return Pass(self._forward(layers, hidden, tuning_pass.adapters, tuning_pass.scaling), {})
             several = max(1, MOST_KEPT // (hidden.shape[0] * hidden.shape[1]))
             stretches = [layers[start : start + several] for start in range(0, len(layers), several)]
             entered = [hidden]
             for stretch in stretches[:-1]:
-                entered.append(self._forward(stretch, entered[-1], step.adapters, step.scaling))
-        gradient, halves = step.gradient.to(self._dtype), {}
+                entered.append(self._forward(stretch, entered[-1], tuning_pass.adapters, tuning_pass.scaling))
+        gradient, halves = tuning_pass.gradient.to(self._dtype), {}
         for stretch in reversed(stretches):
-            gradient, more = self._backward(stretch, entered.pop(), gradient, step)
+            gradient, more = self._backward(stretch, entered.pop(), gradient, tuning_pass)
             halves |= more
         return Pass(gradient, halves)
 
-    def _backward(self, layers: range, hidden: Tensor, gradient: Tensor, step: Pass) -> tuple[Tensor, Adapters]:
+    def _backward(self, layers: range, hidden: Tensor, gradient: Tensor, tuning_pass: Pass) -> tuple[Tensor, Adapters]:
         """The gradients of what entered ``layers``, and of their adapters."""
         hidden = hidden.detach().requires_grad_()
         adapters = {
             key: tuple(half.detach().requires_grad_() for half in halves)
-            for key, halves in step.adapters.items()
+            for key, halves in tuning_pass.adapters.items()
             if key[0] in layers
         }
-        out = self._forward(layers, hidden, adapters, step.scaling)
+        out = self._forward(layers, hidden, adapters, tuning_pass.scaling)
         inputs = [hidden, *(half for halves in adapters.values() for half in halves)]
         first, *halves = torch.autograd.grad(out, inputs, gradient)
         return first, dict(zip(adapters, zip(halves[::2], halves[1::2], strict=True), strict=True))

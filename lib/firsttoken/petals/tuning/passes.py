@@ -44,14 +44,14 @@ class _ToldPass:
     scaling: Annotated[float, between(-1e6, 1e6)] = 1.0
 
 
-def encode_pass(step: Pass) -> bytes:
+def encode_pass(tuning_pass: Pass) -> bytes:
     """The bytes of a pass, and of its answer: hidden states or their gradient, and the gradients of the adapters."""
-    tensors = {HIDDEN: step.hidden.flatten(0, 1)}
-    if step.gradient is not None:
-        tensors[GRADIENT] = step.gradient.flatten(0, 1)
-    for (layer, module), halves in step.adapters.items():
+    tensors = {HIDDEN: tuning_pass.hidden.flatten(0, 1)}
+    if tuning_pass.gradient is not None:
+        tensors[GRADIENT] = tuning_pass.gradient.flatten(0, 1)
+    for (layer, module), halves in tuning_pass.adapters.items():
         tensors |= {f"{layer}/{module}/{half}": tensor for half, tensor in zip("AB", halves, strict=True)}
-    header = json.dumps({"shape": list(step.hidden.shape[:2]), "scaling": step.scaling})
+    header = json.dumps({"shape": list(tuning_pass.hidden.shape[:2]), "scaling": tuning_pass.scaling})
     return save({name: value.detach().float().contiguous() for name, value in tensors.items()}, {"pass": header})
 
 

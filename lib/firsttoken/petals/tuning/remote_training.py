@@ -186,8 +186,8 @@ def _answer(answer: Pass, request: Pass) -> Pass:
     return answer
 
 
-def _shapes(step: Pass) -> dict[tuple[int, str], tuple[torch.Size, torch.Size]]:
-    return {key: (a.shape, b.shape) for key, (a, b) in step.adapters.items()}
+def _shapes(tuning_pass: Pass) -> dict[tuple[int, str], tuple[torch.Size, torch.Size]]:
+    return {key: (a.shape, b.shape) for key, (a, b) in tuning_pass.adapters.items()}
 
 
 def _within(adapters: Adapters, blocks: range) -> Adapters:

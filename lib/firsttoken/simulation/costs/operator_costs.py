@@ -185,11 +185,11 @@ def _cache_s(line: Line, context: float) -> float:
 def _cache_steps_s(line: Line, contexts: np.ndarray) -> np.ndarray:
     """:func:`_cache_s` of each of ``contexts`` [steps], ascending, to the bit."""
     sizes, seconds = np.array(line[0]), np.array(line[1])
-    right = np.clip(np.searchsorted(sizes, contexts, side="right"), 1, max(1, len(sizes) - 1))
-    lower = right - 1
-    right = np.minimum(right, len(sizes) - 1)
-    width = np.where(right > lower, sizes[right] - sizes[lower], 1.0)
-    interpolated = seconds[lower] + (contexts - sizes[lower]) / width * (seconds[right] - seconds[lower])
+    upper = np.clip(np.searchsorted(sizes, contexts, side="right"), 1, max(1, len(sizes) - 1))
+    lower = upper - 1
+    upper = np.minimum(upper, len(sizes) - 1)
+    width = np.where(upper > lower, sizes[upper] - sizes[lower], 1.0)
+    interpolated = seconds[lower] + (contexts - sizes[lower]) / width * (seconds[upper] - seconds[lower])
     interpolated = np.where(contexts < sizes[0], seconds[0], np.where(contexts >= sizes[-1], seconds[-1], interpolated))
     return interpolated * np.maximum(1.0, contexts / sizes[-1])
 

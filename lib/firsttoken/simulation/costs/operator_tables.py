@@ -150,9 +150,9 @@ class OperatorTables:
         first = neighbours[0][0]
         if len(neighbours) == 1:
             return first
-        (low, low_s), (high, right) = neighbours
+        (low, low_s), (high, high_s) = neighbours
         return {
-            batch: (both, low_s * np.interp(both, *low[batch]) + right * np.interp(both, *high[batch]))
+            batch: (both, low_s * np.interp(both, *low[batch]) + high_s * np.interp(both, *high[batch]))
             for batch in low.keys() & high.keys()
             if len(both := np.intersect1d(low[batch][0], high[batch][0]))
         }

@@ -96,7 +96,7 @@ def stage_prefixes(profile: Profile) -> Outcome:
         tokenizer, sender = cached(profile, config, Path(folder), dtype)
         texts = conversations(tokenizer)
         requests = drawn(texts, drawn_prefixes(texts, config, profile.seed), config, profile.seed)
-        longest = max(len(question["prompt"]) + question["new_tokens"] for question in requests)
+        longest = max(len(asked_request["prompt"]) + asked_request["new_tokens"] for asked_request in requests)
         executor, versions = stages(setting.checkpoint.staged, dtype, -(-longest // BLOCK_TOKENS) + 1, config.readers)
         with closing(executor):
             store = KVStore(Path(folder), memory_bytes=0, disk_bytes=1 << 40, block_tokens=BLOCK_TOKENS)
@@ -104,9 +104,9 @@ def stage_prefixes(profile: Profile) -> Outcome:
             cases = [(stage, rule) for stage in range(1, len(versions) + 1) for rule in RULES]
             for stage, rule in cases:  # which warms up
                 serving.answer(requests[0], versions[stage - 1], rule)
-            for number, question in enumerate(track(requests, desc="prefixes at stages")):
+            for number, asked_request in enumerate(track(requests, desc="prefixes at stages")):
                 for stage, rule in rng.sample(cases, len(cases)):
-                    request, taken = serving.answer(question, versions[stage - 1], rule)
+                    request, taken = serving.answer(asked_request, versions[stage - 1], rule)
                     row = {"taken": taken, "ttft_s": request.ttft_s, "said": request.output}
                     answered.setdefault((stage, rule), {})[number] = row
     judge = Judge(load_served(profile).model.to("cpu", torch.float32), tokenizer.decode)
@@ -116,10 +116,10 @@ def stage_prefixes(profile: Profile) -> Outcome:
         answers = [by_request[number].pop("said") for number in range(len(requests))]
         judged = judge.of(requests, answers, wanted)
         rows += [
-            {"request": number, "stage": stage, "rule": rule, "tokens": len(question["prompt"])}
+            {"request": number, "stage": stage, "rule": rule, "tokens": len(asked_request["prompt"])}
             | by_request[number]
             | {name: values[number] for name, values in judged.items()}
-            for number, question in enumerate(requests)
+            for number, asked_request in enumerate(requests)
         ]
     present = [sorted(setting.checkpoint.plan.present(stage)) for stage in range(1, len(versions) + 1)]
     return Outcome(rows, provenance=provenance_of(setting) | {"computed_in": dtype, "present": present})

@@ -275,17 +275,17 @@ def offers(spec: WindowSpec) -> Callable[[Mapping[str, Any]], PrefixOffer | None
     """Return the function that gives the sender's offer for a request of the workload: None where the request has no
     stored prefix, or the arm takes none."""
     if FOREIGN not in spec.ideas:
-        return lambda question: None
+        return lambda request: None
     store = KVStore(Path(spec.store), memory_bytes=0, disk_bytes=1 << 40, block_tokens=BLOCK_TOKENS)
     between = {"sender": ModelIdentity(**spec.sender), "receiver": ModelIdentity(**spec.receiver)}
     link = Link(LinkConfig(spec.prefix_gbit_per_s))
 
-    def offer(question: Mapping[str, Any]) -> PrefixOffer | None:
-        if not question["stored"]:
+    def offer(request: Mapping[str, Any]) -> PrefixOffer | None:
+        if not request["stored"]:
             return None
 
         def source_of(group: Group) -> StoredPrefix:
-            return StoredPrefix(store, question["prompt"], **between, group=group, link=link)
+            return StoredPrefix(store, request["prompt"], **between, group=group, link=link)
 
         return PrefixOffer(Group(*spec.group), spec.edges, source_of)
 

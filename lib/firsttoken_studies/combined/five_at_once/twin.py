@@ -299,8 +299,8 @@ def offers(executor: TwinExecutor, config: FiveConfig, ideas: Sequence[str], lin
     """Return the function that gives the sender's offer for a request: None where it has no stored prefix, or the arm
     takes none."""
 
-    def offer(question: Mapping[str, Any]) -> PrefixOffer | None:
-        if FOREIGN not in ideas or not (tokens := question["stored_tokens"]):
+    def offer(request: Mapping[str, Any]) -> PrefixOffer | None:
+        if FOREIGN not in ideas or not (tokens := request["stored_tokens"]):
             return None
         group = Group(config.group_start, config.group_end)
         return PrefixOffer(group, config.edges, lambda own_layers: TwinPrefix(executor, link, tokens, own_layers))

@@ -306,8 +306,8 @@ def _of_one(summary: Summary, rows: Rows, config: Mapping[str, Any], system_inde
         for gap in config["gaps_s"] if arm in POOLED else ():
             for keep_alive in config["keep_alive_s"]:
                 warm = -math.expm1(-keep_alive / gap)  # share of bursts that meet the pool, where gaps are exponential
-                always_warm = warm * paid[WARM] + (1 - warm) * paid[arm] + labels["replicas"] * gap * warm
-                entry = bootstrap(always_warm * thousand * price).summary("USD a thousand requests")
+                mean_paid_s = warm * paid[WARM] + (1 - warm) * paid[arm] + labels["replicas"] * gap * warm
+                entry = bootstrap(mean_paid_s * thousand * price).summary("USD a thousand requests")
                 summary.add("usd", entry, case=pool(gap, keep_alive), **arm_labels)
 
 

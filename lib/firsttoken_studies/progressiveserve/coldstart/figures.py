@@ -171,13 +171,13 @@ def median_start(rows: Rows) -> dict[str, Any]:
     return min(rows, key=lambda row: abs(row[PROCESS] - middle))
 
 
-def _stack(ax: Axes, height_of_bar: float, rows: Rows, shown: DrawnResult, floor: float) -> None:
+def _stack(ax: Axes, position: float, rows: Rows, shown: DrawnResult, floor: float) -> None:
     start, bar_start, height = median_start(rows), 0.0, 0.62 if shown.alone else 0.3
     edge = {"edgecolor": "black", "linewidth": 0.8} if shown.own else {"linewidth": 0}
     for label, parts, colour in PHASES:
         width = _seconds(start, parts)
         ax.barh(
-            height_of_bar,
+            position,
             width,
             left=bar_start,
             color=colour,
@@ -192,16 +192,16 @@ def _stack(ax: Axes, height_of_bar: float, rows: Rows, shown: DrawnResult, floor
     bar_bottom = floor + (0.0 if variant.early else _seconds(start, PHASES[0][1]))
     ax.plot(
         [bar_bottom, bar_bottom],
-        [height_of_bar - half, height_of_bar + half],
+        [position - half, position + half],
         color=COLOURS["floor"],
         linewidth=2,
         label="floor: bytes / rate",
     )
     median = shown.result.summary.of("process_ttft_p50_s", variant=variant.name, link=link_key(start))
     interval = [median.get("low", bar_start), median.get("high", bar_start)]
-    ax.plot(interval, [height_of_bar, height_of_bar], color=COLOURS["mark"], linewidth=2, label="median, 95 % interval")
+    ax.plot(interval, [position, position], color=COLOURS["mark"], linewidth=2, label="median, 95 % interval")
     ax.annotate(
-        f"{bar_start:.1f}", (max(bar_start, interval[1]), height_of_bar), (4, 0), textcoords="offset points", **_TOLD
+        f"{bar_start:.1f}", (max(bar_start, interval[1]), position), (4, 0), textcoords="offset points", **_TOLD
     )
 
 
