@@ -175,8 +175,8 @@ def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> In
 
 
 def ratio_of_means(numerator: Sequence[float], denominator: Sequence[float]) -> Interval:
-    """The mean of ``numerator`` over the mean of ``denominator``, where numerator[i] and under[i] are of one draw:
-    draws are resampled, each with both its values. Raises ValueError when the lengths differ."""
+    """The mean of ``numerator`` over the mean of ``denominator``, where numerator[i] and denominator[i] are of one
+    draw: draws are resampled, each with both its values. Raises ValueError when the lengths differ."""
     return bootstrap(np.column_stack([numerator, denominator]), lambda sample: float(np.divide(*sample.mean(0))))
 
 
