@@ -12,7 +12,10 @@ from transformers import LlamaForCausalLM
 
 from firsttoken.engine.accelerator import build_model
 from firsttoken.study.errors import ModelError, NotLean
+from firsttoken.study.system.compiled import NONE, accelerator_name
 from firsttoken_cpu.lean.lean_config import lean_config
+
+lean_alone = pytest.mark.skipif(accelerator_name() == NONE, reason="nothing starts lean where torch is alone")
 
 
 def test_the_words_of_transformers_4(make):
@@ -54,6 +57,7 @@ def test_what_starts_the_other_way(make, family, keys, reason):
         lean_config(folder)
 
 
+@lean_alone
 def test_the_other_way_is_the_stock_model_and_one_line(make, capsys):
     _, folder = make(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     capsys.readouterr()
@@ -62,6 +66,7 @@ def test_the_other_way_is_the_stock_model_and_one_line(make, capsys):
     assert told == f"firsttoken: {folder.name} starts with transformers' own modules: its rope_type is 'dynamic'\n"
 
 
+@lean_alone
 @pytest.mark.parametrize(
     ("keys", "fault"),
     [
