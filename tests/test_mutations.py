@@ -5,9 +5,11 @@ The quick mutations are part of the unit tests; ``tests/run.sh --mutations`` tri
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from collections.abc import Iterator
+from functools import reduce
 
 import pytest
 from mutants.running import Mutation, error_of, mutations
@@ -29,6 +31,12 @@ def imported() -> Iterator[None]:
 def test_a_wrong_mechanism_turns_its_notebook_red(mutation: Mutation) -> None:
     said = error_of(mutation.notebook, mutation.name)
     assert said.startswith("MechanismError: ") and re.search(mutation.says, said), said
+
+
+@pytest.mark.parametrize("target", sorted({mutation.patch.args[0] for mutation in mutations()}))
+def test_what_is_made_wrong_is_there(target: str) -> None:
+    module, _, names = target.partition(":")
+    assert reduce(getattr, names.split("."), importlib.import_module(module)) is not None
 
 
 @pytest.mark.assets

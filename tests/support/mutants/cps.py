@@ -60,7 +60,7 @@ def keys_only(right, rows):
     return [row[::2] for row in right(rows)]
 
 
-@wrong("21", "a swap that returns nothing", "firsttoken.engine.swap.overlapped:Overlapped.into", "overlapped swap")
+@wrong("21", "a swap that returns nothing", "firsttoken.engine.swap.coalesced:Overlapped.into", "overlapped swap")
 def no_transfer(right, swap, span, blocks):
     return None
 
