@@ -17,6 +17,7 @@ from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.passlayer import PassLayer
 from firsttoken.study.errors import ModelError
+from firsttoken.study.system.compiled import NONE, accelerator_name
 from firsttoken_cpu.fused import FusedLayer, fuse_layer
 from firsttoken_cpu.lean.lean_model import LeanModel
 from firsttoken_cpu.native.library import kernels
@@ -34,6 +35,7 @@ class LeanLoads(Loads):
         self.model, self.view = self.meta_model.model, self.meta_model.empty_view()
 
 
+@pytest.mark.skipif(accelerator_name() == NONE, reason="nothing starts lean where torch is alone")
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_stage_says_what_the_stock_layers_say(stage, kind, tied):
