@@ -59,7 +59,7 @@ def _run_alone(notebooks: Sequence[Path], profile: Profile, *, published: bool) 
 
 
 def minutes_text(notebooks: Sequence[Path], profile: Profile) -> str:
-    """Return how many ``notebooks`` there are, and the minutes that they took in the last whole run on this machine,
+    """Return the number of ``notebooks`` and the minutes that they took in the last whole run on this machine,
     else in one that is recorded; a notebook that did not run there counts as the median of the others."""
     count = f"{len(notebooks)} notebook{'s' * (len(notebooks) != 1)}"
     record = load_result(RUN, profile.name) or load_result(RUN, profile.name, machine="any")

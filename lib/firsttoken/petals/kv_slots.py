@@ -99,8 +99,8 @@ class KVSlots:
     def place(
         self, sequences: Sequences, stretches: Sequence[Stretch], first: int = 0, client: Client = HERE
     ) -> list[ScheduledChunk]:
-        """The works of a step of a session of ``client`` whose sequences are ``sequences``; takes the blocks that they
-        need, or none.
+        """Return the chunks of a step in a session of ``client`` with these ``sequences``, and take the blocks that
+        they need, or none.
 
         The step begins at layer ``first``: a client may leave layers out from then on, as they have come to it. Raises
         MissingTokensError for a step that begins behind what is cached, or at layers that were left out, RequestError
