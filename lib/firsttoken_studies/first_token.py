@@ -48,21 +48,24 @@ def process_phases() -> dict[str, float]:
 
 @torch.inference_mode()
 def by_length(model: PreTrainedModel, lengths: Sequence[int], repeats: int) -> Lengths:
-    """Time a prefill of each number of tokens, and one decode step behind it; the first of each only warms up."""
-    prefill, decode = {}, {}
-    for length in track(lengths, desc="prefill and decode"):
-        ids = torch.randint(1, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(length))
-        times: dict[str, list[float]] = {"prefill": [], "decode": []}
-        for repeat in range(repeats + 1):
+    """Time a prefill of each number of tokens, and one decode step behind it.
+
+    The lengths take turns, so that a busy spell of the machine meets all of them, and the least of the repeats counts,
+    as other work can only lengthen a pass. The first turn warms up and does not count.
+    """
+    prefill = {length: float("inf") for length in lengths}
+    decode = dict(prefill)
+    for turn in track(range(repeats + 1), desc="prefill and decode"):
+        for length in lengths:
+            ids = torch.randint(1, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(length))
             with Stopwatch(model.device) as first:
                 out = model(ids.to(model.device), use_cache=True, logits_to_keep=1)
             token = out.logits[:, -1].argmax(-1, keepdim=True)
             with Stopwatch(model.device) as further:
                 model(token, past_key_values=out.past_key_values, use_cache=True)
-            if repeat:
-                times["prefill"].append(first.seconds)
-                times["decode"].append(further.seconds)
-        prefill[length], decode[length] = (float(np.median(times[name])) for name in ("prefill", "decode"))
+            if turn:
+                prefill[length] = min(prefill[length], first.seconds)
+                decode[length] = min(decode[length], further.seconds)
     return Lengths(prefill, decode)
 
 
@@ -140,7 +143,7 @@ def by_length_figure(measured: Lengths, work: Work) -> Figure:
     floors = [[work.prefill_floor_s(n) for n in lengths], [work.decode_floor_s(n) for n in lengths]]
     titles = ("prefill grows with the prompt", "a decode step hardly does")
     for ax, times, floor, title in zip(axes, (measured.prefill, measured.decode), floors, titles, strict=True):
-        ax.plot(lengths, list(times.values()), look.marker, color=look.colour, linestyle="-", label="measured, median")
+        ax.plot(lengths, list(times.values()), look.marker, color=look.colour, linestyle="-", label="measured, least of the repeats")
         ax.plot(lengths, floor, color=LOOKS["floor"].colour, linestyle="--", label="floor of this machine")
         ax.set(xlabel="tokens in the prompt", ylabel="seconds", ylim=(0, None), title=title)
     axes[0].legend()
