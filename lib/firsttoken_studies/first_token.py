@@ -57,7 +57,9 @@ def by_length(model: PreTrainedModel, lengths: Sequence[int], repeats: int) -> L
     decode = dict(prefill)
     for turn in track(range(repeats + 1), desc="prefill and decode"):
         for length in lengths:
-            ids = torch.randint(1, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(length))
+            ids = torch.randint(
+                1, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(length)
+            )
             with Stopwatch(model.device) as first:
                 out = model(ids.to(model.device), use_cache=True, logits_to_keep=1)
             token = out.logits[:, -1].argmax(-1, keepdim=True)
@@ -143,7 +145,14 @@ def by_length_figure(measured: Lengths, work: Work) -> Figure:
     floors = [[work.prefill_floor_s(n) for n in lengths], [work.decode_floor_s(n) for n in lengths]]
     titles = ("prefill grows with the prompt", "a decode step hardly does")
     for ax, times, floor, title in zip(axes, (measured.prefill, measured.decode), floors, titles, strict=True):
-        ax.plot(lengths, list(times.values()), look.marker, color=look.colour, linestyle="-", label="measured, least of the repeats")
+        ax.plot(
+            lengths,
+            list(times.values()),
+            look.marker,
+            color=look.colour,
+            linestyle="-",
+            label="measured, least of all",
+        )
         ax.plot(lengths, floor, color=LOOKS["floor"].colour, linestyle="--", label="floor of this machine")
         ax.set(xlabel="tokens in the prompt", ylabel="seconds", ylim=(0, None), title=title)
     axes[0].legend()
