@@ -25,7 +25,7 @@ FLOORS = {  # who lives on one may use all below it, and none beside it: a syste
         {"trying"},
     ),
     "firsttoken_serve": (
-        {"chat", "retrying_server", "service_config", "variants"},
+        {"chat", "measured_cross_point", "retrying_server", "service_config", "variants"},
         {"prefixes", "swarm"},
         {"served_model"},
         {"http"},

@@ -22,7 +22,6 @@ from firsttoken.assets.model_config import CONFIG
 from firsttoken.assets.positions import context_in
 from firsttoken.assets.servable import check_servable
 from firsttoken.cps.policies import make_policy
-from firsttoken.cps.policies.measured import MeasuredCrossPoint
 from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.model_server import EngineServer, ModelServer
 from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
@@ -34,6 +33,7 @@ from firsttoken.study import dtypes
 from firsttoken.study.errors import FirstTokenError, StageError, files_alone
 from firsttoken.study.extensions import extension, registered
 from firsttoken.study.system.direct_io import read_ahead
+from firsttoken_serve.measured_cross_point import MeasuredCrossPoint
 from firsttoken_serve.retrying_server import AnswerEarly, RetryingServer, StagedService
 from firsttoken_serve.service_config import ServiceConfig
 
@@ -391,6 +391,10 @@ def late_variants(folders: Mapping[str, Path], device: str) -> LateVariants:
 def _preemption(config: ServiceConfig, engine: EngineConfig) -> PreemptionPolicy:
     """The policy of ``config``; no threshold of another machine serves. Raises ProfileError for an unknown one."""
     if config.preemption == MeasuredCrossPoint.name:
-        options = {"way": config.device, "again": config.measure_again, "plain_folder": not is_staged(config.folder)}
+        options = {
+            "device": config.device,
+            "remeasure": config.measure_again,
+            "plain_folder": not is_staged(config.folder),
+        }
         return MeasuredCrossPoint(config.folder, engine, **options)
     return make_policy(config.preemption, **({"start": 0} if config.preemption == "online" else {}))

@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-from firsttoken.cps.costs.arithmetic import LinkModel
 from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.pipeline.schedule import ReuseRequest
 from firsttoken.engine.kv import KVShape
 from firsttoken.simulation.costs.published import decomposed
 from firsttoken.study.errors import FirstTokenError
 from firsttoken_studies import ledger, tricks
+from firsttoken_studies.cps.assumed_costs import LinkModel
 from firsttoken_studies.record.results import recorded_result
 from firsttoken_studies.site.recorded_runs import asked_by, ranges, recorded_runs, script
 from firsttoken_studies.site.tricks_page import SLIDERS, exported, formulas, told_ranges

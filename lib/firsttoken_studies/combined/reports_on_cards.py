@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from firsttoken.assets.dense_shape import SHAPES, DenseShape
-from firsttoken.cps.costs.copies import CopyCosts
-from firsttoken.cps.costs.crossing import crossing
+from firsttoken.cps.crossing import crossing
 from firsttoken.engine.kv import KVShape
 from firsttoken.progressiveserve.stages import REPORT_PLAN
 from firsttoken.simulation.costs.operator_costs import OperatorCosts
@@ -23,6 +22,7 @@ from firsttoken.simulation.costs.published import decomposed
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.summary import Summary
+from firsttoken_studies.cps.assumed_costs import CopyCosts
 from firsttoken_studies.cps.recovery_latency import LONG, PCIE_4_X16
 from firsttoken_studies.petals.chain_costs import (
     BLOOM_BLOCKS,

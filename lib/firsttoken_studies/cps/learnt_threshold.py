@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from firsttoken.cps.costs.copies import CopyCosts
-from firsttoken.cps.costs.drift import Drift, scaled
 from firsttoken.cps.policies import make_policy
 from firsttoken.cps.policies.replay import draw_noise, replay
 from firsttoken.engine.costs.cost_model import Costs
@@ -24,6 +22,7 @@ from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
 from firsttoken.study.stats import Interval, bootstrap
 from firsttoken.study.summary import Summary
+from firsttoken_studies.cps.assumed_costs import CopyCosts, Drift, ScaledCosts
 from firsttoken_studies.cps.recovery_latency import LONG, PCIE_4_X16
 from firsttoken_studies.cps.styles import POLICIES as LOOKS
 from firsttoken_studies.record.overlay import name_results, over
@@ -62,14 +61,14 @@ def settings(seconds: float) -> dict[str, Callable[[float], Costs]]:
     per_copy_s = decomposed(LONG, PCIE_4_X16).out_us_per_copy / 1e6
     coalesced = CopyCosts(published, PAPER_SHAPE, per_copy_s, PCIE_4_X16, coalesced=True)
     half, turn = seconds / 2, seconds / 6
-    loaded = [(turn * number, scaled(published, compute=1 + number % 2)) for number in range(6)]
+    loaded = [(turn * number, ScaledCosts(published, compute=1 + number % 2)) for number in range(6)]
     changes: dict[str, list[tuple[float, Costs]]] = {
         "as published": [(0, published)],
         "coalesced copies": [(0, coalesced)],
-        "link 4 times slower": [(0, scaled(published, swap=4))],
-        "link slows 4 times at half": [(0, published), (half, scaled(published, swap=4))],
-        "link 8 times faster from half": [(0, published), (half, scaled(published, swap=1 / 8))],
-        "model 3 times larger from half": [(0, published), (half, scaled(published, compute=3))],
+        "link 4 times slower": [(0, ScaledCosts(published, swap=4))],
+        "link slows 4 times at half": [(0, published), (half, ScaledCosts(published, swap=4))],
+        "link 8 times faster from half": [(0, published), (half, ScaledCosts(published, swap=1 / 8))],
+        "model 3 times larger from half": [(0, published), (half, ScaledCosts(published, compute=3))],
         "compute busy every other sixth": loaded,
     }
     return {name: Drift(tuple(steps)).at for name, steps in changes.items()}

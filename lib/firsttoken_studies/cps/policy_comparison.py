@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from firsttoken.assets.needs import Need, check
-from firsttoken.cps.costs.copies import CopyCosts
 from firsttoken.cps.policies import make_policy
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.fitted import FittedCosts, StepSample, SwapSample, fit_costs
@@ -35,6 +34,7 @@ from firsttoken.study.profile import Profile, unknown
 from firsttoken.study.progress import track
 from firsttoken.study.stats import Interval, bootstrap, share_below
 from firsttoken.study.summary import Summary
+from firsttoken_studies.cps.assumed_costs import CopyCosts
 from firsttoken_studies.cps.live_loads import BLOCK_TOKENS, POOL, LiveLoadsConfig, served
 from firsttoken_studies.cps.recovery_latency import LONG, PCIE_4_X16
 from firsttoken_studies.record.results import Outcome, Rows, frame_of, rows_where

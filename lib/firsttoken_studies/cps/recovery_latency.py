@@ -13,7 +13,7 @@ from torch import nn
 
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
-from firsttoken.cps.costs.crossing import Crossing, crossing, crossing_interval
+from firsttoken.cps.crossing import Crossing, crossing, crossing_interval
 from firsttoken.engine.accelerator import fuse
 from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.kv import KVPool, KVShape

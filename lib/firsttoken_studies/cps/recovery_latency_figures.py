@@ -7,11 +7,10 @@ from dataclasses import replace
 import numpy as np
 
 from firsttoken.assets.shapes import shape_config
-from firsttoken.cps.costs.arithmetic import LinkModel
-from firsttoken.cps.costs.copies import CopyCosts
-from firsttoken.cps.costs.crossing import Crossing, crossing
+from firsttoken.cps.crossing import Crossing, crossing
 from firsttoken.engine.kv import KVShape
 from firsttoken.simulation.costs.published import PAPER_SHAPE, TABLE_2, PublishedCosts, decomposed
+from firsttoken_studies.cps.assumed_costs import CopyCosts, LinkModel
 from firsttoken_studies.cps.recovery_latency import LONG, PCIE_4_X16, swap_ms
 from firsttoken_studies.cps.styles import LINES, PATH_LOOKS, POLICIES
 from firsttoken_studies.record.overlay import DrawnResult, name_results, over

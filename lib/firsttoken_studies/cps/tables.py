@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from firsttoken.cps.costs.crossing import Crossing, crossing, fit_crossing
+from firsttoken.cps.crossing import Crossing, crossing, fit_crossing
 from firsttoken.engine.workload_items import Item
 from firsttoken.simulation.costs.published import TABLE_2, Table2Row, decomposed
 from firsttoken_studies.cps.policy_comparison import AS_PUBLISHED, BOUND, CONTROLS, MEANS, OFF

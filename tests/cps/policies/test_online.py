@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.cps.costs.drift import Drift, scaled
 from firsttoken.cps.policies import make_policy
 from firsttoken.cps.policies.online import OnlineCrossPoint
 from firsttoken.cps.policies.replay import draw_noise, replay
@@ -15,18 +14,19 @@ from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.fitted import FittedCosts
 from firsttoken.engine.preemption import Action, Observation
 from firsttoken.simulation.costs.published import PublishedCosts
+from firsttoken_studies.cps.assumed_costs import Drift, ScaledCosts
 
 COUNT, SECONDS = 300, 30.0
 A6000 = PublishedCosts(decode_s=0.03)
 COALESCED = FittedCosts(4.3e-3, 8e-6, 9e-10, 0, 0, 0, 1.5e-4, 6e-7, 1.5e-4, 6e-7)
-LOADED = [(5.0 * turn, scaled(A6000, compute=1 + turn % 2)) for turn in range(6)]
+LOADED = [(5.0 * turn, ScaledCosts(A6000, compute=1 + turn % 2)) for turn in range(6)]
 SETTINGS: dict[str, Callable[[float], Costs]] = {
     "published": lambda now_s: A6000,
     "coalesced": lambda now_s: COALESCED,
-    "slow link": lambda now_s: scaled(A6000, swap=4),
-    "link slows": Drift([(0, A6000), (15, scaled(A6000, swap=4))]).at,
-    "link gets faster": Drift([(0, A6000), (15, scaled(A6000, swap=1 / 8))]).at,
-    "model grows": Drift([(0, A6000), (15, scaled(A6000, compute=3))]).at,
+    "slow link": lambda now_s: ScaledCosts(A6000, swap=4),
+    "link slows": Drift([(0, A6000), (15, ScaledCosts(A6000, swap=4))]).at,
+    "link gets faster": Drift([(0, A6000), (15, ScaledCosts(A6000, swap=1 / 8))]).at,
+    "model grows": Drift([(0, A6000), (15, ScaledCosts(A6000, compute=3))]).at,
     "load comes and goes": Drift(LOADED).at,
 }
 
@@ -78,7 +78,7 @@ def test_a_first_swap_that_pays_for_setting_up_does_not_shut_swap_out() -> None:
 
 
 def test_a_link_that_was_busy_for_a_moment_is_used_again() -> None:
-    busy = Drift([(0, A6000), (10, scaled(A6000, swap=50)), (11, A6000)]).at
+    busy = Drift([(0, A6000), (10, ScaledCosts(A6000, swap=50)), (11, A6000)]).at
     lengths, times, noise, prefills = load(0)
     rows = replay(OnlineCrossPoint(), lengths, times, busy, noise, prefills)
     during = [row["action"] for row in rows if 10.5 < row["at_s"] < 11]

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firsttoken.cps.costs.drift import Drift, scaled
 from firsttoken.cps.policies import POLICIES, make_policy
 from firsttoken.engine.preemption import Action, Observation
 from firsttoken.simulation.costs.published import PublishedCosts
 from firsttoken.study.errors import ProfileError, RequestError
+from firsttoken_studies.cps.assumed_costs import Drift, ScaledCosts
 
 LENGTHS = st.integers(1, 100_000)
 PAPER = {"bytes_per_token": 12_288, "bytes_per_s": 25e9, "flop_per_token": 0.72e9, "flop_per_s": 155e12}
@@ -31,7 +31,7 @@ def test_the_paper_s_threshold_swaps_up_to_and_with_1024() -> None:
 
 def test_the_oracle_knows_the_costs_of_the_moment() -> None:
     costs = PublishedCosts(decode_s=0.03)
-    oracle = make_policy("oracle", costs_at=Drift([(0, costs), (10, scaled(costs, swap=1 / 8))]).at)
+    oracle = make_policy("oracle", costs_at=Drift([(0, costs), (10, ScaledCosts(costs, swap=1 / 8))]).at)
     assert [oracle.choose(tokens, 0.0) for tokens in (927, 928)] == ["swap", "recompute"]
     assert oracle.choose(928, 10.0) is Action.SWAP
 

@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 from listening import Listening
 
-from firsttoken.cps.costs.drift import Drift, scaled
 from firsttoken.cps.policies import make_policy
 from firsttoken.cps.policies.replay import draw_noise, replay
 from firsttoken.engine.preemption import Action
 from firsttoken.simulation.costs.published import PublishedCosts
 from firsttoken.study.errors import RequestError
+from firsttoken_studies.cps.assumed_costs import Drift, ScaledCosts
 
 COSTS = PublishedCosts(decode_s=0.03)
 
 
 def test_costs_follow_choice_time_and_noise() -> None:
-    at = Drift([(0, COSTS), (2, scaled(COSTS, swap=4))]).at
+    at = Drift([(0, COSTS), (2, ScaledCosts(COSTS, swap=4))]).at
     noise = np.array([[1.5, 9.0], [2.0, 9.0]])
     first, second = replay(make_policy("swap"), [512, 700], [1.0, 2.0], at, noise)
     assert first["seconds"] == pytest.approx(1.5 * COSTS.swap_s(512))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.cps.costs.crossing import crossing, crossing_interval, fit_crossing
+from firsttoken.cps.crossing import crossing, crossing_interval, fit_crossing
 from firsttoken.simulation.costs.published import TABLE_2
 from firsttoken.study.errors import CorpusError
 

@@ -12,8 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from firsttoken.cps.costs.recoveries import RecoveryCosts, keep, kept, measure
-from firsttoken.cps.policies.measured import MeasuredCrossPoint
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.preemption.preemption_policy import Action, Observation
@@ -21,6 +19,7 @@ from firsttoken.engine.request import Sampling
 from firsttoken.engine.request_limits import STALL_FREE
 from firsttoken.study import paths
 from firsttoken.study.errors import ModelError
+from firsttoken_serve.measured_cross_point import MeasuredCrossPoint, RecoveryCosts, load_costs, measure, save_costs
 
 OF = {"machine": "this one", "dtype": "float32"}
 SEEN = tuple(
@@ -63,9 +62,9 @@ def folder(executor, tmp_path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_both_ways_are_seen_at_each_length_that_has_room(executor) -> None:
     costs = measure(executor, STALL_FREE)
-    by_way = {way: sorted({one.tokens for one in costs.seen if one.action is way}) for way in Action}
+    by_way = {way: sorted({one.tokens for one in costs.observations if one.action is way}) for way in Action}
     assert by_way == {Action.SWAP: [64, 198], Action.RECOMPUTE: [63, 197]}, "a context of 200 ends the lengths"
-    assert len(costs.seen) == 12 and all(0 < one.seconds < math.inf for one in costs.seen)
+    assert len(costs.observations) == 12 and all(0 < one.seconds < math.inf for one in costs.observations)
     assert "64 tokens" in str(costs) and "198 tokens" in str(costs) and "\n" not in str(costs)
 
 
@@ -86,10 +85,10 @@ def test_the_line_says_the_rule(tmp_path) -> None:
 
 def test_what_is_kept_is_read_again(tmp_path) -> None:
     file = tmp_path / "new" / "costs.json"
-    assert kept(file, OF) is None
-    keep(file, OF, COSTS)
-    assert kept(file, OF) == COSTS
-    assert kept(file, OF | {"dtype": "bfloat16"}) is None, "of another model"
+    assert load_costs(file, OF) is None
+    save_costs(file, OF, COSTS)
+    assert load_costs(file, OF) == COSTS
+    assert load_costs(file, OF | {"dtype": "bfloat16"}) is None, "of another model"
 
 
 @pytest.mark.parametrize(
@@ -110,14 +109,14 @@ def test_what_is_kept_is_read_again(tmp_path) -> None:
 )
 def test_what_is_spoilt_is_not_believed(tmp_path, spoil: Any) -> None:
     file = tmp_path / "costs.json"
-    keep(file, OF, COSTS)
+    save_costs(file, OF, COSTS)
     file.write_text(spoil(json.loads(file.read_text())))
-    assert kept(file, OF) is None
+    assert load_costs(file, OF) is None
 
 
 def test_a_cache_that_cannot_be_written_costs_a_measurement(tmp_path) -> None:
     (tmp_path / "file").write_text("")
-    keep(tmp_path / "file" / "costs.json", OF, COSTS)
+    save_costs(tmp_path / "file" / "costs.json", OF, COSTS)
 
 
 def test_the_policy_measures_once_and_begins_with_what_it_knows(executor, folder) -> None:
@@ -125,7 +124,7 @@ def test_the_policy_measures_once_and_begins_with_what_it_knows(executor, folder
     assert first.measures("float32")
     told = first.prepare(executor, "float32")
     assert told.startswith("cross_point: ") and first.prepare(executor, "float32") == told
-    assert first._curves[Action.SWAP].seen == len(first._costs.seen) / 2, "what is told twice is learnt once"
+    assert first._curves[Action.SWAP].seen == len(first._costs.observations) / 2, "what is told twice is learnt once"
     (file,) = (paths.CACHE / "recovery-costs").iterdir()
     written = file.read_bytes()
     second = MeasuredCrossPoint(folder, STALL_FREE)
@@ -137,8 +136,8 @@ def test_the_policy_measures_once_and_begins_with_what_it_knows(executor, folder
     cheaper = min(Action, key=lambda way: second.predict(way, 100))
     assert second.choose(100, 0.0) is cheaper
     for other in (
-        MeasuredCrossPoint(folder, STALL_FREE, again=True).measures("float32"),
-        MeasuredCrossPoint(folder, STALL_FREE, way="cuda").measures("float32"),
+        MeasuredCrossPoint(folder, STALL_FREE, remeasure=True).measures("float32"),
+        MeasuredCrossPoint(folder, STALL_FREE, device="cuda").measures("float32"),
         MeasuredCrossPoint(folder, STALL_FREE).measures("bfloat16"),
     ):
         assert other
@@ -147,7 +146,7 @@ def test_the_policy_measures_once_and_begins_with_what_it_knows(executor, folder
 @pytest.mark.parametrize("seen", [SEEN, SEEN[::-1]], ids=["in order", "the other way round"])
 def test_the_threshold_is_where_the_measured_costs_cross(executor, folder, seen) -> None:
     policy = MeasuredCrossPoint(folder, STALL_FREE)
-    keep(*policy._place("float32"), RecoveryCosts(seen * 3, "2026-11-27"))
+    save_costs(*policy._cache_entry("float32"), RecoveryCosts(seen * 3, "2026-11-27"))
     policy.prepare(executor, "float32")
     assert policy.choose(64, 0.0) is Action.RECOMPUTE
     assert policy.choose(1000, 1.0) is Action.SWAP
