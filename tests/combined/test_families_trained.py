@@ -9,10 +9,8 @@ import pytest
 from byte_tokenizers import a_token_a_byte
 from small_models import small_model
 
-from firsttoken.droidspeak.answer_decoding import greedy
 from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.prefix import Prefix
-from firsttoken.droidspeak.reuse_items import TaskItem, encode
 from firsttoken.study import paths
 from firsttoken.study.errors import StageError
 from firsttoken.study.profile import load_profile
@@ -24,9 +22,11 @@ from firsttoken_studies.combined.families_trained import (
     families_trained,
     families_trained_summary,
 )
+from firsttoken_studies.droidspeak.answer_decoding import greedy
 from firsttoken_studies.droidspeak.constructed_tasks import TASKS
 from firsttoken_studies.droidspeak.decoding import DROIDSPEAK, OWN, REUSE, own_cache
 from firsttoken_studies.droidspeak.pairs import PairedModel
+from firsttoken_studies.droidspeak.reuse_items import TaskItem, encode
 
 CONFIG = FamiliesTrainedConfig(("one",), (1,), (1,), 4, 192, 3, 4, 2, (33, 67))
 LOSSES, F1 = {"s0": 1.0, "s1_none": 5.0, "s1_ours": 2.0}, {"s0": 0.8, "s1_none": 0.0, "s1_ours": 0.6}

@@ -9,11 +9,11 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from firsttoken.assets.models import load_model
-from firsttoken.droidspeak.answer_decoding import greedy
 from firsttoken.droidspeak.forward import cache_of
 from firsttoken.droidspeak.prefill import full_prefill
 from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.study.errors import RequestError
+from firsttoken_studies.droidspeak.answer_decoding import greedy
 
 # one character a token, all different, so that two answers read the same only if they are
 SYMBOLS = [chr(0x4E00 + i) for i in range(256)]

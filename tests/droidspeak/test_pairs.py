@@ -14,11 +14,11 @@ from plain_tokens import check_greedy, generated
 
 from firsttoken.assets.adapters import WEIGHTS
 from firsttoken.assets.models import load_model
-from firsttoken.droidspeak.reuse_items import Encoded, TaskItem
 from firsttoken.study import paths
 from firsttoken.study.errors import CacheError, ModelError, ProfileError, StageError
 from firsttoken.study.profile import Profile, load_profile
 from firsttoken_studies.droidspeak.pairs import Models, Pair, adapters_folder, half_the_layers, weight_distance
+from firsttoken_studies.droidspeak.reuse_items import Encoded, TaskItem
 from firsttoken_studies.droidspeak.training import TuningConfig, tuned
 
 IDS = torch.randint(1, 257, (2, 9), generator=torch.Generator().manual_seed(0))

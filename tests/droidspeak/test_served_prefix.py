@@ -17,8 +17,7 @@ from firsttoken.droidspeak.identity import ModelIdentity, identify
 from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.prefill import full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import Prefix
-from firsttoken.droidspeak.served_prefix import served_prefix
-from firsttoken.droidspeak.source import StoredPrefix
+from firsttoken.droidspeak.source import StoredPrefix, served_prefix
 from firsttoken.droidspeak.store import KVStore
 from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.hidden_state_cache import HiddenStateCache

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from peft import PeftModel
 
 from firsttoken.assets.adapters import WEIGHTS, read_recipe
-from firsttoken.droidspeak.reuse_items import Encoded, TaskItem
 from firsttoken.study.errors import CorpusError
 from firsttoken_studies.droidspeak import training
+from firsttoken_studies.droidspeak.reuse_items import Encoded, TaskItem
 from firsttoken_studies.droidspeak.training import TuningConfig, answer_loss, tune, tuned
 
 CONFIG = TuningConfig(rank=2, learning_rate=1e-2, steps=14, batch=2, tokens=12, items=0)

@@ -38,12 +38,12 @@ from firsttoken.__main__ import main
 from firsttoken.assets.checkpoint import combined_sha256, weight_files
 from firsttoken.droidspeak.identity import identify
 from firsttoken.droidspeak.layer_group import Group
-from firsttoken.droidspeak.pair_profile import PairProfile, keep_profile, read_profiles
 from firsttoken.droidspeak.prefill import full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.droidspeak.store import KVStore
 from firsttoken.link.shaped import Link
 from firsttoken.study.errors import CacheError, LinkError, StageError
+from firsttoken_serve.prefixes.pair_profile import PairProfile, keep_profile, read_profiles
 from firsttoken_serve.prefixes.prefix_link import LIST, Offer, PrefixPeer, PrefixServer, pull
 from firsttoken_serve.service_config import ServiceConfig
 

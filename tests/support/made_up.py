@@ -20,7 +20,6 @@ from swarms import Here
 from firsttoken.assets.choice_tasks import ChoiceItem
 from firsttoken.assets.qa_files import QAItem
 from firsttoken.droidspeak.profile.pareto import Profiled
-from firsttoken.droidspeak.reuse_items import TaskItem
 from firsttoken.simulation.workload.conversations import Conversations
 from firsttoken_extras.layer_borrowing.lender import Lender
 from firsttoken_studies.combined.borrowed import experiment as borrowed
@@ -30,6 +29,7 @@ from firsttoken_studies.combined.fetchers import experiment as parallel
 from firsttoken_studies.combined.fetchers import trial as fetch_trial
 from firsttoken_studies.combined.five_at_once import trial as window
 from firsttoken_studies.droidspeak import profiling
+from firsttoken_studies.droidspeak.reuse_items import TaskItem
 from firsttoken_studies.progressiveserve import timeline_trial
 from firsttoken_studies.progressiveserve.coldstart import trial
 from firsttoken_studies.record.results import Result

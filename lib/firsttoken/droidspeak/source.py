@@ -1,13 +1,13 @@
-"""What a store holds of a prompt's beginning, as the engine takes it: from memory or disk, or over a link.
+"""The engine as DroidSpeak's sender, whose cache of a prompt another model takes, and as its receiver (4.2, 4.4).
 
-It is of the model itself, or of another of its shape where the pair was profiled: the profiled layers are computed
-again.
+In an engine that hosts several fine-tunes the sender's cache lies there after a prefill, and nothing is computed a
+second time. The receiver takes it from a store's memory or disk, or over a link.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -19,9 +19,27 @@ from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.pipeline.kv_transfer import Buffers, Transfer
 from firsttoken.droidspeak.pipeline.live_loading import sent_pieces
 from firsttoken.droidspeak.pipeline.schedule import Schedule
+from firsttoken.droidspeak.prefix import LayerKV, PrefixCache
 from firsttoken.droidspeak.store import KVStore
+from firsttoken.engine.hidden_state_cache import HiddenStateCache
+from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.request import Request
 from firsttoken.link.shaped import Link
 from firsttoken.study.errors import CacheError, LinkError
+
+
+def served_prefix(executor: LiveExecutor, request: Request, edges: Iterable[int] = ()) -> PrefixCache:
+    """Return the cache of the prompt of ``request``, with the E-cache at ``edges``; the request goes on.
+
+    Of a prefix that was itself taken from another model, the layers that were not computed again, and the E-cache at
+    the lower edge of the group, are that model's. Raises RequestError where the prompt has not been computed, or no
+    hidden states are kept at one of ``edges``.
+    """
+    tokens = request.prompt_tokens
+    kv = executor.computed(request, tokens)
+    boundary_cache = (request.version or executor.version).hidden_cache or HiddenStateCache(())
+    e_cache = {edge: boundary_cache.of(request.number, edge)[:, :tokens].clone() for edge in edges}
+    return PrefixCache(tuple(LayerKV(*layer) for layer in kv), e_cache)
 
 
 class StoredPrefix:

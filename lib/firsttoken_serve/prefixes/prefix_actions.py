@@ -18,7 +18,6 @@ from firsttoken.assets.models import load_model
 from firsttoken.assets.servable import check_servable
 from firsttoken.droidspeak.entry import Entry
 from firsttoken.droidspeak.identity import ModelIdentity, check_compatible, identify
-from firsttoken.droidspeak.pair_profile import SUFFIX, keep_profile, profile_pair, read_profiles
 from firsttoken.droidspeak.prefill import full_prefill
 from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.droidspeak.prefix_index import token_bytes
@@ -29,6 +28,7 @@ from firsttoken.study import dtypes
 from firsttoken.study.errors import CacheError, LinkError, RequestError
 from firsttoken.study.parsing.parse_errors import blaming, read_bytes
 from firsttoken_serve.chat.text import read_vocabulary
+from firsttoken_serve.prefixes.pair_profile import SUFFIX, keep_profile, profile_pair, read_profiles
 from firsttoken_serve.prefixes.prefix_link import PrefixPeer, PrefixServer, pull
 from firsttoken_serve.variants import ADAPTER_FILES, read_fitting
 

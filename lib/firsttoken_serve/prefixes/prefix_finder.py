@@ -8,11 +8,11 @@ from pathlib import Path
 
 from firsttoken.droidspeak.identity import ModelIdentity, difference
 from firsttoken.droidspeak.layer_group import NOTHING, Group
-from firsttoken.droidspeak.pair_profile import read_profiles
 from firsttoken.droidspeak.source import StoredPrefix
 from firsttoken.droidspeak.store import KVStore
 from firsttoken.link.shaped import Link
 from firsttoken.study.errors import FirstTokenError
+from firsttoken_serve.prefixes.pair_profile import read_profiles
 
 
 class PrefixFinder:

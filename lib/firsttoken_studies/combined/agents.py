@@ -21,9 +21,7 @@ from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check
 from firsttoken.droidspeak.identity import ModelIdentity, identify
 from firsttoken.droidspeak.layer_group import NOTHING, Group
-from firsttoken.droidspeak.reuse_items import Encoded, encode
-from firsttoken.droidspeak.served_prefix import served_prefix
-from firsttoken.droidspeak.source import StoredPrefix
+from firsttoken.droidspeak.source import StoredPrefix, served_prefix
 from firsttoken.droidspeak.store import KVStore
 from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
@@ -41,6 +39,7 @@ from firsttoken.study.summary import Summary
 from firsttoken_studies.droidspeak.decoding import DROIDSPEAK, REUSE, Method, decoded_scores, own, partial
 from firsttoken_studies.droidspeak.decoding import OWN as FULL
 from firsttoken_studies.droidspeak.pairs import Models, Pair
+from firsttoken_studies.droidspeak.reuse_items import Encoded, encode
 from firsttoken_studies.droidspeak.setting import Run, held_out_items
 from firsttoken_studies.engine.variants_at_once import read_adapter
 from firsttoken_studies.record.overlay import name_results, over

@@ -17,10 +17,10 @@ from itertools import chain
 from transformers import PreTrainedTokenizerBase
 
 from firsttoken.assets.corpora import boolq_prompts, load_qa, running_text
-from firsttoken.droidspeak.reuse_items import Task, TaskItem
 from firsttoken.scoring import edit_similarity, rouge_l, token_f1
 from firsttoken.study.errors import CorpusError
 from firsttoken_studies.droidspeak import longbench
+from firsttoken_studies.droidspeak.reuse_items import Task, TaskItem
 
 _ANSWER_TOKENS = 32  # the longest answer that is asked for; the stop comes on top
 

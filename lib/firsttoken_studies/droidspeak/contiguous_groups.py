@@ -67,9 +67,8 @@ def transitions(profile: Profile) -> Outcome:
         own_totals = [0.0, 0.0]
         parts = list(batches(items, setting.config.batch))
         for part in track(parts, desc=f"transitions {run.name}", unit="batch"):
-            profiler = LayerProfiler(
-                sender.model, receiver.model, Questions.of(part, receiver.model.device), range(depth)
-            )
+            questions = Questions.of([item.tokens for item in part], receiver.model.device)
+            profiler = LayerProfiler(sender.model, receiver.model, questions, range(depth))
             reference = profiler.prefill()
             own_totals = [own_totals[0] + reference.nll.sum().item(), own_totals[1] + reference.accuracy.sum().item()]
             for _, layers in sets:

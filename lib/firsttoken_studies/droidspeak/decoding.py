@@ -15,18 +15,18 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache
 
-from firsttoken.droidspeak.answer_decoding import greedy
 from firsttoken.droidspeak.forward import cache_of, layer_kv
 from firsttoken.droidspeak.layer_group import NOTHING, Group
 from firsttoken.droidspeak.prefill import full_prefill, partial_prefill
 from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
-from firsttoken.droidspeak.reuse_items import Encoded
 from firsttoken.study import paths, timing
 from firsttoken.study.files import write_text
 from firsttoken.study.progress import track
+from firsttoken_studies.droidspeak.answer_decoding import greedy
 from firsttoken_studies.droidspeak.constructed_tasks import task_of
 from firsttoken_studies.droidspeak.pairs import PairedModel
 from firsttoken_studies.droidspeak.profiling import batch_key
+from firsttoken_studies.droidspeak.reuse_items import Encoded
 from firsttoken_studies.droidspeak.setting import Run, batches
 
 OWN, REUSE, DROIDSPEAK = "full prefill", "full reuse", "DroidSpeak"

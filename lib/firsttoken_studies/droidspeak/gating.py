@@ -21,7 +21,6 @@ from firsttoken.droidspeak.prefill import full_prefill, partial_prefill, suffix_
 from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.droidspeak.probes import TOKENS, answer_doubt, answer_entropy, head_deviation, tail_divergence
 from firsttoken.droidspeak.profile.pareto import frontier, smallest_within
-from firsttoken.droidspeak.reuse_items import Encoded
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
 from firsttoken.study.stats import bootstrap
@@ -29,6 +28,7 @@ from firsttoken.study.summary import Summary
 from firsttoken_studies.droidspeak.decoding import OWN, decoded_scores, own, partial
 from firsttoken_studies.droidspeak.pairs import PairedModel
 from firsttoken_studies.droidspeak.profiling import BOUND, profiled_groups, run_profile
+from firsttoken_studies.droidspeak.reuse_items import Encoded
 from firsttoken_studies.droidspeak.setting import Run, Setting, batches
 from firsttoken_studies.record.overlay import name_results, over
 from firsttoken_studies.record.plot import COLOURS, Figure, panels

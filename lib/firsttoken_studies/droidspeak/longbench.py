@@ -16,13 +16,13 @@ from typing import Annotated, Any
 from transformers import PreTrainedTokenizerBase
 
 from firsttoken.assets.corpora import SPLITS
-from firsttoken.droidspeak.reuse_items import Task, TaskItem
 from firsttoken.scoring import edit_similarity, rouge_l, token_f1
 from firsttoken.study import paths
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.parsing.json_text import json_lines
 from firsttoken.study.parsing.parse_errors import Damaged, blaming, read_bytes, shown
 from firsttoken.study.parsing.schema import shaped, some
+from firsttoken_studies.droidspeak.reuse_items import Task, TaskItem
 
 _EDGES = {"train": (0.0, 0.25), "validation": (0.25, 0.30), "test": (0.30, 1.0)}  # of 200 items, 50 to profile on
 _COMMENT = ("`", "#", "//")

@@ -19,7 +19,6 @@ import numpy as np
 from firsttoken.droidspeak.layer_group import NOTHING, Group
 from firsttoken.droidspeak.profile.layer_profiler import LayerProfiler, Questions, Score
 from firsttoken.droidspeak.profile.pareto import Profiled, critical_layers, smallest_within
-from firsttoken.droidspeak.reuse_items import Encoded
 from firsttoken.study import paths, timing
 from firsttoken.study.files import write_text
 from firsttoken.study.parsing.json_text import read_json
@@ -29,6 +28,7 @@ from firsttoken.study.progress import track
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Entry, Summary
 from firsttoken_studies.droidspeak.pairs import PairedModel, weight_distance
+from firsttoken_studies.droidspeak.reuse_items import Encoded
 from firsttoken_studies.droidspeak.setting import Run, Setting, batches, rows_by_run, run_of
 from firsttoken_studies.record.results import Outcome, Rows
 
@@ -139,7 +139,7 @@ def batch_key(
 ) -> str:
     """Return the key of kept batches: a digest of the scoring, both models, the edges, and the items as they are
     batched."""
-    tokens = [[(i.prefix, i.suffix, i.target) for i in part] for part in parts]
+    tokens = [[item.tokens for item in part] for part in parts]
     models = [(v.weights, v.adapter, str(v.model.dtype)) for v in (receiver, sender)]
     identity = repr((scoring, models, run.step, tokens))
     return hashlib.sha256(identity.encode()).hexdigest()[:16]
@@ -148,7 +148,7 @@ def batch_key(
 def _batch(run: Run, receiver: PairedModel, sender: PairedModel, part: Sequence[Encoded]) -> dict[str, Any]:
     start = time.perf_counter()
     edges = run.edges(receiver.model.config.num_hidden_layers)
-    questions = Questions.of(part, receiver.model.device)
+    questions = Questions.of([item.tokens for item in part], receiver.model.device)
     profiler = LayerProfiler(sender.model, receiver.model, questions, edges[:-1])
     scores = [_kept("own", NOTHING, profiler.prefill()), _kept("sender", NOTHING, profiler.sender_itself())]
     scores += [_kept("layer", Group(layer, layer + 1), score) for layer, score in profiler.single_layers()]

@@ -22,7 +22,6 @@ from firsttoken.droidspeak.forward import cache_of
 from firsttoken.droidspeak.layer_group import NOTHING, Group
 from firsttoken.droidspeak.profile.pareto import Profiled, frontier, smallest_within
 from firsttoken.droidspeak.profile.profile_transfer import resampled
-from firsttoken.droidspeak.reuse_items import Encoded
 from firsttoken.study.errors import ProfileError, RequestError
 from firsttoken.study.profile import Profile
 from firsttoken.study.stats import Interval, bootstrap, paired_bootstrap
@@ -40,6 +39,7 @@ from firsttoken_studies.droidspeak.decoding import (
 )
 from firsttoken_studies.droidspeak.pairs import HALF, PairedModel
 from firsttoken_studies.droidspeak.profiling import BOUND, profiled_groups, run_profile
+from firsttoken_studies.droidspeak.reuse_items import Encoded
 from firsttoken_studies.droidspeak.setting import Run, Setting, rows_by_run, run_of
 from firsttoken_studies.droidspeak.tables import relative_loss
 from firsttoken_studies.record.results import Outcome, Result, Rows, load_result, rows_where

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from firsttoken.droidspeak.answer_decoding import greedy
 from firsttoken.droidspeak.forward import cache_of
 from firsttoken.droidspeak.prefill import full_prefill
 from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.study.profile import Profile
 from firsttoken.study.stats import bootstrap
 from firsttoken_studies.droidspeak import tables
+from firsttoken_studies.droidspeak.answer_decoding import greedy
 from firsttoken_studies.droidspeak.constructed_tasks import task_of
 from firsttoken_studies.droidspeak.published import FIGURE_8_LAYER, PAPER_DEPTH
 from firsttoken_studies.droidspeak.setting import Run, Setting

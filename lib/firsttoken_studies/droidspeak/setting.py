@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from firsttoken.assets.needs import CONTEXT, MEMORY, ModelFacts, Need, check, device_memory, weight_bytes
-from firsttoken.droidspeak.reuse_items import Encoded, TaskItem, encode
 from firsttoken.study.errors import CorpusError, ModelError, ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken_studies.droidspeak import longbench
 from firsttoken_studies.droidspeak.constructed_tasks import load_items
 from firsttoken_studies.droidspeak.pairs import Models, Pair, PairedModel, shown
+from firsttoken_studies.droidspeak.reuse_items import Encoded, TaskItem, encode
 from firsttoken_studies.record.results import Rows
 
 HELD_OUT = "held-out items"  # of a task's file; the constructed tasks count theirs once there is a tokenizer

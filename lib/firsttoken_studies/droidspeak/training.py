@@ -18,7 +18,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 from firsttoken.assets.adapters import export_adapter, read_recipe
 from firsttoken.assets.models import as_stored, load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
-from firsttoken.droidspeak.reuse_items import Encoded, encode
 from firsttoken.study import timing
 from firsttoken.study.dtypes import autocast
 from firsttoken.study.errors import CorpusError, ProfileError
@@ -28,6 +27,7 @@ from firsttoken.study.progress import track
 from firsttoken.study.summary import Summary
 from firsttoken_studies.droidspeak.constructed_tasks import load_items
 from firsttoken_studies.droidspeak.pairs import HALF, adapters_folder, half_the_layers
+from firsttoken_studies.droidspeak.reuse_items import Encoded, encode
 from firsttoken_studies.droidspeak.setting import ReuseConfig
 from firsttoken_studies.record.results import Outcome, Rows
 
@@ -96,7 +96,7 @@ def tuned(
     seed: int = 0,
 ) -> dict[str, Any]:
     """The recipe.json of the adapter in ``folder``, trained now unless exactly this run was finished before."""
-    sequences = [(name, e.prefix, e.suffix, e.target) for name, encoded in tasks.items() for e in encoded]
+    sequences = [(name, *e.tokens) for name, encoded in tasks.items() for e in encoded]
     wanted = {
         "tuning": asdict(config),
         "tasks": list(tasks),

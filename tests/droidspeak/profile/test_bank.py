@@ -18,8 +18,8 @@ from firsttoken.droidspeak.layer_group import NOTHING, Group
 from firsttoken.droidspeak.prefill import full_prefill, partial_prefill, spans
 from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
 from firsttoken.droidspeak.profile.layer_profiler import LayerProfiler, Questions, Score
-from firsttoken.droidspeak.reuse_items import Encoded, TaskItem
 from firsttoken.study.errors import RequestError
+from firsttoken_studies.droidspeak.reuse_items import Encoded, TaskItem
 
 DEPTH = 5
 LENGTHS = [(40, 3, 4), (23, 5, 1), (31, 1, 6)]  # prefix, suffix, target
@@ -58,7 +58,7 @@ def items(tiny) -> list[Encoded]:
 def profiler(tiny, items) -> LayerProfiler:
     """With every edge, so that all sets of layers can be asked for."""
     receiver, sender = model_pair(tiny)
-    return LayerProfiler(sender, receiver, Questions.of(items), range(DEPTH))
+    return LayerProfiler(sender, receiver, Questions.of([item.tokens for item in items]), range(DEPTH))
 
 
 @torch.inference_mode()
@@ -124,7 +124,7 @@ def test_the_receiver_s_own_the_sender_s_and_the_sender_itself(tiny, profiler, i
 @pytest.mark.parametrize("edges", [[0, 1, 2, 3, 4, 5], [0, 2, 4, 5], [0, 3, 5], [0, 5], [1, 3, 4]], ids=str)
 def test_every_group_of_every_choice_of_edges(tiny, items, truth, edges):
     receiver, sender = model_pair(tiny)
-    profiler = LayerProfiler(sender, receiver, Questions.of(items), edges[:-1])
+    profiler = LayerProfiler(sender, receiver, Questions.of([item.tokens for item in items]), edges[:-1])
     found = dict(profiler.groups(edges))
     pairs = [(lo, hi) for i, lo in enumerate(edges) for hi in edges[i + 1 :]]
     assert list(found) == [NOTHING, *(Group(lo, hi) for lo, hi in pairs)]
@@ -152,7 +152,7 @@ def test_scattered_layers(tiny, profiler, items, truth, layers):
 
 def test_asking_in_another_order_changes_nothing(tiny, profiler, items):
     receiver, sender = model_pair(tiny)
-    fresh = LayerProfiler(sender, receiver, Questions.of(items), range(DEPTH))
+    fresh = LayerProfiler(sender, receiver, Questions.of([item.tokens for item in items]), range(DEPTH))
     for layers in ([1], [1, 2, 3], [1, 2], [0], [0, 1, 2, 4]):  # longer and shorter runs from one edge
         assert torch.equal(fresh.scattered(layers).nll, profiler.scattered(layers).nll)
     groups = dict(fresh.groups([0, 2, 5]))
@@ -162,7 +162,7 @@ def test_asking_in_another_order_changes_nothing(tiny, profiler, items):
 
 def test_what_was_sent_stays_as_it_is(tiny, items):
     receiver, sender = model_pair(tiny)
-    profiler = LayerProfiler(sender, receiver, Questions.of(items), [0, 2])
+    profiler = LayerProfiler(sender, receiver, Questions.of([item.tokens for item in items]), [0, 2])
     before = [[part.clone() for part in kv] for kv in profiler.sent.kv]
     list(profiler.single_layers())
     list(profiler.groups([0, 2, 5]))
@@ -172,7 +172,7 @@ def test_what_was_sent_stays_as_it_is(tiny, items):
 
 def test_prefix_layers_counts_each_layer_once(tiny, items):
     receiver, sender = model_pair(tiny)
-    profiler = LayerProfiler(sender, receiver, Questions.of(items), range(DEPTH))
+    profiler = LayerProfiler(sender, receiver, Questions.of([item.tokens for item in items]), range(DEPTH))
     run: list[PreTrainedModel] = []
     width = profiler.questions.prefix.tokens
     hooks = [
@@ -201,14 +201,14 @@ def test_prefix_layers_counts_each_layer_once(tiny, items):
 
 def test_a_sender_that_is_the_receiver_loses_nothing(tiny, items):
     receiver, _ = model_pair(tiny)
-    profiler = LayerProfiler(receiver, receiver, Questions.of(items), [0, 2])
+    profiler = LayerProfiler(receiver, receiver, Questions.of([item.tokens for item in items]), [0, 2])
     for _, score in profiler.groups([0, 2, 5]):
         assert torch.equal(score.nll, profiler.prefill().nll) and not score.deviation.any()
 
 
 def test_layers_and_edges_that_are_not_there_are_refused(tiny, items):
     receiver, sender = model_pair(tiny)
-    profiler = LayerProfiler(sender, receiver, Questions.of(items), [0, 2])
+    profiler = LayerProfiler(sender, receiver, Questions.of([item.tokens for item in items]), [0, 2])
     with pytest.raises(RequestError, match=r"no E-cache at layer 3 was stored \(there: 2\)"):
         profiler.scattered([3])
     with pytest.raises(RequestError, match="does not fit 5 layers"):
@@ -216,7 +216,7 @@ def test_layers_and_edges_that_are_not_there_are_refused(tiny, items):
 
 
 def test_questions_are_padded_where_they_should_be(items):
-    questions = Questions.of(items)
+    questions = Questions.of([item.tokens for item in items])
     assert questions.prefix.mask.sum(1).tolist() == [40, 23, 31]
     assert questions.mask.sum(1).tolist() == [7, 6, 7] and questions.mask[1].tolist() == [1] * 6 + [0]
     wanted = questions.ids.roll(-1, 1)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from firsttoken.assets.corpora import SPLITS
-from firsttoken.droidspeak.reuse_items import TaskItem
 from firsttoken.study.errors import CorpusError
 from firsttoken_studies.droidspeak.constructed_tasks import TASKS, build
+from firsttoken_studies.droidspeak.reuse_items import TaskItem
 
 pytestmark = pytest.mark.usefixtures("own_passages")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from firsttoken.droidspeak.reuse_items import TaskItem, encode
 from firsttoken_studies.droidspeak.constructed_tasks import build
+from firsttoken_studies.droidspeak.reuse_items import TaskItem, encode
 
 ITEM = TaskItem("1", "qa", "Question: who?\n\nthe hat in the wind.\n", "\nAnswer:", ("the hat", "hat"))
 

@@ -21,8 +21,9 @@ from firsttoken.droidspeak.forward import Forward, cache_of, fill, layer_kv
 from firsttoken.droidspeak.layer_group import NOTHING, Group
 from firsttoken.droidspeak.prefill import full_prefill, spans, start_of
 from firsttoken.droidspeak.prefix import LayerKV, Prefix
-from firsttoken.droidspeak.reuse_items import Encoded
 from firsttoken.engine.sampling import argmax_tokens
+
+Item = tuple[Sequence[int], Sequence[int], Sequence[int]]  # token ids of a prefix, a suffix and a target
 
 
 @dataclass(frozen=True)
@@ -35,16 +36,17 @@ class Questions:
     predicts: Tensor  # [batch, width], true where the next token is one of the target
 
     @classmethod
-    def of(cls, encoded: Sequence[Encoded], device: torch.device | str = "cpu") -> Questions:
-        """Stack the ``encoded`` items into one batch on ``device``."""
-        rows = [[*item.suffix, *item.target] for item in encoded]
+    def of(cls, items: Sequence[Item], device: torch.device | str = "cpu") -> Questions:
+        """Stack ``items`` into one batch on ``device``."""
+        rows = [[*suffix, *target] for _, suffix, target in items]
         width = max(map(len, rows))
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
         column = torch.arange(width, device=device)
-        start = torch.tensor([[len(item.suffix) - 1] for item in encoded], device=device)
+        start = torch.tensor([[len(suffix) - 1] for _, suffix, _ in items], device=device)
         end = torch.tensor([[len(row) - 1] for row in rows], device=device)
-        return cls(Prefix.of([item.prefix for item in encoded], device), ids, mask, (column >= start) & (column < end))
+        prefix = Prefix.of([prefix for prefix, _, _ in items], device)
+        return cls(prefix, ids, mask, (column >= start) & (column < end))
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from firsttoken.droidspeak.forward import Forward
 from firsttoken.droidspeak.prefix import Prefix
-from firsttoken.droidspeak.reuse_items import STOP
 from firsttoken.engine.sampling import argmax_tokens
 from firsttoken.study.errors import RequestError
+from firsttoken_studies.droidspeak.reuse_items import STOP
 
 
 @torch.inference_mode()

@@ -38,6 +38,10 @@ class Encoded:
     suffix: list[int]
     target: list[int]
 
+    @property
+    def tokens(self) -> tuple[list[int], list[int], list[int]]:
+        return self.prefix, self.suffix, self.target
+
 
 @dataclass(frozen=True)
 class Task:
