@@ -56,8 +56,6 @@ _ALL = (
     _study("precision_frontier", "Which bits may wait", "17", "progressiveserve.frontier", "precision_summary"),
     _study("precision_start", "The first token from the first bits", "17",
            "progressiveserve.coldstart.bitplane_starts", "precision_start_summary"),
-    _study("refinement_under_load", "Planes merged under running generations", "17",
-           "progressiveserve.refinement", "refinement_summary"),
     _study("environment", "What the engine runs on", "20", "cps.environment", "environment_summary"),
     _study("throughput", "The engine beside others", "20", "engine.throughput", "throughput_summary"),
     _study("variants_at_once", "Fine-tunes in one engine", "20", "engine.variants_at_once", "variants_summary"),

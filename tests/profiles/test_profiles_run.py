@@ -205,8 +205,6 @@ SMALLER = {  # claims whose places the rule's shapes have not:
     "droidspeak.contiguous",  # fewer transitions
     "cps.small-copies",  # no copies of 1,024 tokens
     "cps.cross-point-live-gpu",  # a processor copies in one memory, and nothing crosses
-    "progressive.refining-kept",  # shorter contexts
-    "progressive.first-answer-bits",  # shorter answers than its 24 tokens
     "petals.local-layers",  # a quarter of the layers
     *("sarathi.chunk-overhead-live", "sarathi.ride-along-live"),  # smaller pieces
     *("petals.overhead-8", "petals.overhead-32"),  # smaller batches

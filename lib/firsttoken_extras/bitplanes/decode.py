@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -31,7 +30,6 @@ class PlaneRefiner:
     def __init__(self, between: Callable[[Merge], Any]) -> None:
         self._between = between
         self._merged: dict[tuple[str, int], int] = {}  # words, by tensor and plane: none is merged twice
-        self._spent: list[tuple[int, float]] = []  # bytes that were merged together, and seconds
 
     def refine(self, part: StoredPart, file: memoryview, parameters: Callable[[str], nn.Parameter]) -> None:
         """Merge the planes of ``part``, whose ``file`` is there, into ``parameters``. Raises ModelError."""
@@ -40,27 +38,12 @@ class PlaneRefiner:
         for name in part.coding.cut:
             for count, merge in self._merges(part, name, file, parameters(name)):
                 if waiting and words + count > AT_ONCE:
-                    self._between(partial(self._together, waiting, 2 * words))
+                    self._between(partial(_together, waiting))
                     waiting, words = [], 0
                 waiting.append(merge)
                 words += count
         if waiting:
-            self._between(partial(self._together, waiting, 2 * words))
-
-    def spent(self) -> dict[str, float]:
-        """Bytes that were merged since this was asked last, the seconds that it took in all, and those of the longest
-        merge between two steps (on a GPU, until it was launched)."""
-        spent, self._spent = self._spent, []
-        if not spent:
-            return {}
-        sizes, seconds = zip(*spent, strict=True)
-        return {"merged_bytes": sum(sizes), "merging_s": sum(seconds), "longest_merge_s": max(seconds)}
-
-    def _together(self, merges: Sequence[Merge], size: int) -> None:
-        begin = time.perf_counter()
-        for merge in merges:
-            merge()
-        self._spent.append((size, time.perf_counter() - begin))
+            self._between(partial(_together, waiting))
 
     def _merges(
         self, part: StoredPart, name: str, file: memoryview, parameter: nn.Parameter
@@ -122,6 +105,11 @@ class PlaneReader:
         for block in _words(weights.view(-1), STORED[dtype]).split(BLOCK):
             pieces = [stream.take(kind.bytes(len(block))) for kind, stream in zip(kinds, streams, strict=True)]
             made.fill(block, [_on(block.device, piece) for piece in pieces])
+
+
+def _together(merges: Sequence[Merge]) -> None:
+    for merge in merges:
+        merge()
 
 
 def _words(weights: Tensor, stored: torch.dtype) -> Tensor:

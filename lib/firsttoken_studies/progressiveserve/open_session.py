@@ -63,18 +63,16 @@ class OpenSessionConfig:
 
 
 class LoadedStages:
-    """A staged checkpoint whose stages are brought one after another, each a view of the same weights, and up to
-    ``requests`` requests at once of up to ``tokens`` tokens; ``last`` is the stage that came last, 0 before any."""
+    """A staged checkpoint whose stages are brought one after another, each a view of the same weights, and one request
+    of up to ``tokens`` tokens; ``last`` is the stage that came last, 0 before any."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, *, tokens: int, requests: int = 1
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, *, tokens: int) -> None:
         self.device, self.last = device, 0
-        self._checkpoint, self._requests, self._begun = checkpoint, requests, 0
+        self._checkpoint, self._blocks = checkpoint, range(-(-tokens // BLOCK_TOKENS))
         self._meta_model = MetaModel(checkpoint.staged, checkpoint.manifest, device, dtype)
-        self._each = -(-tokens // BLOCK_TOKENS)
-        blocks = requests * self._each
-        self._executor = LiveExecutor(self._meta_model.model, blocks, block_tokens=BLOCK_TOKENS, device=device)
+        self._executor = LiveExecutor(
+            self._meta_model.model, len(self._blocks), block_tokens=BLOCK_TOKENS, device=device
+        )
         self._views: dict[int, StageView] = {0: self._meta_model.empty_view()}
 
     @property
@@ -82,21 +80,19 @@ class LoadedStages:
         """Return the numbers of all stages."""
         return range(1, len(self._checkpoint.manifest.stages) + 1)
 
-    def bring(self, *stages: int) -> None:
-        """Load ``stages`` over those that are there."""
+    def bring(self, stage: int) -> None:
+        """Load ``stage`` over those that are there."""
         folder, manifest, before = self._checkpoint.staged, self._checkpoint.manifest, self._views[self.last]
-        self.last = max(stages, default=self.last)
-        self._views[self.last] = StageLoad(folder, manifest, stages, [Link()], self._meta_model, before).wait()
+        self.last = stage
+        self._views[stage] = StageLoad(folder, manifest, [stage], [Link()], self._meta_model, before).wait()
 
     def view(self, stage: int, policy: Transition) -> StagedModelVersion:
         """``stage`` as the engine runs it, which keeps what ``policy`` needs."""
         return StagedModelVersion(self._meta_model.model, self._views[stage], policy)
 
     def begun(self, stage: int, ids: Sequence[int], policy: Transition) -> Probe:
-        """A request of ``ids`` under ``stage``, in the place of the first one where there are as many as there may."""
-        first = self._begun % self._requests * self._each
-        self._begun += 1
-        probe = Probe(self._executor, self.view(stage, policy), range(first, first + self._each))
+        """A request of ``ids`` under ``stage``, in the place of the one before it."""
+        probe = Probe(self._executor, self.view(stage, policy), self._blocks)
         probe.feed(ids)
         return probe
 

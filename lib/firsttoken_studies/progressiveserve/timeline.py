@@ -77,17 +77,15 @@ def recovery_timeline(profile: Profile) -> Outcome:
     cases = [(run, case) for run in range(config.runs) for case in (CASES if run % 2 == 0 else CASES[::-1])]
     for run, case in track(cases, desc="timelines", unit="start"):
         checkpoint = whole_checkpoint_served if case == "whole" else progressive
-        options = {"upgrade": case == "upgrade", "duration_s": config.duration_s, "sample_s": config.sample_s}
-        timeline = one_timeline(checkpoint, case, prompt, profile, config, **options)
+        timeline = _one_timeline(checkpoint, case, prompt, profile, config)
         rows += [{"case": case, "run": run} | row for row in packed(timeline)]
     return Outcome(rows, provenance=provenance)
 
 
-def one_timeline(
-    checkpoint: Checkpoint, case: str, prompt: list[int], profile: Profile, config: Any, **options: Any
+def _one_timeline(
+    checkpoint: Checkpoint, case: str, prompt: list[int], profile: Profile, config: TimelineConfig
 ) -> Rows:
-    """The rows of one timeline from cold files, in a process of its own: with the rate, clients and new tokens of the
-    study's ``config``, and what else ``options`` say of a :class:`TimelineSpec`.
+    """The rows of one timeline from cold files, in a process of its own.
 
     Raises FirstTokenError when it fails, with its last line.
     """
@@ -95,13 +93,15 @@ def one_timeline(
     spec = TimelineSpec(
         folder=str(checkpoint.staged),
         prompt=prompt,
+        upgrade=case == "upgrade",
         gbit_per_s=config.gbit_per_s,
         clients=config.clients,
         new_tokens=config.new_tokens,
+        duration_s=config.duration_s,
+        sample_s=config.sample_s,
         threads=profile.threads,
         device=str(profile.torch_device()),
         dtype=profile.dtype_name,
-        **options,
     )
     command = [sys.executable, "-m", "firsttoken_studies.progressiveserve.timeline_trial"]
     done = subprocess.run(command, input=json.dumps(asdict(spec)), capture_output=True, text=True)
@@ -202,21 +202,13 @@ def first_answers(rows: Rows, new_tokens: int, runs: Iterable[int]) -> list[floa
 
 
 def _loader(rows: Rows, run: int) -> float | None:
-    """Return how many times the model's bytes the process grew in one run; None where one of these is unknown."""
+    """Return how many times the model's bytes the process grew in one run, from the moment its libraries were in memory
+    to its peak; None where one of these is unknown."""
     (peak,) = rows_where(rows, run=run, row="peak")
-    return peak_growth(rows_where(rows, run=run), peak.get("model_bytes"))
-
-
-def peak_growth(rows: Rows, model_bytes: int | None) -> float | None:
-    """Return how many times ``model_bytes`` the process grew at its peak, from the moment its libraries were in memory.
-
-    None where one of these is unknown.
-    """
-    before = next(row["rss_bytes"] for row in rows if row["row"] == "memory")
-    peak = next(row["rss_bytes"] for row in rows if row["row"] == "peak")
-    if None in (before, peak, model_bytes):
+    before, model_bytes = rows_where(rows, run=run, row="memory")[0]["rss_bytes"], peak.get("model_bytes")
+    if None in (before, peak["rss_bytes"], model_bytes):
         return None
-    return (peak - before) / model_bytes
+    return (peak["rss_bytes"] - before) / model_bytes
 
 
 def stalls(rows: Rows, run: int) -> list[float]:
@@ -224,7 +216,7 @@ def stalls(rows: Rows, run: int) -> list[float]:
     less the median turn and less what moving sessions over took."""
     events = rows_where(rows, run=run, row="event")
     moments = [row for row in rows_where(events, what="serving") if row["stage"] > 1]
-    gaps = token_gaps(rows_where(rows, run=run), "client", "request")
+    gaps = _token_gaps(rows_where(rows, run=run))
     usual = float(np.median([high - low for low, high in gaps])) if gaps else 0.0
     stalls_ms = []
     for moment in moments:
@@ -233,8 +225,8 @@ def stalls(rows: Rows, run: int) -> list[float]:
     return stalls_ms
 
 
-def token_gaps(rows: Rows, *by: str) -> list[tuple[float, float]]:
-    """Return the times, in s, of each two successive tokens that have the same values in the columns ``by``."""
+def _token_gaps(rows: Rows) -> list[tuple[float, float]]:
+    """Return the times, in s, of each two successive tokens of a request."""
     tokens = frame_of(rows, row="token")
-    times_of_requests = tokens.groupby(list(by), sort=False).at_s if len(tokens) else ()
+    times_of_requests = tokens.groupby(["client", "request"], sort=False).at_s if len(tokens) else ()
     return [pair for _, times in times_of_requests for pair in pairwise(times)]

@@ -28,11 +28,7 @@ from firsttoken_studies.progressiveserve.device_memory import device_now, device
 
 @dataclass(frozen=True)
 class TimelineSpec:
-    """The settings that the parent gives; see ``timeline.TimelineConfig``. Without ``recover`` the server stays at
-    stage 1.
-
-    ``policy`` names in ``transitions`` the move of requests that ``upgrade``.
-    """
+    """The settings that the parent gives; see ``timeline.TimelineConfig``."""
 
     folder: str
     prompt: list[int]
@@ -45,8 +41,6 @@ class TimelineSpec:
     threads: int
     device: str
     dtype: str
-    recover: bool = True
-    policy: str = "prefill again"
 
 
 def main(spec: TimelineSpec) -> list[dict[str, Any]]:
@@ -61,8 +55,8 @@ def main(spec: TimelineSpec) -> list[dict[str, Any]]:
         max_prompt_tokens=len(spec.prompt),
         max_new_tokens=spec.new_tokens,
     )
-    policy, placement = TRANSITIONS[spec.policy], {"device": spec.device, "dtype": spec.dtype}
-    server = StagedServer(Path(spec.folder), [link], limits, policy=policy, recover=spec.recover, **placement)
+    policy, placement = TRANSITIONS["prefill again"], {"device": spec.device, "dtype": spec.dtype}
+    server = StagedServer(Path(spec.folder), [link], limits, policy=policy, **placement)
     start = time.monotonic()
     server.start()
     threads = [threading.Thread(target=_client, args=(server, spec, i, start, rows)) for i in range(spec.clients)]

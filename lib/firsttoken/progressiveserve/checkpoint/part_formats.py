@@ -95,9 +95,6 @@ class PartRefiner(Protocol):
     def refine(self, part: StoredPart, file: memoryview, parameters: Callable[[str], nn.Parameter]) -> None:
         """Refine ``parameters``, each found by its tensor's name, by what ``file`` holds. Raises ModelError."""
 
-    def spent(self) -> dict[str, float]:
-        """Return what refining took since the last call, by names of measures."""
-
 
 class PartFormat(Protocol):
     """The handler of one format. Reading a coding needs no torch; what it makes may import it."""

@@ -63,10 +63,6 @@ class MetaModel:
             self._refiners[name] = format_of(name).refiner(lambda change: self.between(change))
         return self._refiners[name]
 
-    def spent(self) -> dict[str, float]:
-        """Return what it took to refine weights since the last call, as the formats measure it."""
-        return {name: value for refiner in self._refiners.values() for name, value in refiner.spent().items()}
-
     def release(self) -> None:
         """Drop the layers: the views that there are keep theirs, and no other can be made."""
         self.layers.clear()

@@ -126,7 +126,7 @@ class StagedServer(LoadingServer):
         view = self._attempt(stage, load)
         if view is None:
             return False
-        self._note(stage, "arrived", **loader.meta_model.spent())
+        self._note(stage, "arrived")
         self._last = self._view(view)
         self._last.take_fused(self._fused)
         self._compare(stage)
