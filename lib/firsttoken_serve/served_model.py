@@ -18,8 +18,8 @@ from firsttoken.assets.adapter_files import WEIGHTS, check_plain
 from firsttoken.assets.checkpoint import ModelFiles, combined_sha256, stored_dtype, weight_files
 from firsttoken.assets.held import unchanged
 from firsttoken.assets.lock import first_line
-from firsttoken.assets.model_config import CONFIG
-from firsttoken.assets.positions import context_in
+from firsttoken.assets.model_config import CONFIG, read_config
+from firsttoken.assets.positions import context_of
 from firsttoken.assets.servable import check_servable
 from firsttoken.cps.policies import make_policy
 from firsttoken.engine.engine import EngineConfig
@@ -194,7 +194,7 @@ def without_torch(config: ServiceConfig) -> EarlyStart | None:
             weights = extension(BEFORE_TORCH, "staged")(config.folder, links, readers=config.threads)
         else:
             weights = extension(BEFORE_TORCH, "plain")(check_servable(config.folder))
-        return extension(BEFORE_TORCH, "model")(weights, config.max_len(context_in(config.folder)))
+        return extension(BEFORE_TORCH, "model")(weights, config.max_len(context_of(read_config(config.folder))))
 
     maker = ThreadPoolExecutor(1, "reading")
     coming = maker.submit(made)

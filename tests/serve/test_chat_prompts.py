@@ -195,6 +195,7 @@ CONFIG = {
     "intermediate_size": 64,
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
+    "num_key_value_heads": 4,
     "max_position_embeddings": 512,
 }
 

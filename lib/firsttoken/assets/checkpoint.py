@@ -178,8 +178,6 @@ def is_tied(folder: Path, config: ModelConfig) -> bool:
     """
     if config.tie_word_embeddings is not None:
         return config.tie_word_embeddings
-    if config.is_known:
-        return False
     from firsttoken.assets.empty_model import stock_config
 
     return bool(stock_config(folder)[1].tie_word_embeddings)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from firsttoken.assets.known_models import check_keys
+from firsttoken.assets.known_models import check_keys, unread_keys
 from firsttoken.assets.lock import first_line
 from firsttoken.assets.model_config import CONFIG, read_config
 from firsttoken.study.errors import ModelError
@@ -49,7 +49,8 @@ def stock_config(folder: Path) -> tuple[type[PreTrainedModel], PretrainedConfig]
         )
     # A key that the class does not read is an attribute all the same, and one of an older name that it reads is none
     names = dict.fromkeys((*config.attribute_map, *config.attribute_map.values(), *vars(kind.config_class())))
-    check_keys(folder / CONFIG, {key: content[key] for key in content if key in vars(config) or key in names}, names)
+    used = {key: content[key] for key in content if key in vars(config) or key in names}
+    check_keys(folder / CONFIG, unread_keys(used, names))
     return kind, config
 
 

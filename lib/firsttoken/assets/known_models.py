@@ -143,13 +143,20 @@ def is_silent(key: str, value: Any) -> bool:
     return any(type(value) is type(silent) and value == silent for silent in _SILENT_AS.get(key, ()))
 
 
-def check_keys(path: Path, content: Mapping[str, Any], fields: Collection[str]) -> None:
-    """Raise ModelError unless each key of ``content``, of the config.json at ``path``, is one of ``fields``, which the
-    model's class reads, or is silent; and for a field that acts within the attention."""
-    for key in sorted(content):
-        read = key in fields or key in _READ_BY_ALL
-        if not is_silent(key, content[key]) and (key in _REPLACED or not read):
-            raise ModelError(
-                f"{path}: {shown(key)} is {shown(content[key])}, and what that changes is not computed here; use "
-                "another model, or remove the key where it says nothing of the model"
-            )
+def unread_keys(content: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
+    """The keys of ``content``, of a config.json, that may say something and are none of ``fields``, which the model's
+    class reads; and a field that acts within the attention."""
+    return {
+        key: value
+        for key, value in sorted(content.items())
+        if not is_silent(key, value) and (key in _REPLACED or not (key in fields or key in _READ_BY_ALL))
+    }
+
+
+def check_keys(path: Path, unread: Mapping[str, Any]) -> None:
+    """Raise ModelError for the first of the ``unread`` keys of the config.json at ``path``."""
+    for key, value in unread.items():
+        raise ModelError(
+            f"{path}: {shown(key)} is {shown(value)}, and what that changes is not computed here; use another model, "
+            "or remove the key where it says nothing of the model"
+        )

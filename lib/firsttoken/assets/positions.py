@@ -7,132 +7,125 @@ of its prompt, have it. Up to that length both are fixed, and equal to what tran
 so this is as far as such a model is run, by whatever runs it.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from firsttoken.study.errors import ModelError
-from firsttoken.study.parsing.json_text import read_json
-from firsttoken.study.parsing.parse_errors import Damaged, blaming, shown
+from firsttoken.study.parsing.parse_errors import Damaged, shown
+from firsttoken.study.parsing.schema import between, shaped
 
 FIXED = ("default", "linear", "yarn", "llama3", "proportional")
 BY_LENGTH = ("dynamic", "longrope")
-CONTEXTS = {"llama": 2048, "qwen2": 32_768, "mistral": 131_072}
-"""The max_position_embeddings that transformers' classes have where config.json leaves it out, by model_type."""
+Length = Annotated[int, between(1, 1 << 40)]
 
-_KEY = "max_position_embeddings"
+_NAMES = ("rope_scaling", "rope_parameters")  # before transformers 5, and since
+_Positive = Annotated[float, between(1e-12, 1e12)]
+_TRAINED = ("llama3", "yarn", "longrope")  # which count from the length that the model was trained with
+_NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Parameters of rotary positions, under transformers' names; ``more`` are the names of those that are not here."""
+
+    rope_type: str = "default"
+    rope_theta: _Positive = 10_000.0
+    factor: _Positive = 1.0
+    low_freq_factor: _Positive = 1.0
+    high_freq_factor: _Positive = 4.0
+    original_max_position_embeddings: Length | None = None
+    more: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in FIXED + BY_LENGTH:
+            kinds = ", ".join(FIXED + BY_LENGTH)
+            raise Damaged(
+                f"rotary positions of the kind {shown(self.rope_type)}, which cannot be computed here; known: {kinds}"
+            )
+        if self.rope_type == "llama3" and self.high_freq_factor == self.low_freq_factor:
+            raise Damaged("high_freq_factor equals low_freq_factor")
+
+    @property
+    def fixed_tokens(self) -> int | None:
+        """The number of tokens up to which the angles are fixed; None for as many as the model has."""
+        return self.original_max_position_embeddings if self.rope_type == "longrope" else None
+
+
+def read_rotary(content: Mapping[str, Any]) -> tuple[Rotary, ...]:
+    """The rotary parameters of a config.json's ``content``, under the names of transformers 5 or of those before it:
+    one set of them, or one for each type of layers.
+
+    Raises Damaged for a kind that is unknown, and for a value that no model has.
+    """
+    named = [rope for name in _NAMES if (rope := content.get(name))]
+    if len(named) == 2 and named[0] != named[1]:
+        raise Damaged(f"{_NAMES[0]} and {_NAMES[1]} differ")
+    rope = named[0] if named else {}
+    if not isinstance(rope, Mapping):
+        raise Damaged(f"rope_parameters: expected a mapping, not {shown(rope)}")
+    by_layers = [settings for settings in rope.values() if isinstance(settings, Mapping)]
+    return tuple(_rotary(settings, content) for settings in by_layers or [rope])
+
+
+def _rotary(settings: Mapping[str, Any], content: Mapping[str, Any]) -> Rotary:
+    """The parameters in ``settings``, and those that stand beside them in ``content``."""
+    values = {name: value for name, value in settings.items() if value is not None}
+    kind = values.setdefault("rope_type", values.pop("type", "default"))
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if content.get(name) is not None:
+            values.setdefault(name, content[name])
+    beside = content.get("original_max_position_embeddings")
+    if kind in _TRAINED and beside is not None:  # as in transformers, it goes first
+        values["original_max_position_embeddings"] = beside
+    more = tuple(sorted(values.keys() - Rotary.__dataclass_fields__.keys()))
+    rotary = shaped(Rotary, values | {"more": more}, "rope_parameters", others=True)
+    if missing := [name for name in _NEEDED.get(rotary.rope_type, ()) if name not in values]:
+        raise Damaged(f"rope_parameters: missing key {missing[0]!r}")
+    return rotary
 
 
 def context_of(config: Any) -> int:
-    """The most tokens of a request, prompt and answer, of a model of transformers' ``config``.
+    """The most tokens of a request, prompt and answer, of a model of ``config``: transformers', or a ModelConfig.
 
-    Raises ModelError as :func:`read_context`.
+    Raises ModelError for a length that is no whole number above 0, and as :func:`kinds_by_length`.
     """
-    with _of(config) as content:
-        return read_context(content)
+    most = _longest(config)
+    return min(most, *(rotary.fixed_tokens or most for rotary in _rotary_of(config)))
 
 
 def kinds_by_length(config: Any) -> list[str]:
-    """The rotary kinds of transformers' ``config`` whose angles hang on the length of a pass, most often none.
+    """The rotary kinds of ``config`` whose angles hang on the length of a pass, most often none.
 
-    Raises ModelError as :func:`context_of`.
+    Raises ModelError for rotary parameters that are unknown.
     """
-    with _of(config) as content:
-        return check_kinds(content)
+    return [rotary.rope_type for rotary in _rotary_of(config) if rotary.rope_type in BY_LENGTH]
 
 
-@contextmanager
-def _of(config: Any) -> Iterator[dict[str, Any]]:
-    """Yield the settings of positions in transformers' ``config``; a fault of theirs in the block is a ModelError."""
-    names = (_KEY, "original_max_position_embeddings", "rope_parameters")
+def shortened(config: Any, name: str) -> str:
+    """Return the notice that the model ``name`` of ``config`` is run with less than its context; most often ""."""
+    context, most = context_of(config), _longest(config)
+    if context == most:
+        return ""
+    return (
+        f"{name} is run with {context} of its {most} tokens of context: beyond, its {kinds_by_length(config)[0]} "
+        "angles would hang on what else is in a step"
+    )
+
+
+def _longest(config: Any) -> int:
+    name = "max_position_embeddings"
     try:
-        yield {name: value for name in names if (value := getattr(config, name, None)) is not None}
+        return shaped(Length, getattr(config, name, None), name)
     except Damaged as damage:
         raise ModelError(f"the {config.model_type} model has {damage}") from None
 
 
-def read_context(content: Mapping[str, Any]) -> int:
-    """Return the most tokens of a request for the ``content`` of a config.json, under the names of transformers 5 or of
-    those before it.
-
-    Raises Damaged for a rotary kind that is unknown, and for lengths that are no whole numbers above 0.
-    """
-    most = _most(content)
-    return min(_bound(settings, content, most) for settings in _told(content))
-
-
-def check_kinds(content: Mapping[str, Any]) -> list[str]:
-    """The kinds of ``content`` whose angles hang on the length. Raises Damaged for a kind that is unknown."""
-    return [kind for kind in map(_kind, _told(content)) if kind in BY_LENGTH]
-
-
-@contextmanager
-def _file(folder: Path) -> Iterator[dict[str, Any]]:
-    """The content of the config.json in ``folder``; what is wrong with it inside the block is a ModelError."""
-    path = folder / "config.json"
-    with blaming(path, ModelError, "copy the model's own"):
-        yield read_json(path, 1 << 24)
-
-
-def context_in(folder: Path) -> int:
-    """The most tokens of a request of the model in ``folder``.
-
-    Raises ModelError for a config.json that cannot be read, as :func:`read_context`.
-    """
-    with _file(folder) as content:
-        return read_context(content)
-
-
-def shortened(folder: Path) -> str:
-    """Return the notice that the model in ``folder`` is run with less than its context; most often "".
-
-    Raises ModelError for a config.json that cannot be read.
-    """
-    with _file(folder) as content:
-        if not (kinds := check_kinds(content)) or (context := read_context(content)) == (most := _most(content)):
-            return ""
-        return (
-            f"{folder.name} is run with {context} of its {most} tokens of context: beyond, its {kinds[0]} angles would "
-            "hang on what else is in a step"
-        )
-
-
-def _bound(rope: Mapping[str, Any], content: Mapping[str, Any], most: int) -> int:
-    """The most tokens up to which the rotation that ``rope`` describes is fixed."""
-    if _kind(rope) != "longrope":
-        return most
-    name = "original_max_position_embeddings"
-    # what stands beside the rotary parameters goes first, as in transformers
-    sources = [source for source in (content, rope) if source.get(name) is not None]
-    return min(most, _length(sources[0], name)) if sources else most
-
-
-def _most(content: Mapping[str, Any]) -> int:
-    kind = content.get("model_type")
-    if content.get(_KEY) is None and kind in CONTEXTS:
-        return CONTEXTS[kind]
-    return _length(content, _KEY)
-
-
-def _told(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The rotary parameters that ``content`` names: one set of them, or one for each type of layers."""
-    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise Damaged(f"rotary parameters that should be a mapping and are {shown(rope)}")
-    return [settings for settings in rope.values() if isinstance(settings, Mapping)] or [rope]
-
-
-def _kind(rope: Mapping[str, Any]) -> str:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in FIXED + BY_LENGTH:
-        kinds = ", ".join(FIXED + BY_LENGTH)
-        raise Damaged(f"rotary positions of the kind {shown(kind)}, which cannot be computed here; known: {kinds}")
-    return kind
-
-
-def _length(content: Mapping[str, Any], name: str) -> int:
-    value = content.get(name)
-    if type(value) is not int or value < 1:
-        raise Damaged(f"{name}: expected a whole number above 0, not {shown(value)}")
-    return value
+def _rotary_of(config: Any) -> tuple[Rotary, ...]:
+    if (rotary := getattr(config, "rotary", None)) is not None:
+        return rotary
+    names = ("original_max_position_embeddings", "rope_parameters")
+    try:
+        return read_rotary({name: getattr(config, name, None) for name in names})
+    except Damaged as damage:
+        raise ModelError(f"the {config.model_type} model has {damage}") from None

@@ -7,21 +7,18 @@ architecture transformers tells it, which takes the seconds of its import.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from firsttoken.assets.checkpoint import CODES, EMBEDDING, HEAD, STORED, ModelFiles, model_files
-from firsttoken.assets.known_models import FIELDS, Way, check_family, check_keys
-from firsttoken.assets.model_config import CONFIG, ModelConfig, read_config
+from firsttoken.assets.known_models import Way, check_family, check_keys
+from firsttoken.assets.model_config import CONFIG, FULL, SLIDING, ModelConfig, read_config
 from firsttoken.study.errors import ModelError
-from firsttoken.study.parsing.json_text import read_json
-from firsttoken.study.parsing.parse_errors import blaming, shown
+from firsttoken.study.parsing.parse_errors import shown
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOWED = {"gemma3_text"}
 """Model types whose windows the engine has; others pass on more than a window (sinks, soft limits)."""
 _RESTING = re.compile(rf"(.+)\.({CODES}|scales)")
@@ -52,10 +49,8 @@ def check_attention(folder: Path, way: Way = "spans") -> None:
         raise ModelError(f"{folder}: {error}") from None
     windowed = False
     if config.is_known:
-        with blaming(folder / CONFIG, ModelError, "copy the model's own"):
-            content = read_json(folder / CONFIG, 1 << 24)
-        kinds, name = _known_kinds(config, content), config.architecture
-        check_keys(folder / CONFIG, content, FIELDS[name])
+        kinds, name = attention_kinds(config), config.architecture
+        check_keys(folder / CONFIG, config.unread)
     else:
         from firsttoken.assets.empty_model import stock_config
 
@@ -73,7 +68,7 @@ def has_windows(config: PretrainedConfig) -> bool:
     return config.model_type in WINDOWED and not config.use_bidirectional_attention
 
 
-def attention_kinds(config: PretrainedConfig) -> set[str]:
+def attention_kinds(config: PretrainedConfig | ModelConfig) -> set[str]:
     """Return the kinds of attention that the layers of a model have, in transformers' words."""
     if kinds := getattr(config, "layer_types", None):
         return {str(kind) for kind in kinds}
@@ -116,7 +111,7 @@ def model_shapes(folder: Path, config: ModelConfig) -> Shapes:
 
     Raises ModelError for a model that transformers does not know, or that is not built as Llama is.
     """
-    if config.is_known and (config.num_key_value_heads or not config.architecture.startswith("Qwen2")):
+    if config.is_known:
         return _known_shapes(config)
     import torch
 
@@ -125,33 +120,20 @@ def model_shapes(folder: Path, config: ModelConfig) -> Shapes:
     return {name: tuple(parameter.shape) for name, parameter in build_on_meta(folder, torch.float32).named_parameters()}
 
 
-def _known_kinds(config: ModelConfig, content: Mapping[str, Any]) -> set[str]:
-    """:func:`attention_kinds` of Llama and Qwen2, by the text of config.json."""
-    if kinds := content.get("layer_types"):
-        return {str(kind) for kind in kinds} if isinstance(kinds, list) else {shown(kinds)}
-    window = content.get("sliding_window", 4096 if config.architecture.startswith("Qwen2") else None)
-    if config.architecture.startswith("Qwen2"):
-        first = content.get("max_window_layers", 28)
-        windowed = not isinstance(first, int) or first < config.num_hidden_layers
-        return {SLIDING} if window and content.get("use_sliding_window") and windowed else {FULL}
-    return {SLIDING} if window else {FULL}
-
-
 def _known_shapes(config: ModelConfig) -> Shapes:
     """:func:`model_shapes` of Llama and Qwen2; the tests hold them against transformers."""
-    qwen2 = config.architecture.startswith("Qwen2")
     width, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
-    size = config.head_dim or width // heads
-    rows, kv_rows = heads * size, (config.num_key_value_heads or heads) * size
-    biased = qwen2 or bool(config.attention_bias)
+    size, kv_heads = config.head_dim, config.num_key_value_heads
+    assert size and kv_heads  # which are known of these
+    rows, kv_rows = heads * size, kv_heads * size
     linears = {
-        "self_attn.q_proj": ((rows, width), biased),
-        "self_attn.k_proj": ((kv_rows, width), biased),
-        "self_attn.v_proj": ((kv_rows, width), biased),
-        "self_attn.o_proj": ((width, rows), biased and not qwen2),
-        "mlp.gate_proj": ((inner, width), bool(config.mlp_bias) and not qwen2),
-        "mlp.up_proj": ((inner, width), bool(config.mlp_bias) and not qwen2),
-        "mlp.down_proj": ((width, inner), bool(config.mlp_bias) and not qwen2),
+        "self_attn.q_proj": ((rows, width), config.attention_bias),
+        "self_attn.k_proj": ((kv_rows, width), config.attention_bias),
+        "self_attn.v_proj": ((kv_rows, width), config.attention_bias),
+        "self_attn.o_proj": ((width, rows), config.output_bias),
+        "mlp.gate_proj": ((inner, width), config.mlp_bias),
+        "mlp.up_proj": ((inner, width), config.mlp_bias),
+        "mlp.down_proj": ((width, inner), config.mlp_bias),
     }
     shapes: Shapes = {EMBEDDING: (config.vocab_size, width)}
     for layer in range(config.num_hidden_layers):

@@ -15,8 +15,9 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from firsttoken.assets.decoder_layers import layers_of
+from firsttoken.assets.model_config import FULL, SLIDING
 from firsttoken.assets.positions import kinds_by_length
-from firsttoken.assets.servable import FULL, SLIDING, attention_kinds, has_windows
+from firsttoken.assets.servable import attention_kinds, has_windows
 from firsttoken.droidspeak.prefix import LayerKV, Prefix
 from firsttoken.study.errors import ModelError
 

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from firsttoken.assets.model_config import FULL, SLIDING
 from firsttoken.assets.positions import context_of
-from firsttoken.assets.servable import FULL, SLIDING, attention_kinds, has_windows
+from firsttoken.assets.servable import attention_kinds, has_windows
 from firsttoken.engine.accelerator import accelerator
 from firsttoken.engine.attention import NAME, Attend, is_stock, page
 from firsttoken.engine.compared_step import Comparison, check_rows, engine_rows, prompt_of, reference_rows

@@ -17,7 +17,6 @@ import numpy as np
 
 from firsttoken.assets.adapter_config import MEND, lora_config
 from firsttoken.assets.adapter_files import HalvesByLayer, lora_halves
-from firsttoken.assets.model_config import read_config
 from firsttoken.assets.servable import model_shapes
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import (
@@ -160,7 +159,7 @@ class StageWeights(NumpyWeights):
         fillers = [self._fillers() for _ in range(threads or cores())]
         self._reader = open_reader(source or folder, manifest, stages, links, threads=readers, verify=verify)
         try:  # while the first bytes are on their way
-            check_complete(folder, manifest, model_shapes(folder, read_config(folder)))
+            check_complete(folder, manifest, model_shapes(folder, config))
         except BaseException:
             self._reader.close()
             raise

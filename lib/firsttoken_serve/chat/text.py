@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from firsttoken.assets.lock import first_line
 from firsttoken.assets.model_config import read_config
-from firsttoken.assets.positions import context_in
+from firsttoken.assets.positions import context_of
 from firsttoken.assets.text_tokenizer import read_text_tokenizer
 from firsttoken.study.errors import LengthError, RequestError
 from firsttoken_serve.chat.chat_template import ChatTemplate, chat_ends, model_ends, read_template
@@ -102,7 +102,8 @@ def read_vocabulary(folder: Path, most_tokens: int | None) -> Vocabulary:
     Raises ModelError when one of the first two is missing, and for any of them that cannot be read or says what no
     model has; it names the file and the key.
     """
-    size, context = read_config(folder).vocab_size, context_in(folder)
+    config = read_config(folder)
+    size, context = config.vocab_size, context_of(config)
     tokenizer, files = read_text_tokenizer(folder)
     template = read_template(folder, files)
     return Vocabulary(

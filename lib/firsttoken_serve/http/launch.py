@@ -12,6 +12,7 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from firsttoken.assets.model_config import read_config
 from firsttoken.assets.positions import shortened
 from firsttoken.study.errors import FirstTokenError, NotLean, StageError
 from firsttoken.study.extensions import extension, registered
@@ -154,7 +155,7 @@ def _announce(config: ServiceConfig) -> None:
         )
     print(f"{config.model} is served at {config.url}; Ctrl-C ends it. Try:", flush=True)
     print(f"  {_EXAMPLE.format(url=config.url)}", flush=True)
-    if less := shortened(config.folder):
+    if less := shortened(read_config(config.folder), config.folder.name):
         print(less, flush=True)
 
 
