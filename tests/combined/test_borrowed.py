@@ -24,7 +24,7 @@ from firsttoken.engine.request import Request, Sampling
 from firsttoken.link.shaped import Link
 from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.states import Stretch
+from firsttoken.petals.messages import SequenceChunk
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
@@ -180,7 +180,7 @@ def test_a_neighbour_that_cannot_lend_is_a_plain_wait(replica, neighbour, asked,
         changed["address"] = up.record.address
         other = Lease([Lender(up.record.address, range(DEPTH))], here.model, DEPTH, 32)
         # a session for which nothing was computed would yield its place
-        wait_for(other._spans[0].run([Stretch(0, 0, 1)], torch.zeros(1, 32), 0))
+        wait_for(other._spans[0].run([SequenceChunk(0, 0, 1)], torch.zeros(1, 32), 0))
     made = replica(**changed)
     made.arrivals.come(2)
     request = made.submit(one.prompt, Sampling(4))

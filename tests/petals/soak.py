@@ -32,10 +32,9 @@ from swarms import DEPTH, opening, varied
 from firsttoken.petals.access import Access
 from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.contacts import tell
-from firsttoken.petals.message_headers import EXCHANGE, PASS, SESSION
+from firsttoken.petals.messages import EXCHANGE, MOST_TOKENS, PASS, SESSION, SequenceChunk
 from firsttoken.petals.server import Running, ServerConfig, serving
 from firsttoken.petals.session import ServerLimits
-from firsttoken.petals.states import MOST_TOKENS, Stretch
 from firsttoken.petals.tuning.passes import Pass, encode_pass
 from firsttoken.petals.wire import encode
 
@@ -173,11 +172,11 @@ class Clients:
                 await call.write(self.draw.randbytes(50))
                 await call.read()
             else:
-                spans = [Stretch(number, begun, begun + known) for number in range(sequences)]
+                spans = [SequenceChunk(number, begun, begun + known) for number in range(sequences)]
                 if await self._step(call, spans, reads=way != "cancels unread"):
                     for step in range(self.draw.randint(0, 4)):
                         at = begun + known + step
-                        await self._step(call, [Stretch(number, at, at + 1) for number in range(sequences)])
+                        await self._step(call, [SequenceChunk(number, at, at + 1) for number in range(sequences)])
                     if way == "falls silent":
                         await call.read()
                     elif way == "whole":
@@ -191,7 +190,7 @@ class Clients:
                 await channel.close()
         return (await call.code()).name
 
-    async def _step(self, call: grpc.aio.StreamStreamCall, spans: list[Stretch], *, reads: bool = True) -> bool:
+    async def _step(self, call: grpc.aio.StreamStreamCall, spans: list[SequenceChunk], *, reads: bool = True) -> bool:
         """Whether it was answered."""
         hidden = torch.randn(sum(one.end - one.start for one in spans), WIDTH)
         await call.write(encode(hidden, "float32", spans))

@@ -15,8 +15,7 @@ from swarms import opening
 from waiting import reached
 
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.message_headers import EXCHANGE, SESSION
-from firsttoken.petals.states import Stretch, most_bytes
+from firsttoken.petals.messages import EXCHANGE, SESSION, SequenceChunk, most_bytes
 from firsttoken.petals.wire import encode
 
 WIDTH = 32
@@ -27,7 +26,7 @@ def rows(tokens: int) -> torch.Tensor:
 
 
 def message(number: int, start: int, end: int) -> bytes:
-    return encode(rows(end - start), "float32", [Stretch(number, start, end)])
+    return encode(rows(end - start), "float32", [SequenceChunk(number, start, end)])
 
 
 @pytest.fixture
@@ -76,17 +75,17 @@ def left(here, server) -> None:
 FAULTS = {
     "another model": ({"model": "b" * 64}, b"", "FAILED_PRECONDITION", "has blocks of the model"),
     "no model": ({"model": ""}, b"", "FAILED_PRECONDITION", "has blocks of the model"),
-    "another version": ({"version": "1"}, b"", "FAILED_PRECONDITION", "speaks version 2 .* not '1'"),
+    "another version": ({"version": "1"}, b"", "FAILED_PRECONDITION", "speaks version 3 .* not '1'"),
     "other blocks": ({"blocks": "1:4"}, b"", "FAILED_PRECONDITION", r"has blocks \[2, 4\), not \[1, 4\)"),
     "too many blocks": ({"blocks": "2:5"}, b"", "FAILED_PRECONDITION", "blocks '2:5' are not a:b"),
     "no blocks": ({"blocks": "x"}, b"", "FAILED_PRECONDITION", "blocks 'x' are not a:b"),
     "coding": ({"coding": "int4"}, b"", "INVALID_ARGUMENT", "no coding is called 'int4'"),
     "junk": ({}, b"junk", "INVALID_ARGUMENT", "no safetensors of a step"),
-    "shape": ({}, encode(torch.zeros(1, 5), "float32", [Stretch(0, 0, 1)]), "INVALID_ARGUMENT", "do not fit"),
-    "dtype": ({}, encode(rows(1), "float16", [Stretch(0, 0, 1)]), "INVALID_ARGUMENT", "opened for float32"),
+    "shape": ({}, encode(torch.zeros(1, 5), "float32", [SequenceChunk(0, 0, 1)]), "INVALID_ARGUMENT", "do not fit"),
+    "dtype": ({}, encode(rows(1), "float16", [SequenceChunk(0, 0, 1)]), "INVALID_ARGUMENT", "opened for float32"),
     "NaN": (
         {},
-        save({"hidden": rows(1) * torch.nan}, {"step": json.dumps({"stretches": [[0, 0, 1]]})}),
+        save({"hidden": rows(1) * torch.nan}, {"step": json.dumps({"chunks": [[0, 0, 1]]})}),
         "INVALID_ARGUMENT",
         "hold NaN or infinity",
     ),
@@ -108,7 +107,7 @@ def test_a_fault_is_told_in_one_line_and_leaves_nothing(here, server, talk, kind
 
 
 def test_sessions_and_sequences_are_so_many(here, server, talk):
-    many = [Stretch(number, 0, 1) for number in range(5)]
+    many = [SequenceChunk(number, 0, 1) for number in range(5)]
     code, said = talk(encode(rows(5), "float32", many))
     assert code == "RESOURCE_EXHAUSTED" and "at most 4 are taken" in said
 
@@ -141,7 +140,7 @@ def test_a_client_that_vanishes_or_sleeps_or_never_reads_leaves_nothing(here, se
             await sleeping.write(message(0, 0, 1))
             await sleeping.read()
             deaf = channel.stream_stream(SESSION)(metadata=given)
-            said = encode(rows(200), "float32", [Stretch(0, 0, 200)])
+            said = encode(rows(200), "float32", [SequenceChunk(0, 0, 200)])
             try:
                 for _ in range(200):
                     async with asyncio.timeout(1.0):
@@ -164,7 +163,7 @@ def test_memory_is_flat_over_many_sessions(here, server, talk):
         async with grpc.aio.insecure_channel(server.record.address) as channel:
             for _ in range(count):
                 call = channel.stream_stream(SESSION)(metadata=given)
-                await call.write(encode(rows(20), "float32", [Stretch(0, 0, 12), Stretch(1, 0, 8)]))
+                await call.write(encode(rows(20), "float32", [SequenceChunk(0, 0, 12), SequenceChunk(1, 0, 8)]))
                 await call.read()
                 await call.write(encode(None, "float32", finished=[1]))
                 await call.done_writing()

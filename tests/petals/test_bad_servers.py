@@ -132,7 +132,7 @@ def test_who_is_late_again_and_again_is_left(pair, client, asked):
     assert "100.00 s later than it announced" in model.chain.faults[0][1]
     assert model.swarm.served[late.record.server] == (len(one.prompt) + 1) * 6  # two steps, and it is left
     assert model.chain.sessions[0][1].server == good.record.server
-    assert model.chain.heirs[0][0][0].server == good.record.server
+    assert model.chain.successors[0][0][0].server == good.record.server
     first_asked(model, late)
     says(model, one)
     assert len(model.chain.faults) == 1
@@ -197,9 +197,9 @@ def test_a_step_that_was_broken_off_leaves_no_answer_to_the_next(pair, client, a
         return await run(*step)
 
     async def broken_off() -> None:
-        from firsttoken.petals.states import Stretch
+        from firsttoken.petals.messages import SequenceChunk
 
-        step = asyncio.ensure_future(model.chain.run([Stretch(999, 0, 3)], torch.randn(3, 32)))
+        step = asyncio.ensure_future(model.chain.run([SequenceChunk(999, 0, 3)], torch.randn(3, 32)))
         await asyncio.sleep(0.2)
         step.cancel()
         awake.set()

@@ -17,7 +17,7 @@ from firsttoken.engine.request import Sampling
 from firsttoken.petals.access import Access
 from firsttoken.petals.chain import Chain
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.states import MOST_TOKENS, Stretch
+from firsttoken.petals.messages import MOST_TOKENS, SequenceChunk
 from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.timeouts import Timeouts
 
@@ -99,10 +99,10 @@ def test_every_split_gives_the_local_hidden_states(everyone, folder, tiny):
             chain.sessions = [(swarm.open_session(record, range(*span), "float32"), record) for span in spans(cuts)]
         parts = []
         for place, (start, end) in enumerate(pairwise(cuts_at)):
-            stretches, rows = [Stretch(1, start, end)], [short[start:end]]
+            chunks, rows = [SequenceChunk(1, start, end)], [short[start:end]]
             if not place:
-                stretches, rows = [Stretch(0, 0, len(long)), *stretches], [long, *rows]
-            out = await chain.run(stretches, torch.cat(rows))
+                chunks, rows = [SequenceChunk(0, 0, len(long)), *chunks], [long, *rows]
+            out = await chain.run(chunks, torch.cat(rows))
             if not place:
                 first, out = out[: len(long)], out[len(long) :]
             parts.append(out)

@@ -22,8 +22,7 @@ from firsttoken.engine.request import Sampling
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.fairness import HERE, Client, Turns, client_of, who_yields
 from firsttoken.petals.kv_slots import KVSlots
-from firsttoken.petals.message_headers import PASS, SESSION
-from firsttoken.petals.states import Stretch
+from firsttoken.petals.messages import PASS, SESSION, SequenceChunk
 from firsttoken.petals.tuning.frozen import MOST_WAITING
 from firsttoken.petals.tuning.passes import Pass, encode_pass
 from firsttoken.petals.wire import decode, encode
@@ -35,7 +34,7 @@ CLIENTS = st.sampled_from([A, B, C, D])
 
 
 def step(number: int, start: int, end: int) -> bytes:
-    return encode(torch.randn(end - start, WIDTH), "float32", [Stretch(number, start, end)])
+    return encode(torch.randn(end - start, WIDTH), "float32", [SequenceChunk(number, start, end)])
 
 
 @pytest.mark.parametrize(
@@ -108,17 +107,17 @@ def test_turns_that_were_not_asked_for_are_not_saved_up():
 
 def test_room_is_made_by_who_has_most_and_by_who_was_idle_longest():
     slots, many, few = KVSlots(8, 4, 8, 64, spare_s=1000.0), {}, {}
-    slots.place(many, [Stretch(number, 0, 8) for number in range(4)], client=A)
+    slots.place(many, [SequenceChunk(number, 0, 8) for number in range(4)], client=A)
     for number in (2, 0, 1, 3):  # their order of use
-        slots.computed(many, [Stretch(number, 0, 8)])
+        slots.computed(many, [SequenceChunk(number, 0, 8)])
         time.sleep(0.002)
-    slots.place(few, [Stretch(0, 0, 12)], client=C)
+    slots.place(few, [SequenceChunk(0, 0, 12)], client=C)
     assert sorted(many) == [1, 3]  # two blocks each
     with pytest.raises(BusyError, match=r"the pool of 32 tokens is full; ask again in \d+\.\d s"):
-        slots.place(few, [Stretch(1, 0, 16)], client=C)  # more than its share
+        slots.place(few, [SequenceChunk(1, 0, 16)], client=C)  # more than its share
     check_slots(slots)
     slots.spare_s = 0.0
-    slots.place(few, [Stretch(1, 0, 16)], client=C)
+    slots.place(few, [SequenceChunk(1, 0, 16)], client=C)
     assert not many and sorted(few) == [0, 1]
     check_slots(slots)
 
@@ -233,7 +232,7 @@ def test_a_flood_of_steps_is_computed_between_those_of_another(small):
         batcher.backend.run = noted
         blocked = asyncio.create_task(batcher.aside(lambda: go.wait(30)))
         for first, call in enumerate(flood, 1):
-            await call.write(encode(torch.randn(9, WIDTH), "float32", [Stretch(0, 1, 10)], first=first))
+            await call.write(encode(torch.randn(9, WIDTH), "float32", [SequenceChunk(0, 1, 10)], first=first))
         await reached(lambda: len(batcher._waiting) >= 2)  # the first is on its way to the thread
         await victim.write(step(0, 1, 2))
         await reached(lambda: len(batcher._waiting) >= 3)

@@ -13,8 +13,7 @@ import torch
 from swarms import opening
 
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.message_headers import NAMED_TOKENS, SESSION
-from firsttoken.petals.states import Stretch
+from firsttoken.petals.messages import NAMED_TOKENS, SESSION, SequenceChunk
 from firsttoken.petals.trust.arbitration import TOLERANCE, difference, recomputed
 from firsttoken.petals.trust.commitments import Charge, Evidence, read_commitment
 from firsttoken.petals.wire import decode, encode
@@ -48,37 +47,37 @@ class Accuser:
                     self.ends[error.code().name] += 1
                     call = None
 
-    def stretch(self, number: int) -> Stretch:
+    def chunk(self, number: int) -> SequenceChunk:
         """Behind what is there, or over it from anywhere or from the end of a block on."""
         cached = min(self.cached[number], MOST - 1)
         start = self.draw.choice([cached, cached, cached // NAMED_TOKENS * NAMED_TOKENS, self.draw.randint(0, cached)])
-        return Stretch(number, start, min(MOST, start + self.draw.choice([1, 2, NAMED_TOKENS, 20])))
+        return SequenceChunk(number, start, min(MOST, start + self.draw.choice([1, 2, NAMED_TOKENS, 20])))
 
     def names(self, number: int, blocks: range) -> list[str]:
         return [f"{self.draw.randrange(2) * 100 + block:032x}" for block in blocks]
 
     async def step(self, call) -> None:
         numbers = self.draw.sample(NUMBERS, self.draw.choice([1, 1, 2]))
-        stretches, first = [self.stretch(number) for number in numbers], self.draw.choice([0, 0, 0, 3])
-        parts = [torch.randn(one.end - one.start, WIDTH) * self.draw.choice([1, 1, 1, 0.01, 1000]) for one in stretches]
+        chunks, first = [self.chunk(number) for number in numbers], self.draw.choice([0, 0, 0, 3])
+        parts = [torch.randn(one.end - one.start, WIDTH) * self.draw.choice([1, 1, 1, 0.01, 1000]) for one in chunks]
         names = {}
         if self.draw.random() < 0.4:
-            filled = [(one, range(one.start // NAMED_TOKENS, one.end // NAMED_TOKENS)) for one in stretches]
+            filled = [(one, range(one.start // NAMED_TOKENS, one.end // NAMED_TOKENS)) for one in chunks]
             names = {one.number: self.names(one.number, blocks) for one, blocks in filled if blocks}
         hidden = torch.cat(parts)
-        await call.write(encode(hidden, "float32", stretches, first=first, names=names))
+        await call.write(encode(hidden, "float32", chunks, first=first, names=names))
         answer = decode(await self.heard(call), "float32", WIDTH, torch.float32, len(hidden))
-        for one, part in zip(stretches, parts, strict=True):
+        for one, part in zip(chunks, parts, strict=True):
             self.rows[one.number][one.start : one.end] = part
             self.cached[one.number] = one.end
         self.ends["signed" if answer.commitment else "unsigned"] += 1
         if answer.commitment:
-            self.accuse(answer.commitment, stretches, answer.hidden)
+            self.accuse(answer.commitment, chunks, answer.hidden)
 
-    def accuse(self, text: str, stretches: list[Stretch], hidden: torch.Tensor) -> None:
+    def accuse(self, text: str, chunks: list[SequenceChunk], hidden: torch.Tensor) -> None:
         commitment = read_commitment(text)
-        outputs = hidden.split([one.end - one.start for one in stretches])
-        for place, one in enumerate(stretches):
+        outputs = hidden.split([one.end - one.start for one in chunks])
+        for place, one in enumerate(chunks):
             inputs = self.rows[one.number][: one.end]
             evidence = Evidence(Charge(commitment, place), inputs, outputs[place])
             try:
@@ -91,7 +90,7 @@ class Accuser:
             assert difference(outputs[place], honest) <= TOLERANCE, (one, self.ends)
 
     async def fill(self, call) -> None:
-        one, shape = self.stretch(self.draw.choice(NUMBERS)), self.server.sessions.batcher.backend.pool.shape
+        one, shape = self.chunk(self.draw.choice(NUMBERS)), self.server.sessions.batcher.backend.pool.shape
         kv = torch.randn(LAYERS, 2, shape.kv_heads, one.end - one.start, shape.head_dim)
         blocks = range(one.start // NAMED_TOKENS, one.end // NAMED_TOKENS)
         names = {one.number: self.names(one.number, blocks)} if blocks and self.draw.random() < 0.5 else {}

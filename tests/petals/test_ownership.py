@@ -19,8 +19,7 @@ from waiting import reached
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.kv_slots import KVSlots
-from firsttoken.petals.message_headers import SESSION
-from firsttoken.petals.states import Stretch
+from firsttoken.petals.messages import SESSION, SequenceChunk
 from firsttoken.petals.wire import decode, encode
 
 WIDTH = 32
@@ -37,7 +36,7 @@ class Talking:
         self.call = channel.stream_stream(SESSION)(metadata=opening(model))
 
     async def send(self, start: int, end: int, *, first: int = 0, number: int = 0) -> None:
-        said = encode(rows(end - start, start), "float32", [Stretch(number, start, end)], first=first)
+        said = encode(rows(end - start, start), "float32", [SequenceChunk(number, start, end)], first=first)
         await self.call.write(said)
 
     async def read(self, tokens: int) -> torch.Tensor:
@@ -54,9 +53,9 @@ def alone(folder) -> torch.Tensor:
     backend = BlockBackend(folder, range(6), torch.float32, 64)
     slots, mine, out = KVSlots(backend.pool.blocks, backend.pool.shape.block_tokens, 1, backend.context), {}, []
     for start, end in ((0, 32), (32, 33)):
-        chunks = slots.place(mine, [Stretch(0, start, end)])
+        chunks = slots.place(mine, [SequenceChunk(0, start, end)])
         out += backend.run(range(6), chunks, [rows(end - start, start)])
-        slots.computed(mine, [Stretch(0, start, end)])
+        slots.computed(mine, [SequenceChunk(0, start, end)])
     return torch.cat(out)
 
 

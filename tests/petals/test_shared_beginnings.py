@@ -23,10 +23,9 @@ from firsttoken.engine.request import Sampling
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.fairness import Client
 from firsttoken.petals.kv_slots import KVSlots
-from firsttoken.petals.message_headers import SESSION
+from firsttoken.petals.messages import SESSION, SequenceChunk
 from firsttoken.petals.placement import Rebalancing
 from firsttoken.petals.server_session import ServerSession
-from firsttoken.petals.states import Stretch
 from firsttoken.petals.trust.auditor import Audits
 from firsttoken.petals.wire import decode, encode
 from firsttoken.study.errors import BusyError, FirstTokenError, SwarmError
@@ -50,7 +49,7 @@ class Books:
         self.sessions: tuple[dict, dict] = ({}, {})
         self.texts: dict[tuple[int, int], list[int]] = {}
         self.held: dict[int, list] = {}  # by block, what was written there
-        self.way: list[tuple[int, int, Stretch, list]] = []
+        self.way: list[tuple[int, int, SequenceChunk, list]] = []
         self.shared = 0
 
     def keys(self, who: int, text: Sequence[int]) -> list[bytes]:
@@ -69,22 +68,22 @@ class Books:
             return
         cached = mine[number].cached if number in mine else 0
         start = max(0, cached - back)
-        stretch = Stretch(number, start, min(start + tokens, len(text)))
-        if stretch.start == stretch.end:
+        chunk = SequenceChunk(number, start, min(start + tokens, len(text)))
+        if chunk.start == chunk.end:
             return
-        chunks = self.slots.place(mine, [stretch], 0, CLIENTS[who])
-        self.slots.lease(chunks)
-        for place in range(stretch.start, stretch.end):
-            block = self.held.setdefault(chunks[0].request.blocks[place // self.size], [None] * self.size)
+        scheduled = self.slots.place(mine, [chunk], 0, CLIENTS[who])
+        self.slots.lease(scheduled)
+        for place in range(chunk.start, chunk.end):
+            block = self.held.setdefault(scheduled[0].request.blocks[place // self.size], [None] * self.size)
             block[place % self.size] = who, text[: place + 1]
-        self.way.append((who, number, stretch, chunks))
+        self.way.append((who, number, chunk, scheduled))
 
     def finish(self) -> None:
-        who, number, stretch, chunks = self.way.pop(0)
-        self.slots.release(chunks)
-        self.slots.computed(self.sessions[who], [stretch])
-        names = self.keys(who, self.texts[who, number])[stretch.start // self.size : stretch.end // self.size]
-        self.slots.publish(self.sessions[who], number, stretch.start // self.size, names)
+        who, number, chunk, scheduled = self.way.pop(0)
+        self.slots.release(scheduled)
+        self.slots.computed(self.sessions[who], [chunk])
+        names = self.keys(who, self.texts[who, number])[chunk.start // self.size : chunk.end // self.size]
+        self.slots.publish(self.sessions[who], number, chunk.start // self.size, names)
 
     def look(self, who: int, number: int) -> None:
         """What a sequence is said to have is there, and is its own."""
@@ -151,15 +150,15 @@ def test_walks_share_and_those_that_write_to_what_others_have_are_found_out(monk
 def test_what_is_kept_goes_before_a_sequence_does_and_who_left_first_goes_first():
     slots, mine = KVSlots(4, 4, 4, 40), {}
     for number, key in enumerate((b"a", b"b")):
-        slots.place(mine, [Stretch(number, 0, 4)])
-        slots.computed(mine, [Stretch(number, 0, 4)])
+        slots.place(mine, [SequenceChunk(number, 0, 4)])
+        slots.computed(mine, [SequenceChunk(number, 0, 4)])
         slots.publish(mine, number, 0, [key])
     slots.leave(mine, [0])
     slots.leave(mine, [1])
-    slots.place(mine, [Stretch(2, 0, 12)])
+    slots.place(mine, [SequenceChunk(2, 0, 12)])
     assert slots.adopt(mine, 3, [b"a"]) == 0 and slots.adopt(mine, 3, [b"b"]) == 4
     with pytest.raises(BusyError, match="full"):  # of one client, both in use
-        slots.place({}, [Stretch(0, 0, 4)])
+        slots.place({}, [SequenceChunk(0, 0, 4)])
     check_slots(slots)
 
 
@@ -366,7 +365,7 @@ async def ask(here, server, blocks: str, names: Sequence[str], coding: str = "fl
     async with grpc.aio.insecure_channel(server.record.address) as channel:
         call = channel.stream_stream(SESSION)(metadata=opening(here.model, blocks, coding))
         if hidden is not None:
-            await call.write(encode(hidden, coding, [Stretch(7, 0, len(hidden))], names={7: names}))
+            await call.write(encode(hidden, coding, [SequenceChunk(7, 0, len(hidden))], names={7: names}))
             return decode(await call.read(), coding, 32, torch.float32, len(hidden))
         await call.write(encode(None, coding, names={7: names}))
         return dict(decode(await call.read(), coding, 32, torch.float32, 0).shared)[7]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from firsttoken.petals.states import Stretch, check_states
+from firsttoken.petals.messages import SequenceChunk, check_states
 from firsttoken.petals.tuning.passes import Pass, decode_pass, encode_pass
 from firsttoken.petals.wire import CODINGS, decode, encode
 from firsttoken.study.dtypes import LARGEST
@@ -23,7 +23,7 @@ def test_nonsense_is_refused_wherever_it_stands(wrong):
             check_states(hidden)
         for coding in CODINGS:
             with pytest.raises(SwarmError):  # some codings cannot even say it
-                decode(encode(hidden, coding, [Stretch(0, 0, 3)]), coding, 16, torch.float32)
+                decode(encode(hidden, coding, [SequenceChunk(0, 0, 3)]), coding, 16, torch.float32)
         for one in (Pass(hidden[None], {}), Pass(torch.zeros(1, 3, 16), {}, gradient=hidden[None])):
             with pytest.raises(SwarmError, match=r"of a pass holds .*at fault"):
                 decode_pass(encode_pass(one), 16)

@@ -17,8 +17,7 @@ from swarms import opening
 from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.message_headers import SESSION
-from firsttoken.petals.states import Stretch
+from firsttoken.petals.messages import SESSION, SequenceChunk
 from firsttoken.petals.wire import decode, encode
 from firsttoken.study.errors import CacheError, SwarmError
 
@@ -200,7 +199,7 @@ def kv_of(backend, tokens: int, layers: int = 3, **changes) -> torch.Tensor:
 def test_what_does_not_fit_is_refused_before_a_block_is_taken(here):
     (server,) = here.serve((0, 3))
     backend = server.sessions.batcher.backend
-    step, good = [Stretch(7, 0, 16)], kv_of(backend, 16)
+    step, good = [SequenceChunk(7, 0, 16)], kv_of(backend, 16)
     nan, huge = good.clone(), good.clone()
     nan[1, 1, 0, 3, 2], huge[0, 0, 0, 0, 0] = float("nan"), 1e30
     bad = {
@@ -209,15 +208,13 @@ def test_what_does_not_fit_is_refused_before_a_block_is_taken(here):
             encode(None, "float32", step, kv=kv_of(backend, 16, 2)),
             encode(None, "float32", step, kv=good.double()),
             encode(None, "float32", step, kv=good[0]),
-            encode(None, "float32", [Stretch(7, 0, 8), Stretch(8, 0, 8)], kv=good),
+            encode(None, "float32", [SequenceChunk(7, 0, 8), SequenceChunk(8, 0, 8)], kv=good),
         ],
         "NaN or infinity": [encode(None, "float32", step, kv=nan)],
         "beyond 16,777,216": [encode(None, "float32", step, kv=huge)],
-        "has 0 tokens here": [encode(None, "float32", [Stretch(7, 16, 32)], kv=good)],
-        "exceeds the context": [encode(None, "float32", [Stretch(7, 0, 32)], kv=kv_of(backend, 32))],
-        "no hidden states": [
-            save({"kv": good, "hidden": torch.zeros(16, 32)}, {"step": '{"stretches": [[7, 0, 16]]}'})
-        ],
+        "has 0 tokens here": [encode(None, "float32", [SequenceChunk(7, 16, 32)], kv=good)],
+        "exceeds the context": [encode(None, "float32", [SequenceChunk(7, 0, 32)], kv=kv_of(backend, 32))],
+        "no hidden states": [save({"kv": good, "hidden": torch.zeros(16, 32)}, {"step": '{"chunks": [[7, 0, 16]]}'})],
     }
     backend_context, server.sessions.slots.context = server.sessions.slots.context, 24
     for said, messages in bad.items():
@@ -226,7 +223,7 @@ def test_what_does_not_fit_is_refused_before_a_block_is_taken(here):
                 wait_for(sent(here, server, "0:3", message))
             assert caught.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.ABORTED)
     server.sessions.slots.context = backend_context
-    big = encode(None, "float32", [Stretch(7, 0, 512)], kv=kv_of(backend, 4096))
+    big = encode(None, "float32", [SequenceChunk(7, 0, 512)], kv=kv_of(backend, 4096))
     with pytest.raises(grpc.aio.AioRpcError, match="larger than max"):
         wait_for(sent(here, server, "0:3", big))
     assert server.sessions.slots.held == 0 and server.sessions.slots.pool.free == server.sessions.slots.pool.count
@@ -245,7 +242,9 @@ def test_what_one_client_sends_another_finds_by_no_name(tiny, here, client, aske
     assert says(tiny, other, one.prompt, 6) and says(tiny, other, one.prompt, 6)
     assert other.chain.shared_tokens == 80
     names = [f"{number:032x}" for number in range(2)]
-    fill = encode(None, "float32", [Stretch(7, 0, 32)], names={7: names}, kv=kv_of(ups[0].sessions.batcher.backend, 32))
+    fill = encode(
+        None, "float32", [SequenceChunk(7, 0, 32)], names={7: names}, kv=kv_of(ups[0].sessions.batcher.backend, 32)
+    )
     ask = encode(None, "float32", names={9: names})
     assert wait_for(sent(here, ups[0], "0:3", fill, ask)) == [{7: 32}, {9: 32}]
     assert wait_for(sent(here, ups[1], "3:6", ask)) == [{9: 0}]

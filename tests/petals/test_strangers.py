@@ -34,8 +34,8 @@ from firsttoken.petals.contacts import (
 )
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.keys import public_hex
+from firsttoken.petals.messages import most_bytes
 from firsttoken.petals.records import MOST, Record, Registry, UnprovenRecordError
-from firsttoken.petals.states import most_bytes
 from firsttoken.study.errors import SwarmError
 
 JUNK = 10 * MOST

@@ -16,7 +16,7 @@ from peft import PeftModel
 
 from firsttoken.assets.models import load_model
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.states import MOST_TOKENS
+from firsttoken.petals.messages import MOST_TOKENS
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.tuning.client_adapters import Lora, SoftPrompt
 from firsttoken.petals.tuning.passes import Pass, decode_pass, encode_pass

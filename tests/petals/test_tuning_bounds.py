@@ -13,8 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from waiting import reached
 
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.message_headers import PASS
-from firsttoken.petals.states import MOST_TOKENS
+from firsttoken.petals.messages import MOST_TOKENS, PASS
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.tuning import frozen as blocks
 from firsttoken.petals.tuning.client_adapters import Lora, module_widths

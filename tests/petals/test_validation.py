@@ -19,8 +19,7 @@ from firsttoken.engine.request import Sampling
 from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.keys import public_hex, read_said, server_key, signature_of
-from firsttoken.petals.message_headers import ACCUSE
-from firsttoken.petals.states import Stretch
+from firsttoken.petals.messages import ACCUSE, SequenceChunk
 from firsttoken.petals.swarm import ServerConduct
 from firsttoken.petals.trust import commitments
 from firsttoken.petals.trust.arbitration import TOLERANCE, AuditRuling
@@ -219,7 +218,7 @@ async def answered(model, up) -> Evidence:
     """One answer of blocks [1, 4) of this server, as it signed it."""
     session = model.swarm.open_session(up.record, range(1, 4), "float32")
     inputs = torch.randn(5, 32, generator=torch.Generator().manual_seed(2))
-    outputs = await session.run([Stretch(0, 0, 5)], inputs)
+    outputs = await session.run([SequenceChunk(0, 0, 5)], inputs)
     session.close()
     return Evidence(Charge(read_commitment(session.commitment), 0), inputs, outputs)
 
@@ -273,7 +272,7 @@ def test_who_does_not_vouch_for_an_answer_is_left_out(here, client, asked):
 
 
 def swapped(commit):
-    return lambda layers, trails, stretches, hidden, out: commit(layers, trails, stretches, hidden, out + 1)
+    return lambda layers, trails, chunks, hidden, out: commit(layers, trails, chunks, hidden, out + 1)
 
 
 @pytest.fixture

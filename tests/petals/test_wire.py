@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from firsttoken.petals import wire
-from firsttoken.petals.states import MOST_TOKENS, Stretch, most_bytes
+from firsttoken.petals.messages import MOST_TOKENS, SequenceChunk, most_bytes
 from firsttoken.petals.wire import CODINGS, decode, encode
 from firsttoken.study.errors import SwarmError
 
 WIDTH = 32
-TWO = (Stretch(3, 0, 2), Stretch(4, 9, 10))
+TWO = (SequenceChunk(3, 0, 2), SequenceChunk(4, 9, 10))
 
 
-def step(hidden, *stretches) -> bytes:
-    return save({"hidden": hidden}, {"step": json.dumps({"stretches": stretches, "over": []})})
+def step(hidden, *chunks) -> bytes:
+    return save({"hidden": hidden}, {"step": json.dumps({"chunks": chunks, "over": []})})
 
 
 @pytest.mark.parametrize("coding", CODINGS)
@@ -29,7 +29,7 @@ def test_what_is_encoded_is_decoded(coding):
     hidden = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
     data = encode(hidden, coding, TWO, [7])
     message = decode(data, coding, WIDTH, torch.float32)
-    assert (message.stretches, message.over) == (TWO, (7,)) and len(data) < most_bytes(WIDTH)
+    assert (message.chunks, message.over) == (TWO, (7,)) and len(data) < most_bytes(WIDTH)
     error = (message.hidden - hidden).abs().max()
     assert error <= {"float32": 0, "bfloat16": 0.02, "float16": 0.002, "int8": 0.02}[coding]
     answer = decode(encode(hidden, coding), coding, WIDTH, torch.bfloat16, tokens=3).hidden
@@ -58,10 +58,10 @@ BAD = {
     "twice": (step(FINE, [0, 0, 1], [0, 1, 2]), "a sequence is in one step twice"),
     "backwards": (step(FINE, [0, 2, 0]), r"sequence 0 has no tokens \[2, 0\)"),
     "long": (step(FINE, [0, 0, MOST_TOKENS + 1]), "a message of 513 tokens; at most 512"),
-    "negative": (step(FINE, [0, -2, 0]), "no safetensors of a step: .*stretches"),
-    "huge": (step(FINE, [0, 0, 2**40]), "no safetensors of a step: .*stretches"),
+    "negative": (step(FINE, [0, -2, 0]), "no safetensors of a step: .*chunks"),
+    "huge": (step(FINE, [0, 0, 2**40]), "no safetensors of a step: .*chunks"),
     "two tensors": (
-        save({"hidden": FINE, "more": FINE + 1}, {"step": '{"stretches": [[0, 0, 2]]}'}),
+        save({"hidden": FINE, "more": FINE + 1}, {"step": '{"chunks": [[0, 0, 2]]}'}),
         "a message holds hidden, more",
     ),
     "no step": (save({"hidden": FINE}, {"step": "{"}), "no safetensors of a step"),
@@ -103,9 +103,9 @@ COMMITMENTS = st.text(st.sampled_from('{}:, "\\/aé\n\x7f')) | st.sampled_from([
 
 
 @given(st.data(), st.lists(st.tuples(SHORT, SHORT, SHORT), max_size=3), COMMITMENTS)
-def test_the_short_way_of_a_usual_message_says_what_the_long_one_says(data, stretches, commitment):
+def test_the_short_way_of_a_usual_message_says_what_the_long_one_says(data, chunks, commitment):
     """Whole, as another writes it, or with bytes that are not its own: the same message, or the same fault."""
-    whole = bytearray(encode(FINE, "float32", stretches, commitment=commitment))
+    whole = bytearray(encode(FINE, "float32", chunks, commitment=commitment))
     assert torch.equal(load(bytes(whole))["hidden"], FINE)
     for place in data.draw(st.lists(st.integers(0, len(whole) - 1), max_size=2)):
         whole[place] = data.draw(st.sampled_from(b'0129 ,[]{}":\\aF') | st.integers(0, 255))
@@ -125,6 +125,6 @@ def test_the_short_way_of_a_usual_message_says_what_the_long_one_says(data, stre
 def test_the_usual_messages_go_the_short_way(monkeypatch):
     monkeypatch.delattr(wire, "header_of")
     commitment = json.dumps({"server": "ab", "steps": [[1, 2]]})
-    assert decode(encode(FINE, "bfloat16", TWO[:1]), "bfloat16", WIDTH, torch.float32).stretches == TWO[:1]
+    assert decode(encode(FINE, "bfloat16", TWO[:1]), "bfloat16", WIDTH, torch.float32).chunks == TWO[:1]
     answer = decode(encode(FINE, "float32", commitment=commitment), "float32", WIDTH, torch.float32, 2)
     assert answer.commitment == commitment and torch.equal(answer.hidden, FINE)

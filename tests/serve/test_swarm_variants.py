@@ -31,9 +31,9 @@ from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.kv_slots import KVSlots
+from firsttoken.petals.messages import SequenceChunk
 from firsttoken.petals.records import Record, read_record
 from firsttoken.petals.remote_model import RemoteModel
-from firsttoken.petals.states import Stretch
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.study.errors import StageError, SwarmError
 from firsttoken_serve.service_config import ServiceConfig
@@ -140,7 +140,7 @@ def test_a_batch_of_several_variants_is_right(folder, adapters) -> None:
 
     def chunks() -> list:
         slots = KVSlots(blocks.pool.blocks, blocks.pool.shape.block_tokens, 8, blocks.context)
-        return list(slots.place({}, [Stretch(number, 0, len(rows)) for number, rows in enumerate(hidden)]))
+        return list(slots.place({}, [SequenceChunk(number, 0, len(rows)) for number, rows in enumerate(hidden)]))
 
     together = blocks.run(blocks.blocks, chunks(), hidden, whose)
     alone = []
@@ -246,7 +246,7 @@ def test_a_session_for_an_adapter_that_is_not_here_is_refused(here, client) -> N
     async def ask() -> Any:
         session = model.swarm.open_session(up.record, range(6), "float32", "qa@" + "0" * 64)
         try:
-            return await session.run([Stretch(0, 0, 1)], torch.zeros(1, 32))
+            return await session.run([SequenceChunk(0, 0, 1)], torch.zeros(1, 32))
         finally:
             session.close()
 
@@ -273,6 +273,6 @@ def test_a_server_that_moves_takes_the_adapters_of_its_new_blocks(folder, adapte
     hidden = [torch.randn(4, there.width)]
     name = [there.adapters[0]]
     one, other = (
-        blocks.run(range(3, 6), slots.place({}, [Stretch(0, 0, 4)]), hidden, name)[0] for blocks in (moved, there)
+        blocks.run(range(3, 6), slots.place({}, [SequenceChunk(0, 0, 4)]), hidden, name)[0] for blocks in (moved, there)
     )
     assert torch.equal(one, other)

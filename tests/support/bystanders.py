@@ -19,10 +19,9 @@ from swarms import APART, DEPTH, Asked, Here, asking, opening, varied
 
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.event_loop import begin, wait_for
-from firsttoken.petals.message_headers import SESSION
+from firsttoken.petals.messages import SESSION, SequenceChunk
 from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import Running
-from firsttoken.petals.states import Stretch
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.wire import encode
 
@@ -79,7 +78,7 @@ class Disturber:
     def _step(self, number: int, start: int, end: int) -> bytes:
         """A step that enters any of the layers."""
         first = self._draw.choice([0, *self._layers])
-        return encode(torch.randn(end - start, WIDTH), "float32", [Stretch(number, start, end)], first=first)
+        return encode(torch.randn(end - start, WIDTH), "float32", [SequenceChunk(number, start, end)], first=first)
 
     async def _cancels(self, channel: grpc.aio.Channel) -> None:
         calls = [self._call(channel) for _ in range(self._draw.randint(1, 4))]
@@ -133,7 +132,7 @@ class Disturber:
     async def _says_nonsense(self, channel: grpc.aio.Channel) -> None:
         call = self._call(channel)
         hidden = torch.full((3, WIDTH), self._draw.choice([1e38, 3e38, -1e30]))
-        said = [encode(hidden, "float32", [Stretch(0, 0, 3)]), self._step(0, 7, 9), self._draw.randbytes(40)]
+        said = [encode(hidden, "float32", [SequenceChunk(0, 0, 3)]), self._step(0, 7, 9), self._draw.randbytes(40)]
         await call.write(self._draw.choice(said))
         await call.read()
 

@@ -21,7 +21,7 @@ from firsttoken.assets.shapes import shape_config
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.message_headers import HEADERS, VERSION
+from firsttoken.petals.messages import HEADERS, VERSION
 from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import Running, ServerConfig, serving
 from firsttoken.petals.session import ServerLimits

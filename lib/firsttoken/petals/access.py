@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from firsttoken.petals.addresses import is_loopback
-from firsttoken.petals.states import most_bytes
+from firsttoken.petals.addresses import host_of, is_loopback
+from firsttoken.petals.messages import most_bytes
 from firsttoken.study.errors import SwarmError
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Access:
         if self.secure:
             known_by = self.authority or self.certificate  # which is its own authority where all servers share it
             return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(known_by), options)
-        if not is_loopback(address.rpartition(":")[0].strip("[]")):
+        if not is_loopback(host_of(address)):
             raise SwarmError(f"{address} is on another machine: give --tls-ca, the certificate that it is known by")
         return grpc.aio.insecure_channel(address, options)
 

@@ -10,7 +10,6 @@ from urllib.parse import unquote
 from firsttoken.study.errors import SwarmError
 
 MOST_CHARACTERS = 256
-_LOOPBACK = "loopback"
 
 
 def fault_of(address: str) -> str:
@@ -21,23 +20,27 @@ def fault_of(address: str) -> str:
     return "" if good and 0 < int(port) < 1 << 16 else "expected HOST:PORT"
 
 
+def host_of(address: str) -> str:
+    """Return the host of HOST:PORT, an IPv6 address without its brackets."""
+    return address.rpartition(":")[0].strip("[]")
+
+
 def is_loopback(host: str) -> bool:
     """Return whether ``host`` names this machine's loopback; names other than localhost are not looked up."""
-    return host == "localhost" or ((ip := _ip(host)) is not None and ip.is_loopback)
+    return host == "localhost" or ((ip := ip_of(host)) is not None and ip.is_loopback)
 
 
 def spot_of(address: str) -> str:
     """One text for each place that ``address`` may name: all ways to write an IP, and all of loopback, are one host."""
-    host, _, port = address.rpartition(":")
-    ip = _ip(host.strip("[]"))
-    host = _LOOPBACK if is_loopback(host.strip("[]")) else str(ip or host.rstrip(".").lower())
-    return f"{host}:{int(port) if port.isdecimal() else port}"
+    host, port = host_of(address), address.rpartition(":")[2]
+    name = "loopback" if is_loopback(host) else str(ip_of(host) or host.rstrip(".").lower())
+    return f"{name}:{int(port) if port.isdecimal() else port}"
 
 
 def network_of(address: str) -> str:
     """The host of ``address`` with its neighbours (/24 of IPv4, /48 of IPv6), all of which one person may hold."""
     host = spot_of(address).rpartition(":")[0]
-    ip = _ip(host)
+    ip = ip_of(host)
     if ip is None:
         return host
     return str(ipaddress.ip_network((ip, 24 if ip.version == 4 else 48), strict=False))
@@ -45,9 +48,8 @@ def network_of(address: str) -> str:
 
 def source_of(peer: str) -> str:
     """The source that gRPC's ``peer`` (ipv4:HOST:PORT) counts as: a machine, or on loopback one of its connections."""
-    host, _, port = unquote(peer).partition(":")[2].rpartition(":")
-    host = host.strip("[]")
-    return f"{host}:{port}" if is_loopback(host) else network_of(f"{host}:{port}")
+    address = unquote(peer).partition(":")[2]
+    return address if is_loopback(host_of(address)) else network_of(address)
 
 
 def check_kind(address: str, near: bool, far: bool) -> None:
@@ -55,8 +57,8 @@ def check_kind(address: str, near: bool, far: bool) -> None:
     other machines in one that is ``far``, and no address that is of no machine."""
     if fault_of(address):
         raise SwarmError(f"{address[:MOST_CHARACTERS]!r} is no address of a server: {fault_of(address)}")
-    host = address.rpartition(":")[0].strip("[]")
-    ip = _ip(host)
+    host = host_of(address)
+    ip = ip_of(host)
     if is_loopback(host):
         if not near:
             raise SwarmError(f"{address} is loopback, and this swarm has other machines: name another address")
@@ -71,8 +73,8 @@ async def check_name(address: str) -> None:
 
     A name may lead anywhere, whoever gave it: it is looked up before anybody connects.
     """
-    host, _, port = address.rpartition(":")
-    if _ip(host.strip("[]")) is not None or host == "localhost":
+    host, port = host_of(address), address.rpartition(":")[2]
+    if ip_of(host) is not None or host == "localhost":
         return
     try:
         addresses = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
@@ -85,7 +87,8 @@ async def check_name(address: str) -> None:
             raise SwarmError(f"{host} leads to {sockaddr[0]}: {error}") from error
 
 
-def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return ``host`` as an IP, as IPv4 one that stands in an IPv6 address; None for a name."""
     try:
         ip = ipaddress.ip_address(host)
     except ValueError:

@@ -12,7 +12,6 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +24,6 @@ from firsttoken.study.errors import SwarmError
 PEERS = 8  # that one round asks beside the addresses given
 _SELF_S = 5.0  # within which a server reaches itself at the address that it gives others
 _NAMED_S = 0.5  # until a server is met of which others have told
-_TOLD_S = 1.0
 _TICK_S = 1e-6  # that a record is newer than the one before it
 _SOON_S = 0.1  # until the next round when nobody did
 
@@ -37,7 +35,7 @@ class Announcer:
     def __init__(
         self, record: Record, key: ServerKey, contacts: Contacts, peers: Sequence[str], expiry_s: float
     ) -> None:
-        self._record, self._key, self._contacts, self._peers = record, key, contacts, list(peers)
+        self.record, self._key, self._contacts, self._peers = record, key, contacts, list(peers)
         self._registry, self._expiry_s = contacts.registry, expiry_s
         self._twins: dict[str, TwinError] = {}  # who refused this round's record for another's
         self._refused_s: float | None = None  # since when somebody has, each round
@@ -45,33 +43,24 @@ class Announcer:
         self.announced = asyncio.Event()  # a first round is over
         contacts.is_at(record.address)
 
-    @property
-    def record(self) -> Record:
-        """Return the record that the server announces now."""
-        return self._record
-
     def say(self, **fields: Any) -> Record:
         """Change these fields of the record; members that exchange with this server from now on hear it."""
-        self._renew(replace(self._record, **fields))
-        return self._record
+        self._renew(replace(self.record, **fields))
+        return self.record
 
     def answer(self, exchange: Exchanged, refused: str) -> bytes:
         """Return the answer to a member's ``exchange``, with the reason why its record was ``refused``."""
-        record = self._record
-        page, after = page_of(self._registry.live(steady_s()), record, exchange.after)
-        proof = proof_of(self._key, record, exchange.nonce) if exchange.nonce else None
+        page, after = page_of(self._registry.live(steady_s()), self.record, exchange.after)
+        proof = proof_of(self._key, self.record, exchange.nonce) if exchange.nonce else None
         others = [] if exchange.after else self._contacts.refused()
-        return tell(page, record.server, after=after, proof=proof, refused=refused, others=others)
+        return tell(page, self.record.server, after=after, proof=proof, refused=refused, others=others)
 
     async def tell_all(self) -> set[str]:
         """Exchange with every member that is known, and those of which they tell; the subkeys of who answered."""
-        contacted, answered = {self._record.address}, set()
+        contacted, answered = {self.record.address}, set()
         while True:
-            addresses = {
-                *self._peers,
-                *(record.address for record in self._registry.live(steady_s()) if record.counted()),
-            }
-            new = (addresses | set(self._contacts.due(set(contacted)))) - contacted
+            members = [record.address for record in self._registry.live(steady_s()) if record.counted()]
+            new = {*self._peers, *members, *self._contacts.due(set(contacted))} - contacted
             if not new:
                 return {address for address, _ in answered if address}
             contacted |= new
@@ -80,7 +69,7 @@ class Announcer:
     async def run(self) -> None:
         """Announce until cancelled. Raises SwarmError when a server that started earlier has the same key."""
         round_s, soon_s = self._expiry_s / 3, _SOON_S
-        self._renew(self._record)
+        self._renew(self.record)
         await self._reach_itself()
         while True:
             heard = await self.announce()
@@ -88,23 +77,21 @@ class Announcer:
             until = time.monotonic() + (round_s * random.uniform(0.8, 1.0) if heard else min(soon_s, round_s))
             while (left_s := until - time.monotonic()) > 0:
                 await asyncio.sleep(min(left_s, _NAMED_S))
-                await asyncio.gather(*map(self._meet, self._contacts.due({self._record.address})))
+                await asyncio.gather(*map(self._meet, self._contacts.due({self.record.address})))
             soon_s = _SOON_S if heard else 2 * soon_s  # whom it was told of may not be up yet
-
-    async def soon_announced(self) -> None:
-        """Wait until the others have been told for the first time, or for a second where they do not answer."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_TOLD_S):
-                await self.announced.wait()
 
     async def announce(self) -> bool:
         """Announce once; return False when all members that were asked are silent or refuse. Raises as ``run``."""
-        self._renew(self._record)
+        self._renew(self.record)
         addresses = self._whom()
         answers = dict(zip(addresses, await asyncio.gather(*map(self._meet, addresses)), strict=True))
         await asyncio.gather(*map(self._meet, self._contacts.due(set(addresses))))  # of whom these have told
         self._check_twins()
-        refused = {address: self._why(address, answers[address]) for address in addresses}
+        faults = self._contacts.faults
+        refused = {
+            address: faults.get(address, "it does not answer") if answer is None else answer[1]
+            for address, answer in answers.items()
+        }
         if taken := not refused or not all(refused.values()):
             self._said = ""
         else:
@@ -120,16 +107,16 @@ class Announcer:
     def _whom(self) -> list[str]:
         members = [record.address for record in self._registry.live(steady_s())]
         addresses = dict.fromkeys([*self._peers, *random.sample(members, min(PEERS, len(members)))])
-        return [address for address in addresses if address != self._record.address]
+        return [address for address in addresses if address != self.record.address]
 
     def _renew(self, record: Record) -> None:
         now = steady_s()
-        issued = max(now, self._record.issued + _TICK_S)  # of two that are said at once the later counts
-        self._record = replace(record, issued=issued, expires=issued + self._expiry_s).signed(self._key)
+        issued = max(now, self.record.issued + _TICK_S)  # of two that are said at once the later counts
+        self.record = replace(record, issued=issued, expires=issued + self._expiry_s).signed(self._key)
         try:
-            self._registry.take(self._record, now)
+            self._registry.take(self.record, now)
         except TwinError as error:
-            self._twins[self._record.address] = error
+            self._twins[self.record.address] = error
 
     async def _meet(self, address: str) -> tuple[str | None, str] | None:
         """Exchange with the member at ``address``; return its subkey and why it refuses the record of this server, None
@@ -139,7 +126,7 @@ class Announcer:
             if address not in self._peers and self._registry.at(address, steady_s()) is None:
                 await check_name(address)
             async with contacts.access.channel(address, contacts.width) as channel:
-                exchange, _ = await contacts.ask(channel, address, ANSWER_S + PROVE_S, self._record)
+                exchange, _ = await contacts.ask(channel, address, ANSWER_S + PROVE_S, self.record)
         except TwinError as error:
             self._twins[address] = error
             return None, str(error)
@@ -148,12 +135,9 @@ class Announcer:
             return None
         return exchange.server, exchange.refused
 
-    def _why(self, address: str, answer: tuple[str | None, str] | None) -> str:
-        return self._contacts.faults.get(address, "it does not answer") if answer is None else answer[1]
-
     async def _reach_itself(self) -> None:
         """Wait until this server answers at its address, where the others will call it back."""
-        contacts, record, wait_s, why = self._contacts, self._record, _SOON_S, ""
+        contacts, record, wait_s, why = self._contacts, self.record, _SOON_S, ""
         until = time.monotonic() + _SELF_S
         while time.monotonic() < until:
             try:

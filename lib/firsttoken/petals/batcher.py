@@ -16,7 +16,7 @@ from firsttoken.engine.request import ScheduledChunk
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.fairness import HERE, Client, Turns
 from firsttoken.petals.kv_slots import KVSlots
-from firsttoken.petals.states import end_to_end
+from firsttoken.petals.messages import end_to_end, split_rows
 from firsttoken.study.errors import SwarmError
 
 Answer = TypeVar("Answer")
@@ -142,14 +142,9 @@ class Batcher:
         its batch."""
         try:
             chunks = [chunk for entry in batch for chunk in entry.chunks]
-            rows = [rows for entry in batch for rows in _apart(entry)]
+            rows = [rows for entry in batch for rows in split_rows(entry.hidden, entry.chunks)]
             adapters = [entry.adapter for entry in batch for _ in entry.chunks]
             out = iter(self.backend.run(batch[0].layers, chunks, rows, *([adapters] if any(adapters) else [])))
             return [end_to_end([next(out) for _ in entry.chunks]) for entry in batch]
         except Exception as error:  # out of memory: these sessions learn it, the next may run
             return [error] if len(batch) == 1 else [result for entry in batch for result in self._compute([entry])]
-
-
-def _apart(entry: Waiting) -> Sequence[Tensor]:
-    """Return the hidden states of each chunk of a step."""
-    return entry.hidden.split([chunk.tokens for chunk in entry.chunks]) if len(entry.chunks) > 1 else [entry.hidden]

@@ -28,7 +28,7 @@ from firsttoken.engine.sdpa_attention import fastest_attend
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.petals.checkpoint_blocks import load_span
 from firsttoken.petals.kv_slots import KVSlots
-from firsttoken.petals.states import Stretch, end_to_end
+from firsttoken.petals.messages import SequenceChunk, end_to_end
 from firsttoken.study.errors import ModelError, SwarmError
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class BlockBackend:
         """Tokens a second through one block, from steps of one token; nobody may use the pool meanwhile."""
         slots = KVSlots(1, self.pool.shape.block_tokens, 1, self.context)
         hidden, seconds = [torch.zeros(1, self.width, dtype=self.dtype)], []
-        chunks = slots.place({}, [Stretch(0, 0, 1)])
+        chunks = slots.place({}, [SequenceChunk(0, 0, 1)])
         for _ in range(_TIMED):
             begun = time.perf_counter()
             self.run(self.blocks, chunks, hidden)

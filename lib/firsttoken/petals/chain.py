@@ -20,25 +20,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.request import KVSource
-from firsttoken.petals.message_headers import NAMED_TOKENS
+from firsttoken.petals.messages import MOST_TOKENS, NAMED_TOKENS, SequenceChunk, check_states, end_to_end, split_rows
 from firsttoken.petals.records import Record
 from firsttoken.petals.routing import check_cover, gaps
-from firsttoken.petals.server_call import ServerFault, UnverifiedFault
-from firsttoken.petals.server_session import ServerSession
-from firsttoken.petals.states import MOST_TOKENS, Stretch, check_states, end_to_end
+from firsttoken.petals.server_session import ServerFault, ServerSession, UnverifiedFault
 from firsttoken.petals.swarm import Swarm
 from firsttoken.study.errors import CacheError, FirstTokenError, SwarmError
+
+if TYPE_CHECKING:
+    from firsttoken.petals.trust.auditor import Auditor
 
 
 class PrefixKeys(NamedTuple):
@@ -50,7 +50,7 @@ class PrefixKeys(NamedTuple):
     stored: KVSource | None = None
 
 
-class _LackingError(Exception):
+class _MissingStatesError(Exception):
     """A server has to be sent hidden states of the sequences ``numbers`` that are not here."""
 
     def __init__(self, numbers: Collection[int]) -> None:
@@ -61,39 +61,19 @@ class _LackingError(Exception):
 _POLL_S = 0.001  # between two looks whether more of what is stored has come
 
 
-class AnswerCheck(Protocol):
-    """Checks the answers of servers; ``ends`` counts how its checks ended, ``why`` says why the last one showed
-    nothing."""
-
-    ends: Counter[str]
-    why: str
-
-    async def look(
-        self,
-        session: ServerSession,
-        record: Record,
-        message: Sequence[Stretch],
-        inputs: Sequence[Tensor],
-        outputs: Tensor,
-    ) -> None:
-        """Perhaps check what the server of ``record`` has ``outputs`` [tokens, hidden] to ``message``, behind the
-        ``inputs`` [end, hidden] of each of its sequences. Raises UnverifiedFault for a server that is not to be
-        believed."""
-
-
 class Chain:
     """``layers`` on the servers of ``swarm`` that have the ``adapter`` ("": none is asked for); hidden states travel in
     ``coding``, ``auditor`` looks at answers."""
 
     def __init__(
-        self, swarm: Swarm, layers: range, coding: str, auditor: AnswerCheck | None = None, adapter: str = ""
+        self, swarm: Swarm, layers: range, coding: str, auditor: Auditor | None = None, adapter: str = ""
     ) -> None:
         self.swarm = swarm
         self.layers = layers
         self.coding, self._adapter = coding, adapter
         self.auditor = auditor
         self.faults: list[tuple[str, str]] = []  # (subkey, why) of each server that was replaced
-        self.heirs: list[list[tuple[Record, range]]] = []  # of each of the faults: who took which blocks over
+        self.successors: list[list[tuple[Record, range]]] = []  # of each of the faults: who took which blocks over
         self.sessions: list[tuple[ServerSession, Record]] = []
         self.asked_tokens = self.shared_tokens = 0  # of beginnings that servers were asked for, and that they had
         self.restored = 0  # sequences that began with what was stored
@@ -107,9 +87,9 @@ class Chain:
         return self._hidden_cache.nbytes
 
     async def run(
-        self, stretches: Sequence[Stretch], hidden: Tensor, keyed: Mapping[int, PrefixKeys] = MappingProxyType({})
+        self, chunks: Sequence[SequenceChunk], hidden: Tensor, keyed: Mapping[int, PrefixKeys] = MappingProxyType({})
     ) -> Tensor:
-        """Return ``hidden`` [tokens, hidden] of ``stretches``, end to end, after the layers.
+        """Return ``hidden`` [tokens, hidden] of ``chunks``, end to end, after the layers.
 
         Sequences in ``keyed`` begin with what servers have of them, and leave them theirs; of tokens that servers had,
         zeros are returned. The last token of a sequence is always computed. Raises SwarmError when blocks stay
@@ -118,22 +98,20 @@ class Chain:
         """
         check_states(hidden)
         async with self._turn:
-            for stretch, rows in zip(
-                stretches, hidden.split([stretch.end - stretch.start for stretch in stretches]), strict=True
-            ):
-                self._hidden_cache.keep(stretch.number, self.layers.start, stretch.start, rows)
-            if new := {
-                stretch.number: keyed[stretch.number]
-                for stretch in stretches
-                if not stretch.start and stretch.number in keyed
-            }:
-                await self._adopt(new)
+            for chunk, rows in zip(chunks, split_rows(hidden, chunks), strict=True):
+                self._hidden_cache.keep(chunk.number, self.layers.start, chunk.start, rows)
+            begun = [chunk.number for chunk in chunks if not chunk.start and chunk.number in keyed]
+            if begun:
+                await self._adopt({number: keyed[number] for number in begun})
             keys = {number: prefix.keys for number, prefix in keyed.items()}
             try:
-                out = await self._unshared(stretches, hidden, keys)
-            except _LackingError as lacking:  # at most once: all hidden states are here then
-                self._begin_anew(lacking.numbers)
-                out = await self._unshared(stretches, hidden, keys)
+                out = await self._unshared(chunks, hidden, keys)
+            except _MissingStatesError as missing:  # at most once: all hidden states are here then
+                for number in missing.numbers:  # all servers are sent these from their first token on
+                    self._shared.pop(number, None)
+                    for session, _ in self.sessions:
+                        session.known[number] = 0
+                out = await self._unshared(chunks, hidden, keys)
         await self._leave_late()
         return out
 
@@ -209,9 +187,9 @@ class Chain:
         fault is the answer."""
         try:
             answers = await asyncio.gather(*requests, return_exceptions=True)
-        except BaseException:  # as in ``_past``
+        except BaseException:  # as in ``_run_hop``
             for session, _ in sessions:
-                self._let_go(session)
+                self._close(session)
             raise
         for (session, record), answer in zip(sessions, answers, strict=True):
             if isinstance(answer, ServerFault):
@@ -220,40 +198,33 @@ class Chain:
                 raise answer
         return answers
 
-    def _begin_anew(self, numbers: Collection[int]) -> None:
-        """Let all servers be sent these sequences from their first token on."""
-        for number in numbers:
-            self._shared.pop(number, None)
-            for session, _ in self.sessions:
-                session.known[number] = 0
-
     async def _unshared(
-        self, stretches: Sequence[Stretch], hidden: Tensor, keys: Mapping[int, Sequence[bytes]]
+        self, chunks: Sequence[SequenceChunk], hidden: Tensor, keys: Mapping[int, Sequence[bytes]]
     ) -> Tensor:
-        """``hidden`` [tokens, hidden] of ``stretches`` after the layers, and zeros for tokens that servers had."""
-        starts = {stretch.number: min(self._shared.get(stretch.number, 0), stretch.end) for stretch in stretches}
+        """``hidden`` [tokens, hidden] of ``chunks`` after the layers, and zeros for tokens that servers had."""
         remaining = [
-            Stretch(stretch.number, max(stretch.start, starts[stretch.number]), stretch.end) for stretch in stretches
+            chunk._replace(start=max(chunk.start, min(self._shared.get(chunk.number, 0), chunk.end)))
+            for chunk in chunks
         ]
-        if not (some := [stretch for stretch in remaining if stretch.start < stretch.end]):
+        if not (computed := [chunk for chunk in remaining if chunk.tokens]):
             return torch.zeros_like(hidden)
         await self._fill_gaps()
         out, through = hidden, []
         while len(through) < len(self.sessions):
-            out, layers = await self._past(len(through), some, keys)
+            out, layers = await self._run_hop(len(through), computed, keys)
             through.append(layers)
         check_cover(through, self.layers)
-        if some == list(stretches):
+        if computed == list(chunks):
             return out
-        parts, outputs = iter(out.split([stretch.end - stretch.start for stretch in some])), torch.zeros_like(hidden)
-        rows = outputs.split([stretch.end - stretch.start for stretch in stretches])
-        for stretch, part in zip(remaining, rows, strict=True):
-            if stretch.start < stretch.end:
-                part[stretch.start - stretch.end :] = next(parts)
+        parts = dict(zip([chunk.number for chunk in computed], split_rows(out, computed), strict=True))
+        outputs = torch.zeros_like(hidden)
+        for chunk, rows in zip(chunks, split_rows(outputs, chunks), strict=True):
+            if (part := parts.get(chunk.number)) is not None:
+                rows[-len(part) :] = part
         return outputs
 
-    async def _past(
-        self, hop_index: int, stretches: Sequence[Stretch], keys: Mapping[int, Sequence[bytes]]
+    async def _run_hop(
+        self, hop_index: int, chunks: Sequence[SequenceChunk], keys: Mapping[int, Sequence[bytes]]
     ) -> tuple[Tensor, range]:
         """Return the hidden states behind the server at ``hop_index``, or behind its successor where it fails, and
         the layers of that server."""
@@ -261,8 +232,8 @@ class Chain:
         while True:
             session, record = self.sessions[hop_index]
             try:
-                return await self._through(session, record, stretches, keys), session.layers
-            except _LackingError:
+                return await self._through(session, record, chunks, keys), session.layers
+            except _MissingStatesError:
                 raise
             except ServerFault as fault:
                 failing_s = failing_s or time.monotonic()
@@ -274,46 +245,41 @@ class Chain:
                         behind.known = dict.fromkeys(behind.known, 0)
                 if time.monotonic() - failing_s > most:
                     raise SwarmError(f"{fault} (the servers that took over failed too, for {most:g} s)") from fault
-                self.heirs[-1] = await self._extend(session.layers, str(fault), failing_s + most, refused)
+                self.successors[-1] = await self._extend(session.layers, str(fault), failing_s + most, refused)
             except BaseException:  # whoever asked has gone, and the next step would read the answer to this one
-                self._let_go(session)
+                self._close(session)
                 raise
 
     async def _through(
-        self, session: ServerSession, record: Record, stretches: Sequence[Stretch], keys: Mapping[int, Sequence[bytes]]
+        self,
+        session: ServerSession,
+        record: Record,
+        chunks: Sequence[SequenceChunk],
+        keys: Mapping[int, Sequence[bytes]],
     ) -> Tensor:
         """The step through one server, behind all that it has not seen; what comes out, of the step's tokens."""
         if record.server in self.swarm.convicted:
             raise UnverifiedFault(f"{record.name} was convicted")
-        behind = [
-            Stretch(stretch.number, min(session.known.get(stretch.number, 0), stretch.start), stretch.end)
-            for stretch in stretches
-        ]
+        behind = [chunk._replace(start=min(session.known.get(chunk.number, 0), chunk.start)) for chunk in chunks]
         layer, cache = session.layers.start, self._hidden_cache
-        if lacking := [stretch.number for stretch in behind if not cache.reaches(stretch.number, layer, stretch.start)]:
-            raise _LackingError(lacking)
-        out: list[list[Tensor]] = [[] for _ in behind]
-        places = {stretch.number: index for index, stretch in enumerate(behind)}
+        if lacking := [chunk.number for chunk in behind if not cache.reaches(chunk.number, layer, chunk.start)]:
+            raise _MissingStatesError(lacking)
+        out: dict[int, list[Tensor]] = {chunk.number: [] for chunk in behind}
         for message in messages_of(behind):
-            rows = [
-                cache.of(stretch.number, layer, stretch.start)[0, : stretch.end - stretch.start] for stretch in message
-            ]
+            rows = [cache.of(chunk.number, layer, chunk.start)[0, : chunk.tokens] for chunk in message]
             begun = time.monotonic()
             answer = await session.run(message, end_to_end(rows), keys=keys)
             announced_s = self.swarm.announced_s(record, session.layers, len(answer))
             self.swarm.conduct.took(record.server, time.monotonic() - begun, announced_s)
             self.swarm.served[record.server] += len(answer) * len(session.layers)
             if self.auditor is not None:
-                prefix_states = [cache.of(stretch.number, layer)[0, : stretch.end] for stretch in message]
+                prefix_states = [cache.of(chunk.number, layer)[0, : chunk.end] for chunk in message]
                 await self.auditor.look(session, record, message, prefix_states, answer)
-            for stretch, part in zip(
-                message, answer.split([stretch.end - stretch.start for stretch in message]), strict=True
-            ):
-                out[places[stretch.number]].append(part)
+            for chunk, part in zip(message, split_rows(answer, message), strict=True):
+                out[chunk.number].append(part)
                 if session.layers.stop != self.layers.stop:
-                    cache.keep(stretch.number, session.layers.stop, stretch.start, part)
-        wanted = (stretch.end - stretch.start for stretch in stretches)
-        return end_to_end([end_to_end(parts)[-tokens:] for parts, tokens in zip(out, wanted, strict=True)])
+                    cache.keep(chunk.number, session.layers.stop, chunk.start, part)
+        return end_to_end([end_to_end(out[chunk.number])[-chunk.tokens :] for chunk in chunks])
 
     async def _fill_gaps(self) -> None:
         """Put servers where the chain has none: at first everywhere, later where one was lost without a successor."""
@@ -329,18 +295,18 @@ class Chain:
                 fault = ServerFault(f"{record.name} is {late_s:.2f} s later than it announced")
                 await self._drop(session, record, fault)
                 with suppress(SwarmError):  # the step is done, and the next one looks for longer
-                    self.heirs[-1] = await self._extend(session.layers, str(fault), 0.0)
+                    self.successors[-1] = await self._extend(session.layers, str(fault), 0.0)
 
     async def _drop(self, session: ServerSession, record: Record, fault: ServerFault) -> None:
         """End ``session``, with the server of ``record``, and note its fault; the server is not asked further."""
-        self._let_go(session)
+        self._close(session)
         self.faults.append((record.server, str(fault)))
-        self.heirs.append([])
+        self.successors.append([])
         if fault.lasting or self.swarm.conduct.lost(record.server):
             self.swarm.conduct.failed(record.server)
             await self.swarm.reconnect(record.address)
 
-    def _let_go(self, session: ServerSession) -> None:
+    def _close(self, session: ServerSession) -> None:
         self.sessions = [(open_session, other) for open_session, other in self.sessions if open_session is not session]
         session.close()
 
@@ -375,18 +341,18 @@ def _read(stored: KVSource, layers: range) -> Tensor:
     return torch.stack([came[layer] for layer in layers])
 
 
-def messages_of(stretches: Sequence[Stretch]) -> list[list[Stretch]]:
-    """``stretches`` in as many messages as they need, a sequence's tokens in order."""
-    messages: list[list[Stretch]] = [[]]
+def messages_of(chunks: Sequence[SequenceChunk]) -> list[list[SequenceChunk]]:
+    """``chunks`` in as many messages as they need, a sequence's tokens in order."""
+    messages: list[list[SequenceChunk]] = [[]]
     room = MOST_TOKENS
-    for stretch in stretches:
-        start = stretch.start
-        while start < stretch.end:
+    for chunk in chunks:
+        start = chunk.start
+        while start < chunk.end:
             if not room:
                 messages.append([])
                 room = MOST_TOKENS
-            end = min(stretch.end, start + room)
-            messages[-1].append(Stretch(stretch.number, start, end))
+            end = min(chunk.end, start + room)
+            messages[-1].append(SequenceChunk(chunk.number, start, end))
             room -= end - start
             start = end
     return messages

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from firsttoken.petals.access import Access, Channel
-from firsttoken.petals.addresses import check_kind, check_name, is_loopback, spot_of
+from firsttoken.petals.addresses import check_kind, check_name, host_of, is_loopback, spot_of
 from firsttoken.petals.fairness import Shares, remember
 from firsttoken.petals.keys import ServerKey, check_signature, read_said, signature_of
-from firsttoken.petals.message_headers import EXCHANGE
+from firsttoken.petals.messages import EXCHANGE
 from firsttoken.petals.records import (
     MOST,
     Record,
@@ -212,7 +212,7 @@ class Contacts:
     def is_at(self, address: str) -> None:
         """Note that this member is a server at ``address``, so that others must have addresses of the same kind."""
         self.own = address
-        self.near = is_loopback(address.rpartition(":")[0].strip("[]"))
+        self.near = is_loopback(host_of(address))
         self.far = self.access.secure and not self.near
 
     async def ask(
@@ -308,9 +308,8 @@ class Contacts:
     def refused(self) -> list[str]:
         """Return a line for each server that announced itself lately and was refused, and why, the latest last."""
         lately = time.monotonic() - _LATELY_S
-        return [line_of(f"{address}: {why}") for address, (why, when) in self._refused.items() if when > lately][
-            -_TOLD:
-        ]
+        lines = [line_of(f"{address}: {why}") for address, (why, when) in self._refused.items() if when > lately]
+        return lines[-_TOLD:]
 
     async def _check(self, record: Record, source: str, now: float) -> None:
         if self.registry.knows(record, now):

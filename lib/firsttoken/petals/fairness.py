@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 from urllib.parse import unquote
 
+from firsttoken.petals.addresses import host_of, ip_of
 from firsttoken.study.errors import BusyError
 
 _MOST = 4096  # sources that are known
@@ -40,17 +41,13 @@ def client_of(peer: str) -> Client:
     All addresses of this machine's loopback are one host, as whoever is here may use any of them. So are the addresses
     of one IPv6 network of 64 bits, which is what one customer is given.
     """
-    kind, _, location = unquote(peer).partition(":")
-    host = location.rpartition(":")[0].strip("[]").partition("%")[0]
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:  # a Unix socket, or a transport without addresses
+    kind, _, address = unquote(peer).partition(":")
+    ip = ip_of(host_of(address).partition("%")[0])
+    if ip is None:  # a Unix socket, or a transport without addresses
         return Client(kind, peer)
-    address = getattr(address, "ipv4_mapped", None) or address
-    if address.is_loopback:
+    if ip.is_loopback:
         return Client("loopback", peer)
-    network = ipaddress.ip_network((address, 64 if address.version == 6 else 32), strict=False)
-    return Client(str(network), peer)
+    return Client(str(ipaddress.ip_network((ip, 64 if ip.version == 6 else 32), strict=False)), peer)
 
 
 def who_yields(

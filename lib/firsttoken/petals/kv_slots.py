@@ -20,7 +20,7 @@ from typing import NamedTuple
 from firsttoken.engine.block_pool import BlockPool
 from firsttoken.engine.request import GREEDY, Sampling, ScheduledChunk
 from firsttoken.petals.fairness import HERE, Client, busy, who_yields
-from firsttoken.petals.states import Stretch
+from firsttoken.petals.messages import SequenceChunk
 from firsttoken.study.errors import BusyError, RequestError, SwarmError
 
 
@@ -83,21 +83,21 @@ class KVSlots:
         return len(self._homes)
 
     async def placed(
-        self, sequences: Sequences, stretches: Sequence[Stretch], first: int = 0, client: Client = HERE
+        self, sequences: Sequences, chunks: Sequence[SequenceChunk], first: int = 0, client: Client = HERE
     ) -> list[ScheduledChunk]:
         """Do what ``place`` does, once the steps that use the blocks it needs have run; such calls queue up."""
-        if not sum(self._needs(sequences, stretches, first)):
-            return self.place(sequences, stretches, first, client)
+        if not sum(self._needs(sequences, chunks, first)):
+            return self.place(sequences, chunks, first, client)
         async with self._turn:
             while True:
                 try:
-                    return self.place(sequences, stretches, first, client)
+                    return self.place(sequences, chunks, first, client)
                 except BusyBlocksError:
                     self._released.clear()
                     await self._released.wait()
 
     def place(
-        self, sequences: Sequences, stretches: Sequence[Stretch], first: int = 0, client: Client = HERE
+        self, sequences: Sequences, chunks: Sequence[SequenceChunk], first: int = 0, client: Client = HERE
     ) -> list[ScheduledChunk]:
         """Return the chunks of a step in a session of ``client`` with these ``sequences``, and take the blocks that
         they need, or none.
@@ -106,28 +106,28 @@ class KVSlots:
         MissingTokensError for a step that begins behind what is cached, or at layers that were left out, RequestError
         beyond the context, BusyError where there is no room, BusyBlocksError where there will be.
         """
-        needs = self._needs(sequences, stretches, first)
-        for stretch in stretches:
-            if stretch.number in sequences:
-                self._part(sequences[stretch.number], stretch.start)
-        new = [stretch.number for stretch in stretches if stretch.number not in sequences]
-        keep = {id(sequences[stretch.number]) for stretch in stretches if stretch.number in sequences}
+        needs = self._needs(sequences, chunks, first)
+        for chunk in chunks:
+            if chunk.number in sequences:
+                self._part(sequences[chunk.number], chunk.start)
+        new = [chunk.number for chunk in chunks if chunk.number not in sequences]
+        keep = {id(sequences[chunk.number]) for chunk in chunks if chunk.number in sequences}
         for number, sequence in self._yielding(client, keep, sum(needs), len(new)):
             self.leave(self._homes[id(sequence)][0], [number])
         if (taken := self.pool.take(sum(needs))) is None:
             raise BusyBlocksError("all blocks are in use by steps that run now: ask again soon")
-        chunks, now = [], time.monotonic()
-        for stretch, need in zip(stretches, needs, strict=True):
-            if (sequence := sequences.get(stretch.number)) is None:
-                sequence = sequences[stretch.number] = CachedSequence(client=client)
-                self._homes[id(sequence)] = sequences, stretch.number, sequence
+        scheduled, now = [], time.monotonic()
+        for chunk, need in zip(chunks, needs, strict=True):
+            if (sequence := sequences.get(chunk.number)) is None:
+                sequence = sequences[chunk.number] = CachedSequence(client=client)
+                self._homes[id(sequence)] = sequences, chunk.number, sequence
             sequence.blocks += [taken.pop() for _ in range(need)]
             # what lies behind is written anew
-            sequence.cached, sequence.first, sequence.used = stretch.start, first, now
-            del sequence.trail[stretch.start :]  # by whoever does: nothing is signed of what was there
-            rows = Rows(stretch.number, list(sequence.blocks), range(self.context))
-            chunks.append(ScheduledChunk(rows, stretch.start, stretch.end, stretch.start))
-        return chunks
+            sequence.cached, sequence.first, sequence.used = chunk.start, first, now
+            del sequence.trail[chunk.start :]  # by whoever does: nothing is signed of what was there
+            rows = Rows(chunk.number, list(sequence.blocks), range(self.context))
+            scheduled.append(ScheduledChunk(rows, chunk.start, chunk.end, chunk.start))
+        return scheduled
 
     def adopt(
         self, sequences: Sequences, number: int, keys: Sequence[bytes], first: int = 0, client: Client = HERE
@@ -174,11 +174,11 @@ class KVSlots:
             self._leased -= Counter(chunk.request.blocks)
         self._released.set()
 
-    def computed(self, sequences: Sequences, stretches: Sequence[Stretch]) -> None:
-        """Note that a step has left the keys and values of ``stretches`` in the pool."""
-        for stretch in stretches:
-            if stretch.number in sequences:
-                sequences[stretch.number].cached, sequences[stretch.number].used = stretch.end, time.monotonic()
+    def computed(self, sequences: Sequences, chunks: Sequence[SequenceChunk]) -> None:
+        """Note that a step has left the keys and values of ``chunks`` in the pool."""
+        for chunk in chunks:
+            if chunk.number in sequences:
+                sequences[chunk.number].cached, sequences[chunk.number].used = chunk.end, time.monotonic()
 
     def leave(self, sequences: Sequences, numbers: Iterable[int]) -> None:
         """End these sequences of a session. Their blocks are free, or free once the step that uses them has run.
@@ -188,25 +188,25 @@ class KVSlots:
                 del self._homes[id(sequence)]
                 self.pool.give(sequence.blocks)
 
-    def _needs(self, sequences: Sequences, stretches: Sequence[Stretch], first: int) -> list[int]:
-        """The blocks that each of ``stretches`` lacks. Raises as ``place`` for a step that cannot be."""
+    def _needs(self, sequences: Sequences, chunks: Sequence[SequenceChunk], first: int) -> list[int]:
+        """The blocks that each of ``chunks`` lacks. Raises as ``place`` for a step that cannot be."""
         needs: list[int] = []
-        for stretch in stretches:
-            cached = sequences[stretch.number].cached if stretch.number in sequences else 0
-            if stretch.start > cached:
+        for chunk in chunks:
+            cached = sequences[chunk.number].cached if chunk.number in sequences else 0
+            if chunk.start > cached:
                 raise MissingTokensError(
-                    f"sequence {stretch.number} has {cached} tokens here, and the step begins at {stretch.start}"
+                    f"sequence {chunk.number} has {cached} tokens here, and the step begins at {chunk.start}"
                 )
-            if stretch.start and first < sequences[stretch.number].first:
+            if chunk.start and first < sequences[chunk.number].first:
                 raise MissingTokensError(
-                    f"sequence {stretch.number} has nothing here of layer {first}, where the step begins"
+                    f"sequence {chunk.number} has nothing here of layer {first}, where the step begins"
                 )
-            if stretch.end > self.context:
+            if chunk.end > self.context:
                 raise RequestError(
-                    f"sequence {stretch.number} of {stretch.end} tokens exceeds the context of {self.context}"
+                    f"sequence {chunk.number} of {chunk.end} tokens exceeds the context of {self.context}"
                 )
-            had = len(self._own(sequences[stretch.number], stretch.start)) if stretch.number in sequences else 0
-            needs.append(max(0, -(-stretch.end // self.block_tokens) - had))
+            had = len(self._own(sequences[chunk.number], chunk.start)) if chunk.number in sequences else 0
+            needs.append(max(0, -(-chunk.end // self.block_tokens) - had))
         return needs
 
     def _own(self, sequence: CachedSequence, start: int) -> list[int]:

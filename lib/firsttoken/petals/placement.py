@@ -63,29 +63,24 @@ class Rebalancing:
 
     def __post_init__(self) -> None:
         if not (0 < self.quality <= 1 and 0 < self.enough <= 1):
-            thresholds_text = f"{self.quality} and {self.enough}"
-            raise SwarmError(f"quality and enough must be above 0 and at most 1, not {thresholds_text}")
+            raise SwarmError(f"quality and enough must be above 0 and at most 1, not {self.quality} and {self.enough}")
 
     def move(self, name: str, servers: Collection[Reachable], depth: int) -> range | None:
         """The blocks that server ``name`` should hold instead, or None where it should stay.
 
         Raises SwarmError when it is not among ``servers``.
         """
-        placed = sorted(servers, key=lambda placed_server: placed_server.name)
+        placed = sorted(servers, key=lambda server: server.name)
         current = next((server for server in placed if server.name == name), None)
         if current is None:
             raise SwarmError(f"server {name} is not announced, and cannot move")
-        now, without = (
-            swarm_rate(placed, depth),
-            swarm_rate((placed_server for placed_server in placed if placed_server is not current), depth),
-        )
+        now = swarm_rate(placed, depth)
+        without = swarm_rate((server for server in placed if server is not current), depth)
         if (now > 0 and without <= 0) or now >= min(self.quality, self.enough) * most_rate(placed, depth):
             return None  # the only one that holds some block, or nothing could gain enough
         foreseen = self._foreseen(current, placed, depth)
-        then, target = (
-            swarm_rate(foreseen, depth),
-            next(placed_server.blocks for placed_server in foreseen if placed_server.name == name),
-        )
+        then = swarm_rate(foreseen, depth)
+        target = next(server.blocks for server in foreseen if server.name == name)
         return target if target != current.blocks and then > 0 and now < self.quality * then else None
 
     def _foreseen(self, current: Reachable, placed: Sequence[Reachable], depth: int) -> Sequence[Reachable]:

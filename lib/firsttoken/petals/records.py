@@ -203,8 +203,8 @@ class Registry:
         Raises UnprovenRecordError where it does not, or is older than its life by that server's clock, StaleRecordError
         for one that is not newer, SwarmError for a forged one.
         """
-        entry = self._entries.get(record.server)
-        if entry is None or entry.until <= now or entry.record.run != record.run:
+        entry = self._current(record.server, now)
+        if entry is None or entry.record.run != record.run:
             raise UnprovenRecordError(f"the record of {record.name} was not heard at its address yet")
         if record.issued <= entry.record.issued:
             raise StaleRecordError(f"the record of {record.name} is older than the one that is known")
@@ -218,8 +218,8 @@ class Registry:
         than what is known of the same run of its server; TwinError for one whose key is in use at another address
         since an earlier time. The signature, which takes longest, is looked at last."""
         record.check_life()
-        entry = self._entries.get(record.server)
-        latest = entry.record if entry is not None and entry.until > now else None
+        entry = self._current(record.server, now)
+        latest = entry.record if entry is not None else None
         if latest is not None and latest.run == record.run and record.issued <= latest.issued:
             raise StaleRecordError(f"the record of {record.name} is older than the one that is known: it is replayed")
         record.check()
@@ -254,13 +254,13 @@ class Registry:
 
     def knows(self, record: Record, now: float) -> bool:
         """Return whether this server has proven this address, and its record there has not expired."""
-        entry = self._entries.get(record.server)
-        return entry is not None and entry.record.address == record.address and entry.until > now
+        entry = self._current(record.server, now)
+        return entry is not None and entry.record.address == record.address
 
     def at(self, address: str, now: float) -> Record | None:
         """Return the record of the server that has proven ``address``; None where there is none, or it has expired."""
-        entry = self._entries.get(self._spots.get(spot_of(address), ""))
-        return entry.record if entry is not None and entry.until > now else None
+        entry = self._current(self._spots.get(spot_of(address), ""), now)
+        return entry.record if entry is not None else None
 
     def met(self, server: str, now: float) -> bool:
         """Return whether the server of this subkey was believed here within the longest life of a record."""
@@ -268,8 +268,8 @@ class Registry:
 
     def left_s(self, server: str, now: float) -> float:
         """The seconds until what is known of the server of this subkey expires; 0 where nothing is."""
-        entry = self._entries.get(server)
-        return max(0.0, entry.until - now) if entry is not None else 0.0
+        entry = self._current(server, now)
+        return entry.until - now if entry is not None else 0.0
 
     def live(self, now: float) -> list[Record]:
         """The records that have not expired, those of servers that leave included."""
@@ -279,21 +279,22 @@ class Registry:
         """Return the records of the servers that serve blocks of ``model`` (sha256) now."""
         return [record for record in self.live(now) if record.model == model and record.span]
 
+    def _current(self, server: str, now: float) -> _Believed | None:
+        entry = self._entries.get(server)
+        return entry if entry is not None and entry.until > now else None
+
     def _believe(self, record: Record, ahead_s: float, now: float) -> None:
         self._drop(record.server)
         spot = spot_of(record.address)
         if (before := self._spots.get(spot)) is not None:
             self._drop(before)
         if len(self._entries) >= MOST:
-            self._drop(self._longest_silent())
+            ((largest, _),) = Counter(entry.network for entry in self._entries.values()).most_common(1)
+            self._drop(next(server for server, entry in self._entries.items() if entry.network == largest))
         until = min(now, record.issued - ahead_s) + record.life_s
         self._entries[record.server] = _Believed(record, network_of(record.address), ahead_s, until)
         self._spots[spot] = record.server
         remember(self._met, record.server, now, _MOST_MET)
-
-    def _longest_silent(self) -> str:
-        ((largest, _),) = Counter(entry.network for entry in self._entries.values()).most_common(1)
-        return next(server for server, entry in self._entries.items() if entry.network == largest)
 
     def _drop(self, server: str) -> None:
         if (entry := self._entries.pop(server, None)) is not None:

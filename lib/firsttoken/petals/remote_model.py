@@ -24,8 +24,7 @@ from firsttoken.petals.access import Access
 from firsttoken.petals.chain import Chain, PrefixKeys
 from firsttoken.petals.checkpoint_blocks import load_ends, model_sha256
 from firsttoken.petals.event_loop import begin, wait_for
-from firsttoken.petals.message_headers import NAMED_TOKENS
-from firsttoken.petals.states import Stretch
+from firsttoken.petals.messages import NAMED_TOKENS, SequenceChunk
 from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.trust.auditor import Auditor, Audits
@@ -70,12 +69,15 @@ class RemoteSegment:
             )
         if step.hidden_cache is not None:
             step.hidden_cache.enter(self.layers.start, hidden, step.chunks)
-        stretches = [Stretch(chunk.request.number, chunk.start, chunk.end) for chunk in step.chunks]
-        chunks = [chunk for chunk in step.chunks if not chunk.request.sampling.prompt_logprobs]
-        prefixes = {chunk.request.number: self._keyed(chunk.request, chunk.start) for chunk in chunks}
+        chunks = [SequenceChunk(chunk.request.number, chunk.start, chunk.end) for chunk in step.chunks]
+        prefixes = {
+            chunk.request.number: self._keyed(chunk.request, chunk.start)
+            for chunk in step.chunks
+            if not chunk.request.sampling.prompt_logprobs
+        }
         keyed = {number: prefix for number, prefix in prefixes.items() if prefix is not None}
         more = (keyed,) if keyed else ()  # a chain that shares nothing, as a notebook's, need not take them
-        out = wait_for(self.chain.run(stretches, hidden[0].cpu(), *more))
+        out = wait_for(self.chain.run(chunks, hidden[0].cpu(), *more))
         return out[None].to(hidden.device)
 
     def drop(self, request: int) -> None:

@@ -24,7 +24,7 @@ from firsttoken.petals.contacts import ASKED_BYTES, TALK, Contacts, hear
 from firsttoken.petals.fairness import client_of
 from firsttoken.petals.keys import public_hex, server_key
 from firsttoken.petals.kv_slots import KVSlots, MissingTokensError
-from firsttoken.petals.message_headers import SERVICE
+from firsttoken.petals.messages import SERVICE
 from firsttoken.petals.placement import Rebalancing
 from firsttoken.petals.records import Record, Registry, TwinError, steady_s
 from firsttoken.petals.session import IdleClientError, ServerLimits, Sessions
@@ -87,7 +87,7 @@ class BlockService:
 
         headers = await self._admitted(context)
         async with _told(context):
-            layers, _ = self.sessions.opened(headers)
+            layers, *_ = self.sessions.opened(headers)
             client = client_of(context.peer())
             self.sessions.make_way(client)
             if self.frozen is None:
@@ -104,11 +104,7 @@ class BlockService:
             exchanged = hear(data)
             if exchanged.talk != TALK:
                 refused = f"this member speaks version {TALK} of records, not {exchanged.talk}: have one version on all"
-            for record in (
-                []
-                if refused
-                else [candidate for candidate in exchanged.records if candidate.server == exchanged.server][:1]
-            ):
+            elif (record := exchanged.speaker) is not None:
                 refused = await self.contacts.hear_of(record, source_of(context.peer()))
         except TwinError as error:
             await _abort(context, error)
@@ -244,6 +240,7 @@ class Rebalancer:
         await self._announcer.tell_all()
 
 
+_ANNOUNCED_S = 1.0
 _GRACE_S = 0.5  # for the steps that are under way when a server is told to end
 
 
@@ -344,7 +341,9 @@ async def serving(
     tasks += [asyncio.create_task(rebalancer.run())] if rebalancer is not None else []
     failed = asyncio.gather(*tasks)
     try:
-        await announcer.soon_announced()
+        with suppress(TimeoutError):  # the others are told for the first time, if they answer
+            async with asyncio.timeout(_ANNOUNCED_S):
+                await announcer.announced.wait()
         on_served(record, port)
         # On the batcher's thread, which has loaded, too: threads of this one would be in its way.
         with loops_elsewhere():

@@ -1,7 +1,8 @@
-"""A client's session with one server, for consecutive blocks."""
+"""A client's session with one server, for consecutive blocks, and whose fault it is where nothing is answered."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
@@ -10,53 +11,81 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from firsttoken.petals.message_headers import MOST_NAMES, NAMED_TOKENS
-from firsttoken.petals.server_call import ServerCall, ServerFault
-from firsttoken.petals.states import Stretch
+from firsttoken.petals.access import Channel
+from firsttoken.petals.messages import HEADERS, MOST_NAMES, NAMED_TOKENS, SESSION, VERSION, SequenceChunk
+from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.wire import Message, decode, encode
+from firsttoken.study.errors import SwarmError
+
+REFUSALS = frozenset({"INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED", "OUT_OF_RANGE"})
+"""The names of gRPC's codes by which a server says that what it was asked is wrong, whoever is asked."""
+
+
+class ServerFault(SwarmError):
+    """This server cannot go on with this; ``lasting`` unless it only has lost its sequences.
+
+    One that has ``refused`` says that the client is wrong. Whether it is, only another server can tell.
+    """
+
+    def __init__(self, text: str, lasting: bool = True, refused: bool = False) -> None:
+        super().__init__(text)
+        self.lasting = lasting
+        self.refused = refused
+
+
+class UnverifiedFault(ServerFault):
+    """This server is not to be believed: what it has answered so far may be wrong, too."""
 
 
 class ServerSession:
-    """Layers of a model on the server that ``call`` leads to, run on hidden states.
+    """``layers`` of ``model`` (sha256) on the server ``name`` that ``channel`` leads to, run on hidden states, which
+    travel in ``coding``.
 
     ``known`` are the tokens of each sequence that the server has seen, ``commitment`` what it vouches for of its latest
     answer. Blocks of shared beginnings have names that are of this ``server`` (its subkey) alone; keys and values go to
-    it in pieces of ``room`` bytes.
+    it in pieces of ``room`` bytes. To be made and used where gRPC's event loop runs.
     """
 
-    def __init__(self, call: ServerCall, server: str = "", room: int = 1 << 16) -> None:
-        self.name, self.layers, self.known = call.name, call.layers, call.known
-        self._call, self._server, self._room = call, server.encode(), room
+    def __init__(
+        self,
+        name: str,
+        channel: Channel,
+        layers: range,
+        model: str,
+        coding: str,
+        timeouts: Timeouts,
+        headers: Sequence[tuple[str, str]] = (),
+        server: str = "",
+        room: int = 1 << 16,
+    ) -> None:
+        self.name, self.layers, self._coding, self._timeouts = name, layers, coding, timeouts
+        self._server, self._room = server.encode(), room
+        self.known: dict[int, int] = {}
         self._over: set[int] = set()  # sequences that the server was not yet told to be over
+        self.steps = 0  # that were answered
+        self.moved_bytes = 0  # of messages, both ways
         self.answered_s = 0.0  # when it did so last, on the monotonic clock
         self.commitment = ""
-
-    @property
-    def steps(self) -> int:
-        """Return the number of answered steps."""
-        return self._call.steps
-
-    @property
-    def moved_bytes(self) -> int:
-        """The bytes of messages, both ways."""
-        return self._call.moved_bytes
+        opened = zip(HEADERS, (VERSION, model, f"{layers.start}:{layers.stop}", coding), strict=True)
+        self._call = channel.stream_stream(SESSION)(metadata=(*opened, *headers))
+        self._turn = asyncio.Lock()
 
     async def run(
         self,
-        stretches: Sequence[Stretch],
+        chunks: Sequence[SequenceChunk],
         hidden: Tensor,
         first: int = 0,
         keys: Mapping[int, Sequence[bytes]] = MappingProxyType({}),
     ) -> Tensor:
-        """``hidden`` [tokens, hidden] of ``stretches``, end to end, after the layers, or after those from ``first`` on.
+        """``hidden`` [tokens, hidden] of ``chunks``, end to end, after the layers, or after those from ``first`` on.
 
         The full blocks of sequences in ``keys`` can be found by these from then on. Raises ServerFault when this server
         does not answer in time, or nonsense, or refuses.
         """
-        answer = await self._answer(hidden, stretches, first, self._filled(stretches, keys))
-        self._call.steps += 1
-        for stretch in stretches:
-            self.known[stretch.number] = stretch.end
+        answer = await self._answer(hidden, chunks, first, self._filled(chunks, keys))
+        self.steps += 1
+        for chunk in chunks:
+            self.known[chunk.number] = chunk.end
         self.commitment = answer.commitment
         return answer.hidden
 
@@ -80,36 +109,37 @@ class ServerSession:
         many tokens of it the server has then; it may refuse them. Raises ServerFault as ``run``."""
         # as many tokens at once as take no more room than the states of the longest step of a float32 model
         most = max(1, self._room // max(1, kv[:, :, :, :1].nbytes))
-        for first in range(0, kv.shape[3], most):
-            some = kv[:, :, :, first : first + most]
-            stretches = [Stretch(number, start + first, start + first + some.shape[3])]
-            answer = await self._answer(torch.empty(0, 0), stretches, 0, self._filled(stretches, {number: keys}), some)
-            if [shared_number for shared_number, _ in answer.shared] != [number] or answer.shared[0][1] > stretches[
-                0
-            ].end:
+        for part in kv.split(most, dim=3):
+            chunk = SequenceChunk(number, start, start + part.shape[3])
+            names = self._filled([chunk], {number: keys})
+            answer = await self._answer(torch.empty(0, 0), [chunk], names=names, kv=part)
+            if [shared_number for shared_number, _ in answer.shared] != [number] or answer.shared[0][1] > chunk.end:
                 raise ServerFault(f"{self.name} says that it has {answer.shared} of what it was sent")
-            if (has := answer.shared[0][1]) < stretches[0].end:
-                return has
-        return start + kv.shape[3]
+            start = answer.shared[0][1]
+            if start < chunk.end:
+                break
+        return start
 
     async def forget(self, numbers: Sequence[int]) -> None:
         """Tell the server that these sequences are over; one that is not there any more knows anyway."""
         self._over.update(number for number in numbers if self.known.pop(number, None) is not None)
         if not (finished := list(self._over)):
             return
-        if await self._call.tell(encode(None, self._call.coding, finished=finished)):
+        if await self._tell(encode(None, self._coding, finished=finished)):
             self._over.difference_update(finished)  # else the next step tells it, or finds out
 
     def close(self) -> None:
-        self._call.close()
+        self._call.cancel()
 
-    def _filled(self, stretches: Sequence[Stretch], keys: Mapping[int, Sequence[bytes]]) -> dict[int, list[str]]:
-        """The names of the blocks that ``stretches`` fill, of sequences in ``keys``."""
-        places = {
-            stretch.number: slice(stretch.start // NAMED_TOKENS, stretch.end // NAMED_TOKENS) for stretch in stretches
+    def _filled(self, chunks: Sequence[SequenceChunk], keys: Mapping[int, Sequence[bytes]]) -> dict[int, list[str]]:
+        """The names of the blocks that ``chunks`` fill, of sequences in ``keys``."""
+        blocks = {
+            chunk.number: slice(chunk.start // NAMED_TOKENS, chunk.end // NAMED_TOKENS)
+            for chunk in chunks
+            if chunk.number in keys
         }
-        names = {number: self._names(keys[number][blocks]) for number, blocks in places.items() if number in keys}
-        return {number: some for number, some in names.items() if some}
+        names = {number: self._names(keys[number][filled]) for number, filled in blocks.items()}
+        return {number: block_names for number, block_names in names.items() if block_names}
 
     def _names(self, keys: Sequence[bytes]) -> list[str]:
         return [blake2b(key + self._server, digest_size=16).hexdigest() for key in keys]
@@ -117,7 +147,7 @@ class ServerSession:
     async def _answer(
         self,
         hidden: Tensor,
-        stretches: Sequence[Stretch] = (),
+        chunks: Sequence[SequenceChunk] = (),
         first: int = 0,
         names: Mapping[int, Sequence[str]] = MappingProxyType({}),
         kv: Tensor | None = None,
@@ -125,12 +155,60 @@ class ServerSession:
         """Return the server's answer to ``hidden`` [tokens, hidden], or without tokens to ``kv`` or ``names`` alone.
         Raises as ``run``."""
         rows, finished = hidden.shape[0], list(self._over)
-        message = encode(hidden if rows else None, self._call.coding, stretches, finished, first, names=names, kv=kv)
-        data = await self._call.ask(message, rows)
+        message = encode(hidden if rows else None, self._coding, chunks, finished, first, names=names, kv=kv)
+        limit_s = self._timeouts.limit_s(rows)
+        try:
+            async with asyncio.timeout(limit_s):
+                data = await self._exchange(message)
+        except TimeoutError:
+            raise ServerFault(f"{self.name} did not answer within {limit_s:.1f} s") from None
+        self.moved_bytes += len(message) + len(data)
         self._over.difference_update(finished)
         try:
-            answer = decode(data, self._call.coding, hidden.shape[1], hidden.dtype, rows)
+            answer = decode(data, self._coding, hidden.shape[1], hidden.dtype, rows)
         except Exception as error:  # whatever goes wrong with its answer is this server's fault
             raise ServerFault(f"{self.name}: {error}") from error
         self.answered_s = time.monotonic()
         return answer
+
+    async def _tell(self, message: bytes) -> bool:
+        """Send ``message``, which has no answer; return whether that was possible."""
+        import grpc
+
+        try:
+            async with asyncio.timeout(self._timeouts.answer_s), self._turn:
+                await self._call.write(message)
+            return True
+        except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError, TimeoutError):
+            return False
+        except asyncio.CancelledError:  # of the call, as the session was ended meanwhile, or of whoever asks
+            if asyncio.current_task().cancelling():
+                raise
+            return False
+
+    async def _exchange(self, message: bytes) -> bytes:
+        import grpc
+
+        try:
+            # The lock is not held while the answer is awaited: ``_tell`` writes, too, and must not wait for a step.
+            async with self._turn:
+                await self._call.write(message)
+            data = await self._call.read()
+            if data is not grpc.aio.EOF:
+                return data
+            code, details = await self._call.code(), await self._call.details()
+        except grpc.aio.AioRpcError as error:
+            code, details = error.code(), error.details()
+        except grpc.aio.BaseError as error:
+            raise ServerFault(f"{self.name}: its connection was closed ({error})", lasting=False) from None
+        except asyncio.InvalidStateError:  # the call is over, and its status says why
+            code, details = await self._call.code(), await self._call.details()
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling():
+                raise
+            raise ServerFault(f"{self.name}: its connection was closed", lasting=False) from None
+        if code.name in REFUSALS:
+            raise ServerFault(f"{self.name} refuses: {details or code.name}", refused=True)
+        details = "it ended the session without a word" if code is grpc.StatusCode.OK else details or code.name
+        # a session that was never answered has nothing that could be lost
+        raise ServerFault(f"{self.name}: {details}", lasting=code is not grpc.StatusCode.ABORTED or not self.steps)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,8 +18,8 @@ from firsttoken.petals.batcher import Batcher
 from firsttoken.petals.checkpoint_blocks import parse_blocks
 from firsttoken.petals.fairness import Client, Ending, busy, client_of, who_yields
 from firsttoken.petals.kv_slots import MissingTokensError, Sequences
-from firsttoken.petals.message_headers import ADAPTER, HEADERS, NAMED_TOKENS, VERSION
-from firsttoken.petals.states import check_states
+from firsttoken.petals.messages import ADAPTER, HEADERS, NAMED_TOKENS, VERSION, check_states
+from firsttoken.petals.routing import named
 from firsttoken.petals.trust.commitments import Committer
 from firsttoken.petals.wire import CODINGS, Message, decode, encode
 from firsttoken.study.errors import FirstTokenError, RequestError, SwarmError
@@ -73,12 +74,12 @@ class Session(Ending):
     client: Client
     layers: range
     coding: str
+    adapter: str
     used: float
     sequences: Sequences = field(default_factory=dict)
     computed: bool = False
     busy: bool = False
     silent: int = 0
-    adapter: str = ""
 
 
 class Sessions:
@@ -111,7 +112,6 @@ class Sessions:
         its steps raise; its sequences are gone then."""
         try:
             session = Session(client_of(context.peer()), *self.opened(headers), asyncio.get_running_loop().time())
-            session.adapter = self._adapter(headers)
             self.make_way(session.client)
         except FirstTokenError:
             if self._refused < self.limits.sessions:  # how many are listened to at once: each may send a message
@@ -139,14 +139,12 @@ class Sessions:
         if self.open < self.limits.sessions:
             return
         if (session := self._making_way(client)) is None:
-            raise busy(f"{self.open} sessions are open here, and no more are taken", self._spare())
+            now = asyncio.get_running_loop().time()
+            idle_s = [0.0 if session.busy else now - session.used for session in self._open]
+            spare = [self.limits.spare_s - seconds for seconds in idle_s]
+            raise busy(f"{self.open} sessions are open here, and no more are taken", spare)
         session.end(MissingTokensError("another client lacks a place here: open a session again"))
         self._close(session)  # its place is free now; what it has under way ends by itself
-
-    def _spare(self) -> list[float]:
-        """Seconds until each session has been idle for so long that it makes way for any other."""
-        now = asyncio.get_running_loop().time()
-        return [self.limits.spare_s + (0.0 if session.busy else session.used - now) for session in self._open]
 
     def _making_way(self, client: Client) -> Session | None:
         held, now = Counter(session.client for session in self._open), asyncio.get_running_loop().time()
@@ -187,26 +185,31 @@ class Sessions:
             if session.silent > _MOST_SILENT:
                 raise RequestError(f"{session.silent} messages came without a step: send steps, or end the session")
             if message.names:
-                shared = {number: self._adopted(session, number, names) for number, names in message.names}
+                shared = {
+                    number: self.slots.adopt(
+                        sequences, number, self._keys(session, names), layers.start, session.client
+                    )
+                    for number, names in message.names
+                }
                 await self.within(context.write(encode(None, session.coding, shared=shared)), "did not read its answer")
             return True
         if message.first and message.first not in layers:
             raise RequestError(f"layer {message.first} is not among the session's [{layers.start}, {layers.stop})")
         layers = range(message.first or layers.start, layers.stop)
         session.busy, session.silent = True, 0
-        chunks = await self.slots.placed(sequences, message.stretches, layers.start, session.client)
+        scheduled = await self.slots.placed(sequences, message.chunks, layers.start, session.client)
         # a sequence may make room meanwhile
-        trails = [sequences[stretch.number].trail for stretch in message.stretches]
-        out = await self.batcher.run(layers, chunks, message.hidden, session.client, session.adapter)
+        trails = [sequences[chunk.number].trail for chunk in message.chunks]
+        out = await self.batcher.run(layers, scheduled, message.hidden, session.client, session.adapter)
         check_states(out, "the hidden states that come out of these blocks hold")
         self._computed(session, message, named=layers == session.layers)
         session.busy, session.computed, session.used = False, True, asyncio.get_running_loop().time()
         commitment = ""
-        continuous = all(stretch.start <= len(trail) for stretch, trail in zip(message.stretches, trails, strict=True))
+        continuous = all(chunk.start <= len(trail) for chunk, trail in zip(message.chunks, trails, strict=True))
         # What is rounded on the way was not computed, who judges has the model alone, and what was sent of a shared
         # beginning is not known any more.
         if continuous and backend.dtype is CODINGS[session.coding] is torch.float32 and not session.adapter:
-            commitment = self.committer.commit(layers, trails, message.stretches, message.hidden, out)
+            commitment = self.committer.commit(layers, trails, message.chunks, message.hidden, out)
         answer = encode(out, session.coding, commitment=commitment)
         await self.within(context.write(answer), "did not read its answer")
         return True
@@ -215,32 +218,28 @@ class Sessions:
         """Take keys and values from a client for its own sequence, and answer how many tokens it has then: as many as
         before where they are in another dtype than what is computed here. Nobody else finds them, as the names of their
         blocks are the client's own."""
-        (stretch,), sequences, backend = message.stretches, session.sequences, self.batcher.backend
+        (chunk,), sequences, backend = message.chunks, session.sequences, self.batcher.backend
         if message.kv.dtype is backend.dtype:
             session.busy = True
-            (chunk,) = chunks = await self.slots.placed(sequences, [stretch], session.layers.start, session.client)
-            self.slots.lease(chunks)
-            filled = asyncio.ensure_future(self.batcher.aside(lambda: backend.fill(session.layers, chunk, message.kv)))
-            filled.add_done_callback(lambda _: self.slots.release(chunks))  # also where the client goes meanwhile
+            scheduled = await self.slots.placed(sequences, [chunk], session.layers.start, session.client)
+            self.slots.lease(scheduled)
+            fill = partial(backend.fill, session.layers, scheduled[0], message.kv)
+            filled = asyncio.ensure_future(self.batcher.aside(fill))
+            filled.add_done_callback(lambda _: self.slots.release(scheduled))  # also where the client goes meanwhile
             await asyncio.shield(filled)
             self._computed(session, message, named=True)
             session.busy, session.silent, session.used = False, 0, asyncio.get_running_loop().time()
-        has = sequences[stretch.number].cached if stretch.number in sequences else 0
-        answer = encode(None, session.coding, shared={stretch.number: has})
+        has = sequences[chunk.number].cached if chunk.number in sequences else 0
+        answer = encode(None, session.coding, shared={chunk.number: has})
         await self.within(context.write(answer), "did not read its answer")
 
     def _computed(self, session: Session, message: Message, named: bool) -> None:
         """Note that the keys and values of a message are there, by their names where they are of all layers."""
-        self.slots.computed(session.sequences, message.stretches)
-        starts = {stretch.number: stretch.start // self.slots.block_tokens for stretch in message.stretches}
+        self.slots.computed(session.sequences, message.chunks)
+        starts = {chunk.number: chunk.start // self.slots.block_tokens for chunk in message.chunks}
         for number, names in message.names if named else ():
             keys = self._keys(session, names)
             self.slots.publish(session.sequences, number, starts.get(number, self.slots.context), keys)
-
-    def _adopted(self, session: Session, number: int, names: Sequence[str]) -> int:
-        """The tokens of a sequence that it has from blocks of these ``names``, and begins with."""
-        keys, first = self._keys(session, names), session.layers.start
-        return self.slots.adopt(session.sequences, number, keys, first, session.client)
 
     def _keys(self, session: Session, names: Sequence[str]) -> list[bytes]:
         """Return the keys by which blocks of a session are found, of their names, its layers, coding and adapter; none
@@ -284,25 +283,22 @@ class Sessions:
         finally:
             self._awaited.discard(limit)
 
-    def opened(self, headers: dict[str, str]) -> tuple[range, str]:
-        """The blocks and coding that a call asks for. Raises SwarmError and RequestError for what is not here."""
-        version, model, blocks, coding = (headers.get(name, "") for name in HEADERS)
-        held = self.batcher.backend.blocks
+    def opened(self, headers: dict[str, str]) -> tuple[range, str, str]:
+        """The blocks, coding and adapter that a call asks for. Raises SwarmError and RequestError for what is not
+        here."""
+        version, model, blocks, coding, adapter = (headers.get(name, "") for name in (*HEADERS, ADAPTER))
+        backend = self.batcher.backend
         if self.moving:
             raise SwarmError(_MOVES)
         if version != VERSION:
             raise SwarmError(f"this server speaks version {VERSION} of the swarm's messages, not {shown(version)}")
         if model != self.model:
             raise SwarmError(f"this server has blocks of the model {self.model[:12]}, not of {shown(model, 16)}")
-        layers = parse_blocks(blocks, held.stop)
-        if layers.start < held.start:
-            raise SwarmError(f"this server has blocks [{held.start}, {held.stop}), not [{layers.start}, {layers.stop})")
+        layers = parse_blocks(blocks, backend.blocks.stop)
+        if layers.start < backend.blocks.start:
+            raise SwarmError(f"this server has blocks {named([backend.blocks])}, not {named([layers])}")
         if coding not in CODINGS:
             raise RequestError(f"no coding is called {shown(coding)}; known: {', '.join(CODINGS)}")
-        return layers, coding
-
-    def _adapter(self, headers: dict[str, str]) -> str:
-        adapter = headers.get(ADAPTER, "")
-        if adapter and adapter not in self.batcher.backend.adapters:
+        if adapter and adapter not in backend.adapters:
             raise SwarmError(f"this server has no adapter {shown(adapter, 80)}: ask one that announces it")
-        return adapter
+        return layers, coding, adapter

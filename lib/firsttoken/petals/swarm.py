@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from firsttoken.petals.access import Access, Channel
-from firsttoken.petals.addresses import check_name, is_loopback
+from firsttoken.petals.addresses import check_name, host_of, is_loopback
 from firsttoken.petals.contacts import Contacts
-from firsttoken.petals.message_headers import ADAPTER
+from firsttoken.petals.messages import ADAPTER, MOST_TOKENS
 from firsttoken.petals.records import Record, Registry, steady_s
 from firsttoken.petals.routing import Hop, best_chain, chain_s
-from firsttoken.petals.server_call import ServerCall
 from firsttoken.petals.server_session import ServerSession
-from firsttoken.petals.states import MOST_TOKENS
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.study.errors import SwarmError
 
@@ -52,7 +50,7 @@ class ServerConduct:
     def failed(self, server: str) -> None:
         """Note that the server could not go on, refused, gave an impossible answer, or was much too late."""
         behaviour, now = self._known.setdefault(server, _Behaviour()), time.monotonic()
-        if now - behaviour.failed_s > 2 * self._ban_s(behaviour):
+        if now - behaviour.failed_s > 2 * self._ban_s(behaviour.failures):
             behaviour.failures = 0
         behaviour.failures, behaviour.failed_s = behaviour.failures + 1, now
         behaviour.late_s.clear()
@@ -84,30 +82,24 @@ class ServerConduct:
 
     def shunned(self) -> set[str]:
         """Return the servers that are not asked where another has their blocks. Any thread may call this."""
-        return {
-            server for server, behaviour in list(self._known.items()) if self._within(behaviour, self._ban_s(behaviour))
-        }
+        return self._failed_within(self._ban_s)
 
     def resting(self) -> set[str]:
-        """Return the servers that are not asked at all."""
+        """Return the servers that are not asked at all. That is for at most a quarter of the time in which a server is
+        looked for: some tries fit in it."""
+        most_s = self._timeouts.find_s / 4
+        return self._failed_within(lambda failures: min(_REST_S * 2 ** (failures - 1), most_s))
+
+    def _failed_within(self, seconds: Callable[[int], float]) -> set[str]:
+        now = time.monotonic()
         return {
             server
             for server, behaviour in list(self._known.items())
-            if self._within(behaviour, self._rest_s(behaviour))
+            if behaviour.failed_s > behaviour.back_s and now - behaviour.failed_s < seconds(behaviour.failures)
         }
 
-    def _within(self, behaviour: _Behaviour, seconds: float) -> bool:
-        return behaviour.failed_s > behaviour.back_s and time.monotonic() - behaviour.failed_s < seconds
-
-    def _ban_s(self, behaviour: _Behaviour) -> float:
-        return min(2 ** (behaviour.failures - 1), _LONGEST) * self._timeouts.ban_s if behaviour.failures else 0.0
-
-    def _rest_s(self, behaviour: _Behaviour) -> float:
-        """Return for how long a failed server is not asked at all [s].
-
-        It is at most a quarter of the time in which a server is looked for: some tries fit in it.
-        """
-        return min(_REST_S * 2 ** (behaviour.failures - 1), self._timeouts.find_s / 4) if behaviour.failures else 0.0
+    def _ban_s(self, failures: int) -> float:
+        return min(2 ** (failures - 1), _LONGEST) * self._timeouts.ban_s
 
 
 _SEEN = 8  # things that are said of what was seen
@@ -138,7 +130,7 @@ class Swarm:
         self.peers = list(peers)
         self.registry = Registry()
         self.contacts = Contacts(self.registry, access, width)
-        self.contacts.near = any(is_loopback(peer.rpartition(":")[0].strip("[]")) for peer in peers)
+        self.contacts.near = any(is_loopback(host_of(peer)) for peer in peers)
         self.timeouts = timeouts
         self.access = access
         self.served: Counter[str] = Counter()
@@ -268,10 +260,18 @@ class Swarm:
 
     def open_session(self, record: Record, layers: range, coding: str, adapter: str = "") -> ServerSession:
         """A session with the server of ``record``, for ``layers`` among its blocks, with an ``adapter`` that it has."""
-        channel, headers = self.channel(record.address), self.access.headers
-        headers += ((ADAPTER, adapter),) if adapter else ()
-        call = ServerCall(record.name, channel, layers, self.model, coding, self.timeouts, headers)
-        return ServerSession(call, record.server, MOST_TOKENS * self._width * 4)
+        headers = self.access.headers + (((ADAPTER, adapter),) if adapter else ())
+        return ServerSession(
+            record.name,
+            self.channel(record.address),
+            layers,
+            self.model,
+            coding,
+            self.timeouts,
+            headers,
+            record.server,
+            MOST_TOKENS * self._width * 4,
+        )
 
     async def reconnect(self, address: str) -> None:
         """Give the connection to ``address`` up: another is made when it is asked for."""
@@ -326,7 +326,8 @@ class Swarm:
             self._pings.pop(address, None)
             self.contacts.fault(address, str(error))
             return
-        returned = address not in self._pings
+        if address not in self._pings:
+            for record in self._records():
+                if record.address == address:
+                    self.conduct.back(record.server)
         self._pings[address] = ping_s
-        for server in {record.server for record in self._records() if returned and record.address == address}:
-            self.conduct.back(server)

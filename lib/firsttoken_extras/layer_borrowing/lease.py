@@ -17,10 +17,9 @@ from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.petals.access import Access
 from firsttoken.petals.chain import messages_of
 from firsttoken.petals.event_loop import begin, wait_for
+from firsttoken.petals.messages import SequenceChunk, split_rows
 from firsttoken.petals.routing import check_cover
-from firsttoken.petals.server_call import ServerCall, ServerFault
-from firsttoken.petals.server_session import ServerSession
-from firsttoken.petals.states import Stretch
+from firsttoken.petals.server_session import ServerFault, ServerSession
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.study.errors import FirstTokenError
 from firsttoken_extras.layer_borrowing.lender import Lender, NeighbourGone, check_lenders
@@ -48,11 +47,11 @@ class BorrowedSpan:
         """Return the number of the request's tokens that the lender has seen."""
         return self.sessions[-1].known.get(request, 0)
 
-    async def run(self, stretches: Sequence[Stretch], hidden: Tensor, first: int) -> Tensor:
+    async def run(self, chunks: Sequence[SequenceChunk], hidden: Tensor, first: int) -> Tensor:
         """Run as ``ServerSession.run`` does, through its layers from ``first`` on. Where it has only lost its
         sequences, the ServerFault is not lasting, and a session is open that knows of none."""
         try:
-            return await self.sessions[-1].run(stretches, hidden, max(first, self.layers.start))
+            return await self.sessions[-1].run(chunks, hidden, max(first, self.layers.start))
         except ServerFault as fault:
             if not fault.lasting:
                 self.sessions[-1].close()
@@ -65,8 +64,8 @@ class BorrowedSpan:
 
     def _open(self) -> None:
         patience = self._timeouts, self._access.headers
-        call = ServerCall(self.address, self._channel, self.layers, self._model, CODING, *patience)
-        self.sessions.append(ServerSession(call))
+        session = ServerSession(self.address, self._channel, self.layers, self._model, CODING, *patience)
+        self.sessions.append(session)
 
 
 class Lease:
@@ -107,9 +106,9 @@ class Lease:
         return sum(session.moved_bytes for span in self._spans for session in span.sessions)
 
     def run(
-        self, first: int, stretches: Sequence[Stretch], hidden_cache: HiddenStateCache, returned: Future[None]
+        self, first: int, chunks: Sequence[SequenceChunk], hidden_cache: HiddenStateCache, returned: Future[None]
     ) -> Tensor:
-        """Run the step of ``stretches`` through the layers from ``first`` on, which ``hidden_cache`` have what enters
+        """Run the step of ``chunks`` through the layers from ``first`` on, which ``hidden_cache`` have what enters
         of.
 
         Return the states behind the last layer, [tokens, hidden]. Raises NeighbourGone when a lender does not answer in
@@ -117,7 +116,7 @@ class Lease:
         """
         if self.gone:
             raise NeighbourGone(self.gone)
-        answer = begin(self._through(first, stretches, hidden_cache))
+        answer = begin(self._through(first, chunks, hidden_cache))
         wait([answer, returned], return_when=FIRST_COMPLETED)
         try:
             return answer.result(None if answer.done() else HURRY_S)
@@ -150,34 +149,32 @@ class Lease:
         for span in self._spans:
             await span.close()
 
-    async def _through(self, first: int, stretches: Sequence[Stretch], hidden_cache: HiddenStateCache) -> Tensor:
+    async def _through(self, first: int, chunks: Sequence[SequenceChunk], hidden_cache: HiddenStateCache) -> Tensor:
         for _ in self._spans:  # each may have lost its session, of which it heard nothing for long
             try:
-                return await self._send(first, stretches, hidden_cache)
+                return await self._send(first, chunks, hidden_cache)
             except ServerFault as fault:
                 if fault.lasting:
                     raise
-        return await self._send(first, stretches, hidden_cache)
+        return await self._send(first, chunks, hidden_cache)
 
-    async def _send(self, first: int, stretches: Sequence[Stretch], hidden_cache: HiddenStateCache) -> Tensor:
+    async def _send(self, first: int, chunks: Sequence[SequenceChunk], hidden_cache: HiddenStateCache) -> Tensor:
         """Run the step from the first token of each sequence that one of the lenders in its way has not seen."""
         spans = [span for span in self._spans if first < span.layers.stop]
         entered = [range(max(first, span.layers.start), span.layers.stop) for span in spans]
         check_cover(entered, range(first, self._depth))
         behind = [
-            Stretch(stretch.number, min(stretch.start, *(span.known(stretch.number) for span in spans)), stretch.end)
-            for stretch in stretches
+            SequenceChunk(chunk.number, min(chunk.start, *(span.known(chunk.number) for span in spans)), chunk.end)
+            for chunk in chunks
         ]
-        parts: dict[int, list[Tensor]] = {stretch.number: [] for stretch in behind}
+        parts: dict[int, list[Tensor]] = {chunk.number: [] for chunk in behind}
         for message in messages_of(behind):
             states = torch.cat(
-                [hidden_cache.of(stretch.number, first)[0, stretch.start : stretch.end] for stretch in message]
+                [hidden_cache.of(chunk.number, first)[0, chunk.start : chunk.end] for chunk in message]
             ).cpu()
             for span in spans:
                 self._asked = span.address
                 states = await span.run(message, states, first)
-            for stretch, part in zip(
-                message, states.split([stretch.end - stretch.start for stretch in message]), strict=True
-            ):
-                parts[stretch.number].append(part)
-        return torch.cat([torch.cat(parts[stretch.number])[stretch.start - stretch.end :] for stretch in stretches])
+            for chunk, part in zip(message, split_rows(states, message), strict=True):
+                parts[chunk.number].append(part)
+        return torch.cat([torch.cat(parts[chunk.number])[-chunk.tokens :] for chunk in chunks])

@@ -25,7 +25,7 @@ from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
 from firsttoken.engine.request import GREEDY, Request, Sampling
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.engine.trace import Trace
-from firsttoken.petals.states import Stretch
+from firsttoken.petals.messages import SequenceChunk
 from firsttoken.study.errors import RequestError, SwarmError
 from firsttoken_cpu.native.exports import WeightMemory, packed_in
 from firsttoken_extras.layer_borrowing.arrivals import LayerArrivals
@@ -61,8 +61,8 @@ class BorrowedSegment:
             return hidden
         if through != self.layers:
             raise RequestError(f"borrowed layers run as one, not [{through.start}, {through.stop}) of them")
-        stretches = [Stretch(chunk.request.number, chunk.start, chunk.end) for chunk in step.chunks]
-        return self._lease.run(first, stretches, step.hidden_cache, self._over)[None].to(hidden.device)
+        chunks = [SequenceChunk(chunk.request.number, chunk.start, chunk.end) for chunk in step.chunks]
+        return self._lease.run(first, chunks, step.hidden_cache, self._over)[None].to(hidden.device)
 
     def drop(self, request: int) -> None:
         """Forget the request of this number, here and at the lenders."""

@@ -209,7 +209,7 @@ def swarm_status(chain: Chain, now: float) -> dict[str, Any]:
         "unserved": chain.unserved(),
         "replaced": [
             {"key": key, "why": _text(why), "by": [_named(record) | {"blocks": _ends(blocks)} for record, blocks in by]}
-            for (key, why), by in list(zip(chain.faults, chain.heirs, strict=False))[-MOST_REPLACED:]
+            for (key, why), by in list(zip(chain.faults, chain.successors, strict=False))[-MOST_REPLACED:]
         ],
     }
 

@@ -15,10 +15,9 @@ from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check
 from firsttoken.petals.contacts import exchange, tell
 from firsttoken.petals.event_loop import wait_for
+from firsttoken.petals.messages import MOST_TOKENS, SequenceChunk
 from firsttoken.petals.remote_model import RemoteModel
-from firsttoken.petals.server_call import ServerCall
 from firsttoken.petals.server_session import ServerSession
-from firsttoken.petals.states import MOST_TOKENS, Stretch
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile, unknown
@@ -183,11 +182,10 @@ class _Study:
         timeouts = replace(swarm.timeouts, step_s=_PROBE_S)
 
         async def probe() -> None:
-            session = ServerSession(
-                ServerCall(record.name, swarm.channel(record.address), span, swarm.model, chain.coding, timeouts)
-            )
+            channel = swarm.channel(record.address)
+            session = ServerSession(record.name, channel, span, swarm.model, chain.coding, timeouts)
             with Stopwatch() as watch:
-                await session.run([Stretch(0, 0, tokens)], hidden)
+                await session.run([SequenceChunk(0, 0, tokens)], hidden)
             seconds.append(watch.seconds)
             session.close()
 

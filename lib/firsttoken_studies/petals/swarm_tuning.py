@@ -24,7 +24,7 @@ from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, te
 from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.states import MOST_TOKENS
+from firsttoken.petals.messages import MOST_TOKENS
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.tuning.client_adapters import Lora, SoftPrompt
 from firsttoken.petals.tuning.remote_training import RemoteTraining

@@ -21,10 +21,10 @@ from firsttoken.engine.request import Sampling, ScheduledChunk
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.checkpoint_blocks import model_sha256, parse_blocks
 from firsttoken.petals.event_loop import wait_for
+from firsttoken.petals.messages import SequenceChunk
 from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import Running, ServerConfig, serving
 from firsttoken.petals.session import ServerLimits
-from firsttoken.petals.states import Stretch
 from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.trust.arbitration import TOLERANCE, difference
@@ -102,7 +102,7 @@ async def _answer(swarm: Swarm, span: range, inputs: Tensor) -> Tensor:
     """Return the answer of a server of just ``span`` to ``inputs`` [tokens, hidden]."""
     session = swarm.open_session(next(record for record in swarm.servers() if record.span == span), span, "float32")
     try:
-        return await session.run([Stretch(0, 0, len(inputs))], inputs)
+        return await session.run([SequenceChunk(0, 0, len(inputs))], inputs)
     finally:
         session.close()
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.fairness import Shares, remember
 from firsttoken.petals.kv_slots import KVSlots
+from firsttoken.petals.messages import SequenceChunk
 from firsttoken.petals.records import Registry, steady_s
-from firsttoken.petals.states import Stretch
 from firsttoken.petals.trust.commitments import Evidence
 from firsttoken.study.errors import BusyError, SwarmError
 from firsttoken.study.parsing.schema import at_least
@@ -113,7 +113,7 @@ def recomputed(folder: Path, layers: range, inputs: Tensor) -> Tensor:
     """
     backend = BlockBackend(folder, layers, torch.float32, len(inputs))
     room = KVSlots(backend.pool.blocks, backend.pool.shape.block_tokens, 1, backend.context)
-    (out,) = backend.run(layers, room.place({}, [Stretch(0, 0, len(inputs))]), [inputs])
+    (out,) = backend.run(layers, room.place({}, [SequenceChunk(0, 0, len(inputs))]), [inputs])
     return out
 
 

@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from firsttoken.petals.keys import read_said
-from firsttoken.petals.message_headers import ACCUSE
+from firsttoken.petals.messages import ACCUSE, MOST_TOKENS, SequenceChunk, split_rows
 from firsttoken.petals.records import Record
 from firsttoken.petals.routing import Hop, Reachable, best_chain
-from firsttoken.petals.server_call import UnverifiedFault
-from firsttoken.petals.server_session import ServerSession
-from firsttoken.petals.states import MOST_TOKENS, Stretch
+from firsttoken.petals.server_session import ServerSession, UnverifiedFault
 from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.trust.arbitration import TOLERANCE, AuditRuling, difference
 from firsttoken.petals.trust.commitments import Charge, Evidence, committed, read_commitment
@@ -88,7 +86,7 @@ class Auditor:
         self,
         session: ServerSession,
         record: Record,
-        message: Sequence[Stretch],
+        message: Sequence[SequenceChunk],
         inputs: Sequence[Tensor],
         answer: Tensor,
     ) -> None:
@@ -101,9 +99,9 @@ class Auditor:
         """
         if self._draw.random() >= self.audits.rate:
             return
-        stretch_index = self._draw.randrange(len(message))
-        outputs = answer.split([stretch.end - stretch.start for stretch in message])[stretch_index]
-        evidence = self._signed(session, record, stretch_index, inputs[stretch_index], outputs)
+        chunk_index = self._draw.randrange(len(message))
+        outputs = split_rows(answer, message)[chunk_index]
+        evidence = self._signed(session, record, chunk_index, inputs[chunk_index], outputs)
         try:
             end = await self._audited(evidence, record)
         except FirstTokenError as error:  # whoever it was that failed here: nothing is proven
@@ -194,7 +192,7 @@ class Auditor:
             parts = []
             for first in range(0, len(inputs), MOST_TOKENS):
                 rows = inputs[first : first + MOST_TOKENS]
-                parts.append(await session.run([Stretch(0, first, first + len(rows))], rows))
+                parts.append(await session.run([SequenceChunk(0, first, first + len(rows))], rows))
         finally:
             session.close()
         self.recomputed += (work := len(inputs) * len(blocks))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from firsttoken.assets.model_config import MOST_LAYERS
 from firsttoken.petals.keys import ServerKey, check_signature, public_hex, read_said, signature_of
-from firsttoken.petals.states import MOST_TOKENS, Stretch
+from firsttoken.petals.messages import MOST_TOKENS, SequenceChunk, split_rows
 from firsttoken.petals.wire import decode, encode
 from firsttoken.study.errors import SwarmError
 from firsttoken.study.parsing.schema import between, digits, some
@@ -92,20 +92,18 @@ class Committer:
         self._key, self._server, self._model = key, public_hex(key), model
 
     def commit(
-        self, layers: range, trails: Sequence[list[bytes]], stretches: Sequence[Stretch], hidden: Tensor, out: Tensor
+        self, layers: range, trails: Sequence[list[bytes]], chunks: Sequence[SequenceChunk], hidden: Tensor, out: Tensor
     ) -> str:
-        """Sign, as JSON, that ``hidden`` [tokens, hidden] of ``stretches``, end to end, became ``out`` in ``layers``.
+        """Sign, as JSON, that ``hidden`` [tokens, hidden] of ``chunks``, end to end, became ``out`` in ``layers``.
 
         ``trails`` are the digests of the rows of each sequence so far; those of the step are written to them.
         """
-        steps, tokens = [], [stretch.end - stretch.start for stretch in stretches]
-        for stretch, trail, rows, outputs in zip(
-            stretches, trails, hidden.split(tokens), out.split(tokens), strict=True
-        ):
-            trail[stretch.start :] = digest_rows(rows, layers.start, trail[stretch.start - 1] if stretch.start else b"")
+        steps, rows_of_chunks, outputs_of_chunks = [], split_rows(hidden, chunks), split_rows(out, chunks)
+        for chunk, trail, rows, outputs in zip(chunks, trails, rows_of_chunks, outputs_of_chunks, strict=True):
+            trail[chunk.start :] = digest_rows(rows, layers.start, trail[chunk.start - 1] if chunk.start else b"")
             step = {
-                "start": stretch.start,
-                "end": stretch.end,
+                "start": chunk.start,
+                "end": chunk.end,
                 "inputs": trail[-1].hex(),
                 "outputs": digest_of(outputs),
             }
@@ -152,7 +150,7 @@ class Evidence:
         for number, rows in ((_INPUTS, self.inputs), (_OUTPUTS, self.outputs)):
             for start in range(0, len(rows), MOST_TOKENS):
                 part = rows[start : start + MOST_TOKENS]
-                yield encode(part, "float32", [Stretch(number, start, start + len(part))])
+                yield encode(part, "float32", [SequenceChunk(number, start, start + len(part))])
 
 
 async def read_evidence(messages: AsyncIterable[bytes], width: int, context: int) -> Evidence:
@@ -168,12 +166,12 @@ async def read_evidence(messages: AsyncIterable[bytes], width: int, context: int
                 raise SwarmError(f"a sequence of {charge.committed.end} tokens exceeds the context of {context}")
             continue
         message = decode(data, "float32", width, torch.float32)
-        if len(message.stretches) != 1 or (stretch := message.stretches[0]).number not in parts:
+        if len(message.chunks) != 1 or (chunk := message.chunks[0]).number not in parts:
             raise SwarmError("after a charge come rows of its inputs, then of its outputs, and nothing else")
-        parts_of_stretch = parts[stretch.number]
-        if stretch.start != sum(map(len, parts_of_stretch)) or stretch.end > charge.committed.end:
-            raise SwarmError(f"rows {stretch.start} to {stretch.end} are not those that come next, or are too many")
-        parts_of_stretch.append(message.hidden)
+        sequence_parts = parts[chunk.number]
+        if chunk.start != sum(map(len, sequence_parts)) or chunk.end > charge.committed.end:
+            raise SwarmError(f"rows {chunk.start} to {chunk.end} are not those that come next, or are too many")
+        sequence_parts.append(message.hidden)
     if charge is None:
         raise SwarmError("evidence begins with a charge")
     return Evidence(charge, torch.cat(parts[_INPUTS]), torch.cat(parts[_OUTPUTS]))

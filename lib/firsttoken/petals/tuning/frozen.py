@@ -152,13 +152,13 @@ class FrozenBlocks:
             if tuning_pass.gradient is None:
                 return Pass(self._forward(layers, hidden, tuning_pass.adapters, tuning_pass.scaling), {})
             several = max(1, MOST_KEPT // (hidden.shape[0] * hidden.shape[1]))
-            stretches = [layers[start : start + several] for start in range(0, len(layers), several)]
+            spans = [layers[start : start + several] for start in range(0, len(layers), several)]
             entered = [hidden]
-            for stretch in stretches[:-1]:
-                entered.append(self._forward(stretch, entered[-1], tuning_pass.adapters, tuning_pass.scaling))
+            for span in spans[:-1]:
+                entered.append(self._forward(span, entered[-1], tuning_pass.adapters, tuning_pass.scaling))
         gradient, halves = tuning_pass.gradient.to(self._dtype), {}
-        for stretch in reversed(stretches):
-            gradient, more = self._backward(stretch, entered.pop(), gradient, tuning_pass)
+        for span in reversed(spans):
+            gradient, more = self._backward(span, entered.pop(), gradient, tuning_pass)
             halves |= more
         return Pass(gradient, halves)
 

@@ -14,7 +14,7 @@ from typing import Annotated
 from safetensors.torch import load, save
 from torch import Tensor
 
-from firsttoken.petals.states import MOST_TOKENS, check_states
+from firsttoken.petals.messages import MOST_TOKENS, check_states
 from firsttoken.study.errors import SwarmError
 from firsttoken.study.parsing.json_text import parse_json
 from firsttoken.study.parsing.parse_errors import Damaged

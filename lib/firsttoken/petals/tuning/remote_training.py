@@ -16,11 +16,10 @@ from torch import Tensor
 from firsttoken.petals.access import Access
 from firsttoken.petals.checkpoint_blocks import load_ends, model_sha256
 from firsttoken.petals.event_loop import begin, wait_for
-from firsttoken.petals.message_headers import HEADERS, PASS, VERSION
+from firsttoken.petals.messages import HEADERS, MOST_TOKENS, PASS, VERSION, most_bytes
 from firsttoken.petals.records import Record
 from firsttoken.petals.routing import Hop, check_cover
-from firsttoken.petals.server_call import REFUSALS
-from firsttoken.petals.states import MOST_TOKENS, most_bytes
+from firsttoken.petals.server_session import REFUSALS
 from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.tuning.client_adapters import Lora, SoftPrompt

@@ -1,27 +1,47 @@
-"""Which hidden states, of which tokens, a message may hold: what either side of a swarm refuses before it computes or
-answers."""
+"""What the messages of a swarm are about: calls and headers, tokens of sequences, and which hidden states either side
+refuses before it computes or answers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from firsttoken.engine.request import ScheduledChunk
 from firsttoken.study.dtypes import range_fault
 from firsttoken.study.errors import SwarmError
 
-if TYPE_CHECKING:
-    from torch import Tensor
+SERVICE = "firsttoken.Swarm"
+SESSION, PASS, EXCHANGE, ACCUSE = (f"/{SERVICE}/{call}" for call in ("Session", "Pass", "Exchange", "Accuse"))
+"""The calls of a server over gRPC."""
 
+VERSION = "3"
+HEADERS = ("swarm-version", "swarm-model", "swarm-blocks", "swarm-coding")
+"""What a session is opened with, in this order: version of the messages, sha256 of the model, a:b, coding."""
+
+ADAPTER = "swarm-adapter"
+"""And, for a variant of the model, the name of its adapter, as servers announce it."""
+
+NAMED_TOKENS = 16
+"""Tokens of a block of keys and values that has a name. A server whose blocks have other sizes finds none."""
+MOST_NAMES = 1024  # of a message that asks for the beginnings of sequences
 MOST_TOKENS = 512  # of a message; a client cuts what is longer
 _ROOM = 1 << 16  # bytes of a message beside its numbers
 
 
-class Stretch(NamedTuple):
+class SequenceChunk(NamedTuple):
     """Tokens [start, end) of the sequence that a client calls ``number``."""
 
     number: int
     start: int
     end: int
+
+    @property
+    def tokens(self) -> int:
+        """The number of its tokens."""
+        return self.end - self.start
 
 
 def check_states(hidden: Tensor, subject: str = "hidden states hold") -> None:
@@ -37,11 +57,12 @@ def check_states(hidden: Tensor, subject: str = "hidden states hold") -> None:
 def end_to_end(parts: Sequence[Tensor]) -> Tensor:
     """``parts`` [tokens, hidden] as one; of one alone nothing is copied, which a step of one token would do six
     times."""
-    if len(parts) == 1:
-        return parts[0]
-    import torch
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    return torch.cat(parts)
+
+def split_rows(rows: Tensor, chunks: Sequence[SequenceChunk | ScheduledChunk]) -> tuple[Tensor, ...]:
+    """Return what each of ``chunks``, which are end to end, has of ``rows`` [tokens, hidden]."""
+    return rows.split([chunk.tokens for chunk in chunks])
 
 
 def most_bytes(width: int, trained: int = 0) -> int:
