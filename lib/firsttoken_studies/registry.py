@@ -96,7 +96,6 @@ _ALL = (
     _study("operators_here", "Published operators beside a card at hand", "42",
            "sarathi.operators_here", "operators_here_summary", ("gpu",)),
     _study("batch_cost", "What a batch costs", "43", "sarathi.batch_cost", "batch_summary"),
-    _study("changing_load", "Schedulers under a load that changes", "44", "sarathi.changing_load", "changing_summary"),
     _study("live_peer", "A live peer, asked the same", "45", "sarathi.live_peer", "peer_summary", LONG),
     _study("operator_error", "Measured operators against servers", "46", "sarathi.operator_error", "operator_summary"),
     _study("host_time", "The host's time, fitted once", "46", "sarathi.host_time", "host_summary"),

@@ -30,7 +30,6 @@ ASKS_NOTHING = {
     "environment",
     "serving_capacity",
     "pipeline_bubbles",
-    "changing_load",
     "simulator_error",
     "operator_error",
     "host_time",

@@ -70,7 +70,6 @@ from firsttoken_studies.record.results import Result
 from firsttoken_studies.registry import EXPERIMENTS
 from firsttoken_studies.sarathi import (
     bench,
-    changing_load,
     chunk_error,
     host_time,
     live_peer,
@@ -179,7 +178,7 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         for place in (sharegpt, learnt_threshold):
             patch.setattr(place, "conversations", few_conversations)
         patch.setattr(Hardware, "read", lambda hardware: BatchCosts())
-        for place in (bench, changing_load, pipeline_bubbles):
+        for place in (bench, pipeline_bubbles):
             patch.setattr(place, "lengths", lambda source: np.array([[30, 8], [60, 12]] * 10))
         patch.setattr(many_starts, "lengths", lambda source: np.array([[30, 8]] * 200))  # two for each replica
         for searching in (bench, paper_cards):

@@ -34,12 +34,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {  # by the experiment an
         ({"gbit_per_s": [0, 1]}, "gbit_per_s must be above 0"),
     ],
     "card_capacity": [({"cases": ["m 1 c 1", "m 1 c 1"]}, "the case 'm 1 c 1' is there twice; name each once")],
-    "changing_load": [
-        ({"factors": []}, "above 0"),
-        ({"heavy": 1.0}, "heavy between 0 and 1"),
-        ({"objectives": [10]}, "the strict one, 5, among them"),
-        ({"wait_s": 0}, "times and objectives above 0"),
-    ],
     "chunk_error": [
         ({"tile": 0}, "tile and processors must be at least 1"),
         ({"processors": 0}, "tile and processors must be at least 1"),

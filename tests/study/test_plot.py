@@ -38,7 +38,7 @@ DRAWN_TOGETHER = (
     ("droidspeak", "paper", "target"),  # 33
     ("droidspeak", "recompute", "full reuse", "target"),  # 36
     ("sarathi", "chunks alone", "measured", "paper", "floor"),  # 43
-    ("sarathi", "prefill first", "short first", "measured", "other", "target"),  # 44, 45
+    ("sarathi", "prefill first", "short first", "measured", "other", "target"),  # 45
     ("measured", "prefill", "mark"),  # 02
 )
 # Machado, Oliveira and Fernandes, A Physiologically-based Model for Simulation of Color Vision Deficiency, IEEE TVCG 15

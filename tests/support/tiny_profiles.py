@@ -59,7 +59,6 @@ SMALL = {
     },
     "pipeline": {"requests": 6},
     "serving": {"requests": 6},
-    "changing_load": {"rate": 1.0, "phase_s": 2.0},
     "batch_cost": {"prompt": 16, "pieces": [4, 8], "tile": 6, "contexts": [4]},
     "eight_bits": {"batches": [1, 2], "context": 4},
     "variants": {"requests": 4},

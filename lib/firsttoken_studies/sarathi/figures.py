@@ -32,7 +32,6 @@ NAMES = {
     "sarathi": ("sarathi", "Sarathi"),
     "prefill_cap": ("other", "two budgets (P-PAS)"),
     "deadline": ("other", "deadlines (Niyama)"),
-    "earliest_due": ("sarathi", "Sarathi, first due first"),
     "shortest_first": ("short first", "short prompts first"),
     "adaptive_budget": ("measured", "adaptive budget"),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from mutants.running import wrong
 
 SARATHI = "firsttoken.engine.schedulers.sarathi:Sarathi"
-ADAPTIVE = "firsttoken.engine.schedulers.sarathi:AdaptiveBudget"
 CHUNKS = "firsttoken.engine.schedulers.scheduler:Scheduler.chunks"
 CAPACITY, WITHIN = "firsttoken.sarathi.capacity:capacity", "firsttoken.sarathi.capacity:ClientTimes.within"
 SCHEDULER, SEARCH = "Sarathi-Serve's scheduler", "the capacity search"
@@ -79,13 +78,3 @@ def no_bound_on_the_gaps(right, times, objective):
 @wrong("41", "no capacity", CAPACITY, SEARCH)
 def no_capacity(right, serve, objective, *, start):
     return None
-
-
-@wrong("44", "the objective is not looked at", f"{ADAPTIVE}.budget", "the adaptive budget")
-def no_objective(right, scheduler, decodes):
-    return len(decodes) + scheduler.config.prefill_tokens
-
-
-@wrong("44", "nothing is learnt", f"{ADAPTIVE}.completed", "the adaptive budget")
-def learns_nothing(right, scheduler, prefills, contexts, seconds):
-    pass

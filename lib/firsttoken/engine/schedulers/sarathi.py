@@ -285,13 +285,9 @@ class Deadline(AdaptiveBudget):
         slack = min((self._decode_due(chunk.request) - now for chunk in decodes), default=self.config.tbt_s)
         return len(decodes) + self.room(decodes, max(slack, 0.0))
 
-    def first_s(self, request: Request) -> float:
-        """Return the seconds from the arrival of ``request`` to when its first token is due."""
-        return self.config.ttft_s
-
     def _due(self, request: Request) -> float:
         """Return the time at which the next token of ``request`` was promised."""
-        return request.arrival_s + self.first_s(request) + self.config.tbt_s * len(request.times_s)
+        return request.arrival_s + self.config.ttft_s + self.config.tbt_s * len(request.times_s)
 
     def _decode_due(self, request: Request) -> float:
         """Return the time at which the next token of ``request``, which has one, is due."""
