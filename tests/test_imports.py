@@ -9,7 +9,7 @@ from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
-from the_library import LIB, named, sources
+from the_library import LIB, named, room_of, sources
 
 REPORTS = {"progressiveserve", "cps", "sarathi", "droidspeak", "petals"}
 FLOORS = {  # who lives on one may use all below it, and none beside it: a system never imports another
@@ -87,13 +87,13 @@ def against_the_arrows(sources: dict[str, str]) -> list[str]:
     the top of a package may import all of its rooms."""
     wrong, top = [], max(map(len, FLOORS.values()))
     for module, source in sources.items():
-        package, *mine = module.split(".")
+        package, room = module.partition(".")[0], room_of(module)
         for other in (name for name in named(source) if name.split(".")[0] in PACKAGES):
-            its, *theirs = other.split(".")
+            its, other_room = other.partition(".")[0], room_of(other)
             climbs = PACKAGES.index(its) > PACKAGES.index(package)
             climbs |= package == PACKAGES[-1] and its in PACKAGES[1:-1]
-            if package == its and mine and theirs[:1] != mine[:1]:
-                climbs = FLOOR.get((its, *theirs[:1]), top) >= FLOOR.get((package, mine[0]), top + 1)
+            if package == its and room and other_room != room:
+                climbs = FLOOR.get((its, other_room), top) >= FLOOR.get((package, room), top + 1)
             if climbs:
                 wrong.append(f"{module} -> {other}")
     return wrong
@@ -104,7 +104,7 @@ def test_arrows_point_one_way() -> None:
     there = sources()
     assert against_the_arrows(there) == []
     folders = {path.parent for package in PACKAGES for path in (LIB / package).glob("*/*.py")}  # not what git left
-    assert {(path.parent.name, path.name) for path in folders} <= set(FLOOR)
+    assert {(path.parent.name, room_of(f"{path.parent.name}.{path.name}")) for path in folders} <= set(FLOOR)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from firsttoken.engine.linear8 import Linear8
 from firsttoken.progressiveserve.passlayer import pass_layers
 from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken_studies.multiple_choice import ChoiceTasksConfig, accuracy_summary, choices, option_losses
-from firsttoken_studies.petals.eight_bits_tasks import DequantizedLinear8
+from firsttoken_studies.nb51_eight_bits.eight_bits_tasks import DequantizedLinear8
 
 ITEMS = [
     ChoiceItem(("one context",) * 4, ("a", "an ending", "another longer ending", "b c"), 2),

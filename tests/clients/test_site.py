@@ -126,7 +126,7 @@ from firsttoken.sarathi.capacity import STRICT
 from firsttoken.simulation.hardware import Hardware
 from firsttoken.sarathi.policy import Policy
 from firsttoken.study.profile import load_profile
-from firsttoken_studies.sarathi.bench import Bench, CapacityConfig
+from firsttoken_studies.nb41_serving_capacity.bench import Bench, CapacityConfig
 profile, rows = load_profile("quick"), {}
 bench = Bench(profile.section("capacity", CapacityConfig), profile.section("hardware", Hardware))
 for name in sys.argv[1:]:

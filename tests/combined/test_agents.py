@@ -8,9 +8,9 @@ import pytest
 
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.profile import load_profile
-from firsttoken_studies.combined import agents
-from firsttoken_studies.combined.agents import DROIDSPEAK, FULL, LATER, OWN_CACHE, REUSE, WAYS, AgentsConfig
 from firsttoken_studies.droidspeak.reuse_items import TaskItem
+from firsttoken_studies.nb62_agents_in_turns import study as agents
+from firsttoken_studies.nb62_agents_in_turns.study import DROIDSPEAK, FULL, LATER, OWN_CACHE, REUSE, WAYS, AgentsConfig
 from firsttoken_studies.record.results import Result
 
 SECONDS = {FULL: 1.0, OWN_CACHE: 0.5, REUSE: 0.2, DROIDSPEAK: 0.4}

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from firsttoken_studies.combined.borrowed import experiment
-from firsttoken_studies.combined.borrowed.experiment import borrowed_start_summary
 from firsttoken_studies.combined.borrowed.neighbour import shaped
+from firsttoken_studies.nb56_a_start_that_borrows import borrowed_start as experiment
+from firsttoken_studies.nb56_a_start_that_borrows.borrowed_start import borrowed_start_summary
 from firsttoken_studies.record.results import Result
 
 

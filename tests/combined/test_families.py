@@ -8,7 +8,7 @@ import pytest
 
 from firsttoken.study.errors import StageError
 from firsttoken.study.profile import load_profile
-from firsttoken_studies.combined.families import (
+from firsttoken_studies.nb11_which_layers_can_wait.families import (
     ANSWERING,
     BY_DISTANCE,
     BY_LOSS,

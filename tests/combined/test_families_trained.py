@@ -14,19 +14,19 @@ from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.study import paths
 from firsttoken.study.errors import StageError
 from firsttoken.study.profile import load_profile
-from firsttoken_studies.combined import families_trained as studied
-from firsttoken_studies.combined.families_trained import (
+from firsttoken_studies.droidspeak.answer_decoding import greedy
+from firsttoken_studies.droidspeak.constructed_tasks import TASKS
+from firsttoken_studies.droidspeak.decoding import DROIDSPEAK, OWN, REUSE, own_cache
+from firsttoken_studies.droidspeak.pairs import PairedModel
+from firsttoken_studies.droidspeak.reuse_items import TaskItem, encode
+from firsttoken_studies.nb11_which_layers_can_wait import families_trained as studied
+from firsttoken_studies.nb11_which_layers_can_wait.families_trained import (
     CHOOSE,
     JUDGE,
     FamiliesTrainedConfig,
     families_trained,
     families_trained_summary,
 )
-from firsttoken_studies.droidspeak.answer_decoding import greedy
-from firsttoken_studies.droidspeak.constructed_tasks import TASKS
-from firsttoken_studies.droidspeak.decoding import DROIDSPEAK, OWN, REUSE, own_cache
-from firsttoken_studies.droidspeak.pairs import PairedModel
-from firsttoken_studies.droidspeak.reuse_items import TaskItem, encode
 
 CONFIG = FamiliesTrainedConfig(("one",), (1,), (1,), 4, 192, 3, 4, 2, (33, 67))
 LOSSES, F1 = {"s0": 1.0, "s1_none": 5.0, "s1_ours": 2.0}, {"s0": 0.8, "s1_none": 0.0, "s1_ours": 0.6}

@@ -24,10 +24,10 @@ from firsttoken.study.errors import ProfileError, StageError, SwarmError
 from firsttoken.study.profile import load_profile
 from firsttoken_extras.layer_borrowing.lease import Lease
 from firsttoken_extras.layer_borrowing.lender import Lender
-from firsttoken_studies.combined.fetchers import experiment
-from firsttoken_studies.combined.fetchers.division import bytes_of, divided
-from firsttoken_studies.combined.fetchers.experiment import TRIAL, parallel_start, parallel_start_summary
-from firsttoken_studies.combined.fetchers.trial import MODULE, FetchSpec
+from firsttoken_studies.nb56_a_start_that_borrows import parallel_start as experiment
+from firsttoken_studies.nb56_a_start_that_borrows.division import bytes_of, divided
+from firsttoken_studies.nb56_a_start_that_borrows.fetch_trial import MODULE, FetchSpec
+from firsttoken_studies.nb56_a_start_that_borrows.parallel_start import TRIAL, parallel_start, parallel_start_summary
 from firsttoken_studies.petals.fleet import ServerProcess
 from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, TrialLink, one_trial
 from firsttoken_studies.record.results import Result

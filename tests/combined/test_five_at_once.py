@@ -13,9 +13,9 @@ from firsttoken.engine.request import Request, Sampling
 from firsttoken.simulation.workload.conversations import Conversations
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import load_profile
-from firsttoken_studies.combined.five_at_once import figures
-from firsttoken_studies.combined.five_at_once.answers import Judge
-from firsttoken_studies.combined.five_at_once.experiment import (
+from firsttoken_studies.nb61_five_at_once import figures
+from firsttoken_studies.nb61_five_at_once.answers import Judge
+from firsttoken_studies.nb61_five_at_once.study import (
     ALL,
     ARMS,
     NONE,
@@ -28,7 +28,7 @@ from firsttoken_studies.combined.five_at_once.experiment import (
     goodput,
     processor_s,
 )
-from firsttoken_studies.combined.five_at_once.trial import IDEAS, seen
+from firsttoken_studies.nb61_five_at_once.trial import IDEAS, seen
 from firsttoken_studies.record.results import Result
 
 ASKED = {"ttft_s": 1.0, "tbt_s": 0.2, "limit_s": 9.0, "near_tie": 0.5}

@@ -12,9 +12,8 @@ from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.request import LayerRecompute, Request, Sampling
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import load_profile
-from firsttoken_studies.combined.five_at_once import simulated
-from firsttoken_studies.combined.five_at_once.experiment import ALL, ARMS, LIVE, NONE, TWIN, FiveConfig
-from firsttoken_studies.combined.five_at_once.simulated import (
+from firsttoken_studies.nb61_five_at_once import simulated
+from firsttoken_studies.nb61_five_at_once.simulated import (
     SimulatedConfig,
     SizedCosts,
     card_model,
@@ -22,14 +21,15 @@ from firsttoken_studies.combined.five_at_once.simulated import (
     simulated_summary,
     stored,
 )
-from firsttoken_studies.combined.five_at_once.trial import (
+from firsttoken_studies.nb61_five_at_once.study import ALL, ARMS, LIVE, NONE, TWIN, FiveConfig
+from firsttoken_studies.nb61_five_at_once.trial import (
     BORROWING,
     CHUNKS,
     CROSS_POINT,
     FOREIGN,
     STAGES,
 )
-from firsttoken_studies.combined.five_at_once.twin import (
+from firsttoken_studies.nb61_five_at_once.twin import (
     TwinExecutor,
     TwinModel,
     TwinVersion,

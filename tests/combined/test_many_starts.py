@@ -14,9 +14,9 @@ from firsttoken.engine.workload_items import Item
 from firsttoken.progressiveserve.stages import STAGES
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import load_profile
-from firsttoken_studies.combined.many_starts import experiment, figures, replicas
-from firsttoken_studies.combined.many_starts.experiment import ARMS, STAGED, WARM, WHOLE, ManyStartsConfig
-from firsttoken_studies.combined.many_starts.replicas import (
+from firsttoken_studies.nb63_many_cold_starts import figures, replicas
+from firsttoken_studies.nb63_many_cold_starts import study as experiment
+from firsttoken_studies.nb63_many_cold_starts.replicas import (
     FAIR,
     FIRST_STAGES,
     IN_TURN,
@@ -27,6 +27,7 @@ from firsttoken_studies.combined.many_starts.replicas import (
     shared_link,
     stages_at,
 )
+from firsttoken_studies.nb63_many_cold_starts.study import ARMS, STAGED, WARM, WHOLE, ManyStartsConfig
 from firsttoken_studies.record.results import Result
 
 SIZES = (8e6, 1e6, 1e6)

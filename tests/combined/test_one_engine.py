@@ -10,7 +10,7 @@ import pytest
 
 from firsttoken.assets.models import load_model
 from firsttoken.engine.accelerator import fuse
-from firsttoken_studies.combined.one_engine import OneEngineConfig, over_a_link, shared_prompt, stage_arrives
+from firsttoken_studies.nb60_one_engine.study import OneEngineConfig, over_a_link, shared_prompt, stage_arrives
 
 ASKED = OneEngineConfig(
     rounds=1,

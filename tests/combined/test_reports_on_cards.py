@@ -10,7 +10,7 @@ from firsttoken.assets.dense_shape import SHAPES
 from firsttoken.simulation.costs.operator_costs import OperatorCosts
 from firsttoken.simulation.costs.operator_tables import OperatorTables
 from firsttoken.study.errors import ProfileError
-from firsttoken_studies.combined.reports_on_cards import (
+from firsttoken_studies.nb47_the_other_reports_on_gpus.study import (
     FIRST_STAGE,
     LLAMA_2,
     MODELS,

@@ -8,7 +8,7 @@ from firsttoken.assets.shapes import shape_config
 from firsttoken.simulation.costs.published import TABLE_2, PublishedCosts
 from firsttoken.study.errors import ProfileError
 from firsttoken_studies.cps.assumed_costs import Drift, LinkModel, ScaledCosts
-from firsttoken_studies.cps.recovery_latency_figures import LINKS, SHAPES, map_of
+from firsttoken_studies.nb21_swap_or_recompute.figures import LINKS, SHAPES, map_of
 
 COSTS = PublishedCosts(decode_s=0.03)
 PAPER = LinkModel(shape_config("qwen2.5-0.5b"), 25e9)

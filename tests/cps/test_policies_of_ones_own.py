@@ -10,7 +10,7 @@ from firsttoken.engine.preemption import Recompute
 from firsttoken.simulation.costs.published import PublishedCosts
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import load_profile
-from firsttoken_studies.cps.policy_comparison import (
+from firsttoken_studies.nb22_cross_point_scheduler.study import (
     ReplayedConfig,
     crosspoint_replayed,
     drawn,

@@ -6,7 +6,7 @@ import pytest
 
 from firsttoken.engine.workload_items import Item
 from firsttoken.simulation.costs.published import PublishedCosts
-from firsttoken_studies.cps.victims import (
+from firsttoken_studies.nb24_who_is_preempted.study import (
     FREED,
     RULES,
     SCHEDULERS,

@@ -19,7 +19,7 @@ from firsttoken.study.errors import CacheError, ModelError, ProfileError, StageE
 from firsttoken.study.profile import Profile, load_profile
 from firsttoken_studies.droidspeak.pairs import Models, Pair, adapters_folder, half_the_layers, weight_distance
 from firsttoken_studies.droidspeak.reuse_items import Encoded, TaskItem
-from firsttoken_studies.droidspeak.training import TuningConfig, tuned
+from firsttoken_studies.nb30_full_reuse_and_sensitivity.training import TuningConfig, tuned
 
 IDS = torch.randint(1, 257, (2, 9), generator=torch.Generator().manual_seed(0))
 

@@ -12,9 +12,9 @@ from peft import PeftModel
 
 from firsttoken.assets.adapters import WEIGHTS, read_recipe
 from firsttoken.study.errors import CorpusError
-from firsttoken_studies.droidspeak import training
 from firsttoken_studies.droidspeak.reuse_items import Encoded, TaskItem
-from firsttoken_studies.droidspeak.training import TuningConfig, answer_loss, tune, tuned
+from firsttoken_studies.nb30_full_reuse_and_sensitivity import training
+from firsttoken_studies.nb30_full_reuse_and_sensitivity.training import TuningConfig, answer_loss, tune, tuned
 
 CONFIG = TuningConfig(rank=2, learning_rate=1e-2, steps=14, batch=2, tokens=12, items=0)
 BASE = "5e12" * 16

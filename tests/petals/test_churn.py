@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from firsttoken.petals.placement import Rebalancing, most_rate
 from firsttoken.study.errors import ProfileError
-from firsttoken_studies.petals.swarm_churn import Churn, ChurnConfig
+from firsttoken_studies.nb52_chains_and_offloading.swarm_churn import Churn, ChurnConfig
 
 CONFIG = ChurnConfig(depth=10, period_s=60, expiry_s=20)
 

@@ -9,6 +9,18 @@ from firsttoken.engine.linear8 import resting_bytes, to_8_bits
 from firsttoken.petals.routing import best_chain
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import load_profile
+from firsttoken_studies.nb50_a_swarm_that_survives.study import LOCAL, survival_summary, transport_summary
+from firsttoken_studies.nb52_chains_and_offloading.swarm_chains import chains_summary
+from firsttoken_studies.nb52_chains_and_offloading.swarm_churn import churn_summary, swarm_churn
+from firsttoken_studies.nb53_training_through_the_chain.study import tuning_summary
+from firsttoken_studies.nb54_validation_and_privacy.swarm_privacy import (
+    PrivacyConfig,
+    _entering,
+    _features,
+    _learnt,
+    _nearest,
+)
+from firsttoken_studies.nb54_validation_and_privacy.swarm_validation import validation_summary
 from firsttoken_studies.petals.chain_costs import (
     BLOOM_BLOCKS,
     CARDS,
@@ -19,12 +31,6 @@ from firsttoken_studies.petals.chain_costs import (
     published_compute_s,
     twelve,
 )
-from firsttoken_studies.petals.swarm_chains import chains_summary
-from firsttoken_studies.petals.swarm_churn import churn_summary, swarm_churn
-from firsttoken_studies.petals.swarm_privacy import PrivacyConfig, _entering, _features, _learnt, _nearest
-from firsttoken_studies.petals.swarm_survival import LOCAL, survival_summary, transport_summary
-from firsttoken_studies.petals.swarm_tuning import tuning_summary
-from firsttoken_studies.petals.swarm_validation import validation_summary
 
 
 def test_a_little_churn() -> None:

@@ -20,8 +20,8 @@ from firsttoken.study import dtypes
 from firsttoken.study.errors import StageError, SwarmError
 from firsttoken_serve.http.launch import running
 from firsttoken_serve.service_config import ServiceConfig
+from firsttoken_studies.nb54_validation_and_privacy.swarm_validation import ByzantineBackend
 from firsttoken_studies.petals.fleet import Fleet
-from firsttoken_studies.petals.swarm_validation import ByzantineBackend
 
 SPANS = ("0:3", "3:6")
 ASKED = {"prompt": "the inn in the north", "max_tokens": 160, "temperature": 0.8, "seed": 5, "logprobs": 1}

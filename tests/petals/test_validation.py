@@ -26,7 +26,7 @@ from firsttoken.petals.trust.arbitration import TOLERANCE, AuditRuling
 from firsttoken.petals.trust.auditor import AGREED, CONVICTED, INCONCLUSIVE, WITNESS, Audits
 from firsttoken.petals.trust.commitments import Charge, Evidence, digest_rows, read_commitment
 from firsttoken.study.errors import SwarmError
-from firsttoken_studies.petals.swarm_validation import LIES, ByzantineBackend
+from firsttoken_studies.nb54_validation_and_privacy.swarm_validation import LIES, ByzantineBackend
 
 CLIENT = server_key(None)
 ANSWER = 8

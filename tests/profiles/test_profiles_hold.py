@@ -16,11 +16,13 @@ import torch
 from firsttoken.assets import models, needs
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile, load_profile
-from firsttoken_studies.cps import learnt_threshold, policy_comparison
-from firsttoken_studies.droidspeak import reuse_methods, setting
+from firsttoken_studies.droidspeak import setting
 from firsttoken_studies.droidspeak.setting import HELD_OUT, ReuseConfig, Run
-from firsttoken_studies.progressiveserve import timeline
-from firsttoken_studies.progressiveserve.coldstart import experiments as coldstart
+from firsttoken_studies.nb13_cold_start import study as coldstart
+from firsttoken_studies.nb15_recovery_timeline import study as timeline
+from firsttoken_studies.nb22_cross_point_scheduler import study as policy_comparison
+from firsttoken_studies.nb23_online_cross_point import study as learnt_threshold
+from firsttoken_studies.nb33_latency_and_quality import reuse_methods
 from firsttoken_studies.record.results import Result
 from firsttoken_studies.registry import EXPERIMENTS
 

@@ -51,34 +51,32 @@ from firsttoken.study.summary import Summary
 from firsttoken_cpu.native.library import kernels
 from firsttoken_extras.bitplanes.native_words import merger
 from firsttoken_studies import multiple_choice
-from firsttoken_studies.combined.borrowed import experiment as borrowed
-from firsttoken_studies.combined.fetchers import trial as fetch_trial
-from firsttoken_studies.combined.five_at_once import experiment as five
-from firsttoken_studies.combined.five_at_once import simulated as five_simulated
 from firsttoken_studies.combined.five_at_once import stage_prefixes
-from firsttoken_studies.combined.many_starts import experiment as many_starts
-from firsttoken_studies.cps import learnt_threshold
-from firsttoken_studies.droidspeak import gating, profile_transfer, profiling, reuse_methods, setting
-from firsttoken_studies.droidspeak import training as reuse_training
-from firsttoken_studies.droidspeak.reuse_methods import TimeShares
-from firsttoken_studies.progressiveserve import frontier
-from firsttoken_studies.progressiveserve.coldstart import bitplane_starts, checkpoints, harness, layer_sweep
-from firsttoken_studies.progressiveserve.coldstart import experiments as coldstart
+from firsttoken_studies.droidspeak import setting
+from firsttoken_studies.nb13_cold_start import study as coldstart
+from firsttoken_studies.nb14_how_many_layers_may_wait import study as layer_sweep
+from firsttoken_studies.nb17_bits_before_layers import bitplane_starts, frontier
+from firsttoken_studies.nb23_online_cross_point import study as learnt_threshold
+from firsttoken_studies.nb30_full_reuse_and_sensitivity import profiling
+from firsttoken_studies.nb30_full_reuse_and_sensitivity import training as reuse_training
+from firsttoken_studies.nb33_latency_and_quality import reuse_methods
+from firsttoken_studies.nb33_latency_and_quality.reuse_methods import TimeShares
+from firsttoken_studies.nb34_profile_transfer import study as profile_transfer
+from firsttoken_studies.nb35_bandwidth_and_gate import gating
+from firsttoken_studies.nb41_serving_capacity import bench, pipeline_bubbles
+from firsttoken_studies.nb42_the_simulator_and_a_gpu import chunk_error, operators_here, simulator_error
+from firsttoken_studies.nb45_beside_vllm import study as live_peer
+from firsttoken_studies.nb46_on_the_stated_gpus import host_time, operator_error, paper_cards
+from firsttoken_studies.nb56_a_start_that_borrows import borrowed_start as borrowed
+from firsttoken_studies.nb56_a_start_that_borrows import fetch_trial
+from firsttoken_studies.nb61_five_at_once import simulated as five_simulated
+from firsttoken_studies.nb61_five_at_once import study as five
+from firsttoken_studies.nb63_many_cold_starts import study as many_starts
+from firsttoken_studies.progressiveserve.coldstart import checkpoints, harness
 from firsttoken_studies.record.claims import load_claims
 from firsttoken_studies.record.experiment import EVERY_PROFILE
 from firsttoken_studies.record.results import Result
 from firsttoken_studies.registry import EXPERIMENTS
-from firsttoken_studies.sarathi import (
-    bench,
-    chunk_error,
-    host_time,
-    live_peer,
-    operator_error,
-    operators_here,
-    paper_cards,
-    pipeline_bubbles,
-    simulator_error,
-)
 
 CASES = [(name, profile) for name, experiment in EXPERIMENTS.items() for profile in experiment.profiles]
 

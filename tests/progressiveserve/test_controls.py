@@ -7,7 +7,7 @@ import dataclasses
 from firsttoken.progressiveserve.base_model import load_served
 from firsttoken.progressiveserve.recipe import RECIPES, REPORT
 from firsttoken.study import paths
-from firsttoken_studies.progressiveserve.ablations import (
+from firsttoken_studies.nb12_staged_healing.ablations import (
     AblationConfig,
     control_blocks,
     controls_summary,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from firsttoken_studies.progressiveserve.sizes import size_row, sizes_summary
+from firsttoken_studies.nb11_which_layers_can_wait.sizes import size_row, sizes_summary
 
 HIDDEN, MLP = 4096, 11008
 LAYER = 4 * HIDDEN**2 + 3 * HIDDEN * MLP + 2 * HIDDEN

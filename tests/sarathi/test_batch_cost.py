@@ -9,7 +9,7 @@ import pytest
 from firsttoken.assets.models import load_model
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.study.profile import load_profile
-from firsttoken_studies.sarathi.batch_cost import LiveBatches, batch_cost, batch_summary
+from firsttoken_studies.nb43_the_cost_of_a_batch.study import LiveBatches, batch_cost, batch_summary
 
 CHOSEN = {"prompt": 40, "pieces": [8, 16], "running": 3, "contexts": [6], "tile": 12, "repeats": 2}
 

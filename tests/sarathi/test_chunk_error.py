@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from firsttoken.study.errors import CorpusError, ProfileError
-from firsttoken_studies.sarathi import chunk_error as study
-from firsttoken_studies.sarathi.chunk_error import (
+from firsttoken_studies.nb42_the_simulator_and_a_gpu import chunk_error as study
+from firsttoken_studies.nb42_the_simulator_and_a_gpu.chunk_error import (
     DIFFERENCE,
     HELD_OUT,
     SEEN,

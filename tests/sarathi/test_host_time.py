@@ -8,9 +8,16 @@ import numpy as np
 import pytest
 
 from firsttoken.engine.costs.cost_model import Costs
+from firsttoken_studies.nb46_on_the_stated_gpus.host_time import (
+    AFTER,
+    BEFORE,
+    CountedSteps,
+    counted,
+    fitted,
+    host_summary,
+)
+from firsttoken_studies.nb46_on_the_stated_gpus.operator_error import OperatorErrorConfig, ServerRun
 from firsttoken_studies.record.results import frame_of
-from firsttoken_studies.sarathi.host_time import AFTER, BEFORE, CountedSteps, counted, fitted, host_summary
-from firsttoken_studies.sarathi.operator_error import OperatorErrorConfig, ServerRun
 
 HOST_STEP_S, HOST_ROW_S = 0.003, 0.0004
 

@@ -16,10 +16,10 @@ from firsttoken.__main__ import COMMANDS
 from firsttoken.options import parser
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.profile import load_profile
+from firsttoken_studies.nb45_beside_vllm import figures
+from firsttoken_studies.nb45_beside_vllm import study as live_peer
+from firsttoken_studies.nb45_beside_vllm.study import METRICS, OURS, VLLM, PeerConfig, PeerModel, peer_summary
 from firsttoken_studies.probes.programs import free_port, started, wait_healthy
-from firsttoken_studies.sarathi import live_peer
-from firsttoken_studies.sarathi import live_peer_figures as figures
-from firsttoken_studies.sarathi.live_peer import METRICS, OURS, VLLM, PeerConfig, PeerModel, peer_summary
 
 CONFIG = {"budgets": (64, 256), "requests": 4, "rate": 2.0, "prompt_tokens": 64, "prompt_spread": 16}
 CONFIG |= {"new_tokens": 8, "rounds": 2}

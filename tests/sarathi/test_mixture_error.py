@@ -9,8 +9,8 @@ import pytest
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.profile import load_profile
-from firsttoken_studies.sarathi import operator_error as study
-from firsttoken_studies.sarathi.operator_error import (
+from firsttoken_studies.nb46_on_the_stated_gpus import operator_error as study
+from firsttoken_studies.nb46_on_the_stated_gpus.operator_error import (
     MixtureRun,
     ServerRun,
     mixture_error,

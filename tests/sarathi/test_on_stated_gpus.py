@@ -15,8 +15,8 @@ from firsttoken.simulation.hardware import Hardware
 from firsttoken.simulation.lengths import STATED, lengths
 from firsttoken.study.errors import ProfileError
 from firsttoken_studies.commands import _card, add_options
-from firsttoken_studies.sarathi.card_capacity import CardCase, card_summary
-from firsttoken_studies.sarathi.operator_error import (
+from firsttoken_studies.nb46_on_the_stated_gpus.card_capacity import CardCase, card_summary
+from firsttoken_studies.nb46_on_the_stated_gpus.operator_error import (
     NEW,
     OperatorErrorConfig,
     ServerRun,
@@ -25,7 +25,7 @@ from firsttoken_studies.sarathi.operator_error import (
     operator_summary,
     simulated,
 )
-from firsttoken_studies.sarathi.paper_cards import sweep_summary
+from firsttoken_studies.nb46_on_the_stated_gpus.paper_cards import sweep_summary
 
 
 @dataclass

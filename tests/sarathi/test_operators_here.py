@@ -11,8 +11,8 @@ import torch
 from firsttoken.simulation.costs.operator_tables import OperatorTables
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken_studies import ledger
-from firsttoken_studies.combined import on_a_gpu as shown
-from firsttoken_studies.sarathi import operators_here as study
+from firsttoken_studies.nb42_the_simulator_and_a_gpu import operators_here as study
+from firsttoken_studies.nb48_measured_on_a_gpu import study as shown
 
 CPU = torch.device("cpu")
 

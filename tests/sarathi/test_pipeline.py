@@ -13,7 +13,7 @@ from firsttoken.engine.workload_items import Item
 from firsttoken.sarathi.pipeline import PipelineStages, StagedExecutor, serve_staged
 from firsttoken.simulation.costs.sarathi_artifact import BatchCosts
 from firsttoken.study.errors import RequestError
-from firsttoken_studies.sarathi.pipeline_bubbles import equal_time
+from firsttoken_studies.nb41_serving_capacity.pipeline_bubbles import equal_time
 
 COSTS = BatchCosts()
 

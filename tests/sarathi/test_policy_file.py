@@ -23,7 +23,7 @@ from firsttoken.simulation.hardware import Hardware
 from firsttoken.study import paths, policy_file
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.policy_file import Decisions
-from firsttoken_studies.sarathi.bench import Bench, CapacityConfig
+from firsttoken_studies.nb41_serving_capacity.bench import Bench, CapacityConfig
 
 HEAD = """from firsttoken.engine.schedulers.scheduler import Scheduler
 from firsttoken.engine.request import ScheduledChunk

@@ -8,7 +8,7 @@ import pytest
 
 from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.profile import load_profile
-from firsttoken_studies.sarathi.bench import capacity_summary, serving_capacity
+from firsttoken_studies.nb41_serving_capacity.bench import capacity_summary, serving_capacity
 
 
 def test_both_objectives(tmp_path: Path) -> None:

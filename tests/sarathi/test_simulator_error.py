@@ -10,8 +10,14 @@ import pytest
 from firsttoken.simulation.costs.sarathi_artifact import BatchCosts
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.profile import load_profile
-from firsttoken_studies.sarathi import simulator_error
-from firsttoken_studies.sarathi.simulator_error import SPLIT, error_summary, read_requests, two_cards, two_cards_summary
+from firsttoken_studies.nb42_the_simulator_and_a_gpu import simulator_error
+from firsttoken_studies.nb42_the_simulator_and_a_gpu.simulator_error import (
+    SPLIT,
+    error_summary,
+    read_requests,
+    two_cards,
+    two_cards_summary,
+)
 
 GOOD = {"input_toks": 10, "output_toks": 3, "queued_ts": 5.0, "first_token_ts": 5.5, "last_token_ts": 6.5}
 

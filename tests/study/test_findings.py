@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from firsttoken.study.errors import FirstTokenError
-from firsttoken_studies import findings, ledger
-from firsttoken_studies.first_token import Lengths, Work, by_length_figure, roofline, timeline
+from firsttoken_studies import ledger
+from firsttoken_studies.nb01_the_first_token.study import Lengths, Work, by_length_figure, roofline, timeline
+from firsttoken_studies.nb90_claims import findings
 
 REPORTS = ["ProgressiveServe", "CPS", "Sarathi-Serve", "DroidSpeak", "PETALS"]
 

@@ -10,8 +10,8 @@ from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.profile import load_profile
 from firsttoken.study.timing import Stopwatch, timed, torch_threads
 from firsttoken_studies.experiments import run_experiment
+from firsttoken_studies.nb00_machine.study import MachineConfig, measure_ceilings
 from firsttoken_studies.record.results import read_result
-from firsttoken_studies.record.roofline import MachineConfig, measure_ceilings
 
 SMALL = {"machine.copy_mib": 1, "machine.disk_mib": 1, "machine.matmul_n": 16, "machine.repeats": 2}
 
@@ -51,7 +51,7 @@ def test_the_file_is_gone_after_an_error_too(root, monkeypatch: pytest.MonkeyPat
     def full(path: object) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("firsttoken_studies.record.roofline.evict", full)
+    monkeypatch.setattr("firsttoken_studies.nb00_machine.study.evict", full)
     with pytest.raises(FirstTokenError, match="disk test of 1 MiB: No space left"):
         measure_ceilings(MachineConfig(1, 1, 16, 1), "cpu")
     assert list(paths.CACHE.glob("disk-test-*")) == []

@@ -7,11 +7,11 @@ from dataclasses import replace
 import matplotlib
 import pytest
 
-from firsttoken_studies.droidspeak import adaptive_group, gating
+from firsttoken_studies.nb35_bandwidth_and_gate import adaptive_group, gating
+from firsttoken_studies.nb43_the_cost_of_a_batch import figures as batch_cost_figures
 from firsttoken_studies.progressiveserve.coldstart import figures
 from firsttoken_studies.record.overlay import PALE, counted, over
 from firsttoken_studies.record.results import load_result
-from firsttoken_studies.sarathi import batch_cost_figures
 
 DRAWN = {
     "deferral_sweep": figures.trade_off,

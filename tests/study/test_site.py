@@ -134,7 +134,7 @@ def test_the_librarys_modules_serve_where_nothing_is_installed(tmp_path):
 
 def test_what_a_browser_lacks_is_not_packed():
     with pytest.raises(subprocess.CalledProcessError) as failed:
-        scheduler_page.modules("firsttoken_studies.sarathi.bench")
+        scheduler_page.modules("firsttoken_studies.nb41_serving_capacity.bench")
     assert "numpy is not in the browser" in failed.value.stderr
 
 

@@ -17,7 +17,8 @@ from firsttoken.study import paths, storage
 from firsttoken.study.errors import StorageError
 from firsttoken.study.profile import load_profile
 from firsttoken_studies.experiments import run_experiment
-from firsttoken_studies.record import notebooks, roofline
+from firsttoken_studies.nb00_machine import study as roofline
+from firsttoken_studies.record import notebooks
 from firsttoken_studies.record.plot import save
 from firsttoken_studies.record.results import load_result, write_result
 

@@ -22,19 +22,19 @@ from firsttoken.assets.qa_files import QAItem
 from firsttoken.droidspeak.profile.pareto import Profiled
 from firsttoken.simulation.workload.conversations import Conversations
 from firsttoken_extras.layer_borrowing.lender import Lender
-from firsttoken_studies.combined.borrowed import experiment as borrowed
-from firsttoken_studies.combined.borrowed import trial as borrowed_trial
-from firsttoken_studies.combined.borrowed.spec import BorrowSpec
-from firsttoken_studies.combined.fetchers import experiment as parallel
-from firsttoken_studies.combined.fetchers import trial as fetch_trial
-from firsttoken_studies.combined.five_at_once import trial as window
-from firsttoken_studies.droidspeak import profiling
 from firsttoken_studies.droidspeak.reuse_items import TaskItem
-from firsttoken_studies.progressiveserve import timeline_trial
+from firsttoken_studies.nb15_recovery_timeline import trial as timeline_trial
+from firsttoken_studies.nb30_full_reuse_and_sensitivity import profiling
+from firsttoken_studies.nb45_beside_vllm import study as live_peer
+from firsttoken_studies.nb45_beside_vllm.study import PeerConfig, PeerModel
+from firsttoken_studies.nb56_a_start_that_borrows import borrow_trial as borrowed_trial
+from firsttoken_studies.nb56_a_start_that_borrows import borrowed_start as borrowed
+from firsttoken_studies.nb56_a_start_that_borrows import fetch_trial
+from firsttoken_studies.nb56_a_start_that_borrows import parallel_start as parallel
+from firsttoken_studies.nb56_a_start_that_borrows.borrow_spec import BorrowSpec
+from firsttoken_studies.nb61_five_at_once import trial as window
 from firsttoken_studies.progressiveserve.coldstart import trial
 from firsttoken_studies.record.results import Result
-from firsttoken_studies.sarathi import live_peer
-from firsttoken_studies.sarathi.live_peer import PeerConfig, PeerModel
 
 
 def questions(source: str, split: str) -> list[QAItem]:

@@ -9,12 +9,27 @@ from functools import cache
 from pathlib import Path
 
 LIB = Path(__file__).parents[2] / "lib"
+_ROOMS = {  # by a notebook's number, or the first digit of it, the room of whose studies its folder is a part
+    "0": "record", "1": "progressiveserve", "2": "cps", "20": "engine", "3": "droidspeak", "4": "sarathi",
+    "47": "combined", "48": "combined", "5": "petals", "56": "combined", "6": "combined", "9": "record",
+}  # fmt: skip
+_ELSEWHERE = {  # modules that use another report than their notebook's
+    "firsttoken_studies.nb11_which_layers_can_wait.families_trained": "combined",
+}
 
 
 def module_of(path: Path) -> str:
     """The dotted name of the module in a file."""
     parts = path.relative_to(LIB).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module: str) -> str:
+    """The folder in the package of a module, "" at its top; a notebook's folder is a part of its report's."""
+    room = [*module.split("."), ""][1]
+    if room[:2] == "nb":
+        return _ELSEWHERE.get(module) or _ROOMS.get(room[2:4]) or _ROOMS[room[2]]
+    return room
 
 
 def is_folder(module: str) -> bool:
@@ -85,7 +100,7 @@ def rooms() -> dict[str, list[str]]:
     """The modules of each folder of a package, its own folders included, and those at its top."""
     found = defaultdict(list)
     for module in sources():
-        parts = module.split(".")
-        is_room = len(parts) > 2 or (len(parts) == 2 and is_folder(module))
-        found[".".join(parts[: 1 + is_room])].append(module)
+        package = module.partition(".")[0]
+        is_room = module.count(".") > 1 or (module != package and is_folder(module))
+        found[f"{package}.{room_of(module)}" if is_room else package].append(module)
     return dict(found)

@@ -291,7 +291,7 @@ def measured(model: Path, prompts: list[list[int]], folder: Path) -> subprocess.
     file = folder / "prompts.json"
     file.write_text(json.dumps(prompts), encoding="utf-8")
     options = f"--model {model} --prompts {file} --new-tokens {NEW_TOKENS} --dtype float32".split()
-    command = [sys.executable, "-m", "firsttoken_studies.engine.vllm_throughput", *options]
+    command = [sys.executable, "-m", "firsttoken_studies.nb20_the_engine.vllm_throughput", *options]
     return subprocess.run(command, input="\n\n", capture_output=True, text=True, check=False)
 
 

@@ -1,7 +1,7 @@
 """A model as its first stage would make it, in memory: what a start in planes answers with, and what its bytes are.
 
 Here, and not in a checkpoint, layers may wait too, and the embedding and the head be cut otherwise: for the frontier of
-quality against bytes (``firsttoken_studies.progressiveserve.frontier``).
+quality against bytes (``firsttoken_studies.nb17_bits_before_layers.frontier``).
 """
 
 from __future__ import annotations

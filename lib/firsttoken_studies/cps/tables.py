@@ -11,9 +11,9 @@ import numpy as np
 from firsttoken.cps.crossing import Crossing, crossing, fit_crossing
 from firsttoken.engine.workload_items import Item
 from firsttoken.simulation.costs.published import TABLE_2, Table2Row, decomposed
-from firsttoken_studies.cps.policy_comparison import AS_PUBLISHED, BOUND, CONTROLS, MEANS, OFF
-from firsttoken_studies.cps.recovery_latency import swap_ms
 from firsttoken_studies.cps.styles import PATH_LOOKS, POLICIES
+from firsttoken_studies.nb21_swap_or_recompute.study import swap_ms
+from firsttoken_studies.nb22_cross_point_scheduler.study import AS_PUBLISHED, BOUND, CONTROLS, MEANS, OFF
 from firsttoken_studies.record.results import Result, Rows, Table
 from firsttoken_studies.record.show import interval
 

@@ -25,9 +25,9 @@ from firsttoken.study.progress import track
 from firsttoken_studies.droidspeak.answer_decoding import greedy
 from firsttoken_studies.droidspeak.constructed_tasks import task_of
 from firsttoken_studies.droidspeak.pairs import PairedModel
-from firsttoken_studies.droidspeak.profiling import batch_key
 from firsttoken_studies.droidspeak.reuse_items import Encoded
 from firsttoken_studies.droidspeak.setting import Run, batches
+from firsttoken_studies.nb30_full_reuse_and_sensitivity.profiling import batch_key
 
 OWN, REUSE, DROIDSPEAK = "full prefill", "full reuse", "DroidSpeak"
 _DECODING = "decoded 1"  # another name when what is kept is made in another way

@@ -9,8 +9,8 @@ import numpy as np
 
 from firsttoken.droidspeak.profile.pareto import critical_layers, smallest_within
 from firsttoken.study.stats import Interval, bootstrap, paired_bootstrap
-from firsttoken_studies.droidspeak.profiling import BOUND, CRITICAL, naive_passes, profiled_groups
 from firsttoken_studies.droidspeak.setting import rows_by_run, run_of
+from firsttoken_studies.nb30_full_reuse_and_sensitivity.profiling import BOUND, CRITICAL, naive_passes, profiled_groups
 from firsttoken_studies.record.plot import compared
 from firsttoken_studies.record.results import Result, Rows, Table, frame_of
 from firsttoken_studies.record.show import interval

@@ -9,7 +9,7 @@ import numpy as np
 
 from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS
 from firsttoken.study.system import NOT_HERE
-from firsttoken_studies.progressiveserve.timeline import CASES, unpacked
+from firsttoken_studies.nb15_recovery_timeline.study import CASES, unpacked
 from firsttoken_studies.record.overlay import name_results, over
 from firsttoken_studies.record.plot import COLOURS, LOOKS, panels
 from firsttoken_studies.record.results import Result, Rows, Table, distinct, frame_of, rows_where

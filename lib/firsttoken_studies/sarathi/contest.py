@@ -16,9 +16,9 @@ from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
 from firsttoken.study.stats import bootstrap
+from firsttoken_studies.nb41_serving_capacity.bench import Bench, CapacityConfig
 from firsttoken_studies.record.results import Result
 from firsttoken_studies.record.show import interval
-from firsttoken_studies.sarathi.bench import Bench, CapacityConfig
 from firsttoken_studies.sarathi.leaderboard import enters, ranking
 
 WORKLOAD = ("lengths", "requests", "batch", "start")  # of a capacity section: what must agree, to compare

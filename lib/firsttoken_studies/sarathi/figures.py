@@ -10,15 +10,15 @@ import numpy as np
 
 from firsttoken.sarathi.capacity import STRICT, TIMES
 from firsttoken.sarathi.policy_text import place_of
+from firsttoken_studies.nb40_generation_stalls.study import LIVE, SIMULATED
+from firsttoken_studies.nb41_serving_capacity.pipeline_bubbles import SIZE, TIME, WHOLE
+from firsttoken_studies.nb42_the_simulator_and_a_gpu.simulator_error import METRICS, QUANTILES, VLLM
+from firsttoken_studies.nb42_the_simulator_and_a_gpu.simulator_error import SIMULATED as FORETOLD
 from firsttoken_studies.record.overlay import name_results, over
 from firsttoken_studies.record.plot import COLOURS, LOOKS, handle, log_ticks, panels
 from firsttoken_studies.record.results import Result, Table, distinct, rows_where
 from firsttoken_studies.record.show import interval
-from firsttoken_studies.sarathi.generation_stalls import LIVE, SIMULATED
 from firsttoken_studies.sarathi.leaderboard import BASE
-from firsttoken_studies.sarathi.pipeline_bubbles import SIZE, TIME, WHOLE
-from firsttoken_studies.sarathi.simulator_error import METRICS, QUANTILES, VLLM
-from firsttoken_studies.sarathi.simulator_error import SIMULATED as FORETOLD
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

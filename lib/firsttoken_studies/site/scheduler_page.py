@@ -19,7 +19,7 @@ from firsttoken.sarathi.capacity import STRICT
 from firsttoken.simulation.hardware import PUBLISHED, Hardware
 from firsttoken.study.errors import AssetError
 from firsttoken.study.profile import load_profile
-from firsttoken_studies.sarathi.bench import Bench, CapacityConfig
+from firsttoken_studies.nb41_serving_capacity.bench import Bench, CapacityConfig
 from firsttoken_studies.site.scheduler_scene import SchedulerScene
 from firsttoken_studies.trying.scheduler import RATE
 

@@ -13,7 +13,7 @@ from firsttoken.petals.placement import Rebalancing
 from firsttoken.petals.routing import Reachable
 from firsttoken.study.policy_file import PolicyFile, PolicyKind
 from firsttoken.study.profile import Profile
-from firsttoken_studies.petals.swarm_churn import RULES, ChurnStudyConfig, churned
+from firsttoken_studies.nb52_chains_and_offloading.swarm_churn import RULES, ChurnStudyConfig, churned
 from firsttoken_studies.trying.table import TrialTable, Values, held
 
 EVENTS = 4  # of the profile's: by "fewest" each takes a second

@@ -14,7 +14,7 @@ from firsttoken.sarathi.checked_scheduler import watched
 from firsttoken.simulation.costs.published import PublishedCosts
 from firsttoken.study.policy_file import PolicyFile, PolicyKind
 from firsttoken.study.profile import Profile
-from firsttoken_studies.cps.policy_comparison import ReplayedConfig, calibrated, drawn, maker_of, run_replayed
+from firsttoken_studies.nb22_cross_point_scheduler import study
 from firsttoken_studies.trying.table import TrialTable, Values, held
 
 POLICIES = ("swap", "recompute", "cross_point", "online", "oracle")
@@ -27,7 +27,7 @@ def tried_preemption(path: str, profile: Profile, draws: range) -> TrialTable:
     def options(make: Callable[[PublishedCosts], PreemptionPolicy]) -> Options:
         return lambda costs: {"policy": make(costs)}
 
-    siblings = {name: options(maker_of(name)) for name in POLICIES}
+    siblings = {name: options(study.maker_of(name)) for name in POLICIES}
     return _replayed(path, PREEMPTION, lambda kind: options(lambda costs: kind()), siblings, profile, draws)
 
 
@@ -48,13 +48,13 @@ def _replayed(
     profile: Profile,
     draws: range,
 ) -> TrialTable:
-    file, config = PolicyFile.read(Path(path), kind), profile.section("replayed", ReplayedConfig)
-    loads = {seed: drawn(config, seed) for seed in draws}
-    costs = PublishedCosts(decode_s=calibrated([loads[draws[0]]], config.blocks))
+    file, config = PolicyFile.read(Path(path), kind), profile.section("replayed", study.ReplayedConfig)
+    loads = {seed: study.drawn(config, seed) for seed in draws}
+    costs = PublishedCosts(decode_s=study.calibrated([loads[draws[0]]], config.blocks))
     fixed_scheduler = watched(PrefillFirst, file.file, file.decisions)  # a victim that is always the same never ends
 
     def one(settings: Options, seed: int) -> Values:
-        run = run_replayed(loads[seed], costs, blocks=config.blocks, **settings(costs))
+        run = study.run_replayed(loads[seed], costs, blocks=config.blocks, **settings(costs))
         return {
             "mean TTFT, s": run["mean_ttft_ms"] / 1e3,
             "mean TPOT, ms": run["mean_tpot_ms"],

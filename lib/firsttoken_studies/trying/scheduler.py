@@ -6,7 +6,7 @@ from firsttoken.sarathi.capacity import RELAXED, STRICT
 from firsttoken.sarathi.policy import Policy
 from firsttoken.simulation.hardware import Hardware
 from firsttoken.study.profile import Profile
-from firsttoken_studies.sarathi.bench import Bench, CapacityConfig
+from firsttoken_studies.nb41_serving_capacity.bench import Bench, CapacityConfig
 from firsttoken_studies.trying.table import TrialTable, Values, held
 
 RATE = 2.0  # requests/s: prefill-first misses the strict objective there, and Sarathi holds it

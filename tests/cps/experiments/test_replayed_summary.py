@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from firsttoken_studies.cps.policy_comparison import BOUND, COMPARED, OTHERS, PAPER_TPOT_MS, replayed_summary
+from firsttoken_studies.nb22_cross_point_scheduler.study import BOUND, COMPARED, OTHERS, PAPER_TPOT_MS, replayed_summary
 
 METRICS = ("mean_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "recovery_s", "preemptions", "makespan_s")
 

@@ -10,8 +10,8 @@ import pytest
 
 from firsttoken.study import paths
 from firsttoken.study.profile import Profile, load_profile
-from firsttoken_studies.droidspeak.training import reuse_training
 from firsttoken_studies.experiments import run_experiment
+from firsttoken_studies.nb30_full_reuse_and_sensitivity.training import reuse_training
 from firsttoken_studies.record.results import Outcome, Result
 
 

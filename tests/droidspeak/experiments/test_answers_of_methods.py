@@ -10,11 +10,18 @@ import pytest
 from firsttoken.droidspeak.layer_group import Group
 from firsttoken.study import paths
 from firsttoken.study.errors import ProfileError, RequestError
-from firsttoken_studies.droidspeak import decoding, gating
-from firsttoken_studies.droidspeak.gating import gate_summary, quality_gate
-from firsttoken_studies.droidspeak.reuse_methods import _blend, choice_of, methods_summary, reuse_methods, where_of
-from firsttoken_studies.droidspeak.sensitivity import example_rows
+from firsttoken_studies.droidspeak import decoding
 from firsttoken_studies.droidspeak.setting import Setting
+from firsttoken_studies.nb30_full_reuse_and_sensitivity.sensitivity import example_rows
+from firsttoken_studies.nb33_latency_and_quality.reuse_methods import (
+    _blend,
+    choice_of,
+    methods_summary,
+    reuse_methods,
+    where_of,
+)
+from firsttoken_studies.nb35_bandwidth_and_gate import gating
+from firsttoken_studies.nb35_bandwidth_and_gate.gating import gate_summary, quality_gate
 
 ALWAYS = ["full prefill", "sender", "full reuse", "DroidSpeak"]
 BLENDS = ["CacheBlend 0.15 gradual", "CacheBlend equal compute", "CacheBlend equal latency"]

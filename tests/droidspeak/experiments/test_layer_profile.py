@@ -8,8 +8,8 @@ import math
 import pytest
 
 from firsttoken.droidspeak.layer_group import Group
-from firsttoken_studies.droidspeak import profiling
-from firsttoken_studies.droidspeak.profiling import layer_profile, profile_summary, profiled_groups
+from firsttoken_studies.nb30_full_reuse_and_sensitivity import profiling
+from firsttoken_studies.nb30_full_reuse_and_sensitivity.profiling import layer_profile, profile_summary, profiled_groups
 
 OF_A_RUN = [
     "accuracy_pct",

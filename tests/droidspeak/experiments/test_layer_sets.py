@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from firsttoken.droidspeak.prefill import spans
 from firsttoken.study.errors import ProfileError
-from firsttoken_studies.droidspeak.contiguous_groups import TransitionsConfig, layer_sets, transitions
+from firsttoken_studies.nb31_contiguous_groups.study import TransitionsConfig, layer_sets, transitions
 
 
 def config(layers: int, *counts: int, draws: int = 4) -> TransitionsConfig:

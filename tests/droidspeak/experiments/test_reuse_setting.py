@@ -9,10 +9,10 @@ import pytest
 from firsttoken.assets.adapters import read_recipe
 from firsttoken.study.errors import CacheError, CorpusError, ModelError, ProfileError
 from firsttoken_studies.droidspeak import setting as setting_module
-from firsttoken_studies.droidspeak import training
 from firsttoken_studies.droidspeak.reuse_items import Encoded, TaskItem
 from firsttoken_studies.droidspeak.setting import Run, Setting, batches
-from firsttoken_studies.droidspeak.training import reuse_training, training_summary
+from firsttoken_studies.nb30_full_reuse_and_sensitivity import training
+from firsttoken_studies.nb30_full_reuse_and_sensitivity.training import reuse_training, training_summary
 
 
 def test_runs_are_read(study):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from firsttoken.study.errors import RequestError
-from firsttoken_studies.droidspeak.reuse_methods import TimeShares
+from firsttoken_studies.nb33_latency_and_quality.reuse_methods import TimeShares
 from firsttoken_studies.record.results import Result
 
 

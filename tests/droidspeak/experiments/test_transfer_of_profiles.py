@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from firsttoken_studies.droidspeak import profiling
-from firsttoken_studies.droidspeak.profile_transfer import (
+from firsttoken_studies.nb30_full_reuse_and_sensitivity import profiling
+from firsttoken_studies.nb34_profile_transfer.study import (
     AT_BOUND,
     OF_SIZE,
     OWN,

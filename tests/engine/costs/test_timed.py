@@ -4,7 +4,7 @@ import pytest
 
 from firsttoken.engine.costs.fitted import StepSample
 from firsttoken.study.errors import CorpusError
-from firsttoken_studies.engine.reuse_throughput import DecodeCosts, TimedCosts, fit_decode
+from firsttoken_studies.nb36_throughput_under_load.study import DecodeCosts, TimedCosts, fit_decode
 
 DECODE = DecodeCosts(step=2e-2, request=1e-3, context_token=1e-6)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from firsttoken_studies.engine.reuse_throughput import (
+from firsttoken_studies.nb36_throughput_under_load.study import (
     FULL,
     PARTIAL,
     REUSE,

@@ -11,8 +11,8 @@ import pytest
 from firsttoken.engine.accelerator import fuse
 from firsttoken.study import paths
 from firsttoken.study.errors import FirstTokenError
-from firsttoken_studies.engine import throughput
-from firsttoken_studies.engine.throughput import _Case, _Vllm
+from firsttoken_studies.nb20_the_engine import throughput
+from firsttoken_studies.nb20_the_engine.throughput import _Case, _Vllm
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [8] * 12]
 ANSWERS = """

@@ -9,7 +9,7 @@ from firsttoken.engine.kv import KVPool, KVShape
 from firsttoken.engine.swap import PATHS, make_path
 from firsttoken.engine.swap.host_pool import HostPool
 from firsttoken.study.errors import RequestError
-from firsttoken_studies.cps.recovery_latency import memcpy_rows, swap_rows
+from firsttoken_studies.nb21_swap_or_recompute.study import memcpy_rows, swap_rows
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=8, dtype=torch.bfloat16, block_tokens=4)
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()

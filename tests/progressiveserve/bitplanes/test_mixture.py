@@ -13,7 +13,7 @@ from firsttoken.study.errors import StageError
 from firsttoken_extras.bitplanes.first_stage import PlanSpec, coarse, coded_bytes, layer_bytes
 from firsttoken_extras.bitplanes.layouts import SPLITS, planes_of
 from firsttoken_extras.bitplanes.plane_plan import by_planes
-from firsttoken_studies.progressiveserve.frontier import (
+from firsttoken_studies.nb17_bits_before_layers.frontier import (
     Sparse,
     precision_frontier,
     precision_summary,

@@ -14,13 +14,13 @@ import pytest
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken_studies.experiments import run_experiment
+from firsttoken_studies.nb13_cold_start.study import reachable
+from firsttoken_studies.nb15_recovery_timeline import trial as timeline_trial
+from firsttoken_studies.nb16_open_session.study import ROUNDING
 from firsttoken_studies.progressiveserve import recovery_figures as recovery_tables
-from firsttoken_studies.progressiveserve import timeline_trial
 from firsttoken_studies.progressiveserve.coldstart import figures, trial
-from firsttoken_studies.progressiveserve.coldstart.experiments import reachable
 from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, KERNEL, SERVER, TrialLink
 from firsttoken_studies.progressiveserve.layers import healing_training
-from firsttoken_studies.progressiveserve.open_session import ROUNDING
 from firsttoken_studies.record.results import Result, read_result, rows_where
 
 pytestmark = pytest.mark.long(seconds=50)

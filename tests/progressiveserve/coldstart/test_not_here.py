@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from firsttoken.study.system import NOT_HERE
+from firsttoken_studies.nb15_recovery_timeline.study import CASES, timeline_summary
 from firsttoken_studies.progressiveserve import recovery_figures as recovery_figures
 from firsttoken_studies.progressiveserve import recovery_figures as recovery_tables
 from firsttoken_studies.progressiveserve.coldstart import figures
 from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, KERNEL, NONE, TrialLink, files_were
 from firsttoken_studies.progressiveserve.coldstart.summary import cold_start_summary
-from firsttoken_studies.progressiveserve.timeline import CASES, timeline_summary
 
 PHASES = ("interpreter", "imports", "config_and_tokenizer", "load", "prefill")
 

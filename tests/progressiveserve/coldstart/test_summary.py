@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from firsttoken_studies.progressiveserve import timeline
-from firsttoken_studies.progressiveserve.coldstart.bitplane_starts import BEHIND, plan_name, precision_start_summary
+from firsttoken_studies.nb15_recovery_timeline import study as timeline
+from firsttoken_studies.nb17_bits_before_layers.bitplane_starts import BEHIND, plan_name, precision_start_summary
 from firsttoken_studies.progressiveserve.coldstart.summary import (
     cold_start_summary,
     full_rows,

@@ -21,9 +21,9 @@ from firsttoken.progressiveserve.evaluation import QualityConfig
 from firsttoken.study import paths
 from firsttoken.study.profile import load_profile
 from firsttoken.study.summary import Summary
+from firsttoken_studies.nb00_machine.study import MachineConfig
 from firsttoken_studies.record.claims import Claim, load_claims
 from firsttoken_studies.record.results import Result, read_result, result_path, write_result
-from firsttoken_studies.record.roofline import MachineConfig
 from firsttoken_studies.record.verdicts import judge
 from fuzzing.models import sealed
 from fuzzing.property import Format, from_json

@@ -95,11 +95,11 @@ def transition_raises(right, policy, old, new):
 @wrong(
     "63",
     "everybody has the whole link",
-    "firsttoken_studies.combined.many_starts.replicas:shared_link",
+    "firsttoken_studies.nb63_many_cold_starts.replicas:shared_link",
     "a shared link",
 )
 def everybody_has_the_whole_link(right, starts_s, *given):
-    from firsttoken_studies.combined.many_starts.replicas import Loads
+    from firsttoken_studies.nb63_many_cold_starts.replicas import Loads
 
     alone = [right([begin], *given) for begin in starts_s]
     return Loads([one.ready_s[0] for one in alone], [flow for one in alone for flow in one.flows])

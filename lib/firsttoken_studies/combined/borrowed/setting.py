@@ -17,8 +17,8 @@ from firsttoken.study.dtypes import name_of
 from firsttoken.study.profile import Profile
 from firsttoken.study.system.cgroup_limits import two_halves
 from firsttoken_extras.layer_borrowing.embeddings import ends_first
+from firsttoken_studies.nb13_cold_start.study import trial_specs
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import Checkpoint, served_checkpoint
-from firsttoken_studies.progressiveserve.coldstart.experiments import trial_specs
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,8 @@ from firsttoken.study.progress import track
 from firsttoken.study.stats import FEW, paired_bootstrap, ratio_of_means
 from firsttoken.study.summary import Summary
 from firsttoken_studies.combined.borrowed.setting import start_setting
-from firsttoken_studies.combined.five_at_once.answers import Judge
-from firsttoken_studies.combined.five_at_once.experiment import (
+from firsttoken_studies.nb61_five_at_once.answers import Judge
+from firsttoken_studies.nb61_five_at_once.study import (
     Asked,
     FiveConfig,
     cached,
@@ -51,7 +51,7 @@ from firsttoken_studies.combined.five_at_once.experiment import (
     drawn_prefixes,
     provenance_of,
 )
-from firsttoken_studies.combined.five_at_once.trial import BLOCK_TOKENS, CHUNKS, engine_config
+from firsttoken_studies.nb61_five_at_once.trial import BLOCK_TOKENS, CHUNKS, engine_config
 from firsttoken_studies.record.results import Outcome, Result, Rows, Table, frame_of
 from firsttoken_studies.record.show import cells
 

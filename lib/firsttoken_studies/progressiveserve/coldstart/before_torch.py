@@ -11,8 +11,8 @@ from firsttoken.assets.tokenizer_files import TOKENIZER
 from firsttoken.progressiveserve.base_model import ServedConfig
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
+from firsttoken_studies.nb13_cold_start.study import trial_specs
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import served_checkpoint
-from firsttoken_studies.progressiveserve.coldstart.experiments import trial_specs
 from firsttoken_studies.progressiveserve.coldstart.harness import NONE, TrialLink, run_trials
 from firsttoken_studies.progressiveserve.coldstart.summary import cold_start_summary as summary  # noqa: F401
 from firsttoken_studies.progressiveserve.coldstart.summary import link_floor

@@ -1,1 +1,0 @@
-"""Many cold starts at once, over one shared link."""

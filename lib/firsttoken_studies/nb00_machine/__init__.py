@@ -1,0 +1,1 @@
+"""00 · What this machine can do at most."""

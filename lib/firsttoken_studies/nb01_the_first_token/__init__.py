@@ -1,0 +1,1 @@
+"""01 · The first token."""

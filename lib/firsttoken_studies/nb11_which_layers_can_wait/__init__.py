@@ -1,0 +1,1 @@
+"""11 · Which layers can wait."""

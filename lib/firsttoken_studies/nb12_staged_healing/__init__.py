@@ -1,0 +1,1 @@
+"""12 · Staged healing: how well adapters stand in for layers."""

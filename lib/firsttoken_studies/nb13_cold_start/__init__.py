@@ -1,0 +1,1 @@
+"""13 · Cold start: the first token before the model is whole."""

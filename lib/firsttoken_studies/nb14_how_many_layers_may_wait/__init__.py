@@ -1,0 +1,1 @@
+"""14 · How many layers may wait: TTFT against quality."""

@@ -1,0 +1,1 @@
+"""15 · Recovery: serving while the model grows."""

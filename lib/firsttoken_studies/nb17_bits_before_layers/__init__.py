@@ -1,0 +1,1 @@
+"""17 · Bits before layers."""

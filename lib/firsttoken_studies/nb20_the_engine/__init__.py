@@ -1,0 +1,1 @@
+"""20 · The engine, and the environment of CPS."""

@@ -1,0 +1,1 @@
+"""21 · Swap or recompute: what the cross-point is made of."""

@@ -1,0 +1,1 @@
+"""22 · The cross-point scheduler: where its gain comes from."""

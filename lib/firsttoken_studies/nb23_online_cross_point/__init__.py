@@ -1,0 +1,1 @@
+"""23 · A threshold that learns."""

@@ -1,0 +1,1 @@
+"""24 · Who is preempted, beside how."""

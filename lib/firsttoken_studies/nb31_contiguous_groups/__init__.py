@@ -1,0 +1,1 @@
+"""31 · One contiguous group: why, which, and what finding it costs."""

@@ -1,0 +1,1 @@
+"""32 · E first, KV meanwhile: what the pipeline hides."""

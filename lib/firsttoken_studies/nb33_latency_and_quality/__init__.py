@@ -1,0 +1,1 @@
+"""33 · Latency and quality: every way to come by a cache."""

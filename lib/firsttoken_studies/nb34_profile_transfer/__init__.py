@@ -1,0 +1,1 @@
+"""34 · A profile on another task."""

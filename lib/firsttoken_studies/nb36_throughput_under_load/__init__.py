@@ -1,0 +1,1 @@
+"""36 · Throughput under load: what a shorter prefill is worth."""

@@ -1,0 +1,1 @@
+"""40 · Generation stalls: who waits while a long prompt arrives."""

@@ -1,0 +1,1 @@
+"""41 · Serving capacity: how many requests a second within an objective."""

@@ -1,0 +1,1 @@
+"""42 · How far the simulator is from a real GPU."""

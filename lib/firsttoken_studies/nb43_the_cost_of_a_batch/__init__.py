@@ -1,0 +1,1 @@
+"""43 · What a batch costs: tokens, decodes and pieces."""

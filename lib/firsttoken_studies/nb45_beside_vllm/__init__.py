@@ -1,0 +1,1 @@
+"""45 · Beside vLLM: the same tokens a step, the same requests."""

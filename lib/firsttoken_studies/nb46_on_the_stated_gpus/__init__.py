@@ -1,0 +1,1 @@
+"""46 · On the stated GPUs, without one."""

@@ -1,0 +1,1 @@
+"""47 · The other reports on GPUs that are not here."""

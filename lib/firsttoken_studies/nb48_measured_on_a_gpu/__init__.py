@@ -1,0 +1,1 @@
+"""48 · Measured on a GPU."""

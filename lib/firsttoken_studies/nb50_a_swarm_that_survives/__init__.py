@@ -1,0 +1,1 @@
+"""50 · A swarm that survives its members."""

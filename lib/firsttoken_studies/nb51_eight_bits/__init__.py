@@ -1,0 +1,1 @@
+"""51 · Eight bits: what they save, what they cost."""

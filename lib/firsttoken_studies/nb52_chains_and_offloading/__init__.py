@@ -1,0 +1,1 @@
+"""52 · Chains of servers, offloading, and servers that come and go."""

@@ -1,0 +1,1 @@
+"""53 · Training through the chain."""

@@ -1,0 +1,1 @@
+"""54 · Who answers for an answer, and who reads it."""

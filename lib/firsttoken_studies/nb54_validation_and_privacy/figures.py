@@ -1,0 +1,129 @@
+"""The figures and tables of notebook 54, drawn from results alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from firsttoken.study.stats import share
+from firsttoken_studies.nb54_validation_and_privacy.swarm_privacy import GUESS, LINEAR, NEAREST
+from firsttoken_studies.nb54_validation_and_privacy.swarm_validation import LIES, foreseen
+from firsttoken_studies.record.overlay import over
+from firsttoken_studies.record.plot import COLOURS, LOOKS, handle, panels
+from firsttoken_studies.record.results import Result, Rows, Table
+from firsttoken_studies.record.show import interval
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def caught(recorded: Result | None, now: Result) -> Figure:
+    """Liars that are convicted within an answer, by the share of answers audited, and what the draws foresee."""
+    results = over(recorded, now)
+    config = results[0].result.parameters["validation"]
+    most = max(rate for shown in results for rate in shown.result.parameters["validation"]["rates"])
+    fig, axes = panels(1, len(config["lies"]), figsize=(9, 4), sharey=True, squeeze=False)
+    percents = range(101)
+    for ax, lie in zip(axes[0], config["lies"], strict=True):
+        for shown in results:
+            tokens = shown.result.parameters["validation"]["tokens"]
+            expected = [100 * foreseen(lie, percent / 100, tokens) for percent in percents]
+            ax.plot(percents, expected, color=COLOURS["other"], linewidth=2, linestyle="--" if shown.own else "-")
+            for rate in shown.result.parameters["validation"]["rates"]:
+                shown.point(ax, 100 * rate, _caught(shown.result, lie, rate), "measured")
+        ax.set_title(LIES[lie].replace(", ", ",\n").replace(" of the", "\nof the"), fontsize=10)
+        ax.set(xlabel="answers audited, %", xlim=(0, 110 * most), ylim=(-3, 105))
+    axes[0][0].set_ylabel("convicted within the answer, %")
+    handles = []
+    for shown in results:
+        look, drawn_as = LOOKS["measured"], {"alpha": shown.style["alpha"]}
+        label = f"measured with 95 %, {shown.who()}"
+        handles.append(handle(color=look.colour, marker=look.marker, label=label, **drawn_as))
+        label = f"foreseen for {shown.result.parameters['validation']['tokens']} tokens, {shown.who()}"
+        style = "--" if shown.own else "-"
+        handles.append(handle(color=COLOURS["other"], linestyle=style, label=label))
+    fig.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=9, handlelength=3.2)
+    fig.suptitle("Auditing a tenth of the answers catches most liars, as often as chance foresees")
+    return fig
+
+
+def _caught(result: Result, lie: str, rate: float) -> dict[str, float] | None:
+    """The share of liars that were convicted, %, with its exact interval; None where there were none."""
+    outcomes = [row["caught_at"] >= 0 for row in result.rows if (row.get("lie"), row.get("rate")) == (lie, rate)]
+    return share(sum(outcomes), len(outcomes)).summary("%", 100) if outcomes else None
+
+
+def inverted(recorded: Result | None, now: Result) -> Figure:
+    """Tokens read from what the first server is sent, by the layers that stay with the client."""
+    fig, ax = panels(figsize=(9, 4.2))
+    results = over(recorded, now)
+    attacks = ((LINEAR, "measured", "linear map, learnt"), (NEAREST, "other", "nearest embedding"))
+    for shown in results:
+        depths, summary = shown.result.parameters["privacy"]["depths"], shown.result.summary
+        for attack, look, label in attacks:
+            entries = [summary.get("recovered_pct", variant=attack, layers=depth) for depth in depths]
+            shown.line(ax, depths, entries, look, label=f"{label}, {shown.who()}")
+        if shown.own:
+            guessed = summary.value("recovered_pct", variant=GUESS)
+            ax.axhline(guessed, color=COLOURS["floor"], linewidth=1, label="always the commonest token, your run")
+    ax.set(xlabel="local layers", ylabel="tokens recovered, %", ylim=(-3, 105))
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    fig.suptitle("Local layers hide little: a linear map still reads most tokens behind them")
+    fig.legend(loc="outside lower center", ncols=2, fontsize=9)
+    return fig
+
+
+def caught_rows(recorded: Result | None, now: Result) -> Table:
+    """Return by lie and rate how many liars were convicted within an answer, and how many the draws foresee."""
+    for shown in over(recorded, now):
+        config = shown.result.parameters["validation"]
+        for lie in config["lies"]:
+            for rate in config["rates"]:
+                measured = _caught(shown.result, lie, rate)
+                yield {
+                    "a server's lie": LIES[lie],
+                    "answers audited, %": f"{100 * rate:g}",
+                    "convicted, %": interval(measured, 0),
+                    "foreseen, %": f"{100 * foreseen(lie, rate, config['tokens']):.0f}",
+                    "within tokens": config["tokens"],
+                    "whose": shown.who(measured["n"]),
+                }
+
+
+def honest_rows(recorded: Result | None, now: Result) -> Rows:
+    """Return the findings of the checks on honest servers."""
+    by_name: dict[str, dict[str, str]] = {}
+    for shown in over(recorded, now):
+        summary = shown.result.summary
+        alarms = summary.of("alarms_pct", case="honest")
+        alarmed = share(round(alarms["value"] * alarms["n"] / 100), alarms["n"]).summary("%", 100)
+        largest = summary.value("difference_x", case="honest", across="most", than="tolerance")
+        again = summary.of("recomputed_x", case="honest", than="computed")
+        rounding = summary.value("difference", case="rounding")
+        for name, cells in {
+            "audits": str(alarms["n"]),
+            "found to differ, %": interval(alarmed, 1),
+            "convicted, those beside liars included": str(summary.value("convicted", case="honest")),
+            "largest difference in an audit": f"{summary.value('difference', case='audit', across='most'):.1e}",
+            "difference from float64 and from transformers, median": f"{rounding:.1e}",
+            "largest of all, in parts of the tolerance": f"{largest:.3f}",
+            "computed again when all is audited, of the answer's own": interval(again, 1),
+        }.items():
+            by_name.setdefault(name, {})[shown.who()] = cells
+    return [{"of honest servers": name} | cells for name, cells in by_name.items()]
+
+
+def privacy_rows(recorded: Result | None, now: Result) -> Table:
+    """Return by number of local layers what they weigh, and the share of tokens that each attack recovers."""
+    for shown in over(recorded, now):
+        for depth in shown.result.parameters["privacy"]["depths"]:
+            yield {
+                "local layers": depth,
+                "their weights, MB": f"{shown.result.summary.value('weights_mb', layers=depth):.0f}",
+                "nearest embedding, %": interval(_read(shown.result, NEAREST, depth), 1),
+                "linear map, %": interval(_read(shown.result, LINEAR, depth), 1),
+                "whose": shown.who(),
+            }
+
+
+def _read(result: Result, attack: str, depth: int) -> dict[str, float]:
+    return result.summary.of("recovered_pct", variant=attack, layers=depth)

@@ -1,0 +1,1 @@
+"""56 · A start that borrows."""

@@ -1,0 +1,1 @@
+"""60 · One engine: what its parts cost each other."""

@@ -1,0 +1,1 @@
+"""61 · All five at once: a cold replica under load."""

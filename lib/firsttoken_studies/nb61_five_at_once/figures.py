@@ -1,0 +1,145 @@
+"""Windows of a cold start under load, drawn: goodput by arm, what each idea is missed by, the course of one draw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from firsttoken_studies.nb61_five_at_once.study import ALL, ARMS, LIVE, NONE, TWIN, goodput
+from firsttoken_studies.nb61_five_at_once.trial import IDEAS
+from firsttoken_studies.record.overlay import name_results, over
+from firsttoken_studies.record.plot import COLOURS, Axes, Figure, categories, panels
+from firsttoken_studies.record.results import Result, Rows, Table, rows_where
+from firsttoken_studies.record.show import cells, interval
+
+COLUMNS = {
+    "within both objectives, requests/s": ("goodput_per_s", 2),
+    "first token of the first request, s": ("first_token_s", 2),
+    "P50 TTFT, s": ("ttft_p50_s", 2),
+    "P95 TTFT, s": ("ttft_p95_s", 2),
+    "P99 TBT, s": ("tbt_p99_s", 3),
+    "processors, s": ("processor_s", 1),
+    "the warm replica's answers, %": ("same_tokens_pct", 0),
+    "the whole model's but for near ties, %": ("own_answers_pct", 0),
+    "F1 to the warm replica's": ("f1", 2),
+    "preemptions": ("preemptions", 1),
+}
+
+
+def arm_rows(result: Result) -> Table:
+    """A line an arm: all measures with their intervals."""
+    for arm in ARMS:
+        if result.summary.get("goodput_per_s", variant=arm):
+            yield {"arm": arm} | cells(result.summary, COLUMNS, variant=arm)
+
+
+def goodput_by_arm(recorded: Result | None, now: Result) -> Figure:
+    """Requests within both objectives a second, a line an arm."""
+    fig, ax = panels(figsize=(8, 4.6))
+    drawn_over = over(recorded, now)
+    for shown in drawn_over:
+        for position, arm in enumerate(ARMS):
+            look = "measured" if arm == ALL else "other"
+            shown.point(
+                ax, position + shown.shift, shown.result.summary.get("goodput_per_s", variant=arm), look, along="x"
+            )
+    categories(ax, ARMS, 0.4)
+    ax.set_xlim(left=0)
+    ax.set_xlabel("requests within both objectives, a second")
+    ax.set_title("All five together keep more requests within both limits than any one alone", loc="left", fontsize=11)
+    name_results(fig, drawn_over, "goodput_per_s")
+    return fig
+
+
+def missed(recorded: Result | None, now: Result) -> Figure:
+    """Draw the part of the goodput of all five that is lost without each of them, paired by draw; right of 0 an idea
+    pays."""
+    fig, ax = panels(figsize=(8, 3))
+    drawn_over = over(recorded, now)
+    for shown in drawn_over:
+        for position, idea in enumerate(IDEAS):
+            entry = shown.result.summary.get("goodput_lost_per_s", variant=ALL, than=f"without {idea}")
+            shown.point(ax, position + shown.shift, entry, "measured", along="x")
+    ax.axvline(0, color=COLOURS["target"], linestyle="--")
+    categories(ax, IDEAS, 0.4)
+    ax.set_xlabel("goodput of all five above that without this one, requests/s")
+    ax.set_title("In the mean each idea is missed when it is left out", loc="left", fontsize=11)
+    name_results(fig, drawn_over)
+    return fig
+
+
+ERRORS = {"goodput": "goodput", "first_token": "first token", "ttft_p50": "P50 TTFT", "ttft_p95": "P95 TTFT"}
+ERRORS |= {"tbt_p99": "P99 TBT"}
+
+
+def error_rows(result: Result) -> Rows:
+    """A line an arm: goodput live and simulated, and by how much the simulated windows are off, in percent; the last
+    two are the median over the arms and the worst arm, without signs."""
+    summary, labels = result.summary, {"source": TWIN, "than": LIVE}
+
+    def off(**condition: str) -> dict[str, str]:
+        entries = {label: summary.get(f"{name}_off_pct", **condition, **labels) for name, label in ERRORS.items()}
+        return {f"{label} off, %": f"{entry['value']:+.0f}" if entry else "" for label, entry in entries.items()}
+
+    rows = [
+        {"arm": arm}
+        | {f"{source}, requests/s": interval(entry, 2) for source, entry in zip((LIVE, TWIN), both, strict=True)}
+        | off(variant=arm)
+        for arm in ARMS
+        if all(both := [summary.get("goodput_per_s", variant=arm, source=source) for source in (LIVE, TWIN)])
+    ]
+    return rows + [{"arm": across} | off(across=across) for across in ("median", "worst")]
+
+
+def simulated(recorded: Result | None, now: Result) -> Figure:
+    """Goodput by arm: live beside simulated on this machine, and simulated on the card."""
+    fig, axes = panels(1, 2, figsize=(10, 4.8), sharey=True)
+    twin = over(None, recorded or now)[0]
+    for look, source, aside in (("measured", LIVE, -0.15), ("other", TWIN, 0.15)):
+        for position, arm in enumerate(ARMS):
+            entry = twin.result.summary.get("goodput_per_s", variant=arm, source=source)
+            twin.point(axes[0], position + aside, entry, look, along="x", label=None if position else source)
+    axes[0].legend(loc="lower left")
+    drawn_over = over(recorded, now)
+    for shown in drawn_over:
+        card = shown.result.parameters["five_simulated"]["card"]
+        for position, arm in enumerate(ARMS):
+            entry = shown.result.summary.get("goodput_per_s", variant=arm, machine=card, source=TWIN)
+            shown.point(axes[1], position + shown.shift, entry, "other", along="x")
+    axes[0].set_title("SmolLM2-135M here: live and simulated", loc="left", fontsize=11)
+    axes[1].set_title("An 8B model on a GPU that is not here: simulated", loc="left", fontsize=11)
+    categories(axes[0], ARMS, 0.4)
+    for ax in axes:
+        ax.set_xlim(left=0)
+        ax.set_xlabel("requests within both objectives, a second")
+    fig.suptitle("The simulated arms stand nearly in the order of the live ones; on a GPU other ideas count")
+    name_results(fig, drawn_over)
+    return fig
+
+
+def course(result: Result) -> Figure:
+    """The first draw without any idea and with all: a line a request, from its arrival over its first token to its
+    last."""
+    fig, axes = panels(1, 2, figsize=(9, 4), sharex=True, sharey=True)
+    first = min(row["seed"] for row in result.rows)
+    for ax, arm in zip(axes, (NONE, ALL), strict=True):
+        for row in rows_where(result.rows, arm=arm, seed=first):
+            _one_course(ax, row, result.parameters["five_at_once"])
+            ax.set_title(f"{arm}: {goodput(row, result.parameters['five_at_once']):.2f} requests/s in time")
+        ax.set_xlabel("seconds since the first request")
+    fig.suptitle("The same requests wait less for their first token, and answer sooner, with all five")
+    axes[0].set_ylabel("request")
+    axes[0].invert_yaxis()
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
+    return fig
+
+
+def _one_course(ax: Axes, row: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    places = np.arange(len(row["arrival_s"]))
+    firsts = np.array([config["limit_s"] if time_s is None else time_s for time_s in row["first_s"]], float)
+    lasts = np.array([config["limit_s"] if time_s is None else time_s for time_s in row["last_s"]], float)
+    ax.hlines(places, row["arrival_s"], firsts, color=COLOURS["other"], linewidth=3, label="waits for its first token")
+    ax.hlines(places, firsts, lasts, color=COLOURS["measured"], linewidth=3, label="answers")
+    ax.axvline(row["loaded_s"], color=COLOURS["mark"], linestyle=":", label="all layers are here")

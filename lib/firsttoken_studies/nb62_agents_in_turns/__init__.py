@@ -1,0 +1,1 @@
+"""62 · Agents in turns: one fine-tune reads what another has read."""

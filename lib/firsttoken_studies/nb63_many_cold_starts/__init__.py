@@ -1,0 +1,1 @@
+"""63 · Many cold starts over one link, simulated."""
