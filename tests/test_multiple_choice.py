@@ -7,11 +7,11 @@ import torch
 from byte_tokenizers import a_token_a_byte
 from torch import nn
 
-from firsttoken.assets.choice_tasks import ChoiceItem
 from firsttoken.assets.models import load_model
 from firsttoken.engine.linear8 import Linear8
 from firsttoken.progressiveserve.passlayer import pass_layers
 from firsttoken.study.errors import CorpusError, ProfileError
+from firsttoken_studies.choice_tasks import ChoiceItem
 from firsttoken_studies.multiple_choice import ChoiceTasksConfig, accuracy_summary, choices, option_losses
 from firsttoken_studies.nb51_eight_bits.eight_bits_tasks import DequantizedLinear8
 

@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from firsttoken.assets.choice_tasks import TASKS, ChoiceItem, check_count, choice_items
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.parsing.schema import some
 from firsttoken.study.progress import track
 from firsttoken.study.stats import bootstrap, paired_bootstrap
 from firsttoken.study.summary import Scalar, Summary
+from firsttoken_studies.choice_tasks import TASKS, ChoiceItem, check_count, choice_items
 from firsttoken_studies.record.results import Rows
 
 _TASK = re.compile(r"(\w+) ([1-9]\d{0,5})")

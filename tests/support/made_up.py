@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from swarms import Here
 
-from firsttoken.assets.choice_tasks import ChoiceItem
 from firsttoken.assets.qa_files import QAItem
 from firsttoken.droidspeak.profile.pareto import Profiled
 from firsttoken.simulation.workload.conversations import Conversations
 from firsttoken_extras.layer_borrowing.lender import Lender
+from firsttoken_studies.choice_tasks import ChoiceItem
 from firsttoken_studies.droidspeak.reuse_items import TaskItem
 from firsttoken_studies.nb15_recovery_timeline import trial as timeline_trial
 from firsttoken_studies.nb30_full_reuse_and_sensitivity import profiling

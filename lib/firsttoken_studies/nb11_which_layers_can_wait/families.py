@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from firsttoken.assets.choice_tasks import TASKS
 from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.models import Loaded, as_stored, load_model
@@ -31,6 +30,7 @@ from firsttoken.study.progress import track
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_extras.bitplanes.first_stage import PlanSpec, coarse
+from firsttoken_studies.choice_tasks import TASKS
 from firsttoken_studies.multiple_choice import ChoiceTasksConfig, accuracy_summary
 from firsttoken_studies.record.overlay import over
 from firsttoken_studies.record.results import Outcome, Result, Rows, Table, frame_of, rows_where

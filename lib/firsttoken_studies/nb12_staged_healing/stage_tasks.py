@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from firsttoken.assets.choice_tasks import TASKS
 from firsttoken.assets.needs import ModelFacts, check
 from firsttoken.progressiveserve.base_model import ServedConfig, at_stage, load_served
 from firsttoken.progressiveserve.quality_gates import GATES
 from firsttoken.study.profile import Profile
 from firsttoken.study.summary import Scalar, Summary
+from firsttoken_studies.choice_tasks import TASKS
 from firsttoken_studies.multiple_choice import ChoiceTasksConfig, accuracy_summary
 from firsttoken_studies.progressiveserve.layers import LETTERS
 from firsttoken_studies.progressiveserve.stage_figures import NAMES, draw_stages, name_recipes

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from firsttoken.assets.needs import ModelFacts, check
-from firsttoken.assets.stories import story_model
 from firsttoken.engine.sampling import argmax_tokens
 from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, at_stage, load_served
 from firsttoken.progressiveserve.checkpoint.names import layer_of
@@ -31,6 +30,7 @@ from firsttoken_extras.bitplanes.encode import STORED, plane_encoder
 from firsttoken_extras.bitplanes.first_stage import Bytes, PlanSpec, coarse, coded_bytes
 from firsttoken_extras.bitplanes.layouts import SPLITS
 from firsttoken_studies.record.results import Outcome, Rows
+from firsttoken_studies.stories import story_model
 
 # The largest weights first, to compare with: a mask of one bit a weight, and the values that are kept, coded.
 #

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from firsttoken.assets.choice_tasks import TASKS
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.models import load_model
 from firsttoken.engine.linear8 import THRESHOLD, Linear8, to_8_bits
 from firsttoken.study.errors import StageError
 from firsttoken.study.profile import Profile
 from firsttoken.study.summary import Summary
+from firsttoken_studies.choice_tasks import TASKS
 from firsttoken_studies.multiple_choice import ChoiceTasksConfig, accuracy_summary
 from firsttoken_studies.record.overlay import legend, over
 from firsttoken_studies.record.plot import LOOKS, panels

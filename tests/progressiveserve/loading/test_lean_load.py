@@ -8,7 +8,7 @@ import pytest
 import torch
 from loads import ALL, Loads
 
-from firsttoken.assets.tokenizer import read_tokenizer
+from firsttoken.assets.text_tokenizer import read_text_tokenizer
 from firsttoken.engine.accelerator import build_model
 from firsttoken.engine.lora import LoraLinear
 from firsttoken.link.shaped import Link
@@ -101,5 +101,5 @@ def test_a_tokenizer_that_is_none(tmp_path, content):
     if content is not None:
         (tmp_path / "tokenizer.json").write_bytes(content.encode("utf-8", "surrogatepass"))
     with pytest.raises(ModelError, match=r"tokenizer\.json.*; copy the model's own") as caught:
-        read_tokenizer(tmp_path)
+        read_text_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)

@@ -55,11 +55,11 @@ class TrialSpec:
 
 def prompt_ids(spec: TrialSpec) -> list[int]:
     """The prompt's ids; with an empty prompt as many arbitrary ones as ``spec`` says."""
-    from firsttoken.assets.tokenizer import read_tokenizer
+    from firsttoken.assets.text_tokenizer import read_text_tokenizer
 
     if not spec.prompt:
         return list(range(1, spec.prompt_tokens + 1))
-    return read_tokenizer(Path(spec.stock)).encode(spec.prompt).ids
+    return read_text_tokenizer(Path(spec.stock)).tokenizer.encode(spec.prompt).ids
 
 
 @dataclass

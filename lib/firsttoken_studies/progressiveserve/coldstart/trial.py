@@ -115,7 +115,7 @@ def _start_before_torch(spec: TrialSpec, marks: PhaseClock) -> dict[str, Any] | 
     """
     _read_ahead(spec)
     from firsttoken.assets.servable import check_servable
-    from firsttoken.assets.tokenizer import read_tokenizer  # noqa: F401 its import belongs to this phase
+    from firsttoken.assets.text_tokenizer import read_text_tokenizer  # noqa: F401 its import belongs to this phase
     from firsttoken.study.errors import NotLean
     from firsttoken_cpu.before_torch.numpy_model import NumpyModel
     from firsttoken_cpu.before_torch.numpy_weights import FolderWeights
@@ -162,7 +162,7 @@ def _stages_before_torch(
 ) -> dict[str, Any] | None:
     """The row of a trial of stages whose first token comes before torch, which then has the same weights; None, after a
     line on stderr, for stages that need torch. Raises ModelError for a folder that cannot be served."""
-    from firsttoken.assets.tokenizer import read_tokenizer  # noqa: F401 its import belongs to this phase
+    from firsttoken.assets.text_tokenizer import read_text_tokenizer  # noqa: F401 its import belongs to this phase
     from firsttoken.study.errors import NotLean
     from firsttoken_cpu.before_torch.numpy_model import NumpyModel
     from firsttoken_cpu.before_torch.stage_weights import StageWeights

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from firsttoken.assets.tokenizer import read_tokenizer  # noqa: F401 imported with the libraries, before the clock of a request
+from firsttoken.assets.text_tokenizer import read_text_tokenizer  # noqa: F401 imported with the libraries, before the clock of a request
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest
 from firsttoken.progressiveserve.loading.reader import BlobReader

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from firsttoken.assets.stories import read_llama2c
 from firsttoken.study.errors import AssetError
+from firsttoken_studies.stories import read_llama2c
 
 DIM, HIDDEN, LAYERS, HEADS, VOCABULARY, CONTEXT = 16, 24, 2, 2, 32, 8
 ORDER = (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from firsttoken.assets import choice_tasks
-from firsttoken.assets.choice_tasks import TASKS, ChoiceItem, choice_items
 from firsttoken.assets.lock import pinned
 from firsttoken.study.errors import CorpusError
+from firsttoken_studies import choice_tasks
+from firsttoken_studies.choice_tasks import TASKS, ChoiceItem, choice_items
 
 ROWS = {
     "hellaswag": (
