@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def fetch(options: argparse.Namespace) -> int:
     """Bring the pinned assets into the cache."""
-    from firsttoken.assets.fetch import fetch, load_lock
+    from firsttoken.assets.fetch import fetch
+    from firsttoken.assets.lock import load_lock
     from firsttoken.assets.manual_downloads import bring, download, names
 
     lock = {asset.name: asset for asset in load_lock(npm=True)}

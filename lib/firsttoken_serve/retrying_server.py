@@ -9,12 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from firsttoken.assets.lock import first_line
 from firsttoken.engine.model_server import LoadingServer
 from firsttoken.engine.stream import Asked, Stream
 from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.study import dtypes
-from firsttoken.study.errors import FirstTokenError, ModelError, NotLean, PermanentFault, files_alone
+from firsttoken.study.errors import FirstTokenError, ModelError, NotLean, PermanentFault, files_alone, first_line
 
 if TYPE_CHECKING:
     import numpy as np

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from firsttoken.assets.adapter_files import CONFIG as ADAPTER_CONFIG
 from firsttoken.assets.adapter_files import WEIGHTS, check_plain
 from firsttoken.assets.checkpoint import ModelFiles, combined_sha256, stored_dtype, weight_files
-from firsttoken.assets.held import unchanged
-from firsttoken.assets.lock import first_line
 from firsttoken.assets.model_config import CONFIG, read_config
 from firsttoken.assets.positions import context_of
 from firsttoken.assets.servable import check_servable
+from firsttoken.assets.weight_files import unchanged
 from firsttoken.cps.policies import make_policy
 from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.model_server import EngineServer, ModelServer
@@ -30,7 +29,7 @@ from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.checkpoint.manifest import MANIFEST, check_files, read_manifest
 from firsttoken.progressiveserve.loading.read_plan import ends_of
 from firsttoken.study import dtypes
-from firsttoken.study.errors import FirstTokenError, StageError, files_alone
+from firsttoken.study.errors import FirstTokenError, StageError, files_alone, first_line
 from firsttoken.study.extensions import extension, registered
 from firsttoken.study.system.direct_io import read_ahead
 from firsttoken_serve.measured_cross_point import MeasuredCrossPoint
@@ -130,7 +129,7 @@ class PlainServer(RetryingServer):
     def _compare(self, files: ModelFiles, dtype: torch.dtype) -> None:
         """Hold a step to the lean modules' own, unless it was before; others than lean ones the executor has held to
         transformers'. Requests run meanwhile. Raises PermanentFault."""
-        from firsttoken.assets.held import unchanged
+        from firsttoken.assets.weight_files import unchanged
         from firsttoken.engine.attention import is_stock
         from firsttoken.engine.compared_step import Comparison, check_rows, lean_rows, prompt_of
 
@@ -222,7 +221,7 @@ def load_plain(files: ModelFiles, dtype: torch.dtype, device: str) -> nn.Module:
 
 def _load_again(files: ModelFiles, dtype: torch.dtype, device: str, before: str) -> nn.Module:
     """Load as :func:`load_plain` while the files are as :func:`seen` has said ``before``."""
-    from firsttoken.assets.held import unchanged
+    from firsttoken.assets.weight_files import unchanged
 
     with unchanged(files.files, before):
         return load_plain(files, dtype, device)

@@ -185,7 +185,7 @@ def record(options: argparse.Namespace) -> int:
 
 def doctor(options: argparse.Namespace) -> int:
     """Print what this machine is and what is there."""
-    from firsttoken.assets.fetch import load_lock
+    from firsttoken.assets.lock import load_lock
     from firsttoken.study import dtypes
     from firsttoken.study.machine import describe
     from firsttoken.study.system.compiled import ACCELERATOR, ACCELERATORS, accelerator_name, compiler

@@ -19,8 +19,8 @@ import pytest
 
 from firsttoken.__main__ import main
 from firsttoken.assets import fetch as fetch_module
-from firsttoken.assets.fetch import asset_path, fetch
-from firsttoken.assets.lock import load_lock
+from firsttoken.assets.fetch import fetch
+from firsttoken.assets.lock import asset_path, load_lock
 from firsttoken.study import paths
 from firsttoken.study.errors import AssetError
 from firsttoken.study.system.alone import alone

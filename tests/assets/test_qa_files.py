@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from firsttoken.assets.qa_files import QAItem, read_hub, read_qa, read_squad, read_triviaqa
+from firsttoken.assets.qa_files import QAItem, read_hub, read_qa
 from firsttoken.study.errors import CorpusError
 
 ANSWERED = {"id": "a", "question": " Who? ", "answers": [{"text": "Ada"}, {"text": "Ada "}, {"text": "she"}]}
@@ -30,22 +30,21 @@ def write(path, content) -> str:
 
 def test_squad_drops_unanswerable_questions_and_repeated_answers(tmp_path):
     path = write(tmp_path / "dev-v2.0.json", SQUAD)
-    assert read_squad(path) == read_qa(path) == [QAItem("a", "Ada wrote.", "Who?", ("Ada", "she"))]
+    assert read_qa(path) == [QAItem("a", "Ada wrote.", "Who?", ("Ada", "she"))]
 
 
 def test_triviaqa_puts_the_canonical_answer_first(tmp_path):
     path = write(tmp_path / "unfiltered-web-dev.json", TRIVIA)
-    assert read_triviaqa(path) == read_qa(path) == [QAItem("tc_1", "", "Which city?", ("Paris", "City of Light"))]
+    assert read_qa(path) == [QAItem("tc_1", "", "Which city?", ("Paris", "City of Light"))]
 
 
-@pytest.mark.parametrize("read", [read_squad, read_triviaqa, read_qa])
-def test_missing_and_truncated_files_are_named(read, tmp_path):
+def test_missing_and_truncated_files_are_named(tmp_path):
     with pytest.raises(CorpusError, match=r"nowhere.json cannot be read: No such file"):
-        read(tmp_path / "nowhere.json")
+        read_qa(tmp_path / "nowhere.json")
     path = tmp_path / "cut.json"
     path.write_text(json.dumps(SQUAD)[:-5])
     with pytest.raises(CorpusError, match=r"cut.json: it is truncated or no JSON .*; (give|download)"):
-        read(path)
+        read_qa(path)
 
 
 @pytest.mark.parametrize("content", [[], {}, {"data": [{"text": "x"}]}, {"data": 3}, "text", 7])
@@ -75,7 +74,7 @@ def test_a_squad_file_of_other_types(change, words, tmp_path):
     paragraph = content["data"][0]["paragraphs"][0]
     change(paragraph, paragraph["qas"][0])
     with pytest.raises(CorpusError, match=words):
-        read_squad(write(tmp_path / "other.json", content))
+        read_qa(write(tmp_path / "other.json", content))
 
 
 @pytest.mark.parametrize(("key", "value"), [("Aliases", "Paris"), ("Aliases", [["Paris"]]), ("Value", 3)])
@@ -83,7 +82,7 @@ def test_a_text_is_no_list_of_its_letters(key, value, tmp_path):
     content = json.loads(json.dumps(TRIVIA))
     content["Data"][0]["Answer"][key] = value
     with pytest.raises(CorpusError, match=rf"Answer.{key}.*: expected"):
-        read_triviaqa(write(tmp_path / "other.json", content))
+        read_qa(write(tmp_path / "other.json", content))
 
 
 def test_a_file_without_answerable_questions(tmp_path):

@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from plain_tokens import check_greedy, generated
 
-from firsttoken.assets.adapters import WEIGHTS
+from firsttoken.assets.adapter_files import WEIGHTS
 from firsttoken.assets.models import load_model
 from firsttoken.study import paths
 from firsttoken.study.errors import CacheError, ModelError, ProfileError, StageError

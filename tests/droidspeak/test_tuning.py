@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from peft import PeftModel
 
-from firsttoken.assets.adapters import WEIGHTS, read_recipe
+from firsttoken.assets.adapter_files import WEIGHTS, read_recipe
 from firsttoken.study.errors import CorpusError
 from firsttoken_studies.droidspeak.reuse_items import Encoded, TaskItem
 from firsttoken_studies.nb30_full_reuse_and_sensitivity import training

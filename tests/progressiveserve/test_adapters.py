@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from firsttoken.assets import adapters
-from firsttoken.assets.adapters import WEIGHTS, export_adapter, read_recipe
+from firsttoken.assets.adapter_files import WEIGHTS, read_recipe
+from firsttoken.assets.adapters import export_adapter
 from firsttoken.progressiveserve.passlayer import pass_layers, restore_layers
 from firsttoken.progressiveserve.recipe import SEVEN_PROJECTIONS
 from firsttoken.progressiveserve.stage_adapters import check_fit, load_adapter

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from firsttoken.assets.adapters import WEIGHTS, read_recipe
+from firsttoken.assets.adapter_files import WEIGHTS, read_recipe
 from firsttoken.progressiveserve import training
 from firsttoken.progressiveserve.recipe import OURS, RECIPES, REPORT, TASK
 from firsttoken.study.errors import ProfileError, StageError

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from firsttoken.assets.adapters import WEIGHTS, read_recipe
+from firsttoken.assets.adapter_files import WEIGHTS, read_recipe
 from firsttoken.assets.corpora import SPLITS, QAItem, boolq_prompts, load_qa, running_text, sciq
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.progressiveserve import training

@@ -21,7 +21,7 @@ from starts import draw, soak
 from waiting import until
 
 from firsttoken.assets.checkpoint import weight_files
-from firsttoken.assets.held import unchanged
+from firsttoken.assets.weight_files import unchanged
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.study.errors import ModelError
 from firsttoken_cpu.native.library import kernels

@@ -11,10 +11,8 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from firsttoken.assets.adapter_files import CONFIG, RECIPE, WEIGHTS, read_recipe
+from firsttoken.assets.adapter_files import CONFIG, RECIPE, WEIGHTS
 from firsttoken.study.files import new_folder, write_text
-
-__all__ = ["WEIGHTS", "export_adapter", "read_recipe"]
 
 
 def export_adapter(peft: PeftModel, folder: Path, recipe: dict[str, Any]) -> Path:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from firsttoken.assets.lock import file_sha256, first_line
+from firsttoken.assets.lock import file_sha256
 from firsttoken.assets.model_config import CONFIG, ModelConfig, check_folder, hub_name, hub_snapshot, read_config
-from firsttoken.study.errors import ModelError
+from firsttoken.study.errors import ModelError, first_line
 from firsttoken.study.parsing.json_text import read_json
 from firsttoken.study.parsing.parse_errors import Damaged, blaming, shown
 from firsttoken.study.parsing.safetensors_header import Header, TensorEntry, read_header

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from firsttoken.assets.known_models import check_keys, unread_keys
-from firsttoken.assets.lock import first_line
 from firsttoken.assets.model_config import CONFIG, read_config
-from firsttoken.study.errors import ModelError
+from firsttoken.study.errors import ModelError, first_line
 
 if TYPE_CHECKING:  # a lean start needs none of it
     from transformers import PretrainedConfig, PreTrainedModel

@@ -21,14 +21,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from firsttoken.assets.lock import Asset, Member, asset_path, file_sha256, first_line, load_lock
+from firsttoken.assets.lock import Asset, Member, file_sha256, load_lock
 from firsttoken.study import paths
-from firsttoken.study.errors import AssetError
+from firsttoken.study.errors import AssetError, first_line
 from firsttoken.study.files import replacing
 from firsttoken.study.parsing.parse_errors import FAULTS
 from firsttoken.study.system.alone import alone
-
-__all__ = ["Asset", "Member", "asset_path", "fetch", "load_lock"]
 
 PIP_KEEPS = frozenset(
     re.findall(

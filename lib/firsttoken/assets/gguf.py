@@ -14,11 +14,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from firsttoken.assets.lock import asset_path, file_sha256, first_line, pinned
+from firsttoken.assets.lock import asset_path, file_sha256, pinned
 from firsttoken.assets.manual_downloads import downloaded, sums
 from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.study import paths
-from firsttoken.study.errors import ModelError
+from firsttoken.study.errors import ModelError, first_line
 from firsttoken.study.files import new_folder
 from firsttoken.study.parsing.json_text import read_json
 from firsttoken.study.parsing.parse_errors import blaming

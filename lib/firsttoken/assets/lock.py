@@ -121,8 +121,3 @@ def file_sha256(path: Path) -> str:
 def _sha256(path: Path, size: int, mtime_ns: int) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's text, as much of it as fits a message, or its type where it has none."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]

@@ -14,7 +14,6 @@ from torch import nn
 from firsttoken.assets.checkpoint import ModelFiles, model_files
 from firsttoken.assets.empty_model import stock_config
 from firsttoken.assets.gguf import PINNED, converted
-from firsttoken.assets.lock import first_line
 from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.assets.servable import check_tensors
 from firsttoken.assets.shapes import shape_config
@@ -22,7 +21,7 @@ from firsttoken.assets.text_tokenizer import check_same_ids
 from firsttoken.assets.weights import tensors_of
 from firsttoken.study import paths
 from firsttoken.study.dtypes import name_of
-from firsttoken.study.errors import ModelError
+from firsttoken.study.errors import ModelError, first_line
 
 if TYPE_CHECKING:  # to learn what a model is made of needs none of it
     from transformers import PretrainedConfig, PreTrainedModel

@@ -9,7 +9,7 @@ from typing import Any
 
 from firsttoken.assets.lock import asset_path, pinned
 from firsttoken.study import paths
-from firsttoken.study.errors import CorpusError
+from firsttoken.study.errors import CorpusError, first_line
 from firsttoken.study.files import replacing
 from firsttoken.study.parsing.json_text import json_lines, read_json
 from firsttoken.study.parsing.parse_errors import Damaged, blaming, read_gzip
@@ -106,26 +106,20 @@ class QAItem:
 
 
 def read_qa(path: str | Path) -> list[QAItem]:
-    """Read a SQuAD or TriviaQA JSON file, told apart by its top-level key. Raises CorpusError for anything else."""
+    """Read a SQuAD v1.1 or v2 file (rajpurkar.github.io/SQuAD-explorer) without its unanswerable questions, or an
+    official TriviaQA file (nlp.cs.washington.edu/triviaqa) closed book: no passage, all aliases accepted.
+
+    Raises CorpusError when the file is missing, truncated or of another format. TriviaQA's test files hold no answers.
+    """
     with blaming(path, CorpusError, "give the path of a SQuAD or TriviaQA file"):
         content = read_json(Path(path), _MOST_BYTES)
-    return read_triviaqa(path) if isinstance(content, dict) and "Data" in content else read_squad(path)
-
-
-def read_squad(path: str | Path) -> list[QAItem]:
-    """Read a SQuAD v1.1 or v2 file (rajpurkar.github.io/SQuAD-explorer); unanswerable questions are dropped.
-
-    Raises CorpusError when the file is missing, truncated or of another format.
-    """
-    return _items(path, _Squad, "a SQuAD file (data/paragraphs/qas/answers)")
-
-
-def read_triviaqa(path: str | Path) -> list[QAItem]:
-    """Read an official TriviaQA file (nlp.cs.washington.edu/triviaqa) closed book: no passage, all aliases accepted.
-
-    Raises CorpusError when the file is missing, truncated or of another format. The test files hold no answers.
-    """
-    return _items(path, _TriviaQA, "a TriviaQA file (Data/Question/Answer/Aliases)")
+    is_trivia = isinstance(content, dict) and "Data" in content
+    wanted = "TriviaQA file (Data/Question/Answer/Aliases)" if is_trivia else "SQuAD file (data/paragraphs/qas/answers)"
+    with blaming(path, CorpusError, f"give a {wanted}, or download it again"):
+        items = shaped(_TriviaQA if is_trivia else _Squad, content, others=True).items()
+        if not items:
+            raise Damaged("it holds no answerable question; use the train or dev file")
+        return items
 
 
 @dataclass(frozen=True)
@@ -134,7 +128,7 @@ class _Text:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _SquadQuestion:
     id: str
     question: str
     answers: tuple[_Text, ...]
@@ -144,7 +138,7 @@ class _Asked:
 @dataclass(frozen=True)
 class _Paragraph:
     context: str
-    qas: tuple[_Asked, ...]
+    qas: tuple[_SquadQuestion, ...]
 
 
 @dataclass(frozen=True)
@@ -201,13 +195,18 @@ def read_hub(name: str, config: str | None, split: str) -> list[QAItem]:
     try:
         rows = load_dataset(name, config, split=split)
     except Exception as error:  # datasets passes on whatever its file systems and HTTP clients raise
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CorpusError(
-            f"the data set {name} ({split}) is not in the Hub's cache and cannot be loaded: {reason}; "
+            f"the data set {name} ({split}) is not in the Hub's cache and cannot be loaded: {first_line(error)}; "
             "a SQuAD or TriviaQA .json file works too"
         ) from error
     try:
-        return [_hub_item(row) for row in rows if "answers" not in row or row["answers"]["text"]]
+        return [
+            QAItem(str(row["id"]), row["context"], row["question"].strip(), distinct(row["answers"]["text"]))
+            if "answers" in row
+            else triviaqa_item(row["question_id"], row["question"], row["answer"]["value"], row["answer"]["aliases"])
+            for row in rows
+            if "answers" not in row or row["answers"]["text"]
+        ]
     except (KeyError, TypeError) as error:
         raise CorpusError(f"{name} has neither SQuAD's nor TriviaQA's columns; at fault: {error}") from error
 
@@ -220,18 +219,3 @@ def triviaqa_item(identity: str, question: str, value: str, aliases: Iterable[st
 def distinct(answers: Iterable[str]) -> tuple[str, ...]:
     """The answers stripped, without empty ones and repetitions, in their order."""
     return tuple(dict.fromkeys(text for answer in answers if (text := answer.strip())))
-
-
-def _hub_item(row: dict[str, Any]) -> QAItem:
-    if "answers" in row:
-        return QAItem(str(row["id"]), row["context"], row["question"].strip(), distinct(row["answers"]["text"]))
-    return triviaqa_item(row["question_id"], row["question"], row["answer"]["value"], row["answer"]["aliases"])
-
-
-def _items(path: str | Path, kind: type[_Squad] | type[_TriviaQA], wanted: str) -> list[QAItem]:
-    """The questions in a file of ``kind``."""
-    with blaming(path, CorpusError, f"give {wanted}, or download it again"):
-        items = shaped(kind, read_json(Path(path), _MOST_BYTES), others=True).items()
-        if not items:
-            raise Damaged("it holds no answerable question; use the train or dev file")
-        return items

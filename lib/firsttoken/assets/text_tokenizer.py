@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
-from firsttoken.assets.lock import first_line
 from firsttoken.assets.tokenizer_files import (
     BACKEND,
     SETTINGS,
@@ -24,7 +23,7 @@ from firsttoken.assets.tokenizer_files import (
     TokenizerFiles,
     read_tokenizer_files,
 )
-from firsttoken.study.errors import ModelError
+from firsttoken.study.errors import ModelError, first_line
 from firsttoken.study.parsing.parse_errors import Damaged, blaming, read_bytes, shown
 
 _MOST_BYTES = 1 << 28  # the largest published vocabularies take 35 MB

@@ -1,18 +1,19 @@
 """Files of weights that are read while they are open, and not mapped: whoever overwrites a file that is mapped changes
-answers, and whoever cuts it ends the process with SIGBUS. A read is told that the file ends.
+answers, and whoever cuts it ends the process with SIGBUS. Files that were changed while they were read are not served.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from firsttoken.assets.checkpoint import StoredTensor
 from firsttoken.study.errors import ModelError
 from firsttoken.study.system.direct_io import read_at
+
+CHANGED = "the weights in {folder} were changed while they were in use; start again"
 
 
 class WeightFile:
@@ -41,23 +42,26 @@ class WeightFile:
         return OSError(number, os.strerror(number), str(self.path))
 
 
-@dataclass(frozen=True)
-class FileRows:
-    """A weight of this ``shape`` as it is stored in an open file, from the byte ``start`` on."""
-
-    file: WeightFile
-    start: int
-    shape: tuple[int, ...]
-
-    def __len__(self) -> int:
-        return self.shape[0]
+def file_states(files: Sequence[Path]) -> str:
+    """Return a text that changes when any of ``files`` does: sizes, times and places on the disk; "" where one has
+    gone."""
+    with suppress(OSError):
+        states = [file.stat() for file in files]
+        return " ".join(f"{state.st_dev}:{state.st_ino}:{state.st_size}:{state.st_mtime_ns}" for state in states)
+    return ""
 
 
-def opened(paths: Sequence[Path]) -> dict[Path, WeightFile]:
-    """The files of these paths. Raises OSError."""
-    return {path: WeightFile(path) for path in paths}
-
-
-def rows_of(stored: StoredTensor, files: dict[Path, WeightFile]) -> FileRows:
-    """The tensor ``stored`` in one of the open ``files``."""
-    return FileRows(files[stored.file], stored.entry.start, tuple(stored.entry.shape))
+@contextmanager
+def unchanged(files: Sequence[Path], before: str = "") -> Iterator[None]:
+    """Raises ModelError where ``files`` are others at the end of the block than at its beginning, or than ``before``
+    says, which :func:`file_states` has returned for them: also in the place of what the block raises."""
+    start = before or file_states(files)
+    fault: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        fault = error
+    if file_states(files) != start:
+        raise ModelError(CHANGED.format(folder=files[0].parent)) from fault
+    if fault is not None:
+        raise fault

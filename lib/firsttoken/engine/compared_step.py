@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from firsttoken.assets.checkpoint import ModelFiles
 from firsttoken.assets.empty_model import put
-from firsttoken.assets.lock import first_line
 from firsttoken.assets.weights import tensors_of
 from firsttoken.engine.accelerator import build_model
 from firsttoken.engine.attention import Attend
@@ -34,7 +33,7 @@ from firsttoken.engine.kv import KVPool
 from firsttoken.engine.request import Request, Sampling, ScheduledChunk
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.study import paths
-from firsttoken.study.errors import FirstTokenError, ModelError
+from firsttoken.study.errors import FirstTokenError, ModelError, first_line
 from firsttoken.study.extensions import CPU
 from firsttoken.study.machine import cpu_flags
 from firsttoken.study.system.processor import cpu_model

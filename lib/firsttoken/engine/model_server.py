@@ -16,13 +16,20 @@ from contextlib import nullcontext, suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from firsttoken.assets.lock import first_line
 from firsttoken.engine.async_engine import AsyncEngine, EngineStats
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.request_limits import BLOCK_TOKENS, RequestLimits
 from firsttoken.engine.stream import Asked, Stream, TokenSink, step_failure
 from firsttoken.study.dtypes import check_device
-from firsttoken.study.errors import ClosedError, FirstTokenError, PermanentFault, RequestError, StageError, files_alone
+from firsttoken.study.errors import (
+    ClosedError,
+    FirstTokenError,
+    PermanentFault,
+    RequestError,
+    StageError,
+    files_alone,
+    first_line,
+)
 from firsttoken.study.system.importing import uncollected
 from firsttoken.study.system.openmp import loops_on_one_core
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from firsttoken.assets.lock import first_line
 from firsttoken.engine.request import Sampling
-from firsttoken.study.errors import EngineError, FirstTokenError, RequestError
+from firsttoken.study.errors import EngineError, FirstTokenError, RequestError, first_line
 
 if TYPE_CHECKING:
     from firsttoken.engine.request import KVSource, Request, TokenLogprob

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from firsttoken.assets.held import seen, unchanged
 from firsttoken.assets.model_config import CONFIG, read_config
 from firsttoken.assets.positions import context_of
 from firsttoken.assets.servable import check_servable
+from firsttoken.assets.weight_files import file_states, unchanged
 from firsttoken.engine.accelerator import accelerator
 from firsttoken.engine.attention import page
 from firsttoken.engine.compared_step import Comparison, check_rows, chunks_of, prompt_of, span_rows
@@ -65,7 +65,7 @@ class BlockBackend:
             raise SwarmError(f"blocks [{blocks.start}, {blocks.stop}) are not among the model's [0, {self.depth})")
         self._folder, self.dtype, self._adapters = folder, dtype, adapters
         self._files = check_servable(folder, in_8_bits=True).files
-        self._before = seen(self._files)
+        self._before = file_states(self._files)
         self._adapted: dict[str, LocalSegment] = {}
         self._comparison: Comparison | None = None
         model = self._span(blocks)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from peft import PeftModel
 
-from firsttoken.assets.adapters import export_adapter, read_recipe
+from firsttoken.assets.adapter_files import read_recipe
+from firsttoken.assets.adapters import export_adapter
 from firsttoken.assets.corpora import QAItem, boolq_prompts, load_qa, running_text, token_windows
 from firsttoken.assets.needs import CONTEXT, Need, questions_of, text_of
 from firsttoken.progressiveserve.base_model import ServedModel

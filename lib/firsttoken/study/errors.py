@@ -104,3 +104,8 @@ def files_alone() -> Iterator[None]:
         yield
     except FirstTokenError as error:
         raise PermanentFault(error) from error
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, as much of it as fits a message, or its type where it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]

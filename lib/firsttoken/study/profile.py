@@ -22,8 +22,6 @@ from firsttoken.study.parsing.schema import between, shaped, unknown
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Profile", "Settings", "build_config", "check_used", "load_profile", "profile_names", "unknown"]
-
 Config = TypeVar("Config")
 
 

@@ -10,13 +10,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from firsttoken.assets.checkpoint import EMBEDDING, HEAD, ModelFiles
-from firsttoken.assets.held import CHANGED, seen
-from firsttoken.assets.weight_files import FileRows, opened, rows_of
+from firsttoken.assets.weight_files import CHANGED, WeightFile, file_states
 from firsttoken.study.errors import ModelError, NotLean, StageError
 from firsttoken.study.system.cgroup_limits import cores
 from firsttoken_cpu.lean.lean_config import LeanConfig, lean_config
@@ -51,6 +51,18 @@ class PackedWeights(NamedTuple):
     struct: Any
     panels: dict[str, np.ndarray]
     arrays: list[Any]
+
+
+@dataclass(frozen=True)
+class FileRows:
+    """A weight of this ``shape`` as it is stored in an open file, from the byte ``start`` on."""
+
+    file: WeightFile
+    start: int
+    shape: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return self.shape[0]
 
 
 Stored = np.ndarray | FileRows
@@ -254,8 +266,8 @@ class FolderWeights(NumpyWeights):
     def __init__(self, files: ModelFiles, threads: int | None = None) -> None:
         config = lean_config(files.folder)
         self.packer = Packer(config, _stored(files))
-        self.files, self.seen = files, seen(files.files)
-        self._opened = opened(files.files)
+        self.files, self.seen = files, file_states(files.files)
+        self._opened = {path: WeightFile(path) for path in files.files}
         self._fault: ModelError | None = None
         self._whole = False
         self._head, first = self.packer.head(self._in_file(EMBEDDING if config.tie_word_embeddings else HEAD))
@@ -332,11 +344,12 @@ class FolderWeights(NumpyWeights):
                     ended.result()
 
     def _in_file(self, name: str) -> FileRows:
-        return rows_of(self.files.tensors[name], self._opened)
+        stored = self.files.tensors[name]
+        return FileRows(self._opened[stored.file], stored.entry.start, tuple(stored.entry.shape))
 
     def _check(self) -> None:
         """Raise ModelError where the files are others than they were."""
-        if self._fault is None and seen(self.files.files) != self.seen:
+        if self._fault is None and file_states(self.files.files) != self.seen:
             self._fault = ModelError(CHANGED.format(folder=self.files.folder))
         if self._fault is not None:
             raise self._fault

@@ -12,10 +12,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from firsttoken.assets.lock import first_line
 from firsttoken.assets.model_config import CONFIG, read_config
 from firsttoken.assets.tokenizer_files import DEFAULT, MEND, TokenizerFiles, read_tokenizer_files
-from firsttoken.study.errors import FirstTokenError, ModelError, RequestError
+from firsttoken.study.errors import FirstTokenError, ModelError, RequestError, first_line
 from firsttoken.study.parsing.json_text import read_json
 from firsttoken.study.parsing.parse_errors import blaming
 from firsttoken.study.parsing.schema import Fault, between, shaped

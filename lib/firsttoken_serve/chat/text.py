@@ -12,11 +12,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from firsttoken.assets.lock import first_line
 from firsttoken.assets.model_config import read_config
 from firsttoken.assets.positions import context_of
 from firsttoken.assets.text_tokenizer import read_text_tokenizer
-from firsttoken.study.errors import LengthError, RequestError
+from firsttoken.study.errors import LengthError, RequestError, first_line
 from firsttoken_serve.chat.chat_template import ChatTemplate, chat_ends, model_ends, read_template
 from firsttoken_serve.chat.spelling import INCOMPLETE, Spelling
 

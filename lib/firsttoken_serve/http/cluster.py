@@ -16,9 +16,8 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from firsttoken.assets.lock import first_line
 from firsttoken.study.dtypes import check_device
-from firsttoken.study.errors import FirstTokenError, StageError
+from firsttoken.study.errors import FirstTokenError, StageError, first_line
 from firsttoken.study.system.cgroup_limits import cores
 from firsttoken_serve.chat.text import read_vocabulary
 from firsttoken_serve.service_config import ServiceConfig, listening

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from firsttoken.assets.held import seen, unchanged
 from firsttoken.assets.model_config import read_config
 from firsttoken.assets.servable import check_servable
 from firsttoken.assets.text_tokenizer import read_text_tokenizer
+from firsttoken.assets.weight_files import file_states, unchanged
 from firsttoken.petals.access import Access, check_installed
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.checkpoint_blocks import model_sha256, parse_blocks, write_8_bits
@@ -48,7 +48,7 @@ def _serve(options: argparse.Namespace) -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     files = check_servable(options.model, in_8_bits=True).files
-    before = seen(files)
+    before = file_states(files)
     model = model_sha256(options.model)
 
     def load(*arguments: Any, **more: Any) -> BlockBackend:

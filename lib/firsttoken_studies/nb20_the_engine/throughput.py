@@ -31,7 +31,8 @@ from firsttoken.engine.sdpa_attention import PaddedAttend
 from firsttoken.study import paths
 from firsttoken.study.dtypes import AUTO, DTYPES, name_of, resolve
 from firsttoken.study.errors import FirstTokenError, ProfileError
-from firsttoken.study.profile import Profile, unknown
+from firsttoken.study.parsing.schema import unknown
+from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
 from firsttoken.study.stats import bootstrap, median_ratio
 from firsttoken.study.summary import Summary

@@ -29,8 +29,9 @@ from firsttoken.engine.workload_items import Item, with_ids
 from firsttoken.simulation.costs.published import PAPER_SHAPE, PublishedCosts, decomposed
 from firsttoken.simulation.workload.sharegpt import LONGEST, threshold_mix
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.parsing.schema import unknown
 from firsttoken.study.policy_file import PolicyFile
-from firsttoken.study.profile import Profile, unknown
+from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
 from firsttoken.study.stats import Interval, bootstrap, share_below
 from firsttoken.study.summary import Summary

@@ -26,7 +26,8 @@ from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.workload_items import Item
 from firsttoken.simulation.costs.published import PublishedCosts
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.profile import Profile, unknown
+from firsttoken.study.parsing.schema import unknown
+from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
 from firsttoken.study.stats import bootstrap, share_below
 from firsttoken.study.summary import Summary

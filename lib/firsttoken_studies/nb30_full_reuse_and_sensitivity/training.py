@@ -15,7 +15,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
-from firsttoken.assets.adapters import export_adapter, read_recipe
+from firsttoken.assets.adapter_files import read_recipe
+from firsttoken.assets.adapters import export_adapter
 from firsttoken.assets.models import as_stored, load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
 from firsttoken.study import timing

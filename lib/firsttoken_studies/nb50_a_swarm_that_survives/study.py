@@ -20,7 +20,8 @@ from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server_session import ServerSession
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.profile import Profile, unknown
+from firsttoken.study.parsing.schema import unknown
+from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
 from firsttoken.study.summary import Summary
 from firsttoken.study.timing import Stopwatch

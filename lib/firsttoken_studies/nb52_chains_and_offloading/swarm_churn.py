@@ -13,7 +13,8 @@ import numpy as np
 from firsttoken.petals.placement import Rebalancing, block_rates, interval_to_join, most_rate
 from firsttoken.petals.routing import Reachable
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.profile import Profile, unknown
+from firsttoken.study.parsing.schema import unknown
+from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
 from firsttoken.study.summary import Summary
 from firsttoken_extras.min_move_rebalancing.rule import MinMoveRebalancing

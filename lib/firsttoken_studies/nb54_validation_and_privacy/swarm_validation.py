@@ -30,7 +30,8 @@ from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.trust.arbitration import TOLERANCE, difference
 from firsttoken.petals.trust.auditor import INCONCLUSIVE, Auditor, Audits
 from firsttoken.study.errors import ProfileError, SwarmError
-from firsttoken.study.profile import Profile, unknown
+from firsttoken.study.parsing.schema import unknown
+from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary

@@ -31,7 +31,8 @@ from firsttoken.study.canonical_json import sha256_of
 from firsttoken.study.dtypes import computing, name_of, named
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.files import write_text
-from firsttoken.study.profile import Profile, unknown
+from firsttoken.study.parsing.schema import unknown
+from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary

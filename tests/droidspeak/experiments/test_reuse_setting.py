@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from firsttoken.assets.adapters import read_recipe
+from firsttoken.assets.adapter_files import read_recipe
 from firsttoken.study.errors import CacheError, CorpusError, ModelError, ProfileError
 from firsttoken_studies.droidspeak import setting as setting_module
 from firsttoken_studies.droidspeak.reuse_items import Encoded, TaskItem

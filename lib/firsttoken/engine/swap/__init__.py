@@ -8,7 +8,7 @@ from firsttoken.engine.swap.coalesced import Coalesced, Overlapped
 from firsttoken.engine.swap.host_pool import HostPool
 from firsttoken.engine.swap.per_block import PerBlock
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.profile import unknown
+from firsttoken.study.parsing.schema import unknown
 
 PATHS: dict[str, type[SwapPath]] = {path.name: path for path in (PerBlock, Coalesced, Overlapped)}
 

@@ -22,7 +22,7 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from firsttoken.assets.lock import file_sha256, first_line
+from firsttoken.assets.lock import file_sha256
 from firsttoken.progressiveserve.checkpoint.manifest import (
     MANIFEST,
     AdapterFiles,
@@ -43,7 +43,7 @@ from firsttoken.progressiveserve.checkpoint.manifest import (
 from firsttoken.progressiveserve.checkpoint.names import DTYPES, torch_dtype
 from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Part, TensorSource
 from firsttoken.progressiveserve.stage_adapters import check_fit
-from firsttoken.study.errors import ModelError, StageError
+from firsttoken.study.errors import ModelError, StageError, first_line
 from firsttoken.study.files import replacing, write_text
 from firsttoken.study.parsing.json_text import parse_json, read_json
 from firsttoken.study.parsing.safetensors_header import read_header
