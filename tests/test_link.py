@@ -157,21 +157,6 @@ def test_a_link_dies_and_is_restored(weights: Path, handle: int, gbit_per_s: flo
     assert link.bytes_moved == 1_000_000 + SIZE
 
 
-def test_a_link_dies_under_all_its_readers_at_the_same_byte(handle: int) -> None:
-    link, errors = DyingLink(700_001, LinkConfig(4.0)), []
-
-    def read(offset: int) -> None:
-        try:
-            link.read_into(handle, memoryview(bytearray(SIZE // 4)), offset)
-        except LinkError as error:
-            errors.append(str(error))
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(read, range(0, SIZE, SIZE // 4)))
-    assert errors and set(errors) == {"the link died after 700001 bytes"}
-    assert link.bytes_moved == 700_001
-
-
 @pytest.mark.parametrize("gbit_per_s", [0.0, 10.0])
 def test_a_short_file_says_how_short(handle: int, gbit_per_s: float) -> None:
     with pytest.raises(LinkError, match="the file ended 777 bytes early"):

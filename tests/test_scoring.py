@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firsttoken.scoring import edit_similarity, exact_match, normalise, rouge_l, token_f1
+from firsttoken.scoring import edit_similarity, exact_match, rouge_l, token_f1
 
 # Worked out by hand from the rules of evaluate-v1.1.py and evaluate-v2.0.py; the two agree on all of these.
 GOLDEN = {
@@ -104,13 +104,6 @@ def test_rouge_l(prediction: str, answers: list[str], score: float) -> None:
 @pytest.mark.parametrize(("prediction", "answers", "score"), EDIT.values(), ids=EDIT)
 def test_edit_similarity(prediction: str, answers: list[str], score: float) -> None:
     assert edit_similarity(prediction, answers) == pytest.approx(score)
-
-
-def test_normalise() -> None:
-    assert normalise(" The  Quick, (brown) fox\u2014an ANIMAL. ") == "quick brown fox\u2014 animal"
-    assert normalise("the\u2019cat") == "\u2019cat"
-    assert normalise("cat\u2014the\u2014hat") == "cat\u2014 \u2014hat"
-    assert normalise("A an THE !?") == ""
 
 
 @given(texts, st.lists(texts, max_size=3))

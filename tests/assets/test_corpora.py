@@ -144,11 +144,6 @@ def test_a_folder_is_no_data_set_of_the_hub(name, tmp_path, monkeypatch):
             load_qa(f"hub:{asked}", "train")
 
 
-def test_a_missing_asset_asks_for_a_fetch():
-    with pytest.raises(AssetError, match=r"sciq-validation.arrow is not in the cache; run `firsttoken fetch`"):
-        sciq("train")
-
-
 def test_rows_are_kept_as_json_and_read_from_there(tiny_arrow):
     assert arrow_rows("tiny.arrow") == [{"text": "one"}, {"text": "two"}]
     asset, (kept,) = paths.CACHE / "assets" / "tiny.arrow", (paths.CACHE / "rows").iterdir()

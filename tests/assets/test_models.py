@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.models import load_model
 from firsttoken.assets.shapes import _SHAPES, shape_config
-from firsttoken.study.errors import AssetError, ModelError
+from firsttoken.study.errors import ModelError
 
 MILLIONS = {"smollm2-135m": 135, "tinyllama-1.1b": 1100, "qwen2.5-0.5b": 494, "llama-3.1-8b": 8030, "llama-2-7b": 6738}
 
@@ -112,12 +112,6 @@ def test_a_truncated_index(sharded):
         load_model(str(sharded))
 
 
-def test_a_checkpoint_that_lacks_tensors_is_refused_instead_of_filled_with_random_ones(folder):
-    set_tensors(folder / "model.safetensors", lambda held: held.pop("model.layers.1.mlp.up_proj.weight"))
-    with pytest.raises(ModelError, match=r"lacks 1 tensors, first model.layers.1.mlp.up_proj.weight"):
-        load_model(str(folder), with_tokenizer=False)
-
-
 def test_a_config_of_fewer_layers_is_refused_instead_of_obeyed(folder):
     """It would load, and answer something else."""
     set_keys(folder / "config.json", num_hidden_layers=3)
@@ -171,11 +165,6 @@ def test_layers_are_found_inside_an_adapter_and_refused_elsewhere():
     assert layers_of(get_peft_model(model, LoraConfig(target_modules=["q_proj"]))) is layers
     with pytest.raises(ModelError, match=r"Linear has no model.layers"):
         layers_of(torch.nn.Linear(2, 2))
-
-
-def test_the_pinned_model_needs_a_fetch():
-    with pytest.raises(AssetError, match="run `firsttoken fetch`"):
-        load_model("smollm2-135m")
 
 
 @pytest.mark.assets

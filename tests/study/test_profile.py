@@ -7,7 +7,7 @@ import torch
 
 from firsttoken.study import paths
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.profile import build_config, load_profile, profile_names
+from firsttoken.study.profile import load_profile, profile_names
 
 pytestmark = pytest.mark.usefixtures("root")
 
@@ -97,37 +97,6 @@ def test_a_wrong_key_in_a_section_is_named() -> None:
 def _settings(**changes: object) -> dict:
     fixed = {"name": "x", "about": "", "model": "", "device": "cpu", "dtype": "float32", "seed": 0, "threads": 0}
     return fixed | changes
-
-
-@dataclass(frozen=True)
-class Typed:
-    rate: float
-    pair: tuple[int, str] = (0, "")
-    flag: bool = False
-    limit: int | None = None
-
-
-def test_values_are_converted_where_that_loses_nothing() -> None:
-    built = build_config(Typed, {"rate": 1, "pair": [3, "x"], "limit": None}, "test")
-    assert built == Typed(1.0, (3, "x"), False, None)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({}, "test: missing key 'rate'"),
-        ({"rate": "fast"}, "rate: expected float"),
-        ({"rate": "1e-4"}, "rate: expected float"),
-        ({"rate": float("nan")}, "rate: expected float"),
-        ({"rate": True}, "rate: expected float"),
-        ({"rate": 1, "flag": 1}, "flag: expected bool"),
-        ({"rate": 1, "limit": 1.5}, "limit: expected"),
-        ({"rate": 1, "pair": [1]}, "pair: expected"),
-    ],
-)
-def test_values_of_another_type_are_refused(values: dict, message: str) -> None:
-    with pytest.raises(ProfileError, match=message):
-        build_config(Typed, values, "test")
 
 
 def test_a_file_that_is_no_profile(root) -> None:

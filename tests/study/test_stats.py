@@ -16,7 +16,6 @@ from firsttoken.study.stats import (
     bootstrap,
     median_ratio,
     paired_bootstrap,
-    percentile,
     ratio_of_means,
     ratio_of_medians,
     share,
@@ -97,8 +96,7 @@ def test_nothing_and_nan_are_refused(values: list[float]) -> None:
         bootstrap(values)
 
 
-def test_percentile_and_summary() -> None:
-    assert percentile([1, 2, 3, 4], 50) == 2.5
+def test_an_unknown_statistic_and_a_summary() -> None:
     with pytest.raises(ValueError, match="unknown statistic 'mode'"):
         bootstrap([1, 2], stat="mode")
     summary = Interval(0.5, 0.25, 0.75, 4).summary("%", scale=100)

@@ -56,7 +56,6 @@ class Interval:
 def bootstrap(
     values: Sequence[float] | np.ndarray,
     stat: Statistic = "mean",
-    level: float = 0.95,
     resamples: int = 2000,
     seed: int = 0,
 ) -> Interval:
@@ -88,7 +87,7 @@ def bootstrap(
     if n < FEW:
         return _ordered(sample, estimate) if stat == "median" and sample.ndim == 1 else _student(sample, function)
     draws = _resampled(sample, stat, resamples, np.random.default_rng(seed))
-    low, high = np.percentile(draws, [50 * (1 - level), 50 * (1 + level)])
+    low, high = np.percentile(draws, [2.5, 97.5])
     return Interval(estimate, float(low), float(high), n)
 
 
@@ -131,19 +130,14 @@ def _share_at(count: int, n: int) -> float:
     return (low + high) / 2
 
 
-def paired_bootstrap(a: Sequence[float], b: Sequence[float], **options: Any) -> Interval:
+def paired_bootstrap(a: Sequence[float], b: Sequence[float]) -> Interval:
     """Interval of the mean of a - b, where a[i] and b[i] are the same item under two treatments.
 
-    ``options`` are those of ``bootstrap``. Raises ValueError when the lengths differ.
+    Raises ValueError when the lengths differ.
     """
     if len(a) != len(b):
         raise ValueError(f"paired samples must have one length, not {len(a)} and {len(b)}")
-    return bootstrap(np.asarray(a, dtype=float) - np.asarray(b, dtype=float), **options)
-
-
-def percentile(values: Sequence[float] | np.ndarray, q: float) -> float:
-    """The ``q``-th percentile (0 to 100), linearly interpolated between observations."""
-    return float(np.percentile(np.asarray(values, dtype=float), q))
+    return bootstrap(np.asarray(a, dtype=float) - np.asarray(b, dtype=float))
 
 
 def _resampled(sample: np.ndarray, stat: Statistic, resamples: int, rng: np.random.Generator) -> np.ndarray:
