@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from firsttoken.link.data_server import DataServer, asked_range
+from firsttoken.link.data_server import DataServer, byte_range
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.study.errors import LinkError
 
@@ -69,7 +69,7 @@ def get(connection: http.client.HTTPConnection, path: str, asked: str | None = N
     ],
 )
 def test_a_range_header_means_what_rfc_9110_says(asked: str | None, status: int, begin: int, end: int) -> None:
-    assert asked_range(asked, 100) == (status, begin, end)
+    assert byte_range(asked, 100) == (status, begin, end)
 
 
 def test_ranges_of_one_connection(connection: http.client.HTTPConnection) -> None:

@@ -7,9 +7,9 @@ if "ipykernel.zmqshell" in sys.modules:
     import tqdm.std
 
     from firsttoken.study.machine import kernels_multiply
-    from firsttoken.study.system.openmp import wait_briefly
+    from firsttoken.study.system.openmp import set_wait_policy
 
     sys.modules.setdefault("tqdm.autonotebook", tqdm.std)
-    wait_briefly(kernels_multiply())  # before torch, unless the reader has imported that first
+    set_wait_policy(kernels_multiply())  # before torch, unless the reader has imported that first
 
 __version__ = "0.1.0"

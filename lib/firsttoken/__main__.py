@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from firsttoken.study.system.importing import uncollected
+from firsttoken.study.system.importing import without_collector
 
-with uncollected():
+with without_collector():
     from firsttoken.options import EXTENSIONS, parser
 from firsttoken.study import paths, storage
 from firsttoken.study.errors import AssetError, FirstTokenError

@@ -10,8 +10,8 @@ from firsttoken.study import extensions
 from firsttoken.study import option_values as values
 from firsttoken.study.dtypes import AUTO, DTYPES
 from firsttoken.study.machine import kernels_multiply
-from firsttoken.study.system.importing import uncollected
-from firsttoken.study.system.openmp import wait_briefly
+from firsttoken.study.system.importing import without_collector
+from firsttoken.study.system.openmp import set_wait_policy
 from firsttoken.terminal import check_clone
 from firsttoken_serve.service_config import ELSEWHERE, HELP, ServiceConfig
 
@@ -24,7 +24,7 @@ _INT8 = "Write a copy of a model whose blocks are stored in 8 bits. Servers and 
 
 def serve(options: argparse.Namespace) -> int:
     """Serve a model over HTTP until Ctrl-C; return the exit status."""
-    with uncollected():
+    with without_collector():
         from firsttoken.assets.checkpoint import hub_folder
         from firsttoken_serve.http.launch import serve_forever
         from firsttoken_serve.service_config import read_key
@@ -43,7 +43,7 @@ def serve(options: argparse.Namespace) -> int:
 
 def swarm(options: argparse.Namespace) -> int:
     """Serve blocks of a model, or use and list the servers that do."""
-    wait_briefly(kernels_multiply())
+    set_wait_policy(kernels_multiply())
     from firsttoken_serve.swarm.swarm_actions import run
 
     run(options)

@@ -13,7 +13,7 @@ from firsttoken.engine.model_server import LoadingServer
 from firsttoken.engine.stream import Asked, Stream
 from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.study import dtypes
-from firsttoken.study.errors import FirstTokenError, ModelError, NotLean, PermanentFault, files_alone, first_line
+from firsttoken.study.errors import FirstTokenError, ModelError, NotLean, PermanentFault, first_line, permanent_faults
 
 if TYPE_CHECKING:
     import numpy as np
@@ -208,7 +208,7 @@ class StagedService(RetryingServer, StagedServer):
         meta_model = self._loader.build(self._packed and partial(self._packed.read().builder, manifest, [1]))
         if self.variants is not None:
             self._late = self.variants()
-            with files_alone():
+            with permanent_faults():
                 self._late.read(self._loader.folder, manifest.source_sha256 or "", meta_model.layers)
         return meta_model
 

@@ -29,7 +29,7 @@ from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.checkpoint.manifest import MANIFEST, check_files, read_manifest
 from firsttoken.progressiveserve.loading.read_plan import ends_of
 from firsttoken.study import dtypes
-from firsttoken.study.errors import FirstTokenError, StageError, files_alone, first_line
+from firsttoken.study.errors import FirstTokenError, StageError, first_line, permanent_faults
 from firsttoken.study.extensions import extension, registered
 from firsttoken.study.system.direct_io import read_ahead
 from firsttoken_serve.measured_cross_point import MeasuredCrossPoint
@@ -98,12 +98,12 @@ class PlainServer(RetryingServer):
         from firsttoken.engine.accelerator import accelerator
 
         self._stages = 1
-        with files_alone():
+        with permanent_faults():
             files = check_servable(self._folder, way="spans" if self._store or self._variants else "alone")
             self._bytes_total = files.bytes
             stored = getattr(torch, stored_dtype(self._folder))
         early, policy = None if self._early is None else self._early.model, self.limits.preemption
-        with unchanged(files.files, "" if early is None else early.weights.seen), files_alone():
+        with unchanged(files.files, "" if early is None else early.weights.seen), permanent_faults():
             dtype = dtypes.serving(dtypes.AUTO, stored, self._device)
             measures = isinstance(policy, MeasuredCrossPoint) and policy.measures(dtypes.name_of(dtype))
             taken = early is not None and early.dtype == dtypes.name_of(dtype)
@@ -137,7 +137,7 @@ class PlainServer(RetryingServer):
         comparison = Comparison([files.folder / CONFIG, *files.files], "lean", str(dtype), self._device)
         if comparison.due and not is_stock(live.model):
             prompt = prompt_of(live.limits)
-            with unchanged(files.files), files_alone():
+            with unchanged(files.files), permanent_faults():
                 reference = lean_rows(files, dtype, self._device, prompt)
                 check_rows(files.folder.name, lambda: server.between(lambda: live.rows_of(prompt)), reference, dtype)
             comparison.right()

@@ -19,7 +19,7 @@ from firsttoken.study import option_values, paths
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.machine import kernels_multiply
 from firsttoken.study.profile import check_used, load_profile, profile_names
-from firsttoken.study.system.openmp import wait_briefly
+from firsttoken.study.system.openmp import set_wait_policy
 from firsttoken.terminal import size_text
 from firsttoken_studies.registry import EXPERIMENTS, find_experiment
 from firsttoken_studies.trying import KINDS, try_policy
@@ -56,7 +56,7 @@ def measure(options: argparse.Namespace) -> int:
     """Run experiments without notebooks; return the exit status."""
     experiments = [find_experiment(name) for name in options.experiments]
     if any(experiment.in_turns for experiment in experiments):
-        wait_briefly(kernels_multiply())
+        set_wait_policy(kernels_multiply())
     from firsttoken.study.summary import named
     from firsttoken_studies.experiments import run_experiment
     from firsttoken_studies.record.verdicts import show

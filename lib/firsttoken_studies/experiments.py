@@ -14,7 +14,7 @@ from firsttoken.study import paths, progress, storage
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.machine import cores, describe
 from firsttoken.study.profile import Profile
-from firsttoken.study.timing import counting_kept
+from firsttoken.study.timing import count_resumed
 from firsttoken_studies import ledger
 from firsttoken_studies.record import code
 from firsttoken_studies.record.claims import digests, load_claims
@@ -52,7 +52,7 @@ def run_experiment(name: str, profile: Profile, because: str = "") -> Result:
     torch.set_num_threads(profile.threads or cores())
     started, clock = datetime.now(UTC), time.perf_counter()
     storage.check(paths.RESULTS)
-    with storage.storing(paths.CACHE), counting_kept() as cached_count, progress.running(name, _usual_s(name, profile)):
+    with storage.storing(paths.CACHE), count_resumed() as cached_count, progress.running(name, _usual_s(name, profile)):
         outcome = experiment(profile, *read)
     parameters = profile.parameters()
     result = Result(

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.parsing.schema import some
+from firsttoken.study.parsing.schema import non_empty
 from firsttoken.study.progress import track
 from firsttoken.study.stats import bootstrap, paired_bootstrap
 from firsttoken.study.summary import Scalar, Summary
@@ -33,7 +33,7 @@ _TASK = re.compile(r"(\w+) ([1-9]\d{0,5})")
 class ChoiceTasksConfig:
     """``tasks`` as "hellaswag 1000", a task and how many of its questions; ``batch`` questions at once."""
 
-    tasks: Annotated[tuple[str, ...], some]
+    tasks: Annotated[tuple[str, ...], non_empty]
     batch: int
 
     def __post_init__(self) -> None:

@@ -32,8 +32,8 @@ def folder_of(kind: str, folder: Path, model_type: str = "llama", **settings: An
     made.add_special_tokens(["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"])
     made.save(str(folder / "tokenizer.json"))
     architecture = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}.get(model_type, "OtherForCausalLM")
-    sizes = {"vocab_size": 600, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
-    sizes |= {"intermediate_size": 64, "max_position_embeddings": 512}
+    sizes = {"vocab_size": 600, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes |= {"num_hidden_layers": 1, "intermediate_size": 64, "max_position_embeddings": 512}
     (folder / "config.json").write_text(json.dumps({"model_type": model_type, "architectures": [architecture]} | sizes))
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "chat_template": INST}
     (folder / "tokenizer_config.json").write_text(json.dumps(names | settings))

@@ -65,12 +65,12 @@ def test_a_result_names_its_commit_the_ledger_and_a_summary_that_anybody_can_mak
 
 def test_a_resumed_run_says_how_long_all_of_it_took(clone, monkeypatch) -> None:
     def resumed(profile: Profile) -> Outcome:
-        timing.kept(1000.0)
+        timing.add_resumed(1000.0)
         return measured(profile)
 
     monkeypatch.setattr(sys.modules["made_up"], "measured", resumed)
     assert 1000 < run_experiment("machine", load_profile("full")).duration_s < 1060
-    timing.kept(1.0)  # outside of a run nobody counts
+    timing.add_resumed(1.0)  # outside of a run nobody counts
 
 
 @pytest.mark.parametrize("changed", ["env/profiles/quick.yaml", "data/claims.yaml", "lib/new.py"])

@@ -132,10 +132,10 @@ def test_layers_in_several_runs_turn_the_stream_by_their_sum() -> None:
     assert turned(distances, [0, 1, 3]) == 2.0 + 19.0 and turned(distances, []) == 0
 
 
-@pytest.mark.parametrize("kind", [SCHEDULER, *(kind for kind, *_ in ASKED.values())], ids=lambda kind: kind.called)
+@pytest.mark.parametrize("kind", [SCHEDULER, *(kind for kind, *_ in ASKED.values())], ids=lambda kind: kind.label)
 def test_files_that_hold_no_policy(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: PolicyKind) -> None:
     monkeypatch.setattr(policy_file, "LONGEST_S", 0.2)
-    name = kind.called
+    name = kind.label
     if kind.base is None:
         one, two = "def mine(*asked): pass\n", "def mine(*asked): pass\ndef yours(*asked): pass\n"
     else:
@@ -145,7 +145,7 @@ def test_files_that_hold_no_policy(write, tmp_path: Path, monkeypatch: pytest.Mo
         head = f"from {kind.base.__module__} import {kind.base.__name__} as Base\n"
         one = f"{head}class Mine(Base):\n{methods}"
         two = f"{one}class Yours(Base):\n{methods}"
-    assert PolicyFile.read(write(one), kind).found.__name__.lower() == "mine"
+    assert PolicyFile.read(write(one), kind).policy.__name__.lower() == "mine"
     for text, message in (
         (two, rf"mine\.py: defines (M|m)ine, (Y|y)ours; one {name} a file"),
         ("x = 1", rf"mine\.py: defines no {name}; {re.escape(kind.mend)}"),

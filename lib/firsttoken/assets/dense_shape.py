@@ -94,7 +94,7 @@ class MixtureShape:
     active: int
 
     @property
-    def whole(self) -> DenseShape:
+    def as_dense(self) -> DenseShape:
         """The dense shape with the same weights: one MLP as wide as all experts together."""
         return replace(self.dense, mlp=self.dense.mlp * self.experts)
 

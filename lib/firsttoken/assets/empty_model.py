@@ -99,7 +99,7 @@ def on_meta(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def finish(model: nn.Module) -> nn.Module:
+def tie_head(model: nn.Module) -> nn.Module:
     """Tie the head where the model ties it. Raises ModelError naming the first parameter that is still missing."""
     model.tie_weights()
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
@@ -108,7 +108,7 @@ def finish(model: nn.Module) -> nn.Module:
     return model
 
 
-def put(model: nn.Module, name: str, tensor: Tensor) -> None:
+def set_parameter(model: nn.Module, name: str, tensor: Tensor) -> None:
     """Make ``tensor`` the parameter ``name`` of ``model``, without a copy where its dtype is already the model's.
 
     Raises ModelError for a name that the model does not have and for a wrong shape.

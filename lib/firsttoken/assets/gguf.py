@@ -22,7 +22,7 @@ from firsttoken.study.errors import ModelError, first_line
 from firsttoken.study.files import new_folder
 from firsttoken.study.parsing.json_text import read_json
 from firsttoken.study.parsing.parse_errors import blaming
-from firsttoken.study.parsing.schema import shaped, some
+from firsttoken.study.parsing.schema import non_empty, shaped
 from firsttoken.study.system.alone import alone
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class _File:
 @dataclass(frozen=True)
 class _Converted:
     gguf_sha256: str
-    files: Annotated[dict[str, _File], some]
+    files: Annotated[dict[str, _File], non_empty]
 
 
 def converted(name: str, *, hashed: bool = True) -> Path:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from firsttoken.study import paths
 from firsttoken.study.errors import AssetError
 from firsttoken.study.parsing.parse_errors import blaming
-from firsttoken.study.parsing.schema import at_least, digits, plain_name, shaped, some
+from firsttoken.study.parsing.schema import at_least, digits, non_empty, plain_name, shaped
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Asset(Package):
 
     name: str
     licence: str
-    members: Annotated[tuple[Member, ...], some]
+    members: Annotated[tuple[Member, ...], non_empty]
 
     def missing(self) -> list[Member]:
         """The members that the cache lacks, or holds damaged."""

@@ -17,7 +17,7 @@ from firsttoken.study import paths
 from firsttoken.study.errors import AssetError
 from firsttoken.study.files import replacing
 from firsttoken.study.parsing.parse_errors import blaming
-from firsttoken.study.parsing.schema import at_least, digits, plain_name, shaped, some
+from firsttoken.study.parsing.schema import at_least, digits, non_empty, plain_name, shaped
 from firsttoken.study.parsing.yaml_text import read_yaml
 from firsttoken.study.progress import track
 
@@ -42,7 +42,7 @@ class _DownloadedAsset:
     name: Annotated[str, plain_name]
     source: str
     licence: str
-    files: Annotated[tuple[_DownloadedFile, ...], some]
+    files: Annotated[tuple[_DownloadedFile, ...], non_empty]
 
 
 def bring(folder: str | Path) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from firsttoken.assets.checkpoint import EMBEDDING, HEAD, STORED, ModelFiles, StoredTensor
-from firsttoken.assets.empty_model import finish, put
+from firsttoken.assets.empty_model import set_parameter, tie_head
 from firsttoken.assets.model_config import CONFIG
 from firsttoken.assets.weight_files import WeightFile
 from firsttoken.study.errors import ModelError
@@ -47,8 +47,8 @@ def fill(model: nn.Module, files: ModelFiles, device: str | torch.device = "cpu"
     """
     model.model.rotary_emb.to(device)
     for name, tensor in tensors_of(files, device=device):
-        put(model, name, tensor)
-    return finish(model)
+        set_parameter(model, name, tensor)
+    return tie_head(model)
 
 
 def read_tensor(stored: StoredTensor) -> Tensor:

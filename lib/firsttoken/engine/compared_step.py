@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from firsttoken.assets.checkpoint import ModelFiles
-from firsttoken.assets.empty_model import put
+from firsttoken.assets.empty_model import set_parameter
 from firsttoken.assets.weights import tensors_of
 from firsttoken.engine.accelerator import build_model
 from firsttoken.engine.attention import Attend
@@ -110,7 +110,7 @@ def lean_rows(files: ModelFiles, dtype: torch.dtype, device: str, prompt: Sequen
 
     def bring(wanted: Callable[[str], bool]) -> None:
         for name, tensor in tensors_of(files, wanted, device):
-            put(model, name, tensor)
+            set_parameter(model, name, tensor)
 
     bring(lambda name: not _LAYER.match(name))
     model.tie_weights()

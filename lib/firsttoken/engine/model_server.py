@@ -27,10 +27,10 @@ from firsttoken.study.errors import (
     PermanentFault,
     RequestError,
     StageError,
-    files_alone,
     first_line,
+    permanent_faults,
 )
-from firsttoken.study.system.importing import uncollected
+from firsttoken.study.system.importing import without_collector
 from firsttoken.study.system.openmp import loops_on_one_core
 
 if TYPE_CHECKING:
@@ -294,7 +294,7 @@ class LoadingServer(EngineServer):
         try:
             self._read_ahead()
             fresh = "torch" not in sys.modules
-            with uncollected() if fresh else nullcontext():  # what a process in mid-life holds may be garbage
+            with without_collector() if fresh else nullcontext():  # what a process in mid-life holds may be garbage
                 from firsttoken.engine import engine, live_executor  # noqa: F401
 
                 self._import()
@@ -320,7 +320,7 @@ class LoadingServer(EngineServer):
 
         limits = self.limits
         sizes = {"block_tokens": BLOCK_TOKENS, "host_blocks": limits.host_blocks}
-        with files_alone():
+        with permanent_faults():
             return LiveExecutor(model, limits.blocks, **sizes, device=device, touched=False)
 
     def _run(

@@ -75,7 +75,7 @@ class FileHandler(BaseHTTPRequestHandler):
             return
         with file:
             size = os.fstat(file.fileno()).st_size
-            status, begin, end = asked_range(self.headers.get("Range"), size)
+            status, begin, end = byte_range(self.headers.get("Range"), size)
             self.send_response(status)
             self.send_header("Accept-Ranges", "bytes")
             self.send_header("Content-Length", str(end - begin))
@@ -117,7 +117,7 @@ class _FolderHandler(FileHandler):
             return None
 
 
-def asked_range(header: str | None, size: int) -> tuple[int, int, int]:
+def byte_range(header: str | None, size: int) -> tuple[int, int, int]:
     """Status, begin and end (exclusive) of what a Range header asks of ``size`` bytes: 206, or 416 and (0, 0).
 
     200 and the whole file without a header, and for one that is malformed or names several ranges, as RFC 9110 (14.2)

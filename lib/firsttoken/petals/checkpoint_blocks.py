@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from firsttoken.assets.checkpoint import CODES, StoredTensor, check_shard, combined_sha256, model_files
-from firsttoken.assets.empty_model import build_on_meta, put
+from firsttoken.assets.empty_model import build_on_meta, set_parameter
 from firsttoken.assets.model_config import CONFIG
 from firsttoken.assets.servable import check_servable
 from firsttoken.assets.weights import check_tied, read_tensor, tensors_of
@@ -98,7 +98,7 @@ def _fill(
         if leaf in (CODES, SCALES):
             in_8_bits.setdefault(path, {})[leaf] = tensor
         else:
-            put(model, name, tensor.to(device))
+            set_parameter(model, name, tensor.to(device))
     for path, parts in in_8_bits.items():
         put_8_bits(model, path, parts)
 

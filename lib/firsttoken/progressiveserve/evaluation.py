@@ -15,7 +15,7 @@ from firsttoken.assets.needs import CONTEXT, Need, questions_of, text_of
 from firsttoken.progressiveserve.quality import AnswerConfig, answer_scores, text_scores
 from firsttoken.progressiveserve.quality_gates import CLOSED_BOOK, EXTRACTIVE
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.parsing.schema import some, unknown
+from firsttoken.study.parsing.schema import non_empty, unknown
 from firsttoken.study.profile import build_config
 from firsttoken.study.summary import Rows
 
@@ -36,7 +36,7 @@ class QualityConfig:
     windows: int
     window_tokens: int
     batch: int
-    recipes: Annotated[tuple[str, ...], some]
+    recipes: Annotated[tuple[str, ...], non_empty]
     judged: str = EXTRACTIVE
     max_prompt_tokens: int = AnswerConfig.max_prompt_tokens
 

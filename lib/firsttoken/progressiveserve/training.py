@@ -151,7 +151,7 @@ def healed(
     if (folder / "recipe.json").exists():
         recorded = read_recipe(folder)
         if all(recorded.get(key) == value for key, value in wanted.items()):
-            timing.kept(recorded["train_s"])
+            timing.add_resumed(recorded["train_s"])
             return recorded
     peft, curve = heal(served, missing, recipe, data, config, teacher)
     machine = describe()

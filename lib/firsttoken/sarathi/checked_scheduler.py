@@ -33,7 +33,7 @@ class _CheckedScheduler(Scheduler):
         self._processed = self._most = 0  # tokens since a request ended, and how many there may be
 
     def plan(self) -> list[ScheduledChunk]:
-        with self.decisions.one():
+        with self.decisions.deciding():
             chunks = super().plan()
         self._may(chunks)
         self._goes_on(chunks)

@@ -37,7 +37,7 @@ class Policy:
         name, budget = labels["scheduler"], labels.get("budget_tokens")
         if name.endswith(".py"):
             brought = PolicyFile.read(Path(name), SCHEDULER)
-            return cls(text, watched(brought.found, brought.file, brought.decisions), budget, brought)
+            return cls(text, watched(brought.policy, brought.file, brought.decisions), budget, brought)
         if " " in name:
             raise ProfileError(f"scheduler {text!r}: write the name and, where it has one, the token budget")
         return cls(text, name, budget)

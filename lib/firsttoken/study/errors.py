@@ -98,7 +98,7 @@ class PermanentFault(Exception):
 
 
 @contextmanager
-def files_alone() -> Iterator[None]:
+def permanent_faults() -> Iterator[None]:
     """Inside the block nothing is brought: what a user could mend there does not pass. Raises PermanentFault."""
     try:
         yield

@@ -34,7 +34,7 @@ class Decisions:
         self.since_s: float | None = None
 
     @contextmanager
-    def one(self) -> Iterator[None]:
+    def deciding(self) -> Iterator[None]:
         """Around a decision; one within another is a part of it."""
         before, self.since_s = self.since_s, time.monotonic()
         try:
@@ -78,11 +78,11 @@ Judge = Callable[..., str]  # of an answer, and of all that was asked: what is w
 
 @dataclass(frozen=True)
 class PolicyKind:
-    """A kind of policy file, ``called`` so: it defines one subclass of ``base`` or, where that is None, one function;
+    """A kind of policy file, by its ``label``: it defines one subclass of ``base`` or, where that is None, one function;
     those with an underscore are helpers. ``mend`` says how to write one, ``judges`` check the answers of each method
     ("": of the function)."""
 
-    called: str
+    label: str
     base: type | None
     mend: str
     judges: Mapping[str, Judge] = field(default_factory=dict)
@@ -90,11 +90,11 @@ class PolicyKind:
 
 @dataclass(frozen=True)
 class PolicyFile:
-    """``found`` in ``file``, a class or function of ``kind``; ``decisions`` know when one is being taken."""
+    """A ``policy`` in ``file``, a class or function of ``kind``; ``decisions`` know when one is being taken."""
 
     file: Path
     kind: PolicyKind
-    found: Any
+    policy: Any
     decisions: Decisions
 
     @classmethod
@@ -104,33 +104,33 @@ class PolicyFile:
         file, decisions = file.expanduser(), Decisions()
         if not file.is_file():
             fault = f"{file} is a folder, no policy file" if file.is_dir() else f"there is no policy file {file}"
-            raise ProfileError(f"{fault}; give a {kind.called}'s name or a path")
+            raise ProfileError(f"{fault}; give a {kind.label}'s name or a path")
         module = ModuleType(f"policy_{file.stem}")
         module.__file__ = str(file)
         sys.modules[module.__name__] = module  # where a dataclass looks for what its annotations name
         # not by the importing machinery, which would leave its compiled copy beside the file
-        with bounded(decisions, file), blamed(file), decisions.one():
+        with bounded(decisions, file), blamed(file), decisions.deciding():
             exec(compile(file.read_bytes(), str(file), "exec"), vars(module))
-        return cls(file, kind, _the_one(module, file, kind), decisions)
+        return cls(file, kind, _only_policy(module, file, kind), decisions)
 
     def watched(self) -> Any:
-        """``found``, with every decision bounded in time and its answer looked at."""
+        """The policy, with every decision bounded in time and its answer looked at."""
         if self.kind.base is None:
-            return self._asked(self.found, self.kind.judges[""])
+            return self._judged(self.policy, self.kind.judges[""])
         judges = {"__init__": lambda *_: ""} | dict(self.kind.judges)
-        methods = {name: self._asked(getattr(self.found, name), judge) for name, judge in judges.items()}
-        return type(self.found.__name__, (self.found,), methods)
+        methods = {name: self._judged(getattr(self.policy, name), judge) for name, judge in judges.items()}
+        return type(self.policy.__name__, (self.policy,), methods)
 
-    def _asked(self, function: Callable[..., Any], judge: Judge) -> Callable[..., Any]:
+    def _judged(self, function: Callable[..., Any], judge: Judge) -> Callable[..., Any]:
         @wraps(function)
-        def asked(*given: Any, **named: Any) -> Any:
-            with blamed(self.file), self.decisions.one():
+        def judged(*given: Any, **named: Any) -> Any:
+            with blamed(self.file), self.decisions.deciding():
                 answer = function(*given, **named)
             if wrong := judge(answer, *given):
                 raise ProfileError(f"{self.file}: {wrong}")
             return answer
 
-        return asked
+        return judged
 
     @contextmanager
     def judged(self) -> Iterator[None]:
@@ -145,7 +145,7 @@ class PolicyFile:
             raise ProfileError(f"{self.file}: {error}") from error
 
 
-def _the_one(module: ModuleType, file: Path, kind: PolicyKind) -> Any:
+def _only_policy(module: ModuleType, file: Path, kind: PolicyKind) -> Any:
     defined = {
         name: thing for name, thing in vars(module).items() if getattr(thing, "__module__", "") == module.__name__
     }
@@ -159,8 +159,8 @@ def _the_one(module: ModuleType, file: Path, kind: PolicyKind) -> Any:
     if len(concrete) == 1:
         return next(iter(concrete.values()))
     if concrete:
-        raise ProfileError(f"{file}: defines {', '.join(concrete)}; one {kind.called} a file")
-    missing = f"defines no {kind.called}"
+        raise ProfileError(f"{file}: defines {', '.join(concrete)}; one {kind.label} a file")
+    missing = f"defines no {kind.label}"
     for name, thing in candidates.items():
         missing = f"{name} has no method {', '.join(sorted(thing.__abstractmethods__))}"
     raise ProfileError(f"{file}: {missing}; {kind.mend}")

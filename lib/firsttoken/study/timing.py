@@ -12,23 +12,23 @@ if TYPE_CHECKING:
     import torch
 
 
-_KEPT: ContextVar[list[float] | None] = ContextVar("kept", default=None)
+_RESUMED: ContextVar[list[float] | None] = ContextVar("resumed", default=None)
 
 
 @contextmanager
-def counting_kept() -> Iterator[list[float]]:
-    """The seconds that :func:`kept` is told of in the block: a run that was resumed took these as well."""
+def count_resumed() -> Iterator[list[float]]:
+    """The seconds that :func:`add_resumed` is told of in the block: a run that was resumed took these as well."""
     seconds: list[float] = []
-    token = _KEPT.set(seconds)
+    token = _RESUMED.set(seconds)
     try:
         yield seconds
     finally:
-        _KEPT.reset(token)
+        _RESUMED.reset(token)
 
 
-def kept(seconds: float) -> None:
+def add_resumed(seconds: float) -> None:
     """Say that something took ``seconds`` in an earlier run, of which it was kept."""
-    if (counted := _KEPT.get()) is not None:
+    if (counted := _RESUMED.get()) is not None:
         counted.append(seconds)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from firsttoken.engine.request import Sampling
 from firsttoken.study import dtypes
 from firsttoken.study.errors import RequestError, StageError
-from firsttoken.study.system.importing import uncollected
+from firsttoken.study.system.importing import without_collector
 from firsttoken_cpu.before_torch.numpy_model import BLOCK_TOKENS, CacheSource, NumpyModel, as_tensor, beside_an_import
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class EngineHandover:
 
     def _import(self) -> None:
         try:
-            with uncollected():
+            with without_collector():
                 from firsttoken.engine.engine import Engine
 
                 self._engine = Engine(take_over(self.model, -(-self.model.context // BLOCK_TOKENS)))
@@ -116,7 +116,7 @@ def take_over(model: NumpyModel, blocks: int, host_blocks: int = 0) -> LiveExecu
     import torch
     from torch import nn
 
-    from firsttoken.assets.empty_model import put
+    from firsttoken.assets.empty_model import set_parameter
     from firsttoken.engine.decoder import LocalSegment
     from firsttoken.engine.live_executor import LiveExecutor
     from firsttoken_cpu.fused import FusedLayer
@@ -126,7 +126,7 @@ def take_over(model: NumpyModel, blocks: int, host_blocks: int = 0) -> LiveExecu
     weights: FolderWeights = model.weights
     plain = lean_on_meta(weights.files.folder, dtypes.named(model.dtype))
     for name in weights.small:
-        put(plain, name, as_tensor(model, weights.parameter(name)))
+        set_parameter(plain, name, as_tensor(model, weights.parameter(name)))
     plain.tie_weights()
     layers = zip(plain.model.layers, weights.panels, strict=True)
     segment = LocalSegment([FusedLayer(layer, panels) for layer, panels in layers])

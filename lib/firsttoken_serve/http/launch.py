@@ -18,8 +18,8 @@ from firsttoken.study.errors import FirstTokenError, NotLean, StageError
 from firsttoken.study.extensions import extension, registered
 from firsttoken.study.machine import kernels_multiply
 from firsttoken.study.system.compiled import build_beside
-from firsttoken.study.system.importing import uncollected
-from firsttoken.study.system.openmp import wait_briefly
+from firsttoken.study.system.importing import without_collector
+from firsttoken.study.system.openmp import set_wait_policy
 from firsttoken_serve.chat.chat_template import ChatTemplate, read_template
 from firsttoken_serve.served_model import BEFORE_TORCH, check_model, without_torch
 from firsttoken_serve.service_config import ServiceConfig, listening
@@ -68,7 +68,7 @@ def _one_process(config: ServiceConfig, broken: Callable[[FirstTokenError], None
     ``grace_s`` seconds to end. Raises StageError when uvicorn is missing or does not start.
     """
     with ExitStack() as starting, listening(config) as listener:
-        starting.enter_context(uncollected())
+        starting.enter_context(without_collector())
         comes = without_torch(config)  # beside the imports of what serves
         try:
             import uvicorn
@@ -116,7 +116,7 @@ def serve_forever(config: ServiceConfig) -> None:
     interrupts Ray's. Raises as :func:`running`, and StageError when it cannot go on."""
     ended = SimpleQueue[FirstTokenError | None]()  # whose put, unlike an event's set, may interrupt its own get
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    wait_briefly(_runs_by_kernels(config))
+    set_wait_policy(_runs_by_kernels(config))
 
     def end(number: int, frame: object) -> None:
         signal.signal(number, before[number])  # a second time it ends at once, whatever is still being imported

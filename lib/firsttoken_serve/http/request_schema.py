@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from firsttoken.study.errors import RequestError
 from firsttoken.study.parsing.json_text import parse_json
 from firsttoken.study.parsing.parse_errors import Damaged
-from firsttoken.study.parsing.schema import Fault, at_least, between, shaped, some
+from firsttoken.study.parsing.schema import Fault, at_least, between, non_empty, shaped
 from firsttoken_serve.http.neutral import (
     CHAT,
     COMPLETION,
@@ -247,7 +247,7 @@ class ChatRequest(ServedRequest):
 
     neutral = CHAT
 
-    messages: Annotated[list[ChatMessage], some, _at_most(1000)]
+    messages: Annotated[list[ChatMessage], non_empty, _at_most(1000)]
     max_completion_tokens: Annotated[int, at_least(1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, between(0, MOST_TOP_LOGPROBS)] | None = None

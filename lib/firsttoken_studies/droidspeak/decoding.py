@@ -83,7 +83,7 @@ def decoded_scores(
             if cache_file.is_file()
             else {"seconds": 0.0, "scores": {}}
         )
-        timing.kept(done["seconds"])
+        timing.add_resumed(done["seconds"])
         if missing := [method for method in methods if method.recipe not in done["scores"]]:
             start = time.perf_counter()
             done["scores"] |= _scored(missing, sender, part)

@@ -21,7 +21,7 @@ from firsttoken.study import paths
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.parsing.json_text import json_lines
 from firsttoken.study.parsing.parse_errors import Damaged, blaming, read_bytes, shown
-from firsttoken.study.parsing.schema import shaped, some
+from firsttoken.study.parsing.schema import non_empty, shaped
 from firsttoken_studies.droidspeak.reuse_items import Task, TaskItem
 
 _EDGES = {"train": (0.0, 0.25), "validation": (0.25, 0.30), "test": (0.30, 1.0)}  # of 200 items, 50 to profile on
@@ -137,7 +137,7 @@ class _LongBenchLine:
     dataset: str
     input: str
     context: str
-    answers: Annotated[tuple[str, ...], some]
+    answers: Annotated[tuple[str, ...], non_empty]
 
 
 def _row(fields: Any, location: str) -> Row:

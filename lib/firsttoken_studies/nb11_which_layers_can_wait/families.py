@@ -24,7 +24,7 @@ from firsttoken.progressiveserve.base_model import passing
 from firsttoken.progressiveserve.distance import angular_distances, choose_block
 from firsttoken.progressiveserve.quality import text_scores
 from firsttoken.study.errors import StageError
-from firsttoken.study.parsing.schema import between, some
+from firsttoken.study.parsing.schema import between, non_empty
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
 from firsttoken.study.stats import bootstrap
@@ -57,7 +57,7 @@ class FamiliesConfig(ChoiceTasksConfig):
     bits that come first.
     """
 
-    models: Annotated[tuple[str, ...], some]
+    models: Annotated[tuple[str, ...], non_empty]
     waiting_pct: Annotated[int, between(1, 99)]
     passages: int
     tried: Annotated[int, between(1, 1 << 10)]

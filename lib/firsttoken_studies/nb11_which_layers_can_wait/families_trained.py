@@ -26,7 +26,7 @@ from firsttoken.progressiveserve.stages import StagePlan
 from firsttoken.progressiveserve.training import HealingConfig, healed
 from firsttoken.study import paths
 from firsttoken.study.errors import ProfileError, StageError
-from firsttoken.study.parsing.schema import some
+from firsttoken.study.parsing.schema import non_empty
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
 from firsttoken.study.stats import bootstrap, paired_bootstrap
@@ -62,7 +62,7 @@ class FamiliesTrainedConfig:
     it.
     """
 
-    models: Annotated[tuple[str, ...], some]
+    models: Annotated[tuple[str, ...], non_empty]
     healing_steps: tuple[int, ...]
     tuning_steps: tuple[int, ...]
     questions: int
@@ -70,7 +70,7 @@ class FamiliesTrainedConfig:
     items: int
     eval_items: int
     batch: int
-    shares_pct: Annotated[tuple[int, ...], some]
+    shares_pct: Annotated[tuple[int, ...], non_empty]
 
     def __post_init__(self) -> None:
         for name in ("healing_steps", "tuning_steps"):

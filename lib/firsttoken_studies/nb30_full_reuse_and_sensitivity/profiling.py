@@ -108,7 +108,7 @@ def run_profile(
     for index, part in enumerate(track(parts, desc=f"profile {run.name}", unit="batch")):
         cache_file = folder / f"{index}.json"
         if (done := _done(cache_file)) is not None:
-            timing.kept(done["seconds"])
+            timing.add_resumed(done["seconds"])
         else:
             done = _batch(run, receiver, sender, part)
             write_text(cache_file, json.dumps(done))

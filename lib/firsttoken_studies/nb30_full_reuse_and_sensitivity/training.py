@@ -108,7 +108,7 @@ def tuned(
     if (folder / "recipe.json").exists():
         recipe = read_recipe(folder)
         if all(recipe.get(key) == value for key, value in wanted.items()):
-            timing.kept(recipe["train_s"])
+            timing.add_resumed(recipe["train_s"])
             return recipe
     start = time.perf_counter()
     peft, curve = tune(model, list(tasks.values()), config, seed)

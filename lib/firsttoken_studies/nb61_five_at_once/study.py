@@ -251,7 +251,7 @@ class FinishedWindows:
     def find(self, seed: int, arm: str) -> dict[str, Any] | None:
         """Return the window that was measured before, or None."""
         if (row := self._rows.get((seed, arm))) is not None:
-            timing.kept(row["ended_s"])
+            timing.add_resumed(row["ended_s"])
         return row
 
     def add(self, row: Mapping[str, Any]) -> None:

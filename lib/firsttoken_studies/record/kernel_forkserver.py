@@ -29,7 +29,7 @@ from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.machine import kernels_multiply
 from firsttoken.study.progress import UNSEEN
 from firsttoken.study.system.cgroup_limits import stay_on
-from firsttoken.study.system.openmp import waits
+from firsttoken.study.system.openmp import wait_policy
 from firsttoken_studies.probes.sockets import remove_folder, socket_folder
 
 SOCKET = "FIRSTTOKEN_WARM"  # the environment variable that names the socket of the warm process
@@ -104,7 +104,7 @@ def surroundings() -> dict[str, str]:
     """The environment of a notebook: this process's, with its own folders, as a kernel starts in another one, and
     without need of a home."""
     ours = {"FIRSTTOKEN_OUT": str(paths.OUT), "FIRSTTOKEN_CACHE": str(paths.CACHE), UNSEEN: "1"}
-    return os.environ | waits(kernels_multiply()) | ours | kept_elsewhere(paths.CACHE / "home")
+    return os.environ | wait_policy(kernels_multiply()) | ours | kept_elsewhere(paths.CACHE / "home")
 
 
 def kept_elsewhere(folder: Path) -> dict[str, str]:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from firsttoken.assets.empty_model import finish, put
+from firsttoken.assets.empty_model import set_parameter, tie_head
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
@@ -46,8 +46,8 @@ SHAPES = [
 def lean_of(folder: Path, dtype: torch.dtype = torch.float32) -> LeanModel:
     model = lean_on_meta(folder, dtype)
     for name, tensor in load_file(folder / "model.safetensors").items():
-        put(model, name, tensor)
-    return finish(model)
+        set_parameter(model, name, tensor)
+    return tie_head(model)
 
 
 def said(model: Any) -> list[Tensor]:

@@ -7,7 +7,7 @@ import torch
 from edited import set_keys
 from transformers import AutoModelForCausalLM
 
-from firsttoken.assets.empty_model import build_on_meta, finish, put
+from firsttoken.assets.empty_model import build_on_meta, set_parameter, tie_head
 from firsttoken.progressiveserve.checkpoint.names import torch_dtype
 from firsttoken.study.errors import ModelError
 
@@ -20,7 +20,7 @@ def staged(request, stage):
 def whole(staged):
     model = build_on_meta(staged.folder, torch.bfloat16)
     for name, tensor in staged.served.model.named_parameters():
-        put(model, name, tensor)
+        set_parameter(model, name, tensor)
     return model
 
 
@@ -42,7 +42,7 @@ def test_the_default_dtype_is_left_alone(staged):
 
 
 def test_what_is_put_is_what_computes(staged, ids):
-    model = finish(whole(staged))
+    model = tie_head(whole(staged))
     stock = AutoModelForCausalLM.from_pretrained(staged.folder).eval()
     with torch.no_grad():
         assert torch.equal(model(ids).logits, stock(ids).logits)
@@ -54,9 +54,9 @@ def test_what_is_put_is_what_computes(staged, ids):
 def test_nothing_is_copied_unless_the_dtype_is_another(staged):
     model = build_on_meta(staged.folder, torch.bfloat16)
     name, ones = "model.norm.weight", torch.ones(32, dtype=torch.bfloat16)
-    put(model, name, ones)
+    set_parameter(model, name, ones)
     assert model.model.norm.weight.data_ptr() == ones.data_ptr()
-    put(model, name, torch.full([32], 1.0625).to(torch.float8_e5m2))
+    set_parameter(model, name, torch.full([32], 1.0625).to(torch.float8_e5m2))
     assert model.model.norm.weight.dtype == torch.bfloat16 and model.model.norm.weight[0] == 1
 
 
@@ -77,7 +77,7 @@ def test_nothing_is_copied_unless_the_dtype_is_another(staged):
 def test_a_tensor_that_does_not_fit(stage, name, shape, words):
     model = build_on_meta(stage().folder, torch.float32)
     with pytest.raises(ModelError, match=words) as caught:
-        put(model, name, torch.zeros(shape))
+        set_parameter(model, name, torch.zeros(shape))
     assert "\n" not in str(caught.value)
     assert all(parameter.is_meta for parameter in model.parameters())
 
@@ -88,16 +88,16 @@ def test_the_first_missing_parameter_is_named(staged):
     for module in (layer.down_proj, layer.up_proj, model.model.norm):
         module.weight = torch.nn.Parameter(module.weight.to("meta"), requires_grad=False)
     with pytest.raises(ModelError, match=r"3 parameters were never brought, first model\.layers\.3\.mlp\.up_proj"):
-        finish(model)
+        tie_head(model)
 
 
 def test_an_untied_head_that_never_came(stage):
     model = build_on_meta(stage(tied=False).folder, torch.float32)
     for name, parameter in model.named_parameters():
         if name != "lm_head.weight":
-            put(model, name, torch.zeros(parameter.shape))
+            set_parameter(model, name, torch.zeros(parameter.shape))
     with pytest.raises(ModelError, match=r"1 parameters were never brought, first lm_head\.weight"):
-        finish(model)
+        tie_head(model)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from firsttoken.study.parsing.parse_errors import Damaged
-from firsttoken.study.parsing.schema import at_least, between, digits, plain_name, shaped, some
+from firsttoken.study.parsing.schema import at_least, between, digits, non_empty, plain_name, shaped
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Outer:
     pair: tuple[int, str] | str = ""
     table: dict[str, Annotated[float, between(0, 2)]] | None = None
     anything: Any = None
-    sums: Annotated[tuple[Annotated[str, digits(4)], ...], some] = ("abcd",)
+    sums: Annotated[tuple[Annotated[str, digits(4)], ...], non_empty] = ("abcd",)
 
 
 def test_what_is_read():

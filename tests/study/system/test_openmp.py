@@ -18,7 +18,7 @@ from small_models import small_model
 
 from firsttoken.engine.async_engine import AsyncEngine
 from firsttoken.study.system.compiled import ACCELERATOR, compiler
-from firsttoken.study.system.openmp import give_back_threads, loops_elsewhere, loops_on_one_core, waits
+from firsttoken.study.system.openmp import give_back_threads, loops_elsewhere, loops_on_one_core, wait_policy
 from firsttoken.study.system.processor import cpuinfo
 from firsttoken_studies.record import kernel_forkserver
 
@@ -185,6 +185,6 @@ def test_notebooks_wait_briefly(monkeypatch: pytest.MonkeyPatch, chosen: str) ->
         monkeypatch.delenv(name, raising=False)
     assert kernel_forkserver.surroundings()["GOMP_SPINCOUNT"] == "0"
     assert said(OPENED) == "0 False"
-    assert waits(few_loops=True) == {"GOMP_SPINCOUNT": "20000"}
+    assert wait_policy(few_loops=True) == {"GOMP_SPINCOUNT": "20000"}
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    assert waits(few_loops=True) == {} and "GOMP_SPINCOUNT" not in kernel_forkserver.surroundings()
+    assert wait_policy(few_loops=True) == {} and "GOMP_SPINCOUNT" not in kernel_forkserver.surroundings()

@@ -21,7 +21,7 @@ from firsttoken.petals.keys import ServerKey, check_signature, public_hex, read_
 from firsttoken.petals.messages import MOST_TOKENS, SequenceChunk, split_rows
 from firsttoken.petals.wire import decode, encode
 from firsttoken.study.errors import SwarmError
-from firsttoken.study.parsing.schema import between, digits, some
+from firsttoken.study.parsing.schema import between, digits, non_empty
 
 _DOMAIN = b"firsttoken swarm commitment 1\n"
 _Layer = Annotated[int, between(0, MOST_LAYERS)]
@@ -47,7 +47,7 @@ class Commitment:
     server: _Sha256
     model: _Sha256
     layers: tuple[_Layer, _Layer]
-    steps: Annotated[tuple[CommittedStep, ...], some]
+    steps: Annotated[tuple[CommittedStep, ...], non_empty]
     signature: Annotated[str, digits(128)] = "0" * 128
 
     def check(self) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from firsttoken.assets.empty_model import put
+from firsttoken.assets.empty_model import set_parameter
 from firsttoken.engine.lora import Adapter, parse_adapter, shared_copy
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, PartFile, check_side
@@ -133,7 +133,7 @@ class StageLoad:
     def _place(self, part: PartFile, made: BuiltPart) -> torch.cuda.Event | None:
         begin = time.perf_counter()
         for name, weights in made.weights.items():
-            put(*self._target(part, name), weights)
+            set_parameter(*self._target(part, name), weights)
         if part.refines:
             self._meta_model.refiner(part.format).refine(part, made.file, partial(self._parameter, part))
             self._builder.memory.let_go(made.file)

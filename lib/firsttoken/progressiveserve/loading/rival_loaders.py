@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from firsttoken.assets.checkpoint import ModelFiles, check_shard, stored_dtype
-from firsttoken.assets.empty_model import build_on_meta, finish, put
+from firsttoken.assets.empty_model import build_on_meta, set_parameter, tie_head
 from firsttoken.assets.quiet import quiet_transformers
 from firsttoken.assets.servable import check_servable
 from firsttoken.assets.weights import check_tied, fill
@@ -233,8 +233,8 @@ def _filled(files: ModelFiles, dtype: torch.dtype, device: torch.device, stored:
     model.model.rotary_emb.to(device)
     for called, tensor in stored:
         if (name := files.place(called)) is not None:
-            put(model, name, tensor)
-    return finish(model)
+            set_parameter(model, name, tensor)
+    return tie_head(model)
 
 
 PEERS = {

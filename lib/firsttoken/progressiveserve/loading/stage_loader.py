@@ -16,7 +16,7 @@ from firsttoken.progressiveserve.loading.read_memory import BEFORE_TORCH, Memory
 from firsttoken.progressiveserve.loading.read_plan import adapter_blobs, open_reader, part_blobs, parts_of
 from firsttoken.progressiveserve.loading.reader import BlobReader
 from firsttoken.study import dtypes
-from firsttoken.study.errors import FirstTokenError, files_alone
+from firsttoken.study.errors import FirstTokenError, permanent_faults
 from firsttoken.study.system.cgroup_limits import free_memory_bytes
 
 if TYPE_CHECKING:  # imported by the thread that loads, while requests are already taken
@@ -104,7 +104,7 @@ class StageLoader:
                 reader, memory = self._ahead.pop(1)
                 self._builder = WeightBuilder(manifest, [1], reader, *target, memory)
         # a file that is not there yet may still be on its way, as a part of the model may; what a file says stays
-        with files_alone() if (self.folder / CONFIG).is_file() else nullcontext():
+        with permanent_faults() if (self.folder / CONFIG).is_file() else nullcontext():
             self.meta_model = MetaModel(self.folder, manifest, self._device, computing, build_model)
         return self.meta_model
 

@@ -20,7 +20,7 @@ from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.engine.stream import step_failure
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.loading.stage_loader import StageLoader
-from firsttoken.study.errors import ClosedError, files_alone
+from firsttoken.study.errors import ClosedError, permanent_faults
 
 if TYPE_CHECKING:  # imported by the thread that loads, while requests are already taken
     from firsttoken.engine.model_version import ModelVersion
@@ -139,7 +139,7 @@ class StagedServer(LoadingServer):
         self._fuse(served.fuse, self._loader.meta_model.release)
 
     def _compare(self, stage: int) -> None:
-        with files_alone():
+        with permanent_faults():
             self._last.compare(self._live, self._server.between, self._loader.folder, stage == self._stages)
 
     def _fuse_beside(self) -> None:

@@ -56,7 +56,7 @@ def mixture_costs(
     """
     gpus, dense = split * spread, shape.dense
     experts = experts_s(tables.card, shape, split, spread, weights, routing)
-    around = OperatorCosts.of(tables, shape.whole, gpus, weights="fp8")  # its MLP is taken out again below
+    around = OperatorCosts.of(tables, shape.as_dense, gpus, weights="fp8")  # its MLP is taken out again below
     tokens = np.arange(1, MOST_TOKENS + 1, dtype=float)
     heads, kv_heads = dense.heads // gpus, max(dense.kv_heads // gpus, 1)
     queries, kv = heads * dense.head_dim, 2 * kv_heads * dense.head_dim

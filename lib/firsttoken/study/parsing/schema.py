@@ -46,7 +46,7 @@ def plain_name(value: str) -> str:
     return "" if re.fullmatch(r"[\w-][\w.+-]{0,200}", value) else "expected the name of a file, without a folder"
 
 
-def some(value: Sized) -> str:
+def non_empty(value: Sized) -> str:
     """Check that there is at least one; return what is wrong, or ""."""
     return "" if len(value) else "expected at least one"
 

@@ -22,7 +22,7 @@ def stay_on(these: Collection[int]) -> None:
         os.sched_setaffinity(0, these)
 
 
-def two_halves() -> tuple[tuple[int, ...], tuple[int, ...]]:
+def halves_of_cores() -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The processors that this process may use, as two machines would share them; none named where there is but one,
     or the system does not tell."""
     own_processors = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def without_collector() -> Iterator[None]:
     """Inside the block nothing is searched for garbage, and what it has made is never searched.
 
     Modules are not garbage, and there are more and more of them to look through: ``import torch`` takes 1.15 s instead

@@ -16,7 +16,7 @@ _HARD = 2  # omp_pause_hard: what is kept is freed, and made again by the next l
 _SPINS = 20_000  # a third of a millisecond: longer than Python takes between two operations
 
 
-def waits(few_loops: bool) -> dict[str, str]:
+def wait_policy(few_loops: bool) -> dict[str, str]:
     """The environment in which the threads of GNU's OpenMP sleep soon after a loop, unless that says otherwise already;
     a process reads it when it loads torch.
 
@@ -31,10 +31,10 @@ def waits(few_loops: bool) -> dict[str, str]:
     return {"GOMP_SPINCOUNT": str(_SPINS if few_loops else 0)}
 
 
-def wait_briefly(few_loops: bool = True) -> None:
-    """Let the threads of this process, and of those that it starts, wait as :func:`waits` says; to be called before
-    torch is loaded."""
-    os.environ.update(waits(few_loops))
+def set_wait_policy(few_loops: bool = True) -> None:
+    """Let the threads of this process, and of those that it starts, wait as :func:`wait_policy` says; to be called
+    before torch is loaded."""
+    os.environ.update(wait_policy(few_loops))
 
 
 def give_back_threads() -> None:

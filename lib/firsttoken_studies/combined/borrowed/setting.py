@@ -15,7 +15,7 @@ from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.staging import served_source
 from firsttoken.study.dtypes import name_of
 from firsttoken.study.profile import Profile
-from firsttoken.study.system.cgroup_limits import two_halves
+from firsttoken.study.system.cgroup_limits import halves_of_cores
 from firsttoken_extras.layer_borrowing.embeddings import ends_first
 from firsttoken_studies.nb13_cold_start.study import trial_specs
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import Checkpoint, served_checkpoint
@@ -49,7 +49,7 @@ def start_setting(profile: Profile, questions: str, tokens: int, readers: int) -
     name = f"{served.sha256[:12]}-{name_of(served.stored or served.model.dtype)}-ends-first"
     folder = checkpoint.staged.with_name(name)
     write_staged(source, ends_first(source.names, served.plan.depth), folder)
-    ours, theirs = two_halves()
+    ours, theirs = halves_of_cores()
     threads = len(ours) or max(1, torch.get_num_threads())
     common = asdict(trial_specs(profile, checkpoint, questions, readers)("whole_streamed"))
     common |= {"threads": threads, "dtype": "float32", "device": "cpu", "tokens": tokens, "cores": ours}

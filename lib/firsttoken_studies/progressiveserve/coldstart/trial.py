@@ -29,7 +29,7 @@ from firsttoken.progressiveserve.loading.read_plan import open_reader, part_blob
 from firsttoken.progressiveserve.loading.reader import BlobReader  # noqa: E402
 from firsttoken.study.errors import StageError  # noqa: E402
 from firsttoken.study.system.direct_io import read_ahead  # noqa: E402
-from firsttoken.study.system.importing import uncollected  # noqa: E402
+from firsttoken.study.system.importing import without_collector  # noqa: E402
 from firsttoken_studies.probes.fast_exit import tell_and_end  # noqa: E402
 from firsttoken_studies.probes.footprint import MemoryGrowth, cpu_seconds  # noqa: E402
 from firsttoken_studies.progressiveserve.coldstart.spec import PhaseClock, TrialSpec, prompt_ids  # noqa: E402
@@ -64,7 +64,7 @@ def main(spec: TrialSpec) -> dict[str, Any]:
         manifest = read_manifest(Path(spec.staged))
         reader = _open(spec, variant, manifest, links)
 
-    with uncollected() if variant.lean else nullcontext():
+    with without_collector() if variant.lean else nullcontext():
         import torch
 
         torch_s = time.monotonic() - INTERPRETER_UP
@@ -184,7 +184,7 @@ def _stages_before_torch(
     row |= _first_token(spec, marks, arrived, used) | {"lean": "transformers" not in sys.modules}
     row["growth_bytes"] = growth.bytes()
     read = weights.read()
-    with uncollected():
+    with without_collector():
         import torch
 
         from firsttoken_studies.progressiveserve.coldstart import trial_variants
