@@ -78,7 +78,7 @@ Judge = Callable[..., str]  # of an answer, and of all that was asked: what is w
 
 @dataclass(frozen=True)
 class PolicyKind:
-    """A kind of policy file, by its ``label``: it defines one subclass of ``base`` or, where that is None, one function;
+    """A kind of policy file by its ``label``: it defines one subclass of ``base`` or, where that is None, one function;
     those with an underscore are helpers. ``mend`` says how to write one, ``judges`` check the answers of each method
     ("": of the function)."""
 
