@@ -17,7 +17,7 @@ FLOORS = {  # who lives on one may use all below it, and none beside it: a syste
     "firsttoken_cpu": ({"lean", "native"}, {"fused", "native_attend"}, {"before_torch"}),
     "firsttoken_extras": ({"bitplanes", "layer_borrowing", "min_move_rebalancing", "vllm_cross_point"},),
     "firsttoken_studies": (
-        {"probes"},
+        {"choice_tasks", "probes", "stories"},
         {"record"},
         {"engine", "multiple_choice", "tricks"},
         REPORTS,
