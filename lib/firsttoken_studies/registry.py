@@ -61,7 +61,6 @@ _ALL = (
            ".bitplane_starts", "precision_start_summary"),
     _study("environment", "What the engine runs on", "20", ".environment", "environment_summary"),
     _study("throughput", "The engine beside others", "20", ".throughput", "throughput_summary"),
-    _study("variants_at_once", "Fine-tunes in one engine", "20", "engine.variants_at_once", "variants_summary"),
     _study("recovery_latency", "Swap or recompute", "21", ".study", "recovery_latency_summary"),
     _study("crosspoint_replayed", "The cross-point policy on the paper's costs", "22",
            ".study", "replayed_summary"),

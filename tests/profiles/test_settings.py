@@ -13,7 +13,7 @@ from firsttoken_studies.registry import EXPERIMENTS
 
 TURNS = "turns must be at least 3, said_tokens at least 2, conversations at least 1"
 NO_PROFILE = "is no profile; write FOLDER MODEL GPUS, the model of mistral-7b"
-NO_LOAD, COUNTS = "is no load; write LENGTHS RATE", r"counts must be from 2 to the \d+ variants and requests"
+NO_LOAD = "is no load; write LENGTHS RATE"
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {  # by the experiment and its section, if that has another name
     "agents": [
         ({"turns": 2}, TURNS),
@@ -147,7 +147,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {  # by the experiment an
         ({name: value}, "under_chunks: ")
         for name, value in (("rounds", 0), ("plain_tokens", 1), ("budget", 20), ("budget", 1 << 20), ("stretch", 0.9))
     ],
-    "variants_at_once variants": [({"counts": []}, COUNTS), ({"counts": [1]}, COUNTS), ({"counts": [99]}, COUNTS)],
     "victims": [
         ({"victims": ["oldest"]}, "no victim 'oldest'; known: first_arrived"),
         ({"recoveries": ["swp"]}, "no recovery 'swp'; known: cross_point.*did you mean 'swap'"),

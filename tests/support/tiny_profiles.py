@@ -61,7 +61,6 @@ SMALL = {
     "serving": {"requests": 6},
     "batch_cost": {"prompt": 16, "pieces": [4, 8], "tile": 6, "contexts": [4]},
     "eight_bits": {"batches": [1, 2], "context": 4},
-    "variants": {"requests": 4},
     "agents": {"said_tokens": 2, "turns": 3, "conversations": 2, "at_once": 2, "chosen_items": 4},
     "chains": {"forwards": [1, 2], "forward_tokens": 4, "disk_repeats": 1, "clients": 8, "block_hidden": 128},
     "churn": {"servers": 12, "depth": 12, "events": 2},
@@ -156,7 +155,7 @@ def tiny_profile(name: str, folder: Path) -> Profile:
     overrides: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1}
     for section, entries in sections.items():
         overrides |= {f"{section}.{key}": scaled(section, key, value) for key, value in entries.items()}
-    for key in ("served.adapters", "reuse.adapters", "variants.adapters", "agents.adapters"):
+    for key in ("served.adapters", "reuse.adapters", "agents.adapters"):
         section, _, entry = key.partition(".")
         if section not in sections:
             continue

@@ -26,12 +26,14 @@ from firsttoken.droidspeak.store import KVStore
 from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.lora import parse_adapter
 from firsttoken.engine.model_version import ModelVersion
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.engine.shared_base import SharedBase
 from firsttoken.scoring import token_f1
 from firsttoken.study import paths
 from firsttoken.study.errors import CorpusError, ProfileError
+from firsttoken.study.parsing.parse_errors import read_bytes
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
 from firsttoken.study.stats import Interval, bootstrap
@@ -41,7 +43,6 @@ from firsttoken_studies.droidspeak.decoding import OWN as FULL
 from firsttoken_studies.droidspeak.pairs import Models, Pair
 from firsttoken_studies.droidspeak.reuse_items import Encoded, encode
 from firsttoken_studies.droidspeak.setting import Run, held_out_items
-from firsttoken_studies.engine.variants_at_once import read_adapter
 from firsttoken_studies.record.overlay import name_results, over
 from firsttoken_studies.record.plot import Figure, panels
 from firsttoken_studies.record.results import Outcome, Result, Rows, frame_of, rows_where
@@ -55,6 +56,7 @@ WAYS = (FULL, OWN_CACHE, REUSE, DROIDSPEAK)
 LOOK = {FULL: "other", OWN_CACHE: "sender", REUSE: "full reuse", DROIDSPEAK: "droidspeak"}
 LATER = "from turn 3 on"
 BLOCK_TOKENS = 16
+_ADAPTER_BYTES = 1 << 30  # of a file of an adapter, at most
 _STORE_BYTES = 1 << 30  # of one conversation: a turn's cache is 23 kB a token
 
 
@@ -189,7 +191,8 @@ def host(executor: LiveExecutor, config: AgentsConfig, base: ModelIdentity) -> l
     for name in (config.writer, config.reviewer):
         folder = paths.ADAPTERS / config.adapters / name
         adapters = combined_sha256([folder / CONFIG, folder / WEIGHTS])
-        version = shared.variant(executor.model, read_adapter(config.adapters, name))
+        config_json, weights = (read_bytes(folder / file, _ADAPTER_BYTES) for file in (CONFIG, WEIGHTS))
+        version = shared.variant(executor.model, parse_adapter(name, config_json, weights, "cpu"))
         hosted.append(Agent(version, replace(base, adapters=adapters)))
     for _ in shared.fuse():
         pass

@@ -1,1 +1,0 @@
-"""The engine measured beside others, and under load with reused caches."""
