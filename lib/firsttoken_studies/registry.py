@@ -132,8 +132,6 @@ _ALL = (
            ".study", "five_summary"),
     _study("five_at_once_simulated", "The same simulated, here and on a GPU that is not here", "61",
            ".simulated", "simulated_summary", reads=("five_at_once",)),
-    _study("stage_prefixes", "What a stage that lacks layers takes of another model's cache", "61",
-           "combined.five_at_once.stage_prefixes", "stage_prefixes_summary"),
     _study("many_starts", "Many cold starts over one link", "63", ".study", "starts_summary"),
 )  # fmt: skip
 EXPERIMENTS: dict[str, Experiment] = {experiment.name: experiment for experiment in _ALL}

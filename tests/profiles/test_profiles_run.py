@@ -51,7 +51,6 @@ from firsttoken.study.summary import Summary
 from firsttoken_cpu.native.library import kernels
 from firsttoken_extras.bitplanes.native_words import merger
 from firsttoken_studies import multiple_choice
-from firsttoken_studies.combined.five_at_once import stage_prefixes
 from firsttoken_studies.droidspeak import setting
 from firsttoken_studies.nb13_cold_start import study as coldstart
 from firsttoken_studies.nb14_how_many_layers_may_wait import study as layer_sweep
@@ -154,7 +153,7 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         patch.setattr(borrowed, "own_request", lambda *_: nullcontext(Busy()))
         patch.setattr(fetch_trial, "fetchers", lending)
         patch.setattr(five, "warm_server", counted_lender)
-        for place in (five, five_simulated, stage_prefixes):
+        for place in (five, five_simulated):
             patch.setattr(place, "conversations", short_conversations)
         for place in (coldstart, layer_sweep, bitplane_starts):
             patch.setattr(place, "disk_speed", lambda read: 100.0)
@@ -205,7 +204,6 @@ SMALLER = {  # claims whose places the rule's shapes have not:
     "petals.local-layers",  # a quarter of the layers
     *("sarathi.chunk-overhead-live", "sarathi.ride-along-live"),  # smaller pieces
     *("petals.overhead-8", "petals.overhead-32"),  # smaller batches
-    "together.stage-takes-cache",  # fewer right answers than a share of them needs
     *("progressive.before-torch", "progressive.before-torch-s"),  # heads that are too narrow for the kernels
     *("progressive.planes-before-torch", "progressive.planes-before-torch-s"),  # the same
 }

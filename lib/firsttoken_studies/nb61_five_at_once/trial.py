@@ -114,8 +114,7 @@ class ColdReplica(Protocol):
 
 class GrowingReplica:
     """A replica whose requests move to the stages that its ``engine`` grows by. At each stage a request takes the whole
-    of what a sender offers, and computes the group again, in a fifth to a third of the time of the stage's own
-    prefill: at stages 1 and 2 neither of the two has surely the better answers (``stage_prefixes``)."""
+    of what a sender offers, and computes the group again."""
 
     engine: Engine
 
