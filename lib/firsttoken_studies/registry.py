@@ -82,8 +82,6 @@ _ALL = (
            ".study", "reuse_throughput_summary", reads=("prefill_latency",)),
     _study("generation_stalls", "Running requests while a long prompt arrives", "40",
            ".study", "stalls_summary"),
-    _study("under_chunks", "A long prompt under running streams", "40",
-           "combined.long_prompt_interference", "under_chunks_summary"),
     _study("serving_capacity", "How many requests a second within an objective", "41",
            ".bench", "capacity_summary"),
     _study("pipeline_bubbles", "What chunks leave idle on a pipeline", "41",

@@ -143,10 +143,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {  # by the experiment an
         ({"batch": 0}, "a run of vLLM: token_budget and batch must be at least 1"),
         ({"token_budget": 0}, "a run of vLLM: token_budget and batch must be at least 1"),
     ],
-    "under_chunks": [
-        ({name: value}, "under_chunks: ")
-        for name, value in (("rounds", 0), ("plain_tokens", 1), ("budget", 20), ("budget", 1 << 20), ("stretch", 0.9))
-    ],
     "victims": [
         ({"victims": ["oldest"]}, "no victim 'oldest'; known: first_arrived"),
         ({"recoveries": ["swp"]}, "no recovery 'swp'; known: cross_point.*did you mean 'swap'"),

@@ -71,7 +71,6 @@ SMALL = {
     "many_starts": {"replicas": [1, 100], "requests": 2, "longest": 48},
     "families_trained": {"questions": 2},
     "five_simulated": {"requests": 6, "prefixes": 2},
-    "under_chunks": {"streams": 3, "prompt_tokens": 100, "plain_tokens": 4, "budget": 24},
     "survival": {
         "tokens": 5,
         "prompt_tokens": 8,

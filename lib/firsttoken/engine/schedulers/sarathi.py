@@ -6,7 +6,6 @@ Rivals differ in the token budget, which may hold an objective, or in who begins
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
@@ -199,12 +198,6 @@ class StepTimeModel:
         if self._since >= (REFIT if self._prices is not None else 1) and len(self._steps[True]) >= LEAST:
             self._fit()
 
-    def decode_s(self, contexts: Sequence[int]) -> float:
-        """Seconds of a step that decodes over ``contexts`` and does nothing else; no bound before enough was seen."""
-        if self._prices is None:
-            return math.inf
-        return float(self._prices.dot(step_parts([], contexts))) * self._margin
-
     def most_tokens(self, contexts: Sequence[int], cached: int, seconds: float, most: int) -> int | None:
         """Tokens of a prompt with ``cached`` tokens behind it, up to ``most``, with which a step that also decodes over
         ``contexts`` stays within ``seconds``; None before enough was seen."""
@@ -236,8 +229,7 @@ class StepTimeModel:
 
 
 class AdaptiveBudget(Sarathi):
-    """The step may take ``tbt_s``, and ``stretch`` times what its decodes alone would, by what the last steps took;
-    ``prefill_tokens`` bound it where nobody decodes.
+    """The step may take ``tbt_s``, by what the last steps took; ``prefill_tokens`` bound it where nobody decodes.
 
     No budget is chosen by hand. ``token_budget`` holds until enough steps were seen. A prompt always goes on by a
     block, so that decodes alone cannot starve it.
@@ -257,7 +249,6 @@ class AdaptiveBudget(Sarathi):
         most = max(self.config.prefill_tokens, self.config.token_budget)
         if not decodes:
             return most
-        seconds = min(seconds, self.config.stretch * self.step_times.decode_s([chunk.start for chunk in decodes]))
         begun = next((request.cached for request in self.running if not request.decoding), 0)
         fitting = self.step_times.most_tokens([chunk.start for chunk in decodes], begun, seconds, most)
         return self.config.token_budget - len(decodes) if fitting is None else max(fitting, self.block_tokens)

@@ -27,7 +27,7 @@ class SchedulerConfig:
 
     ``overtake`` lets a swapped request that fits come back before an earlier one that does not (vLLM: no). Schedulers
     that cut prompts process ``token_budget`` tokens a step at most, or what ``tbt_s`` (seconds between two tokens of a
-    request) and ``ttft_s`` (to its first) leave, or a step that takes ``stretch`` times what its decodes alone would.
+    request) and ``ttft_s`` (to its first) leave.
     ``wait_s`` is how long one that prefers short prompts may let others wait. Raises ProfileError for what is below 1,
     or no time.
     """
@@ -39,7 +39,6 @@ class SchedulerConfig:
     tbt_s: float = math.inf
     ttft_s: float = math.inf
     wait_s: float = math.inf
-    stretch: float = math.inf
 
     def __post_init__(self) -> None:
         for name in ("requests", "prefill_tokens", "token_budget"):
@@ -48,8 +47,6 @@ class SchedulerConfig:
         for name in ("tbt_s", "ttft_s", "wait_s"):
             if not getattr(self, name) > 0:
                 raise ProfileError(f"engine: {name} must be above 0, not {getattr(self, name)}")
-        if not self.stretch > 1:
-            raise ProfileError(f"engine: stretch must be above 1, not {self.stretch}")
 
 
 class Scheduler(Queues, ABC):
