@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from byte_tokenizers import a_token_a_byte
+from changed_mechanisms import CHANGES, Change, rings
 from made_up import (
     Busy,
     NoLimit,
@@ -111,11 +112,13 @@ class World:
         self._ran.append((name, made.model, {key: made.sections[key] for key in made.used}, summary))
         return summary
 
-    def result(self, name: str, profile: str) -> Result:
-        """What another experiment reads of this one."""
+    def result(self, name: str, profile: str, **mechanisms: Any) -> Result:
+        """What the experiment gives with its summary, with a reader's ``mechanisms`` where there are any."""
         made = tiny_profile(profile, self.folder)
-        rows, parameters = EXPERIMENTS[name](made).rows, made.parameters()
-        return Result(name, profile, parameters, {"slug": "there"}, {}, "", [], "", 0.0, {}, rows, {}, [])
+        read = [self.result(source, profile) for source in EXPERIMENTS[name].reads]
+        rows, parameters = EXPERIMENTS[name](made, *read, **mechanisms).rows, made.parameters()
+        summary = EXPERIMENTS[name].summarise(rows, parameters)
+        return Result(name, profile, parameters, {"slug": "there"}, {}, "", [], "", 0.0, {}, rows, {}, summary)
 
 
 @pytest.fixture(scope="module")
@@ -223,3 +226,19 @@ def test_an_experiment_runs(name, profile, world):
         if any(found.get(claim.measure, **where) is None for where in claim.places)
     }
     assert unanswered <= SMALLER | (LEFT_OUT if profile == "quick" else set())
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: f"{change.study} {change.name}")
+def test_a_changed_mechanism_moves_the_figures(change: Change, world: World) -> None:
+    now, changed = world.result(change.study, "quick"), world.result(change.study, "quick", **change.mechanisms)
+    object.__setattr__(now, "with_mechanism", changed)
+    for figure in change.figures:
+        assert rings(figure(None, now)), f"{figure.__name__} is as it was with the library's"
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: f"{change.study} {change.name}")
+def test_a_mechanism_that_is_the_library_s_moves_no_figure(change: Change, world: World) -> None:
+    now = world.result(change.study, "quick")
+    object.__setattr__(now, "with_mechanism", now)
+    for figure in change.figures:
+        assert not rings(figure(None, now)), f"{figure.__name__} draws a difference where there is none"

@@ -55,6 +55,16 @@ def test_what_does_not_hold_is_named_after_all_is_said(capsys) -> None:
     ]
 
 
+def test_a_red_line_says_what_was_seen_and_whose_run_it_is(capsys) -> None:
+    with pytest.raises(
+        MechanismError, match=r"the rule of the cell .*: the gap is short \(at most 6 ms, seen 16 ms\)$"
+    ):
+        show.check("the rule of the cell", {"short": True}, the_gap_is_short=(False, "at most 6 ms, seen 16 ms"))
+    assert capsys.readouterr().out.endswith("the library's: all of this holds\n")
+    with pytest.raises(MechanismError, match="the library's: a step is short"):
+        show.check("the rule of the cell", {"a_step_is_short": False}, a_step_is_short=(True, "not shown"))
+
+
 def test_cells_of_a_line_are_the_measures_below_their_heads() -> None:
     found = Summary()
     found.add("ttft_s", {"value": 1.25, "low": 1.0, "high": 1.5}, model="gpt2", variant="staged")
@@ -68,3 +78,7 @@ def test_a_figure_draws_the_record_first_and_one_run_once(make_result) -> None:
     assert [one.own for one in over(recorded, now)] == [False, True]
     assert [(one.own, one.alone) for one in over(None, now)] == [(True, True)]
     assert [one.alone for one in over(replace(now), now)] == [True]
+    object.__setattr__(now, "with_mechanism", make_result())
+    ringed = over(recorded, now)[2]
+    assert (ringed.own, ringed.library) == (True, now) and ringed.who() == "your mechanism"
+    assert [round(one.shift, 2) for one in over(recorded, now)] == [-0.26, 0.0, 0.26]

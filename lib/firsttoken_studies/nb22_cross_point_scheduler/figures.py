@@ -12,6 +12,7 @@ from firsttoken_studies.nb22_cross_point_scheduler.study import BOUND, COMPARED,
 from firsttoken_studies.record.overlay import DrawnResult, legend, name_results, over
 from firsttoken_studies.record.plot import COLOURS, Axes, Figure, panels
 from firsttoken_studies.record.results import Result, Rows, rows_where
+from firsttoken_studies.record.schematic import Schematic
 
 PAPER_P99_MS = 70.57
 # Figure 2 and 4.2.2: CPS in ms; the P99 TPOT of the others from its percentages, and from these theirs below Swap
@@ -22,6 +23,30 @@ PAPER = {
 }
 SAID = {"ttft_mean_ms": "mean TTFT, s", "tpot_mean_ms": "mean TPOT, ms", "tpot_p99_ms": "P99 TPOT, ms"}
 PHASES = {Phase.RUNNING: "measured", Phase.SWAPPED: "swap", Phase.WAITING: "recompute"}
+
+
+def schematic() -> Schematic:
+    """Draw what becomes of the cache of a request that is preempted."""
+    alt = (
+        "All blocks of the GPU are taken, by request A and by B, which came last. B gives up its blocks. If B is "
+        "short, they are copied to host memory, and later back. If B is long, they are thrown away, and its tokens "
+        "are computed again."
+    )
+    sketch = Schematic(18, 5.6, alt)
+    sketch.text(0.2, 0.45, "No KV block is left: the request that came last gives up its own", heading=True)
+    for block in range(14):
+        sketch.box(0.2 + block, 1, "A" if block < 10 else "B", "measured" if block < 10 else "online")
+    sketch.text(14.5, 1.5, "GPU: all are taken")
+    sketch.arrow((11.6, 2.1), (4.6, 3.7), look="swap")
+    sketch.arrow((12.8, 2.1), (13.2, 3.7), look="recompute")
+    sketch.text(6.6, 2.6, "up to 1,024 tokens: swap", align="right")
+    sketch.text(13.3, 2.6, "longer: recompute")
+    for block in range(4):
+        sketch.box(2.6 + block, 3.8, "B", "online")
+        sketch.box(11.2 + block, 3.8, "B", "recompute", missing=True)
+    sketch.text(4.6, 5.2, "host memory, copied back later", align="center")
+    sketch.text(13.2, 5.2, "thrown away, computed again", align="center")
+    return sketch
 
 
 def policy_bars(recorded: Result | None, now: Result) -> Figure:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from firsttoken.assets.needs import Need, check
-from firsttoken.cps.policies import make_policy
+from firsttoken.cps.policies import CrossPoint, make_policy
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.fitted import FittedCosts, StepSample, SwapSample, fit_costs
 from firsttoken.engine.engine import EngineConfig
@@ -38,7 +38,7 @@ from firsttoken.study.summary import Summary
 from firsttoken_studies.cps.assumed_costs import CopyCosts
 from firsttoken_studies.cps.live_loads import BLOCK_TOKENS, POOL, LiveLoadsConfig, served
 from firsttoken_studies.nb21_swap_or_recompute.study import LONG, PCIE_4_X16
-from firsttoken_studies.record.results import Outcome, Rows, frame_of, rows_where
+from firsttoken_studies.record.results import Outcome, Result, Rows, frame_of, rows_where
 
 PAPER_TPOT_MS = 36.55  # mean TPOT of CPS (4.2.2), to which the price of a decode step is set
 BOUND = "bound"  # policy and costs of a row that no run made
@@ -221,10 +221,11 @@ class ReplayedConfig:
         ]
 
 
-def crosspoint_replayed(profile: Profile) -> Outcome:
+def crosspoint_replayed(profile: Profile, *, policy: type[PreemptionPolicy] = CrossPoint) -> Outcome:
     """Rows {seed, policy, costs, decode_ms, metrics}: every policy on the same workloads and costs.
 
     And a row for each workload with the least mean TTFT that any policy could have: policy and costs are "bound".
+    ``policy`` is the class that is called CrossPoint, made with a ``threshold``: a reader's in place of the library's.
     """
     config = profile.section("replayed", ReplayedConfig)
     check(config.needs(), {POOL: config.blocks * BLOCK_TOKENS}, context="the replayed engine")
@@ -233,19 +234,19 @@ def crosspoint_replayed(profile: Profile) -> Outcome:
     chosen = PolicyFile.read(Path(config.victim), VICTIM) if config.victim.endswith(OWN) else None
     victim = chosen.watched() if chosen else config.victim
     decode_s = calibrated(loads[: min(3, len(loads))], config.blocks)
-    cases = list(_cases(config, decode_s, {name: file.watched() for name, file in policy_files.items()}))
+    cases = list(_cases(config, decode_s, {name: file.watched() for name, file in policy_files.items()}, policy))
     rows = []
     for number, items in enumerate(track(loads, desc="replay")):
         seed = {"seed": profile.seed + number}
         least_s = least_mean_ttft_s(items, config.blocks, PAPER_TPOT_MS / 1e3)
         bound = {"costs": BOUND, "policy": BOUND, "decode_ms": PAPER_TPOT_MS, "mean_ttft_ms": least_s * 1e3}
         rows.append(seed | bound)
-        for case, costs, policy in cases:
+        for case, costs, made in cases:
             overtake = case["policy"].endswith(OVERTAKING)
             with ExitStack() as judged:
                 for file in filter(None, (chosen, policy_files.get(case["policy"]))):
                     judged.enter_context(file.judged())
-                rows.append(seed | case | run_replayed(items, costs, policy(costs), config.blocks, overtake, victim))
+                rows.append(seed | case | run_replayed(items, costs, made(costs), config.blocks, overtake, victim))
     why = f"what {config.blocks} blocks of 16 tokens can hold, shortest requests first, {PAPER_TPOT_MS} ms a step"
     floors = {"mean_ttft": {"value": float(np.mean(column(rows, BOUND, "mean_ttft_ms"))), "unit": "ms", "why": why}}
     source = "ShareGPT lengths on the costs of CPS Table 2; no model runs"
@@ -267,6 +268,22 @@ def run_replayed(
     return served(executor, EngineConfig(scheduler=scheduler, victim=victim, **bounds), policy, items)[0]
 
 
+def tails_below_swap(recorded: Result, policy: PreemptionPolicy) -> dict[str, dict[str, Any]]:
+    """By how much the P99 TPOT of CrossPoint ("cross_point") and of a ``policy`` ("changed") lies below Swap's.
+
+    Workloads, blocks and price of a decode step are those of ``recorded``, a result of ``crosspoint_replayed``, whose
+    own runs of Swap and CrossPoint are read and not repeated. Each value is an entry of a summary, in percent.
+    """
+    config = ReplayedConfig(**recorded.parameters["replayed"])
+    decode_ms = recorded.summary.value("decode_ms")
+    rows = rows_where(recorded.rows, costs="published", decode_ms=decode_ms)
+    costs = PublishedCosts(decode_s=decode_ms / 1e3)
+    for row in track(rows_where(rows, policy="swap"), desc="workloads"):
+        measured = run_replayed(drawn(config, row["seed"]), costs, policy, config.blocks)
+        rows.append({"seed": row["seed"], "policy": "changed"} | measured)
+    return {name: below(rows, name, "swap", "p99_tpot_ms").summary("%", 100) for name in ("cross_point", "changed")}
+
+
 def calibrated(loads: Sequence[Sequence[Item]], blocks: int) -> float:
     """Seconds of a decode step with which CPS has the paper's mean TPOT: the one number that Table 2 lacks.
 
@@ -286,28 +303,33 @@ def drawn(config: ReplayedConfig, seed: int) -> tuple[Item, ...]:
 
 
 def _cases(
-    config: ReplayedConfig, decode_s: float, policy_files: Mapping[str, Callable[[], PreemptionPolicy]]
+    config: ReplayedConfig,
+    decode_s: float,
+    policy_files: Mapping[str, Callable[[], PreemptionPolicy]],
+    cross_point: type[PreemptionPolicy],
 ) -> Iterable[tuple[dict[str, Any], Costs, Callable[[Costs], PreemptionPolicy]]]:
     """(columns, costs, policy) of every case: policies, thresholds, other decode prices, coalesced copies."""
     published = PublishedCosts(decode_s=decode_s)
     base = {"costs": "published", "decode_ms": decode_s * 1e3}
     for name in (*COMPARED, *config.policies):
         kind = policy_files.get(name)
-        maker = maker_of(name, config.threshold) if kind is None else lambda costs, kind=kind: kind()
+        maker = maker_of(name, config.threshold, cross_point) if kind is None else lambda costs, kind=kind: kind()
         yield base | {"policy": name}, published, maker
     for threshold in config.thresholds:
         named = base | {"policy": f"threshold_{threshold}", "threshold": threshold}
-        yield named, published, lambda costs, t=threshold: make_policy("cross_point", threshold=t)
+        yield named, published, lambda costs, t=threshold: cross_point(threshold=t)
     parts = decomposed(LONG, PCIE_4_X16)
     coalesced = CopyCosts(published, PAPER_SHAPE, parts.out_us_per_copy / 1e6, PCIE_4_X16, coalesced=True)
     for name in ("swap", "cross_point", "swap_overtaking"):
-        yield base | {"costs": "coalesced", "policy": name}, coalesced, maker_of(name, config.threshold)
+        yield base | {"costs": "coalesced", "policy": name}, coalesced, maker_of(name, config.threshold, cross_point)
     for other_ms, name in product(config.decode_ms, COMPARED):
         columns = {"costs": "published", "decode_ms": other_ms, "policy": name}
-        yield columns, PublishedCosts(decode_s=other_ms / 1e3), maker_of(name, config.threshold)
+        yield columns, PublishedCosts(decode_s=other_ms / 1e3), maker_of(name, config.threshold, cross_point)
 
 
-def maker_of(name: str, threshold: float = 1024) -> Callable[[Costs], PreemptionPolicy]:
+def maker_of(
+    name: str, threshold: float = 1024, cross_point: type[PreemptionPolicy] = CrossPoint
+) -> Callable[[Costs], PreemptionPolicy]:
     """Return a function that makes the policy called ``name`` for the costs of a run."""
     if name == "oracle":
         return lambda costs: make_policy(name, costs_at=lambda now_s: costs)
@@ -318,7 +340,7 @@ def maker_of(name: str, threshold: float = 1024) -> Callable[[Costs], Preemption
     if name in ("inverse", "coin"):
         return lambda costs: {"inverse": Inverse, "coin": Coin}[name]()
     if name == "cross_point":
-        return lambda costs: make_policy(name, threshold=threshold)
+        return lambda costs: cross_point(threshold=threshold)
     return lambda costs: make_policy(name.removesuffix(OVERTAKING))
 
 

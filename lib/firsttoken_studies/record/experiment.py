@@ -36,8 +36,13 @@ class Experiment:
     reads: tuple[str, ...] = ()
     in_turns: bool = False
 
-    def __call__(self, profile: Profile, *read: Result) -> Outcome:
-        return _named(self.target)(profile, *read)
+    def __call__(self, profile: Profile, *read: Result, **mechanisms: Any) -> Outcome:
+        return self.function(profile, *read, **mechanisms)
+
+    @property
+    def function(self) -> Callable[..., Outcome]:
+        """The function of the study. What it takes by keyword only are mechanisms, a reader's in place of its own."""
+        return _named(self.target)
 
     def summarise(self, rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         """The summary of ``rows`` that were measured with ``parameters`` (``Result.parameters``)."""

@@ -6,7 +6,7 @@ for a value as text, its place by keywords, ``{{ interval(...) }}`` for one with
 the value to reckon with, ``{{ count(...) }}`` for how many observations it has, ``{{ said("progressive.ttft") }}`` for
 the report's own number of a claim, ``{{ counts }}``, ``{{ goals }}``, ``{{ scoreboard }}``, ``{{ systems }}`` and
 ``{{ index }}`` for tables, ``{{ table("serving_capacity") }}`` for the table that the system of an experiment makes of
-its result.
+its result, and ``{{ mechanisms }}`` for the digests of the notebooks' cells.
 """
 
 import json
@@ -21,6 +21,7 @@ from firsttoken.study.errors import ClaimsError, FirstTokenError
 from firsttoken.study.files import write_text
 from firsttoken.study.parsing.schema import unknown
 from firsttoken.study.summary import Entry, Scalar
+from firsttoken_studies.record import cell_mechanism
 from firsttoken_studies.record.claims import Claim
 from firsttoken_studies.record.claims_table import counts, goals, page_table, scoreboard
 from firsttoken_studies.record.notebooks import notebook_paths, read_notebook
@@ -74,7 +75,8 @@ _CAPTION = re.compile(r"^Recorded: `([^`]+)`", re.MULTILINE)
 def pages() -> dict[Path, Path]:
     """Each page with its template. Raises NotebookError for a template without a notebook."""
     readme = {paths.ROOT / "README.md": paths.TEMPLATES / "README.md"}
-    data = {page: paths.TEMPLATES / page.name for page in (paths.CLAIMS_PAGE, paths.CAPACITY_PAGE, paths.INDEX_PAGE)}
+    data_pages = (paths.CLAIMS_PAGE, paths.CAPACITY_PAGE, paths.INDEX_PAGE, cell_mechanism.PUBLISHED)
+    data = {page: paths.TEMPLATES / page.name for page in data_pages}
     return readme | data | templates()
 
 
@@ -165,6 +167,7 @@ def render(
             goals=goals(claims, results, machine, log),
             scoreboard=scoreboard(claims, results, machine, log),
             index=index_tables(load_index(paths.INDEX)),
+            mechanisms=cell_mechanism.published(),
             systems={
                 report: page_table(report_claims, results, machine, log) for report, report_claims in reports.items()
             },

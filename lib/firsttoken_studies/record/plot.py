@@ -37,6 +37,7 @@ LOOKS: dict[str, SeriesStyle] = {
     "measured": SeriesStyle("#0072B2", "o"),
     "single": SeriesStyle("#56B4E9", "."),  # one observation behind a measured value
     "floor": SeriesStyle("#000000"),
+    "your mechanism": SeriesStyle("#F0208A"),  # a ring around what the reader's changed cell does
     "target": SeriesStyle("#CC2200"),  # a number that somebody asks for: a goal, a bound
     # what stands beside: controls, other people's systems, choices that were not taken
     "other": SeriesStyle("#BBBBBB", "s"),

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from firsttoken.study import paths
 from firsttoken.study.canonical_json import dump, expanded, not_finite, sha256_of
@@ -107,6 +107,9 @@ class Result:
     floors: dict[str, dict[str, Any]]
     summary: Annotated[list[Annotated[Entry, _measured]], misplaced]
     code: str = ""  # digest of the functions that the experiment imports (``code.digest``); older results have none
+    with_mechanism: ClassVar[Result | None] = (
+        None  # the same with the reader's mechanism, where it is another; not kept
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "summary", Summary(self.summary))

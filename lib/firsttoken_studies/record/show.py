@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from firsttoken.study import paths
 from firsttoken.study.errors import FirstTokenError, MechanismError
@@ -25,6 +25,9 @@ from firsttoken_studies.record.results import CHANGED, Result
 if TYPE_CHECKING:
     import pandas
     from IPython.display import Code
+
+
+Direction: TypeAlias = bool | tuple[bool, str]  # whether it holds; what was expected and seen, for where it does not
 
 
 def tell_causes() -> None:
@@ -122,16 +125,31 @@ def attempt(mechanism: str) -> Iterator[None]:
         raise MechanismError(f"{mechanism} does not work as it stands: {type(error).__name__}: {reason}") from None
 
 
-def check(mechanism: str, **directions: bool) -> None:
+def check(mechanism: str, library: Mapping[str, bool] | None = None, **directions: bool | tuple[bool, str]) -> None:
     """Say of each direction, a name with underscores for spaces, whether it holds in this run.
 
-    Raises MechanismError, which names the ``mechanism``, where one does not; all are printed first.
+    ``mechanism`` names what is judged, and its cell. ``library`` has the same directions of the library's run beside
+    it, of which a last line says whether they hold: so a reader sees whose run a red line is about.
+
+    Raises MechanismError, which names the ``mechanism``, where one does not hold; all are printed first.
     """
-    directions_by_name = {name.replace("_", " "): bool(holds) for name, holds in directions.items()}
-    for name, holds in directions_by_name.items():
-        print(f"{'holds' if holds else 'DOES NOT HOLD'}: {name}")
-    if wrong := [name for name, holds in directions_by_name.items() if not holds]:
+    wrong = []
+    for name, direction in directions.items():
+        holds, observed = _holds_and_seen(direction)
+        line = name.replace("_", " ") + (f" ({observed})" if observed and not holds else "")
+        print(f"{'holds' if holds else 'DOES NOT HOLD'}: {line}")
+        if not holds:
+            wrong.append(line)
+    if library is not None:
+        other = [name.replace("_", " ") for name, direction in library.items() if not _holds_and_seen(direction)[0]]
+        print(f"the library's: DOES NOT HOLD: {'; '.join(other)}" if other else "the library's: all of this holds")
+        wrong += [f"the library's: {name}" for name in other]
+    if wrong:
         raise MechanismError(f"{mechanism} does not do in this run what it is there for: {'; '.join(wrong)}")
+
+
+def _holds_and_seen(direction: Direction) -> tuple[bool, str]:
+    return direction if isinstance(direction, tuple) else (direction, "")
 
 
 def where(result: Result | None) -> str:

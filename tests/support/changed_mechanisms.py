@@ -1,0 +1,73 @@
+"""Plausible changes of the mechanisms that notebooks hand to studies, each with the figures that must show it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from firsttoken.cps.policies import CrossPoint
+from firsttoken.engine.preemption.preemption_policy import Action
+from firsttoken_studies.nb22_cross_point_scheduler import figures as policy_figures
+from firsttoken_studies.record.plot import COLOURS
+
+
+@dataclass(frozen=True)
+class Change:
+    """``mechanisms`` in place of those that ``study`` takes, and ``figures``, functions of (recorded, now)."""
+
+    study: str
+    name: str
+    mechanisms: dict[str, Any]
+    figures: tuple[Callable[..., Figure], ...]
+
+
+CHANGES: list[Change] = []
+
+
+def changed(study: str, mechanism: str, *figures: Callable[..., Figure]) -> Callable[[Any], Any]:
+    """Decorate a class or function that stands for ``mechanism`` in ``study``, and that moves these ``figures``."""
+
+    def register(replacement: Any) -> Any:
+        CHANGES.append(Change(study, replacement.__name__, {mechanism: replacement}, figures))
+        return replacement
+
+    return register
+
+
+def rings(figure: Figure) -> list[tuple[Any, ...]]:
+    """Return what ``figure`` draws of a changed mechanism, as numbers, without what it draws of the library's, too."""
+    import matplotlib.pyplot as plt
+
+    ringed, plain = [], set()
+    for axes in figure.axes:
+        for artist in (*axes.lines, *axes.patches, *axes.collections):
+            shape = _numbers(artist)
+            if any(
+                effect._gc.get("foreground") == COLOURS["your mechanism"] for effect in artist.get_path_effects() or ()
+            ):
+                ringed.append(shape)
+            else:
+                plain.add(shape)
+    plt.close(figure)
+    return [shape for shape in ringed if shape not in plain]
+
+
+def _numbers(artist: Any) -> tuple[Any, ...]:
+    """Return a line's points, a bar's corners, or the vertices and places of a collection."""
+    if hasattr(artist, "get_xydata"):
+        numbers = artist.get_xydata()
+    elif hasattr(artist, "get_offsets"):
+        numbers = np.concatenate([*(path.vertices for path in artist.get_paths()), artist.get_offsets()])
+    else:
+        numbers = artist.get_path().vertices @ artist.get_patch_transform().get_matrix()[:2, :2].T
+    return (type(artist).__name__, *np.round(np.asarray(numbers, float).ravel(), 9))
+
+
+@changed("crosspoint_replayed", "policy", policy_figures.policy_bars, policy_figures.threshold_gains)
+class RuleInverted(CrossPoint):
+    def choose(self, tokens: int, now_s: float) -> Action:
+        return Action.RECOMPUTE if tokens <= self.threshold else Action.SWAP
