@@ -255,12 +255,10 @@ def use_prefixes(
     from firsttoken_serve.prefixes.prefix_finder import PrefixFinder
 
     try:
-        finder = PrefixFinder(store, who(), device, others)
-        server.take_prefixes(finder)
+        server.take_prefixes(PrefixFinder(store, who(), device, others))
     except FirstTokenError as error:
         return f"no stored prefixes: {first_line(error)}"
-    older = f", but for {finder.outdated} of an earlier release; put them again" if finder.outdated else ""
-    return f"stored prefixes are used{older}"
+    return "stored prefixes are used"
 
 
 def receivers(

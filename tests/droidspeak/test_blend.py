@@ -15,7 +15,7 @@ from firsttoken.droidspeak.blend import blended_cache, tokens_per_layer
 from firsttoken.droidspeak.forward import Forward, layer_kv
 from firsttoken.droidspeak.prefill import full_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import Prefix, PrefixCache
-from firsttoken.study.errors import ModelError, RequestError
+from firsttoken.study.errors import CacheError, ModelError, RequestError
 
 DEPTH = 5
 LLAMA3 = {
@@ -266,9 +266,9 @@ def test_a_bad_number_of_whole_layers_is_refused(whole):
 def test_a_cache_that_does_not_fit_is_refused():
     prefix = Prefix.of([ROW])
     sent = full_prefill(SENDER, prefix)
-    with pytest.raises(RequestError, match="4 layers, the model 5"):
+    with pytest.raises(CacheError, match="4 layers, the model 5"):
         blended_cache(RECEIVER, prefix, PrefixCache(sent.kv[:4], {}))
-    with pytest.raises(RequestError, match="1 rows of 40 tokens, the prefix 1 of 12"):
+    with pytest.raises(CacheError, match=r"layer 0 of the cache is \[1, 2, 40, 8\].*computes \[1, 2, 12, 8\]"):
         blended_cache(RECEIVER, Prefix.of([ROW[:12]]), sent)
 
 

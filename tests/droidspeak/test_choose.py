@@ -68,15 +68,15 @@ def test_tokens_and_load_count() -> None:
     assert COSTS.ttft_s(FULL, NOW) == pytest.approx(COSTS.ttft_s(Group(3, 4), NOW, Schedule.RECOMPUTE))
 
 
-@given(candidates=CANDIDATES, rate=RATES, load=LOADS, bound=st.floats(0, 1), schedule=st.sampled_from(Schedule))
-def test_no_candidate_within_the_bound_is_better(candidates, rate, load, bound, schedule) -> None:
+@given(candidates=CANDIDATES, rate=RATES, load=LOADS, bound=st.floats(0, 1))
+def test_no_candidate_within_the_bound_is_better(candidates, rate, load, bound) -> None:
     now = replace(NOW, bytes_per_s=rate, load=load)
-    choice = choose_group(candidates, COSTS, now, bound, schedule)
+    choice = choose_group(candidates, COSTS, now, bound)
     assert choice.loss <= bound
     assert choice.group == FULL or Scored(choice.group, choice.loss) in candidates
     assert choice.ttft_s <= COSTS.ttft_s(FULL, now, Schedule.RECOMPUTE)
     for candidate in candidates:
-        expected = COSTS.ttft_s(candidate.group, now, schedule)
+        expected = COSTS.ttft_s(candidate.group, now)
         if candidate.loss <= bound:
             assert (choice.ttft_s, choice.loss) <= (expected, candidate.loss)
 
@@ -140,9 +140,9 @@ class TestSloRule:
 class TestLinkEstimate:
     seen = st.lists(st.tuples(st.integers(1, 10**9), st.floats(1e-3, 1e3)), min_size=1, max_size=20)
 
-    @given(seen, st.floats(0, 0.99))
-    def test_lies_among_the_rates_seen(self, seen, keep: float) -> None:
-        link = LinkEstimate(5.0, keep)
+    @given(seen)
+    def test_lies_among_the_rates_seen(self, seen) -> None:
+        link = LinkEstimate(5.0)
         for nbytes, seconds in seen:
             link.observe(nbytes, seconds)
         rates = [nbytes / seconds for nbytes, seconds in seen]
@@ -162,9 +162,6 @@ class TestLinkEstimate:
         for nbytes, seconds in [(0, 1.0), (1, 0.0), (-1, 1.0), (1, nan), (1, inf)]:
             with pytest.raises(RequestError, match="a transfer of"):
                 LinkEstimate(1.0).observe(nbytes, seconds)
-        for first, keep in [(-1.0, 0.5), (nan, 0.5), (1.0, 1.0), (1.0, -0.1)]:
-            with pytest.raises(RequestError, match="a link estimate starts"):
-                LinkEstimate(first, keep)
 
 
 @pytest.mark.parametrize(
@@ -182,11 +179,7 @@ def test_conditions_out_of_range_are_refused(changed: dict, says: str) -> None:
         replace(NOW, **changed)
 
 
-def test_costs_out_of_range_are_refused() -> None:
-    with pytest.raises(RequestError, match="layer_s must be 0 or more, not -1"):
-        replace(COSTS, layer_s=-1)
-    with pytest.raises(RequestError, match="1 layer or more, not 0"):
-        replace(COSTS, depth=0)
+def test_a_group_that_does_not_fit_is_refused() -> None:
     with pytest.raises(RequestError, match="does not fit 10 layers"):
         COSTS.ttft_s(Group(0, 11), NOW)
 

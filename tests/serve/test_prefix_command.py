@@ -378,19 +378,6 @@ def test_a_prefix_is_of_one_config_json(base, store, tmp_path, values: dict[str,
         assert answered(url) == alone(folder) and restored(url) == taken
 
 
-def test_a_prefix_of_an_earlier_release_is_named(base, expected_alone, store) -> None:
-    """Its file does not say of which config.json it is; it stays, and nobody takes it."""
-    model, whose = stock(base)
-    KVStore(store, memory_bytes=0, disk_bytes=1 << 30).store(
-        ids(TEXT), replace(whose, config=""), full_prefill(model, Prefix.of([ids(TEXT)]))
-    )
-    with with_prefixes(base, store) as url:
-        assert answered(url) == expected_alone and restored(url) == 0 and len(list(store.iterdir())) == 1
-        assert "but for 1 of an earlier release; put them again" in httpx.get(f"{url}/stage").text
-    with pytest.raises(CacheError, match=r"by an earlier release, which kept no config\.json; store it again"):
-        KVStore(store, memory_bytes=0, disk_bytes=1 << 30).fetch(ids(TEXT), whose, 0)
-
-
 # Over a link.
 
 
@@ -556,6 +543,6 @@ def test_what_is_no_profile_says_nothing(base, tuned, store) -> None:
 
 def test_a_model_that_cannot_use_it_is_told(base, tuned) -> None:
     one, other = stock(base)[1], stock(tuned)[1]
-    wide = type(other)(**other.fields | {"kv_heads": 8})
+    wide = replace(other, kv_heads=8)
     with pytest.raises(CacheError, match="another number of KV heads"):
         keep_profile(Path("nowhere"), one, wide, profile(GROUP))

@@ -3,8 +3,9 @@
 arXiv 2405.16444, 4.3; the baseline of DroidSpeak, 5.1. All tokens go through the first layer; those whose keys and
 values there differ most from the sender's go on through the rest. Between two models the first layer already differs,
 yet its keys and values depend on the weights and the token alone: equal tokens tie, and what they mean in their context
-does not count. ``whole=2`` has the second layer choose, the first that sees context, at the price of computing it in
-full. A receiver whose first layer is the sender's own needs that: nothing deviates there, and the choice is arbitrary.
+does not count. ``full_layers=2`` has the second layer choose, the first that sees context, at the price of computing it
+in full. A receiver whose first layer is the sender's own needs that: nothing deviates there, and the choice is
+arbitrary.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from transformers.cache_utils import DynamicLayer
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.servable import has_windows
 from firsttoken.droidspeak.forward import Forward, cache_of, layer_kv
+from firsttoken.droidspeak.layer_group import NOTHING
+from firsttoken.droidspeak.prefill import check_fit
 from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
 from firsttoken.study.errors import ModelError, RequestError
 
@@ -42,13 +45,13 @@ def blended_cache(
     The lowest ``full_layers`` layers are computed for all tokens, and the last of them chooses: once for all layers
     above, or with ``gradual`` again in every layer among the tokens still computed, so that fewer go on
     (``tokens_per_layer``). Padding is never chosen. ``sent`` is left as it is. Raises RequestError for a share outside
-    [0, 1], for ``full_layers`` outside 1..depth, and for a cache that does not fit the prefix or the model; ModelError
-    for layers with a window.
+    [0, 1] or ``full_layers`` outside 1..depth, CacheError for a cache that does not fit the prefix or the model, and
+    ModelError for layers with a window.
     """
     forward = Forward(model, prefix)
     if has_windows(model.config):
         raise ModelError(f"{type(model).__name__} has layers with a window, which no blend has; reuse whole layers")
-    _check(sent, prefix, forward.depth)
+    check_fit(sent, forward, NOTHING)
     real = torch.ones_like(prefix.ids, dtype=torch.bool) if prefix.mask is None else prefix.mask.bool()
     plans = [tokens_per_layer(int(n), forward.depth, share, gradual, full_layers) for n in real.sum(1)]
     counts = torch.tensor(plans)  # stays on the CPU: on a GPU every look at it would wait for the layers before
@@ -158,11 +161,3 @@ def _deviation(recomputed: LayerKV, sent: LayerKV) -> Tensor:
         (recomputed_half.float() - theirs.float()).square().sum((1, 3))
         for recomputed_half, theirs in zip(recomputed, sent, strict=True)
     )
-
-
-def _check(sent: PrefixCache, prefix: Prefix, depth: int) -> None:
-    if len(sent.kv) != depth:
-        raise RequestError(f"the cache has {len(sent.kv)} layers, the model {depth}; it belongs to another model")
-    held, wanted = (sent.kv[0].keys.shape[0], sent.kv[0].keys.shape[2]), tuple(prefix.ids.shape)
-    if held != wanted:
-        raise RequestError(f"the cache holds {held[0]} rows of {held[1]} tokens, the prefix {wanted[0]} of {wanted[1]}")

@@ -19,7 +19,8 @@ from firsttoken.assets.model_config import FULL, SLIDING
 from firsttoken.assets.positions import kinds_by_length
 from firsttoken.assets.servable import attention_kinds, has_windows
 from firsttoken.droidspeak.prefix import LayerKV, Prefix
-from firsttoken.study.errors import ModelError
+from firsttoken.droidspeak.tensor_bytes import CachePiece
+from firsttoken.study.errors import CacheError, ModelError
 
 _MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
 
@@ -122,6 +123,15 @@ def check_supported(model: PreTrainedModel) -> None:
         raise ModelError(
             f"rope type {kinds[0]!r} turns keys by the length seen so far, so they cannot be reused; "
             "set a fixed scaling (linear, llama3, yarn)"
+        )
+
+
+def check_shape(model: PreTrainedModel, name: str, part: Tensor | CachePiece, wanted: tuple[int, ...]) -> None:
+    """Raise CacheError unless ``part`` of a cache, called ``name``, is ``wanted`` in the dtype of ``model``."""
+    if tuple(part.shape) != wanted or part.dtype != model.dtype:
+        raise CacheError(
+            f"{name} is {list(part.shape)} of {part.dtype}, {type(model).__name__} computes {list(wanted)} of "
+            f"{model.dtype} for this prefix; it belongs to another model or prefix"
         )
 
 

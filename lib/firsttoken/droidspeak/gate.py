@@ -60,22 +60,18 @@ def calibrate(
     failed: Sequence[bool],
     *,
     signal: str,
-    miss_budget: float | None = None,
-    false_alarm_budget: float | None = None,
+    miss_budget: float,
 ) -> Gate:
-    """Return the gate for ``signal`` that keeps to one budget (a share, 0 to 1) on these requests.
+    """Return the gate for ``signal`` that falls back least among those that miss at most the share ``miss_budget`` (0
+    to 1) of the failed ones of these requests.
 
-    With ``miss_budget`` it is the one that falls back least, with ``false_alarm_budget`` the one that catches most. Its
-    threshold is one of ``signals``, or just below all of them (then it accepts none). Raises RequestError unless
-    exactly one budget is given, and as ``roc``.
+    Its threshold is one of ``signals``, or just below all of them (then it accepts none). Raises RequestError for
+    another budget, and as ``roc``.
     """
-    budgets = [budget for budget in (miss_budget, false_alarm_budget) if budget is not None]
-    if len(budgets) != 1 or not 0 <= budgets[0] <= 1:
-        raise RequestError("give either miss_budget or false_alarm_budget, a share from 0 to 1")
-    points, budget = roc(signals, failed), budgets[0] + _ROUNDING
-    if miss_budget is not None:
-        return Gate(signal, next(point.threshold for point in points if 1 - point.caught <= budget))
-    return Gate(signal, next(point.threshold for point in reversed(points) if point.false_alarm <= budget))
+    if not 0 <= miss_budget <= 1:
+        raise RequestError(f"miss_budget is a share from 0 to 1, not {miss_budget}")
+    within = (point for point in roc(signals, failed) if 1 - point.caught <= miss_budget + _ROUNDING)
+    return Gate(signal, next(within).threshold)
 
 
 def rates(gate: Gate, signals: Sequence[float], failed: Sequence[bool]) -> GateRates:

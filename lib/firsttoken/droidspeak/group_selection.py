@@ -69,7 +69,7 @@ class GroupCosts:
 
     A recomputed layer takes ``layer_s`` + ``layer_token_s`` seconds a token (measured at one length: all in
     ``layer_s``), the pass behind the prefix ``first_token_s``. ``kv_token_bytes`` are a token's keys and values in one
-    layer, ``e_cache_token_bytes`` its hidden state. Raises RequestError for numbers out of range.
+    layer, ``e_cache_token_bytes`` its hidden state.
     """
 
     depth: int
@@ -78,13 +78,6 @@ class GroupCosts:
     first_token_s: float
     kv_token_bytes: int
     e_cache_token_bytes: int
-
-    def __post_init__(self) -> None:
-        if self.depth < 1:
-            raise RequestError(f"a model has 1 layer or more, not {self.depth}")
-        for key in ("layer_s", "layer_token_s", "first_token_s", "kv_token_bytes", "e_cache_token_bytes"):
-            if not 0 <= getattr(self, key) < inf:
-                raise RequestError(f"costs: {key} must be 0 or more, not {getattr(self, key)}")
 
     @property
     def full(self) -> Group:
@@ -121,26 +114,23 @@ class GroupCosts:
 
 
 class LinkEstimate:
-    """Bytes/s of a link from the transfers seen so far, each counting ``keep`` times as much as the next.
+    """Bytes/s of a link from the transfers seen so far, each counting half as much as the next.
 
     Bytes and seconds are averaged apart, so that the estimate is right for the time of the bytes seen: a mean of rates
     would be too high. A choice of full prefill moves nothing, so a link that has recovered is noticed only by whoever
-    still sends.
+    still sends. ``bytes_per_s`` is believed until the first transfer.
     """
 
-    def __init__(self, bytes_per_s: float, keep: float = 0.5) -> None:
-        """``bytes_per_s`` is believed until the first transfer. Raises RequestError for a ``keep`` outside [0, 1)."""
-        if not 0 <= keep < 1 or not bytes_per_s >= 0:
-            raise RequestError(f"a link estimate starts at 0 bytes/s or more, keeping 0 <= keep < 1, not {keep}")
-        self._keep, self._believed = keep, bytes_per_s
+    def __init__(self, bytes_per_s: float) -> None:
+        self._believed = bytes_per_s
         self._bytes = self._seconds = 0.0
 
     def observe(self, nbytes: int, seconds: float) -> None:
         """Note that ``nbytes`` took ``seconds`` without the latency. Raises RequestError unless both are above 0."""
         if nbytes <= 0 or not 0 < seconds < inf:
             raise RequestError(f"a transfer of {nbytes} bytes in {seconds} s cannot be; give more than 0")
-        self._bytes = self._keep * self._bytes + nbytes
-        self._seconds = self._keep * self._seconds + seconds
+        self._bytes = self._bytes / 2 + nbytes
+        self._seconds = self._seconds / 2 + seconds
 
     @property
     def bytes_per_s(self) -> float:
@@ -148,19 +138,13 @@ class LinkEstimate:
         return self._bytes / self._seconds if self._seconds else self._believed
 
 
-def choose_group(
-    candidates: Sequence[Scored],
-    costs: GroupCosts,
-    now: Conditions,
-    loss_bound: float,
-    schedule: Schedule = Schedule.PIPELINED,
-) -> Choice:
+def choose_group(candidates: Sequence[Scored], costs: GroupCosts, now: Conditions, loss_bound: float) -> Choice:
     """The choice of least expected TTFT among those within ``loss_bound``; of equals, that of the smaller loss.
 
     A full prefill, which loses nothing and moves nothing, is always among them. Raises RequestError for no candidates,
     a loss that is no number, or a negative bound.
     """
-    return min(_choices(candidates, costs, now, loss_bound, schedule), key=lambda c: (c.ttft_s, c.loss))
+    return min(_choices(candidates, costs, now, loss_bound), key=lambda c: (c.ttft_s, c.loss))
 
 
 def slo_rule(
@@ -171,14 +155,13 @@ def slo_rule(
     *,
     slo_s: float,
     loss_bound: float,
-    schedule: Schedule = Schedule.PIPELINED,
 ) -> Choice:
     """DroidSpeak's own rule (App. B): under load the fewest recomputed layers, else the most that meet ``slo_s``.
 
     Either way within ``loss_bound``, with the full prefill among the candidates; of equals the smaller loss. Where the
     paper says nothing, because none meets the SLO, it is the one of least expected TTFT. Raises as ``choose_group``.
     """
-    choices = _choices(candidates, costs, now, loss_bound, schedule)
+    choices = _choices(candidates, costs, now, loss_bound)
     if not queue_empty:
         return min(choices, key=lambda c: (len(c.group), c.loss, c.ttft_s))
     in_time = [choice for choice in choices if choice.ttft_s <= slo_s]
@@ -187,13 +170,11 @@ def slo_rule(
     return min(in_time, key=lambda c: (-len(c.group), c.loss, c.ttft_s))
 
 
-def _choices(
-    candidates: Sequence[Scored], costs: GroupCosts, now: Conditions, loss_bound: float, schedule: Schedule
-) -> list[Choice]:
+def _choices(candidates: Sequence[Scored], costs: GroupCosts, now: Conditions, loss_bound: float) -> list[Choice]:
     """Everything within the bound, with what is expected of it; the full prefill first."""
     if not candidates:
         raise RequestError("no groups to choose from; profile the pair first")
     if not loss_bound >= 0 or not all(isfinite(candidate.loss) for candidate in candidates):
         raise RequestError(f"losses must be numbers and the bound 0 or more, not {loss_bound}")
-    within = [Choice(c.group, costs.ttft_s(c.group, now, schedule), c.loss) for c in candidates if c.loss <= loss_bound]
+    within = [Choice(c.group, costs.ttft_s(c.group, now), c.loss) for c in candidates if c.loss <= loss_bound]
     return [Choice(costs.full, costs.ttft_s(costs.full, now, Schedule.RECOMPUTE), 0.0), *within]

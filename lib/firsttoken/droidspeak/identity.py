@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.known_models import is_silent
 from firsttoken.assets.servable import has_windows
 from firsttoken.assets.text_tokenizer import check_same_ids
-from firsttoken.droidspeak.tensor_bytes import bytes_of
+from firsttoken.engine.kv import KVShape
 from firsttoken.study.errors import CacheError
 
 _MUST_AGREE = {
@@ -46,8 +45,8 @@ class ModelIdentity:
     ``weights``, ``adapters`` ("" without) and ``tokenizer`` ("" without) are hex sha256 sums, ``dtype`` is torch's name
     ("bfloat16"), ``rope`` the rotary parameters and the windows as sorted JSON, ``hidden`` and ``head_dim`` count
     numbers a token. ``config`` is config.json as sorted JSON, without keys that are known to say nothing of what is
-    computed; "" in a file of an earlier release, which no model takes any more. ``owner`` says whose it is: nobody else
-    may read what is stored under a name, and everybody what is under none.
+    computed. ``owner`` says whose it is: nobody else may read what is stored under a name, and everybody what is under
+    none.
     """
 
     weights: str
@@ -60,23 +59,18 @@ class ModelIdentity:
     hidden: int
     rope: str
     tokenizer: str
+    config: str
     owner: str = ""
-    config: str = ""
 
     @cached_property
     def key(self) -> str:
         """The identity as 16 hex digits."""
-        return hashlib.sha256(json.dumps(self.fields, sort_keys=True).encode()).hexdigest()[:16]
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """Return the fields that a file holds: all, but an owner and a configuration only where there are some."""
-        return {name: value for name, value in asdict(self).items() if name not in ("owner", "config") or value}
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def anybody(self) -> ModelIdentity:
         """The model, whoever owns what it computed."""
-        return replace(self, owner="") if self.owner else self
+        return replace(self, owner="")
 
     def may_read(self, stored: ModelIdentity) -> bool:
         """Return whether a cache that ``stored`` computed is for everybody, or of the same owner."""
@@ -93,26 +87,28 @@ def identify(
     adapters: str = "",
     owner: str = "",
 ) -> ModelIdentity:
-    """The identity of ``model`` with weights of sha256 ``weights`` (``Provenance.sha256``, or ``weights_sha256``).
+    """The identity of ``model`` with weights of sha256 ``weights``.
 
     Raises ModelError for an architecture without ``model.layers``.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = base.config
-    heads = config.num_attention_heads
+    shape = KVShape.of(config, base.dtype)
+    # all of config.json, and the defaults of what it leaves out, that may say what is computed
+    telling = {key: value for key, value in config.to_dict().items() if not is_silent(key, value)}
     return ModelIdentity(
         weights=weights,
         adapters=adapters,
         dtype=str(base.dtype).removeprefix("torch."),
         architecture=type(base).__name__,
         layers=len(layers_of(base)),
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
         hidden=config.hidden_size,
         rope=json.dumps(_plain(_positions(config)), sort_keys=True),
         tokenizer=_tokenizer_sha256(tokenizer) if tokenizer is not None else "",
+        config=json.dumps(_plain(telling), sort_keys=True, default=str),
         owner=owner,
-        config=json.dumps(_telling(config), sort_keys=True, default=str),
     )
 
 
@@ -128,15 +124,6 @@ def identify_folder(folder: Path, dtype: torch.dtype, weights: str, owner: str =
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     check_same_ids(folder, tokenizer)
     return identify(build_on_meta(folder, dtype), tokenizer, weights, owner=owner)
-
-
-def weights_sha256(model: nn.Module) -> str:
-    """One hex sha256 of all parameters in name order, for weights that no file holds (merged adapters)."""
-    total = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        total.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}\n".encode())
-        total.update(bytes_of(parameter))
-    return total.hexdigest()
 
 
 def difference(stored: ModelIdentity, wanted: ModelIdentity) -> str:
@@ -156,9 +143,7 @@ def why_another(stored: ModelIdentity, wanted: ModelIdentity) -> str:
     """Why ``wanted``, which has another key than ``stored``, is not the model that computed it."""
     if (reason := difference(stored, wanted)) or stored.config == wanted.config:
         return reason or "other weights, so ask for it under its own identity"
-    if not stored.config:
-        return "it was stored by an earlier release, which kept no config.json; store it again"
-    theirs, ours = json.loads(stored.config), json.loads(wanted.config or "{}")
+    theirs, ours = json.loads(stored.config), json.loads(wanted.config)
     key = min(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
     return f"another config.json ({key} is {theirs.get(key)}, not {ours.get(key)})"
 
@@ -173,11 +158,6 @@ def _positions(config: PretrainedConfig) -> dict[str, Any]:
     """Return how a layer treats positions: its rotary parameters, and the window that it sees, where it has one."""
     windows = {name: getattr(config, name) for name in ("layer_types", "sliding_window") if has_windows(config)}
     return (getattr(config, "rope_parameters", None) or {}) | windows
-
-
-def _telling(config: PretrainedConfig) -> dict[str, Any]:
-    """All of config.json, and the defaults of what it leaves out, that may say what is computed."""
-    return _plain({key: value for key, value in config.to_dict().items() if not is_silent(key, value)})
 
 
 def _plain(value: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -80,7 +80,7 @@ def draft(path: Path, entry: Entry, pieces: Mapping[str, Tensor]) -> Draft:
     sums = {name: hashlib.sha256(part).hexdigest() for name, part in data.items()}
     metadata = {
         "format": _FORMAT,
-        "model": json.dumps(entry.model.fields),
+        "model": json.dumps(asdict(entry.model)),
         "edges": json.dumps(entry.edges),
         "sha256": json.dumps(sums),
     }
@@ -154,6 +154,5 @@ def _spans(
     torch_dtype = getattr(torch, entry.model.dtype)
     spans = {}
     for name, shape in entry.shapes.items():
-        start, end = stored[name].start, stored[name].end
-        spans[name] = CachePiece(name, path, start, end - start, shape, torch_dtype, sums[name])
+        spans[name] = CachePiece(name, path, stored[name].start, shape, torch_dtype, sums[name])
     return spans

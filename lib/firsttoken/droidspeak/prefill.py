@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from firsttoken.droidspeak.forward import Forward, cache_of, layer_kv
+from firsttoken.droidspeak.forward import Forward, cache_of, check_shape, layer_kv
 from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.prefix import Prefix, PrefixCache
+from firsttoken.engine.kv import KVShape
 from firsttoken.study.errors import CacheError, RequestError
 
 
@@ -46,7 +47,7 @@ def partial_prefill(model: PreTrainedModel, prefix: Prefix, sent: PrefixCache, g
     CacheError when what is used of ``sent`` is not of this model's shape and dtype, or of other tokens.
     """
     forward = Forward(model, prefix)
-    _check_fit(sent, forward, group.check(forward.depth))
+    check_fit(sent, forward, group.check(forward.depth))
     cache = cache_of(None if layer in group else kv for layer, kv in enumerate(sent.kv))
     if len(group):
         forward.run(start_of(forward, sent, group), group.layers, cache)
@@ -64,23 +65,18 @@ def start_of(forward: Forward, sent: PrefixCache, group: Group) -> Tensor:
     return sent.e_cache[group.lo]
 
 
-def _check_fit(sent: PrefixCache, forward: Forward, group: Group) -> None:
+def check_fit(sent: PrefixCache, forward: Forward, group: Group) -> None:
     """Raise CacheError for the first part of ``sent``, of what ``group`` leaves in use, that ``forward`` cannot use."""
     if len(sent.kv) != forward.depth:
         raise CacheError(f"the cache has {len(sent.kv)} layers, the model {forward.depth}; it belongs to another model")
-    config, (batch, tokens) = forward.model.config, forward.prefix.ids.shape
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv, hidden = (batch, heads, tokens, head_dim), (batch, tokens, config.hidden_size)
-    used = [(f"layer {i}", part, kv) for i, layer in enumerate(sent.kv) if i not in group for part in layer]
+    model, (batch, tokens) = forward.model, forward.prefix.ids.shape
+    shape = KVShape.of(model.config, model.dtype)
+    for layer, kv in enumerate(sent.kv):
+        for half in kv if layer not in group else ():
+            check_shape(model, f"layer {layer} of the cache", half, (batch, shape.kv_heads, tokens, shape.head_dim))
     if group.needs_e_cache and group.lo in sent.e_cache:
-        used.append((f"the E-cache at layer {group.lo}", sent.e_cache[group.lo], hidden))
-    for name, part, wanted in used:
-        if tuple(part.shape) != wanted or part.dtype != forward.model.dtype:
-            raise CacheError(
-                f"{name} of the cache is {list(part.shape)} of {part.dtype}, the model computes {list(wanted)} of "
-                f"{forward.model.dtype} for this prefix; it belongs to another model or prefix"
-            )
+        wanted = (batch, tokens, model.config.hidden_size)
+        check_shape(model, f"the E-cache at layer {group.lo} of the cache", sent.e_cache[group.lo], wanted)
 
 
 def spans(layers: Iterable[int]) -> list[Group]:

@@ -33,24 +33,18 @@ def check_numbers(piece: Tensor, name: str = "it") -> None:
 
 @dataclass(frozen=True)
 class CachePiece:
-    """One tensor of ``shape`` and ``dtype``: ``nbytes`` of the file ``path``, from byte ``offset`` on.
+    """One tensor of ``shape`` and ``dtype`` in the file ``path``, from byte ``offset`` on.
 
-    What is read of it is held against ``sha256`` (hex; "" leaves that out). Raises CacheError when bytes and shape
-    disagree.
+    What is read of it is held against ``sha256`` (hex).
     """
 
     name: str
     path: Path
     offset: int
-    nbytes: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    sha256: str = ""
+    sha256: str
 
-    def __post_init__(self) -> None:
-        needed = prod(self.shape) * self.dtype.itemsize
-        if self.nbytes != needed or self.offset < 0:
-            raise CacheError(
-                f"{self.name}: {self.nbytes} bytes from byte {self.offset} are no {list(self.shape)} of {self.dtype} "
-                f"({needed} bytes); store that cache again"
-            )
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize

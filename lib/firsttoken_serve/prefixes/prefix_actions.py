@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def _put(options: argparse.Namespace) -> None:
         profile.lo for (sender, _), profile in profiled.items() if sender == identity.key and profile.lo < profile.hi
     }
     edges.update(options.edge)
-    owned = ModelIdentity(**identity.fields | {"owner": options.owner})
+    owned = replace(identity, owner=options.owner)
     store = KVStore(options.store, memory_bytes=0, disk_bytes=int(options.most_gb * 1e9))
     before = {file.entry.key for file in store.files}
     store.store(tokens, owned, full_prefill(model, Prefix.of([tokens]), edges - {0}))

@@ -28,8 +28,6 @@ class PrefixFinder:
         self._store = KVStore(folder, memory_bytes=0, disk_bytes=sys.maxsize)
         self._senders: dict[str, list[tuple[ModelIdentity, Group]]] = {}
         self._look()
-        self.outdated = sum(not file.entry.model.config for file in self._store.files)
-        """How many files are of a release that did not say of which config.json they are: nobody takes these."""
 
     def __call__(self, prompt: Sequence[int], variant: str = "") -> StoredPrefix | None:
         """The prefix for ``prompt``, of which at least one token is left to compute; None where nothing is stored."""

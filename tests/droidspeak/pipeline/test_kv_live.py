@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from firsttoken.droidspeak.pipeline.schedule import Schedule
 from firsttoken.droidspeak.prefill import full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import Prefix, PrefixCache
 from firsttoken.droidspeak.store import KVStore
-from firsttoken.droidspeak.tensor_bytes import CachePiece
+from firsttoken.droidspeak.tensor_bytes import CachePiece, bytes_of
 from firsttoken.link.shaped import Link
 from firsttoken.study.errors import CacheError, LinkError, RequestError
 
@@ -64,7 +65,9 @@ def on_disk(cache: PrefixCache, path: Path) -> dict[str, CachePiece]:
     begin = 8 + int.from_bytes(raw[:8], "little")
     spans = {name: entry["data_offsets"] for name, entry in json.loads(raw[8:begin]).items()}
     return {
-        name: CachePiece(name, path, begin + spans[name][0], t.nbytes, tuple(t.shape), t.dtype)
+        name: CachePiece(
+            name, path, begin + spans[name][0], tuple(t.shape), t.dtype, hashlib.sha256(bytes_of(t)).hexdigest()
+        )
         for name, t in tensors.items()
     }
 
@@ -252,7 +255,6 @@ def test_pieces_that_are_not_there_are_named(receiver, pieces) -> None:
 def test_pieces_of_another_shape_or_dtype_are_refused(receiver, pieces) -> None:
     with pytest.raises(CacheError, match=r"layer.0 is \[2, 1, \d+, 20, \d+\] .* belongs to another model or prefix"):
         first_token(receiver, Prefix.of([range(40, 61)]), pieces, Group(0, 0), Link(), SUFFIX)
-    edge = pieces["edge.2"]
-    half = replace(edge, nbytes=edge.nbytes // 2, dtype=torch.bfloat16)
+    half = replace(pieces["edge.2"], dtype=torch.bfloat16)
     with pytest.raises(CacheError, match=r"edge.2 is .* of torch.bfloat16, LlamaForCausalLM computes"):
         first_token(receiver, ONE, pieces | {"edge.2": half}, Group(2, 4), Link(), SUFFIX)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from firsttoken.droidspeak.pipeline.kv_transfer import Buffers, Transfer
-from firsttoken.droidspeak.tensor_bytes import CachePiece
+from firsttoken.droidspeak.tensor_bytes import CachePiece, bytes_of
 from firsttoken.link.shaped import Link, LinkConfig
-from firsttoken.study.errors import CacheError, LinkError, RequestError
+from firsttoken.study.errors import LinkError, RequestError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
 SLOW = LinkConfig(gbit_per_s=0.002)  # what these tests store takes 4.6 s, a chunk 0.26 s
@@ -30,8 +29,9 @@ def written(folder: Path, tensors: dict[str, torch.Tensor], gap: int = 3) -> dic
     for turn, (name, tensor) in enumerate(tensors.items()):
         path = folder / str(turn % 2)
         with path.open("ab") as file:
-            file.write(b"x" * gap + bytes(tensor.reshape(-1).view(torch.uint8).tolist()))
-        pieces[name] = CachePiece(name, path, sizes[path] + gap, tensor.nbytes, tuple(tensor.shape), tensor.dtype)
+            file.write(b"x" * gap + bytes_of(tensor))
+        digest = hashlib.sha256(bytes_of(tensor)).hexdigest()
+        pieces[name] = CachePiece(name, path, sizes[path] + gap, tuple(tensor.shape), tensor.dtype, digest)
         sizes[path] += gap + tensor.nbytes
     return pieces
 
@@ -87,15 +87,11 @@ def test_what_came_before_the_link_died_is_there_and_the_rest_is_refused(stored)
 
 def test_bytes_of_another_sha256_are_refused(stored) -> None:
     tensors, pieces = stored
-    sums = {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors.items()}
-    summed = [replace(piece, sha256=sums[name]) for name, piece in pieces.items()]
-    with Transfer(summed, Link(), Buffers(summed)) as transfer:
-        assert torch.equal(transfer.wait("layer.2"), tensors["layer.2"])
     path, at = pieces["layer.1"].path, pieces["layer.1"].offset
     raw = bytearray(path.read_bytes())
     raw[at + 5000] ^= 1
     path.write_bytes(raw)
-    with Transfer(summed, Link(), Buffers(summed)) as transfer:
+    with Transfer(list(pieces.values()), Link(), Buffers(pieces.values())) as transfer:
         with pytest.raises(LinkError, match=r"layer.1 did not arrive: its sha256 is not that of what was stored"):
             transfer.wait("layer.1")
         assert torch.equal(transfer.wait("layer.0"), tensors["layer.0"])
@@ -141,21 +137,7 @@ def test_leaving_the_block_ends_the_thread_and_frees_a_waiter(stored, config: Li
     assert not transfers_alive()
 
 
-def test_what_is_not_under_way_is_refused(stored) -> None:
-    _, pieces = stored
-    with (
-        Transfer([pieces["layer.0"]], Link(), Buffers(pieces.values())) as transfer,
-        pytest.raises(RequestError, match=r"layer.1 is not part of this transfer"),
-    ):
-        transfer.wait("layer.1")
-
-
 def test_buffers_of_other_pieces_are_refused(stored) -> None:
     _, pieces = stored
     with pytest.raises(RequestError, match=r"no buffer of its shape for layer.1"):
         Transfer(list(pieces.values()), Link(), Buffers([pieces["layer.0"], pieces["layer.2"]]))
-
-
-def test_bytes_that_do_not_make_the_shape_are_refused() -> None:
-    with pytest.raises(CacheError, match=r"layer.0: 10 bytes from byte 0 are no \[2, 3\] of torch.float32 \(24 bytes"):
-        CachePiece("layer.0", Path("cache"), 0, 10, (2, 3), torch.float32)

@@ -22,6 +22,7 @@ SMALL: dict[str, Any] = {
     "hidden": 5,
     "rope": "{}",
     "tokenizer": "cc",
+    "config": "{}",
 }
 
 

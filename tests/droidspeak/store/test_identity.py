@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from firsttoken.assets.models import load_model
 from firsttoken.assets.shapes import shape_config
-from firsttoken.droidspeak.identity import check_compatible, difference, identify, weights_sha256
+from firsttoken.droidspeak.identity import check_compatible, difference, identify
 from firsttoken.study.errors import CacheError
 
 DIFFERENT = {
@@ -29,6 +29,8 @@ DIFFERENT = {
     "hidden": 6,
     "rope": json.dumps({"rope_type": "linear"}),
     "tokenizer": "ee",
+    "config": json.dumps({"hidden_act": "gelu"}),
+    "owner": "alice",
 }
 
 
@@ -114,25 +116,12 @@ def test_another_window_is_another_model_with_the_same_weights(tiny):
         check_compatible(identify(model, None, "aa"), identify(wider, None, "aa"))
 
 
-def test_the_hash_of_weights_follows_every_weight():
-    model = load_model("random:tiny-2", seed=3).model
-    before = weights_sha256(model)
-    assert weights_sha256(load_model("random:tiny-2", seed=3).model) == before
-    assert weights_sha256(load_model("random:tiny-2", seed=4).model) != before
-    model.model.norm.weight[5] += 1e-6
-    assert weights_sha256(model) != before
-    half = load_model("random:tiny-2", seed=3, dtype=torch.bfloat16).model
-    assert weights_sha256(half) != before and len(weights_sha256(half)) == 64
-
-
-def test_a_merged_adapter_is_another_model_and_a_wrapped_one_has_the_shape_of_its_base():
+def test_a_wrapped_adapter_has_the_shape_of_its_base():
     model = load_model("random:tiny-2").model
-    base = identify(model, None, weights_sha256(model))
+    base = identify(model, None, "aa")
     wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
     assert difference(identify(wrapped, None, base.weights, "ab"), base) == ""
     assert identify(wrapped, None, base.weights, "ab").key != base.key
-    merged = wrapped.merge_and_unload()
-    assert identify(merged, None, weights_sha256(merged)).key != base.key
 
 
 def test_a_tokenizer_is_what_it_makes_of_text_and_not_how_it_was_called_last():

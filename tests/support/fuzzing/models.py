@@ -35,7 +35,7 @@ from fuzzing.property import Format, from_json
 
 BASE, GROUPS, RANK = "ba5e" * 16, [(0, 1), (2,)], 2
 CONTEXTS = list(range(20)), list(range(100, 120))
-MODEL = ModelIdentity("aa", "", "float32", "LlamaForCausalLM", 3, 2, 2, 5, "{}", "cc")
+MODEL = ModelIdentity("aa", "", "float32", "LlamaForCausalLM", 3, 2, 2, 5, "{}", "cc", "{}")
 
 
 def source() -> RandomSource:

@@ -77,11 +77,8 @@ class Transfer:
         """The piece ``name``, once it is there; on a GPU, for what the current stream does from now on.
 
         Raises LinkError when the transfer broke off before it arrived, from a CacheError where the file is at fault:
-        it was cut, or holds other bytes than were stored or no numbers that a layer computes with. Raises RequestError
-        for a piece that is not under way.
+        it was cut, or holds other bytes than were stored or no numbers that a layer computes with.
         """
-        if name not in self._arrivals:
-            raise RequestError(f"{name} is not part of this transfer; ask for one of its pieces")
         try:
             self._arrivals[name].result()
         except Exception as error:
@@ -137,9 +134,8 @@ class Transfer:
             part = view[start : start + chunk]
             self._link.read_into(handle, part, piece.offset + start)
             self.bytes_moved += len(part)
-            if piece.sha256:
-                digest.update(part)
-        if piece.sha256 and digest.hexdigest() != piece.sha256:
+            digest.update(part)
+        if digest.hexdigest() != piece.sha256:
             raise CacheError("its sha256 is not that of what was stored")
         check_numbers(host)
         if self._side is not None:

@@ -15,14 +15,15 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from firsttoken.droidspeak.entry import e_cache_name, layer_name
-from firsttoken.droidspeak.forward import Forward, cache_of, fill
+from firsttoken.droidspeak.forward import Forward, cache_of, check_shape, fill
 from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.pipeline.kv_transfer import Buffers, Transfer
 from firsttoken.droidspeak.pipeline.schedule import Schedule
 from firsttoken.droidspeak.prefix import LayerKV, Prefix
 from firsttoken.droidspeak.tensor_bytes import CachePiece
+from firsttoken.engine.kv import KVShape
 from firsttoken.link.shaped import Link
-from firsttoken.study.errors import CacheError, LinkError, RequestError
+from firsttoken.study.errors import LinkError, RequestError
 
 
 @dataclass
@@ -148,14 +149,9 @@ def _done(prefix: Prefix) -> float:
 
 def _check_fit(model: PreTrainedModel, prefix: Prefix, sent: Sequence[CachePiece]) -> None:
     """Raise CacheError for the first piece that is of another shape or dtype than the model computes."""
-    config, (batch, tokens) = model.config, prefix.ids.shape
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    shape, (batch, tokens) = KVShape.of(model.config, model.dtype), prefix.ids.shape
     for piece in sent:
-        held = piece.shape[-2] if batch == 1 and len(piece.shape) > 1 else tokens
-        kv = (2, batch, config.num_key_value_heads, max(held, tokens), head_dim)
-        wanted = kv if piece.name.startswith("layer") else (batch, max(held, tokens), config.hidden_size)
-        if tuple(piece.shape) != wanted or piece.dtype != model.dtype:
-            raise CacheError(
-                f"{piece.name} is {list(piece.shape)} of {piece.dtype}, {type(model).__name__} computes {list(wanted)} "
-                f"of {model.dtype} for this prefix; it belongs to another model or prefix"
-            )
+        length = max(piece.shape[-2], tokens) if batch == 1 else tokens
+        kv = (2, batch, shape.kv_heads, length, shape.head_dim)
+        hidden = (batch, length, model.config.hidden_size)
+        check_shape(model, piece.name, piece, kv if piece.name.startswith("layer") else hidden)

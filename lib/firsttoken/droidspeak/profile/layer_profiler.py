@@ -54,14 +54,12 @@ class Score:
     """The scores of one mixture, one value an item of the batch.
 
     ``nll``: mean negative log-likelihood of the target's tokens, nats. ``accuracy``: share of them, the stop included,
-    that are the most likely token where the ones before are given. ``exact``: 1 where all are, which is where greedy
-    decoding gives exactly the target. ``deviation``: distance of the last layer's output from that over the receiver's
-    own cache, relative to the latter's length.
+    that are the most likely token where the ones before are given. ``deviation``: distance of the last layer's output
+    from that over the receiver's own cache, relative to the latter's length.
     """
 
     nll: Tensor
     accuracy: Tensor
-    exact: Tensor
     deviation: Tensor
 
 
@@ -166,7 +164,6 @@ class LayerProfiler:
         judged = self.questions.predicts
         wanted = self.questions.ids.roll(-1, 1)[judged]
         logits = (behind or self._behind).logits(hidden[judged]).float()
-        right = (argmax_tokens(logits) == wanted).float()
         away = (hidden[judged].float() - self._own_output[judged].float()).norm(dim=-1)
         away = away / self._own_output[judged].float().norm(dim=-1)
         judged_tokens = judged.sum(1)
@@ -177,5 +174,4 @@ class LayerProfiler:
             return rows.sum(1) / judged_tokens
 
         nll = per_item(F.cross_entropy(logits, wanted, reduction="none"))
-        accuracy = per_item(right)
-        return Score(nll, accuracy, (accuracy == 1).float(), per_item(away))
+        return Score(nll, per_item((argmax_tokens(logits) == wanted).float()), per_item(away))
