@@ -95,22 +95,6 @@ def test_without_a_bandwidth_it_is_a_full_prefill(candidates, load: float) -> No
         assert choose_group(candidates, COSTS, Conditions(1000, rate, load=load), 1).group == FULL
 
 
-def test_load_and_bandwidth_move_the_choice() -> None:
-    candidates = [Scored(Group(0, 2), 0.04), Scored(Group(0, 8), 0.01)]
-    assert choose_group(candidates, COSTS, replace(NOW, bytes_per_s=1e9), 0.05).group == Group(0, 2)
-    assert choose_group(candidates, COSTS, replace(NOW, bytes_per_s=2e7), 0.05).group == Group(0, 8)
-    assert choose_group(candidates, COSTS, replace(NOW, bytes_per_s=2e7, load=4), 0.05).group == Group(0, 2)
-    assert choose_group(candidates, COSTS, replace(NOW, bytes_per_s=1e9), 0.02).group == Group(0, 8)
-    assert choose_group(candidates, COSTS, replace(NOW, bytes_per_s=1e9), 0.0) == Choice(
-        FULL, COSTS.ttft_s(FULL, NOW), 0.0
-    )
-
-
-def test_equals_go_to_the_smaller_loss() -> None:
-    candidates = [Scored(Group(0, 3), 0.03), Scored(Group(0, 3), 0.01), Scored(Group(0, 3), 0.02)]
-    assert choose_group(candidates, COSTS, NOW, 0.05).loss == 0.01
-
-
 class TestSloRule:
     candidates = (
         Scored(Group(0, 2), 0.09),

@@ -58,16 +58,11 @@ def text(tokens: list[int]) -> str:
     return "".join(SYMBOLS[token] for token in tokens)
 
 
-def test_answers_are_those_of_generate_row_by_row(model):
-    prefixes, suffixes = rows(PREFIXES, 1), rows(SUFFIXES, 2)
+@pytest.mark.parametrize(("before", "after"), [(PREFIXES, SUFFIXES), ([20] * 4, [3] * 4)], ids=["padded", "equal"])
+def test_answers_are_those_of_generate_row_by_row(model, before, after):
+    prefixes, suffixes = rows(before, 1), rows(after, 2)
     alone = [generated(model, p, s) for p, s in zip(prefixes, suffixes, strict=True)]
     assert len({tuple(said) for said in alone}) == len(alone), "the model must look at its prompt"
-    assert answers(model, prefixes, suffixes) == [text(said) for said in alone]
-
-
-def test_a_batch_without_padding_is_the_same(model):
-    prefixes, suffixes = rows([20] * 4, 1), rows([3] * 4, 2)
-    alone = [generated(model, p, s) for p, s in zip(prefixes, suffixes, strict=True)]
     assert answers(model, prefixes, suffixes) == [text(said) for said in alone]
 
 
@@ -77,16 +72,6 @@ def test_the_cache_is_used(model):
     own = answers(model, prefixes, suffixes)
     mixed = greedy(model, TOKENIZER, prefix, suffixes, cache_of(other.kv), NEW)
     assert sum(a != b for a, b in zip(own, mixed, strict=True)) >= 6
-
-
-def test_the_sender_s_cache_stays_as_it_was(model):
-    prefix = Prefix.of(rows(PREFIXES, 1))
-    sent = full_prefill(model, prefix)
-    before = [(layer.keys.clone(), layer.values.clone()) for layer in sent.kv]
-    first = greedy(model, TOKENIZER, prefix, rows(SUFFIXES, 2), cache_of(sent.kv), NEW)
-    assert greedy(model, TOKENIZER, prefix, rows(SUFFIXES, 2), cache_of(sent.kv), NEW) == first
-    for (keys, values), layer in zip(before, sent.kv, strict=True):
-        assert torch.equal(keys, layer.keys) and torch.equal(values, layer.values)
 
 
 @pytest.mark.parametrize("several", [False, True])

@@ -90,12 +90,6 @@ def test_roc_agrees_with_the_rates_and_auc_with_the_pairs(pairs):
     assert auc(points) == pytest.approx(((bad > good) + 0.5 * (bad == good)).mean())
 
 
-def test_auc_of_a_perfect_a_reversed_and_an_empty_signal():
-    assert auc(roc([1, 2, 8, 9], [False, False, True, True])) == 1
-    assert auc(roc([1, 2, 8, 9], [True, True, False, False])) == 0
-    assert auc(roc([5, 5, 5], [True, False, False])) == 0.5
-
-
 @pytest.mark.parametrize("budget", [-0.1, 1.5, float("nan")])
 def test_a_budget_that_is_no_share_is_refused(budget):
     with pytest.raises(RequestError, match="miss_budget is a share from 0 to 1"):
@@ -117,8 +111,3 @@ def test_what_cannot_be_calibrated_on_is_refused(signals, failed, why):
         calibrate(signals, failed, signal="doubt", miss_budget=0.1)
     with pytest.raises(RequestError, match=why):
         roc(signals, failed)
-
-
-def test_rates_of_nothing_are_refused():
-    with pytest.raises(RequestError, match="0 signals"):
-        rates(Gate("doubt", 0.5), [], [])

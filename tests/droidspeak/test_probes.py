@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
+from heavy_models import heavy_model
 
-from firsttoken.assets.models import load_model
 from firsttoken.droidspeak.forward import cache_of, layer_kv
-from firsttoken.droidspeak.layer_group import NOTHING, Group
+from firsttoken.droidspeak.layer_group import NOTHING
 from firsttoken.droidspeak.prefill import full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.droidspeak.probes import answer_doubt, answer_entropy, head_deviation, tail_divergence
@@ -21,16 +21,7 @@ MASK = torch.tensor([[1, 1, 1], [1, 0, 0]])
 LAST = torch.tensor([2, 0])
 
 
-def built(seed):
-    """Weights large enough that the cache decides the answer."""
-    model = load_model("random:tiny-4", seed=seed).model
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 2 and "embed" not in name:
-            parameter.mul_(8)
-    return model
-
-
-RECEIVER, SENDER = built(1), built(2)
+RECEIVER, SENDER = heavy_model(1), heavy_model(2)
 PREFIX = Prefix.of(ROWS)
 
 
@@ -73,9 +64,6 @@ class TestAnswer:
 
 
 class TestHead:
-    def test_the_receivers_own_cache_does_not_deviate(self):
-        assert head_deviation(RECEIVER, PREFIX, mixed(sender=RECEIVER), 12).max() < 1e-5
-
     @pytest.mark.parametrize("tokens", [1, 5, 12])
     def test_equals_full_prefill_of_each_row(self, tokens):
         cache = mixed()
@@ -89,11 +77,6 @@ class TestHead:
                     parts.append(((held - exact).norm() / exact.norm()).item())
             expected.append(sum(parts) / len(parts))
         torch.testing.assert_close(head_deviation(RECEIVER, PREFIX, cache, tokens), torch.tensor(expected))
-
-    def test_falls_as_more_layers_are_recomputed(self):
-        readings = [head_deviation(RECEIVER, PREFIX, mixed(Group(0, hi)), 8) for hi in (0, 2, 4)]
-        assert (readings[0] > 1.3 * readings[1]).all() and (readings[1] > 1.3 * readings[2]).all()
-        assert readings[2].max() < 1e-5
 
     def test_a_suffix_in_the_cache_does_no_harm(self):
         cache = mixed()

@@ -201,13 +201,6 @@ def test_prefix_layers_counts_each_layer_once(tiny, items):
             hook.remove()
 
 
-def test_a_sender_that_is_the_receiver_loses_nothing(tiny, items):
-    receiver, _ = model_pair(tiny)
-    profiler = LayerProfiler(receiver, receiver, Questions.of([item.tokens for item in items]), [0, 2])
-    for _, score in profiler.groups([0, 2, 5]):
-        assert torch.equal(score.nll, profiler.prefill().nll) and not score.deviation.any()
-
-
 def test_layers_and_edges_that_are_not_there_are_refused(tiny, items):
     receiver, sender = model_pair(tiny)
     profiler = LayerProfiler(sender, receiver, Questions.of([item.tokens for item in items]), [0, 2])

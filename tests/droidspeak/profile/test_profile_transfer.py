@@ -32,11 +32,6 @@ def test_a_task_that_needs_other_layers():
     assert transfer(there, there, within, draws=3).item_loss == pytest.approx([0.02] * 8)
 
 
-def test_of_equal_profiles_nothing_is_lost_by_moving():
-    same = profiles(low=0.01, high=0.5)
-    assert transfer(same, profiles(low=0.01, high=0.5), within, draws=2) == transfer(same, same, within, draws=2)
-
-
 def test_the_half_that_judges_did_not_choose_unless_it_is_to():
     """Each group spoils one half of the items of a split, so whoever chooses on a half loses on the other."""
     first, second = halves(8, seed=0)

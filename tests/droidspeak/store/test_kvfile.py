@@ -57,19 +57,6 @@ def test_a_link_finds_every_piece_at_its_place(stored):
         assert torch.equal(found, torch.stack(cache.kv[layer]) if "layer" in name else cache.e_cache[layer])
 
 
-def test_reading_a_layer_reads_no_other(stored):
-    store, model, cache = stored
-    located, _ = store.locate(CONTEXT, model)
-    kept, raw = located.spans["layer.1"], bytearray(located.path.read_bytes())
-    spoilt = bytearray(byte ^ 255 for byte in raw)
-    spoilt[kept.offset : kept.offset + kept.nbytes] = raw[kept.offset : kept.offset + kept.nbytes]
-    located.path.write_bytes(spoilt)
-    assert torch.equal(store.fetch(CONTEXT, model, 1).values, cache.kv[1].values)
-    with pytest.raises(CacheError, match=r"layer\.0 in .* is torn .*compute the prefix again"):
-        store.fetch(CONTEXT, model, 0)
-    assert len(store) == 0 and not located.path.exists() and store.used == (0, 0)
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_whatever_byte_changes_no_wrong_number_comes_out(identity, drawn, data):

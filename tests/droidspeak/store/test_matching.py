@@ -41,15 +41,6 @@ def test_the_longest_shared_prefix_is_found_and_the_newest_of_several(changes, a
         assert found == Hit(repr(there[newest]), max(lengths))
 
 
-def test_a_block_depends_on_all_before_it():
-    index = PrefixIndex(2)
-    index.add("entry", "A", token_bytes([1, 2, 3, 4]))
-    assert index.longest("A", token_bytes([9, 9, 3, 4])) is None
-    assert index.longest("A", token_bytes([3, 4])) is None
-    assert index.longest("A", token_bytes([1, 2, 3, 4, 5])) == Hit("entry", 4)
-    assert index.longest("B", token_bytes([1, 2, 3, 4])) is None
-
-
 def test_only_what_is_wanted_is_found():
     index = PrefixIndex(2)
     index.add("short", "A", token_bytes([1, 2]))

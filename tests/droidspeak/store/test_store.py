@@ -70,16 +70,6 @@ def test_what_is_not_stored_of_a_context_the_receiver_computes_itself(store):
     assert found.get_seq_length() == 49 and same(found, expected, atol=1e-5)
 
 
-def test_a_sender_that_is_the_receiver_gives_its_own_full_prefill(store):
-    longer = [*CONTEXT, 7, 8, 9]
-    found = store.partial_prefill(Group(2, 4), longer, receiver_model=SENDER, receiver=SENDS, sender=SENDS)
-    assert all(
-        torch.allclose(a, b, atol=1e-5)
-        for kv, own in zip(layers(found), full_prefill(SENDER, Prefix.of([longer])).kv, strict=True)
-        for a, b in zip(kv, own, strict=True)
-    )
-
-
 def test_only_the_reused_layers_and_the_lower_edge_are_read(tmp_path):
     store = KVStore(tmp_path, memory_bytes=0, disk_bytes=1 << 24)
     store.store(CONTEXT, SENDS, SENT)
@@ -123,21 +113,12 @@ def test_of_two_that_hold_a_context_the_one_with_the_edge_is_used(store):
     assert found.get_seq_length() == 77
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"architecture": "Qwen2ForCausalLM"}, "architecture"),
-        ({"dtype": "bfloat16"}, "dtype"),
-        ({"rope": '{"rope_type": "linear"}'}, "rope scaling"),
-        ({"tokenizer": "another"}, "tokenizer"),
-    ],
-)
-def test_another_kind_of_model_is_refused_with_the_reason(store, change, reason):
-    other = replace(RECEIVES, **change)
-    with pytest.raises(CacheError, match=f"another {reason}"):
+def test_another_kind_of_model_is_refused_with_the_reason(store):
+    other = replace(RECEIVES, dtype="bfloat16")
+    with pytest.raises(CacheError, match="another dtype"):
         store.partial_prefill(Group(0, 2), CONTEXT, receiver_model=RECEIVER, receiver=other, sender=SENDS)
-    with pytest.raises(CacheError, match=f"stored by .*another {reason}"):
-        store.fetch(CONTEXT, replace(SENDS, **change), 0)
+    with pytest.raises(CacheError, match=r"stored by .*another dtype"):
+        store.fetch(CONTEXT, replace(SENDS, dtype="bfloat16"), 0)
 
 
 def test_other_tokens_other_weights_and_a_missing_edge_are_refused_with_the_reason(store):

@@ -44,7 +44,7 @@ class ReuseMarks:
 
 @dataclass(frozen=True)
 class FirstToken:
-    """Next-token ``logits`` [batch, vocabulary] and the ``cache`` of prefix and suffix, for the tokens that follow.
+    """Next-token ``logits`` [1, vocabulary] and the ``cache`` of prefix and suffix, for the tokens that follow.
 
     ``fell_back`` is empty, or why the link's bytes were dropped and everything was computed from the tokens.
     """
@@ -77,11 +77,11 @@ def first_token(
     *,
     buffers: Buffers | None = None,
 ) -> FirstToken:
-    """The first token behind ``prefix`` and ``suffix`` [batch, tokens], with ``group`` recomputed, the rest reused.
+    """The first token behind a ``prefix`` of one row and ``suffix`` [1, tokens]: ``group`` recomputed, the rest reused.
 
     Pipelined, the group's computation starts as soon as the E-cache is there, and the pass over the suffix waits at
     each reused layer for that layer only. ``pieces`` are a sender's, by name (the ``spans`` of what a store locates);
-    of pieces with more tokens than a prefix of one row the first are used. ``buffers`` serve again once this returns.
+    of pieces with more tokens than the prefix the first are used. ``buffers`` serve again once this returns.
 
     A link that dies costs time, never the answer: the result is then that of a full prefill, and says so.
     Raises RequestError for a group or piece that is not there, CacheError for a piece that does not fit the model.
@@ -149,9 +149,8 @@ def _done(prefix: Prefix) -> float:
 
 def _check_fit(model: PreTrainedModel, prefix: Prefix, sent: Sequence[CachePiece]) -> None:
     """Raise CacheError for the first piece that is of another shape or dtype than the model computes."""
-    shape, (batch, tokens) = KVShape.of(model.config, model.dtype), prefix.ids.shape
+    shape = KVShape.of(model.config, model.dtype)
     for piece in sent:
-        length = max(piece.shape[-2], tokens) if batch == 1 else tokens
-        kv = (2, batch, shape.kv_heads, length, shape.head_dim)
-        hidden = (batch, length, model.config.hidden_size)
+        length = max(piece.shape[-2], prefix.tokens)
+        kv, hidden = (2, 1, shape.kv_heads, length, shape.head_dim), (1, length, model.config.hidden_size)
         check_shape(model, piece.name, piece, kv if piece.name.startswith("layer") else hidden)
