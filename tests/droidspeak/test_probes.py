@@ -12,8 +12,13 @@ from firsttoken.droidspeak.forward import cache_of, layer_kv
 from firsttoken.droidspeak.layer_group import NOTHING
 from firsttoken.droidspeak.prefill import full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import Prefix
-from firsttoken.droidspeak.probes import answer_doubt, answer_entropy, head_deviation, tail_divergence
 from firsttoken.study.errors import RequestError
+from firsttoken_studies.nb35_bandwidth_and_gate.probes import (
+    answer_doubt,
+    answer_entropy,
+    head_deviation,
+    tail_divergence,
+)
 
 ROWS = [list(range(10, 40)), list(range(50, 62))]
 SUFFIX = torch.tensor([[3, 4, 5], [6, 0, 0]])

@@ -19,7 +19,6 @@ from firsttoken.droidspeak.forward import cache_of, layer_kv
 from firsttoken.droidspeak.layer_group import NOTHING, Group
 from firsttoken.droidspeak.prefill import full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import Prefix
-from firsttoken.droidspeak.probes import TOKENS, answer_doubt, answer_entropy, head_deviation, tail_divergence
 from firsttoken.droidspeak.profile.pareto import frontier, smallest_within
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
@@ -30,6 +29,13 @@ from firsttoken_studies.droidspeak.pairs import PairedModel
 from firsttoken_studies.droidspeak.reuse_items import Encoded
 from firsttoken_studies.droidspeak.setting import Run, Setting, batches
 from firsttoken_studies.nb30_full_reuse_and_sensitivity.profiling import BOUND, profiled_groups, run_profile
+from firsttoken_studies.nb35_bandwidth_and_gate.probes import (
+    TOKENS,
+    answer_doubt,
+    answer_entropy,
+    head_deviation,
+    tail_divergence,
+)
 from firsttoken_studies.record.overlay import name_results, over
 from firsttoken_studies.record.plot import COLOURS, Figure, panels
 from firsttoken_studies.record.results import Outcome, Result, Rows, Table, rows_where
