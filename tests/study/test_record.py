@@ -12,10 +12,19 @@ from edited import set_keys
 from entries import entry
 
 from firsttoken.study import paths
-from firsttoken.study.canonical_json import MANY, expanded, sha256_of
+from firsttoken.study.canonical_json import sha256_of
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.files import new_folder, replacing, write_text
-from firsttoken_studies.record.results import all_results, git_revision, load_result, pick, read_result, write_result
+from firsttoken_studies.record.results import (
+    MANY,
+    all_results,
+    expanded,
+    git_revision,
+    load_result,
+    pick,
+    read_result,
+    write_result,
+)
 
 pytestmark = pytest.mark.usefixtures("root")
 

@@ -1,1 +1,1 @@
-"""A link between a folder and a process that reads it: real, or shaped to a rate by one of two ways."""
+"""A link between a folder and a process that reads it: real, or shaped to a rate."""

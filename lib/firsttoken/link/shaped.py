@@ -1,7 +1,7 @@
 """A link: the wire that weights come over, real or shaped to a rate.
 
 The bytes of a shaped link come from a real file; only their arrival is held back, by a token bucket. The standard
-library only: a worker starts to read before it imports torch. ``link.kernel`` sets such a limit for whole processes.
+library only: a worker starts to read before it imports torch.
 """
 
 from __future__ import annotations

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check
-from firsttoken.link.kernel import available
 from firsttoken.progressiveserve.base_model import ServedConfig
 from firsttoken.progressiveserve.loading.rival_loaders import installed
 from firsttoken.progressiveserve.staging import RANDOM
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
+from firsttoken_studies.probes.kernel_link import available
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import (
     Checkpoint,
     prompt_of,

@@ -11,11 +11,10 @@ from functools import cache
 from typing import Any
 
 from firsttoken.study import paths
-from firsttoken.study.canonical_json import expanded
 from firsttoken_studies.record.claims import DECIDES, WORDING, Claim
 from firsttoken_studies.record.code import blobs, git
 from firsttoken_studies.record.record_log import Fixed, Log, LogLine, parse_log, rows_digest
-from firsttoken_studies.record.results import PACKED
+from firsttoken_studies.record.results import PACKED, expanded
 
 _RENAMED = "661ed531c"  # the commit that named measures by measure and place; all else of the claims stayed as it was
 _DEFAULTS: dict[str, Any] = {"unit": "", "tolerance": 0.0, "where": {}, "whose": "report", "nature": "measured"}

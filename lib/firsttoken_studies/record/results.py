@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import json
+import math
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from firsttoken.study import paths
-from firsttoken.study.canonical_json import dump, expanded, not_finite, sha256_of
+from firsttoken.study.canonical_json import plain_number, sha256_of
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.files import replacing
 from firsttoken.study.machine import machine_slug
@@ -141,10 +143,10 @@ def write_result(result: Result) -> Path:
     Raises FirstTokenError for a value that is nan or infinite, or that JSON cannot hold, and StorageError.
     """
     content = {"schema": SCHEMA} | dataclasses.asdict(result)
-    for field_path in not_finite(content):
+    for field_path in _not_finite(content):
         raise FirstTokenError(f"result {result.experiment}: {field_path} is not finite; leave the key out instead")
     try:
-        text = dump(content | {"sha256": sha256_of(content)})
+        text = _dump(content | {"sha256": sha256_of(content)})
     except TypeError as error:
         raise FirstTokenError(f"result {result.experiment}: {error}") from error
     written = text.encode()
@@ -289,3 +291,70 @@ def is_clean(revision: str) -> bool:
 
 def _rank(profile: str) -> int:
     return PREFERENCE.index(profile) if profile in PREFERENCE else len(PREFERENCE)
+
+
+# The text of a file: a line for each row, and numbers that are finite.
+
+MANY = 500  # rows, whose names are written once
+
+
+def _dump(content: Mapping[str, Any]) -> str:
+    """JSON with a line per row and per entry of the summary, so that a changed observation is one changed line.
+
+    Of many rows ``keys`` has the names, each set of them once, and a row is a list: which of ``keys`` it has, and its
+    values in that order. :func:`expanded` gives the rows back.
+    """
+    if len(rows := content.get("rows") or ()) > MANY:
+        content = dict(content) | _with_keys_apart(rows)
+
+    def encode(value: Any, **layout: Any) -> str:
+        return json.dumps(value, sort_keys=True, allow_nan=False, default=plain_number, ensure_ascii=False, **layout)
+
+    parts = []
+    for key, value in sorted(content.items()):
+        if key in ("keys", "rows", "summary") and value:
+            text = "[\n" + ",\n".join(encode(item, separators=(",", ":")) for item in value) + "\n ]"
+        else:
+            text = encode(value, indent=1).replace("\n", "\n ")
+        parts.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _with_keys_apart(rows: Sequence[Mapping[str, Any]]) -> dict[str, list]:
+    numbers: dict[tuple[str, ...], int] = {}
+    lists = []
+    for row in rows:
+        keys = tuple(sorted(row))
+        lists.append([numbers.setdefault(keys, len(numbers)), *(row[key] for key in keys)])
+    return {"keys": [list(keys) for keys in numbers], "rows": lists}
+
+
+def expanded(content: Mapping[str, Any]) -> dict[str, Any]:
+    """``content`` of a file with each row by its keys, however they were written.
+
+    Raises ValueError for rows that do not fit the keys."""
+    if "keys" not in content:
+        return dict(content)
+    content = dict(content)
+    keys, rows = content.pop("keys"), content.get("rows")
+    if not (isinstance(keys, list) and isinstance(rows, list)):
+        raise ValueError("its rows and their keys are no lists")
+    try:
+        content["rows"] = [dict(zip(keys[number], values, strict=True)) for number, *values in rows]
+    except (TypeError, IndexError, ValueError) as error:
+        raise ValueError("a row does not fit its keys") from error
+    return content
+
+
+def _not_finite(value: Any, path: str = "") -> Iterable[str]:
+    """Places of the nan and infinite numbers in ``value``."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _not_finite(item, f"{path}.{key}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _not_finite(item, f"{path}[{index}]")
+    elif getattr(value, "ndim", None) == 0:
+        yield from _not_finite(value.item(), path)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield path

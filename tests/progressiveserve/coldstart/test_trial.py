@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from firsttoken.link.kernel import available
 from firsttoken.progressiveserve.base_model import at_stage
 from firsttoken.progressiveserve.checkpoint.manifest import FileEntry, read_manifest, write_manifest
 from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
 from firsttoken.study.errors import FirstTokenError, ModelError, ProfileError
 from firsttoken_cpu.native.library import kernels
+from firsttoken_studies.probes.kernel_link import available
 from firsttoken_studies.probes.pagecache import resident_fraction
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import write_stock
 from firsttoken_studies.progressiveserve.coldstart.harness import (

@@ -17,10 +17,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from firsttoken.link.kernel import KernelLimit, available
 from firsttoken.link.shaped import LinkConfig
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.progress import track
+from firsttoken_studies.probes.kernel_link import KernelLimit, available
 from firsttoken_studies.probes.pagecache import evict, resident_fraction
 from firsttoken_studies.progressiveserve.coldstart.spec import TrialSpec
 from firsttoken_studies.record.results import Rows

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from firsttoken.link import kernel as link_kernel
-from firsttoken.link.kernel import KernelLimit, available, disk_of
 from firsttoken.study.errors import LinkError
 from firsttoken.study.system import kernel_files
+from firsttoken_studies.probes import kernel_link
+from firsttoken_studies.probes.kernel_link import KernelLimit, available, disk_of
 from firsttoken_studies.probes.pagecache import evict, resident_fraction
 
 RATE, SIZE = 50_000_000, 16_000_000
@@ -105,7 +105,7 @@ def test_a_limit_that_the_kernel_refuses_is_known_before(tmp_path: Path, monkeyp
     def refuse(prefix: str, dir: Path) -> str:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(link_kernel.tempfile, "mkdtemp", refuse)
+    monkeypatch.setattr(kernel_link.tempfile, "mkdtemp", refuse)
     assert available(tmp_path) == "the kernel refuses to limit disk 8:0: Operation not permitted"
 
 
@@ -113,7 +113,7 @@ def blkio(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """/sys with a blkio controller."""
     group = root / "sys" / "fs" / "cgroup" / "blkio"
     group.mkdir(parents=True)
-    (group / link_kernel._V1_LIMIT).write_text("")
+    (group / kernel_link._V1_LIMIT).write_text("")
     monkeypatch.setattr(kernel_files, "SYS", root / "sys")
 
 
