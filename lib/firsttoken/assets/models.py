@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
 
 from firsttoken.assets.checkpoint import ModelFiles, model_files
 from firsttoken.assets.empty_model import stock_config
@@ -90,7 +89,7 @@ def load_model(
     check_tensors(files)
     model, tokenizer = _from_folder(files, dtype, with_tokenizer)
     provenance = Provenance(source, files.sha256, name_of(dtype), "real", note, licence)
-    return Loaded(_settled(model.to(device)), tokenizer, provenance)
+    return Loaded(model.to(device).eval().requires_grad_(False), tokenizer, provenance)
 
 
 def model_config(spec: str) -> PretrainedConfig:
@@ -121,7 +120,7 @@ def _random(shape: str, dtype: torch.dtype, device: torch.device, seed: int) -> 
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     provenance = Provenance(f"random:{shape}, seed {seed}", None, name_of(dtype), "random", "timing only", "none")
-    return Loaded(_settled(model.to(device)), None, provenance)
+    return Loaded(model.to(device).eval().requires_grad_(False), None, provenance)
 
 
 def _from_folder(files: ModelFiles, dtype: torch.dtype, with_tokenizer: bool) -> tuple[Any, Any | None]:
@@ -179,10 +178,6 @@ def _from_hub(spec: str, files: Sequence[str] = _HUB_FILES) -> Path:
 
 def _is_folder(spec: str) -> bool:
     return spec.startswith(("/", ".", "~")) or os.path.isdir(spec)
-
-
-def _settled(model: nn.Module) -> nn.Module:
-    return model.eval().requires_grad_(False)
 
 
 def as_stored(model: PreTrainedModel, stored: torch.dtype, computing: torch.dtype) -> PreTrainedModel:

@@ -79,12 +79,6 @@ def header_of(data: bytes) -> Header:
     return _known_header(text, len(data)) if length <= _SHORT else _header(text, len(data))
 
 
-@lru_cache(256)
-def _known_header(text: bytes, size: int) -> Header:
-    """Return what :func:`_header` returns, read once: all messages of one shape in a stream have one header."""
-    return _header(text, size)
-
-
 def _header(text: bytes, size: int) -> Header:
     """Read the header from the JSON that follows the length, in a file of ``size`` bytes."""
     table, length = parse_json(text), len(text)
@@ -99,6 +93,9 @@ def _header(text: bytes, size: int) -> Header:
     }
     check_tiles(entries, 8 + length, size, "it")
     return Header(entries, metadata)
+
+
+_known_header = lru_cache(256)(_header)  # all messages of one shape in a stream have one header
 
 
 def check_tiles(entries: Mapping[str, TensorEntry], start: int, end: int, subject: str) -> None:
