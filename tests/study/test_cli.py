@@ -258,7 +258,7 @@ def answered(capsys, *words: str) -> dict:
 
 
 def test_a_program_reads_one_line_of_json(root: Path, make_result, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("firsttoken.assets.fetch.load_lock", list)
+    monkeypatch.setattr("firsttoken.assets.lock.load_lock", list)
     doctor = answered(capsys, "doctor")
     assert doctor["profiles"] == ["quick"] and doctor["packages"]["torch"] and doctor["clone"] == str(paths.ROOT)
     assert "machine" in answered(capsys, "doctor", "--missing")["quick"]
