@@ -8,7 +8,6 @@ from typing import Any
 
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check
 from firsttoken.progressiveserve.base_model import ServedConfig
-from firsttoken.progressiveserve.loading.rival_loaders import installed
 from firsttoken.progressiveserve.staging import RANDOM
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
@@ -28,6 +27,7 @@ from firsttoken_studies.progressiveserve.coldstart.harness import (
     run_trials,
     wire_for,
 )
+from firsttoken_studies.progressiveserve.coldstart.rival_loaders import installed
 from firsttoken_studies.progressiveserve.coldstart.spec import TrialSpec
 from firsttoken_studies.progressiveserve.coldstart.summary import link_floor
 from firsttoken_studies.progressiveserve.coldstart.variants import find_variant

@@ -20,7 +20,6 @@ from firsttoken.progressiveserve.base_model import ServedConfig, load_served
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.loading.views import StageView
-from firsttoken.progressiveserve.staged_serving.probe import Probe
 from firsttoken.progressiveserve.staged_serving.stage_versions import StagedModelVersion
 from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS, Transition
 from firsttoken.study.profile import Profile
@@ -29,6 +28,7 @@ from firsttoken.study.stats import bootstrap, paired_bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken.study.timing import synchronise
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import Checkpoint, bare_checkpoint, served_checkpoint
+from firsttoken_studies.progressiveserve.probe import Probe
 from firsttoken_studies.record.results import Outcome, Rows, frame_of
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from firsttoken.assets.models import load_model
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.progressiveserve.loading.views import StageView, make_view
 from firsttoken.progressiveserve.passlayer import PassLayer
-from firsttoken.progressiveserve.staged_serving.probe import Probe
 from firsttoken.progressiveserve.staged_serving.stage_versions import StagedModelVersion
 from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS, Transition
 from firsttoken.study.policy_file import PolicyFile, PolicyKind
 from firsttoken.study.profile import Profile
+from firsttoken_studies.progressiveserve.probe import Probe
 from firsttoken_studies.trying.table import TrialTable, Values, held
 
 DEPTH, MISSING = 8, ((3, 4, 5), (5,), ())  # by stage

@@ -17,11 +17,11 @@ from firsttoken.assets.empty_model import set_parameter, tie_head
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
-from firsttoken.progressiveserve.loading.rival_loaders import load_with
 from firsttoken.study.errors import ModelError
 from firsttoken_cpu.fused import FusedLayer, fuse
 from firsttoken_cpu.lean.lean_model import LeanModel, lean_on_meta
 from firsttoken_cpu.native.library import kernels
+from firsttoken_studies.progressiveserve.coldstart.rival_loaders import load_with
 
 IDS = torch.randint(97, (1, 29), generator=torch.Generator().manual_seed(1))
 LLAMA_3 = {

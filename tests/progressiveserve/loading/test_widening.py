@@ -17,10 +17,10 @@ from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
 from firsttoken.progressiveserve.loading.host_memory import WeightMemoryBlock
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
-from firsttoken.progressiveserve.loading.rival_loaders import load_with
 from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
 from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.study import dtypes
+from firsttoken_studies.progressiveserve.coldstart.rival_loaders import load_with
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -15,7 +15,6 @@ from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.loading.views import changed
-from firsttoken.progressiveserve.staged_serving.probe import Probe
 from firsttoken.progressiveserve.staged_serving.stage_versions import StagedModelVersion
 from firsttoken.progressiveserve.staged_serving.transitions import (
     TRANSITIONS,
@@ -26,6 +25,7 @@ from firsttoken.progressiveserve.staged_serving.transitions import (
     RequestBoundary,
 )
 from firsttoken.study.errors import RequestError
+from firsttoken_studies.progressiveserve.probe import Probe
 
 DEPTH, VOCABULARY = 6, 260
 EXACT = {"rtol": 0, "atol": 4e-5}  # fp32 logits of magnitude 10; a decode step adds up in another order than a prefill

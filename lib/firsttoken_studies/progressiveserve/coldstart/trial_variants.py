@@ -42,7 +42,7 @@ def import_libraries(spec: TrialSpec, variant: StartVariant) -> None:
         config = json.loads(Path(spec.stock, "config.json").read_text(encoding="utf-8"))
         getattr(transformers, config["architectures"][0])
     if variant.peer:
-        from firsttoken.progressiveserve.loading.rival_loaders import import_peer
+        from firsttoken_studies.progressiveserve.coldstart.rival_loaders import import_peer
 
         import_peer(variant.peer)
     else:
@@ -77,7 +77,7 @@ def begin_building(spec: TrialSpec, variant: StartVariant, manifest: Manifest, r
 
 def start_peer(spec: TrialSpec, variant: StartVariant, prompt: Any, marks: PhaseClock) -> tuple[int, More]:
     """Somebody else's loader, then the prefill: the first token, and what to measure after it."""
-    from firsttoken.progressiveserve.loading.rival_loaders import load_with
+    from firsttoken_studies.progressiveserve.coldstart.rival_loaders import load_with
 
     model = load_with(variant.peer, Path(spec.stock), _dtype(spec), spec.device)
     marks.phase("load")

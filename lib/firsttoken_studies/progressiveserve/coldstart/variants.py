@@ -11,7 +11,7 @@ from firsttoken.study.errors import ProfileError
 class StartVariant:
     """A way in which a trial gets its first token.
 
-    ``peer`` names a loader of ``loading.rival_loaders``, for which an ``early`` start has the system bring the files
+    ``peer`` names a loader of ``rival_loaders``, for which an ``early`` start has the system bring the files
     into memory; otherwise ours loads ``stages`` of the staged checkpoint, with the prefill ``streamed`` behind the
     arriving layers or after them, reading ``early``, that is before torch is imported, over ``links`` wires, with
     sha256 sums compared unless ``verify`` is off.

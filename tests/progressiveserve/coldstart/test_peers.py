@@ -13,9 +13,9 @@ from edited import set_keys
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from firsttoken.progressiveserve.loading import rival_loaders
-from firsttoken.progressiveserve.loading.rival_loaders import PEERS, load_with, read_whole
 from firsttoken.study.errors import ModelError, StageError
+from firsttoken_studies.progressiveserve.coldstart import rival_loaders
+from firsttoken_studies.progressiveserve.coldstart.rival_loaders import PEERS, load_with, read_whole
 
 PACKAGES = {"runai": "runai_model_streamer", "fastsafetensors": "fastsafetensors"}
 FOLDERS = {
