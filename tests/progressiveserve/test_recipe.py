@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from firsttoken.progressiveserve.recipe import OURS, RECIPES, REPORT, TASK, Recipe
+from firsttoken.progressiveserve.recipe import OURS, REPORT
 
 
 def test_the_report_recipe_is_the_report():
@@ -29,11 +29,3 @@ def test_steps_are_three_epochs_of_64_questions_each(questions, steps):
 def test_steps_that_are_given_win():
     assert (OURS.total_steps(1), OURS.total_steps(10**6)) == (OURS.steps, OURS.steps)
     assert dataclasses.replace(REPORT, steps=7).total_steps(640) == 7
-
-
-def test_recipes_go_by_their_names_and_cannot_be_changed():
-    assert RECIPES == {"report": REPORT, "ours": OURS, "task": TASK}
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        REPORT.rank = 16
-    with pytest.raises(TypeError, match="rnak"):
-        Recipe(rnak=16)

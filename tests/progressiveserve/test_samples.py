@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from firsttoken.assets.corpora import QAItem
@@ -46,11 +45,3 @@ def test_padding_is_on_the_right():
     rows = padded([Sample("a", (5,), 1), Sample("b", (6, 7, 8), 2)])
     assert rows.tolist() == [[5, 0, 0], [6, 7, 8]]
     assert rows.dtype == torch.long
-
-
-@pytest.mark.parametrize("passage", ["", "short", "long " * 400])
-def test_training_and_measuring_use_the_same_prompt(tokenizer, passage):
-    item = QAItem("i", passage, "why?", ("so",))
-    sample = qa_sample(item, tokenizer, max_tokens=5000)
-    prompt = tokenizer.encode(qa_prompt(passage, "why?"), add_special_tokens=False)
-    assert list(sample.tokens[: sample.answer_start]) == prompt

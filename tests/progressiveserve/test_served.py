@@ -66,16 +66,6 @@ def test_the_model_is_whole_again_when_the_body_raises(served, adapter, ids, sta
         assert not torch.equal(logits(model, ids), original)
 
 
-def test_stages_follow_each_other_as_they_do_in_service(served, adapter, ids):
-    original = logits(served.model, ids)
-    seen = []
-    for stage, folder in ((1, adapter(1)), (2, adapter(2)), (3, None), (1, adapter(1))):
-        with at_stage(served, stage, folder) as model:
-            seen.append(logits(model, ids))
-    assert torch.equal(seen[2], original) and torch.equal(seen[3], seen[0])
-    assert not torch.equal(seen[0], seen[1])
-
-
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_adapter_of_another_stage_is_refused_and_the_model_stays_whole(served, adapter, ids, stage):
     original = logits(served.model, ids)
@@ -92,13 +82,6 @@ def test_an_adapter_that_cannot_be_loaded_leaves_the_model_whole(served, adapter
         pytest.fail("it must not be served")
     assert torch.equal(logits(served.model, ids), original)
     assert not any("lora_" in name for name, _ in served.model.named_modules())
-
-
-def test_an_unknown_stage_changes_nothing(served, ids):
-    original = logits(served.model, ids)
-    with pytest.raises(StageError, match="stage 4 does not exist"), at_stage(served, 4):
-        pytest.fail("there is no stage 4")
-    assert torch.equal(logits(served.model, ids), original)
 
 
 def test_the_plan_and_the_folder_come_from_the_profile(tmp_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -74,8 +72,3 @@ def test_blocks_that_do_not_fit(depth: int, block: list[int], says: str) -> None
 def test_unknown_stages(stage: int, ask) -> None:
     with pytest.raises(StageError, match=f"^stage {stage} does not exist: choose one of 1, 2, 3$"):
         ask(REPORT_PLAN, stage)
-
-
-def test_a_plan_cannot_be_changed() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        REPORT_PLAN.b = (1,)

@@ -14,7 +14,7 @@ from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.progressiveserve import training
 from firsttoken.progressiveserve.healing import Teacher
 from firsttoken.progressiveserve.recipe import OURS, REPORT, TASK
-from firsttoken.progressiveserve.training import HealingConfig, heal, healed, present_without, training_data
+from firsttoken.progressiveserve.training import HealingConfig, heal, healed, training_data
 from firsttoken.study.errors import FirstTokenError
 
 QUICK = dataclasses.replace(OURS, name="quick", steps=2, dropout=0.1, warmup_steps=0)
@@ -133,11 +133,6 @@ def test_an_interrupted_run_leaves_nothing_and_starts_again(served, config, tmp_
             healed(folder, served, (4,), QUICK, config)
     assert not folder.exists()
     assert healed(folder, served, (4,), QUICK, config)["steps"] == 2
-
-
-def test_layers_that_compute():
-    assert present_without(5, (1, 2)) == [0, 3, 4]
-    assert present_without(3, ()) == [0, 1, 2]
 
 
 def test_no_validation_questions_are_one_clear_line(served, config, tokenizer):

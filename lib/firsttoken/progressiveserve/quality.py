@@ -27,7 +27,7 @@ from firsttoken.scoring import exact_match, token_f1
 class PrunedCache(DynamicCache):
     """A KV cache in which any layer may be a gap, the first one included.
 
-    transformers asks layer 0 how many tokens the cache holds. Where layer 0 is a a PassLayer it holds none,
+    transformers asks layer 0 how many tokens the cache holds. Where layer 0 is a PassLayer it holds none,
     positions and mask come out as for an empty cache, and every decode step is silently wrong. Here the first layer
     that holds tokens answers.
     """
@@ -153,7 +153,8 @@ def _decode(
     token, taken = argmax_tokens(first), []
     while True:
         taken.append(token)
-        rows = [_until(row, tokenizer.eos_token_id) for row in torch.stack(taken, 1).tolist()]
+        end = tokenizer.eos_token_id
+        rows = [row[: row.index(end)] if end in row else row for row in torch.stack(taken, 1).tolist()]
         texts = tokenizer.batch_decode(rows, skip_special_tokens=True)
         ended = (STOP in t.lstrip() or len(row) < len(taken) for t, row in zip(texts, rows, strict=True))
         if len(taken) == max_new_tokens or all(ended):
@@ -167,11 +168,6 @@ def _decode(
             use_cache=True,
         )
         token = argmax_tokens(out.logits[:, -1])
-
-
-def _until(tokens: list[int], end: int | None) -> list[int]:
-    """Return the tokens before the first ``end``."""
-    return tokens[: tokens.index(end)] if end in tokens else tokens
 
 
 def _positions(mask: Tensor) -> Tensor:

@@ -137,14 +137,19 @@ def healed(
     teacher: Teacher | None = None,
 ) -> dict[str, Any]:
     """The recipe.json of the adapter in ``folder``, trained now unless exactly this run was finished before."""
-    recipe = config.sized(recipe)
+    recipe, source = config.sized(recipe), Path(config.questions)
     data = training_data(config, recipe, served.tokenizer)
     wanted = {
         "recipe": dataclasses.asdict(recipe) | {"targets": list(recipe.targets)},
         "layers": present_without(served.plan.depth, missing),
         "depth": served.plan.depth,
         "base_sha256": served.sha256,
-        "data": {"questions": source_name(config.questions), "split": "train", "sha256": data.sha256},
+        # of a file its name, not where it lay: the hash beside it tells data apart
+        "data": {
+            "questions": source.name if source.expanduser().is_absolute() else config.questions,
+            "split": "train",
+            "sha256": data.sha256,
+        },
         "steps": recipe.total_steps(len(data.questions)),
         "seed": recipe.seed,
     }
@@ -163,12 +168,6 @@ def healed(
     }
     export_adapter(peft, folder, wanted | made)
     return wanted | made
-
-
-def source_name(source: str) -> str:
-    """Return the name of ``source`` in a recipe: the name of a file, not where it lay; the hash beside it tells data
-    apart."""
-    return Path(source).name if Path(source).expanduser().is_absolute() else source
 
 
 def present_without(depth: int, missing: Sequence[int]) -> list[int]:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from firsttoken.progressiveserve.checkpoint.manifest import (
     ADAPTER_CONFIG,
@@ -18,7 +17,6 @@ from firsttoken.progressiveserve.checkpoint.manifest import (
     FileEntry,
     check_files,
     read_manifest,
-    verify,
     write_manifest,
 )
 from firsttoken.study.canonical_json import sha256_of
@@ -39,18 +37,6 @@ def test_what_is_written_is_read(staged_folder):
     assert read_manifest(folder) == changed
     assert changed.bytes == manifest.bytes == sum(stage.bytes for stage in manifest.stages)
     assert changed.stages[1].bytes == manifest.stages[1].bytes + 1000
-
-
-def test_the_byte_ranges_are_those_of_the_tensors(staged_folder):
-    folder, manifest = staged_folder
-    for part in (part for stage in manifest.stages for part in stage.parts):
-        data = (folder / part.file).read_bytes()
-        with safe_open(folder / part.file, "pt") as stored:
-            assert set(stored.keys()) == set(part.tensors)
-            for name, entry in part.tensors.items():
-                dtype = getattr(torch, DTYPES[entry.dtype][0])
-                raw = torch.frombuffer(bytearray(data[entry.start : entry.end]), dtype=dtype).reshape(entry.shape)
-                assert torch.equal(raw, stored.get_tensor(name))
 
 
 def test_dtypes_are_those_of_torch():
@@ -146,22 +132,17 @@ def test_a_manifest_that_is_none(tmp_path):
             read_manifest(tmp_path)
 
 
-def test_missing_truncated_and_altered_shards_are_named(staged_folder):
+def test_missing_and_truncated_shards_are_named(staged_folder):
     folder, manifest = staged_folder
-    verify(folder, manifest)
     shard = folder / manifest.stages[1].parts[0].file
     data = shard.read_bytes()
-    shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    check_files(folder, manifest)
-    with pytest.raises(ModelError, match=r"2-B/000-layer-01.* \(layer 01\) is altered.*delete it and stage it again"):
-        verify(folder, manifest)
     shard.write_bytes(data[:-1])
     words = rf"layer-01.safetensors \(layer 01\) is truncated or altered \({len(data) - 1:,} of {len(data):,} bytes\)"
     with pytest.raises(ModelError, match=words + "; stage it again"):
         check_files(folder, manifest)
     shard.unlink()
     with pytest.raises(ModelError, match=r"2-B/000-layer-01.safetensors \(layer 01\) is missing in .*; stage it again"):
-        verify(folder, manifest)
+        check_files(folder, manifest)
     check_files(folder, manifest, stages=(1, 3))
     with pytest.raises(ModelError, match="layer 01"):
         check_files(folder, manifest, stages=(2,))
@@ -173,9 +154,3 @@ def test_what_was_edited_by_hand_is_refused(staged_folder, key):
     edit(folder, lambda content: content.update({key: None}), seal=False)
     with pytest.raises(ModelError, match=r"manifest.json: it does not fit its own sha256, .*; stage it again"):
         read_manifest(folder)
-
-
-def test_what_follows_from_the_tensors_is_not_written_down(staged_folder):
-    folder, manifest = staged_folder
-    assert (manifest.depth, manifest.dtype, manifest.tied) == (4, "float32", True)
-    assert not {"depth", "dtype", "tied"} & json.loads((folder / MANIFEST).read_text()).keys()

@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import chain, pairwise
 
 import pytest
-from coarse_plans import coarse_first
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,14 +87,6 @@ def test_the_stages_of_the_report():
     assert len(whole(names_of(8), 8).stages) == 1
 
 
-def test_coarse_first_brings_everything_twice():
-    names = names_of(3, tied=False)
-    coarse, exact = coarse_first(names, 3).stages
-    for stage, action, dtype in ((coarse, "add", "F8_E5M2"), (exact, "refine", None)):
-        assert {(part.action, part.dtype) for part in stage.parts} == {(action, dtype)}
-        assert [name for part in stage.parts for name in part.tensors] == names
-
-
 @pytest.mark.parametrize(
     ("groups", "words"),
     [
@@ -152,8 +143,3 @@ def test_plans_made_by_hand_are_checked(change, words):
     with pytest.raises(StageError, match=words) as caught:
         plan.check(names)
     assert "\n" not in str(caught.value)
-
-
-def test_a_coarse_dtype_that_there_is_not():
-    with pytest.raises(StageError, match="dtype 'int3': choose add or refine, and one of F32"):
-        coarse_first(names_of(2), 2, dtype="int3")

@@ -131,7 +131,8 @@ def test_of_what_is_refined_at_once_only_the_refinement_is_read(stage, ids):
     loads = Loads(staged)
     loads.bring(1, 2)
     assert torch.equal(loads.answer(ids), stock_answer(staged.folder, ids))
-    assert loads.links[0].bytes_moved == sum(part.bytes for part in staged.manifest.stages[1].parts)
+    coarse, exact = staged.manifest.stages
+    assert loads.links[0].bytes_moved == exact.bytes > staged.manifest.bytes == coarse.bytes
 
 
 def test_refining_one_layer_or_the_norm_alone(stage, ids):
@@ -233,11 +234,3 @@ def test_gates_go_when_the_block_ends_and_hold_up_no_other_stage(stage, ids):
     for module in [*view.layers, *view.ends.values()]:
         assert not module._forward_pre_hooks
     assert torch.equal(loads.answer(ids, view), stock_answer(staged.folder, ids))
-
-
-def test_a_load_of_nothing_new_is_there_at_once(stage, ids):
-    loads = Loads(stage())
-    loads.bring(*ALL)
-    expected = loads.answer(ids)
-    loads.bring(3)
-    assert torch.equal(loads.answer(ids), expected)

@@ -143,24 +143,12 @@ def test_a_file_whose_header_lies(wide):
         said_by(numpy_of(staged))
 
 
-def test_a_file_that_is_missing(wide):
-    staged = wide()
-    part_of(staged, "layer 00").unlink()
-    with pytest.raises(ModelError, match=r"is missing in .*; copy it there"):
-        said_by(numpy_of(staged))
-
-
 def test_another_config(wide):
     staged = wide()
     file = staged.folder / "config.json"
     file.write_text(file.read_text().replace('"rms_norm_eps": 1e-05', '"rms_norm_eps": 1e-06'))
     with pytest.raises(ModelError, match=r"config\.json"):
         numpy_of(staged)
-
-
-def test_no_staged_folder(tmp_path):
-    with pytest.raises(ModelError, match="no staged checkpoint in"):
-        StageWeights(tmp_path, [Link()])
 
 
 def test_a_damaged_adapter(wide):

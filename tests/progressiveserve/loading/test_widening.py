@@ -20,7 +20,6 @@ from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
 from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.study import dtypes
-from firsttoken_studies.progressiveserve.coldstart.rival_loaders import load_with
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -65,14 +64,6 @@ def test_the_memory_of_a_layer_is_not_kept_until_the_others_are_there(stage, mon
     begun.set()
     load.wait()
     assert kept == [0] * len(kept) and len(kept) > 3
-
-
-def test_other_peoples_loaders_are_asked_for_the_same(stage, ids) -> None:
-    staged = stage("llama", True, BF16)
-    wanted = logits(AutoModelForCausalLM.from_pretrained(staged.folder, dtype=FP32).eval(), ids)
-    for peer in ("from_pretrained", "safetensors"):
-        model = load_with(peer, staged.folder, FP32)
-        assert model.dtype == FP32 and torch.equal(logits(model, ids), wanted)
 
 
 @pytest.mark.parametrize(("fast", "dtype"), [(True, BF16), (False, FP32)])

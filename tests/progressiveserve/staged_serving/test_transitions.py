@@ -17,14 +17,12 @@ from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.loading.views import changed
 from firsttoken.progressiveserve.staged_serving.stage_versions import StagedModelVersion
 from firsttoken.progressiveserve.staged_serving.transitions import (
-    TRANSITIONS,
     ChangedLayers,
     FromBoundary,
     Naive,
     PrefillAgain,
     RequestBoundary,
 )
-from firsttoken.study.errors import RequestError
 from firsttoken_studies.progressiveserve.probe import Probe
 
 DEPTH, VOCABULARY = 6, 260
@@ -230,16 +228,6 @@ def test_what_is_kept_is_what_will_be_needed(model, views, bench):
     assert probe.view.hidden_cache.of(0, 3).shape == (1, 2, 32), "other sequences leave no trace in this one"
 
 
-def test_from_boundary_begun_without_keeping(model, views, bench):
-    """A request of which nothing was kept cannot move so: it is told, and nothing has changed."""
-    old, new = views(model, [(3, 4), ()])
-    on = bench(model)
-    probe = on.begun(old, PrefillAgain(), [5, 6, 7])
-    with pytest.raises(RequestError, match="no hidden states of request 0 are kept at layer 3"):
-        on.carry(probe, new, FromBoundary())
-    torch.testing.assert_close(decoded(probe, [9]), on.fresh(old, [5, 6, 7], [9]), **EXACT)
-
-
 def test_when_the_norm_or_nothing_changes(stage, ids, bench):
     """Weights that are refined in place are other modules: from the boundary is then from the start."""
     staged = stage(plan=lambda names: coarse_first(names, 6))
@@ -255,24 +243,3 @@ def test_when_the_norm_or_nothing_changes(stage, ids, bench):
         on.carry(probe, exact, policy)
         torch.testing.assert_close(decoded(probe, [10]), on.fresh(exact, [*prompt, 9], [10]), **EXACT)
     assert not changed(exact, exact)
-
-
-def test_requests_take_turns(model, views, bench):
-    """Three requests under three stages, a token each in turn, are as each alone."""
-    on, made = bench(model), views(model, [(2, 3, 4), (4,), ()])
-    prompts, steps = [[5, 6, 7], [8, 9], [10, 11, 12, 13]], [20, 21, 22]
-    alone = [on.fresh(view, prompt, steps) for view, prompt in zip(made, prompts, strict=True)]
-    probes = [on.begun(view, FromBoundary(), prompt) for view, prompt in zip(made, prompts, strict=True)]
-    together = [torch.stack([probe.feed([token]) for probe in probes]) for token in steps]
-    for found, expected in zip(torch.stack(together, 1), alone, strict=True):
-        assert torch.equal(found, expected)
-
-
-def test_policies_by_name():
-    assert {name: type(policy) for name, policy in TRANSITIONS.items()} == {
-        "request boundary": RequestBoundary,
-        "prefill again": PrefillAgain,
-        "from boundary states": FromBoundary,
-        "partial prefill": ChangedLayers,
-        "naive": Naive,
-    }

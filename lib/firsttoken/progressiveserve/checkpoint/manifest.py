@@ -74,7 +74,7 @@ def _plain(name: str) -> str:
 
 
 MANIFEST = "manifest.json"
-FORMAT, _UNNAMED_FORMATS = "firsttoken-staged-3", "firsttoken-staged-2"
+FORMAT = "firsttoken-staged-3"
 MEND = "stage it again"
 
 Bytes = Annotated[int, at_least(0)]
@@ -222,27 +222,13 @@ def read_manifest(folder: Path) -> Manifest:
     with blaming(path, ModelError, MEND):
         content = read_json(path)
         version = content.pop("format", None) if isinstance(content, dict) else None
-        if version not in (FORMAT, _UNNAMED_FORMATS):
+        if version != FORMAT:
             raise Damaged(f"it is of the format {version!r}, not {FORMAT!r}")
         if content.pop("sha256", None) != sha256_of(content):
             raise Damaged("it does not fit its own sha256, so it was altered")
-        manifest = shaped(Manifest, formats_named(content) if version == _UNNAMED_FORMATS else content)
+        manifest = shaped(Manifest, content)
         check_layout(manifest)
         return manifest
-
-
-def formats_named(content: Any) -> Any:
-    """Return an older manifest, or a part of one, in today's form. There was one format then, "planes", in three fields
-    of a part that were empty where it was not in planes."""
-    if isinstance(content, list):
-        return [formats_named(entry) for entry in content]
-    if not isinstance(content, dict):
-        return content
-    if "cut" not in content:
-        return content | {key: formats_named(content[key]) for key in ("stages", "parts") if key in content}
-    planes = {key: content[key] for key in ("split", "plane", "cut") if key in content}
-    named = {"format": "planes", "content": planes} if any(planes.values()) else {}
-    return {key: value for key, value in content.items() if key not in planes} | named
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -267,17 +253,13 @@ def check_files(folder: Path, manifest: Manifest, stages: Collection[int] | None
             raise ModelError(f"{path} ({subject}) is truncated or altered ({size:,} of {entry.bytes:,} bytes); {MEND}")
 
 
-def verify(folder: Path, manifest: Manifest) -> None:
-    """Read everything and compare the sha256 sums. Raises ModelError for the first file that is not as it was."""
-    check_files(folder, manifest)
-    for file, subject, entry in _files(manifest, None):
-        _check_hash(folder / file, subject, entry)
-
-
 def check_side(folder: Path, manifest: Manifest, *names: str) -> None:
     """Compare ``names`` of what lies beside the weights (all by default) with their hashes. Raises ModelError."""
     for name in names or manifest.side:
-        _check_hash(folder / name, "beside the weights", manifest.side[name])
+        path, entry = folder / name, manifest.side[name]
+        with blaming(path, ModelError, MEND):
+            if regular_size(path) != entry.bytes or _sha256(path) != entry.sha256:
+                raise ModelError(f"{path} (beside the weights) is altered: wrong sha256; delete it and {MEND}")
 
 
 def check_complete(folder: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -316,12 +298,6 @@ def check_header(part: PartFile, header: bytes) -> None:
         )
         if length != part.data_start or entries != header_table(part.tensors, length):
             raise Damaged(f"its header and {MANIFEST} say different things of its tensors")
-
-
-def _check_hash(path: Path, subject: str, entry: PartFile | FileEntry) -> None:
-    with blaming(path, ModelError, MEND):
-        if regular_size(path) != entry.bytes or _sha256(path) != entry.sha256:
-            raise ModelError(f"{path} ({subject}) is altered: wrong sha256; delete it and {MEND}")
 
 
 def _sha256(path: Path) -> str:

@@ -35,7 +35,6 @@ from firsttoken.progressiveserve.checkpoint.manifest import (
     check_files,
     check_layout,
     check_side,
-    formats_named,
     part_file,
     read_manifest,
     write_manifest,
@@ -45,7 +44,7 @@ from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Part, TensorSo
 from firsttoken.progressiveserve.stage_adapters import check_fit
 from firsttoken.study.errors import ModelError, StageError, first_line
 from firsttoken.study.files import replacing, write_text
-from firsttoken.study.parsing.json_text import parse_json, read_json
+from firsttoken.study.parsing.json_text import parse_json
 from firsttoken.study.parsing.safetensors_header import read_header
 from firsttoken.study.parsing.schema import shaped
 from firsttoken.study.progress import track
@@ -56,34 +55,28 @@ from firsttoken.study.progress import track
 
 LOG = "staging.jsonl"
 INDEX = "model.safetensors.index.json"
-_BEFORE = "firsttoken-staged-1"
 
 
 def already_there(folder: Path, partial: Path, identity: str) -> Manifest | None:
     """The manifest of a finished staging, None where there is none; a damaged one becomes ``partial`` again.
 
-    So does one of the format before this, which had no hash of config.json: its shards are the same. Raises StageError
-    when ``folder`` holds anything but this staging.
+    Raises StageError when ``folder`` holds anything but this staging.
     """
     if not folder.exists() or not any(folder.iterdir()):
         return None
     try:
         manifest = read_manifest(folder)
-        plan_sha256, stages = manifest.plan_sha256, manifest.stages
     except ModelError as error:
-        manifest, (plan_sha256, stages) = None, _before(folder, error)
-    if plan_sha256 != identity:
+        raise StageError(f"{folder} is no staged checkpoint: remove it or choose another folder ({error})") from error
+    if manifest.plan_sha256 != identity:
         raise StageError(f"{folder} holds another plan, model or adapter: remove it or choose another folder")
-    try:
-        if manifest:
-            check_files(folder, manifest)
-            check_side(folder, manifest)
-            if (folder / INDEX).is_file() or manifest.formats:
-                (folder / LOG).unlink(missing_ok=True)  # left by a kill between the rename and its removal
-                return manifest
-    except ModelError:
-        pass
-    _write_log(folder, identity, [part for stage in stages for part in stage.parts])
+    with suppress(ModelError):
+        check_files(folder, manifest)
+        check_side(folder, manifest)
+        if (folder / INDEX).is_file() or manifest.formats:
+            (folder / LOG).unlink(missing_ok=True)  # left by a kill between the rename and its removal
+            return manifest
+    _write_log(folder, identity, [part for stage in manifest.stages for part in stage.parts])
     shutil.rmtree(partial, ignore_errors=True)
     folder.rename(partial)
     return None
@@ -105,7 +98,7 @@ def resume(partial: Path, identity: str) -> dict[str, PartFile]:
     finished: dict[str, PartFile] = {}
     for line in lines:
         try:
-            part = shaped(PartFile, formats_named(parse_json(line)))
+            part = shaped(PartFile, parse_json(line))
         except ValueError:  # the line that was being written when the process was killed
             break
         if (partial / part.file).is_file() and file_sha256(partial / part.file) == part.sha256:
@@ -120,15 +113,6 @@ def resume(partial: Path, identity: str) -> dict[str, PartFile]:
 def log_line(part: PartFile) -> str:
     """The line of the log about a finished shard."""
     return json.dumps(asdict(part)) + "\n"
-
-
-def _before(folder: Path, reason: ModelError) -> tuple[str, tuple[StageFiles, ...]]:
-    """plan_sha256 and stages of a manifest of the format before this one. Raises StageError for any other."""
-    with suppress(OSError, ValueError, LookupError):
-        content = read_json(folder / MANIFEST)
-        if isinstance(content, dict) and content.get("format") == _BEFORE:
-            return content["plan_sha256"], shaped(tuple[StageFiles, ...], formats_named(content["stages"]))
-    raise StageError(f"{folder} is no staged checkpoint: remove it or choose another folder ({reason})") from reason
 
 
 def _head(identity: str) -> str:

@@ -23,7 +23,7 @@ from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, PartFile, check_side
 from firsttoken.progressiveserve.loading.host_memory import BUFFERS, memory_for
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
-from firsttoken.progressiveserve.loading.read_memory import Memory, cpu_memory
+from firsttoken.progressiveserve.loading.read_memory import cpu_memory
 from firsttoken.progressiveserve.loading.read_plan import Folder, adapter_blobs, open_reader, part_blobs, parts_of
 from firsttoken.progressiveserve.loading.reader import Blob
 from firsttoken.progressiveserve.loading.views import StageView, check_whole, make_view
@@ -63,7 +63,11 @@ class StageLoad:
         adapters = adapter_blobs(folder, manifest, stages)
         if builder is None:
             blobs = adapters + part_blobs(folder, manifest, stages)
-            memory = self._memory_for(max((blob.bytes for blob in blobs), default=0), len(blobs), len(links))
+            if meta_model.device.type == "cpu":
+                memory = cpu_memory(all(part.refines for part in self._parts), len(links))
+            else:  # with several links files are read long before their turn, and hold their buffers until then
+                buffers = BUFFERS if len(links) == 1 else max(1, len(blobs))
+                memory = memory_for(meta_model.device, max((blob.bytes for blob in blobs), default=0), buffers)
             reader = open_reader(
                 folder, manifest, stages, links, threads=threads, verify=verify, allocate=memory.allocate
             )
@@ -87,12 +91,6 @@ class StageLoad:
             self.close()
             raise
         self._placer = on_pinned_core("placer", self._place_all)
-
-    def _memory_for(self, largest: int, files: int, links: int) -> Memory:
-        if self._meta_model.device.type == "cpu":
-            return cpu_memory(all(part.refines for part in self._parts), links)
-        # with several links files are read long before their turn, and hold their buffers until then
-        return memory_for(self._meta_model.device, largest, BUFFERS if links == 1 else max(1, files))
 
     def _adapter(self, blobs: Sequence[Blob], stage: str) -> Adapter | None:
         if not blobs:
