@@ -248,7 +248,7 @@ class StagedService(RetryingServer, StagedServer):
         if computed == dtypes.name_of(dtype) and self._loader.fits_twice:
             plain = self._last.modules.base
             fused = {i: (plain[i], backend.fuse_layer(plain[i], panels)) for i, panels in packed.panels.items()}
-            self._last.take_fused(fused)
+            self._last.use_fused(fused)
             if not backend.multiplies(dtype):
                 head, self._last.attend = backend.goes_on(self._loader.meta_model.model.lm_head, packed)
                 self._last.decoder.set_head(head)
@@ -261,7 +261,7 @@ class StagedService(RetryingServer, StagedServer):
             self._note(self._stages, self.whole(loader.meta_model.dtype, loader.manifest.source_sha256 or ""))
         super()._complete(self._late or served)
 
-    def _hosted(self) -> Mapping[str, ModelVersion]:
+    def _variants(self) -> Mapping[str, ModelVersion]:
         """The variants that serve with what was made last: none before the last stage."""
         late = None if self._last.stage < self._stages else self._late
         return {} if late is None else late.host(self._last, self._live, self._server.between)

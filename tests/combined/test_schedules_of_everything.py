@@ -114,7 +114,7 @@ class InStages:
     def _serve(self, stage: int) -> None:
         version = self.stages[stage]
         if self.models.fused and self.rng.random() < 0.7:
-            version.take_fused(self.models.fused)
+            version.use_fused(self.models.fused)
         if stage == 0:
             self.engine.executor.version = version
             return

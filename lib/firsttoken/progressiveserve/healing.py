@@ -90,8 +90,8 @@ def train(
     for step in track(range(1, steps + 1), desc=f"healing ({recipe.name})", unit="step"):
         losses: dict[str, float] = {}
         for _ in range(recipe.accumulate):
-            question_batch, read = next(batches)
-            parts = _losses(peft, recipe, question_batch, read, teacher, draw)
+            question_batch, text_batch = next(batches)
+            parts = _losses(peft, recipe, question_batch, text_batch, teacher, draw)
             (sum(parts.values()) / recipe.accumulate).backward()
             for name, loss in parts.items():
                 losses[name] = losses.get(name, 0.0) + loss.item() / recipe.accumulate
@@ -125,14 +125,14 @@ def _losses(
     peft: PeftModel,
     recipe: Recipe,
     questions: list[Sample],
-    read: list[Sample],
+    texts: list[Sample],
     teacher: Teacher | None,
     draw: torch.Generator,
 ) -> dict[str, Tensor]:
     """The weighted losses of one micro-batch. Logits, a third of the work, are made at the positions needed only."""
     model = peft.get_base_model()
-    ids = padded([*questions, *read])
-    answer, running, distilled = _targets(questions, read, ids.shape[1], recipe, draw)
+    ids = padded([*questions, *texts])
+    answer, running, distilled = _targets(questions, texts, ids.shape[1], recipe, draw)
     needed = answer | (running & (recipe.text_weight > 0)) | (distilled & (recipe.distill_weight > 0))
     head, device = model.get_output_embeddings(), model.device
     with autocast(peft):
@@ -145,7 +145,7 @@ def _losses(
     if recipe.text_weight and running.any():
         parts["text_loss"] = recipe.text_weight * token_loss[running[needed].to(device)].mean()
     if recipe.distill_weight and teacher is not None:
-        target = teacher.hidden([*questions, *read], ids.shape[1])[distilled.to(device)]
+        target = teacher.hidden([*questions, *texts], ids.shape[1])[distilled.to(device)]
         with torch.no_grad():
             wanted = F.log_softmax(head(target.to(head.weight.dtype)).float(), -1)
         got = F.log_softmax(logits[distilled[needed].to(device)], -1)
@@ -154,11 +154,11 @@ def _losses(
 
 
 def _targets(
-    questions: list[Sample], read: list[Sample], width: int, recipe: Recipe, draw: torch.Generator
+    questions: list[Sample], texts: list[Sample], width: int, recipe: Recipe, draw: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return masks of the positions [samples, width] that predict an answer token, predict running text, and are
     distilled."""
-    samples = [*questions, *read]
+    samples = [*questions, *texts]
     next_token = torch.arange(1, width + 1).expand(len(samples), width)
     start = torch.tensor([[s.answer_start] for s in samples])
     end = torch.tensor([[len(s.tokens)] for s in samples])

@@ -32,7 +32,7 @@ class PrunedCache(DynamicCache):
     that holds tokens answers.
     """
 
-    def _witness(self, layer_idx: int) -> int:
+    def _filled_layer(self, layer_idx: int) -> int:
         filled = (i for i in range(len(self.layers)) if super(PrunedCache, self).get_seq_length(i) > 0)
         if layer_idx < len(self.layers) and super().get_seq_length(layer_idx) > 0:
             return layer_idx
@@ -40,11 +40,11 @@ class PrunedCache(DynamicCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens held, answered by the first filled layer when ``layer_idx`` is a gap."""
-        return super().get_seq_length(self._witness(layer_idx))
+        return super().get_seq_length(self._filled_layer(layer_idx))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the keys that a mask must cover, answered as in :meth:`get_seq_length`."""
-        return super().get_mask_sizes(query_length, self._witness(layer_idx))
+        return super().get_mask_sizes(query_length, self._filled_layer(layer_idx))
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class HealingConfig:
             Need("healing.max_tokens", self.max_tokens, CONTEXT),
         ]
 
-    def sized(self, recipe: Recipe) -> Recipe:
+    def with_max_tokens(self, recipe: Recipe) -> Recipe:
         """``recipe`` with questions of up to ``max_tokens``."""
         return dataclasses.replace(recipe, max_tokens=self.max_tokens or recipe.max_tokens)
 
@@ -137,7 +137,7 @@ def healed(
     teacher: Teacher | None = None,
 ) -> dict[str, Any]:
     """The recipe.json of the adapter in ``folder``, trained now unless exactly this run was finished before."""
-    recipe, source = config.sized(recipe), Path(config.questions)
+    recipe, source = config.with_max_tokens(recipe), Path(config.questions)
     data = training_data(config, recipe, served.tokenizer)
     wanted = {
         "recipe": dataclasses.asdict(recipe) | {"targets": list(recipe.targets)},

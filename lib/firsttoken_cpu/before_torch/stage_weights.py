@@ -30,9 +30,9 @@ from firsttoken.progressiveserve.checkpoint.manifest import (
 )
 from firsttoken.progressiveserve.checkpoint.names import EMBEDDING, HEAD, NORM, torch_dtype
 from firsttoken.progressiveserve.checkpoint.part_formats import (
+    Allocate,
     PartFormat,
     PartReader,
-    Room,
     StoredPart,
     WordUnpacker,
     format_of,
@@ -100,25 +100,25 @@ class UnpackedReader:
     def __init__(self, reader: PartReader, unpacked: Arrays, dtype: torch.dtype) -> None:
         self._reader, self._unpacked, self._dtype = reader, unpacked, dtype
 
-    def moved(self, part: StoredPart) -> list[tuple[int, ...]]:
+    def copied_shapes(self, part: StoredPart) -> list[tuple[int, ...]]:
         """Return the shapes of the tensors that were not unpacked, or are of another dtype."""
         if part.carried.keys().isdisjoint(self._unpacked):
-            return self._reader.moved(part)
+            return self._reader.copied_shapes(part)
         return [tensor.shape for name, tensor in part.carried.items() if not self._stays(name, tensor.dtype)]
 
-    def read(self, part: StoredPart, file: memoryview, data: Tensor, room: Room) -> dict[str, Tensor]:
+    def read(self, part: StoredPart, file: memoryview, data: Tensor, allocate: Allocate) -> dict[str, Tensor]:
         """The tensors; a norm need not hold the memory of the file."""
         import torch
 
         if part.carried.keys().isdisjoint(self._unpacked):
-            return self._reader.read(part, file, data, room)
+            return self._reader.read(part, file, data, allocate)
         weights: dict[str, Tensor] = {}
         for name, tensor in part.carried.items():
             if name in self._unpacked:
                 stored = torch.from_numpy(self._unpacked[name]).view(torch_dtype(tensor.dtype))
             else:
                 stored = stored_tensor(part, name, data)
-            weights[name] = stored if self._stays(name, tensor.dtype) else room(tensor.shape).copy_(stored)
+            weights[name] = stored if self._stays(name, tensor.dtype) else allocate(tensor.shape).copy_(stored)
         return weights
 
     def _stays(self, name: str, stored: str) -> bool:
@@ -236,7 +236,7 @@ class StageWeights(NumpyWeights):
         need torch."""
         fillers = {}
         for name in {part.format for part in self._parts} - {""}:
-            filler = format_of(name).word_filler([part for part in self._parts if part.format == name])
+            filler = format_of(name).word_unpacker([part for part in self._parts if part.format == name])
             if filler is None:
                 raise NotLean(f"its parts in {name!r} are decoded by torch")
             fillers[name] = filler

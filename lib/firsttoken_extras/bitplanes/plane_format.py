@@ -180,7 +180,7 @@ class PlaneFormat:
 
         return PlaneReader(dtype)
 
-    def word_filler(self, parts: Sequence[StoredPart]) -> FirstWords | None:
+    def word_unpacker(self, parts: Sequence[StoredPart]) -> FirstWords | None:
         """Return a filler that makes words of the first planes of ``parts`` without torch; None where blocks are
         rounded, or there is no compiler."""
         from firsttoken_extras.bitplanes.streams import FirstWords, fills

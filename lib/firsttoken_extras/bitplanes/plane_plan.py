@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from firsttoken.progressiveserve.checkpoint.names import layer_of
-from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Part, Stage, whole
+from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Part, Stage
 from firsttoken.study.errors import StageError
 from firsttoken_extras.bitplanes.layouts import SPLITS, planes_of
 from firsttoken_extras.bitplanes.plane_format import PlannedPlane
@@ -21,7 +21,7 @@ def by_planes(shapes: Mapping[str, tuple[int, ...]], split: str) -> LoadPlan:
     """
     if split not in SPLITS:
         raise StageError(f"no split of weights is called {split!r}: choose one of {', '.join(SPLITS)}")
-    (stage,) = whole(list(shapes), len({layer_of(name) for name in shapes} - {None})).stages
+    (stage,) = single_stage(list(shapes), len({layer_of(name) for name in shapes} - {None})).stages
     matrices = {name for name, shape in shapes.items() if len(shape) > 1 and 0 not in shape}
 
     def first(part: Part) -> Part:

@@ -8,13 +8,13 @@ from pathlib import Path
 from firsttoken.assets.checkpoint import sum_of_sums
 from firsttoken.progressiveserve.checkpoint.manifest import CONFIG, Manifest
 from firsttoken.progressiveserve.checkpoint.names import EMBEDDING, HEAD, NORM
-from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Part, Stage, whole
+from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Part, Stage, single_stage
 
 
 def ends_first(names: Sequence[str], depth: int) -> LoadPlan:
     """One stage of embedding, norm and head in one file, and of layer after layer behind them: what is read in this
     order can begin to borrow when its first file is there. Raises StageError as ``whole``."""
-    (stage,) = whole(names, depth).stages
+    (stage,) = single_stage(names, depth).stages
     end_part = Part("ends", tuple(name for name in (EMBEDDING, NORM, HEAD) if name in names))
     plan = LoadPlan((Stage(stage.name, (end_part, *(part for part in stage.parts if part.layer is not None))),))
     plan.check(names)

@@ -223,7 +223,7 @@ def healing_live(profile: Profile) -> Outcome:
     healing = profile.section("healing", HealingConfig)
     check([*profile.section("served", ServedConfig).needs(), *healing.needs()], ModelFacts(profile.model))
     served = load_served(profile)
-    recipe = healing.sized(dataclasses.replace(RECIPES[config.recipe], steps=config.steps, warmup_steps=2))
+    recipe = healing.with_max_tokens(dataclasses.replace(RECIPES[config.recipe], steps=config.steps, warmup_steps=2))
     data = training_data(healing, recipe, served.tokenizer)
     teacher = Teacher(served.model) if recipe.distill_weight else None
     _, curve = heal(served, served.plan.missing(1), recipe, data, healing, teacher)

@@ -17,8 +17,8 @@ from firsttoken.progressiveserve.checkpoint.plan import (
     Part,
     Stage,
     by_layers,
+    single_stage,
     staged,
-    whole,
 )
 from firsttoken.progressiveserve.stages import StagePlan
 from firsttoken.study.errors import StageError
@@ -84,7 +84,7 @@ def test_the_stages_of_the_report():
     assert layers == [[None, 0, 1, 2, 7, None], [3, 4], [5, 6]]
     assert [part.name for part in plan.stages[0].parts][:2] == ["embedding", "layer 00"]
     assert [part.name for part in plan.stages[0].parts][-2:] == ["layer 07", "head"]
-    assert len(whole(names_of(8), 8).stages) == 1
+    assert len(single_stage(names_of(8), 8).stages) == 1
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from firsttoken.assets.adapters import export_adapter
 from firsttoken.assets.models import load_model
 from firsttoken.progressiveserve.checkpoint.manifest import check_files, check_side, read_manifest
-from firsttoken.progressiveserve.checkpoint.plan import HEAD, by_layers, staged, whole
+from firsttoken.progressiveserve.checkpoint.plan import HEAD, by_layers, single_stage, staged
 from firsttoken.progressiveserve.checkpoint.sources import FolderSource, ModelSource, Origin, RandomSource
 from firsttoken.progressiveserve.checkpoint.writer import LOG, write_staged
 from firsttoken.progressiveserve.passlayer import pass_layers
@@ -62,7 +62,7 @@ def test_stock_transformers_loads_the_whole_model(saved, assert_same, tmp_path, 
 def test_a_model_in_memory_in_16_bits(saved, assert_same, tokenizer, tmp_path):
     model, _ = saved("qwen2", dtype=torch.bfloat16)
     source = ModelSource(model, tokenizer, Origin("tiny", BASE, "real"))
-    manifest = write_staged(source, whole(source.names, 4), tmp_path / "one")
+    manifest = write_staged(source, single_stage(source.names, 4), tmp_path / "one")
     assert_same(model, tmp_path / "one")
     assert (manifest.dtype, manifest.source, manifest.source_sha256) == ("bfloat16", "tiny", BASE)
     data = sum(entry.end - entry.start for part in manifest.stages[0].parts for entry in part.tensors.values())
@@ -143,7 +143,7 @@ def test_what_is_there_is_returned_as_it_is(source, staged_folder, saved):
     (folder / LOG).write_text("left by a kill")
     assert write_staged(source, by_layers(source.names, GROUPS), folder) == manifest == read_manifest(folder)
     assert times(folder) == before and not (folder / LOG).exists()
-    refused("holds another plan, model or adapter: remove it", source, whole(source.names, 4), folder)
+    refused("holds another plan, model or adapter: remove it", source, single_stage(source.names, 4), folder)
     model, _ = saved(tied=False)
     other = ModelSource(model, None, Origin("other", BASE, "real"))
     refused("holds another plan, model or adapter", other, by_layers(other.names, GROUPS), folder)
@@ -151,7 +151,7 @@ def test_what_is_there_is_returned_as_it_is(source, staged_folder, saved):
 
 
 def test_folders_of_other_people_are_left_alone(source, tmp_path):
-    plan = whole(source.names, 4)
+    plan = single_stage(source.names, 4)
     for name in ("out", "out.partial"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "thesis.txt").write_text("mine")
@@ -301,10 +301,10 @@ def test_a_disk_that_fills_up(saved, small_disk, assert_same):
 def test_a_disk_that_is_too_small_is_said_before_a_shard_is_written(source, small_disk):
     fill(small_disk, leave=100_000)
     total = sum(tensor.numel() * 4 for tensor in map(source.get, source.names))
-    refused(rf"full: {total:,} bytes are still needed", source, whole(source.names, 4), small_disk / "out")
+    refused(rf"full: {total:,} bytes are still needed", source, single_stage(source.names, 4), small_disk / "out")
     assert times(small_disk) == {}
 
 
 def test_a_place_that_cannot_be_written(source, tmp_path):
     (tmp_path / "file").write_text("")
-    refused("cannot stage to .*out: .*; mend that", source, whole(source.names, 4), tmp_path / "file" / "out")
+    refused("cannot stage to .*out: .*; mend that", source, single_stage(source.names, 4), tmp_path / "file" / "out")

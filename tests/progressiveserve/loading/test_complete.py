@@ -11,7 +11,7 @@ from loads import ALL, Loads, refused, retold, rewritten, stock_answer
 
 from firsttoken.assets.lock import file_sha256
 from firsttoken.progressiveserve.checkpoint.manifest import CONFIG, FileEntry, read_manifest, write_manifest
-from firsttoken.progressiveserve.loading.views import check_whole, make_view
+from firsttoken.progressiveserve.loading.views import check_loaded, make_view
 from firsttoken.progressiveserve.passlayer import PassLayer
 from firsttoken.study.errors import ModelError
 
@@ -108,13 +108,13 @@ def test_a_view_with_a_tensor_that_was_never_written_is_not_published(stage, ids
     staged = stage()
     loads = Loads(staged)
     view = loads.bring(*ALL)
-    check_whole(view, range(6))
+    check_loaded(view, range(6))
     assert torch.equal(loads.answer(ids), stock_answer(staged.folder, ids))
     unwritten = Loads(staged).meta_model.layers
     broken = make_view(3, [*view.base[:4], unwritten[4], view.base[5]], view.ends)
     with pytest.raises(ModelError, match=r"stage 3: self_attn\.q_proj\.weight of layer 4 was never brought"):
-        check_whole(broken, range(6))
+        check_loaded(broken, range(6))
     for lost in range(6):  # and one that passes a layer which its manifest brings
         thinner = [PassLayer() if i == lost else layer for i, layer in enumerate(view.base)]
         with pytest.raises(ModelError, match=f"stage 3 lacks layer {lost}, and its manifest says otherwise"):
-            check_whole(make_view(3, thinner, view.ends), range(6))
+            check_loaded(make_view(3, thinner, view.ends), range(6))

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.base_model import at_stage
 from firsttoken.progressiveserve.checkpoint.names import torch_dtype
-from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Stage, by_layers, whole
+from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Stage, by_layers, single_stage
 from firsttoken.progressiveserve.loading import loader
 from firsttoken.progressiveserve.loading.read_plan import open_reader, parts_of
 from firsttoken.progressiveserve.loading.views import changed
@@ -139,7 +139,7 @@ def test_refining_one_layer_or_the_norm_alone(stage, ids):
     """Stage 1 is exact but for layer 3 and the norm; stage 2 mends one, stage 3 the other."""
 
     def plan(names: list[str]) -> LoadPlan:
-        (first,) = whole(names, 6).stages
+        (first,) = single_stage(names, 6).stages
         layer = next(part for part in first.parts if part.layer == 3)
         head = first.parts[-1]
         coarse = tuple(replace(part, dtype="F8_E5M2") if part in (layer, head) else part for part in first.parts)

@@ -162,12 +162,12 @@ class FewBuffers(Memory):
                 raise LinkError("the load was stopped")
         return super().allocate(size)
 
-    def settle(self, data: memoryview):
+    def to_device(self, data: memoryview):
         self.held += 1
         if self.held > 1:
             self.held -= 1
             self.free.release()
-        return super().settle(data)
+        return super().to_device(data)
 
     def close(self) -> None:
         self.closed.set()

@@ -33,13 +33,13 @@ def test_a_reader_waits_until_a_file_is_let_go():
     memory = RefinementMemory(most=100)
     first, second = memory.allocate(60), memory.allocate(40)
     thread, got = waiting(memory, 10)
-    memory.let_go(memoryview(bytearray(5)))  # of another load: it frees nothing
+    memory.free(memoryview(bytearray(5)))  # of another load: it frees nothing
     assert not got
-    memory.let_go(first[:3])  # a part of it, as it is handed on
+    memory.free(first[:3])  # a part of it, as it is handed on
     thread.join(60)
     assert len(got) == 1 and len(got[0]) == 10
-    memory.let_go(second)
-    memory.let_go(second)
+    memory.free(second)
+    memory.free(second)
     assert len(memory.allocate(90)) == 90
 
 
@@ -48,7 +48,7 @@ def test_a_file_that_is_longer_than_all_is_alone():
     whole = memory.allocate(1000)
     thread, got = waiting(memory, 1)
     assert not got
-    memory.let_go(whole)
+    memory.free(whole)
     thread.join(60)
     assert len(got[0]) == 1
 

@@ -127,7 +127,7 @@ def test_a_dropped_connection_is_resumed_where_it_broke(tmp_path: Path, serve: S
     content = random.Random(1).randbytes(200_000)
     (tmp_path / "a.bin").write_bytes(content)
     server = serve(tmp_path).server
-    between = Dropping(server._place, count=30_000, drops=5)
+    between = Dropping(server._endpoint, count=30_000, drops=5)
     link = Link()
     blob = Blob(RemotePath(Remote(between.address)) / "a.bin", "layer 00", len(content), "")
     reader = BlobReader([blob], [link], threads=1, verify=False)

@@ -29,7 +29,7 @@ from firsttoken.engine.async_engine import TokenEvent
 from firsttoken.engine.request import Sampling
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.base_model import at_stage
-from firsttoken.progressiveserve.checkpoint.plan import whole
+from firsttoken.progressiveserve.checkpoint.plan import single_stage
 from firsttoken.progressiveserve.loading import stage_loader
 from firsttoken.progressiveserve.passlayer import PassLayer
 from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
@@ -209,7 +209,7 @@ def test_the_story_of_a_start(stage, serve):
 
 
 def test_a_plan_of_one_stage(stage, serve):
-    staged = stage(plan=lambda names: whole(names, 6))
+    staged = stage(plan=lambda names: single_stage(names, 6))
     server = serve(staged)
     session = server.submit(PROMPT, 10, upgrade=True)
     check_greedy(tokens_of(session), greedy(staged.folder, PROMPT, 10))

@@ -20,7 +20,7 @@ from firsttoken.engine.lora import parse_adapter
 from firsttoken.link.shaped import Link
 from firsttoken.petals.checkpoint_blocks import load_span, write_8_bits
 from firsttoken.progressiveserve.checkpoint.manifest import CONFIG, MANIFEST, read_manifest
-from firsttoken.progressiveserve.checkpoint.plan import by_layers, whole
+from firsttoken.progressiveserve.checkpoint.plan import by_layers, single_stage
 from firsttoken.progressiveserve.checkpoint.sources import FolderSource, Origin, RandomSource
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.loading.loader import StageLoad
@@ -179,7 +179,7 @@ def make_stock(folder: Path) -> None:
 def stock(folder: Path) -> tuple[Any, ...]:
     """What staging makes of it."""
     made = FolderSource(folder / "stock")
-    whole(made.names, made.config.num_hidden_layers)
+    single_stage(made.names, made.config.num_hidden_layers)
     sums = [hashlib.sha256(made.get(name).view(torch.uint8).numpy().tobytes()).hexdigest() for name in made.names]
     return made.shapes, [str(made.dtype(name)) for name in made.names], sums
 

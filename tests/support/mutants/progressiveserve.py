@@ -46,9 +46,9 @@ def c_before_b(right, names, stages):
 
 @wrong("13", "everything comes first", STAGED, "staged plan")
 def everything_first(right, names, stages):
-    from firsttoken.progressiveserve.checkpoint.plan import whole
+    from firsttoken.progressiveserve.checkpoint.plan import single_stage
 
-    return whole(names, stages.depth)
+    return single_stage(names, stages.depth)
 
 
 @wrong("13", "a PassLayer returns zeros", PASS_LAYER, "PassLayer")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 KIND = "PART_FORMATS"
 
-Room = Callable[[tuple[int, ...]], "Tensor"]
+Allocate = Callable[[tuple[int, ...]], "Tensor"]
 """Gives a tensor of a shape in memory that is there for it, its values whatever they are."""
 
 
@@ -74,12 +74,12 @@ class StoredPart(Protocol):
 class PartReader(Protocol):
     """Reads parts of one format that bring tensors, for one thread."""
 
-    def moved(self, part: StoredPart) -> list[tuple[int, ...]]:
+    def copied_shapes(self, part: StoredPart) -> list[tuple[int, ...]]:
         """The shapes of the tensors that cannot stay where the file was read."""
 
-    def read(self, part: StoredPart, file: memoryview, data: Tensor, room: Room) -> dict[str, Tensor]:
+    def read(self, part: StoredPart, file: memoryview, data: Tensor, allocate: Allocate) -> dict[str, Tensor]:
         """The tensors of ``part`` by name. ``data``, uint8, are the bytes of ``file`` behind its header, where the
-        model computes; ``room`` gives memory there. Raises ModelError."""
+        model computes; ``allocate`` gives memory there. Raises ModelError."""
 
 
 class WordUnpacker(Protocol):
@@ -105,7 +105,7 @@ class PartFormat(Protocol):
     def reader(self, dtype: torch.dtype) -> PartReader:
         """Return a new reader, whose tensors are of ``dtype``."""
 
-    def word_filler(self, parts: Sequence[StoredPart]) -> WordUnpacker | None:
+    def word_unpacker(self, parts: Sequence[StoredPart]) -> WordUnpacker | None:
         """Return a new filler that needs no torch; None where ``parts`` need it."""
 
     def refiner(self, between: Callable[[Callable[[], None]], Any]) -> PartRefiner:
@@ -120,14 +120,13 @@ def stored_tensor(part: StoredPart, name: str, data: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class WholeTensors:
+class PlainCoding:
     """The coding of parts without a format, of which a manifest has nothing more to say."""
 
     content: dict[str, Any]
     refines = False
 
     def tensors(self, entries: Entries) -> Entries:
-        """Return the ``entries``, whose tensors lie as they are."""
         return entries
 
     def identity(self, name: str) -> str:
@@ -135,56 +134,50 @@ class WholeTensors:
         return ""
 
     def check(self, entries: Entries, subject: str) -> None:
-        """Raise Damaged where the manifest says more."""
         if self.content:
             raise Damaged(f"{subject} says more of its tensors and names no format")
 
     def planned(self, entries: Entries) -> None:
-        """Return None: a plan has nothing more to say either."""
+        return None
 
 
-class WholeReader:
+class PlainReader:
     """Takes tensors as they lie in the file, in its memory where they are of ``dtype``."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def moved(self, part: StoredPart) -> list[tuple[int, ...]]:
-        """Return the shapes of the tensors of another dtype."""
+    def copied_shapes(self, part: StoredPart) -> list[tuple[int, ...]]:
         return [tensor.shape for tensor in part.carried.values() if torch_dtype(tensor.dtype) != self._dtype]
 
-    def read(self, part: StoredPart, file: memoryview, data: Tensor, room: Room) -> dict[str, Tensor]:
-        """Return the tensors of ``part``; each that is converted is copied."""
+    def read(self, part: StoredPart, file: memoryview, data: Tensor, allocate: Allocate) -> dict[str, Tensor]:
         stored = {name: stored_tensor(part, name, data) for name in part.carried}
         return {
-            name: tensor if tensor.dtype == self._dtype else room(tensor.shape).copy_(tensor)
+            name: tensor if tensor.dtype == self._dtype else allocate(tensor.shape).copy_(tensor)
             for name, tensor in stored.items()
         }
 
 
-class WholeFormat:
+class PlainFormat:
     """The handler of parts without a format: a part that comes again takes the place of the one before."""
 
-    def read(self, content: dict[str, Any]) -> WholeTensors:
-        """Return the coding of a part."""
-        return WholeTensors(content)
+    def read(self, content: dict[str, Any]) -> PlainCoding:
+        return PlainCoding(content)
 
-    def reader(self, dtype: torch.dtype) -> WholeReader:
-        """Return a reader."""
-        return WholeReader(dtype)
+    def reader(self, dtype: torch.dtype) -> PlainReader:
+        return PlainReader(dtype)
 
-    def word_filler(self, parts: Sequence[StoredPart]) -> None:
-        """Return None: the words are those of the file."""
+    def word_unpacker(self, parts: Sequence[StoredPart]) -> None:
+        return None
 
     def refiner(self, between: Callable[[Callable[[], None]], Any]) -> PartRefiner:
-        """Raise NotImplementedError, as no such part refines what is there."""
-        raise NotImplementedError
+        raise NotImplementedError("no such part refines what is there")
 
 
 def format_of(name: str) -> PartFormat:
     """The handler of the format ``name``. Raises ModelError for one that is not registered, or cannot be imported."""
     if not name:
-        return WholeFormat()
+        return PlainFormat()
     formats = registered(KIND)
     if name not in formats:
         raise ModelError(

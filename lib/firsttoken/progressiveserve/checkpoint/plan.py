@@ -136,32 +136,32 @@ class LoadPlan:
                         raise StageError(f"part {part.name} of stage {stage.name} brings {tensor} of another layer")
                     if part.action == "add" and tensor in brought:
                         raise StageError(
-                            f"overlap: {_what(tensor)} is brought in stage {brought[tensor][0]} and again in stage "
+                            f"overlap: {_label(tensor)} is brought in stage {brought[tensor][0]} and again in stage "
                             f"{stage.name}; name it once"
                         )
                     if part.action == "add" and since.setdefault(part.layer, number) != number:
                         raise StageError(
-                            f"{_what(tensor)} comes in stage {stage.name}, and is needed as of stage "
+                            f"{_label(tensor)} comes in stage {stage.name}, and is needed as of stage "
                             f"{self.stages[since[part.layer] - 1].name}; bring them together"
                         )
                     if part.action == "refine" and tensor not in brought:
                         raise StageError(
-                            f"stage {stage.name} refines {_what(tensor)} before a stage has brought it; add it first"
+                            f"stage {stage.name} refines {_label(tensor)} before a stage has brought it; add it first"
                         )
                     if fault := _coding_fault(part, tensor, brought[tensor][1] if tensor in brought else None):
-                        raise StageError(f"stage {stage.name}: {_what(tensor)} {fault}")
+                        raise StageError(f"stage {stage.name}: {_label(tensor)} {fault}")
                     if part.action == "refine" and not (part.coding or brought[tensor][1].dtype):
                         raise StageError(
-                            f"stage {stage.name} brings {_what(tensor)} again, which is exact; leave it out"
+                            f"stage {stage.name} brings {_label(tensor)} again, which is exact; leave it out"
                         )
                     brought[tensor] = (stage.name, part)
         if hole := next((name for name in names if name not in brought), None):
-            raise StageError(f"hole: {_what(hole)} is in no stage; name it in one")
+            raise StageError(f"hole: {_label(hole)} is in no stage; name it in one")
         if coarse := next((name for name, (_, part) in brought.items() if part.dtype), None):
-            raise StageError(f"{_what(coarse)} stays {brought[coarse][1].dtype}: add a part that refines it")
+            raise StageError(f"{_label(coarse)} stays {brought[coarse][1].dtype}: add a part that refines it")
         for name, (_, part) in brought.items():
             if (coding := part.coding_of(name)) and (lacking := coding.lacking()):
-                raise StageError(f"{_what(name)} lacks {lacking}: name them in a later stage")
+                raise StageError(f"{_label(name)} lacks {lacking}: name them in a later stage")
 
 
 def _coding_fault(part: Part, tensor: str, before: Part | None) -> str:
@@ -209,11 +209,11 @@ def staged(names: Sequence[str], plan: StagePlan) -> LoadPlan:
     return by_layers(names, [plan.a, plan.b, plan.c])
 
 
-def whole(names: Sequence[str], depth: int) -> LoadPlan:
+def single_stage(names: Sequence[str], depth: int) -> LoadPlan:
     """Everything in one stage: what a start without stages reads."""
     return by_layers(names, [range(depth)])
 
 
-def _what(tensor: str) -> str:
+def _label(tensor: str) -> str:
     layer = layer_of(tensor)
     return tensor if layer is None else f"layer {layer} ({tensor})"

@@ -57,7 +57,7 @@ LOG = "staging.jsonl"
 INDEX = "model.safetensors.index.json"
 
 
-def already_there(folder: Path, partial: Path, identity: str) -> Manifest | None:
+def finished_staging(folder: Path, partial: Path, identity: str) -> Manifest | None:
     """The manifest of a finished staging, None where there is none; a damaged one becomes ``partial`` again.
 
     Raises StageError when ``folder`` holds anything but this staging.
@@ -153,7 +153,7 @@ def write_staged(
     missing = sum(sizes.values()) + sum(f.stat().st_size for adapter in adapters.values() for f in _files_of(adapter))
     try:
         identity = _identity(source, plan, adapters)
-        if (manifest := already_there(folder, partial, identity)) is not None:
+        if (manifest := finished_staging(folder, partial, identity)) is not None:
             return manifest
         finished = resume(partial, identity)
         missing -= sum(sizes[file] for file in finished)
@@ -171,14 +171,14 @@ def write_staged(
         partial.rename(folder)
         (folder / LOG).unlink()
     except (OSError, SafetensorError) as error:
-        raise _unwritten(error, folder, missing) from error
+        raise _write_error(error, folder, missing) from error
     return manifest
 
 
 def _identity(source: TensorSource, plan: LoadPlan, adapters: Mapping[int, Path]) -> str:
     """A sha256 that is the same when the same tensors would be written to the same files."""
     content = [
-        _described(plan),
+        _hashed(plan),
         source.provenance.sha256 or source.provenance.source,
         [str(source.dtype(name)) for name in source.names],
         {number: [[f.name, file_sha256(f)] for f in _files_of(adapters[number])] for number in sorted(adapters)},
@@ -186,7 +186,7 @@ def _identity(source: TensorSource, plan: LoadPlan, adapters: Mapping[int, Path]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def _described(plan: LoadPlan) -> dict[str, Any]:
+def _hashed(plan: LoadPlan) -> dict[str, Any]:
     """``plan`` for its hash, which it has always had: what a part's coding says stands beside the rest."""
     content = asdict(plan)
     for part in (part for stage in content["stages"] for part in stage["parts"]):
@@ -271,7 +271,7 @@ def _payload(part: Part, source: TensorSource) -> int:
     return sum((rounded or source.dtype(name).itemsize) * math.prod(source.shapes[name]) for name in part.tensors)
 
 
-def _unwritten(error: Exception, folder: Path, missing: int) -> StageError:
+def _write_error(error: Exception, folder: Path, missing: int) -> StageError:
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
         return StageError(
             f"the disk of {folder} is full: {missing:,} bytes are still needed; free some and stage again, what is "

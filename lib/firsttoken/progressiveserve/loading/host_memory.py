@@ -70,7 +70,7 @@ class PinnedMemory(Memory):
         self._lent[id(view.obj)] = buffer
         return view
 
-    def settle(self, data: memoryview) -> tuple[Tensor, torch.cuda.Event]:
+    def to_device(self, data: memoryview) -> tuple[Tensor, torch.cuda.Event]:
         source = torch.frombuffer(data, dtype=torch.uint8)
         with torch.cuda.stream(self._stream):
             target = torch.empty(len(data), dtype=torch.uint8, device=self._device)
@@ -86,7 +86,7 @@ class PinnedMemory(Memory):
             self._free.put(buffer)
         return target, event
 
-    def let_go(self, data: memoryview) -> None:
+    def free(self, data: memoryview) -> None:
         if (lent := self._lent.pop(id(data.obj), None)) is not None:
             self._free.put(lent)
 

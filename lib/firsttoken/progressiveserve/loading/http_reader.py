@@ -25,10 +25,10 @@ class Remote:
         """Take the address; nothing is asked of the server yet. Raises LinkError for an address that is none."""
         parts = urllib.parse.urlsplit(address)
         try:
-            self._place = parts.hostname or "", parts.port or 80
+            self._endpoint = parts.hostname or "", parts.port or 80
         except ValueError:
-            self._place = "", 0
-        if parts.scheme != "http" or not self._place[0]:
+            self._endpoint = "", 0
+        if parts.scheme != "http" or not self._endpoint[0]:
             raise LinkError(f"{address!r} is no address of a data server; one is like http://127.0.0.1:8009")
         self.address = address
         self._connections: dict[threading.Thread, http.client.HTTPConnection] = {}
@@ -38,7 +38,7 @@ class Remote:
         me = threading.current_thread()
         fresh = me not in self._connections
         if fresh:
-            self._connections[me] = http.client.HTTPConnection(*self._place, timeout=_TIMEOUT_S)
+            self._connections[me] = http.client.HTTPConnection(*self._endpoint, timeout=_TIMEOUT_S)
         return self._connections[me], fresh
 
     def drop(self) -> None:
@@ -89,7 +89,7 @@ class RemoteFile:
         """
         connection, fresh = self._server.connection()
         try:
-            return self._ask(connection, buffer, offset)
+            return self._request_range(connection, buffer, offset)
         except (http.client.HTTPException, OSError) as error:
             self._server.drop()
             if not fresh:
@@ -97,7 +97,7 @@ class RemoteFile:
             reason = getattr(error, "strerror", None) or error
             raise OSError(f"data server {self._server.address}: {reason}") from error
 
-    def _ask(self, connection: http.client.HTTPConnection, buffer: memoryview, offset: int) -> int:
+    def _request_range(self, connection: http.client.HTTPConnection, buffer: memoryview, offset: int) -> int:
         last = offset + len(buffer) - 1
         connection.request("GET", urllib.parse.quote(self._path.path), headers={"Range": f"bytes={offset}-{last}"})
         answer = connection.getresponse()

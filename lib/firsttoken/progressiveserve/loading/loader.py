@@ -26,7 +26,7 @@ from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.loading.read_memory import cpu_memory
 from firsttoken.progressiveserve.loading.read_plan import Folder, adapter_blobs, open_reader, part_blobs, parts_of
 from firsttoken.progressiveserve.loading.reader import Blob
-from firsttoken.progressiveserve.loading.views import StageView, check_whole, make_view
+from firsttoken.progressiveserve.loading.views import StageView, check_loaded, make_view
 from firsttoken.progressiveserve.loading.weight_builder import BuiltPart, WeightBuilder, on_pinned_core
 from firsttoken.progressiveserve.passlayer import PassLayer
 from firsttoken.study.errors import ModelError
@@ -95,7 +95,7 @@ class StageLoad:
     def _adapter(self, blobs: Sequence[Blob], stage: str) -> Adapter | None:
         if not blobs:
             return None
-        settled = [self._builder.memory.settle(self._builder.reader.wait(i))[0] for i in range(len(blobs))]
+        settled = [self._builder.memory.to_device(self._builder.reader.wait(i))[0] for i in range(len(blobs))]
         config, weights = (data.cpu().numpy().tobytes() for data in settled)
         return parse_adapter(f"of stage {stage}", config, weights, self._meta_model.device)
 
@@ -117,9 +117,9 @@ class StageLoad:
     def _place_all(self) -> None:
         try:
             for placed, part in zip(self._placed, self._parts, strict=True):
-                placed.set_result(self._place(part, self._builder.take()))
+                placed.set_result(self._place(part, self._builder.next_part()))
             brought = self._manifest.stages[: self.view.stage]
-            check_whole(self.view, {part.layer for stage in brought for part in stage.parts if part.layer is not None})
+            check_loaded(self.view, {part.layer for stage in brought for part in stage.parts if part.layer is not None})
             self.arrived_s = time.monotonic()
         except Exception as error:
             self.failure = error
@@ -134,7 +134,7 @@ class StageLoad:
             set_parameter(*self._target(part, name), weights)
         if part.refines:
             self._meta_model.refiner(part.format).refine(part, made.file, partial(self._parameter, part))
-            self._builder.memory.let_go(made.file)
+            self._builder.memory.free(made.file)
         if self._manifest.tied and part.layer is None:
             head, embedding = self._targets["lm_head"], self._targets["embed_tokens"]
             head._parameters["weight"] = embedding._parameters["weight"]
@@ -189,14 +189,15 @@ class StageLoad:
     def _gate(self, index: int) -> Callable[..., None]:
         def wait(*_: object) -> None:
             start = time.perf_counter()
-            left_s = max(0.0, start - self._computing_s) * (len(self._parts) - index)  # if all took as long as the last
+            # if all took as long as the last
+            remaining_s = max(0.0, start - self._computing_s) * (len(self._parts) - index)
             self.await_part(index)
             if self._meta_model.device.type == "cpu":
                 self._all_cores = self._all_cores or torch.get_num_threads()
                 fewer = max(1, self._all_cores - 1)
                 if not self.arrived:
                     self._compute_with(fewer)
-                elif left_s * (1 - fewer / self._all_cores) > _SWITCH_S:
+                elif remaining_s * (1 - fewer / self._all_cores) > _SWITCH_S:
                     self._compute_with(self._all_cores)
             self._computing_s = time.perf_counter()
             self.stalled_s += self._computing_s - start

@@ -24,13 +24,13 @@ class Memory:
         """``size`` bytes to read into; may wait until some are free."""
         return host_memory(size)
 
-    def settle(self, data: memoryview) -> tuple[Tensor, torch.cuda.Event | None]:
+    def to_device(self, data: memoryview) -> tuple[Tensor, torch.cuda.Event | None]:
         """The bytes [n] as uint8 where the model computes, and the event after which they may be used."""
         import torch
 
         return torch.frombuffer(data, dtype=torch.uint8), None
 
-    def let_go(self, data: memoryview) -> None:
+    def free(self, data: memoryview) -> None:
         """Free ``data``, whose bytes have refined weights and are needed no more. Does nothing where the bytes go with
         their last weight."""
 
@@ -60,7 +60,7 @@ class RefinementMemory(Memory):
             self._held[id(data.obj)] = size
         return data
 
-    def let_go(self, data: memoryview) -> None:
+    def free(self, data: memoryview) -> None:
         with self._change:
             self._held.pop(id(data.obj), None)
             self._change.notify_all()

@@ -33,7 +33,7 @@ class Blob:
     """A file to read: where it lies, how long it must be, and its sha256."""
 
     path: Path | RemotePath
-    what: str  # "layer 07", for messages
+    label: str  # "layer 07", for messages
     bytes: int
     sha256: str
 
@@ -76,7 +76,7 @@ class BlobReader:
         self._verify, self._allocate = verify, allocate
         self._lock = threading.Lock()  # of what is counted; never held while a reader waits for memory
         self._buffers: dict[int, memoryview] = {}
-        self._left = [0] * len(self.blobs)  # chunks that have not come
+        self._remaining = [0] * len(self.blobs)  # chunks that have not come
         self._done = [threading.Event() for _ in self.blobs]
         self._files: list[_OpenFile | RemoteFile] = []
         self._error: Exception | None = None
@@ -86,7 +86,7 @@ class BlobReader:
         for link, group in zip(links, groups, strict=True):
             chunks = list(self._chunks(group, chunk_bytes))
             for index, _, _ in chunks:
-                self._left[index] += 1
+                self._remaining[index] += 1
             turn = link, iter(chunks), threading.Lock()
             self._threads += [
                 threading.Thread(target=self._work, args=turn, name=f"reader-{i}", daemon=True) for i in range(threads)
@@ -110,8 +110,8 @@ class BlobReader:
         (with ``verify``) of another sha256.
         """
         self._done[index].wait()
-        if index not in self._buffers or self._left[index]:
-            raise self._error or LinkError(f"reading of {self.blobs[index].what} was stopped")
+        if index not in self._buffers or self._remaining[index]:
+            raise self._error or LinkError(f"reading of {self.blobs[index].label} was stopped")
         return self._buffers.pop(index)[: self.blobs[index].bytes]
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class BlobReader:
                 thread.join()
         while self._files:
             self._files.pop().close()
-        self._release()
+        self._wake_all()
 
     def _chunks(self, group: range, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
         """Yield (blob, offset, bytes), first to last."""
@@ -147,35 +147,35 @@ class BlobReader:
                         self._buffers[index] = self._allocate(self.blobs[index].bytes)
                     target = self._buffers[index][offset : offset + size]
                 self._files[index].read_into(link, target, offset)
-                self._finished(index)
+                self._chunk_done(index)
         except Exception as error:
             self._fail(error, self.blobs[index])
 
-    def _finished(self, index: int) -> None:
+    def _chunk_done(self, index: int) -> None:
         with self._lock:
-            last = self._left[index] == 1
+            last = self._remaining[index] == 1
             # The last chunk leaves the count at 1 until the sum has been checked: a failure elsewhere wakes ``wait``,
             # which takes a file of which nothing is left for a good one.
-            self._left[index] -= 0 if last else 1
+            self._remaining[index] -= 0 if last else 1
         if not last:
             return
         blob = self.blobs[index]
         if self._verify:
             content = self._buffers[index][: blob.bytes]
             if hashlib.sha256(content).hexdigest() != blob.sha256:
-                raise ModelError(f"{blob.what}: {blob.path.name} has a wrong sha256; copy it again")
-        self._left[index] = 0
+                raise ModelError(f"{blob.label}: {blob.path.name} has a wrong sha256; copy it again")
+        self._remaining[index] = 0
         self._done[index].set()
 
     def _fail(self, error: Exception, blob: Blob) -> None:
         if not isinstance(error, ModelError):
             reason = error.strerror if isinstance(error, OSError) else error
-            error = LinkError(f"{blob.what}: {blob.path.name} cannot be read: {reason}")
+            error = LinkError(f"{blob.label}: {blob.path.name} cannot be read: {reason}")
         self._error = self._error or error
         self._stop = True
-        self._release()
+        self._wake_all()
 
-    def _release(self) -> None:
+    def _wake_all(self) -> None:
         for event in self._done:
             event.set()
 
@@ -225,7 +225,7 @@ def _opened(blob: Blob) -> _OpenFile | RemoteFile:
     try:
         size = blob.path.stat().st_size
     except OSError:
-        raise ModelError(f"{blob.what}: {blob.path.name} is missing in {blob.path.parent}; copy it there") from None
+        raise ModelError(f"{blob.label}: {blob.path.name} is missing in {blob.path.parent}; copy it there") from None
     if size != blob.bytes:
-        raise ModelError(f"{blob.what}: {blob.path.name} has {size:,} of {blob.bytes:,} bytes; copy it again")
+        raise ModelError(f"{blob.label}: {blob.path.name} has {size:,} of {blob.bytes:,} bytes; copy it again")
     return _OpenFile(blob.path)

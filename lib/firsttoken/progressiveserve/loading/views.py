@@ -54,7 +54,7 @@ def make_view(
     return StageView(stage, tuple(base), nn.ModuleList(layers), dict(end_modules), adapter)
 
 
-def check_whole(view: StageView, layers: Collection[int]) -> None:
+def check_loaded(view: StageView, layers: Collection[int]) -> None:
     """Raise ModelError unless ``view`` computes with exactly ``layers``, and each of its parameters has been
     written.
 

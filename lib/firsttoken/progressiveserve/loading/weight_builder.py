@@ -73,7 +73,7 @@ class WeightBuilder:
         self._threads = (on_pinned_core("builder", partial(self._make_all, deque(rooms))), backing)
         backing.start()
 
-    def take(self) -> BuiltPart:
+    def next_part(self) -> BuiltPart:
         """The next part. Raises what the reader raises, and ModelError for what cannot be made weights."""
         made = self._made.get()
         if isinstance(made, Exception):
@@ -94,7 +94,7 @@ class WeightBuilder:
 
     def _room(self, part: PartFile) -> WeightMemoryBlock:
         """Memory for the weights of ``part`` that cannot stay where they are read."""
-        moved = [] if part.refines else self._readers[part.format].moved(part)
+        moved = [] if part.refines else self._readers[part.format].copied_shapes(part)
         return WeightMemoryBlock(sum(room_for(shape, self._dtype) for shape in moved), self._device)
 
     def _back(self, rooms: deque[WeightMemoryBlock]) -> None:
@@ -122,7 +122,7 @@ class WeightBuilder:
         weights: dict[str, Tensor] = {}
         copied = None
         if not part.refines:
-            data, copied = self.memory.settle(file[first:])
+            data, copied = self.memory.to_device(file[first:])
             weights = self._readers[part.format].read(part, file, data, partial(room.take, dtype=self._dtype))
         self.seconds += time.perf_counter() - begin
         return BuiltPart(file, weights, copied)

@@ -82,18 +82,18 @@ class StagedModelVersion(ModelVersion):
                 if not accelerator().fuses(plain):
                     continue
                 fused[number] = plain, accelerator().fuse_layer(plain)
-            self._take(segment, number, fused[number][1])
+            self._use(segment, number, fused[number][1])
             yield
 
-    def take_fused(self, fused_beside: FusedBeside) -> None:
+    def use_fused(self, fused_beside: FusedBeside) -> None:
         """Put the fused layers of ``fused_beside`` in the place of those that are here, with the stage's adapter, and
         no other."""
         (segment,) = self.decoder.segments
         for number, (plain, fused) in fused_beside.items():
             if self.modules.base[number] is plain:
-                self._take(segment, number, fused)
+                self._use(segment, number, fused)
 
-    def _take(self, segment: LocalSegment, number: int, fused: Fused) -> None:
+    def _use(self, segment: LocalSegment, number: int, fused: Fused) -> None:
         slices = self.modules.adapter.layers.get(number) if self.modules.adapter else None
         adapted = fused if slices is None else fused.with_adapter(slices)
         if adapted is not None:

@@ -53,7 +53,7 @@ class StagedServer(LoadingServer):
         self._loader = StageLoader(folder, links, device=device, dtype=dtype, threads=threads)
         self._policy, self._recover, self._first = policy, recover, begin
         self._gates = ExitStack()  # at layers that have not arrived
-        self._told = threading.Event()  # the status says what the clients are about to hear
+        self._status_written = threading.Event()  # the status says what the clients are about to hear
         self._last: StagedModelVersion  # that was made; stage 1 makes the first
         self._fused: FusedBeside = {}
 
@@ -79,14 +79,13 @@ class StagedServer(LoadingServer):
         self._policy = self._policy or PrefillAgain()
 
     def _begin(self) -> bool:
-        """Load the first stage, with requests computing behind its layers as they arrive."""
         load = self._load_first()
-        self._told.clear()
-        server = self._run(self._live, self._explained, self._recovered)
+        self._status_written.clear()
+        server = self._run(self._live, self._client_error, self._note_recovery)
         self._loader.finish(load)
         server.between(self._gates.close)  # the gates go while no step passes them
         self._compare(self._first)
-        server.versions = self._hosted()
+        server.versions = self._variants()
         self._loader.meta_model.between = server.between
         return True
 
@@ -103,18 +102,16 @@ class StagedServer(LoadingServer):
         return load
 
     def _build(self) -> MetaModel:
-        """The model before its weights."""
         return self._loader.build()
 
     def _go_on(self) -> None:
-        """Bring the other stages, one after another."""
         last = self._stages if self._recover else self._first
         if last < self._stages:
             self._fuse_beside()
-        if all(self._bring(stage) for stage in range(self._first + 1, last + 1)) and last == self._stages:
+        if all(self._load_stage(stage) for stage in range(self._first + 1, last + 1)) and last == self._stages:
             self._complete(self._last)
 
-    def _bring(self, stage: int) -> bool:
+    def _load_stage(self, stage: int) -> bool:
         """Bring ``stage``, and return whether it came before the server was closed."""
         loader, previous = self._loader, self._last.modules
 
@@ -128,9 +125,9 @@ class StagedServer(LoadingServer):
             return False
         self._note(stage, "arrived")
         self._last = self._view(view)
-        self._last.take_fused(self._fused)
+        self._last.use_fused(self._fused)
         self._compare(stage)
-        self._server.soon(partial(self._switch_to, self._last, self._hosted()))
+        self._server.soon(partial(self._switch_to, self._last, self._variants()))
         return True
 
     def _complete(self, served: ModelVersion) -> None:
@@ -155,7 +152,7 @@ class StagedServer(LoadingServer):
 
         return StagedModelVersion(self._loader.meta_model.model, modules, self._policy)
 
-    def _hosted(self) -> Mapping[str, ModelVersion]:
+    def _variants(self) -> Mapping[str, ModelVersion]:
         """The variants, by name, that serve with what was made last: none."""
         return {}
 
@@ -166,20 +163,20 @@ class StagedServer(LoadingServer):
         self._server.versions = variants
         self._serving(view.stage)
 
-    def _recovered(self, recovery: Recovery) -> None:
+    def _note_recovery(self, recovery: Recovery) -> None:
         if recovery.reason == MOVED:
             self._note(self._stage, f"a session of {recovery.tokens} tokens moved over", took_s=recovery.recompute_s)
 
-    def _explained(self, error: Exception) -> Exception:
+    def _client_error(self, error: Exception) -> Exception:
         """Return what clients are told when a step fails; when it was the load that did, once the status says so
         too."""
         if self._loader.ended_by(error):
-            self._told.wait()
+            self._status_written.wait()
             return ClosedError("the server was closed") if self._closing.is_set() else error
         return step_failure(error)
 
     def _end_all(self, error: Exception) -> None:
-        # This goes first: the engine's thread may be waiting for it in ``_explained``, and ``super`` joins that thread.
-        self._told.set()
+        # This goes first: the engine's thread may wait for it in ``_client_error``, and ``super`` joins that thread.
+        self._status_written.set()
         super()._end_all(error)
         self._gates.close()  # not before: a step would compute with what is not there

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from firsttoken.assets.corpora import load_qa
 from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, load_served
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest
-from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, TensorSource, staged, whole
+from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, TensorSource, single_stage, staged
 from firsttoken.progressiveserve.checkpoint.sources import RandomSource
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.samples import qa_prompt
@@ -63,7 +63,7 @@ def bare_checkpoint(served: ServedModel) -> Checkpoint:
 def whole_checkpoint(served: ServedModel) -> Checkpoint:
     """The served model in one stage: what a plain start loads, layer after layer."""
     source = served_source(served)
-    order = whole(source.names, served.plan.depth)
+    order = single_stage(source.names, served.plan.depth)
     return written(source, order, _name(served), "whole", served.plan, served.provenance)
 
 
