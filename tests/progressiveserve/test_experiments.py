@@ -157,11 +157,6 @@ def test_layer_distance_refuses_a_block_that_does_not_fit(paper, size, monkeypat
         layer_distance(changed(paper, distance={"block": size}))
 
 
-def test_layer_distance_refuses_a_block_of_nothing(paper):
-    with pytest.raises(StageError, match="a block of 0 layers does not fit a model of 6"):
-        layer_distance(changed(paper, distance={"block": 0}))
-
-
 def test_what_is_too_long_for_training_is_cut_and_counted(paper, tmp_path):
     whole, cut = (changed(paper, healing={"max_tokens": tokens}) for tokens in (1024, 48))
     assert healing_live(whole).provenance["cut_questions"] == 0

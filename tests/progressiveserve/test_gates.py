@@ -83,15 +83,7 @@ def test_choices_and_closed_book_appear_where_they_were_asked():
 
 @pytest.mark.parametrize(
     ("pruned", "healed", "full", "share"),
-    [
-        (10, 10, 20, 0),
-        (10, 20, 20, 1),
-        (10, 15, 20, 0.5),
-        (10, 25, 20, 1.5),
-        (10, 5, 20, -0.5),
-        (5, 3, 1, 0.5),
-        (10, 5, 10, 0),
-    ],
+    [(10, 10, 20, 0), (10, 20, 20, 1), (10, 25, 20, 1.5), (10, 5, 20, -0.5), (5, 3, 1, 0.5), (10, 5, 10, 0)],
 )
 def test_share_recovered(pruned, healed, full, share):
     parts = np.array([[pruned - 1, healed, full], [pruned + 1, healed, full]], float)

@@ -27,7 +27,7 @@ def test_a_folder_is_staged_and_stays_a_checkpoint_for_stock_transformers(paper,
 def test_random_weights_are_staged_without_adapters(paper, tmp_path):
     drawn = dataclasses.replace(paper, model="random:tiny-6")
     manifest = stage_model(drawn, tmp_path / "random")
-    assert manifest.kind == "random" and manifest.depth == 6 and manifest.stages[0].adapter is None
+    assert manifest.kind == "random" and manifest.stages[0].adapter is None
     assert stage_model(drawn, tmp_path / "random") == manifest
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from firsttoken.progressiveserve.checkpoint.names import layer_of
-from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Part, Stage
+from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Part, Stage, single_stage
 from firsttoken.study.errors import StageError
 from firsttoken_extras.bitplanes.layouts import SPLITS, planes_of
 from firsttoken_extras.bitplanes.plane_format import PlannedPlane

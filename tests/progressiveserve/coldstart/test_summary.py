@@ -96,10 +96,6 @@ def test_a_start_before_torch_is_held_against_the_same_folder_and_the_bytes(rows
     assert other.value("same_answer", **pair) is False
 
 
-def test_values_come_by_round(rows):
-    assert values(rows, "whole", "ttft_request_s") == pytest.approx([1.4, 1.41, 1.42, 1.43])
-
-
 def test_a_ratio_is_of_percentiles_and_its_interval_pairs_rounds(rows):
     found = ratio(rows, "progressive", "whole_streamed")
     assert found.n == 4 and found.estimate == pytest.approx(1.015 / 1.215)

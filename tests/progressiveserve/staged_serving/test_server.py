@@ -26,7 +26,6 @@ from torch import nn
 from waiting import until, wait_stage
 
 from firsttoken.engine.async_engine import TokenEvent
-from firsttoken.engine.request import Sampling
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.base_model import at_stage
 from firsttoken.progressiveserve.checkpoint.plan import single_stage
@@ -117,16 +116,6 @@ def test_a_request_that_comes_before_the_first_byte(stage, serve):
     assert not wait_stage(server, 2, 0.05)
     assert server.status()["state"] == "complete", "it was asked to stay there"
     assert link.bytes_moved == bytes_until(staged, 1)
-
-
-def test_stop_ids_end_an_answer_and_are_handed_over(stage, serve):
-    staged = stage()
-    server = serve(staged)
-    assert wait_stage(server, 3, TIMEOUT_S)
-    expected = greedy(staged.folder, PROMPT, 24).exact()
-    stop = expected[5]
-    assert tokens_of(server.submit(PROMPT, Sampling(24, stop=(stop, 999)))) == expected[: expected.index(stop) + 1]
-    assert tokens_of(server.submit(PROMPT, 1)) == expected[:1]
 
 
 def across_both(staged, serve, policy: Transition) -> tuple[StagedServer, list[list[TokenEvent]]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
-from growing import PROMPT, TIMEOUT_S, events_of, first_event, greedy, tokens_of
+from growing import PROMPT, TIMEOUT_S, events_of, tokens_of
 from waiting import until, wait_stage
 
 from firsttoken.engine.request_limits import RequestLimits
@@ -36,18 +34,6 @@ def test_what_is_asked_for_has_limits(stage):
     server.close()
 
 
-def test_a_cancelled_session_gives_its_place_back(stage, serve):
-    server = serve(stage(), max_sessions=1)
-    session = server.submit(PROMPT, 1000)
-    assert first_event(session)
-    with pytest.raises(BusyError):
-        server.submit(PROMPT, 1)
-    session.cancel()
-    assert len(events_of(session)) < 999, "the iterator ends early, and without an error"
-    until(lambda: server.status()["sessions"] == 0, "the place is free")
-    assert len(tokens_of(server.submit(PROMPT, 2))) == 2
-
-
 def test_one_bad_request_is_its_own_affair(stage, serve):
     server = serve(stage())
     good, bad = server.submit(PROMPT, 30), server.submit([10_000_000], 5)
@@ -58,19 +44,3 @@ def test_one_bad_request_is_its_own_affair(stage, serve):
         events_of(long)
     assert len(events_of(good)) == 30
     assert wait_stage(server, 3, TIMEOUT_S) and len(tokens_of(server.submit(PROMPT, 3))) == 3
-
-
-def test_eight_clients_at_once(stage, serve):
-    staged = stage()
-    server = serve(staged, max_sessions=8)
-    assert wait_stage(server, 3, TIMEOUT_S)
-
-    def client(number: int) -> list[list[int]]:
-        return [tokens_of(server.submit([number + 1, *PROMPT], 5 + number + again)) for again in range(2)]
-
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(client, range(8)))
-    for number, (once, again) in enumerate(answers):
-        expected = greedy(staged.folder, [number + 1, *PROMPT], 6 + number).exact()
-        assert once == expected[:-1] and again == expected
-    assert server.status()["sessions"] == 0

@@ -1,7 +1,7 @@
 """The manifest of a staged checkpoint: every file, its size and hash, and where each tensor lies in it.
 
 A worker reads this, and starts to move bytes, before it has spent the seconds of ``import torch``: nothing but the
-standard library is imported. What follows from the tensors (depth, dtype, tied embeddings) is not written down, so that
+standard library is imported. What follows from the tensors (dtype, tied embeddings) is not written down, so that
 it cannot say otherwise; :func:`check_complete` holds it against the model when it was written, and before a stage
 serves.
 """
@@ -189,11 +189,6 @@ class Manifest:
     def plan(self) -> LoadPlan:
         """Return the plan by which parts are brought, without the files."""
         return LoadPlan(tuple(Stage(stage.name, tuple(map(_planned, stage.parts))) for stage in self.stages))
-
-    @cached_property
-    def depth(self) -> int:
-        """Return the number of layers that are brought."""
-        return len(self.plan.layers(len(self.stages)))
 
     @cached_property
     def tied(self) -> bool:

@@ -64,11 +64,14 @@ class WeightBuilder:
         self.memory = memory or memory_for(device, max((part.bytes for part in self._parts), default=0), BUFFERS)
         self.seconds = 0.0  # that were spent on weights, not on waiting for bytes
         self._first = 0 if manifest.stages[max(stages) - 1].adapter is None else len(ADAPTER_FILES)
-        self._device, self._dtype, self._stopped = device, dtype, False
+        self._dtype, self._stopped = dtype, False
         names = {part.format for part in self._parts if not part.refines}
         self._readers = {name: formats(name).reader(dtype) for name in names}
         self._made: queue.SimpleQueue[BuiltPart | Exception] = queue.SimpleQueue()
-        rooms = [self._room(part) for part in self._parts]
+        rooms = []
+        for part in self._parts:  # for weights that cannot stay where they are read
+            shapes = [] if part.refines else self._readers[part.format].copied_shapes(part)
+            rooms.append(WeightMemoryBlock(sum(room_for(shape, dtype) for shape in shapes), device))
         backing = threading.Thread(target=self._back, args=(deque(rooms),), name="rooms", daemon=True)
         self._threads = (on_pinned_core("builder", partial(self._make_all, deque(rooms))), backing)
         backing.start()
@@ -91,11 +94,6 @@ class WeightBuilder:
         self.reader.close()
         for thread in self._threads:
             thread.join()
-
-    def _room(self, part: PartFile) -> WeightMemoryBlock:
-        """Memory for the weights of ``part`` that cannot stay where they are read."""
-        moved = [] if part.refines else self._readers[part.format].copied_shapes(part)
-        return WeightMemoryBlock(sum(room_for(shape, self._dtype) for shape in moved), self._device)
 
     def _back(self, rooms: deque[WeightMemoryBlock]) -> None:
         """Have ``rooms`` in memory while files are on their way, so that the maker need not wait for memory.
