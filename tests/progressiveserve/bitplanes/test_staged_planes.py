@@ -10,10 +10,7 @@ import torch
 from loads import Loads, check_exact, refused, retold, rewritten, source_answer
 
 from firsttoken.__main__ import main
-from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.plan import Stage
-from firsttoken.progressiveserve.loading.loader import StageLoad
-from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.study.errors import ModelError, StageError
 from firsttoken_extras.bitplanes.layouts import SPLITS, planes_of
 from firsttoken_extras.bitplanes.plane_plan import by_planes
@@ -69,21 +66,18 @@ def test_a_load_that_is_tried_again_merges_nothing_twice(stage_planes, ids, spli
 
 def test_what_is_stored_narrow_may_compute_wide(stage_planes):
     staged = stage_planes("6 bits", F16)
-    loads = Loads(staged)
-    loads.meta_model = MetaModel(staged.folder, loads.manifest, dtype=F32)
-    loads.view = loads.meta_model.empty_view()
+    loads = Loads(staged, dtype=F32)
     loads.bring(1)
-    loads.bring(2).activate(loads.meta_model.model)
-    check_exact(staged, loads.meta_model.model)
+    loads.bring(2)
+    check_exact(staged, loads.model)
 
 
 def test_a_dtype_that_does_not_hold_what_is_stored_is_refused(stage_planes):
     """fp16 has more bits of mantissa than bf16: rounded, they could not be refined."""
-    staged = stage_planes("bits", F16)
-    meta_model = MetaModel(staged.folder, staged.manifest, dtype=BF16)
-    view = StageLoad(staged.folder, staged.manifest, [1], [Link()], meta_model, meta_model.empty_view()).wait()
+    loads = Loads(stage_planes("bits", F16), dtype=BF16)
+    loads.bring(1)
     with pytest.raises(ModelError, match=r"is stored as torch.float16 and computes as torch.bfloat16, which does not"):
-        StageLoad(staged.folder, staged.manifest, [2], [Link()], meta_model, view).wait()
+        loads.bring(2)
 
 
 # what is refused

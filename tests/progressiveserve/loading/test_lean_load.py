@@ -9,8 +9,6 @@ from loads import ALL, Loads
 from firsttoken.assets.text_tokenizer import read_text_tokenizer
 from firsttoken.engine.accelerator import build_model
 from firsttoken.engine.lora import LoraLinear
-from firsttoken.link.shaped import Link
-from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.passlayer import PassLayer
 from firsttoken.study.errors import ModelError
@@ -19,6 +17,7 @@ from firsttoken_cpu.fused import FusedLayer, fuse_layer
 from firsttoken_cpu.lean.lean_model import LeanModel
 from firsttoken_cpu.native.library import kernels
 
+needs_lean = pytest.mark.skipif(accelerator_name() == NONE, reason="nothing starts lean where torch is alone")
 IDS = torch.randint(256, (1, 17), generator=torch.Generator().manual_seed(2))
 
 
@@ -32,7 +31,7 @@ class LeanLoads(Loads):
         self.model, self.view = self.meta_model.model, self.meta_model.empty_view()
 
 
-@pytest.mark.skipif(accelerator_name() == NONE, reason="nothing starts lean where torch is alone")
+@needs_lean
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_stage_says_what_the_stock_layers_say(stage, kind, tied):
@@ -47,14 +46,13 @@ def test_every_stage_says_what_the_stock_layers_say(stage, kind, tied):
         assert adapted == (number < 3) and any(isinstance(layer, PassLayer) for layer in view.layers) == (number < 3)
 
 
-@torch.inference_mode()
+@needs_lean
 def test_a_prefill_that_streams_behind_the_layers(stage):
     staged = stage()
-    meta_model = MetaModel(staged.folder, staged.manifest, build=build_model)
-    load = StageLoad(staged.folder, staged.manifest, ALL, [Link()], meta_model, meta_model.empty_view())
-    load.view.activate(meta_model.model)
+    lean = LeanLoads(staged)
+    load = lean.begin(*ALL)
     with load.streaming():
-        answer = meta_model.model(IDS).logits
+        answer = lean.answer(IDS, load.view)
     load.wait()
     stock = Loads(staged)
     stock.bring(*ALL)

@@ -7,16 +7,14 @@ import weakref
 
 import pytest
 import torch
+from loads import ALL, Loads
 from transformers import AutoModelForCausalLM
 from waiting import wait_stage
 
 from firsttoken.assets.models import as_stored
 from firsttoken.link.shaped import Link
-from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
 from firsttoken.progressiveserve.loading.host_memory import WeightMemoryBlock
-from firsttoken.progressiveserve.loading.loader import StageLoad
-from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
 from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.study import dtypes
@@ -32,13 +30,11 @@ def logits(model, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_what_arrives_in_bf16_computes_as_stock_transformers_does_in_fp32(stage, ids, tied: bool) -> None:
     staged = stage("llama", tied, BF16)
-    manifest = read_manifest(staged.folder)
-    meta_model = MetaModel(staged.folder, manifest, dtype=FP32)
-    view = StageLoad(staged.folder, manifest, (1, 2, 3), [Link()], meta_model, meta_model.empty_view()).wait()
-    view.activate(meta_model.model)
-    assert {parameter.dtype for parameter in meta_model.model.parameters()} == {FP32}
+    loads = Loads(staged, dtype=FP32)
+    loads.bring(*ALL)
+    assert {parameter.dtype for parameter in loads.model.parameters()} == {FP32}
     stock = AutoModelForCausalLM.from_pretrained(staged.folder, dtype=FP32).eval()
-    assert torch.equal(logits(meta_model.model, ids), logits(stock, ids))
+    assert torch.equal(loads.answer(ids), logits(stock, ids))
     rounded = AutoModelForCausalLM.from_pretrained(staged.folder, dtype=BF16).eval()
     assert not torch.equal(logits(rounded, ids).float(), logits(stock, ids)), "or this test shows nothing"
 
@@ -57,10 +53,7 @@ def test_the_memory_of_a_layer_is_not_kept_until_the_others_are_there(stage, mon
 
     monkeypatch.setattr(WeightBuilder, "_make", noted)
     monkeypatch.setattr(WeightBuilder, "_back", lambda builder, rooms: (back(builder, rooms), backed.set()))
-    staged = stage("llama", True, BF16)
-    manifest = read_manifest(staged.folder)
-    meta_model = MetaModel(staged.folder, manifest, dtype=FP32)
-    load = StageLoad(staged.folder, manifest, (1, 2, 3), [Link()], meta_model, meta_model.empty_view())
+    load = Loads(stage("llama", True, BF16), dtype=FP32).begin(*ALL)
     begun.set()
     load.wait()
     assert kept == [0] * len(kept) and len(kept) > 3

@@ -9,11 +9,9 @@ import torch
 from coarse_plans import coarse_first
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from loads import Loads
 
 from firsttoken.engine.live_executor import LiveExecutor
-from firsttoken.link.shaped import Link
-from firsttoken.progressiveserve.loading.loader import StageLoad
-from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.loading.views import changed
 from firsttoken.progressiveserve.staged_serving.stage_versions import StagedModelVersion
 from firsttoken.progressiveserve.staged_serving.transitions import (
@@ -230,12 +228,9 @@ def test_what_is_kept_is_what_will_be_needed(model, views, bench):
 
 def test_when_the_norm_or_nothing_changes(stage, ids, bench):
     """Weights that are refined in place are other modules: from the boundary is then from the start."""
-    staged = stage(plan=lambda names: coarse_first(names, 6))
-    meta_model = MetaModel(staged.folder, staged.manifest)
-    coarse = StageLoad(staged.folder, staged.manifest, [1], [Link()], meta_model, meta_model.empty_view()).wait()
-    exact = StageLoad(staged.folder, staged.manifest, [2], [Link()], meta_model, coarse).wait()
-    prompt = ids[0].tolist()
-    on = bench(meta_model.model)
+    loads = Loads(stage(plan=lambda names: coarse_first(names, 6)))
+    coarse, exact = loads.bring(1), loads.bring(2)
+    on, prompt = bench(loads.model), ids[0].tolist()
     for policy in CORRECT:
         probe = on.begun(coarse, policy, prompt)
         on.carry(probe, exact, policy)
