@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -81,15 +82,8 @@ def test_the_folder_holds_16_bit_weights_and_nothing_of_this_machine(exported, t
     assert len(weights) == len(LAYERS) * 7 * 2
     assert (exported / WEIGHTS).stat().st_size < 2 * sum(t.numel() for t in weights.values()) + 16_000
 
-    def strings(value):
-        if isinstance(value, dict):
-            return [*value, *(text for item in value.values() for text in strings(item))]
-        if isinstance(value, list):
-            return [text for item in value for text in strings(item)]
-        return [value] if isinstance(value, str) else []
-
     for path in exported.glob("*.json"):
-        texts = strings(json.loads(path.read_text()))
+        texts = re.findall(r'"([^"]*)"', path.read_text())
         assert not [text for text in texts if text.startswith(("/", "~")) or str(tmp_path) in text], path.name
     config = json.loads((exported / "adapter_config.json").read_text())
     assert config["target_modules"] == sorted(SEVEN_PROJECTIONS), "PEFT keeps a set, in another order each time"

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from firsttoken.progressiveserve.quality_gates import (
-    column,
     gate,
     recoveries,
     share_recovered,
@@ -34,12 +33,6 @@ def rows_of(variant: str, em: list[float], f1: list[float], nll: list[float], ch
 FULL = rows_of("s0", [1, 1, 1, 0], [1, 1, 1, 0.2], [1.0, 2.0])
 PRUNED = rows_of("s1_none", [0, 0, 1, 0], [0, 0, 1, 0.2], [4.0, 5.0])
 HEALED = rows_of("s1_ours", [1, 0, 1, 0], [1, 0.5, 1, 0.2], [2.0, 3.0])
-
-
-def test_columns_are_in_recorded_order():
-    assert column(FULL + PRUNED, "s1_none", "extractive", "f1").tolist() == [0, 0, 1, 0.2]
-    assert column(FULL, "s0", "text", "text_nll").tolist() == [1.0, 2.0]
-    assert len(column(FULL, "s0", "closed_book", "em")) == len(column(FULL, "s9", "text", "text_nll")) == 0
 
 
 def test_scores_are_per_cent_and_drops_are_points():

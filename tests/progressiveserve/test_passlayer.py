@@ -89,36 +89,12 @@ def test_a_gap_at_layer_0_is_what_the_cache_guards_against(make_model, ids, kind
     assert (plain[:, 7:] - expected[:, 7:]).abs().max() > 0.1, "positions restart at 0, without an error"
 
 
-def test_several_tokens_at_once_after_a_gap(make_model, ids, kind):
-    model = make_model(kind)
-    pass_layers(model, [0, 2])
-    expected = model(ids, use_cache=False).logits
-    cache = PrunedCache()
-    parts = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split([3, 5, 4], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, 1), expected, **TOLERANCE)
-
-
 def test_generate_takes_the_cache(make_model, ids, kind):
     model = make_model(kind)
     pass_layers(model, [0])
     for prompt in ids.tolist():
         cached = generated(model, prompt, 6, past_key_values=PrunedCache(), eos_token_id=None)
         assert check_greedy(cached.tokens, generated(model, prompt, 6, use_cache=False, eos_token_id=None)) == 6
-
-
-def test_copies_of_a_cache_with_gaps_live_apart(make_model, ids, kind):
-    model = make_model(kind)
-    pass_layers(model, [0, 2])
-    cache = PrunedCache()
-    with torch.inference_mode():
-        model(ids, past_key_values=cache, use_cache=True)
-        copied = copy.deepcopy(cache)
-        copied.batch_repeat_interleave(3)
-        token = torch.arange(6)[:, None]
-        after = model(token, past_key_values=copied, use_cache=True).logits
-        expected = model(torch.cat([ids.repeat_interleave(3, 0), token], 1), use_cache=False).logits
-    torch.testing.assert_close(after, expected[:, -1:], **TOLERANCE)
-    assert (cache.get_seq_length(), copied.get_seq_length()) == (12, 13)
 
 
 @pytest.mark.parametrize("missing", [(0,), (1, 2), (0, 1, 2, 3)])

@@ -28,13 +28,6 @@ def test_the_report_plan_is_the_report_groups_counted_from_zero() -> None:
     assert [len(REPORT_PLAN.present(stage)) for stage in STAGES] == [24, 28, 32]
 
 
-@pytest.mark.parametrize(("size", "b", "c"), [(1, (3,), ()), (2, (3,), (4,)), (3, (3, 4), (5,)), (4, (3, 4), (5, 6))])
-def test_b_is_the_lower_half_and_one_more_of_an_odd_block(size: int, b: tuple[int, ...], c: tuple[int, ...]) -> None:
-    plan = StagePlan.from_block(9, range(3, 3 + size))
-    assert (plan.b, plan.c) == (b, c)
-    assert plan == StagePlan.from_block(9, list(range(3, 3 + size)))
-
-
 @given(plans())
 @settings(deadline=None)
 def test_groups_partition_the_layers_and_stages_only_add(plan: StagePlan) -> None:

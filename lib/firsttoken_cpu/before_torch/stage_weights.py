@@ -30,7 +30,7 @@ from firsttoken.progressiveserve.checkpoint.manifest import (
 )
 from firsttoken.progressiveserve.checkpoint.names import EMBEDDING, HEAD, NORM, torch_dtype
 from firsttoken.progressiveserve.checkpoint.part_formats import (
-    Allocate,
+    AllocateTensor,
     PartFormat,
     PartReader,
     StoredPart,
@@ -106,7 +106,7 @@ class UnpackedReader:
             return self._reader.copied_shapes(part)
         return [tensor.shape for name, tensor in part.carried.items() if not self._stays(name, tensor.dtype)]
 
-    def read(self, part: StoredPart, file: memoryview, data: Tensor, allocate: Allocate) -> dict[str, Tensor]:
+    def read(self, part: StoredPart, file: memoryview, data: Tensor, allocate: AllocateTensor) -> dict[str, Tensor]:
         """The tensors; a norm need not hold the memory of the file."""
         import torch
 

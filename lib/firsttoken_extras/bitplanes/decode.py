@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from firsttoken.progressiveserve.checkpoint.part_formats import Allocate, StoredPart, stored_tensor
+from firsttoken.progressiveserve.checkpoint.part_formats import AllocateTensor, StoredPart, stored_tensor
 from firsttoken.study.errors import ModelError
 from firsttoken_extras.bitplanes.encode import STORED, plane_encoder
 from firsttoken_extras.bitplanes.layouts import BLOCK, SPLITS
@@ -87,7 +87,7 @@ class PlaneReader:
         """The shapes of all tensors."""
         return [tensor.shape for tensor in part.carried.values()]
 
-    def read(self, part: StoredPart, file: memoryview, data: Tensor, allocate: Allocate) -> dict[str, Tensor]:
+    def read(self, part: StoredPart, file: memoryview, data: Tensor, allocate: AllocateTensor) -> dict[str, Tensor]:
         """The tensors of ``part`` from their first planes. Raises ModelError."""
         weights = {name: allocate(tensor.shape) for name, tensor in part.carried.items()}
         for name, tensor in weights.items():

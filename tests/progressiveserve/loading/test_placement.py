@@ -8,7 +8,6 @@ from edited import set_keys
 from transformers import AutoModelForCausalLM
 
 from firsttoken.assets.empty_model import build_on_meta, set_parameter, tie_head
-from firsttoken.progressiveserve.checkpoint.names import torch_dtype
 from firsttoken.study.errors import ModelError
 
 
@@ -91,15 +90,6 @@ def test_the_first_missing_parameter_is_named(staged):
         tie_head(model)
 
 
-def test_an_untied_head_that_never_came(stage):
-    model = build_on_meta(stage(tied=False).folder, torch.float32)
-    for name, parameter in model.named_parameters():
-        if name != "lm_head.weight":
-            set_parameter(model, name, torch.zeros(parameter.shape))
-    with pytest.raises(ModelError, match=r"1 parameters were never brought, first lm_head\.weight"):
-        tie_head(model)
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -141,8 +131,3 @@ def test_a_config_that_no_model_can_be_built_from(stage, key, value):
     with pytest.raises(ModelError, match=r"config\.json") as caught:
         build_on_meta(folder, torch.float32)
     assert "\n" not in str(caught.value)
-
-
-def test_dtypes_by_both_names():
-    assert torch_dtype("BF16") == torch_dtype("bfloat16") == torch.bfloat16
-    assert torch_dtype("F8_E5M2") == torch.float8_e5m2

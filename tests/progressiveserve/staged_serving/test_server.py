@@ -54,16 +54,6 @@ def test_the_whole_model_answers_as_stock_transformers_does(stage, serve, kind, 
     assert server.status()["sessions"] == 0
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_an_early_stage_answers_as_peft_does(stage, serve, number):
-    staged = stage(adapters=(1, 2))
-    spoilt = Spoilt(part_path(staged, number + 1))
-    server = serve(staged, retry_s=TIMEOUT_S)
-    assert wait_stage(server, number, TIMEOUT_S)
-    check_stage(staged, number, PROMPT, tokens_of(server.submit(PROMPT, 16)), 16)
-    until(lambda: spoilt.path.name in (server.status()["error"] or ""), "the failure is told")
-
-
 def present(server: StagedServer) -> list[nn.Module]:
     """The layers that the newest stage computes with now."""
     (segment,) = server._last.decoder.segments

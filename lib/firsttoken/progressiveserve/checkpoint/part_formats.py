@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 KIND = "PART_FORMATS"
 
-Allocate = Callable[[tuple[int, ...]], "Tensor"]
+AllocateTensor = Callable[[tuple[int, ...]], "Tensor"]
 """Gives a tensor of a shape in memory that is there for it, its values whatever they are."""
 
 
@@ -77,7 +77,7 @@ class PartReader(Protocol):
     def copied_shapes(self, part: StoredPart) -> list[tuple[int, ...]]:
         """The shapes of the tensors that cannot stay where the file was read."""
 
-    def read(self, part: StoredPart, file: memoryview, data: Tensor, allocate: Allocate) -> dict[str, Tensor]:
+    def read(self, part: StoredPart, file: memoryview, data: Tensor, allocate: AllocateTensor) -> dict[str, Tensor]:
         """The tensors of ``part`` by name. ``data``, uint8, are the bytes of ``file`` behind its header, where the
         model computes; ``allocate`` gives memory there. Raises ModelError."""
 
@@ -150,7 +150,7 @@ class PlainReader:
     def copied_shapes(self, part: StoredPart) -> list[tuple[int, ...]]:
         return [tensor.shape for tensor in part.carried.values() if torch_dtype(tensor.dtype) != self._dtype]
 
-    def read(self, part: StoredPart, file: memoryview, data: Tensor, allocate: Allocate) -> dict[str, Tensor]:
+    def read(self, part: StoredPart, file: memoryview, data: Tensor, allocate: AllocateTensor) -> dict[str, Tensor]:
         stored = {name: stored_tensor(part, name, data) for name in part.carried}
         return {
             name: tensor if tensor.dtype == self._dtype else allocate(tensor.shape).copy_(tensor)
