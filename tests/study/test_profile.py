@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from firsttoken.study import paths
+from firsttoken.study import extensions, paths
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.parsing.yaml_text import read_yaml
 from firsttoken.study.profile import load_profile, profile_names
 
 pytestmark = pytest.mark.usefixtures("root")
@@ -43,6 +44,51 @@ def test_what_a_profile_leaves_out_is_as_in_the_one_that_it_is_like() -> None:
     mine = load_profile("mine")
     assert (mine.name, mine.about, mine.model) == ("mine", "mine", quick.model)
     assert mine.sections == {**quick.sections, section: {"only": 1}}
+
+
+def test_a_folder_s_sections_are_completed_by_its_defaults(tmp_path, monkeypatch) -> None:
+    (tmp_path / "profiles.yaml").write_text("default:\n  s: {a: 1, b: [2]}\n  other: {a: 1}\nquick:\n  s: {a: 3}\n")
+    monkeypatch.setattr(extensions, "files", lambda name: [tmp_path / name])
+    sections = load_profile("quick").sections
+    assert sections["s"] == {"a": 3, "b": [2]} and "other" not in sections
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("quick:\n  s: {a: 1}\n\nquick:\n  s: {}\n", "line 4: the key 'quick' is there twice"),
+        ("# first\nquick:\n  s: {a: *b}\n", "line 3: anchors and aliases are not read"),
+        ("quick: [1]\n", "quick: expected sections"),
+        ("default:\n  s: 1\n", "default: expected sections"),
+        ("- quick\n", "expected a mapping"),
+        ("quick:\n  s: {}\nfull: {]\n", None),
+    ],
+)
+def test_a_folder_s_fault_names_its_file_and_line(text, said, tmp_path, monkeypatch) -> None:
+    (tmp_path / "profiles.yaml").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(extensions, "files", lambda name: [tmp_path / name])
+    if said is None:
+        assert load_profile("quick").sections["s"] == {}, "another profile's part is not read"
+        return
+    with pytest.raises(ProfileError, match=rf"^{tmp_path.name}/profiles.yaml: {said}.*; mend it"):
+        load_profile("quick")
+
+
+def test_no_two_files_have_one_section(tmp_path, monkeypatch) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "profiles.yaml").write_text("quick:\n  s: {}\n", encoding="utf-8")
+    monkeypatch.setattr(extensions, "files", lambda name: [tmp_path / folder / name for folder in ("a", "b")])
+    with pytest.raises(ProfileError, match=r"^b/profiles\.yaml: quick: the section 's' is in another folder as well"):
+        load_profile("quick")
+
+
+def test_the_folders_name_the_profiles_that_there_are() -> None:
+    for path in extensions.files("profiles.yaml"):
+        content = read_yaml(path)
+        assert content.keys() <= {"default", "quick", "review", "full", "gpu", "paper"}, path
+        named = {section for profile, part in content.items() if profile != "default" for section in part}
+        assert content.get("default", {}).keys() <= named, path
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +24,13 @@ def commands() -> tuple[ModuleType, ...]:
     ``ANYWHERE`` need no clone, and those of ``OWN_ENDS`` answer signals themselves."""
     present = (package for package in PACKAGES if importlib.util.find_spec(package) is not None)
     return tuple(importlib.import_module(f"{package}.commands") for package in present)
+
+
+def files(name: str) -> list[Path]:
+    """The files called ``name`` in folders of the packages, sorted; none of these is imported for it."""
+    present = filter(None, map(importlib.util.find_spec, PACKAGES))
+    folders = (Path(folder) for spec in present for folder in spec.submodule_search_locations or ())
+    return sorted(path for folder in folders for path in folder.glob(f"*/{name}"))
 
 
 @cache

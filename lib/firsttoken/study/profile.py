@@ -1,7 +1,9 @@
 """Profiles: one study at several sizes, kept in ``env/profiles/<name>.yaml``.
 
-A profile names the model and the machine settings, and holds one mapping per experiment configuration. Settings and
-sections that it leaves out are those of the profile that its key ``like`` names. The
+A profile names the model and the machine settings, and holds one mapping per experiment configuration. A package beside
+the library keeps those of its own experiments by its code: ``profiles.yaml`` in a folder of it holds sections under the
+names of profiles, and under ``default`` what a section has where a profile's does not say otherwise. Settings and
+sections that a profile leaves out are those of the profile that its key ``like`` names. The
 mapping becomes a frozen dataclass only when an experiment asks for it, so ``study`` knows no experiment, and a
 key that no configuration has is an error instead of a setting that silently does nothing.
 """
@@ -13,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from firsttoken.study import dtypes, paths
+from firsttoken.study import dtypes, extensions, paths
 from firsttoken.study.dtypes import AUTO, DTYPES
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.parsing.parse_errors import Damaged, blaming
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 Config = TypeVar("Config")
+_MEND = "mend it, or restore it from git"
 
 
 @dataclass(frozen=True)
@@ -99,14 +102,8 @@ def load_profile(name: str, /, **overrides: Any) -> Profile:
     """
     if name not in profile_names():
         raise ProfileError(f"no profile {name!r}; {unknown(name, profile_names())}")
-    path = paths.PROFILES / f"{name}.yaml"
-    with blaming(path.name, ProfileError, "mend it, or restore it from git"):
-        from firsttoken.study.parsing.yaml_text import read_yaml
-
-        content = read_yaml(path)
-        if not isinstance(content, dict):
-            raise Damaged("expected a mapping of settings and sections")
-        content = _completed(content)
+    with blaming(f"{name}.yaml", ProfileError, _MEND):
+        content = _completed(_read(name))
     settings = {key: value for key, value in content.items() if not isinstance(value, dict)}
     sections = {key: dict(value) for key, value in content.items() if isinstance(value, dict)}
     for key, value in overrides.items():
@@ -118,6 +115,27 @@ def load_profile(name: str, /, **overrides: Any) -> Profile:
     return Profile(name=name, sections=sections, **vars(built))
 
 
+def _read(profile: str) -> dict[str, Any]:
+    """Read the file of ``profile``, with the sections that packages beside the library keep in their folders."""
+    from firsttoken.study.parsing.yaml_text import read_parts, read_yaml
+
+    content = read_yaml(paths.PROFILES / f"{profile}.yaml")
+    if not isinstance(content, dict):
+        raise Damaged("expected a mapping of settings and sections")
+    sections = dict[str, dict[str, Any]]()
+    for path in extensions.files("profiles.yaml"):
+        with blaming(f"{path.parent.name}/{path.name}", ProfileError, _MEND):
+            parts = read_parts(path, ("default", profile))
+            for key, part in parts.items():
+                if not isinstance(part, dict) or not all(isinstance(section, dict) for section in part.values()):
+                    raise Damaged(f"{key}: expected sections")
+            for name, changes in parts.get(profile, {}).items():
+                if name in sections:
+                    raise Damaged(f"{profile}: the section {name!r} is in another folder as well")
+                sections[name] = parts.get("default", {}).get(name, {}) | changes
+    return sections | content
+
+
 def _completed(content: dict[str, Any]) -> dict[str, Any]:
     """The ``content`` of a profile, with what it leaves out as the profile named by its key ``like`` has it."""
     if "like" not in content:
@@ -125,10 +143,8 @@ def _completed(content: dict[str, Any]) -> dict[str, Any]:
     like, names = content.pop("like"), profile_names()
     if like not in names:
         raise Damaged(f"like: no profile {like!r}; {unknown(str(like), names)}")
-    from firsttoken.study.parsing.yaml_text import read_yaml
-
-    base = read_yaml(paths.PROFILES / f"{like}.yaml")
-    if not isinstance(base, dict) or "like" in base:
+    base = _read(like)
+    if "like" in base:
         raise Damaged(f"like: {like} must hold every setting itself")
     return base | content
 

@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from firsttoken.assets import gguf, qa_files
 from firsttoken.assets.fetch import _extract, _from_folder
 from firsttoken.assets.lock import asset_path, load_lock
 from firsttoken.progressiveserve.base_model import ServedConfig
 from firsttoken.progressiveserve.evaluation import QualityConfig
-from firsttoken.study import paths
+from firsttoken.study import extensions, paths
 from firsttoken.study.profile import load_profile
 from firsttoken.study.summary import Summary
 from firsttoken_studies.nb00_machine.study import MachineConfig
@@ -105,10 +106,12 @@ def legal_ledger(intact: list[dict[str, Any]], found: list[dict[str, Any]]) -> b
 def make_profile(folder: Path) -> None:
     text = (paths.PROFILES / "quick.yaml").read_text(encoding="utf-8")
     (folder / "quick.yaml").write_text(text.partition("\nhealing:")[0] + text[text.index("\nquality:") :])
+    (kept,) = (path for path in extensions.files("profiles.yaml") if path.parent.name == "nb00_machine")
+    (folder / "profiles.yaml").write_text(kept.read_text(encoding="utf-8"), encoding="utf-8")
 
 
 def profile(folder: Path) -> dict[str, Any]:
-    with here(folder):
+    with here(folder), patch.object(extensions, "files", lambda name: [folder / name]):
         loaded = load_profile("quick")
         for name, kind in SECTIONS.items():
             loaded.section(name, kind)
@@ -226,7 +229,7 @@ FORMATS = (
         "claims", lambda folder: write(folder / "claims.yaml", CLAIMS), ("claims.yaml",), ledger, legal=legal_ledger
     ),
     # a person writes it, too
-    Format("profile", make_profile, ("quick.yaml",), profile, legal=lambda intact, found: sound(found)),
+    Format("profile", make_profile, ("quick.yaml", "profiles.yaml"), profile, legal=lambda intact, found: sound(found)),
     Format(
         "result",
         make_result,

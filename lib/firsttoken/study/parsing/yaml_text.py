@@ -6,8 +6,10 @@ YAML 1.1, which PyYAML reads, makes dates of numbers, yes and no of words, and t
 
 import math
 import re
+from collections.abc import Container
 from copy import deepcopy
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +18,7 @@ import yaml
 from firsttoken.study.parsing.parse_errors import Damaged, read_bytes, shown
 
 _MOST_BYTES, _DEEPEST, _DIGITS = 1 << 24, 32, 20
+_PART = re.compile(r"^\w+:(?=\s)", re.MULTILINE)
 _TAG = "tag:yaml.org,2002:"
 
 
@@ -29,8 +32,23 @@ def parse_yaml(text: bytes | str) -> Any:
     return _parsed(text, lambda loader: loader.get_single_data())
 
 
+def read_parts(path: Path, keys: Container[str]) -> dict[str, Any]:
+    """Read what a file's mapping holds under those of its keys that are among ``keys``, for the caller to change; all
+    other parts are left unparsed. Each part begins with a line "KEY:". Raises as :func:`read_yaml`."""
+    text = read_bytes(path, _MOST_BYTES).decode("utf-8")
+    starts, parts = [match.start() for match in _PART.finditer(text)], dict[str, Any]()
+    if parse_yaml(text[: starts[0] if starts else None]) is not None:
+        raise Damaged("expected a mapping")
+    for start, end in pairwise([*starts, len(text)]):
+        key, line = text[start:].partition(":")[0], text.count("\n", 0, start)
+        if key in parts:
+            raise Damaged(f"line {line + 1}: the key {shown(key)} is there twice")
+        parts[key] = deepcopy(_content("\n" * line + text[start:end]))[key] if key in keys else None
+    return {key: part for key, part in parts.items() if key in keys}
+
+
 # a process asks for the same profile, assets and claims again and again, and each takes tenths of a second
-_content = lru_cache(maxsize=8)(parse_yaml)
+_content = lru_cache(maxsize=256)(parse_yaml)
 
 
 def read_entries(path: Path) -> list[tuple[int, Any]]:
