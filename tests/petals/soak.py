@@ -31,9 +31,9 @@ from swarms import DEPTH, opening, varied
 
 from firsttoken.petals.access import Access
 from firsttoken.petals.checkpoint_blocks import model_sha256
-from firsttoken.petals.contacts import tell
+from firsttoken.petals.contacts import encode_exchange
 from firsttoken.petals.messages import EXCHANGE, MOST_TOKENS, PASS, SESSION, SequenceChunk
-from firsttoken.petals.server import Running, ServerConfig, serving
+from firsttoken.petals.server import RunningServer, ServerConfig, serving
 from firsttoken.petals.session import ServerLimits
 from firsttoken.petals.tuning.passes import Pass, encode_pass
 from firsttoken.petals.wire import encode
@@ -72,7 +72,7 @@ class Held(NamedTuple):
     blocks: int
 
 
-def _held(up: Running) -> Held:
+def _held(up: RunningServer) -> Held:
     sessions, status = up.sessions, Path("/proc/self/status").read_text()
     numbers = {line.split()[0]: line.split()[1] for line in status.splitlines() if len(line.split()) > 1}
     pool = sessions.slots.pool
@@ -136,7 +136,7 @@ class Clients:
         async with Access().channel(self.address, WIDTH, DEPTH) as channel:
             try:
                 if way == "asks who is there":
-                    await channel.unary_unary(EXCHANGE)(self.draw.choice([tell([]), b"junk"]), timeout=30)
+                    await channel.unary_unary(EXCHANGE)(self.draw.choice([encode_exchange([]), b"junk"]), timeout=30)
                 elif way.startswith("trains"):
                     await self._train(channel, goes="goes" in way)
                 else:

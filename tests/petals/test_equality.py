@@ -93,7 +93,7 @@ def test_every_split_gives_the_local_hidden_states(everyone, folder, tiny):
         record = everyone[0, DEPTH]
         swarm = Split(record.model, [record.address], 32, Access(), Timeouts())
         swarm.choose(spans(cuts))
-        await swarm.look()
+        await swarm.refresh()
         chain = Chain(swarm, range(DEPTH), "float32")
         if by_one:
             chain.sessions = [(swarm.open_session(record, range(*span), "float32"), record) for span in spans(cuts)]

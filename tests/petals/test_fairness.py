@@ -20,7 +20,7 @@ from waiting import reached
 
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.fairness import HERE, Client, Turns, client_of, who_yields
+from firsttoken.petals.fairness import HERE, Client, FairQueue, client_of, client_to_evict
 from firsttoken.petals.kv_slots import KVSlots
 from firsttoken.petals.messages import PASS, SESSION, SequenceChunk
 from firsttoken.petals.tuning.frozen import MOST_WAITING
@@ -61,7 +61,7 @@ def test_a_client_is_a_connection_of_a_host(peer, host):
 @given(st.dictionaries(CLIENTS, st.integers(0, 20)), CLIENTS, st.integers(1, 6))
 def test_who_yields_still_has_as_much_as_who_asked(held, asking, wanted):
     """Or nobody would come to rest: two would take the same thing from each other again and again."""
-    one = who_yields(held, asking, wanted)
+    one = client_to_evict(held, asking, wanted)
     if one is None:
         return
     assert one != asking
@@ -74,14 +74,14 @@ def test_who_yields_still_has_as_much_as_who_asked(held, asking, wanted):
         assert hosts[one.host] > hosts[asking.host]
     else:
         assert after[one] > after[asking]
-    assert who_yields(after, one, wanted) != asking
+    assert client_to_evict(after, one, wanted) != asking
 
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(CLIENTS, st.integers(1, 50)), min_size=2, max_size=60))
 def test_turns_are_fair_between_hosts_and_then_between_their_clients(steps):
     """While two wait all the time, what was begun for them differs by one step of each at most."""
-    turns, waiting, most = Turns(), {A: [], B: [], C: []}, 50
+    turns, waiting, most = FairQueue(), {A: [], B: [], C: []}, 50
     for client, cost in steps:
         waiting[client if client in waiting else A].append(cost)
     served = Counter()
@@ -95,7 +95,7 @@ def test_turns_are_fair_between_hosts_and_then_between_their_clients(steps):
 
 
 def test_turns_that_were_not_asked_for_are_not_saved_up():
-    turns = Turns()
+    turns = FairQueue()
     for _ in range(100):
         turns.charge(turns.next([A]), 10)
     said = []
@@ -230,7 +230,7 @@ def test_a_flood_of_steps_is_computed_between_those_of_another(small):
         flood = [await opened("one", step(0, 0, 1)) for _ in range(3)]
         victim = await opened("two", step(0, 0, 1))
         batcher.backend.run = noted
-        blocked = asyncio.create_task(batcher.aside(lambda: go.wait(30)))
+        blocked = asyncio.create_task(batcher.run_between(lambda: go.wait(30)))
         for first, call in enumerate(flood, 1):
             await call.write(encode(torch.randn(9, WIDTH), "float32", [SequenceChunk(0, 1, 10)], first=first))
         await reached(lambda: len(batcher._waiting) >= 2)  # the first is on its way to the thread

@@ -58,7 +58,7 @@ def test_strangers_write_little_on_it_and_serve_nothing(here, client):
         name = f"<img src=x onerror=alert({number})>".ljust(250, "x")
         changed = {"address": f"{name}:80", "blocks": (0, 1000), "model": "a" * 64 if number % 2 else up.record.model}
         stranger = replace(up.record, server=public_hex(key), issued=now, expires=now + 300, **changed)
-        model.swarm.registry.take(stranger.signed(key), now)
+        model.swarm.registry.accept(stranger.signed(key), now)
     found = told(model)
     assert found["unserved"] == [3, 4, 5]  # as nobody who says so has answered
     assert (found["servers"][0]["key"], len(found["servers"]), found["more"]) == (up.record.server, MOST_SERVERS, 7)

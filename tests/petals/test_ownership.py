@@ -70,7 +70,7 @@ def held(here):
 async def shut_while(server, go: threading.Event, talk: Callable[[], Awaitable[None]]) -> None:
     """``talk`` while nothing is computed; then everything is."""
     go.clear()
-    blocked = asyncio.create_task(server.sessions.batcher.aside(lambda: go.wait(30)))
+    blocked = asyncio.create_task(server.sessions.batcher.run_between(lambda: go.wait(30)))
     try:
         await talk()
     finally:
@@ -195,7 +195,7 @@ def test_who_waits_when_a_server_ends_is_answered_or_hears_it(here):
             one, two = (Talking(channel, here.model) for _ in range(2))
             await one.step(0, 3)
             await two.step(0, 3)
-            blocked = asyncio.create_task(server.sessions.batcher.aside(lambda: go.wait(30)))
+            blocked = asyncio.create_task(server.sessions.batcher.run_between(lambda: go.wait(30)))
             await one.send(3, 4)
             await reached(lambda: len(server.sessions.slots._leased) == 1 and not waiting(server))
             await two.send(3, 4, first=2)
@@ -237,7 +237,7 @@ def test_a_server_moves_when_no_step_has_a_block_any_more(here, held):
                 check_slots(slots)
 
             await shut_while(server, go, talk)
-            await sessions.batcher.aside(lambda: server.sessions.batcher.backend.move(range(6)))
+            await sessions.batcher.run_between(lambda: server.sessions.batcher.backend.move(range(6)))
             sessions.moving = False
             await reached(lambda: not slots._leased)
             assert slots.pool.free == slots.pool.count

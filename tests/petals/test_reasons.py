@@ -117,7 +117,7 @@ def test_a_server_that_is_silent_or_was_shunned_is_named(here, client):
     (up,) = here.serve((0, 3))
     model = client(up.record.address, timeouts={"find_s": 0.1})
     gone = replace(up.record, server=public_hex(keyed(9)), address=nobody(), blocks=(3, 6)).signed(keyed(9))
-    model.swarm.registry.take(gone, time.time())
+    model.swarm.registry.accept(gone, time.time())
     model.swarm.conduct.failed(up.record.server)
     with pytest.raises(SwarmError, match=f"blocks 3 to 5: .*{gone.address}: nobody listens there.*failed lately"):
         model.generate(torch.tensor([[1]]), 1)

@@ -25,7 +25,7 @@ from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.placement import Rebalancing
 from firsttoken.petals.records import Record
-from firsttoken.petals.server import wanted
+from firsttoken.petals.server import move_target
 from firsttoken.petals.tuning.frozen import FrozenBlocks
 from firsttoken.petals.tuning.passes import Pass
 from firsttoken.study.errors import SwarmError
@@ -70,13 +70,13 @@ class Members:
         if not mine.span:
             self.say(at, blocks=mine.target, target=(0, 0))
         elif todo is None:
-            if (target := wanted(self.rule, mine, self.views[at].values(), DEPTH)) is not None:
+            if (target := move_target(self.rule, mine, self.views[at].values(), DEPTH)) is not None:
                 self.say(at, target=(target.start, target.stop), wishes=100 + self.now + self.skews[at])
                 self.todo[at] = [one for one in range(len(self.names)) if one != at and self.asks]
         elif todo:
             self.exchange(at, todo.pop())
         else:
-            target, self.todo[at] = wanted(self.rule, mine, self.views[at].values(), DEPTH, self.names), None
+            target, self.todo[at] = move_target(self.rule, mine, self.views[at].values(), DEPTH, self.names), None
             if target != range(*mine.target):
                 self.say(at, target=(0, 0), wishes=0.0)
                 return
@@ -143,11 +143,13 @@ def test_without_asking_first_they_would() -> None:
 
 def test_who_does_not_answer_covers_nothing() -> None:
     fast = [announced(0, 0, 4, 4.0), announced(1, 0, 4, 4.0), announced(2, 4, 8)]
-    assert wanted(RULE, fast[0], fast, DEPTH) == range(4, 8)
-    assert wanted(RULE, fast[0], fast, DEPTH, {fast[2].server}) is None, "the other one may be dead"
-    assert wanted(RULE, fast[0], [*fast[:2], replace(fast[2], blocks=(4, 40))], DEPTH) == range(4, 8), "no such blocks"
+    assert move_target(RULE, fast[0], fast, DEPTH) == range(4, 8)
+    assert move_target(RULE, fast[0], fast, DEPTH, {fast[2].server}) is None, "the other one may be dead"
+    assert move_target(RULE, fast[0], [*fast[:2], replace(fast[2], blocks=(4, 40))], DEPTH) == range(4, 8), (
+        "no such blocks"
+    )
     fixed = [replace(one, moves=False) for one in fast[1:]]
-    assert wanted(RULE, fast[0], fixed, DEPTH) == range(4, 8), "what those that stay would do is not counted on"
+    assert move_target(RULE, fast[0], fixed, DEPTH) == range(4, 8), "what those that stay would do is not counted on"
 
 
 class Even(BlockBackend):
@@ -176,7 +178,7 @@ def test_an_answer_goes_on_while_servers_move(here, leaving, client, asked):
     request = model.engine.submit(one.prompt, Sampling(9))
 
     async def look() -> list[bool]:
-        return await asyncio.gather(*(up.rebalancer.look() for up in ups))
+        return await asyncio.gather(*(up.rebalancer.rebalance() for up in ups))
 
     while not request.finished:
         if len(request.output) == 4:
@@ -228,7 +230,7 @@ def test_processes_cover_for_one_that_is_killed(folder, imported, client, asked,
         assert check_greedy(request.output, one.plain) == 9
 
         def covered() -> bool:
-            wait_for(model.swarm.look())
+            wait_for(model.swarm.refresh())
             return {record.blocks for record in model.swarm.servers()} == {(0, 3), (3, 6)}
 
         until(covered, "somebody has taken the blocks")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from firsttoken.petals.contacts import TALK, Exchanged, hear, tell
+from firsttoken.petals.contacts import TALK, Exchanged, decode_exchange, encode_exchange
 from firsttoken.petals.keys import public_hex, server_key
 from firsttoken.petals.records import (
     LONGEST_S,
@@ -38,14 +38,14 @@ def keyed(number: int) -> Ed25519PrivateKey:
 
 def test_the_latest_record_of_each_server_counts_until_it_expires():
     registry = Registry()
-    assert registry.take(record(), NOW) and not registry.take(record(), NOW)
-    assert registry.take(record(OTHER, address="127.0.0.1:4001"), NOW)
-    assert registry.take(later := record(at=NOW + 10, blocks=(1, 4)), NOW + 10)
+    assert registry.accept(record(), NOW) and not registry.accept(record(), NOW)
+    assert registry.accept(record(OTHER, address="127.0.0.1:4001"), NOW)
+    assert registry.accept(later := record(at=NOW + 10, blocks=(1, 4)), NOW + 10)
     assert {one.blocks for one in registry.serving("a" * 64, NOW + 10)} == {(1, 4), (0, 3)}
     assert registry.serving("b" * 64, NOW + 10) == []
     assert registry.live(NOW + 31) == [later]
     assert registry.live(NOW + 41) == []  # no ghost
-    assert registry.take(record(at=NOW + 50, blocks=(0, 0)), NOW + 50)  # it leaves
+    assert registry.accept(record(at=NOW + 50, blocks=(0, 0)), NOW + 50)  # it leaves
     assert registry.serving("a" * 64, NOW + 50) == []
 
 
@@ -66,16 +66,16 @@ def test_the_latest_record_of_each_server_counts_until_it_expires():
 def test_what_is_not_a_servers_own_word_of_now_is_refused(wrong, said):
     registry = Registry()
     with pytest.raises(SwarmError, match=said):
-        registry.take(wrong, NOW)
+        registry.accept(wrong, NOW)
     assert registry.live(NOW) == []
 
 
 def test_a_replayed_record_is_refused_also_after_the_later_one_has_gone():
     registry = Registry()
     old = record(life=LONGEST_S)
-    registry.take(record(at=NOW + 5, life=10.0), NOW + 5)
+    registry.accept(record(at=NOW + 5, life=10.0), NOW + 5)
     with pytest.raises(StaleRecordError, match="older than the one that is known: it is replayed"):
-        registry.take(old, NOW + 6)
+        registry.accept(old, NOW + 6)
     for now, wrong in ((NOW + 6, StaleRecordError), (NOW + 100, UnprovenRecordError)):
         with pytest.raises(wrong):
             registry.renew(old, now)
@@ -85,9 +85,9 @@ def test_a_replayed_record_is_refused_also_after_the_later_one_has_gone():
 def test_a_record_counts_for_its_life_whatever_the_clock_of_its_server_says(off_s):
     """What is passed on of it lives no longer than from when it was issued, as far as its own word has shown that."""
     registry = Registry()
-    registry.take(record(at=NOW + off_s), NOW + 8)  # it was 8 s on its way
+    registry.accept(record(at=NOW + off_s), NOW + 8)  # it was 8 s on its way
     assert registry.live(NOW + 37.9) and not registry.live(NOW + 38.1)
-    registry.take(record(at=NOW + off_s + 10), NOW + 10.5)
+    registry.accept(record(at=NOW + off_s + 10), NOW + 10.5)
     registry.renew(record(at=NOW + off_s + 20), NOW + 30)  # that came late
     assert registry.live(NOW + 50.4) and not registry.live(NOW + 50.6)
     with pytest.raises(UnprovenRecordError, match="expired on its way here"):
@@ -98,30 +98,30 @@ def test_a_record_counts_for_its_life_whatever_the_clock_of_its_server_says(off_
 
 def test_a_server_that_runs_again_by_another_clock_is_believed_when_it_says_so_itself():
     registry, again = Registry(), record(at=NOW - 60, started=NOW - 60)
-    registry.take(record(), NOW)
+    registry.accept(record(), NOW)
     with pytest.raises(UnprovenRecordError):
         registry.renew(again, NOW + 1)
-    assert registry.take(again, NOW + 1) and registry.live(NOW + 30.9) == [again]
+    assert registry.accept(again, NOW + 1) and registry.live(NOW + 30.9) == [again]
 
 
 def test_of_two_servers_with_one_key_the_earlier_counts():
     registry, twin = Registry(), {"address": "127.0.0.1:4009", "started": NOW + 1}
-    registry.take(record(), NOW)
+    registry.accept(record(), NOW)
     with pytest.raises(TwinError, match=r"in use at 127.0.0.1:4000: give each server a key of its own, or wait 28 s"):
-        registry.take(record(at=NOW + 2, **twin), NOW + 2)
-    registry.take(record(at=NOW + 31, **twin), NOW + 31)  # the first one's life is over, and it was only restarted
-    registry.take(record(at=NOW + 32), NOW + 32)  # it was a partition, and heals
+        registry.accept(record(at=NOW + 2, **twin), NOW + 2)
+    registry.accept(record(at=NOW + 31, **twin), NOW + 31)  # the first one's life is over, and it was only restarted
+    registry.accept(record(at=NOW + 32), NOW + 32)  # it was a partition, and heals
     assert registry.serving("a" * 64, NOW + 32)[0].address == "127.0.0.1:4000"
 
 
 def test_a_registry_holds_so_many_and_who_is_new_finds_room():
     registry = Registry()
     for number in range(MOST + 3):
-        registry.take(record(keyed(number), address=f"127.0.0.1:{4000 + number}"), NOW)
+        registry.accept(record(keyed(number), address=f"127.0.0.1:{4000 + number}"), NOW)
     held = {one.address for one in registry.live(NOW)}
     assert held == {f"127.0.0.1:{4000 + number}" for number in range(3, MOST + 3)}  # who was longest silent is gone
     with pytest.raises(SwarmError, match="an exchange of 513 records"):
-        hear(tell([record()] * (MOST + 1)))
+        decode_exchange(encode_exchange([record()] * (MOST + 1)))
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,9 @@ def test_what_is_no_record_is_named(change, said):
 @pytest.mark.parametrize("data", [b"", b"[]", b"{", b'{"server": 1, "records": []}', b'{"records": []}', b"\xff"])
 def test_what_is_no_exchange_is_refused(data):
     with pytest.raises(SwarmError, match="an exchange of records cannot be read"):
-        hear(data)
-    assert hear(tell([record()], "a" * 64)) == Exchanged("a" * 64, (record(),), talk=TALK)
-    assert json.loads(tell([]))["server"] is None
+        decode_exchange(data)
+    assert decode_exchange(encode_exchange([record()], "a" * 64)) == Exchanged("a" * 64, (record(),), talk=TALK)
+    assert json.loads(encode_exchange([]))["server"] is None
 
 
 def test_a_key_is_made_once_and_read_again(tmp_path):

@@ -54,15 +54,15 @@ def test_a_block_that_a_step_has_is_nobody_elses_until_it_has_run(doings, spare_
             slots.computed(sessions[whose], [SequenceChunk(chunks[0].request.number, chunks[0].start, chunks[0].end)])
             slots.release(chunks)
         elif what == "forget":
-            slots.leave(mine, [number])
+            slots.free(mine, [number])
         elif what == "leave":
-            slots.leave(mine, list(mine))
+            slots.free(mine, list(mine))
         check_slots(slots)
         assert slots.held <= 6
     for _, chunks in under_way:
         slots.release(chunks)
     for mine in sessions:
-        slots.leave(mine, list(mine))
+        slots.free(mine, list(mine))
     check_slots(slots)
     assert slots.pool.free == slots.pool.count and slots.held == 0
 

@@ -59,7 +59,7 @@ class Books:
         if any(one[:2] == (who, number) for one in self.way):
             return
         self.texts[who, number] = text
-        self.shared += self.slots.adopt(self.sessions[who], number, self.keys(who, text), 0, CLIENTS[who])
+        self.shared += self.slots.reuse(self.sessions[who], number, self.keys(who, text), 0, CLIENTS[who])
         self.look(who, number)
 
     def step(self, who: int, number: int, back: int, tokens: int) -> None:
@@ -111,7 +111,7 @@ def run_books(slots: KVSlots, doings: Sequence[tuple[int, str, int, int, int]]) 
             elif what == "finish" and books.way:
                 books.finish()
             elif what == "leave":
-                slots.leave(books.sessions[who], [number])
+                slots.free(books.sessions[who], [number])
         except FirstTokenError:
             pass
         books.check()
@@ -119,7 +119,7 @@ def run_books(slots: KVSlots, doings: Sequence[tuple[int, str, int, int, int]]) 
         books.finish()
         books.check()
     for mine in books.sessions:
-        slots.leave(mine, list(mine))
+        slots.free(mine, list(mine))
     assert slots.pool.free == slots.pool.count and slots.held == 0
     return books.shared
 
@@ -141,7 +141,7 @@ def walks(seeds: range) -> list[list[tuple[int, str, int, int, int]]]:
 
 def test_walks_share_and_those_that_write_to_what_others_have_are_found_out(monkeypatch):
     assert sum(run_books(KVSlots(9, 4, 5, 40), walk) for walk in walks(range(60))) > 300
-    monkeypatch.setattr(KVSlots, "_own", lambda self, sequence, start: sequence.blocks)
+    monkeypatch.setattr(KVSlots, "_private_blocks", lambda self, sequence, start: sequence.blocks)
     with pytest.raises(AssertionError):
         for walk in walks(range(60)):
             run_books(KVSlots(9, 4, 5, 40), walk)
@@ -153,10 +153,10 @@ def test_what_is_kept_goes_before_a_sequence_does_and_who_left_first_goes_first(
         slots.place(mine, [SequenceChunk(number, 0, 4)])
         slots.computed(mine, [SequenceChunk(number, 0, 4)])
         slots.publish(mine, number, 0, [key])
-    slots.leave(mine, [0])
-    slots.leave(mine, [1])
+    slots.free(mine, [0])
+    slots.free(mine, [1])
     slots.place(mine, [SequenceChunk(2, 0, 12)])
-    assert slots.adopt(mine, 3, [b"a"]) == 0 and slots.adopt(mine, 3, [b"b"]) == 4
+    assert slots.reuse(mine, 3, [b"a"]) == 0 and slots.reuse(mine, 3, [b"b"]) == 4
     with pytest.raises(BusyError, match="full"):  # of one client, both in use
         slots.place({}, [SequenceChunk(0, 0, 4)])
     check_slots(slots)
@@ -212,7 +212,7 @@ def test_random_sessions_deaths_and_evictions_leave_the_tokens_alone(tiny, here,
 
 
 async def _end(session) -> None:
-    session.end(SwarmError("it dies here"))
+    session.cancel(SwarmError("it dies here"))
 
 
 def idle(ups) -> None:
@@ -281,7 +281,7 @@ def test_a_server_that_is_replaced_in_the_middle_is_sent_all_from_the_first_toke
     """The skipped tokens' hidden states are nowhere, so the servers before it compute them again, too."""
     ups, model = two(here, client)
     spare = here.serve([(0, 3), (3, 6)][place], peers=[ups[0].record.address])[0]
-    wait_for(model.swarm.look())
+    wait_for(model.swarm.refresh())
     one = asked(100, 8)
     answer(model, one.prompt, 8)
     served = {record.server for _, record in model.chain.sessions}
@@ -441,7 +441,7 @@ def test_a_server_that_says_nonsense_of_what_it_has_is_replaced(here, client, as
 
     ups, model = two(here, client)
     here.serve((0, 3), (3, 6), peers=[ups[0].record.address])
-    wait_for(model.swarm.look())
+    wait_for(model.swarm.refresh())
     one, wrong = asked(40, 4), iter([True])
 
     def said(*args, shared=None, **more):

@@ -126,7 +126,7 @@ def test_random_sessions_with_stored_beginnings_and_deaths(tiny, here, client, s
 
 
 async def _end(session) -> None:
-    session.end(SwarmError("it dies here"))
+    session.cancel(SwarmError("it dies here"))
 
 
 class Torn(Stored):
@@ -170,7 +170,7 @@ def test_values_of_another_shape_fail_the_server_that_is_sent_them_and_never_the
     """A store of another model is told by its identity before; where one came through, a server refuses it."""
     ups, model = two(here, client)
     here.serve((0, 3), (3, 6), peers=[ups[0].record.address])
-    wait_for(model.swarm.look())
+    wait_for(model.swarm.refresh())
     one = asked(90, 6)
     kv = [torch.cat([layer, layer], 2) for layer in computed(tiny, one.prompt[:80])]
     sources = iter([Stored(kv, 80)])

@@ -26,11 +26,11 @@ from firsttoken.petals.contacts import (
     PAGE_BYTES,
     Contacts,
     Exchanged,
+    decode_exchange,
+    encode_exchange,
     exchange,
-    hear,
     page_of,
     proof_of,
-    tell,
 )
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.keys import public_hex
@@ -90,7 +90,7 @@ async def all_said(address: str, records: list[Record], connections: int = 8) ->
     async def some(part: list[Record]) -> list[Exchanged]:
         access = Access()
         async with access.channel(address, 32) as channel:
-            return [await exchange(channel, access, tell([one], one.server), 60.0) for one in part]
+            return [await exchange(channel, access, encode_exchange([one], one.server), 60.0) for one in part]
 
     parts = await asyncio.gather(*(some(records[first::connections]) for first in range(connections)))
     return [one for part in parts for one in part]
@@ -105,7 +105,7 @@ def test_ten_times_the_limit_of_junk_keeps_nobody_out(here, client, asked):
     contacts = door.announcer._contacts
 
     async def hear_all() -> list[str]:
-        return [await contacts.hear_of(one, f"host {number // 12}") for number, one in enumerate(records[160:])]
+        return [await contacts.receive(one, f"host {number // 12}") for number, one in enumerate(records[160:])]
 
     assert all(wait_for(hear_all()))
     assert [one.server for one in door.registry.live(time.time())] == [door.record.server]
@@ -124,9 +124,9 @@ def test_a_list_travels_in_pages_that_every_member_takes():
     own, heard, after, pages = known[7], [], "", 0
     while pages == 0 or after:
         page, after = page_of(known, own, after)
-        message = tell(page, own.server, after=after)
+        message = encode_exchange(page, own.server, after=after)
         assert len(message) < PAGE_BYTES + 1024 < most_bytes(1) * 3 / 4
-        heard += hear(message).records
+        heard += decode_exchange(message).records
         pages += 1
     assert heard[0] == own and {one.server for one in heard} == {one.server for one in known}
     assert len(heard) == MOST and 1 < pages < 20
@@ -142,27 +142,27 @@ def test_under_any_junk_an_honest_record_that_is_said_at_its_address_is_taken_an
         some = honest[draw.randrange(1, 9)]
         if what == 0:  # it says that it is there
             taken[some.server] = record(int(some.address.split(":")[1]) - 4000, now)
-            registry.take(taken[some.server], now)
+            registry.accept(taken[some.server], now)
         elif what == 1:  # anybody passes on what anybody signed
-            wrong = registry.take_all([junk(draw.randrange(5000), "a" * 64, now) for _ in range(8)], now)
+            wrong = registry.accept_all([junk(draw.randrange(5000), "a" * 64, now) for _ in range(8)], now)
             assert all(isinstance(error, UnprovenRecordError) for error in wrong.values()) and len(wrong) > 0
         elif what == 2:  # or forges what is newer than what is known
             forged = [replace(one, issued=now + 4, blocks=(0, 1)) for one in taken.values()]
-            registry.take_all(forged + [replace(one, server=public_hex(keyed(5))) for one in taken.values()], now)
+            registry.accept_all(forged + [replace(one, server=public_hex(keyed(5))) for one in taken.values()], now)
         elif draw.random() < 0.5:  # or another's address for a key of its own
-            registry.take_all([record(3000 + step, now, address=some.address)], now)
+            registry.accept_all([record(3000 + step, now, address=some.address)], now)
         assert {one.server: one for one in registry.live(now)} == taken
 
 
 def test_who_renews_stays_where_others_prove_themselves_without_end():
     """Of one network are most: its own lose their places, and no other machine does."""
     registry, alone = Registry(), record(0, address="198.51.100.7:4000")
-    registry.take(alone, NOW)
+    registry.accept(alone, NOW)
     for number in range(1, MOST + 100):
-        registry.take(record(number, address=f"192.0.2.{number % 200}:{4000 + number}"), NOW)
+        registry.accept(record(number, address=f"192.0.2.{number % 200}:{4000 + number}"), NOW)
     assert len(registry.live(NOW)) == MOST and alone in registry.live(NOW)
     assert registry.at("198.51.100.7:4000", NOW) == alone
-    registry.take(record(9999, address="198.51.100.7:4000"), NOW)  # another answers there now
+    registry.accept(record(9999, address="198.51.100.7:4000"), NOW)  # another answers there now
     assert alone not in registry.live(NOW)
 
 
@@ -178,7 +178,7 @@ def test_a_strangers_port_is_connected_to_once_whoever_names_it(here, client, po
     assert port.came <= 2
     model = client(ups[0].record.address)
     for _ in range(5):
-        wait_for(model.swarm.look())
+        wait_for(model.swarm.refresh())
     assert port.came <= 2 and len(model.swarm.servers()) == 2
 
 
@@ -191,12 +191,14 @@ def test_a_member_that_names_a_strangers_port_leads_each_there_once(here, client
     told += [record(50, now, address="192.0.2.7:4000")]
 
     async def lies(data: bytes, _: object) -> bytes:
-        said = hear(data)
+        said = decode_exchange(data)
         own = record(1, time.time(), model=here.model, address=address[0])
         proof = proof_of(key, own, said.nonce) if said.nonce else None
         first = int(said.after or 0)  # pages that never end
         page = told[first : first + 60]
-        return tell([own, *page] if not first else page, own.server, proof=proof, after=str(first + 60).zfill(4))
+        return encode_exchange(
+            [own, *page] if not first else page, own.server, proof=proof, after=str(first + 60).zfill(4)
+        )
 
     async def start() -> grpc.aio.Server:
         server = grpc.aio.server()
@@ -213,7 +215,7 @@ def test_a_member_that_names_a_strangers_port_leads_each_there_once(here, client
     until(lambda: len(up.registry.live(time.time())) == 2, "both are known")
     model = client(address[0])
     for _ in range(4):
-        wait_for(model.swarm.look())
+        wait_for(model.swarm.refresh())
     time.sleep(1.0)  # the server looks again, too
     rounds = 1 + (time.monotonic() - began) // 2  # who looks leads there once, and again after 2 s at the earliest
     assert 1 <= port.came <= 3 * rounds
@@ -252,13 +254,13 @@ def test_more_than_one_record_is_not_read(here):
 
     async def flood() -> None:
         async with grpc.aio.insecure_channel(door.record.address) as channel:
-            await channel.unary_unary(EXCHANGE)(tell(many, many[0].server))
+            await channel.unary_unary(EXCHANGE)(encode_exchange(many, many[0].server))
 
     with pytest.raises(grpc.aio.AioRpcError, match=f"in {ASKED_BYTES} bytes at most: .* are not read"):
         wait_for(flood())
     told = wait_for(said(door.record.address, record(1, now)))
-    assert len(tell([record(1, now, address="a" * 250 + ":4000")], "a" * 64, nonce="0" * 32)) < ASKED_BYTES
-    assert hear(tell(told.records, told.server)).records == told.records
+    assert len(encode_exchange([record(1, now, address="a" * 250 + ":4000")], "a" * 64, nonce="0" * 32)) < ASKED_BYTES
+    assert decode_exchange(encode_exchange(told.records, told.server)).records == told.records
 
 
 @pytest.mark.parametrize(

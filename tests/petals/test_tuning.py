@@ -186,7 +186,7 @@ def test_nobody_trains(here, train, tiny):
     with pytest.raises(SwarmError, match=r"does not train: start one with --train .the servers that took over failed"):
         model.hidden(torch.tensor([[1, 2]]))
     here.serve((0, 6), peers=[door], trains=True)  # whoever tries again is as patient as before
-    wait_for(model.chain.swarm.look())
+    wait_for(model.chain.swarm.refresh())
     assert torch.isfinite(model.hidden(torch.tensor([[1, 2]]))).all()
     model.close()
 

@@ -18,7 +18,7 @@ from firsttoken.assets.models import load_model
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.keys import public_hex, read_said, server_key, signature_of
+from firsttoken.petals.keys import parse_foreign, public_hex, server_key, signature_of
 from firsttoken.petals.messages import ACCUSE, SequenceChunk
 from firsttoken.petals.swarm import ServerConduct
 from firsttoken.petals.trust import commitments
@@ -46,7 +46,7 @@ def look(model, *ups) -> None:
     wanted = {up.record.server for up in ups}
 
     def known() -> bool:
-        wait_for(model.swarm.look())
+        wait_for(model.swarm.refresh())
         return wanted <= {record.server for record in model.swarm.servers()}
 
     until(known, "these servers are known to answer")
@@ -74,7 +74,7 @@ def test_a_liar_is_convicted_and_loses_its_place(lie, here, client, asked):
     if lie != "seldom":  # convicted before its first answer was used
         assert check_greedy(said, one.plain) == ANSWER
     assert said_by(model, one) == said_by(model, one)
-    wait_for(model.swarm.look())
+    wait_for(model.swarm.refresh())
     assert liar.record.server not in {record.server for record in model.swarm.servers()}
 
 
@@ -131,7 +131,7 @@ def test_an_audit_is_inconclusive_where_somebody_is_gone(here, client, asked, fo
     model, one = audited(client, door.record.address), asked(9, ANSWER)
     assert check_greedy(said_by(model, one), one.plain) == ANSWER  # nobody else has the blocks
     gone = replace(door.record, server=public_hex(CLIENT), address="127.0.0.1:1").signed(CLIENT)
-    model.swarm.registry.take(gone, time.time())
+    model.swarm.registry.accept(gone, time.time())
     model.swarm._pings[gone.address] = 1.0
     assert check_greedy(said_by(model, one), one.plain) == ANSWER  # who has does not answer
     auditor = model.chain.auditor
@@ -186,7 +186,7 @@ def test_a_witness_that_is_silent_is_passed_by(here, client, asked):
     model, one = audited(client, ups[0].record.address), asked(9, ANSWER)
     look(model, *ups)
     gone = replace(ups[0].record, server=public_hex(CLIENT), address="127.0.0.1:1", throughput=1.0).signed(CLIENT)
-    model.swarm.registry.take(gone, time.time())
+    model.swarm.registry.accept(gone, time.time())
     model.swarm._pings[gone.address] = 50.0
     assert check_greedy(said_by(model, one), one.plain) == ANSWER
     assert model.chain.auditor.ends == {AGREED: ANSWER}
@@ -377,4 +377,4 @@ async def unserved(model) -> None:
 def test_a_ruling_that_cannot_be_read_convicts_nobody(said: bytes) -> None:
     """Bytes that are no text are a keeper's fault, too, and end an audit without a finding."""
     with pytest.raises(SwarmError, match=r"^the keeper's ruling cannot be read: "):
-        read_said(AuditRuling, said, "the keeper's ruling cannot be read")
+        parse_foreign(AuditRuling, said, "the keeper's ruling cannot be read")

@@ -7,7 +7,7 @@ from waiting import reached
 from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.request import Request
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.server import Running
+from firsttoken.petals.server import RunningServer
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken_extras.layer_borrowing.replica import BorrowingReplica
 
@@ -22,7 +22,7 @@ def until(request: Request, tokens: int, replica: BorrowingReplica) -> None:
         replica.step()
 
 
-def nothing_is_left(server: Running) -> None:
+def nothing_is_left(server: RunningServer) -> None:
     """Wait until no session is open, and find no sequence."""
     wait_for(reached(lambda: not server.sessions.open))
     assert server.sessions.slots.held == 0

@@ -21,7 +21,7 @@ from firsttoken.engine.request import Sampling
 from firsttoken.petals.event_loop import begin, wait_for
 from firsttoken.petals.messages import SESSION, SequenceChunk
 from firsttoken.petals.remote_model import RemoteModel
-from firsttoken.petals.server import Running
+from firsttoken.petals.server import RunningServer
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.wire import encode
 
@@ -47,7 +47,7 @@ class Found:
 class Disturber:
     """A client that does what ``way`` says to one server until it is stopped, drawing from ``draw``."""
 
-    def __init__(self, up: Running, model: str, draw: random.Random, ends: Counter[str]) -> None:
+    def __init__(self, up: RunningServer, model: str, draw: random.Random, ends: Counter[str]) -> None:
         self._up, self._draw, self._ends = up, draw, ends
         start, stop = up.record.blocks
         self._layers = range(start, stop)

@@ -26,7 +26,7 @@ from firsttoken.petals import server as server_module
 from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.remote_model import RemoteModel
-from firsttoken.petals.server import Running, ServerConfig, serving
+from firsttoken.petals.server import RunningServer, ServerConfig, serving
 from firsttoken.petals.session import ServerLimits
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.study.errors import SwarmError
@@ -55,7 +55,7 @@ class Mortal:
         self._key = folder.parent / f"key-{id(self)}"
         self._config = ServerConfig(folder, range(*span), torch.float32, limits=ServerLimits(expiry_s=10.0))
         self._port, self._awake = 0, asyncio.Event()
-        self.up: Running | None = None
+        self.up: RunningServer | None = None
         self.start(same_key=True)
         self.address = self.up.record.address
         peers.append(self.address)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from firsttoken.petals.access import Access
-from firsttoken.petals.contacts import Exchanged, exchange, tell
+from firsttoken.petals.contacts import Exchanged, encode_exchange, exchange
 from firsttoken.petals.keys import public_hex
 from firsttoken.petals.records import Record
 
@@ -27,4 +27,4 @@ async def said(address: str, own: Record, access: Access | None = None) -> Excha
     """What the member at ``address`` says to the server of ``own``, over a connection of its own."""
     access = access or Access()
     async with access.channel(address, 32) as channel:
-        return await exchange(channel, access, tell([own], own.server), 20.0)
+        return await exchange(channel, access, encode_exchange([own], own.server), 20.0)

@@ -23,7 +23,7 @@ from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.messages import HEADERS, VERSION
 from firsttoken.petals.remote_model import RemoteModel
-from firsttoken.petals.server import Running, ServerConfig, serving
+from firsttoken.petals.server import RunningServer, ServerConfig, serving
 from firsttoken.petals.session import ServerLimits
 from firsttoken_studies.petals import spans
 from firsttoken_studies.petals.fleet import ProxiedServer, ServerProcess
@@ -78,9 +78,9 @@ class Here:
         self.folder, self.model = folder, model_sha256(folder)
         self._stack = AsyncExitStack()
 
-    def serve(self, *spans: tuple[int, int], peers: Sequence[str] = (), **options: Any) -> list[Running]:
+    def serve(self, *spans: tuple[int, int], peers: Sequence[str] = (), **options: Any) -> list[RunningServer]:
         """One server a span, each told of those before it."""
-        ups: list[Running] = []
+        ups: list[RunningServer] = []
         limits = ServerLimits(**{"expiry_s": 30.0} | options.pop("limits", {}))
         known = list(peers)
         model = options.pop("model", self.model)
@@ -124,7 +124,7 @@ def says(model: RemoteModel, one: Asked) -> None:
     assert check_greedy(answer(model, one.prompt, tokens), one.plain) == tokens
 
 
-def spoil(up: Running) -> None:
+def spoil(up: RunningServer) -> None:
     """The blocks of this server answer NaN from now on."""
     for module in up.sessions.batcher.backend._segment.modules:
         module.forward = lambda hidden, *_, **__: hidden * torch.nan

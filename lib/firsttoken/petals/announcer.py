@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from firsttoken.petals.addresses import check_name
-from firsttoken.petals.contacts import ANSWER_S, PROVE_S, Contacts, Exchanged, page_of, proof_of, tell
+from firsttoken.petals.contacts import ANSWER_S, PROVE_S, Contacts, Exchanged, encode_exchange, page_of, proof_of
 from firsttoken.petals.keys import ServerKey
 from firsttoken.petals.records import Record, TwinError, steady_s
 from firsttoken.study.errors import SwarmError
@@ -41,9 +41,9 @@ class Announcer:
         self._refused_s: float | None = None  # since when somebody has, each round
         self._said = ""
         self.announced = asyncio.Event()  # a first round is over
-        contacts.is_at(record.address)
+        contacts.serve_at(record.address)
 
-    def say(self, **fields: Any) -> Record:
+    def update(self, **fields: Any) -> Record:
         """Change these fields of the record; members that exchange with this server from now on hear it."""
         self._renew(replace(self.record, **fields))
         return self.record
@@ -53,9 +53,9 @@ class Announcer:
         page, after = page_of(self._registry.live(steady_s()), self.record, exchange.after)
         proof = proof_of(self._key, self.record, exchange.nonce) if exchange.nonce else None
         others = [] if exchange.after else self._contacts.refused()
-        return tell(page, self.record.server, after=after, proof=proof, refused=refused, others=others)
+        return encode_exchange(page, self.record.server, after=after, proof=proof, refused=refused, others=others)
 
-    async def tell_all(self) -> set[str]:
+    async def exchange_with_all(self) -> set[str]:
         """Exchange with every member that is known, and those of which they tell; the subkeys of who answered."""
         contacted, answered = {self.record.address}, set()
         while True:
@@ -64,7 +64,9 @@ class Announcer:
             if not new:
                 return {address for address, _ in answered if address}
             contacted |= new
-            answered.update(answer for answer in await asyncio.gather(*map(self._meet, new)) if answer is not None)
+            answered.update(
+                answer for answer in await asyncio.gather(*map(self._exchange_with, new)) if answer is not None
+            )
 
     async def run(self) -> None:
         """Announce until cancelled. Raises SwarmError when a server that started earlier has the same key."""
@@ -77,15 +79,15 @@ class Announcer:
             until = time.monotonic() + (round_s * random.uniform(0.8, 1.0) if heard else min(soon_s, round_s))
             while (left_s := until - time.monotonic()) > 0:
                 await asyncio.sleep(min(left_s, _NAMED_S))
-                await asyncio.gather(*map(self._meet, self._contacts.due({self.record.address})))
+                await asyncio.gather(*map(self._exchange_with, self._contacts.due({self.record.address})))
             soon_s = _SOON_S if heard else 2 * soon_s  # whom it was told of may not be up yet
 
     async def announce(self) -> bool:
         """Announce once; return False when all members that were asked are silent or refuse. Raises as ``run``."""
         self._renew(self.record)
-        addresses = self._whom()
-        answers = dict(zip(addresses, await asyncio.gather(*map(self._meet, addresses)), strict=True))
-        await asyncio.gather(*map(self._meet, self._contacts.due(set(addresses))))  # of whom these have told
+        addresses = self._addresses_to_ask()
+        answers = dict(zip(addresses, await asyncio.gather(*map(self._exchange_with, addresses)), strict=True))
+        await asyncio.gather(*map(self._exchange_with, self._contacts.due(set(addresses))))  # of whom these have told
         self._check_twins()
         faults = self._contacts.faults
         refused = {
@@ -101,10 +103,10 @@ class Announcer:
 
     async def leave(self) -> None:
         """Tell the others that this server goes: nobody asks it any more."""
-        self.say(blocks=(0, 0), target=(0, 0), wishes=0.0)
-        await asyncio.gather(*map(self._meet, self._whom()))
+        self.update(blocks=(0, 0), target=(0, 0), wishes=0.0)
+        await asyncio.gather(*map(self._exchange_with, self._addresses_to_ask()))
 
-    def _whom(self) -> list[str]:
+    def _addresses_to_ask(self) -> list[str]:
         members = [record.address for record in self._registry.live(steady_s())]
         addresses = dict.fromkeys([*self._peers, *random.sample(members, min(PEERS, len(members)))])
         return [address for address in addresses if address != self.record.address]
@@ -114,11 +116,11 @@ class Announcer:
         issued = max(now, self.record.issued + _TICK_S)  # of two that are said at once the later counts
         self.record = replace(record, issued=issued, expires=issued + self._expiry_s).signed(self._key)
         try:
-            self._registry.take(self.record, now)
+            self._registry.accept(self.record, now)
         except TwinError as error:
             self._twins[self.record.address] = error
 
-    async def _meet(self, address: str) -> tuple[str | None, str] | None:
+    async def _exchange_with(self, address: str) -> tuple[str | None, str] | None:
         """Exchange with the member at ``address``; return its subkey and why it refuses the record of this server, None
         where it does not answer."""
         contacts = self._contacts

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from firsttoken.engine.request import ScheduledChunk
 from firsttoken.petals.block_backend import BlockBackend
-from firsttoken.petals.fairness import HERE, Client, Turns
+from firsttoken.petals.fairness import HERE, Client, FairQueue
 from firsttoken.petals.kv_slots import KVSlots
 from firsttoken.petals.messages import end_to_end, split_rows
 from firsttoken.study.errors import SwarmError
@@ -27,7 +27,7 @@ _ENDS = "this server ends: ask another"
 
 
 @dataclass(frozen=True, eq=False)
-class Waiting:
+class WaitingStep:
     """A step of a session of ``client``: ``chunks`` and their ``hidden`` [tokens, hidden], end to end, through
     ``layers`` with the ``adapter`` of that name ("": none)."""
 
@@ -51,9 +51,9 @@ class Batcher:
         self.backend = backend
         self.slots = slots
         self.tokens = tokens
-        self._waiting: list[Waiting] = []
-        self._came = asyncio.Event()
-        self._turns = Turns()
+        self._waiting: list[WaitingStep] = []
+        self._arrived = asyncio.Event()
+        self._turns = FairQueue()
         self._thread = thread
         self._ended = False
 
@@ -65,9 +65,9 @@ class Batcher:
         if self._ended:
             raise SwarmError(_ENDS)
         self.slots.lease(chunks)
-        entry = Waiting(client, layers, chunks, hidden, asyncio.get_running_loop().create_future(), adapter)
+        entry = WaitingStep(client, layers, chunks, hidden, asyncio.get_running_loop().create_future(), adapter)
         self._waiting.append(entry)
-        self._came.set()
+        self._arrived.set()
         try:
             return await entry.answer
         finally:
@@ -80,13 +80,13 @@ class Batcher:
         loop = asyncio.get_running_loop()
         try:
             while True:
-                await self._came.wait()
-                self._came.clear()
+                await self._arrived.wait()
+                self._arrived.clear()
                 while self._waiting:
                     batch, ran = self._next(), loop.create_future()
-                    # Not awaited itself: a cancellation would be passed on to it, and ``_ran`` would neither answer the
-                    # steps of this batch nor give their blocks back.
-                    self._thread.submit(self._compute, batch).add_done_callback(partial(self._tell, loop, batch, ran))
+                    # Not awaited itself: a cancellation would be passed on to it, and ``_finish`` would neither answer
+                    # the steps of this batch nor give their blocks back.
+                    self._thread.submit(self._compute, batch).add_done_callback(partial(self._notify, loop, batch, ran))
                     await ran
         finally:
             self._ended = True
@@ -94,7 +94,7 @@ class Batcher:
                 if not entry.answer.done():
                     entry.answer.set_exception(SwarmError(_ENDS))
 
-    async def aside(self, compute: Callable[[], Answer]) -> Answer:
+    async def run_between(self, compute: Callable[[], Answer]) -> Answer:
         """Run ``compute`` on the thread that computes, between two batches; return or raise what that does."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, compute)
 
@@ -102,7 +102,7 @@ class Batcher:
         """End the thread when its batch is done."""
         self._thread.shutdown(wait=False)
 
-    def _next(self) -> list[Waiting]:
+    def _next(self) -> list[WaitingStep]:
         """The first step of the client whose turn it is, and those that fit with it: of the same layers, as far as the
         tokens go."""
         client = self._turns.next(dict.fromkeys(entry.client for entry in self._waiting))
@@ -113,21 +113,21 @@ class Batcher:
             self._waiting.remove(entry)
             self._turns.charge(entry.client, len(entry.hidden) * len(layers))
             room -= len(entry.hidden)
-            heads: dict[Client, Waiting] = {}
+            heads: dict[Client, WaitingStep] = {}
             for other in self._waiting:
                 if other.layers == layers and len(other.hidden) <= room:
                     heads.setdefault(other.client, other)
             entry = heads[min(heads, key=self._turns.tag)] if heads else None
         return batch
 
-    def _tell(
-        self, loop: asyncio.AbstractEventLoop, batch: Sequence[Waiting], ran: asyncio.Future[None], job: Computed
+    def _notify(
+        self, loop: asyncio.AbstractEventLoop, batch: Sequence[WaitingStep], ran: asyncio.Future[None], job: Computed
     ) -> None:
         """Go on in the loop, from the thread that has computed."""
         with suppress(RuntimeError):  # it is closed, and nobody waits any more
-            loop.call_soon_threadsafe(self._ran, batch, ran, job)
+            loop.call_soon_threadsafe(self._finish, batch, ran, job)
 
-    def _ran(self, batch: Sequence[Waiting], ran: asyncio.Future[None], job: Computed) -> None:
+    def _finish(self, batch: Sequence[WaitingStep], ran: asyncio.Future[None], job: Computed) -> None:
         error = job.exception()
         for entry, result in zip(batch, [error] * len(batch) if error else job.result(), strict=True):
             self.slots.release(entry.chunks)
@@ -137,7 +137,7 @@ class Batcher:
         if not ran.done():
             ran.set_result(None)
 
-    def _compute(self, batch: Sequence[Waiting]) -> list[Tensor | Exception]:
+    def _compute(self, batch: Sequence[WaitingStep]) -> list[Tensor | Exception]:
         """Return for each step its answer, or the error where it failed: one that cannot be computed fails no other of
         its batch."""
         try:

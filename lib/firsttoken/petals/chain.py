@@ -102,7 +102,7 @@ class Chain:
                 self._hidden_cache.keep(chunk.number, self.layers.start, chunk.start, rows)
             begun = [chunk.number for chunk in chunks if not chunk.start and chunk.number in keyed]
             if begun:
-                await self._adopt({number: keyed[number] for number in begun})
+                await self._reuse({number: keyed[number] for number in begun})
             keys = {number: prefix.keys for number, prefix in keyed.items()}
             try:
                 out = await self._unshared(chunks, hidden, keys)
@@ -138,14 +138,14 @@ class Chain:
             session.close()
         self.sessions = []
 
-    async def _adopt(self, new: Mapping[int, PrefixKeys]) -> None:
+    async def _reuse(self, new: Mapping[int, PrefixKeys]) -> None:
         """Ask all servers what they have of how these sequences begin, which go on behind what all have."""
         await self._fill_gaps()
         names = {number: prefix.keys[: (prefix.tokens - 1) // NAMED_TOKENS] for number, prefix in new.items()}
         names, sessions = {number: keys for number, keys in names.items() if keys}, list(self.sessions)
         answers: list[dict[int, int] | ServerFault] = [{}] * len(sessions)
         if names:
-            answers = await self._all(sessions, (session.adopt(names) for session, _ in sessions))
+            answers = await self._all(sessions, (session.reuse(names) for session, _ in sessions))
         complete = not any(isinstance(answer, ServerFault) for answer in answers)
         for number, prefix in new.items():
             had: dict[ServerSession, int] = {}
@@ -274,7 +274,7 @@ class Chain:
             self.swarm.served[record.server] += len(answer) * len(session.layers)
             if self.auditor is not None:
                 prefix_states = [cache.of(chunk.number, layer)[0, : chunk.end] for chunk in message]
-                await self.auditor.look(session, record, message, prefix_states, answer)
+                await self.auditor.audit(session, record, message, prefix_states, answer)
             for chunk, part in zip(message, split_rows(answer, message), strict=True):
                 out[chunk.number].append(part)
                 if session.layers.stop != self.layers.stop:

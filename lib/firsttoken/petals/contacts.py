@@ -13,8 +13,8 @@ from typing import Annotated
 
 from firsttoken.petals.access import Access, Channel
 from firsttoken.petals.addresses import check_kind, check_name, host_of, is_loopback, spot_of
-from firsttoken.petals.fairness import Shares, remember
-from firsttoken.petals.keys import ServerKey, check_signature, read_said, signature_of
+from firsttoken.petals.fairness import TokenBuckets, remember
+from firsttoken.petals.keys import ServerKey, check_signature, parse_foreign, signature_of
 from firsttoken.petals.messages import EXCHANGE
 from firsttoken.petals.records import (
     MOST,
@@ -107,17 +107,17 @@ def _statement(server: str, nonce: str, record: Record | None) -> dict[str, str]
     return {"server": server, "nonce": nonce, "record": record.signature if record is not None else ""}
 
 
-def tell(records: Iterable[Record], server: str | None = None, **more: object) -> bytes:
+def encode_exchange(records: Iterable[Record], server: str | None = None, **more: object) -> bytes:
     """A message of ``records`` and of the fields ``more`` of a ``Exchanged``."""
     header = {"server": server, "talk": TALK, **more}
     head = json.dumps({name: value for name, value in header.items() if value or name == "server"})
     return f'{head[:-1]}, "records": [{", ".join(record.text for record in records)}]}}'.encode()
 
 
-def hear(data: bytes) -> Exchanged:
+def decode_exchange(data: bytes) -> Exchanged:
     """Decode a message. Raises SwarmError for bytes that are none, or one of more records than a page has."""
     # a later version may say more
-    page = read_said(_Page, data, "an exchange of records cannot be read", others=True)
+    page = parse_foreign(_Page, data, "an exchange of records cannot be read", others=True)
     if len(page.records) > _MOST_RECORDS:
         raise SwarmError(f"an exchange of {len(page.records)} records; at most {_MOST_RECORDS} are taken")
     return Exchanged(**vars(page) | {"records": tuple(map(read_record, page.records))})
@@ -146,7 +146,7 @@ async def exchange(channel: Channel, access: Access, message: bytes, seconds: fl
     codes = grpc.StatusCode
     try:
         async with asyncio.timeout(seconds):  # gRPC's own ends by the wall clock
-            answer = hear(await channel.unary_unary(EXCHANGE)(message, metadata=access.headers))
+            answer = decode_exchange(await channel.unary_unary(EXCHANGE)(message, metadata=access.headers))
     except TimeoutError:
         raise SwarmError(f"it did not answer within {seconds:g} s") from None
     except grpc.aio.AioRpcError as error:
@@ -206,10 +206,10 @@ class Contacts:
         self._hints: dict[str, list[Record]] = {}  # by who passed them on
         self._asked: dict[str, tuple[int, float]] = {}  # by spot: how often in vain, and when again
         self._whys: dict[str, str] = {}  # by spot: why it was called back in vain
-        self._strangers = Shares(16, 4.0)
+        self._stranger_tokens = TokenBuckets(16, 4.0)
         self._calling = asyncio.Semaphore(_AT_ONCE)
 
-    def is_at(self, address: str) -> None:
+    def serve_at(self, address: str) -> None:
         """Note that this member is a server at ``address``, so that others must have addresses of the same kind."""
         self.own = address
         self.near = is_loopback(host_of(address))
@@ -232,12 +232,12 @@ class Contacts:
                 more = {"after": after} if after else {"nonce": nonce}
                 begun = time.perf_counter()
                 exchanged = await exchange(
-                    channel, self.access, tell([] if after else records, server, **more), limit_s
+                    channel, self.access, encode_exchange([] if after else records, server, **more), limit_s
                 )
                 if first is None:
                     first, seconds = exchanged, time.perf_counter() - begun
-                    self._proven(address, exchanged, nonce)
-                hints += self._passed_on(exchanged)
+                    self._believe_speaker(address, exchanged, nonce)
+                hints += self._take_hints(exchanged)
                 if exchanged.after <= after:
                     break
                 after = exchanged.after
@@ -259,7 +259,7 @@ class Contacts:
         for rank in range(max(map(len, lists), default=0)):
             for address in (hints[rank].address for hints in lists if rank < len(hints)):
                 if len(due) + len(contacted) < _FIRST and address not in contacted and self._may_ask(address):
-                    self.tried(address)
+                    self.note_attempt(address)
                     due.append(address)
         return due
 
@@ -274,22 +274,22 @@ class Contacts:
             return False
         return self._asked.get(spot, (0, 0.0))[1] <= time.monotonic()
 
-    def tried(self, address: str) -> None:
+    def note_attempt(self, address: str) -> None:
         """Note that this address is asked now; if it does not prove itself, it is left alone for a while."""
         spot, now = spot_of(address), time.monotonic()
         times, _ = self._asked.get(spot, (0, 0.0))
         again_s = now + min(_AGAIN_S * _AGAIN ** min(times, 8), _LONGEST_S)
         remember(self._asked, spot, (times + 1, again_s), _MOST_SPOTS)
 
-    async def hear_of(self, record: Record, source: str) -> str:
+    async def receive(self, record: Record, source: str) -> str:
         """Hear from ``source`` that it is the server of ``record``; return why it is not believed, "" if it is.
 
         A new server is called back. Raises TwinError as the registry.
         """
         now = steady_s()
         try:
-            if not self.registry.knows(record, now) or not self._strangers.left(source):
-                self._strangers.take(source)
+            if not self.registry.knows(record, now) or not self._stranger_tokens.has_token(source):
+                self._stranger_tokens.spend(source)
             await self._check(record, source, now)
         except TwinError:
             raise
@@ -301,7 +301,7 @@ class Contacts:
         self._refused.pop(record.address, None)
         return ""
 
-    def held_against(self) -> list[str]:
+    def reported_by_others(self) -> list[str]:
         """Return a line for each server that another member refuses though it announced itself there, and why."""
         return [f"{teller} refuses {line}" for teller, lines in self.others.items() for line in lines]
 
@@ -318,9 +318,9 @@ class Contacts:
             except StaleRecordError:
                 raise
             except UnprovenRecordError:  # another run of it, or it stood still meanwhile: it is called back
-                self._strangers.take(source)
+                self._stranger_tokens.spend(source)
             except SwarmError:
-                self._strangers.take(source)  # forged: the next one costs this source, too
+                self._stranger_tokens.spend(source)  # forged: the next one costs this source, too
                 raise
         record.check_life()
         check_kind(record.address, self.near, self.far)
@@ -333,7 +333,7 @@ class Contacts:
         if due > time.monotonic():
             why = self._whys.get(spot, f"{record.address} has not answered yet")
             raise SwarmError(f"{why} (it is called back again in {due - time.monotonic():.0f} s)")
-        self.tried(record.address)
+        self.note_attempt(record.address)
         try:
             await self._call_back(record)
         except SwarmError as error:
@@ -355,7 +355,7 @@ class Contacts:
         if exchanged.server != record.server or not self.registry.knows(record, steady_s()):
             raise SwarmError(f"another server than {record.server[:8]} answers at {address}: mend --address")
 
-    def _proven(self, address: str, exchanged: Exchanged, nonce: str) -> None:
+    def _believe_speaker(self, address: str, exchanged: Exchanged, nonce: str) -> None:
         """Believe the record that the member at ``address`` gives of itself, if that is its address."""
         if exchanged.server is None:
             return
@@ -363,14 +363,14 @@ class Contacts:
         if (speaker := exchanged.speaker) is None or spot_of(speaker.address) != spot_of(address):
             return
         try:
-            self.registry.take(speaker, steady_s())
+            self.registry.accept(speaker, steady_s())
         except StaleRecordError:
             if not self.registry.knows(speaker, steady_s()):
                 raise
         self._asked.pop(spot_of(address), None)
 
-    def _passed_on(self, exchanged: Exchanged) -> list[Record]:
-        wrong = self.registry.take_all(exchanged.records, steady_s())
+    def _take_hints(self, exchanged: Exchanged) -> list[Record]:
+        wrong = self.registry.accept_all(exchanged.records, steady_s())
         for record in exchanged.records:
             error = wrong.get(record.server)
             if error is not None and not isinstance(error, UnprovenRecordError | StaleRecordError):

@@ -50,7 +50,7 @@ def client_of(peer: str) -> Client:
     return Client(str(ipaddress.ip_network((ip, 64 if ip.version == 6 else 32), strict=False)), peer)
 
 
-def who_yields(
+def client_to_evict(
     held: Mapping[Client, int], asking: Client, wanted: int, among: Collection[Client] | None = None
 ) -> Client | None:
     """The client that gives something up when ``asking`` wants ``wanted`` more: None where nobody has too much.
@@ -78,7 +78,7 @@ def busy(reason: str, spare: Iterable[float]) -> BusyError:
     return BusyError(f"{reason}; ask again in {max(after, 0.1):.1f} s" if after < math.inf else reason)
 
 
-class _Level:
+class _VirtualTime:
     """Start-time fair queueing between those that share one thing: ``now`` is the tag at which the last was begun."""
 
     def __init__(self) -> None:
@@ -93,30 +93,30 @@ class _Level:
         self.ends = {other: end for other, end in self.ends.items() if end > self.now}  # the others begin at now
 
 
-class Turns:
+class FairQueue:
     """Chooses the next client by start-time fair queueing (Goyal et al., SIGCOMM 1996), between hosts and between the
     clients of each. The client that had least computed while it waited comes first; unused shares are not saved up."""
 
     def __init__(self) -> None:
-        self._hosts = _Level()
-        self._within: dict[str, _Level] = {}
+        self._hosts = _VirtualTime()
+        self._within: dict[str, _VirtualTime] = {}
 
     def tag(self, client: Client) -> tuple[float, float]:
         """The lower it is, the sooner is the client's turn."""
-        return self._hosts.tag(client.host), self._within.get(client.host, _Level()).tag(client.connection)
+        return self._hosts.tag(client.host), self._within.get(client.host, _VirtualTime()).tag(client.connection)
 
     def next(self, waiting: Collection[Client]) -> Client:
         """Return the client of those ``waiting`` whose turn it is, and begin its turn."""
         client = min(waiting, key=self.tag)
         self._hosts.begin(client.host)
-        self._within.setdefault(client.host, _Level()).begin(client.connection)
+        self._within.setdefault(client.host, _VirtualTime()).begin(client.connection)
         hosts = {turn_client.host for turn_client in waiting} | set(self._hosts.ends)
         self._within = {host: level for host, level in self._within.items() if host in hosts}
         return client
 
     def charge(self, client: Client, cost: float) -> None:
         """Charge a client for the ``cost`` of what was begun for it."""
-        within = self._within.setdefault(client.host, _Level())
+        within = self._within.setdefault(client.host, _VirtualTime())
         self._hosts.ends[client.host] = self._hosts.tag(client.host) + cost
         within.ends[client.connection] = within.tag(client.connection) + cost
 
@@ -129,18 +129,18 @@ def remember(entries: dict[str, Any], key: str, value: Any, most: int) -> None:
         del entries[next(iter(entries))]
 
 
-class Shares:
+class TokenBuckets:
     """Each source has ``most`` shares at first, and one more every ``every_s`` seconds until it has as many again."""
 
     def __init__(self, most: int, every_s: float) -> None:
         self.most, self.every_s = most, every_s
         self._left: dict[str, tuple[float, float]] = {}  # by source: shares, and when
 
-    def left(self, source: str) -> bool:
+    def has_token(self, source: str) -> bool:
         """Return whether ``source`` has a share left."""
         return self._now(source) >= 1
 
-    def take(self, source: str) -> None:
+    def spend(self, source: str) -> None:
         """Take one of the shares of ``source``. Raises BusyError where it has none."""
         credit = self._now(source)
         if credit < 1:
@@ -150,7 +150,7 @@ class Shares:
             )
         remember(self._left, source, (credit - 1, time.monotonic()), _MOST)
 
-    def give_back(self, source: str) -> None:
+    def refund(self, source: str) -> None:
         """Give the share of ``source`` back, as it was well spent."""
         credit = min(self._now(source) + 1, self.most)
         remember(self._left, source, (credit, time.monotonic()), _MOST)
@@ -161,16 +161,16 @@ class Shares:
 
 
 @dataclass(eq=False)
-class Ending:
+class CancelScope:
     """A task that others may end with an error of theirs: what it awaits is cancelled, and it raises what they say.
 
-    It is the task that is in the block; ``end`` makes the block raise. To be used once, as a context manager.
+    It is the task that is in the block; ``cancel`` makes the block raise. To be used once, as a context manager.
     """
 
     why: Exception | None = field(default=None, init=False)
     _task: asyncio.Task | None = field(default=None, init=False)
 
-    def end(self, why: Exception) -> None:
+    def cancel(self, why: Exception) -> None:
         """Raise ``why`` in the block, from another task; the first to say so is heard."""
         if self.why is None and self._task is not None:
             self.why = why

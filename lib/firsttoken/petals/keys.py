@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 ServerKey: TypeAlias = "Ed25519PrivateKey"
 """What servers and clients sign with. The package that has it is imported when a key is made or read."""
 
-Said = TypeVar("Said")
+Parsed = TypeVar("Parsed")
 
 
 def server_key(path: Path | None) -> ServerKey:
@@ -50,7 +50,7 @@ def public_hex(key: ServerKey) -> str:
 
 def signature_of(key: ServerKey, domain: bytes, fields: Mapping[str, Any]) -> str:
     """The signature (hex) of ``fields`` but for its own "signature"; ``domain`` is the kind of what is said."""
-    return key.sign(_spoken(domain, fields)).hex()
+    return key.sign(_signed_bytes(domain, fields)).hex()
 
 
 def check_signature(who: str, domain: bytes, fields: Mapping[str, Any], subject: str) -> None:
@@ -60,12 +60,12 @@ def check_signature(who: str, domain: bytes, fields: Mapping[str, Any], subject:
 
     try:
         public = Ed25519PublicKey.from_public_bytes(bytes.fromhex(who))
-        public.verify(bytes.fromhex(fields["signature"]), _spoken(domain, fields))
+        public.verify(bytes.fromhex(fields["signature"]), _signed_bytes(domain, fields))
     except (InvalidSignature, ValueError) as error:
         raise SwarmError(f"{subject} is not signed by its key: it is forged") from error
 
 
-def read_said(kind: type[Said], data: bytes | str, subject: str, *, others: bool = False) -> Said:
+def parse_foreign(kind: type[Parsed], data: bytes | str, subject: str, *, others: bool = False) -> Parsed:
     """Parse the JSON of a stranger as the dataclass ``kind``; ``others``: it may have more keys. Raises SwarmError that
     begins with ``subject`` for anything else."""
     try:
@@ -74,6 +74,6 @@ def read_said(kind: type[Said], data: bytes | str, subject: str, *, others: bool
         raise SwarmError(f"{subject}: {error}") from error
 
 
-def _spoken(domain: bytes, fields: Mapping[str, Any]) -> bytes:
+def _signed_bytes(domain: bytes, fields: Mapping[str, Any]) -> bytes:
     signed = {name: value for name, value in fields.items() if name != "signature"}
     return domain + json.dumps(signed, sort_keys=True, separators=(",", ":")).encode()

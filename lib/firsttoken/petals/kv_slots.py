@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from firsttoken.engine.block_pool import BlockPool
 from firsttoken.engine.request import GREEDY, Sampling, ScheduledChunk
-from firsttoken.petals.fairness import HERE, Client, busy, who_yields
+from firsttoken.petals.fairness import HERE, Client, busy, client_to_evict
 from firsttoken.petals.messages import SequenceChunk
 from firsttoken.study.errors import BusyError, RequestError, SwarmError
 
@@ -109,11 +109,11 @@ class KVSlots:
         needs = self._needs(sequences, chunks, first)
         for chunk in chunks:
             if chunk.number in sequences:
-                self._part(sequences[chunk.number], chunk.start)
+                self._drop_shared(sequences[chunk.number], chunk.start)
         new = [chunk.number for chunk in chunks if chunk.number not in sequences]
         keep = {id(sequences[chunk.number]) for chunk in chunks if chunk.number in sequences}
-        for number, sequence in self._yielding(client, keep, sum(needs), len(new)):
-            self.leave(self._homes[id(sequence)][0], [number])
+        for number, sequence in self._sequences_to_evict(client, keep, sum(needs), len(new)):
+            self.free(self._homes[id(sequence)][0], [number])
         if (taken := self.pool.take(sum(needs))) is None:
             raise BusyBlocksError("all blocks are in use by steps that run now: ask again soon")
         scheduled, now = [], time.monotonic()
@@ -129,16 +129,16 @@ class KVSlots:
             scheduled.append(ScheduledChunk(rows, chunk.start, chunk.end, chunk.start))
         return scheduled
 
-    def adopt(
+    def reuse(
         self, sequences: Sequences, number: int, keys: Sequence[bytes], first: int = 0, client: Client = HERE
     ) -> int:
         """Begin sequence ``number`` of a session of ``client`` anew with the blocks of the first ``keys`` that are
         here, of layers from ``first`` on; return how many tokens they hold. Raises BusyError as ``place``."""
-        self.leave(sequences, [number])
+        self.free(sequences, [number])
         if not self.pool.find(keys[:1]):
             return 0
-        for other, sequence in self._yielding(client, (), 0, 1):
-            self.leave(self._homes[id(sequence)][0], [other])
+        for other, sequence in self._sequences_to_evict(client, (), 0, 1):
+            self.free(self._homes[id(sequence)][0], [other])
         blocks = self.pool.find(keys[: self.context // self.block_tokens])
         self.pool.take(0, shared=blocks)
         cached, now = len(blocks) * self.block_tokens, time.monotonic()
@@ -180,7 +180,7 @@ class KVSlots:
             if chunk.number in sequences:
                 sequences[chunk.number].cached, sequences[chunk.number].used = chunk.end, time.monotonic()
 
-    def leave(self, sequences: Sequences, numbers: Iterable[int]) -> None:
+    def free(self, sequences: Sequences, numbers: Iterable[int]) -> None:
         """End these sequences of a session. Their blocks are free, or free once the step that uses them has run.
         Numbers that it does not have are ignored."""
         for number in numbers:
@@ -205,11 +205,11 @@ class KVSlots:
                 raise RequestError(
                     f"sequence {chunk.number} of {chunk.end} tokens exceeds the context of {self.context}"
                 )
-            had = len(self._own(sequences[chunk.number], chunk.start)) if chunk.number in sequences else 0
+            had = len(self._private_blocks(sequences[chunk.number], chunk.start)) if chunk.number in sequences else 0
             needs.append(max(0, -(-chunk.end // self.block_tokens) - had))
         return needs
 
-    def _own(self, sequence: CachedSequence, start: int) -> list[int]:
+    def _private_blocks(self, sequence: CachedSequence, start: int) -> list[int]:
         """Return the blocks of ``sequence`` without those that a step from ``start`` on would write to, and others may
         have.
 
@@ -222,14 +222,14 @@ class KVSlots:
             block for block in sequence.blocks[first_block:] if not self.pool.published(block)
         ]
 
-    def _part(self, sequence: CachedSequence, start: int) -> None:
-        """Let a sequence go on from ``start`` without the blocks that ``_own`` leaves out."""
-        private_blocks = self._own(sequence, start)
+    def _drop_shared(self, sequence: CachedSequence, start: int) -> None:
+        """Let a sequence go on from ``start`` without the blocks that ``_private_blocks`` leaves out."""
+        private_blocks = self._private_blocks(sequence, start)
         if len(private_blocks) < len(sequence.blocks):
             self.pool.give([block for block in sequence.blocks if block not in private_blocks])
             sequence.blocks, sequence.cached = private_blocks, start
 
-    def _yielding(
+    def _sequences_to_evict(
         self, client: Client, keep: Collection[int], blocks: int, new: int
     ) -> list[tuple[int, CachedSequence]]:
         """Sequences, with their numbers, that make room for so many ``blocks`` and ``new`` sequences of ``client``,
@@ -250,7 +250,7 @@ class KVSlots:
         while max(lacks.values()) > 0:
             resource = max(lacks, key=lacks.__getitem__)
             wanted = blocks if resource == "blocks" else new
-            yields = who_yields(held[resource], client, wanted, [home[1].client for home in rest])
+            yields = client_to_evict(held[resource], client, wanted, [home[1].client for home in rest])
             victim = next((home for home in rest if home[1].client == yields), None)
             if victim is None:
                 spare = (home for home in rest if not self._runs(home[1]) and home[1].used + self.spare_s <= now)

@@ -180,7 +180,7 @@ class Registry:
         self._spots: dict[str, str] = {}  # by address, the subkey of who answers there
         self._met: dict[str, float] = {}  # by subkey, when it was believed last
 
-    def take(self, record: Record, now: float) -> bool:
+    def accept(self, record: Record, now: float) -> bool:
         """Believe ``record``, which its server says now at its address; return whether it is news.
 
         A server that was known at that address is forgotten. Raises SwarmError as ``check``.
@@ -231,7 +231,7 @@ class Registry:
                 f"{entry.until - now:.0f} s for the record of an earlier life to expire"
             )
 
-    def take_all(self, records: Iterable[Record], now: float) -> dict[str, SwarmError]:
+    def accept_all(self, records: Iterable[Record], now: float) -> dict[str, SwarmError]:
         """Believe those of ``records``, which somebody passes on, that renew what is known.
 
         What is wrong with the others, by subkey: UnprovenRecordError for servers that have not said it here themselves,

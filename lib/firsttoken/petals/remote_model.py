@@ -147,7 +147,7 @@ class RemoteModel:
         self.model, (name, *others) = model_ends
         width, depth = self.model.config.hidden_size, self.model.config.num_hidden_layers
         self.swarm = Swarm(name, peers, width, access or Access(), timeouts or Timeouts(), other_names=others)
-        wait_for(self.swarm.meet())
+        wait_for(self.swarm.connect())
         auditor = None if audits is None else Auditor(self.swarm, audits)
         self.chain = Chain(self.swarm, range(depth), coding, auditor)
         self._chains = {
@@ -162,7 +162,7 @@ class RemoteModel:
         self.executor.version.decoder.pack_head()
         for version in self.versions.values():
             version.decoder.take_head(self.executor.version.decoder)
-        self._looking = begin(self.swarm.keep_looking())
+        self._refreshing = begin(self.swarm.keep_refreshing())
 
     def generate(
         self,
@@ -175,10 +175,10 @@ class RemoteModel:
         pad_token_id: int = 0,
         seed: int = 0,
         variant: str = "",
-        hear: Callable[[int, int], None] | None = None,
+        on_token: Callable[[int, int], None] | None = None,
     ) -> Tensor:
         """``input_ids`` [batch, tokens] -> [batch, tokens + at most ``max_new_tokens``], rows that end early padded; by
-        the ``variant`` of this name, if one is named. ``hear`` is called with each token as it comes, and its row.
+        the ``variant`` of this name, if one is named. ``on_token`` is called with each token as it comes, and its row.
 
         Row i draws with ``seed`` + i; temperature 0 is greedy. Raises RequestError for ids that are no batch or that
         the model cannot take, SwarmError when blocks stay unserved.
@@ -192,9 +192,9 @@ class RemoteModel:
             for row, prompt in enumerate(input_ids.tolist()):
                 sampling = Sampling(max_new_tokens, temperature, top_p, stop, seed + row)
                 requests.append(engine.submit(prompt, sampling, version=self.versions[variant] if variant else None))
-            while hear is not None and engine.busy:
+            while on_token is not None and engine.busy:
                 for request, token in engine.step():
-                    hear(requests.index(request), token)
+                    on_token(requests.index(request), token)
             engine.run()
         finally:
             for request in requests:
@@ -206,7 +206,7 @@ class RemoteModel:
 
     def close(self) -> None:
         self.executor.close()
-        self._looking.cancel()
+        self._refreshing.cancel()
 
         async def end() -> None:
             for chain in (self.chain, *self._chains.values()):

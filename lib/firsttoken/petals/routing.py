@@ -120,22 +120,21 @@ def check_cover(spans: Iterable[range], layers: range) -> None:
     else:
         if block == layers.stop:
             return
-    raise SwarmError(
-        f"the servers have layers {named(spans)}, and the model needs {named([layers])}, each once and in order"
-    )
+    needed = f"the model needs {span_names([layers])}, each once and in order"
+    raise SwarmError(f"the servers have layers {span_names(spans)}, and {needed}")
 
 
-def named(spans: Iterable[range]) -> str:
+def span_names(spans: Iterable[range]) -> str:
     """Return ``spans`` in the form that messages use, such as "[0, 4), [4, 8)"."""
     return ", ".join(f"[{span.start}, {span.stop})" for span in spans) or "none"
 
 
 def unserved(blocks: Sequence[int]) -> str:
     """Return the message for a user about ``blocks`` that no server has."""
-    return f"no server that answers has blocks {_spans(blocks)}: start one with `firsttoken swarm serve`"
+    return f"no server that answers has blocks {_block_names(blocks)}: start one with `firsttoken swarm serve`"
 
 
-def _spans(blocks: Sequence[int]) -> str:
+def _block_names(blocks: Sequence[int]) -> str:
     """``[2, 3, 4, 7]`` as "2 to 4, 7"."""
     spans: list[list[int]] = []
     for block in blocks:

@@ -20,7 +20,7 @@ from firsttoken.petals.addresses import source_of
 from firsttoken.petals.announcer import Announcer
 from firsttoken.petals.batcher import Batcher
 from firsttoken.petals.block_backend import BlockBackend
-from firsttoken.petals.contacts import ASKED_BYTES, TALK, Contacts, hear
+from firsttoken.petals.contacts import ASKED_BYTES, TALK, Contacts, decode_exchange
 from firsttoken.petals.fairness import client_of
 from firsttoken.petals.keys import public_hex, server_key
 from firsttoken.petals.kv_slots import KVSlots, MissingTokensError
@@ -73,7 +73,7 @@ class BlockService:
 
     async def _session(self, _: object, context: grpc.aio.ServicerContext) -> None:
         headers = await self._admitted(context)
-        async with _told(context):
+        async with _reporting_errors(context):
             await self.sessions.serve(context, headers)
 
     async def _pass(self, _: object, context: grpc.aio.ServicerContext) -> bytes:
@@ -81,15 +81,15 @@ class BlockService:
         import grpc
 
         async def said() -> bytes:
-            if (data := await self.sessions.within(context.read(), "said nothing")) is grpc.aio.EOF:
+            if (data := await self.sessions.within_limit(context.read(), "said nothing")) is grpc.aio.EOF:
                 raise RequestError("a pass came without a message")
             return data
 
         headers = await self._admitted(context)
-        async with _told(context):
-            layers, *_ = self.sessions.opened(headers)
+        async with _reporting_errors(context):
+            layers, *_ = self.sessions.parse_headers(headers)
             client = client_of(context.peer())
-            self.sessions.make_way(client)
+            self.sessions.free_place(client)
             if self.frozen is None:
                 raise SwarmError("this server does not train: start one with --train")
             return await self.frozen.answer(said, layers, self.sessions.batcher.backend.width, client)
@@ -101,11 +101,11 @@ class BlockService:
             await _abort(context, RequestError(refusal))
         refused = ""
         try:
-            exchanged = hear(data)
+            exchanged = decode_exchange(data)
             if exchanged.talk != TALK:
                 refused = f"this member speaks version {TALK} of records, not {exchanged.talk}: have one version on all"
             elif (record := exchanged.speaker) is not None:
-                refused = await self.contacts.hear_of(record, source_of(context.peer()))
+                refused = await self.contacts.receive(record, source_of(context.peer()))
         except TwinError as error:
             await _abort(context, error)
         except SwarmError as error:
@@ -115,9 +115,9 @@ class BlockService:
     async def _accuse(self, messages: AsyncIterable[bytes], context: grpc.aio.ServicerContext) -> bytes:
         await self._admitted(context)
         backend = self.sessions.batcher.backend
-        async with _told(context), self.arbitrator.case():
+        async with _reporting_errors(context), self.arbitrator.case():
             reading = read_evidence(messages, backend.width, backend.context)
-            evidence = await self.sessions.within(reading, "did not bring its evidence")
+            evidence = await self.sessions.within_limit(reading, "did not bring its evidence")
             return json.dumps(asdict(await self.arbitrator.judge(evidence, source_of(context.peer())))).encode()
 
     async def _admitted(self, context: grpc.aio.ServicerContext) -> dict[str, str]:
@@ -130,7 +130,7 @@ class BlockService:
 
 
 @asynccontextmanager
-async def _told(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+async def _reporting_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
     """End the call with any error of the block; a cancellation, which says that the client has gone, passes through."""
     try:
         yield
@@ -163,7 +163,7 @@ async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
 # later answers that it has gone.
 
 
-def wanted(
+def move_target(
     rule: Rebalancing, own_record: Record, others: Iterable[Record], depth: int, answered: Collection[str] | None = None
 ) -> range | None:
     """The blocks of ``depth`` that the server of ``own_record`` should hold instead by ``rule``, or None where it
@@ -196,7 +196,7 @@ class Rebalancer:
     """Moves the server whose calls ``service`` answers, by ``rule``; ``on_move`` is given its record after."""
 
     def __init__(self, rule: Rebalancing, service: BlockService, on_move: Callable[[Record], None]) -> None:
-        self._rule, self._told = rule, on_move
+        self._rule, self._on_move = rule, on_move
         self._announcer, self._registry = service.announcer, service.contacts.registry
         self._sessions, self._frozen, self._limits = service.sessions, service.frozen, service.sessions.limits
 
@@ -204,40 +204,40 @@ class Rebalancer:
         """Look once a period, until cancelled. Raises ModelError for blocks that cannot be loaded."""
         await asyncio.sleep(self._limits.rebalance_s * random.random())  # not all at once
         while True:
-            await self.look()
+            await self.rebalance()
             await asyncio.sleep(self._limits.rebalance_s)
 
-    async def look(self) -> bool:
+    async def rebalance(self) -> bool:
         """Move if the swarm gains enough by it, and return whether it moved. Raises as ``run``."""
-        target = self._wanted()
+        target = self._move_target()
         while target is not None:
-            self._announcer.say(target=(target.start, target.stop), wishes=steady_s())
-            answered = await self._announcer.tell_all()
-            again = self._wanted(answered)
+            self._announcer.update(target=(target.start, target.stop), wishes=steady_s())
+            answered = await self._announcer.exchange_with_all()
+            again = self._move_target(answered)
             if again == target:  # no await until the record says so: who asks hears of a wish, or of a move
-                self._announcer.say(blocks=(0, 0), wishes=0.0)
+                self._announcer.update(blocks=(0, 0), wishes=0.0)
                 await self._move(target)
                 return True
-            self._announcer.say(target=(0, 0), wishes=0.0)  # somebody who was earlier goes there
+            self._announcer.update(target=(0, 0), wishes=0.0)  # somebody who was earlier goes there
             target = again
         return False
 
-    def _wanted(self, answered: Collection[str] | None = None) -> range | None:
+    def _move_target(self, answered: Collection[str] | None = None) -> range | None:
         records, depth = self._registry.live(steady_s()), self._sessions.batcher.backend.depth
-        return wanted(self._rule, self._announcer.record, records, depth, answered)
+        return move_target(self._rule, self._announcer.record, records, depth, answered)
 
     async def _move(self, blocks: range) -> None:
         backend = self._sessions.batcher.backend
-        await asyncio.gather(self._announcer.tell_all(), self._sessions.drain(self._limits.drain_s))
+        await asyncio.gather(self._announcer.exchange_with_all(), self._sessions.drain(self._limits.drain_s))
         self._sessions.slots.pool.forget()  # beginnings that it kept are of the other blocks
-        await self._sessions.batcher.aside(lambda: backend.move(blocks))
-        throughput = await self._sessions.batcher.aside(backend.measured_throughput)
+        await self._sessions.batcher.run_between(lambda: backend.move(blocks))
+        throughput = await self._sessions.batcher.run_between(backend.measured_throughput)
         if self._frozen is not None:
             await self._frozen.move(blocks)
         # Sessions are taken again before the record names the new blocks: who reads it may open one at once.
         self._sessions.moving = False
-        self._told(self._announcer.say(blocks=(blocks.start, blocks.stop), target=(0, 0), throughput=throughput))
-        await self._announcer.tell_all()
+        self._on_move(self._announcer.update(blocks=(blocks.start, blocks.stop), target=(0, 0), throughput=throughput))
+        await self._announcer.exchange_with_all()
 
 
 _ANNOUNCED_S = 1.0
@@ -268,7 +268,7 @@ class ServerConfig:
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningServer:
     """A server that is up: who speaks for it, the ``port`` that it listens on, its ``sessions``, what it knows of
     others, its ``frozen`` blocks where it trains, and who moves it if it may; ``failed`` is done when it cannot go
     on."""
@@ -293,7 +293,7 @@ async def serving(
     model: str,
     make_backend: Callable[..., BlockBackend] = BlockBackend,
     on_served: Callable[[Record, int], None] = lambda *_: None,
-) -> AsyncIterator[Running]:
+) -> AsyncIterator[RunningServer]:
     """The server of blocks of ``model`` (its sha256), up and announced for the time of the block.
 
     ``make_backend`` makes its blocks: those that compute wrongly have a class of their own. ``on_served`` is given its
@@ -314,10 +314,10 @@ async def serving(
     arbitrator = Arbitrator(config.folder, model, registry)
     frozen = None
     if config.trains:
-        frozen = await batcher.aside(partial(FrozenBlocks, config.folder, config.blocks, config.dtype))
+        frozen = await batcher.run_between(partial(FrozenBlocks, config.folder, config.blocks, config.dtype))
     contacts = Contacts(registry, config.access, backend.width)
     service = BlockService(sessions, contacts, arbitrator, frozen)
-    throughput = await batcher.aside(backend.measured_throughput)
+    throughput = await batcher.run_between(backend.measured_throughput)
     server, port = await service.start(config.host, config.port)
     now = steady_s()
     record = Record(
@@ -347,7 +347,7 @@ async def serving(
         on_served(record, port)
         # On the batcher's thread, which has loaded, too: threads of this one would be in its way.
         with loops_elsewhere():
-            yield Running(announcer, port, sessions, registry, failed, frozen, rebalancer)
+            yield RunningServer(announcer, port, sessions, registry, failed, frozen, rebalancer)
         for task in tasks[1:]:
             task.cancel()
         with suppress(SwarmError):

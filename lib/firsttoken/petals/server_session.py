@@ -89,7 +89,7 @@ class ServerSession:
         self.commitment = answer.commitment
         return answer.hidden
 
-    async def adopt(self, keys: Mapping[int, Sequence[bytes]]) -> dict[int, int]:
+    async def reuse(self, keys: Mapping[int, Sequence[bytes]]) -> dict[int, int]:
         """Begin these sequences anew with what the server has of their blocks of ``keys``; return how many tokens that
         is. Raises ServerFault as ``run``, and for more than was asked."""
         most = MOST_NAMES // len(keys)

@@ -16,10 +16,10 @@ import torch
 
 from firsttoken.petals.batcher import Batcher
 from firsttoken.petals.checkpoint_blocks import parse_blocks
-from firsttoken.petals.fairness import Client, Ending, busy, client_of, who_yields
+from firsttoken.petals.fairness import CancelScope, Client, busy, client_of, client_to_evict
 from firsttoken.petals.kv_slots import MissingTokensError, Sequences
 from firsttoken.petals.messages import ADAPTER, HEADERS, NAMED_TOKENS, VERSION, check_states
-from firsttoken.petals.routing import named
+from firsttoken.petals.routing import span_names
 from firsttoken.petals.trust.commitments import Committer
 from firsttoken.petals.wire import CODINGS, Message, decode, encode
 from firsttoken.study.errors import FirstTokenError, RequestError, SwarmError
@@ -66,7 +66,7 @@ class ServerLimits:
 
 
 @dataclass(eq=False)
-class Session(Ending):
+class Session(CancelScope):
     """One stream of ``client``, for ``layers`` in ``coding`` with the ``adapter``, and its sequences. ``used`` is when
     it was opened or something was computed for it last; ``busy`` while its client waits for a step, ``silent`` messages
     came since."""
@@ -111,14 +111,16 @@ class Sessions:
         """Answer a client until it goes. Raises SwarmError for a session of another model, version or blocks, and what
         its steps raise; its sequences are gone then."""
         try:
-            session = Session(client_of(context.peer()), *self.opened(headers), asyncio.get_running_loop().time())
-            self.make_way(session.client)
+            session = Session(
+                client_of(context.peer()), *self.parse_headers(headers), asyncio.get_running_loop().time()
+            )
+            self.free_place(session.client)
         except FirstTokenError:
             if self._refused < self.limits.sessions:  # how many are listened to at once: each may send a message
                 self._refused += 1
                 try:
                     with suppress(IdleClientError):  # a client that is still sending would not hear why
-                        await self.within(context.read(), "said nothing")
+                        await self.within_limit(context.read(), "said nothing")
                 finally:
                     self._refused -= 1
             raise
@@ -134,25 +136,25 @@ class Sessions:
         finally:
             self._close(session)
 
-    def make_way(self, client: Client) -> None:
+    def free_place(self, client: Client) -> None:
         """End the session that makes way where no place is free for ``client``. Raises BusyError where none does."""
         if self.open < self.limits.sessions:
             return
-        if (session := self._making_way(client)) is None:
+        if (session := self._session_to_evict(client)) is None:
             now = asyncio.get_running_loop().time()
             idle_s = [0.0 if session.busy else now - session.used for session in self._open]
             spare = [self.limits.spare_s - seconds for seconds in idle_s]
             raise busy(f"{self.open} sessions are open here, and no more are taken", spare)
-        session.end(MissingTokensError("another client lacks a place here: open a session again"))
+        session.cancel(MissingTokensError("another client lacks a place here: open a session again"))
         self._close(session)  # its place is free now; what it has under way ends by itself
 
-    def _making_way(self, client: Client) -> Session | None:
+    def _session_to_evict(self, client: Client) -> Session | None:
         held, now = Counter(session.client for session in self._open), asyncio.get_running_loop().time()
         longest = sorted(self._open, key=lambda session: (session.busy, session.used))
         unused = [session for session in longest if not session.busy and not session.computed]
         idle = [session for session in longest if not session.busy and session.used + self.limits.spare_s <= now]
         for some, wanted in ((unused, 0), (longest, 1)):  # of two that have as much, who uses nothing has too much
-            yields = who_yields(held, client, wanted, [session.client for session in some])
+            yields = client_to_evict(held, client, wanted, [session.client for session in some])
             if yields is not None:
                 return next(session for session in some if session.client == yields)
         return idle[0] if idle else None
@@ -161,13 +163,13 @@ class Sessions:
         """End a session; its sequences and its place are free, if they have not been before."""
         if session in self._open:
             self._open.remove(session)
-            self.slots.leave(session.sequences, list(session.sequences))
+            self.slots.free(session.sequences, list(session.sequences))
 
     async def _step(self, context: grpc.aio.ServicerContext, session: Session) -> bool:
         """Read a message and answer it; False when the client has gone."""
         import grpc
 
-        data = await self.within(context.read(), "said nothing", session.used)
+        data = await self.within_limit(context.read(), "said nothing", session.used)
         if data is grpc.aio.EOF:
             return False
         backend, layers, sequences = self.batcher.backend, session.layers, session.sequences
@@ -176,7 +178,7 @@ class Sessions:
             message = decode(data, session.coding, backend.width, backend.dtype, kv_shape=shape)
         except SwarmError as error:  # no server would take it
             raise RequestError(str(error)) from error
-        self.slots.leave(sequences, message.over)
+        self.slots.free(sequences, message.over)
         if message.kv is not None:
             await self._fill(context, session, message)
             return True
@@ -186,12 +188,14 @@ class Sessions:
                 raise RequestError(f"{session.silent} messages came without a step: send steps, or end the session")
             if message.names:
                 shared = {
-                    number: self.slots.adopt(
+                    number: self.slots.reuse(
                         sequences, number, self._keys(session, names), layers.start, session.client
                     )
                     for number, names in message.names
                 }
-                await self.within(context.write(encode(None, session.coding, shared=shared)), "did not read its answer")
+                await self.within_limit(
+                    context.write(encode(None, session.coding, shared=shared)), "did not read its answer"
+                )
             return True
         if message.first and message.first not in layers:
             raise RequestError(f"layer {message.first} is not among the session's [{layers.start}, {layers.stop})")
@@ -202,7 +206,7 @@ class Sessions:
         trails = [sequences[chunk.number].trail for chunk in message.chunks]
         out = await self.batcher.run(layers, scheduled, message.hidden, session.client, session.adapter)
         check_states(out, "the hidden states that come out of these blocks hold")
-        self._computed(session, message, named=layers == session.layers)
+        self._computed(session, message, searchable=layers == session.layers)
         session.busy, session.computed, session.used = False, True, asyncio.get_running_loop().time()
         commitment = ""
         continuous = all(chunk.start <= len(trail) for chunk, trail in zip(message.chunks, trails, strict=True))
@@ -211,7 +215,7 @@ class Sessions:
         if continuous and backend.dtype is CODINGS[session.coding] is torch.float32 and not session.adapter:
             commitment = self.committer.commit(layers, trails, message.chunks, message.hidden, out)
         answer = encode(out, session.coding, commitment=commitment)
-        await self.within(context.write(answer), "did not read its answer")
+        await self.within_limit(context.write(answer), "did not read its answer")
         return True
 
     async def _fill(self, context: grpc.aio.ServicerContext, session: Session, message: Message) -> None:
@@ -224,20 +228,20 @@ class Sessions:
             scheduled = await self.slots.placed(sequences, [chunk], session.layers.start, session.client)
             self.slots.lease(scheduled)
             fill = partial(backend.fill, session.layers, scheduled[0], message.kv)
-            filled = asyncio.ensure_future(self.batcher.aside(fill))
+            filled = asyncio.ensure_future(self.batcher.run_between(fill))
             filled.add_done_callback(lambda _: self.slots.release(scheduled))  # also where the client goes meanwhile
             await asyncio.shield(filled)
-            self._computed(session, message, named=True)
+            self._computed(session, message, searchable=True)
             session.busy, session.silent, session.used = False, 0, asyncio.get_running_loop().time()
         has = sequences[chunk.number].cached if chunk.number in sequences else 0
         answer = encode(None, session.coding, shared={chunk.number: has})
-        await self.within(context.write(answer), "did not read its answer")
+        await self.within_limit(context.write(answer), "did not read its answer")
 
-    def _computed(self, session: Session, message: Message, named: bool) -> None:
+    def _computed(self, session: Session, message: Message, searchable: bool) -> None:
         """Note that the keys and values of a message are there, by their names where they are of all layers."""
         self.slots.computed(session.sequences, message.chunks)
         starts = {chunk.number: chunk.start // self.slots.block_tokens for chunk in message.chunks}
-        for number, names in message.names if named else ():
+        for number, names in message.names if searchable else ():
             keys = self._keys(session, names)
             self.slots.publish(session.sequences, number, starts.get(number, self.slots.context), keys)
 
@@ -264,7 +268,7 @@ class Sessions:
             await asyncio.sleep(_POLL_S)
         self._ended = False
 
-    async def within(self, awaited, subject: str, since: float | None = None):
+    async def within_limit(self, awaited, subject: str, since: float | None = None):
         """Return what is ``awaited`` of a client.
 
         Raises IdleClientError, which says ``subject`` of the client, when ``idle_s`` seconds have passed ``since`` then
@@ -283,7 +287,7 @@ class Sessions:
         finally:
             self._awaited.discard(limit)
 
-    def opened(self, headers: dict[str, str]) -> tuple[range, str, str]:
+    def parse_headers(self, headers: dict[str, str]) -> tuple[range, str, str]:
         """The blocks, coding and adapter that a call asks for. Raises SwarmError and RequestError for what is not
         here."""
         version, model, blocks, coding, adapter = (headers.get(name, "") for name in (*HEADERS, ADAPTER))
@@ -296,7 +300,7 @@ class Sessions:
             raise SwarmError(f"this server has blocks of the model {self.model[:12]}, not of {shown(model, 16)}")
         layers = parse_blocks(blocks, backend.blocks.stop)
         if layers.start < backend.blocks.start:
-            raise SwarmError(f"this server has blocks {named([backend.blocks])}, not {named([layers])}")
+            raise SwarmError(f"this server has blocks {span_names([backend.blocks])}, not {span_names([layers])}")
         if coding not in CODINGS:
             raise RequestError(f"no coding is called {shown(coding)}; known: {', '.join(CODINGS)}")
         if adapter and adapter not in backend.adapters:

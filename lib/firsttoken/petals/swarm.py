@@ -140,13 +140,13 @@ class Swarm:
         self.conduct = ServerConduct(timeouts)
         self.convicted: set[str] = set()  # subkeys of who was shown to have lied: they are not asked any more
 
-    async def keep_looking(self) -> None:
+    async def keep_refreshing(self) -> None:
         """Look the swarm over again and again, until cancelled."""
         while True:
             await asyncio.sleep(self.timeouts.refresh_s)
-            await self.look()
+            await self.refresh()
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Ask all members that are known for the others, and how far away they are; new ones in the same look."""
         contacted, first = set(), {*self.peers, *(record.address for record in self._records())}
         while new := first - contacted:
@@ -159,9 +159,9 @@ class Swarm:
         for address in self._channels.keys() - contacted:
             await self.reconnect(address)
 
-    async def meet(self) -> None:
+    async def connect(self) -> None:
         """Look for the first time. Raises SwarmError when nobody answers at the addresses given, and why."""
-        await self.look()
+        await self.refresh()
         if not any(address in self._pings for address in self.peers):
             await self.close()
             whys = "; ".join(f"{peer}: {self.contacts.faults.get(peer, 'it does not answer')}" for peer in self.peers)
@@ -197,11 +197,11 @@ class Swarm:
 
         Servers that have just begun may not be known yet: the swarm is looked over for ``answer_s`` seconds.
         """
-        await self.meet()
+        await self.connect()
         until = time.monotonic() + self.timeouts.answer_s
         while not self._covers(layers, set(), adapter) and time.monotonic() < until:
             await asyncio.sleep(_PAUSE_S)
-            await self.look()
+            await self.refresh()
         self._best(layers, set(), adapter)
 
     async def route(
@@ -227,7 +227,7 @@ class Swarm:
             if looked:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S, find_s / 8)
-            await self.look()
+            await self.refresh()
             looked = True
         try:
             self._best(layers, without, adapter)
@@ -290,7 +290,7 @@ class Swarm:
         reasons = [f"{len(others)} of another model, as at {others[0].address}"] if others else []
         reasons += [f"{address}: {why}" for address, why in faults.items()]
         reasons += [f"{address} does not answer" for address in silent - faults.keys()]
-        reasons += self.contacts.held_against()
+        reasons += self.contacts.reported_by_others()
         reasons += [f"{who[:8]} was convicted" for who in self.convicted]
         reasons += [f"{who[:8]} failed lately and is not asked for a while" for who in self.conduct.shunned()]
         more = [f"{len(reasons) - _SEEN} more"] if len(reasons) > _SEEN else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from firsttoken.petals.routing import check_cover, named
+from firsttoken.petals.routing import check_cover, span_names
 from firsttoken.study.errors import SwarmError
 
 
@@ -26,7 +26,5 @@ def check_lenders(lenders: Sequence[Lender], depth: int) -> None:
     try:
         check_cover(spans, range(spans[0].start if spans else 0, depth))
     except SwarmError:
-        message = (
-            f"lenders have layers {named(spans)}; name them in order up to the end of [0, {depth}), each layer once"
-        )
-        raise SwarmError(message) from None
+        order = f"name them in order up to the end of [0, {depth}), each layer once"
+        raise SwarmError(f"lenders have layers {span_names(spans)}; {order}") from None

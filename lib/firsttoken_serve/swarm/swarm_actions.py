@@ -94,7 +94,7 @@ def chosen_blocks(options: argparse.Namespace, access: Access, model: str) -> ra
 
     async def needed() -> range:
         swarm = Swarm(model, options.registry, 1, access, Timeouts())
-        await swarm.look()
+        await swarm.refresh()
         servers = [record.reachable(0.0, record.counted()) for record in swarm.servers()]
         await swarm.close()
         return interval_to_join(servers, depth, count)
@@ -160,8 +160,8 @@ def _generate(options: argparse.Namespace) -> None:
         access=Access.read(options.token_file, options.tls_ca, None, None),
         audits=audits,
     ) as model:
-        with _spoken(tokenizer, ids[0].tolist()) as hear:
-            model.generate(ids, options.max_tokens, eos_token_id=end_counts, hear=hear)
+        with _spoken(tokenizer, ids[0].tolist()) as on_token:
+            model.generate(ids, options.max_tokens, eos_token_id=end_counts, on_token=on_token)
         for server, why in model.chain.faults:
             print(f"replaced {server[:8]}: {why}", file=sys.stderr)
         if model.chain.auditor is None:
@@ -185,12 +185,12 @@ def _spoken(tokenizer: Tokenizer, ids: list[int]) -> Iterator[Callable[[int, int
             print(text[len(output) :], end="", flush=True)
             output = text
 
-    def hear(row: int, token: int) -> None:
+    def on_token(row: int, token: int) -> None:
         ids.append(token)
         show(tokenizer.decode(ids, skip_special_tokens=True).rstrip("\ufffd"))
 
     try:
-        yield hear
+        yield on_token
     finally:
         if output:
             show(tokenizer.decode(ids, skip_special_tokens=True))
@@ -202,7 +202,7 @@ def _list(options: argparse.Namespace) -> None:
     swarm = Swarm(model_sha256(options.model), options.registry, 1, access, Timeouts())
 
     async def look() -> None:
-        await swarm.meet()
+        await swarm.connect()
         servers = sorted(swarm.servers(), key=lambda record: record.blocks)
         for record in servers:
             rate = f"{record.throughput:,.0f} tokens/s through a block"
@@ -211,7 +211,7 @@ def _list(options: argparse.Namespace) -> None:
                 f"blocks [{record.blocks[0]}, {record.blocks[1]}) at {record.address}, key {record.server[:8]}: "
                 f"{rate}{more}"
             )
-        if not servers or swarm.contacts.faults or swarm.contacts.held_against():
+        if not servers or swarm.contacts.faults or swarm.contacts.reported_by_others():
             print(f"{len(servers)} servers have blocks of the model; seen beside: {swarm.unseen()}", file=sys.stderr)
         await swarm.close()
 

@@ -13,7 +13,7 @@ import torch
 
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check
-from firsttoken.petals.contacts import exchange, tell
+from firsttoken.petals.contacts import encode_exchange, exchange
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.messages import MOST_TOKENS, SequenceChunk
 from firsttoken.petals.remote_model import RemoteModel
@@ -167,7 +167,7 @@ class _Study:
 
         async def probe() -> None:
             with Stopwatch() as watch:
-                await exchange(swarm.channel(address), swarm.access, tell([]), _PROBE_S)
+                await exchange(swarm.channel(address), swarm.access, encode_exchange([]), _PROBE_S)
             seconds.append(watch.seconds)
 
         for _ in range(_PROBES):

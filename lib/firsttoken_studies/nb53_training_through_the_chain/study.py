@@ -282,7 +282,7 @@ class _TuningStudy:
         def strike(step: int) -> None:
             if step == fault_step:
                 swarm = client.chain.swarm
-                wait_for(swarm.look())  # until the next look its choice among equals is this one
+                wait_for(swarm.refresh())  # until the next look its choice among equals is this one
                 _, record = wait_for(swarm.route(range(*map(int, ups[-1].blocks.split(":")))))[0]
                 next(member for member in ups if member.address == record.address).kill()
 

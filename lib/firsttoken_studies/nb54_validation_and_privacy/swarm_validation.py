@@ -23,7 +23,7 @@ from firsttoken.petals.checkpoint_blocks import model_sha256, parse_blocks
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.messages import SequenceChunk
 from firsttoken.petals.remote_model import RemoteModel
-from firsttoken.petals.server import Running, ServerConfig, serving
+from firsttoken.petals.server import RunningServer, ServerConfig, serving
 from firsttoken.petals.session import ServerLimits
 from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.timeouts import Timeouts
@@ -245,10 +245,10 @@ class _Validation:
                 engine.cancel(request)
         return -1
 
-    def _choose(self, up: Running) -> None:
+    def _choose(self, up: RunningServer) -> None:
         """Look the swarm over until the client would ask the server ``up``. Raises SwarmError when it never does."""
         for _ in range(_LOOKS):
-            wait_for(self.model.swarm.look())
+            wait_for(self.model.swarm.refresh())
             chain = wait_for(self.model.swarm.route(self.model.chain.layers))
             if up.record.server in {record.server for _, record in chain}:
                 return
@@ -256,7 +256,7 @@ class _Validation:
         raise SwarmError(f"{up.record.name} is never the fastest of its swarm, so no client asks it; run it again")
 
     @contextmanager
-    def _serving(self, span: range, make_backend: Any = BlockBackend) -> Iterator[Running]:
+    def _serving(self, span: range, make_backend: Any = BlockBackend) -> Iterator[RunningServer]:
         """Run a server in this process, which others reach over gRPC alone."""
         limits, peers = ServerLimits(kv_tokens=4096), (self.door,) if self.door else ()
         config = ServerConfig(self.folder, span, torch.float32, peers=peers, limits=limits)

@@ -72,7 +72,7 @@ async def _known(model: str, ups: Sequence[ServerProcess]) -> None:
     while len(swarm.servers()) < len(ups):
         if time.monotonic() > until:
             raise SwarmError(f"{len(swarm.servers())} of {len(ups)} servers came together")
-        await swarm.look()
+        await swarm.refresh()
         await asyncio.sleep(_PAUSE_S)
     await swarm.close()
 

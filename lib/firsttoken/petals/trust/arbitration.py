@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from firsttoken.petals.block_backend import BlockBackend
-from firsttoken.petals.fairness import Shares, remember
+from firsttoken.petals.fairness import TokenBuckets, remember
 from firsttoken.petals.kv_slots import KVSlots
 from firsttoken.petals.messages import SequenceChunk
 from firsttoken.petals.records import Registry, steady_s
@@ -54,7 +54,7 @@ class Arbitrator:
     def __init__(self, folder: Path, model: str, registry: Registry) -> None:
         self.folder, self.model, self._registry = folder, model, registry
         self._convicted: dict[str, None] = {}
-        self._shares = Shares(_ACCUSATIONS, _AGAIN_S)
+        self._accusation_tokens = TokenBuckets(_ACCUSATIONS, _AGAIN_S)
         self._open = 0
         self._thread = ThreadPoolExecutor(1, "firsttoken-court", _below_others)
 
@@ -76,7 +76,7 @@ class Arbitrator:
         accused too often; SwarmError, before anything is computed, for evidence that proves nothing, another model, and
         a server that nobody has met here; and for blocks that cannot be loaded.
         """
-        self._shares.take(source)
+        self._accusation_tokens.spend(source)
         evidence.check()
         commitment = evidence.charge.commitment
         if commitment.model != self.model:
@@ -90,7 +90,7 @@ class Arbitrator:
         apart = difference(evidence.outputs, own_outputs[-len(evidence.outputs) :])
         if apart <= TOLERANCE:
             return AuditRuling(False, apart)
-        self._shares.give_back(source)
+        self._accusation_tokens.refund(source)
         remember(self._convicted, commitment.server, None, _MOST_CONVICTED)
         return AuditRuling(True, apart)
 

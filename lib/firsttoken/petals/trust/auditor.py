@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from firsttoken.petals.keys import read_said
+from firsttoken.petals.keys import parse_foreign
 from firsttoken.petals.messages import ACCUSE, MOST_TOKENS, SequenceChunk, split_rows
 from firsttoken.petals.records import Record
 from firsttoken.petals.routing import Hop, Reachable, best_chain
@@ -82,7 +82,7 @@ class Auditor:
         self._found: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])  # those undecided, and unwitnessed
         self._left: set[str] = set()
 
-    async def look(
+    async def audit(
         self,
         session: ServerSession,
         record: Record,
@@ -212,7 +212,7 @@ class Auditor:
             raise SwarmError(f"it did not judge within {swarm.timeouts.find_s:g} s") from None
         except grpc.aio.AioRpcError as error:
             raise SwarmError(error.details() or error.code().name) from error
-        convicted = read_said(AuditRuling, data, "the keeper's ruling cannot be read").convicted
+        convicted = parse_foreign(AuditRuling, data, "the keeper's ruling cannot be read").convicted
         if convicted:
             swarm.convicted.add(evidence.charge.commitment.server)
         return convicted

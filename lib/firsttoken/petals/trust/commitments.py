@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from firsttoken.assets.model_config import MOST_LAYERS
-from firsttoken.petals.keys import ServerKey, check_signature, public_hex, read_said, signature_of
+from firsttoken.petals.keys import ServerKey, check_signature, parse_foreign, public_hex, signature_of
 from firsttoken.petals.messages import MOST_TOKENS, SequenceChunk, split_rows
 from firsttoken.petals.wire import decode, encode
 from firsttoken.study.errors import SwarmError
@@ -57,7 +57,7 @@ class Commitment:
 
 def read_commitment(text: str) -> Commitment:
     """A commitment as JSON gives it, its signature checked. Raises SwarmError for what is none."""
-    commitment = read_said(Commitment, text, "an answer carries no commitment")
+    commitment = parse_foreign(Commitment, text, "an answer carries no commitment")
     commitment.check()
     return commitment
 
@@ -161,7 +161,7 @@ async def read_evidence(messages: AsyncIterable[bytes], width: int, context: int
     charge, parts = None, {_INPUTS: [torch.empty(0, width)], _OUTPUTS: [torch.empty(0, width)]}
     async for data in messages:
         if charge is None:
-            charge = read_said(Charge, data, "a charge cannot be read")
+            charge = parse_foreign(Charge, data, "a charge cannot be read")
             if charge.committed.end > context:
                 raise SwarmError(f"a sequence of {charge.committed.end} tokens exceeds the context of {context}")
             continue

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from firsttoken.assets.positions import context_of
 from firsttoken.petals.checkpoint_blocks import load_span
-from firsttoken.petals.fairness import HERE, Client, Ending, Turns, who_yields
+from firsttoken.petals.fairness import HERE, CancelScope, Client, FairQueue, client_to_evict
 from firsttoken.petals.tuning.passes import Adapters, Pass, decode_pass, encode_pass
 from firsttoken.study.errors import BusyError, RequestError, SwarmError
 
@@ -31,7 +31,7 @@ MOST_KEPT = 4096  # tokens times layers whose values stay for backward
 
 
 @dataclass(eq=False)
-class _WaitingPass(Ending):
+class _WaitingPass(CancelScope):
     """A client's pass through ``layers`` of a model of ``width``; ``data`` when it has been said."""
 
     client: Client
@@ -51,7 +51,7 @@ class FrozenBlocks:
         self._model: Any = None
         self.busy = False  # a pass runs
         self._waiting: list[_WaitingPass] = []
-        self._turns = Turns()
+        self._turns = FairQueue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="firsttoken-passes")
 
     @property
@@ -65,7 +65,7 @@ class FrozenBlocks:
         """The message of the answer to the pass of ``client`` that ``receive`` brings. Raises RequestError for one that
         no server takes, BusyError, and does not listen, where too many wait and no other client has more than its share
         of them."""
-        self._make_way(client)
+        self._free_place(client)
         waiting = _WaitingPass(client, layers, width, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         try:
@@ -77,15 +77,15 @@ class FrozenBlocks:
             if waiting in self._waiting:  # its client has gone before its turn
                 self._waiting.remove(waiting)
 
-    def _make_way(self, client: Client) -> None:
+    def _free_place(self, client: Client) -> None:
         if len(self._waiting) < MOST_WAITING:
             return
         full = BusyError(f"{len(self._waiting)} passes wait here, and no more are taken")
-        if (yields := who_yields(Counter(waiting.client for waiting in self._waiting), client, 1)) is None:
+        if (yields := client_to_evict(Counter(waiting.client for waiting in self._waiting), client, 1)) is None:
             raise full
         last = next(waiting for waiting in reversed(self._waiting) if waiting.client == yields)
         self._waiting.remove(last)
-        last.end(full)
+        last.cancel(full)
 
     def _begin(self) -> None:
         """Run the pass whose turn it is, unless one runs. One that runs cannot be stopped: the next has to wait for it
@@ -120,7 +120,7 @@ class FrozenBlocks:
     def close(self) -> None:
         """End the thread when its pass is done; those that wait hear that the server ends."""
         for waiting in self._waiting:
-            waiting.end(SwarmError("this server ends: ask another"))
+            waiting.cancel(SwarmError("this server ends: ask another"))
         self._waiting.clear()
         self._thread.shutdown(wait=False)
 

@@ -39,7 +39,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class _ToldPass:
+class _PassFields:
     shape: tuple[Annotated[int, between(1, MOST_TOKENS)], Annotated[int, between(1, MOST_TOKENS)]]
     scaling: Annotated[float, between(-1e6, 1e6)] = 1.0
 
@@ -60,7 +60,7 @@ def decode_pass(data: bytes, width: int) -> Pass:
     numbers that ``check_states`` refuses."""
     try:
         header = header_of(data)
-        fields = shaped(_ToldPass, parse_json(header.metadata.get("pass", "{}")))
+        fields = shaped(_PassFields, parse_json(header.metadata.get("pass", "{}")))
     except ValueError as error:
         fault = str(error) if isinstance(error, Damaged) else type(error).__name__
         raise SwarmError(f"a message is no safetensors of a pass: {fault}") from error

@@ -217,7 +217,7 @@ class RemoteTraining:
         swarm = Swarm(self.sha256, peers, width, access or Access(), timeouts or Timeouts(), depth)
         self.chain = TrainingChain(swarm, range(depth))
         wait_for(swarm.check(self.chain.layers))
-        self._looking = begin(swarm.keep_looking())
+        self._refreshing = begin(swarm.keep_refreshing())
 
     def hidden(self, input_ids: Tensor) -> Tensor:
         """``input_ids`` [rows, tokens] -> [rows, tokens, hidden] after the norm, for the model's head or one's own.
@@ -248,7 +248,7 @@ class RemoteTraining:
                 trained.save(folder / name, self.sha256)
 
     def close(self) -> None:
-        self._looking.cancel()
+        self._refreshing.cancel()
         wait_for(self.chain.swarm.close())
 
     def __enter__(self) -> Self:

@@ -13,10 +13,10 @@ import torch
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.server import Running, ServerConfig, serving
+from firsttoken.petals.server import RunningServer, ServerConfig, serving
 
 
-class Nearby:
+class LocalSwarm:
     """Six layers with random weights in float32, and the servers of this process that hold some of them.
 
     Its ``model`` is in this process, ``folder`` the same one on disk; both go with the block.
@@ -37,7 +37,7 @@ class Nearby:
             torch.manual_seed(0)
             self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
         self._made = ExitStack()
-        self.folder = Path(self._made.enter_context(tempfile.TemporaryDirectory(prefix="nearby-")))
+        self.folder = Path(self._made.enter_context(tempfile.TemporaryDirectory(prefix="swarm-")))
         with quiet_transformers():
             self.model.save_pretrained(self.folder)
         self.sha256 = model_sha256(self.folder)
@@ -51,9 +51,9 @@ class Nearby:
 
     def serve(
         self, *spans: range, peers: Sequence[str] = (), make_backend: Any = BlockBackend, **options: Any
-    ) -> list[Running]:
+    ) -> list[RunningServer]:
         """One server of each of ``spans``, told of those before it; ``options`` are those of ServerConfig."""
-        ups: list[Running] = []
+        ups: list[RunningServer] = []
         for span in spans:
             addresses = (*peers, *(server.record.address for server in ups[:1]))
             config = ServerConfig(self.folder, span, torch.float32, peers=addresses, **options)
