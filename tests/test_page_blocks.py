@@ -18,11 +18,12 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from starlette.routing import Match
-from swarms import DEPTH, Here, varied
+from swarms import DEPTH, Here
 
 from firsttoken.__main__ import COMMANDS
 from firsttoken.assets.models import load_model
 from firsttoken.options import parser
+from firsttoken.petals.local_swarm import varied_model
 from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.study import paths
@@ -74,7 +75,7 @@ def test_what_the_python_of_a_page_imports_is_there(page: str) -> None:
 @pytest.fixture(scope="module")
 def staged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Here]:
     """Servers of a tiny model that is staged with its ends first."""
-    folder, model = tmp_path_factory.mktemp("pages") / "tiny", varied(head_dim=16)
+    folder, model = tmp_path_factory.mktemp("pages") / "tiny", varied_model(head_dim=16)
     source = ModelSource(model, None, Origin("random", None, "random"))
     write_staged(source, ends_first(source.names, DEPTH), folder)
     here = Here(folder)

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from borrowing import SHORT, SMALL, TIMEOUTS
-from swarms import DEPTH, Asked, Here, asking, servers_imported, varied
+from swarms import DEPTH, Asked, Here, asking, servers_imported
 from transformers import PreTrainedModel
 
 from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
+from firsttoken.petals.local_swarm import varied_model
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
@@ -28,7 +29,7 @@ from firsttoken_studies.petals.fleet import ProxiedServer
 @pytest.fixture(scope="session")
 def lent() -> PreTrainedModel:
     """Its heads are wide enough for the kernels, which run variants of a model in one pass."""
-    return varied(head_dim=16)
+    return varied_model(head_dim=16)
 
 
 @pytest.fixture(scope="session")

@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swarms import Asked, Here, asking, servers_imported, varied
+from swarms import Asked, Here, asking, servers_imported
 from transformers import PreTrainedModel
 
+from firsttoken.petals.local_swarm import varied_model
 from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.timeouts import Timeouts
 
 
 @pytest.fixture(scope="session")
 def tiny() -> PreTrainedModel:
-    return varied()
+    return varied_model()
 
 
 @pytest.fixture(scope="session")

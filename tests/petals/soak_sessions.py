@@ -17,7 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from bystanders import Found, Soak, questions
-from swarms import varied
+
+from firsttoken.petals.local_swarm import varied_model
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
@@ -26,7 +27,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
     found, begun = Found(), time.monotonic()
     with tempfile.TemporaryDirectory() as at:
-        varied().save_pretrained(folder := Path(at) / "tiny")
+        varied_model().save_pretrained(folder := Path(at) / "tiny")
         with Soak(folder, questions(30)) as soak:
             for number in range(options.schedules):
                 soak.schedule(options.seed + number, found)

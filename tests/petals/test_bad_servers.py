@@ -10,7 +10,7 @@ from types import MethodType
 import grpc
 import pytest
 import torch
-from swarms import part, says
+from swarms import part, says, spoil
 
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.swarm import ServerConduct
@@ -106,16 +106,19 @@ def test_passes_of_training_ask_another(here, client):
     assert len(chain.faults) == 6  # each was asked once
 
 
-@pytest.mark.parametrize("value", [3e38, -1e30, 2.0**25])
-def test_finite_nonsense_is_the_servers_fault(pair, client, asked, value):
+@pytest.mark.parametrize("value", [3e38, -1e30, 2.0**25, torch.nan])
+def test_nonsense_is_the_servers_fault(pair, client, asked, value):
     (bad, good), one = pair, asked(8, TOKENS)
     model = client(bad.record.address)
-    for module in bad.sessions.batcher.backend._segment.modules:
-        module.forward = lambda hidden, *_, **__: torch.full_like(hidden, value)
+    spoil(bad, value)
     first_asked(model, bad)
     says(model, one)
     assert "at fault" in model.chain.faults[0][1]
     assert model.chain.sessions[0][1].server == good.record.server
+    spoil(good, value)
+    patience = {"find_s": 0.3}
+    with pytest.raises(SwarmError, match=r"at fault.* \(the servers that took over failed too, for 0.3 s\)"):
+        client(bad.record.address, timeouts=patience).generate(torch.tensor([one.prompt]), 2)
 
 
 def test_who_is_late_again_and_again_is_left(pair, client, asked):

@@ -25,8 +25,8 @@ from firsttoken.petals.kv_slots import KVSlots
 from firsttoken.petals.messages import PASS, SESSION, SequenceChunk
 from firsttoken.petals.tuning.frozen import MOST_WAITING
 from firsttoken.petals.tuning.passes import Pass, encode_pass
-from firsttoken.petals.wire import decode, encode
-from firsttoken.study.errors import BusyError, SwarmError
+from firsttoken.petals.wire import encode
+from firsttoken.study.errors import BusyError
 
 WIDTH = 32
 A, B, C, D = (Client(host, name) for host, name in (("one", "a"), ("one", "b"), ("two", "c"), ("three", "d")))
@@ -264,12 +264,6 @@ def test_passes_of_one_client_make_way_for_anothers(here, small):
     assert wait_for(run()) == {"OK": MOST_WAITING, "RESOURCE_EXHAUSTED": 1}
 
 
-def test_a_header_is_bounded_before_it_is_read():
-    header = b'{"__metadata__": {"step": "' + b" " * (1 << 18) + b'"}}'
-    with pytest.raises(SwarmError, match="its header of 262174 bytes is beyond 262144"):
-        decode(len(header).to_bytes(8, "little") + header, "float32", WIDTH, torch.float32)
-
-
 def test_who_is_refused_and_says_nothing_is_listened_to_in_a_bounded_number(small):
     up, _, channel, given = small
     up.sessions.moving = True  # refuses whoever comes
@@ -286,16 +280,6 @@ def test_who_is_refused_and_says_nothing_is_listened_to_in_a_bounded_number(smal
 
     assert set(wait_for(run())) == {"this server moves to other blocks: ask another"}
     assert up.sessions._refused == 0
-
-
-def test_who_is_alone_has_everything(small):
-    up, opened, *_ = small
-
-    async def run() -> None:
-        calls = [await opened("one", step(0, 0, 32)) for _ in range(4)]
-        assert up.sessions.slots.pool.free == 0 and not any(call.done() for call in calls)
-
-    wait_for(run())
 
 
 def test_a_client_that_made_way_says_the_same_as_the_local_model(here, client, asked):

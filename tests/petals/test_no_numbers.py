@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from swarms import Here, says
+from swarms import Here
 
 from firsttoken.engine.request import Sampling
 from firsttoken.study.errors import OutputError, SwarmError
@@ -50,12 +50,3 @@ def test_an_error_and_no_empty_answer(tiny, asked, client, tmp_path, place: str,
         model.engine.cancel(request)
         assert not model.engine.busy and model.engine.pool.free == model.engine.pool.count
         assert all(not up.sessions.ends.get("INTERNAL") for up in ups)
-
-
-def test_whoever_does_not_read_them_is_answered(tiny, folder, asked, client, tmp_path) -> None:
-    """Another server of the same layers is whole, and takes over."""
-    sick = damaged(tiny, PLACES["a server's layer"], tmp_path / "damaged", torch.nan)
-    with closing(Here(folder)) as whole, closing(Here(sick)) as bad:
-        ups = whole.serve((0, 3), (3, 6))
-        bad.serve((3, 6), peers=[ups[0].record.address], model=whole.model)
-        says(client(ups[0].record.address), asked(7, TOKENS))

@@ -64,19 +64,6 @@ def test_a_wall_clock_that_is_set_ends_no_server_and_keeps_no_client_out(here, c
         says(client(ups[0].record.address), asked(5, 4))
 
 
-def test_a_server_that_runs_again_by_an_earlier_clock_is_known_at_once(here, client, asked, monkeypatch, tmp_path):
-    (door,), key = here.serve((0, 3)), tmp_path / "key"
-    (before,) = here.serve((3, 6), peers=[door.record.address], key=key)
-    wait_for(before.announcer.leave())
-    before.failed.cancel()
-    with monkeypatch.context() as patched:
-        for module in (announcer, server):
-            patched.setattr(module, "steady_s", lambda: steady_s() - 200)
-        (again,) = here.serve((3, 6), peers=[door.record.address], key=key)
-    assert again.record.server == before.record.server and again.record.issued < before.record.issued - 100
-    says(client(door.record.address), asked(5, 4))
-
-
 def test_a_server_says_who_does_not_know_it_and_says_it_again_when_the_reason_changes(here, capsys):
     wrong = nobody()
     (up,) = here.serve((0, 6), peers=[wrong])

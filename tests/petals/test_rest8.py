@@ -25,7 +25,7 @@ from firsttoken.engine.request import Sampling
 from firsttoken.petals.checkpoint_blocks import load_span, model_sha256, write_8_bits
 from firsttoken.petals.tuning.frozen import FrozenBlocks
 from firsttoken.petals.tuning.passes import Pass
-from firsttoken.study.errors import ModelError, SwarmError
+from firsttoken.study.errors import ModelError
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +91,6 @@ def test_servers_of_it_say_what_the_stored_weights_say(there, client, stored) ->
     model.engine.run()
     for request, one in zip(requests, known, strict=True):
         assert check_greedy(request.output, one.plain) == 8
-
-
-def test_a_client_of_16_bits_asks_them_nothing(there, client) -> None:
-    ups = there.serve((0, DEPTH))
-    model = client(ups[0].record.address, timeouts={"find_s": 0.2})
-    model.engine.submit([1, 2, 3], Sampling(2))
-    with pytest.raises(SwarmError, match="blocks"):
-        model.engine.run()
 
 
 def test_it_trains_as_the_stored_weights_do(resting, stored) -> None:

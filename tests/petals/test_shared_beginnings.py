@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from contextlib import suppress
 
 import grpc
 import pytest
@@ -14,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_tokens import TOLERANCE, check_greedy, judged
 from slots import check_slots
-from swarms import answer, opening
+from swarms import answer, ask_while_sessions_end, opening
 from waiting import until
 
 from firsttoken.engine.engine import EngineConfig
-from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.fairness import Client
@@ -190,29 +188,8 @@ def test_random_sessions_deaths_and_evictions_leave_the_tokens_alone(tiny, here,
     limits = {"kv_tokens": 400}  # less than what is kept: beginnings are evicted
     ups = here.serve((0, 2), (2, 4), (4, 6), (0, 2), (2, 6), limits=limits)
     model = client(ups[0].record.address, config=SHARED)
-    for _ in range(12):
-        prompts = [texts(dice) for _ in range(dice.randint(1, 3))]
-        engine = model.engine
-        requests = [engine.submit(prompt, Sampling(6)) for prompt in prompts]
-        strike = dice.choice([None, None, 1, 3, 5])
-        for step in range(100):
-            if not engine.busy:
-                break
-            if step == strike:
-                sessions = [one for up in ups for one in up.sessions._open]
-                if sessions:
-                    wait_for(_end(dice.choice(sessions)))
-            engine.step()
-        for prompt, request in zip(prompts, requests, strict=True):
-            assert request.finished and request.failure is None
-            check_greedy(request.output, judged(tiny, prompt, request.output), TOLERANCE)
-        for up in ups:
-            check_slots(up.sessions.slots)
+    ask_while_sessions_end(tiny, model, ups, dice, lambda: [texts(dice) for _ in range(dice.randint(1, 3))], 12)
     assert model.chain.shared_tokens > 300 and model.chain.faults
-
-
-async def _end(session) -> None:
-    session.cancel(SwarmError("it dies here"))
 
 
 def idle(ups) -> None:
@@ -294,31 +271,6 @@ def test_a_server_that_is_replaced_in_the_middle_is_sent_all_from_the_first_toke
     assert request.output == one.plain.tokens and model.chain.faults
     heir = next(record for session, record in model.chain.sessions if session.layers.start == 3 * place)
     assert heir.server != dies.record.server and model.swarm.served[heir.server] >= 3 * 100
-
-
-def test_a_chain_that_forgets_what_it_lacks_is_found_out(here, client, asked, monkeypatch):
-    """The control of the test above: a successor that is sent the last tokens alone says something else, or fails."""
-    ups, model = two(here, client)
-    one = asked(100, 8)
-    answer(model, one.prompt, 8)
-    request = model.engine.submit(one.prompt, Sampling(8))
-    model.engine.step()
-    model.engine.step()
-    monkeypatch.setattr(HiddenStateCache, "reaches", lambda *_: True)
-    of = HiddenStateCache.of
-
-    def whatever(self, number, layer, start=0):
-        kept = self._kept[number][layer]
-        kept.start, before = 0, kept.start
-        kept.rows[:before] = 0
-        return of(self, number, layer, start)
-
-    monkeypatch.setattr(HiddenStateCache, "of", whatever)
-    for session in ups[1].sessions._open:
-        wait_for(_end(session))
-    with suppress(SwarmError):
-        model.engine.run()
-    assert request.output != one.plain.tokens
 
 
 def test_likelihoods_of_a_prompt_come_of_all_its_tokens(here, client, asked):

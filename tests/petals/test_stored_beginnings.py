@@ -12,14 +12,14 @@ import torch
 from plain_tokens import TOLERANCE, check_greedy, judged
 from safetensors.torch import save
 from slots import check_slots
-from swarms import opening
+from swarms import ask_while_sessions_end, opening
 
 from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.messages import SESSION, SequenceChunk
 from firsttoken.petals.wire import decode, encode
-from firsttoken.study.errors import CacheError, SwarmError
+from firsttoken.study.errors import CacheError
 
 
 class Stored:
@@ -82,14 +82,6 @@ def test_only_what_follows_is_computed(tiny, here, client, asked, share, stored)
         check_slots(up.sessions.slots)
 
 
-def test_other_keys_and_values_would_be_seen(tiny, here, client, asked):
-    _, model = two(here, client)
-    one = asked(90, 8)
-    kv = computed(tiny, asked(90, 1).prompt)
-    model.segments[""].stored = lambda prompt, variant: Stored(kv, 80)
-    assert not says(tiny, model, one.prompt)
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_random_sessions_with_stored_beginnings_and_deaths(tiny, here, client, seed):
     dice, draw = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -103,30 +95,15 @@ def test_random_sessions_with_stored_beginnings_and_deaths(tiny, here, client, s
         return Stored(found[0][1], len(found[0][0])) if found and dice.random() < 0.8 else None
 
     model.segments[""].stored = find
-    for _ in range(10):
-        prompts = [
+
+    def prompts() -> list[list[int]]:
+        return [
             dice.choice(texts) + [dice.randrange(256) for _ in range(dice.randint(1, 30))]
             for _ in range(dice.randint(1, 2))
         ]
-        engine = model.engine
-        requests = [engine.submit(prompt, Sampling(5)) for prompt in prompts]
-        strike = dice.choice([None, 1, 3])
-        step = 0
-        while engine.busy:
-            sessions = [one for up in ups for one in up.sessions._open]
-            if step == strike and sessions:
-                wait_for(_end(dice.choice(sessions)))
-            engine.step()
-            step += 1
-        for prompt, request in zip(prompts, requests, strict=True):
-            check_greedy(request.output, judged(tiny, prompt, request.output), TOLERANCE)
-        for up in ups:
-            check_slots(up.sessions.slots)
+
+    ask_while_sessions_end(tiny, model, ups, dice, prompts, 10)
     assert model.chain.restored > 5 and model.chain.faults
-
-
-async def _end(session) -> None:
-    session.cancel(SwarmError("it dies here"))
 
 
 class Torn(Stored):

@@ -21,6 +21,7 @@ from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Request, Sampling, ScheduledChunk
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.link.shaped import Link, LinkConfig
+from firsttoken.petals.local_swarm import varied_model
 from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, staged
 from firsttoken.progressiveserve.checkpoint.sources import FolderSource
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
@@ -32,7 +33,7 @@ from firsttoken_serve.service_config import ServiceConfig
 
 pytest.importorskip("grpc")
 
-from swarms import Here, servers_imported, varied
+from swarms import Here, servers_imported
 
 from firsttoken.petals.checkpoint_blocks import load_ends, model_sha256
 from firsttoken_serve.swarm.over_swarm import SwarmServer, staged_ends
@@ -113,7 +114,7 @@ def test_it_answers_over_servers_of_either_folder(plain, checkpoint, tmp_path, i
 
 
 def test_servers_of_another_model_are_not_asked(checkpoint, tmp_path, imported) -> None:
-    varied().save_pretrained(tmp_path / "other")
+    varied_model().save_pretrained(tmp_path / "other")
     with closing(Here(tmp_path / "other")) as here:
         address = here.serve((0, 6))[0].record.address
         with pytest.raises(SwarmError, match="1 of another model"):

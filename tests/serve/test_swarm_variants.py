@@ -21,7 +21,7 @@ from torch import nn
 pytest.importorskip("grpc")
 pytest.importorskip("peft")
 
-from swarms import Here, servers_imported, varied
+from swarms import Here, servers_imported
 
 from firsttoken.__main__ import main
 from firsttoken.assets.checkpoint import combined_sha256, model_files, weight_files
@@ -31,6 +31,7 @@ from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.kv_slots import KVSlots
+from firsttoken.petals.local_swarm import varied_model
 from firsttoken.petals.messages import SequenceChunk
 from firsttoken.petals.records import Record, read_record
 from firsttoken.petals.remote_model import RemoteModel
@@ -45,7 +46,7 @@ PROMPT = [5, 7, 9, 11]
 
 @pytest.fixture(scope="module")
 def base() -> nn.Module:
-    return varied()
+    return varied_model()
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,11 @@ from pathlib import Path
 import grpc
 import torch
 from slots import check_slots
-from swarms import APART, DEPTH, Asked, Here, asking, opening, varied
+from swarms import APART, DEPTH, Asked, Here, asking, opening
 
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.event_loop import begin, wait_for
+from firsttoken.petals.local_swarm import varied_model
 from firsttoken.petals.messages import SESSION, SequenceChunk
 from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import RunningServer
@@ -230,5 +231,5 @@ class Soak:
 
 def questions(count: int) -> list[Asked]:
     """Prompts of 5 to 60 tokens and the local model's answers of 3 to 6."""
-    ask, draw = asking(varied()), random.Random(0)
+    ask, draw = asking(varied_model()), random.Random(0)
     return [ask(draw.randint(5, 60), draw.randint(3, 6)) for _ in range(count)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,17 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plain_tokens import TOLERANCE, Plain, check_greedy, generated
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from plain_tokens import TOLERANCE, Plain, check_greedy, generated, judged
+from slots import check_slots
+from transformers import PreTrainedModel
 
-from firsttoken.assets.shapes import shape_config
+from firsttoken.engine.request import Sampling
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.messages import HEADERS, VERSION
 from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import RunningServer, ServerConfig, serving
-from firsttoken.petals.session import ServerLimits
+from firsttoken.petals.session import ServerLimits, Session
+from firsttoken.study.errors import SwarmError
 from firsttoken_studies.petals import spans
 from firsttoken_studies.petals.fleet import ProxiedServer, ServerProcess
 from firsttoken_studies.record import kernel_forkserver
@@ -39,17 +42,6 @@ class Asked:
 
     prompt: list[int]
     plain: Plain
-
-
-def varied(**changes: Any) -> PreTrainedModel:
-    """Six layers whose tokens vary: with the usual weights it would repeat itself for ever. ``changes`` are of its
-    configuration."""
-    config = shape_config(f"tiny-{DEPTH}")
-    config.update({"initializer_range": 0.3, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None})
-    config.update(changes)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
 
 
 def opening(model: str, blocks: str = f"0:{DEPTH}", coding: str = "float32") -> tuple[tuple[str, str], ...]:
@@ -124,10 +116,41 @@ def says(model: RemoteModel, one: Asked) -> None:
     assert check_greedy(answer(model, one.prompt, tokens), one.plain) == tokens
 
 
-def spoil(up: RunningServer) -> None:
-    """The blocks of this server answer NaN from now on."""
+def ask_while_sessions_end(
+    tiny: PreTrainedModel,
+    model: RemoteModel,
+    ups: Sequence[RunningServer],
+    dice: random.Random,
+    draw_prompts: Callable[[], list[list[int]]],
+    rounds: int,
+) -> None:
+    """Ask for what ``draw_prompts`` gives in each of so many rounds, in some of which a server ends a session. Each
+    token is the whole model's, or nearly ties with it, and the books of all servers are right."""
+
+    async def end(session: Session) -> None:
+        session.cancel(SwarmError("it dies here"))
+
+    for _ in range(rounds):
+        prompts = draw_prompts()
+        requests = [model.engine.submit(prompt, Sampling(6)) for prompt in prompts]
+        strike, step = dice.choice([None, None, 1, 3, 5]), 0
+        while model.engine.busy:
+            sessions = [session for up in ups for session in up.sessions._open]
+            if step == strike and sessions:
+                wait_for(end(dice.choice(sessions)))
+            model.engine.step()
+            step += 1
+        for prompt, request in zip(prompts, requests, strict=True):
+            assert request.finished and request.failure is None
+            check_greedy(request.output, judged(tiny, prompt, request.output), TOLERANCE)
+        for up in ups:
+            check_slots(up.sessions.slots)
+
+
+def spoil(up: RunningServer, value: float = math.nan) -> None:
+    """The blocks of this server answer ``value`` from now on."""
     for module in up.sessions.batcher.backend._segment.modules:
-        module.forward = lambda hidden, *_, **__: hidden * torch.nan
+        module.forward = lambda hidden, *_, **__: torch.full_like(hidden, value)
 
 
 def part(model: RemoteModel) -> None:

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -14,6 +14,24 @@ from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.server import RunningServer, ServerConfig, serving
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def varied_model(**changes: Any) -> PreTrainedModel:
+    """Return a model of six layers in float32 whose tokens vary: with the usual weights it would repeat one for ever.
+    ``changes`` are of its configuration."""
+    from transformers import AutoModelForCausalLM
+
+    from firsttoken.assets.shapes import shape_config
+
+    config = shape_config("tiny-6")
+    config.update({"initializer_range": 0.3, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None})
+    config.update(changes)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
 
 
 class LocalSwarm:
@@ -23,19 +41,9 @@ class LocalSwarm:
     """
 
     def __enter__(self) -> Self:
-        from transformers import AutoModelForCausalLM
-
         from firsttoken.assets.quiet import quiet_transformers
-        from firsttoken.assets.shapes import shape_config
 
-        config = shape_config("tiny-6")
-        # with the usual weights it would repeat one token for ever
-        config.update(
-            {"initializer_range": 0.3, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None}
-        )
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+        self.model = varied_model()
         self._made = ExitStack()
         self.folder = Path(self._made.enter_context(tempfile.TemporaryDirectory(prefix="swarm-")))
         with quiet_transformers():
