@@ -3,7 +3,6 @@ weights, fp32, a token wrong where another's logit is larger by 1e-3 (``plain_to
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from swarms import DEPTH
 from firsttoken.assets.needs import ModelFacts
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.event_loop import wait_for
+from firsttoken.petals.session import IdleClientError
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.study.errors import ProfileError, StageError, SwarmError
 from firsttoken.study.profile import load_profile
@@ -83,8 +83,8 @@ def test_a_lender_that_has_lost_its_session_is_told_again(replica, here, asked, 
 
     async def silence() -> None:
         """Its patience with whoever says nothing ends now; a short one might end within a step, too."""
-        for limit in up[lost].sessions._awaited:
-            limit.reschedule(asyncio.get_running_loop().time())
+        for session in up[lost].sessions._open:
+            session.cancel(IdleClientError("it is lost"))
 
     made = replica(lenders=lent_by([server.record.address for server in up], [range(1, 4), range(4, DEPTH)]))
     made.arrivals.come(2)

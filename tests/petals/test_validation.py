@@ -295,21 +295,18 @@ def case(here, client, asked):
 
 
 FORGED = {
-    "signature": (lambda c: replace(c, signature="0" * 128), "is not signed by its key: it is forged"),
-    "another server": (lambda c: replace(c, server="a" * 64), "is not signed by its key: it is forged"),
-    "other blocks": (lambda c: replace(c, layers=(0, 3)), "is not signed by its key: it is forged"),
-    "other outputs": (
-        lambda c: replace(c, steps=(replace(c.steps[0], outputs="b" * 64),)),
-        "is not signed by its key: it is forged",
-    ),
+    "signature": lambda c: replace(c, signature="0" * 128),
+    "another server": lambda c: replace(c, server="a" * 64),
+    "other blocks": lambda c: replace(c, layers=(0, 3)),
+    "other outputs": lambda c: replace(c, steps=(replace(c.steps[0], outputs="b" * 64),)),
 }
 
 
-@pytest.mark.parametrize(("change", "said"), FORGED.values(), ids=FORGED)
-def test_a_forged_commitment_convicts_nobody(change, said, case):
+@pytest.mark.parametrize("change", FORGED.values(), ids=FORGED)
+def test_a_forged_commitment_convicts_nobody(change, case):
     evidence, accuse = case
     forged = replace(evidence, charge=replace(evidence.charge, commitment=change(evidence.charge.commitment)))
-    assert said in accuse(list(forged.messages()))
+    assert "is not signed by its key: it is forged" in accuse(list(forged.messages()))
 
 
 def test_evidence_that_proves_nothing_is_refused(case):

@@ -27,7 +27,7 @@ from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import RunningServer, ServerConfig, serving
-from firsttoken.petals.session import ServerLimits
+from firsttoken.petals.session import IdleClientError, ServerLimits
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.study.errors import SwarmError
 from firsttoken_serve.http.app import build_replica
@@ -107,10 +107,8 @@ class Mortal:
         self._awake.set()
 
     async def _lose(self) -> None:
-        sessions = self.up.sessions
-        for limit in sessions._awaited:
-            if not limit.expired():
-                limit.reschedule(0.0)
+        for session in self.up.sessions._open:
+            session.cancel(IdleClientError("it is lost"))
         await asyncio.sleep(0.01)
 
     def _end(self, error: Exception | None) -> None:

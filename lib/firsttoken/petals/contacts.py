@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
-from firsttoken.petals.access import Access, Channel
+from firsttoken.petals.access import Access, CallError, Channel, answer_of
 from firsttoken.petals.addresses import check_kind, check_name, host_of, is_loopback, spot_of
 from firsttoken.petals.fairness import TokenBuckets, remember
 from firsttoken.petals.keys import ServerKey, check_signature, parse_foreign, signature_of
@@ -141,26 +141,15 @@ def page_of(records: Iterable[Record], speaker: Record | None, after: str) -> tu
 
 async def exchange(channel: Channel, access: Access, message: bytes, seconds: float) -> Exchanged:
     """Exchange messages once, and return the other's. Raises SwarmError when it does not answer, or nonsense."""
-    import grpc
-
-    codes = grpc.StatusCode
     try:
-        async with asyncio.timeout(seconds):  # gRPC's own ends by the wall clock
-            answer = decode_exchange(await channel.unary_unary(EXCHANGE)(message, metadata=access.headers))
-    except TimeoutError:
-        raise SwarmError(f"it did not answer within {seconds:g} s") from None
-    except grpc.aio.AioRpcError as error:
-        if error.code() is codes.ALREADY_EXISTS:
-            raise TwinError(error.details()) from error
-        if error.code() is codes.UNAVAILABLE:
-            raise SwarmError(_unreached(error.details() or "", access)) from error
-        raise SwarmError(error.details() or error.code().name) from error
-    except grpc.aio.UsageError as error:
-        raise SwarmError(f"the connection was closed: {error}") from error
-    except asyncio.CancelledError:  # of the call, as somebody else has given its connection up, or of whoever asks
-        if asyncio.current_task().cancelling():
-            raise
-        raise SwarmError("the connection was closed") from None
+        data = await answer_of(channel.unary_unary(EXCHANGE), message, access.headers, seconds)
+    except CallError as error:
+        if error.code == "ALREADY_EXISTS":
+            raise TwinError(str(error)) from error
+        if error.code == "UNAVAILABLE":
+            raise SwarmError(_unreached(str(error), access)) from error
+        raise
+    answer = decode_exchange(data)
     if answer.talk != TALK:
         raise SwarmError(f"it speaks version {answer.talk} of records, not {TALK}: have one version on all members")
     return answer

@@ -6,11 +6,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -27,6 +27,8 @@ from firsttoken.study.parsing.parse_errors import shown
 
 if TYPE_CHECKING:
     import grpc
+
+Received = TypeVar("Received")
 
 _MOVES = "this server moves to other blocks: ask another"
 _POLL_S = 0.02  # between two looks whether a session is still open
@@ -99,8 +101,6 @@ class Sessions:
         self.moving = False  # to other blocks: no session is opened
         self._open: list[Session] = []
         self._refused = 0  # and still listened to
-        self._ended = False  # those that are open end
-        self._awaited: set[asyncio.Timeout] = set()  # what clients are waited for
 
     @property
     def open(self) -> int:
@@ -261,31 +261,19 @@ class Sessions:
         until = loop.time() + seconds
         while self.open:
             if loop.time() > until:
-                self._ended = True
-                for limit in self._awaited:
-                    if not limit.expired():
-                        limit.reschedule(loop.time())
+                for session in self._open:
+                    session.cancel(SwarmError(_MOVES))
             await asyncio.sleep(_POLL_S)
-        self._ended = False
 
-    async def within_limit(self, awaited, subject: str, since: float | None = None):
-        """Return what is ``awaited`` of a client.
-
-        Raises IdleClientError, which says ``subject`` of the client, when ``idle_s`` seconds have passed ``since`` then
-        (by the loop's clock; None: now), SwarmError when the server moves and has waited enough.
-        """
+    async def within_limit(self, awaited: Awaitable[Received], subject: str, since: float | None = None) -> Received:
+        """Return what is ``awaited`` of a client. Raises IdleClientError, which says ``subject`` of the client, when
+        ``idle_s`` seconds have passed ``since`` then (by the loop's clock; None: now)."""
         begun = asyncio.get_running_loop().time() if since is None else since
-        limit = asyncio.timeout_at(0 if self._ended else begun + self.limits.idle_s)
-        self._awaited.add(limit)
         try:
-            async with limit:
+            async with asyncio.timeout_at(begun + self.limits.idle_s):
                 return await awaited
         except TimeoutError:
-            if self._ended:
-                raise SwarmError(_MOVES) from None
             raise IdleClientError(f"the client {subject} for {self.limits.idle_s:g} s; open a session again") from None
-        finally:
-            self._awaited.discard(limit)
 
     def parse_headers(self, headers: dict[str, str]) -> tuple[range, str, str]:
         """The blocks, coding and adapter that a call asks for. Raises SwarmError and RequestError for what is not

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from types import MappingProxyType
 from typing import Annotated
 
@@ -27,7 +26,6 @@ CODINGS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 """What hidden states travel in, by the name that a session is opened with."""
 
 _MOST_HEADER = 1 << 18  # bytes: it is read before anything is known; what vouches for 512 sequences has half of it
-_SHORT = 1024  # characters of a step that is remembered
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _Count = Annotated[int, between(0, 1 << 31)]
 _Name = Annotated[str, digits(32)]
@@ -135,7 +133,7 @@ def decode(
         return usual
     try:
         header = header_of(data)
-        fields = _step_fields(header.metadata.get("step", "{}"))
+        fields = shaped(_StepFields, parse_json(header.metadata.get("step", "{}")))
     except ValueError as error:
         fault = str(error) if isinstance(error, Damaged) else type(error).__name__
         raise SwarmError(f"a message is no safetensors of a step: {fault}") from error
@@ -185,16 +183,6 @@ def _usual(data: bytes, coding: str, width: int, dtype: torch.dtype, tokens: int
     hidden = torch.frombuffer(bytearray(data), dtype=kind, offset=start).view(rows, width).to(dtype)
     check_states(hidden)
     return Message(chunks, hidden, commitment=commitment.decode().replace('\\"', '"') if commitment else "")
-
-
-def _step_fields(text: str) -> _StepFields:
-    return _known_step(text) if len(text) <= _SHORT else shaped(_StepFields, parse_json(text))
-
-
-@lru_cache(256)
-def _known_step(text: str) -> _StepFields:
-    """Parse a step, and remember it: answers have an empty one, always the same."""
-    return shaped(_StepFields, parse_json(text))
 
 
 def _rows(chunks: Sequence[SequenceChunk]) -> int:

@@ -6,7 +6,6 @@ at, as every answer is signed and the draw is made when it is here.
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from firsttoken.petals.access import answer_of
 from firsttoken.petals.keys import parse_foreign
 from firsttoken.petals.messages import ACCUSE, MOST_TOKENS, SequenceChunk, split_rows
 from firsttoken.petals.records import Record
@@ -201,17 +201,9 @@ class Auditor:
 
     async def _convicts(self, evidence: Evidence) -> bool:
         """Return whether the keeper finds that the server lied. Raises SwarmError where it does not judge."""
-        import grpc
-
-        swarm, messages = self.swarm, iter(list(evidence.messages()))
-        call = swarm.channel(self.audits.keeper).stream_unary(ACCUSE)
-        try:
-            async with asyncio.timeout(swarm.timeouts.find_s):
-                data = await call(messages, metadata=swarm.access.headers)
-        except TimeoutError:
-            raise SwarmError(f"it did not judge within {swarm.timeouts.find_s:g} s") from None
-        except grpc.aio.AioRpcError as error:
-            raise SwarmError(error.details() or error.code().name) from error
+        swarm = self.swarm
+        accuse, messages = swarm.channel(self.audits.keeper).stream_unary(ACCUSE), iter(list(evidence.messages()))
+        data = await answer_of(accuse, messages, swarm.access.headers, swarm.timeouts.find_s)
         convicted = parse_foreign(AuditRuling, data, "the keeper's ruling cannot be read").convicted
         if convicted:
             swarm.convicted.add(evidence.charge.commitment.server)

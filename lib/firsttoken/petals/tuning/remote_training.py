@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from firsttoken.petals.access import Access
+from firsttoken.petals.access import Access, CallError, answer_of
 from firsttoken.petals.checkpoint_blocks import load_ends, model_sha256
 from firsttoken.petals.event_loop import begin, wait_for
 from firsttoken.petals.messages import HEADERS, MOST_TOKENS, PASS, VERSION, most_bytes
@@ -126,8 +125,6 @@ class TrainingChain:
         Raises SwarmError once it has been the last for ``find_s``, and RequestError for a pass that is too large
         or holds what no model has.
         """
-        import grpc
-
         swarm, message = self.swarm, encode_pass(request)
         if len(message) > (most := most_bytes(request.hidden.shape[2], len(blocks))):
             raise RequestError(f"a pass of {len(message):,} bytes; at most {most:,} are taken: fewer tokens or ranks")
@@ -140,25 +137,16 @@ class TrainingChain:
         opened = zip(HEADERS, (VERSION, swarm.model, f"{blocks.start}:{blocks.stop}", "float32"), strict=True)
         headers = (*opened, *swarm.access.headers)
         try:
-            call = swarm.channel(record.address).unary_unary(PASS)
-            async with asyncio.timeout(limit_s):
-                data = await call(message, metadata=headers)
+            data = await answer_of(swarm.channel(record.address).unary_unary(PASS), message, headers, limit_s)
             answer = _answer(decode_pass(data, request.hidden.shape[2]), request)
             self.moved_bytes += len(message) + len(data)
             return answer
-        except grpc.aio.AioRpcError as error:
-            why = error.details() or error.code().name
-            if error.code().name in REFUSALS:
-                failing.refused.add(record.server)
-                why = f"refuses: {why}"
-        except TimeoutError:
-            why = f"did not answer within {limit_s:.1f} s"
-        except (SwarmError, grpc.aio.BaseError) as error:
+        except CallError as error:
+            refused = error.code in REFUSALS
+            why = f"refuses: {error}" if refused else str(error)
+            failing.refused |= {record.server} if refused else set()
+        except SwarmError as error:
             why = str(error)
-        except asyncio.CancelledError:
-            if asyncio.current_task().cancelling():
-                raise
-            why = "its connection was closed"
         self.faults.append((record.server, why))
         swarm.conduct.failed(record.server)
         await swarm.reconnect(record.address)
