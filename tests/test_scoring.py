@@ -48,14 +48,8 @@ GOLDEN = {
     "nothing to say": ("cat", [], 0, 0),
 }
 
-# What rouge-score 0.1.2 says (rougeL, no stemmer, F-measure).
+# What rouge-score 0.1.2 says (rougeL, no stemmer, F-measure) where words begin and end; the rest is the property below.
 ROUGE = {
-    "equal": ("The cat sat.", ["the cat sat"], 1),
-    "one word of six": ("the cat sat on the mat", ["the cat lay on the mat"], 5 / 6),
-    "articles count": ("Cats, cats!", ["the cats"], 1 / 2),
-    "order counts": ("b a c", ["a b c"], 2 / 3),
-    "the longest run of either": ("the a b\nc d", ["c d a b"], 4 / 9),
-    "no stemming": ("running", ["run"], 0),
     "a hyphen parts": ("well-known", ["well known"], 1),
     "an underscore parts": ("x_1", ["x 1"], 1),
     "full stops and commas part": ("U.S. 1,000", ["us 1000"], 0),
@@ -70,12 +64,6 @@ ROUGE = {
 
 # What rapidfuzz's fuzz.ratio / 100 says, worked out by hand: twice the common subsequence over both lengths.
 EDIT = {
-    "equal": ("return x", ["return x"], 1),
-    "one letter changed": ("return x", ["return y"], 14 / 16),
-    "one letter more": ("abc", ["abcd"], 6 / 7),
-    "case and white space count": ("A b", ["a  b"], 4 / 7),
-    "order counts": ("ab", ["ba"], 1 / 2),
-    "other scripts": ("東京都", ["東京"], 4 / 5),
     "best of several": ("abc", ["x", "abd"], 4 / 6),
     "nothing said": ("", ["abc"], 0),
     "nothing for nothing": ("", [], 1),
