@@ -13,8 +13,8 @@ from firsttoken.droidspeak.group_selection import (
     Choice,
     Conditions,
     GroupCosts,
+    GroupLoss,
     LinkEstimate,
-    Scored,
     choose_group,
     slo_rule,
 )
@@ -28,7 +28,7 @@ COSTS = GroupCosts(
 )
 NOW = Conditions(tokens=1000, bytes_per_s=1e8, latency_s=0.001)
 GROUPS = st.tuples(st.integers(0, DEPTH), st.integers(0, DEPTH)).map(lambda ends: Group(*sorted(ends)))
-CANDIDATES = st.lists(st.builds(Scored, GROUPS, st.floats(-0.1, 1)), min_size=1, max_size=8)
+CANDIDATES = st.lists(st.builds(GroupLoss, GROUPS, st.floats(-0.1, 1)), min_size=1, max_size=8)
 RATES = st.floats(1e3, 1e12)
 LOADS = st.floats(1, 50)
 FULL = Group(0, DEPTH)
@@ -73,7 +73,7 @@ def test_no_candidate_within_the_bound_is_better(candidates, rate, load, bound) 
     now = replace(NOW, bytes_per_s=rate, load=load)
     choice = choose_group(candidates, COSTS, now, bound)
     assert choice.loss <= bound
-    assert choice.group == FULL or Scored(choice.group, choice.loss) in candidates
+    assert choice.group == FULL or GroupLoss(choice.group, choice.loss) in candidates
     assert choice.ttft_s <= COSTS.ttft_s(FULL, now, Schedule.RECOMPUTE)
     for candidate in candidates:
         expected = COSTS.ttft_s(candidate.group, now)
@@ -97,10 +97,10 @@ def test_without_a_bandwidth_it_is_a_full_prefill(candidates, load: float) -> No
 
 class TestSloRule:
     candidates = (
-        Scored(Group(0, 2), 0.09),
-        Scored(Group(0, 4), 0.04),
-        Scored(Group(2, 6), 0.03),
-        Scored(Group(0, 8), 0.01),
+        GroupLoss(Group(0, 2), 0.09),
+        GroupLoss(Group(0, 4), 0.04),
+        GroupLoss(Group(2, 6), 0.03),
+        GroupLoss(Group(0, 8), 0.01),
     )
 
     def pick(self, queue_empty: bool, slo_s: float, bound: float = 0.05) -> Choice:
@@ -173,4 +173,4 @@ def test_nothing_to_choose_from_is_refused() -> None:
         choose_group([], COSTS, NOW, 0.05)
     for loss, bound in [(nan, 0.05), (0.1, -1.0), (0.1, nan)]:
         with pytest.raises(RequestError, match="losses must be numbers and the bound 0 or more"):
-            choose_group([Scored(Group(0, 2), loss)], COSTS, NOW, bound)
+            choose_group([GroupLoss(Group(0, 2), loss)], COSTS, NOW, bound)

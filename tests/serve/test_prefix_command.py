@@ -43,7 +43,7 @@ from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.droidspeak.store import KVStore
 from firsttoken.link.shaped import Link
 from firsttoken.study.errors import CacheError, LinkError, StageError
-from firsttoken_serve.prefixes.pair_profile import PairProfile, keep_profile, read_profiles
+from firsttoken_serve.prefixes.pair_profile import PairProfile, read_profiles, write_profile
 from firsttoken_serve.prefixes.prefix_link import LIST, Offer, PrefixPeer, PrefixServer, pull
 from firsttoken_serve.service_config import ServiceConfig
 
@@ -144,7 +144,7 @@ def test_another_model_takes_it_with_the_profiled_group(base, tuned, store, caps
     with with_prefixes(tuned, store) as url:
         assert answered(url) == own and restored(url) == 0, "a pair that nobody profiled"
     assert main(["prefix", "drop", str(store), key]) == 0
-    keep_profile(store, stock(base)[1], reader, profile(GROUP))
+    write_profile(store, stock(base)[1], reader, profile(GROUP))
     capsys.readouterr()
     put(store, base)
     assert "only this model" not in capsys.readouterr().out
@@ -154,7 +154,7 @@ def test_another_model_takes_it_with_the_profiled_group(base, tuned, store, caps
         assert answered(url) == own and restored(url) == 2, "its own goes before another's, and is seen while it serves"
         assert main(["prefix", "drop", str(store), again]) == 0
         assert answered(url) == mixed and restored(url) == 3
-    keep_profile(store, stock(base)[1], reader, profile(Group(0, 6)))
+    write_profile(store, stock(base)[1], reader, profile(Group(0, 6)))
     with with_prefixes(tuned, store) as url:
         assert answered(url) == own and restored(url) == 0, "all of it computed again is a prefill of its own"
 
@@ -526,7 +526,7 @@ def test_ports_and_addresses(store, tmp_path) -> None:
 
 def test_what_is_no_profile_says_nothing(base, tuned, store) -> None:
     whose, reader = stock(base)[1], stock(tuned)[1]
-    file = keep_profile(store, whose, reader, profile(GROUP))
+    file = write_profile(store, whose, reader, profile(GROUP))
     assert read_profiles(store) == {(whose.key, reader.key): profile(GROUP)}
     right = json.loads(file.read_text())
     for wrong in (
@@ -545,4 +545,4 @@ def test_a_model_that_cannot_use_it_is_told(base, tuned) -> None:
     one, other = stock(base)[1], stock(tuned)[1]
     wide = replace(other, kv_heads=8)
     with pytest.raises(CacheError, match="another number of KV heads"):
-        keep_profile(Path("nowhere"), one, wide, profile(GROUP))
+        write_profile(Path("nowhere"), one, wide, profile(GROUP))

@@ -60,15 +60,15 @@ def blended_cache(
     if full_layers == forward.depth or not counts[:, full_layers].any():
         return cache
     deviation = _deviation(layer_kv(cache, full_layers - 1), sent.kv[full_layers - 1])
-    chosen = _Chosen(prefix, real, hidden).narrowed(deviation, counts[:, full_layers])
+    chosen = _ChosenTokens(prefix, real, hidden).select(deviation, counts[:, full_layers])
     layers, rotary = layers_of(model), model.get_decoder().rotary_emb
-    around = chosen.around(rotary)
+    arguments = chosen.layer_arguments(rotary)
     for index in range(full_layers, forward.depth):
-        scattered = cache.layers[index] = _Scattered(sent.kv[index], chosen)
-        chosen.hidden = layers[index](chosen.hidden, past_key_values=cache, use_cache=True, **around)
+        scattered = cache.layers[index] = _PatchedLayer(sent.kv[index], chosen)
+        chosen.hidden = layers[index](chosen.hidden, past_key_values=cache, use_cache=True, **arguments)
         if index + 1 < forward.depth and (counts[:, index + 1] < counts[:, index]).any():
-            chosen = chosen.narrowed(scattered.deviation, counts[:, index + 1])
-            around = chosen.around(rotary)
+            chosen = chosen.select(scattered.deviation, counts[:, index + 1])
+            arguments = chosen.layer_arguments(rotary)
     return cache_of(layer_kv(cache, index) for index in range(forward.depth))
 
 
@@ -94,7 +94,7 @@ def tokens_per_layer(
     return [tokens] * full_layers + [max(count, int(share > 0)) for count in counts]
 
 
-class _Chosen:
+class _ChosenTokens:
     """The tokens that are still computed: their ``columns`` [batch, slots] and ``hidden`` [batch, slots, hidden].
 
     Rows of unequal length choose unequal numbers of tokens. Where a row has fewer than the batch has slots, the rest
@@ -106,17 +106,17 @@ class _Chosen:
         self.columns = torch.arange(prefix.tokens, device=real.device).expand_as(real)
         self.valid, self.hidden = real, hidden
 
-    def narrowed(self, deviation: Tensor, counts: Tensor) -> _Chosen:
+    def select(self, deviation: Tensor, counts: Tensor) -> _ChosenTokens:
         """The ``counts`` [batch] valid tokens of each row that have the largest ``deviation`` [batch, slots]."""
         slots = int(counts.max())
         order = deviation.masked_fill(~self.valid, -1).topk(slots, 1).indices
         hidden = self.hidden.gather(1, order[..., None].expand(-1, -1, self.hidden.shape[-1]))
-        fewer = _Chosen(self._prefix, self._real, hidden)
+        fewer = _ChosenTokens(self._prefix, self._real, hidden)
         fewer.columns = self.columns.gather(1, order)
         fewer.valid = (torch.arange(slots) < counts[:, None]).to(order.device)
         return fewer
 
-    def around(self, rotary: nn.Module) -> dict[str, Any]:
+    def layer_arguments(self, rotary: nn.Module) -> dict[str, Any]:
         """Return a decoder layer's arguments besides the hidden states: mask and rotary tables of the chosen tokens.
 
         A token always attends to itself: a slot on padding would otherwise attend to nothing, and its NaN would spoil
@@ -131,13 +131,13 @@ class _Chosen:
         return {"attention_mask": mask[:, None], "position_embeddings": rope}
 
 
-class _Scattered(DynamicLayer):
+class _PatchedLayer(DynamicLayer):
     """A layer of the sender's cache into which the chosen tokens' new keys and values are put where the old ones were.
 
     Attention sees the mended layer. ``deviation`` [batch, slots] is how far the new ones were from the old.
     """
 
-    def __init__(self, kv: LayerKV, chosen: _Chosen) -> None:
+    def __init__(self, kv: LayerKV, chosen: _ChosenTokens) -> None:
         super().__init__()
         self.lazy_initialization(kv.keys, kv.values)
         self.keys, self.values = kv

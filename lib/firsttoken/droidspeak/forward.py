@@ -42,13 +42,13 @@ class Forward:
         like = torch.empty(prefix.ids.shape[0], self.new, 1, dtype=model.dtype, device=prefix.ids.device)
         windows = has_windows(model.config)
         self._kinds = model.config.layer_types if windows else [FULL] * len(self._layers)
-        self._around = {
+        self._layer_arguments = {
             kind: {
                 "attention_mask": _MASKS[kind](
                     config=model.config,
                     inputs_embeds=like,
                     attention_mask=prefix.mask,
-                    past_key_values=_seen(prefix.tokens - self.new),
+                    past_key_values=_cache_of_length(prefix.tokens - self.new),
                     position_ids=self._positions,
                 ),
                 "position_embeddings": self._decoder.rotary_emb(like, self._positions, *[kind] * windows),
@@ -83,7 +83,7 @@ class Forward:
                 position_ids=self._positions,
                 past_key_values=cache,
                 use_cache=True,
-                **self._around[self._kinds[index]],
+                **self._layer_arguments[self._kinds[index]],
             )
         return hidden
 
@@ -135,7 +135,7 @@ def check_shape(model: PreTrainedModel, name: str, part: Tensor | CachePiece, wa
         )
 
 
-def _seen(tokens: int) -> DynamicCache | None:
+def _cache_of_length(tokens: int) -> DynamicCache | None:
     """Return a cache of one layer of ``tokens`` tokens, which the mask asks for that number.
 
     Not the cache that is computed on: in that one some layers hold the prefix already while others are about to, and
@@ -143,6 +143,6 @@ def _seen(tokens: int) -> DynamicCache | None:
     """
     if not tokens:
         return None
-    witness = DynamicCache()
-    witness.update(torch.empty(1, 1, tokens, 1), torch.empty(1, 1, tokens, 1), 0)
-    return witness
+    placeholder = DynamicCache()
+    placeholder.update(torch.empty(1, 1, tokens, 1), torch.empty(1, 1, tokens, 1), 0)
+    return placeholder

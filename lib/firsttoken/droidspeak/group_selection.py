@@ -17,7 +17,7 @@ from firsttoken.study.errors import RequestError
 
 
 @dataclass(frozen=True)
-class Scored:
+class GroupLoss:
     """A group, and the quality that it loses against the receiver's own prefill, in the unit of the bound."""
 
     group: Group
@@ -138,7 +138,7 @@ class LinkEstimate:
         return self._bytes / self._seconds if self._seconds else self._believed
 
 
-def choose_group(candidates: Sequence[Scored], costs: GroupCosts, now: Conditions, loss_bound: float) -> Choice:
+def choose_group(candidates: Sequence[GroupLoss], costs: GroupCosts, now: Conditions, loss_bound: float) -> Choice:
     """The choice of least expected TTFT among those within ``loss_bound``; of equals, that of the smaller loss.
 
     A full prefill, which loses nothing and moves nothing, is always among them. Raises RequestError for no candidates,
@@ -149,7 +149,7 @@ def choose_group(candidates: Sequence[Scored], costs: GroupCosts, now: Condition
 
 def slo_rule(
     queue_empty: bool,
-    candidates: Sequence[Scored],
+    candidates: Sequence[GroupLoss],
     costs: GroupCosts,
     now: Conditions,
     *,
@@ -170,7 +170,7 @@ def slo_rule(
     return min(in_time, key=lambda c: (-len(c.group), c.loss, c.ttft_s))
 
 
-def _choices(candidates: Sequence[Scored], costs: GroupCosts, now: Conditions, loss_bound: float) -> list[Choice]:
+def _choices(candidates: Sequence[GroupLoss], costs: GroupCosts, now: Conditions, loss_bound: float) -> list[Choice]:
     """Everything within the bound, with what is expected of it; the full prefill first."""
     if not candidates:
         raise RequestError("no groups to choose from; profile the pair first")

@@ -34,7 +34,7 @@ _MUST_AGREE = {
     "rope": "rope scaling",
     "tokenizer": "tokenizer",
 }
-_NOT_OF_THE_TOKENS = ("padding", "truncation")  # what the last call to the tokenizer asked for, not what it is
+_CALL_SETTINGS = ("padding", "truncation")  # what the last call to the tokenizer asked for, not what it is
 _SYNONYMS = ("type",)  # of "rope_type", in configurations from before transformers 5
 
 
@@ -95,7 +95,7 @@ def identify(
     config = base.config
     shape = KVShape.of(config, base.dtype)
     # all of config.json, and the defaults of what it leaves out, that may say what is computed
-    telling = {key: value for key, value in config.to_dict().items() if not is_silent(key, value)}
+    relevant = {key: value for key, value in config.to_dict().items() if not is_silent(key, value)}
     return ModelIdentity(
         weights=weights,
         adapters=adapters,
@@ -107,7 +107,7 @@ def identify(
         hidden=config.hidden_size,
         rope=json.dumps(_plain(_positions(config)), sort_keys=True),
         tokenizer=_tokenizer_sha256(tokenizer) if tokenizer is not None else "",
-        config=json.dumps(_plain(telling), sort_keys=True, default=str),
+        config=json.dumps(_plain(relevant), sort_keys=True, default=str),
         owner=owner,
     )
 
@@ -139,7 +139,7 @@ def difference(stored: ModelIdentity, wanted: ModelIdentity) -> str:
     return ""
 
 
-def why_another(stored: ModelIdentity, wanted: ModelIdentity) -> str:
+def explain_mismatch(stored: ModelIdentity, wanted: ModelIdentity) -> str:
     """Why ``wanted``, which has another key than ``stored``, is not the model that computed it."""
     if (reason := difference(stored, wanted)) or stored.config == wanted.config:
         return reason or "other weights, so ask for it under its own identity"
@@ -174,5 +174,5 @@ def _tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     if backend is None:
         content: dict[str, Any] = {"vocabulary": tokenizer.get_vocab(), "special": tokenizer.special_tokens_map}
     else:
-        content = {k: v for k, v in json.loads(backend.to_str()).items() if k not in _NOT_OF_THE_TOKENS}
+        content = {k: v for k, v in json.loads(backend.to_str()).items() if k not in _CALL_SETTINGS}
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()

@@ -50,11 +50,11 @@ def partial_prefill(model: PreTrainedModel, prefix: Prefix, sent: PrefixCache, g
     check_fit(sent, forward, group.check(forward.depth))
     cache = cache_of(None if layer in group else kv for layer, kv in enumerate(sent.kv))
     if len(group):
-        forward.run(start_of(forward, sent, group), group.layers, cache)
+        forward.run(group_input(forward, sent, group), group.layers, cache)
     return cache
 
 
-def start_of(forward: Forward, sent: PrefixCache, group: Group) -> Tensor:
+def group_input(forward: Forward, sent: PrefixCache, group: Group) -> Tensor:
     """Return the hidden states that enter the lowest layer of ``group``: the sender's E-cache, or at layer 0 the
     receiver's own embedding."""
     if not group.needs_e_cache:

@@ -65,10 +65,10 @@ class StoredPrefix:
         self._group, self._depth = group.check(sender.layers), sender.layers
         self._edge = group.lo if group.needs_e_cache else None
         self._store, self._context, self._sender = store, context[:-1], sender
-        self._left = [layer for layer in range(self._depth) if layer not in group]
+        self._pending = [layer for layer in range(self._depth) if layer not in group]
         self.redo = group.layers
         self._transfer: Transfer | None = None
-        self._begun = ExitStack()
+        self._running = ExitStack()
         if link is None:
             # The longest entry that has the E-cache may be another, shorter one: only tokens that both hold are taken.
             self.tokens = min(
@@ -84,12 +84,12 @@ class StoredPrefix:
     @property
     def complete(self) -> bool:
         """Return whether every reused layer was handed over."""
-        return not self._left
+        return not self._pending
 
     def begin(self) -> None:
         """Start the transfer over the link, where there is one."""
         if self._transfer is not None:
-            self._begun.enter_context(self._transfer)
+            self._running.enter_context(self._transfer)
 
     def hidden_states(self) -> Tensor | None:
         """The E-cache [1, tokens or more, hidden] at the group's lower edge, or None yet. Raises as ``arrived``."""
@@ -102,19 +102,19 @@ class StoredPrefix:
 
         Raises LinkError when the link died, and CacheError when the file is torn or gone.
         """
-        came: list[tuple[int, Tensor]] = []
-        while self._left:
+        arrivals: list[tuple[int, Tensor]] = []
+        while self._pending:
             if self._transfer is None:
-                kv = torch.stack(self._store.fetch(self._context, self._sender, self._left[0]))
+                kv = torch.stack(self._store.fetch(self._context, self._sender, self._pending[0]))
             else:
-                kv = self._ready(layer_name(self._left[0]))
+                kv = self._ready(layer_name(self._pending[0]))
             if kv is None:
                 break
-            came.append((self._left.pop(0), kv))
-        return came
+            arrivals.append((self._pending.pop(0), kv))
+        return arrivals
 
     def close(self) -> None:
-        self._begun.close()
+        self._running.close()
 
     def _ready(self, name: str) -> Tensor | None:
         """Return the piece ``name`` if it has come over the link, or None yet. A file that is at fault is removed, and

@@ -20,7 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 from firsttoken.droidspeak import prefill
 from firsttoken.droidspeak.entry import Entry, e_cache_name, layer_name
 from firsttoken.droidspeak.forward import Forward
-from firsttoken.droidspeak.identity import ModelIdentity, check_compatible, why_another
+from firsttoken.droidspeak.identity import ModelIdentity, check_compatible, explain_mismatch
 from firsttoken.droidspeak.kvfile import KVFile, read_piece
 from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
@@ -90,7 +90,7 @@ class KVStore:
         self._index = PrefixIndex(block_tokens)
         self._entries: dict[str, Entry] = {}
         for file in self.files:
-            self._enter(file.entry)
+            self._add(file.entry)
 
     def __len__(self) -> int:
         """Return the number of stored prefixes."""
@@ -117,11 +117,11 @@ class KVStore:
     def refresh(self) -> bool:
         """Find what another process has put into the folder or taken out of it; return whether one has."""
         with self._lock:
-            new, gone = self._disk.look() if self._disk else ([], [])
+            new, gone = self._disk.scan() if self._disk else ([], [])
             for key in gone:
-                self._leave(key)
+                self._forget(key)
             for entry in new:
-                self._enter(entry)
+                self._add(entry)
         return bool(new or gone)
 
     def drop(self, key: str) -> None:
@@ -146,7 +146,7 @@ class KVStore:
                 self._remove(entry.key)
                 for key in self._memory.add(entry.key, pieces):
                     self._remove(key)
-                self._enter(entry)
+                self._add(entry)
             return
         draft = self._disk.draft(entry, pieces)
         # The earlier entry goes before its file is replaced: a reader that still found it would look for the old pieces
@@ -165,7 +165,7 @@ class KVStore:
             with self._lock:
                 self._disk.publish(draft)
                 self._memory.add(entry.key, pieces)
-                self._enter(entry)
+                self._add(entry)
 
     def match(self, context: Sequence[int], model: ModelIdentity, e_cache_layer: int | None = None) -> int:
         """Return how many of the first tokens of ``context`` are stored for ``model`` (with the E-cache at layer
@@ -280,11 +280,11 @@ class KVStore:
                     self._remove(entry.key)
         return held
 
-    def _enter(self, entry: Entry) -> None:
+    def _add(self, entry: Entry) -> None:
         self._entries[entry.key] = entry
         self._index.add(entry.key, entry.model.key, entry.tokens)
 
-    def _leave(self, key: str) -> bool:
+    def _forget(self, key: str) -> bool:
         entry = self._entries.pop(key, None)
         if entry is not None:
             self._index.remove(key, entry.model.key, entry.tokens)
@@ -292,7 +292,7 @@ class KVStore:
         return entry is not None
 
     def _remove(self, key: str) -> None:
-        if self._leave(key) and self._disk:
+        if self._forget(key) and self._disk:
             self._disk.drop(key)
 
     def _find(self, tokens: bytes, model: ModelIdentity, e_cache_layer: int | None = None) -> Hit | None:
@@ -310,7 +310,7 @@ class KVStore:
             )
         for other in dict.fromkeys(entry.model for entry in self._entries.values()):
             if model.may_read(other) and self._find(tokens, other):  # nobody learns of what is another's
-                raise CacheError(f"this context is stored by {other}, not by {model}: {why_another(other, model)}")
+                raise CacheError(f"this context is stored by {other}, not by {model}: {explain_mismatch(other, model)}")
         raise CacheError(
             f"no stored context of {model} shares its first {self._index.block_tokens} tokens with this one; compute "
             "and store it"

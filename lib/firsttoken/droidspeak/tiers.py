@@ -124,7 +124,7 @@ class DiskTier:
             folder.mkdir(parents=True, exist_ok=True)
             for path in sorted(folder.glob(file_name("*")), key=lambda path: path.lstat().st_mtime_ns):
                 if _NAME.fullmatch(path.name):
-                    self._adopt(path)
+                    self._load(path)
         except OSError as error:
             raise self._unusable(error) from error
 
@@ -138,7 +138,7 @@ class DiskTier:
         """The files, and what is in them."""
         return list(self._files.values())
 
-    def look(self) -> tuple[list[Entry], list[str]]:
+    def scan(self) -> tuple[list[Entry], list[str]]:
         """Return the entries that others have put into the folder since this was last called, and the keys of those
         that they took out of it or replaced, of which no file is removed. Where the folder was not changed, only the
         system is asked."""
@@ -167,11 +167,11 @@ class DiskTier:
             gone += [] if key is None else [key]
             new += [] if file is None else [file]
         for key in gone:
-            self._leave(key)
+            self._forget(key)
         entries = []
         for file in new:
             if self._lru.used + file.nbytes <= self.limit:  # nothing has to go for what others bring
-                self._enter(file)
+                self._add(file)
                 entries.append(file.entry)
         # what comes within the same tick of the file system's clock does not change its stamp
         self._stamp = stamp if time.time_ns() - stamp > _TICK_NS else 0
@@ -200,7 +200,7 @@ class DiskTier:
 
     def publish(self, made: Draft) -> None:
         """Let the written draft be opened from now on."""
-        self._enter(made.file)
+        self._add(made.file)
         self.file(made.file.entry.key)  # writing stamps a coarser time than a use does: the order would turn round
 
     def file(self, key: str) -> KVFile:
@@ -217,13 +217,13 @@ class DiskTier:
 
         Raises CacheError when the folder does not let go of the file.
         """
-        if file := self._leave(key):
+        if file := self._forget(key):
             try:
                 file.path.unlink(missing_ok=True)
             except OSError as error:
                 raise self._unusable(error) from error
 
-    def _adopt(self, path: Path) -> None:
+    def _load(self, path: Path) -> None:
         file = self._read(path)
         if file is None:
             with contextlib.suppress(OSError):  # a folder of that name, or a file that is not this user's: left alone
@@ -234,7 +234,7 @@ class DiskTier:
             return
         for key in self._lru.put(file.entry.key, file.nbytes):
             self.drop(key)
-        self._enter(file)
+        self._add(file)
 
     def _read(self, path: Path) -> KVFile | None:
         """Read the header of the file at ``path``; None for a torn one, which a line on the terminal names the first
@@ -247,14 +247,14 @@ class DiskTier:
                 self._faults.add(str(error))
             return None
 
-    def _enter(self, file: KVFile) -> None:
+    def _add(self, file: KVFile) -> None:
         key = file.entry.key
         self._lru.put(key, file.nbytes)
         self._files[key] = file
         with contextlib.suppress(OSError):  # a file that is gone is found out by opening it
             self._changed[key] = file.path.stat().st_ctime_ns
 
-    def _leave(self, key: str) -> KVFile | None:
+    def _forget(self, key: str) -> KVFile | None:
         self._lru.drop(key)
         self._changed.pop(key, None)
         return self._files.pop(key, None)

@@ -37,8 +37,8 @@ class Decoding:
     """
 
     def __init__(self, codec: Codec, data: memoryview, size: int, subject: str, room: Callable[[], memoryview]) -> None:
-        self.size = self._left = size
-        self._what = subject
+        self.size = self._remaining = size
+        self._subject = subject
         self._data: memoryview | None = None
         if codec == "raw":
             if len(data) != size:
@@ -59,16 +59,16 @@ class Decoding:
 
     def take(self, count: int) -> memoryview:
         """The next ``count`` bytes, until the next call; with the last ones it is held that nothing follows."""
-        self._left -= count
+        self._remaining -= count
         if self._data is not None:
             piece, self._data = self._data[:count], self._data[count:]
             return piece
         piece = self._piece[:count]
         try:
             filled = self._reader.readinto(piece)
-            more = b"" if self._left else self._reader.read(1)
+            more = b"" if self._remaining else self._reader.read(1)
         except self._error as error:
-            raise ModelError(f"{self._what} cannot be decoded ({error}); copy it again") from error
+            raise ModelError(f"{self._subject} cannot be decoded ({error}); copy it again") from error
         if filled != count or more:
-            raise ModelError(f"{self._what} cannot be decoded (it holds another size than it says); copy it again")
+            raise ModelError(f"{self._subject} cannot be decoded (it holds another size than it says); copy it again")
         return piece

@@ -31,7 +31,7 @@ from firsttoken.study.parsing.json_text import read_json
 from firsttoken.study.parsing.schema import at_least, between, shaped
 from firsttoken.study.progress import track
 
-SUFFIX, SAID = 8, 24  # tokens of an item behind its prefix: given ones, and those that the receiver then says
+SUFFIX, CONTINUATION = 8, 24  # tokens of an item behind its prefix: given ones, and those that the receiver then says
 BOUNDARIES = 10  # about as many layers apart are the ends of the groups that are tried
 _MOST_BYTES = 1 << 16
 _NAME = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})\.pair\.json")
@@ -99,16 +99,16 @@ def profile_pair(
 
 
 def _continued(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The most likely ``SAID`` tokens [rows, SAID] behind ``ids`` [rows, tokens]."""
+    """The most likely ``CONTINUATION`` tokens [rows, CONTINUATION] behind ``ids`` [rows, tokens]."""
     cache, new = cache_of([None] * model.config.num_hidden_layers), ids.shape[1]
-    for _ in range(SAID):
+    for _ in range(CONTINUATION):
         forward = Forward(model, Prefix(ids), new=new)
         hidden = forward.run(forward.embed(), range(forward.depth), cache)
         ids, new = torch.cat([ids, argmax_tokens(forward.logits(hidden[:, -1:]))], 1), 1
-    return ids[:, -SAID:]
+    return ids[:, -CONTINUATION:]
 
 
-def keep_profile(folder: Path, sender: ModelIdentity, receiver: ModelIdentity, profile: PairProfile) -> Path:
+def write_profile(folder: Path, sender: ModelIdentity, receiver: ModelIdentity, profile: PairProfile) -> Path:
     """Write what was found of the pair beside the caches in ``folder``; owners make no difference to it. Returns the
     file. Raises CacheError when the two do not fit, and OSError."""
     check_compatible(sender.anybody, receiver.anybody)

@@ -28,7 +28,7 @@ from firsttoken.study import dtypes
 from firsttoken.study.errors import CacheError, LinkError, RequestError
 from firsttoken.study.parsing.parse_errors import blaming, read_bytes
 from firsttoken_serve.chat.text import read_vocabulary
-from firsttoken_serve.prefixes.pair_profile import SUFFIX, keep_profile, profile_pair, read_profiles
+from firsttoken_serve.prefixes.pair_profile import SUFFIX, profile_pair, read_profiles, write_profile
 from firsttoken_serve.prefixes.prefix_link import PrefixPeer, PrefixServer, pull
 from firsttoken_serve.variants import ADAPTER_FILES, read_fitting
 
@@ -124,7 +124,7 @@ def _profile(options: argparse.Namespace) -> None:
             "prefix profile: sender and receiver are one model, which takes its own prefixes as they are"
         )
     pair_profile = profile_pair(sender_model, other, rows, options.most_lost)
-    keep_profile(options.store, whose, reader, pair_profile)
+    write_profile(options.store, whose, reader, pair_profile)
     print(f"{reader} over what {whose} computed: {pair_profile}")
     if len(pair_profile.group) == pair_profile.layers:
         print("that is a prefill of its own, and nothing of this sender is taken; allow a larger --most-lost to")

@@ -288,9 +288,9 @@ def ttft_by_link(recorded: Result | None, now: Result) -> Figure:
 def _draw(ax: Axes, span: BusySpan, job: ReuseRequest) -> None:
     """One unit of work, with its layer counted from 1 as the paper does; the second request is outlined."""
     lane = {LINK: 0, PROCESSOR: 1}[span.resource]
-    name = span.what.removeprefix("KV ")
+    name = span.activity.removeprefix("KV ")
     colour = COMPUTED if span.resource == PROCESSOR else EDGE
-    if span.what.startswith("KV"):
+    if span.activity.startswith("KV"):
         colour = IN_VAIN if int(name) in job.group else KV
     look = {"color": colour, "edgecolor": "black" if job is FIGURE_13[1] else colour, "linewidth": 1.2}
     ax.barh(lane, span.end - span.start - 0.08, left=span.start + 0.04, height=0.82, **look)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
-from firsttoken.droidspeak.profile.profile_transfer import taken
+from firsttoken.droidspeak.profile.profile_transfer import select_items
 from firsttoken.study.summary import Entry
 from firsttoken_studies.droidspeak.decoding import DROIDSPEAK, OWN
 from firsttoken_studies.droidspeak.setting import run_of
@@ -173,8 +173,8 @@ def held_out(rows: Rows, profiles: Sequence[Profiled]) -> dict[str, Entry]:
         chosen_items = rng.choices(range(items), k=items)
         if remaining := sorted(set(range(items)) - set(chosen_items)):
             for rule, groups in rules.items():
-                group = smallest_within(taken(groups, chosen_items), BOUND).group
-                lost[rule].append(100 * taken([by_group[group]], remaining)[0].relative_loss)
+                group = smallest_within(select_items(groups, chosen_items), BOUND).group
+                lost[rule].append(100 * select_items([by_group[group]], remaining)[0].relative_loss)
     return {
         rule: {"value": float(np.mean(losses)), "n": items, "unit": "% of own"}
         | dict(zip(("low", "high"), map(float, np.percentile(losses, [2.5, 97.5])), strict=True))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from firsttoken.droidspeak.group_selection import Choice, Conditions, GroupCosts, LinkEstimate, Scored, choose_group
+from firsttoken.droidspeak.group_selection import Choice, Conditions, GroupCosts, GroupLoss, LinkEstimate, choose_group
 from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.pipeline.schedule import Schedule
 from firsttoken.link.shaped import LinkConfig
@@ -41,12 +41,12 @@ def adaptive_group(profile: Profile) -> Outcome:
     receiver, sender, profiled = setting_profile(setting, setting.runs[0])
     within = sorted((g for g in profiled if g.relative_loss <= BOUND), key=lambda g: (len(g.group), g.relative_loss))
     best_by_size = {len(g.group): g for g in reversed(within)}
-    candidates = [Scored(g.group, g.relative_loss) for _, g in sorted(best_by_size.items())]
+    candidates = [GroupLoss(g.group, g.relative_loss) for _, g in sorted(best_by_size.items())]
     depth = receiver.model.config.num_hidden_layers
     partial = [c for c in candidates if len(c.group) < depth]
     count = config.rivals if partial else 0
     rivals = [partial[round(i * (len(partial) - 1) / max(1, count - 1))] for i in range(count)]
-    rivals = list(dict.fromkeys([*rivals, Scored(Group(0, depth), 0.0)]))
+    rivals = list(dict.fromkeys([*rivals, GroupLoss(Group(0, depth), 0.0)]))
     rng, rows = random.Random(profile.seed), []
     with tempfile.TemporaryDirectory(prefix="firsttoken-") as folder:
         wire = WiredPair(sender, receiver, config.tokens, [c.group for c in candidates], Path(folder))
@@ -105,7 +105,7 @@ def adaptive_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     return summary
 
 
-def _chosen(candidates: Sequence[Scored], costs: GroupCosts, tokens: int, estimate: LinkEstimate) -> Choice:
+def _chosen(candidates: Sequence[GroupLoss], costs: GroupCosts, tokens: int, estimate: LinkEstimate) -> Choice:
     return choose_group(candidates, costs, _now(tokens, estimate), BOUND)
 
 
@@ -126,14 +126,14 @@ class Plan:
     """The costs that were measured, and the groups that may be chosen, for prefixes of ``tokens`` tokens."""
 
     costs: GroupCosts
-    candidates: tuple[Scored, ...]
+    candidates: tuple[GroupLoss, ...]
     tokens: int
 
     @classmethod
     def of(cls, adaptive: Result, profile: Result) -> Plan:
         """Costs of ``adaptive`` (adaptive_group), groups of the first run of ``profile`` (layer_profile)."""
         rows = next(iter(by_run(profile).values()))
-        scored = tuple(Scored(p.group, p.relative_loss) for p in profiled_groups(rows) if p.relative_loss <= BOUND)
+        scored = tuple(GroupLoss(p.group, p.relative_loss) for p in profiled_groups(rows) if p.relative_loss <= BOUND)
         return cls(_read(adaptive.provenance["costs"]), scored, adaptive.rows[0]["tokens"])
 
     def choice(self, bytes_per_s: float, latency_s: float = 0.0, load: float = 1.0) -> tuple[Group, float]:

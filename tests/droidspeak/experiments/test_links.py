@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from firsttoken.droidspeak.group_selection import GroupCosts, Scored
+from firsttoken.droidspeak.group_selection import GroupCosts, GroupLoss
 from firsttoken.droidspeak.layer_group import Group
 from firsttoken.study import paths
 from firsttoken_studies.nb35_bandwidth_and_gate import adaptive_group
@@ -16,7 +16,9 @@ from firsttoken_studies.nb35_bandwidth_and_gate.adaptive_group import Plan, scal
 COSTS = GroupCosts(
     10, layer_s=0.01, layer_token_s=0.0, first_token_s=0.005, kv_token_bytes=1000, e_cache_token_bytes=1500
 )
-PLAN = Plan(COSTS, (Scored(Group(3, 6), 0.04), Scored(Group(0, 8), 0.01), Scored(Group(0, 10), 0.0)), tokens=1000)
+PLAN = Plan(
+    COSTS, (GroupLoss(Group(3, 6), 0.04), GroupLoss(Group(0, 8), 0.01), GroupLoss(Group(0, 10), 0.0)), tokens=1000
+)
 
 
 def test_a_link_is_scaled_by_what_both_machines_compute() -> None:

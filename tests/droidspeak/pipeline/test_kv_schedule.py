@@ -28,12 +28,12 @@ def test_figure_13(schedule: Schedule, a: int, b: int) -> None:
 def test_the_pipelined_timeline_is_that_of_the_derivation() -> None:
     spans = simulate(FIGURE_13, Schedule.PIPELINED).spans
     assert spans[0] == BusySpan("A", LINK, "E", 0, 1)
-    assert [(s.what, s.start) for s in spans if s.job == "A" and s.resource == LINK][1:] == [
+    assert [(s.activity, s.start) for s in spans if s.job == "A" and s.resource == LINK][1:] == [
         ("KV 0", 1),
         ("KV 1", 2),
         ("KV 2", 3),
     ]
-    assert [(s.what, s.start, s.end) for s in spans if s.job == "A" and s.resource == PROCESSOR][-1] == ("9", 7, 8)
+    assert [(s.activity, s.start, s.end) for s in spans if s.job == "A" and s.resource == PROCESSOR][-1] == ("9", 7, 8)
     loads = [s for s in spans if s.job == "B" and s.resource == LINK]
     computes = [s for s in spans if s.job == "B" and s.resource == PROCESSOR]
     assert (loads[0].start, loads[-1].end) == (4, 11)
@@ -84,7 +84,9 @@ def test_link_and_processor_do_one_thing_at_a_time(jobs: list[ReuseRequest], sch
         own = [span for span in timeline.spans if span.job == job.name]
         assert all(span.start >= job.arrival for span in own)
         assert job.arrival + timeline.ttft[job.name] == max([job.arrival, *(span.end for span in own)])
-        needed = [s.end for s in own if s.resource == LINK and (schedule is not Schedule.PIPELINED or s.what == "E")]
+        needed = [
+            s.end for s in own if s.resource == LINK and (schedule is not Schedule.PIPELINED or s.activity == "E")
+        ]
         assert all(s.start >= max(needed, default=0) for s in own if s.resource == PROCESSOR)
 
 

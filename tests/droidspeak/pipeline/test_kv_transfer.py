@@ -59,7 +59,7 @@ def test_every_piece_is_what_was_stored(tmp_path: Path, data: st.DataObject, gap
     with Transfer([pieces[name] for name in order], Link(), Buffers(pieces.values())) as transfer:
         for name in asked:
             assert torch.equal(transfer.wait(name), tensors[name])
-    arrivals = [transfer.arrived_at(name) for name in order]
+    arrivals = [transfer.arrival_s(name) for name in order]
     assert arrivals == sorted(arrivals)
     assert transfer.bytes_moved == sum(tensor.nbytes for tensor in tensors.values())
     assert not transfers_alive()

@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 
 from firsttoken.droidspeak.layer_group import NOTHING, Group
 from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
-from firsttoken.droidspeak.profile.profile_transfer import best_of_size, halves, resampled, taken, transfer
+from firsttoken.droidspeak.profile.profile_transfer import (
+    best_of_size,
+    random_halves,
+    resampled,
+    select_items,
+    transfer,
+)
 from firsttoken.study.errors import RequestError
 
 ALL, LOW, HIGH = Group(0, 4), Group(0, 2), Group(2, 4)
@@ -34,7 +40,7 @@ def test_a_task_that_needs_other_layers():
 
 def test_the_half_that_judges_did_not_choose_unless_it_is_to():
     """Each group spoils one half of the items of a split, so whoever chooses on a half loses on the other."""
-    first, second = halves(8, seed=0)
+    first, second = random_halves(8, seed=0)
     own = (1.0,) * 8
     spoils = {LOW: first, HIGH: second}
     groups = [
@@ -90,13 +96,13 @@ def test_samples_out_of_range(items: int, there: int):
 
 def test_one_item_cannot_be_halved():
     with pytest.raises(RequestError, match="1 items cannot be halved"):
-        halves(1, seed=0)
+        random_halves(1, seed=0)
 
 
 @given(st.integers(2, 60), st.integers(0, 5))
 @settings(max_examples=40)
 def test_halves_are_a_partition(items: int, seed: int):
-    first, second = halves(items, seed)
+    first, second = random_halves(items, seed)
     assert sorted(first + second) == list(range(items)) and 0 <= len(second) - len(first) <= 1
 
 
@@ -104,5 +110,5 @@ def test_halves_are_a_partition(items: int, seed: int):
 @settings(max_examples=30)
 def test_taken_items_keep_their_pairs(items: list[int]):
     groups = [Profiled(LOW, tuple(range(8)), tuple(range(10, 18)))]
-    (found,) = taken(groups, items)
+    (found,) = select_items(groups, items)
     assert [mixed - own for own, mixed in zip(found.own, found.mixed, strict=True)] == [10] * len(items)

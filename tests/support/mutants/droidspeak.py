@@ -25,7 +25,7 @@ def critical_by_sign(right, scores, own, share):
     return [layer for layer, score in scores if score <= own]
 
 
-@wrong("31", "a group without its E-cache", f"{PREFILL}:start_of", PARTIAL)
+@wrong("31", "a group without its E-cache", f"{PREFILL}:group_input", PARTIAL)
 def no_edge(right, forward, sent, group):
     """A group starts from the receiver's embeddings, wherever it lies."""
     return forward.embed()

@@ -34,7 +34,7 @@ class Buffers:
         self.device = torch.device(device)
         on_gpu = self.device.type == "cuda"
         self.host = {p.name: torch.empty(p.shape, dtype=p.dtype, pin_memory=on_gpu) for p in pieces}
-        self.landed = (
+        self.on_device = (
             {name: torch.empty_like(host, device=self.device) for name, host in self.host.items()}
             if on_gpu
             else self.host
@@ -57,7 +57,7 @@ class Transfer:
         self._arrivals: dict[str, Future[float]] = {piece.name: Future() for piece in pieces}
         self._copied: dict[str, torch.cuda.Event] = {}
         self._cancelled = threading.Event()
-        self._thread = threading.Thread(target=self._bring_all, name="kv-transfer", daemon=True)
+        self._thread = threading.Thread(target=self._receive_all, name="kv-transfer", daemon=True)
         self._side = torch.cuda.Stream(buffers.device) if buffers.device.type == "cuda" else None
         self.bytes_moved = 0
 
@@ -85,26 +85,26 @@ class Transfer:
             raise LinkError(f"{name} did not arrive: {error}") from error
         if self._side is not None:
             torch.cuda.current_stream(self._buffers.device).wait_event(self._copied[name])
-        return self._buffers.landed[name]
+        return self._buffers.on_device[name]
 
     def ready(self, name: str) -> Tensor | None:
         """Return what ``wait`` returns, but None where it would wait."""
         return self.wait(name) if self._arrivals[name].done() else None
 
-    def arrived_at(self, name: str) -> float:
+    def arrival_s(self, name: str) -> float:
         """Return the time, on ``time.perf_counter``, at which the last byte of a piece that has been waited for
         arrived."""
         return self._arrivals[name].result()
 
     @torch.inference_mode()  # thread-local, and the buffers may have been made under it
-    def _bring_all(self) -> None:
+    def _receive_all(self) -> None:
         opened: dict[Path, int] = {}
         try:
             with ExitStack() as files:
                 for piece in self.pieces:
                     if piece.path not in opened:
                         opened[piece.path] = self._open(piece, files)
-                    self._bring(piece, opened[piece.path])
+                    self._receive(piece, opened[piece.path])
         except Exception as error:  # whatever it is, the thread that waits must not wait for ever
             for arrival in self._arrivals.values():
                 if not arrival.done():
@@ -123,7 +123,7 @@ class Transfer:
             self._cancelled.wait(self._link.config.latency_ms / 1000)
         return handle
 
-    def _bring(self, piece: CachePiece, handle: int) -> None:
+    def _receive(self, piece: CachePiece, handle: int) -> None:
         host = self._buffers.host[piece.name]
         view, digest = bytes_of(host), hashlib.sha256()
         rate = self._link.config.bytes_per_s
@@ -140,6 +140,6 @@ class Transfer:
         check_numbers(host)
         if self._side is not None:
             with torch.cuda.stream(self._side):
-                self._buffers.landed[piece.name].copy_(host, non_blocking=True)
+                self._buffers.on_device[piece.name].copy_(host, non_blocking=True)
                 self._copied[piece.name] = self._side.record_event()
         self._arrivals[piece.name].set_result(time.perf_counter())

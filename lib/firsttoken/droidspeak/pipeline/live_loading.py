@@ -123,7 +123,7 @@ def _received(
         hidden = forward.embed()
         if group.needs_e_cache:
             hidden = transfer.wait(e_cache_name(group.lo))[:, : prefix.tokens]
-            marks.edge_s = transfer.arrived_at(e_cache_name(group.lo)) - start
+            marks.edge_s = transfer.arrival_s(e_cache_name(group.lo)) - start
         marks.recompute_start_s = time.perf_counter() - start
         forward.run(hidden, group.layers, cache)
         marks.recompute_end_s = _done(prefix) - start
@@ -135,7 +135,7 @@ def _received(
     logits = behind.logits(behind.run(behind.embed(), range(behind.depth), cache, receive)[:, -1])
     marks.first_token_s = _done(prefix) - start
     if transfer.pieces:
-        marks.last_byte_s = transfer.arrived_at(transfer.pieces[-1].name) - start
+        marks.last_byte_s = transfer.arrival_s(transfer.pieces[-1].name) - start
     marks.bytes_moved = transfer.bytes_moved
     return FirstToken(logits, cache, marks)
 

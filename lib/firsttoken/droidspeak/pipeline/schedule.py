@@ -76,11 +76,14 @@ class ReuseRequest:
 
 @dataclass(frozen=True)
 class BusySpan:
-    """``resource`` ("link" or "processor") works for ``job`` from ``start`` to ``end``; ``what``: "E", "KV 3", "3"."""
+    """``resource`` ("link" or "processor") works for ``job`` from ``start`` to ``end``.
+
+    ``activity`` is "E", "KV 3" or, for the computation of layer 3, "3".
+    """
 
     job: str
     resource: str
-    what: str
+    activity: str
     start: float
     end: float
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from firsttoken.droidspeak.forward import Forward, cache_of, fill, layer_kv
 from firsttoken.droidspeak.layer_group import NOTHING, Group
-from firsttoken.droidspeak.prefill import full_prefill, spans, start_of
+from firsttoken.droidspeak.prefill import full_prefill, group_input, spans
 from firsttoken.droidspeak.prefix import LayerKV, Prefix
 from firsttoken.engine.sampling import argmax_tokens
 
@@ -71,10 +71,10 @@ class LayerProfiler:
     ) -> None:
         self.questions, self._sender = questions, sender
         self.sent = full_prefill(sender, questions.prefix, {edge for edge in edges if edge > 0})
-        self._over_prefix = Forward(receiver, questions.prefix)
+        self._prefix = Forward(receiver, questions.prefix)
         with_questions = questions.prefix.followed_by(questions.ids, questions.mask)
-        self._behind = Forward(receiver, with_questions, new=questions.ids.shape[1])
-        self.depth = self._behind.depth
+        self._suffix = Forward(receiver, with_questions, new=questions.ids.shape[1])
+        self.depth = self._suffix.depth
         self._scratch = cache_of([None] * self.depth)
         self._recomputed: dict[int, list[LayerKV]] = {}
         self.prefix_layers = self.depth  # layers that were run over a prefix so far, the sender's own included
@@ -93,14 +93,14 @@ class LayerProfiler:
         layers_kv = self._recomputed.get(group.check(self.depth).lo, [])
         if len(layers_kv) < len(group):
             cache = cache_of([None] * self.depth)
-            self._over_prefix.run(start_of(self._over_prefix, self.sent, group), group.layers, cache)
+            self._prefix.run(group_input(self._prefix, self.sent, group), group.layers, cache)
             layers_kv = self._recomputed[group.lo] = [layer_kv(cache, i) for i in group.layers]
             self.prefix_layers += len(group)
         return layers_kv[: len(group)]
 
     def reuse(self) -> Score:
         """The score over the sender's cache as it is."""
-        return self._score(self._through(self._behind.embed(), range(self.depth), self.sent.kv.__getitem__))
+        return self._score(self._run_suffix(self._suffix.embed(), range(self.depth), self.sent.kv.__getitem__))
 
     def prefill(self) -> Score:
         """The score over the receiver's own cache."""
@@ -109,61 +109,62 @@ class LayerProfiler:
     @torch.inference_mode()
     def sender_itself(self) -> Score:
         """Return the score of the sender over its own cache; its deviation says nothing."""
-        behind = Forward(self._sender, self._behind.prefix, new=self._behind.new)
+        behind = Forward(self._sender, self._suffix.prefix, new=self._suffix.new)
         hidden = behind.run(behind.embed(), range(self.depth), cache_of(self.sent.kv))
         return self._score(hidden, behind)
 
     def groups(self, edges: Sequence[int]) -> Iterator[tuple[Group, Score]]:
         """The score of every contiguous group whose ends are in ``edges`` (rising), and of reusing all layers."""
         yield NOTHING, self.reuse()
-        below, layer_reached = self._behind.embed(), 0
+        below, layer_reached = self._suffix.embed(), 0
         for i, lo in enumerate(edges[:-1]):
-            below, layer_reached = self._through(below, range(layer_reached, lo), self.sent.kv.__getitem__), lo
+            below, layer_reached = self._run_suffix(below, range(layer_reached, lo), self.sent.kv.__getitem__), lo
             recomputed = self.recomputed(Group(lo, edges[-1]))
             hidden, top = below, lo
             for hi in edges[i + 1 :]:
                 hidden, top = (
-                    self._through(
+                    self._run_suffix(
                         hidden, range(top, hi), lambda layer, lo=lo, recomputed=recomputed: recomputed[layer - lo]
                     ),
                     hi,
                 )
-                yield Group(lo, hi), self._score(self._through(hidden, range(hi, self.depth), self.sent.kv.__getitem__))
+                above = self._run_suffix(hidden, range(hi, self.depth), self.sent.kv.__getitem__)
+                yield Group(lo, hi), self._score(above)
             if lo:  # what starts at the embedding is the receiver's own cache, which is asked for again
                 del self._recomputed[lo]
 
     def single_layers(self) -> Iterator[tuple[int, Score]]:
         """The score where one layer alone holds the sender's keys and values and all others the receiver's own."""
-        below = self._behind.embed()
+        below = self._suffix.embed()
         for layer in range(self.depth):
-            hidden = self._through(below, [layer], self.sent.kv.__getitem__)
-            yield layer, self._score(self._through(hidden, range(layer + 1, self.depth), self.own.__getitem__))
-            below = self._through(below, [layer], self.own.__getitem__)
+            hidden = self._run_suffix(below, [layer], self.sent.kv.__getitem__)
+            yield layer, self._score(self._run_suffix(hidden, range(layer + 1, self.depth), self.own.__getitem__))
+            below = self._run_suffix(below, [layer], self.own.__getitem__)
 
     def scattered(self, layers: Iterable[int]) -> Score:
         """The score where ``layers`` are recomputed, each contiguous run of them from the sender's E-cache below it."""
         kv = list(self.sent.kv)
         for group in spans(layers):
             kv[group.lo : group.hi] = self.recomputed(group)
-        return self._score(self._through(self._behind.embed(), range(self.depth), kv.__getitem__))
+        return self._score(self._run_suffix(self._suffix.embed(), range(self.depth), kv.__getitem__))
 
     @cached_property
     def _own_output(self) -> Tensor:
-        return self._through(self._behind.embed(), range(self.depth), self.own.__getitem__)
+        return self._run_suffix(self._suffix.embed(), range(self.depth), self.own.__getitem__)
 
     @torch.inference_mode()
-    def _through(self, hidden: Tensor, layers: Iterable[int], kv: Callable[[int], LayerKV]) -> Tensor:
+    def _run_suffix(self, hidden: Tensor, layers: Iterable[int], kv: Callable[[int], LayerKV]) -> Tensor:
         """Take ``hidden`` [batch, width, hidden] behind the prefix through ``layers`` over the cache ``kv``."""
         for layer in layers:
             fill(self._scratch, layer, kv(layer))
-            hidden = self._behind.run(hidden, [layer], self._scratch)
+            hidden = self._suffix.run(hidden, [layer], self._scratch)
         return hidden
 
     @torch.inference_mode()
     def _score(self, hidden: Tensor, behind: Forward | None = None) -> Score:
         judged = self.questions.predicts
         wanted = self.questions.ids.roll(-1, 1)[judged]
-        logits = (behind or self._behind).logits(hidden[judged]).float()
+        logits = (behind or self._suffix).logits(hidden[judged]).float()
         away = (hidden[judged].float() - self._own_output[judged].float()).norm(dim=-1)
         away = away / self._own_output[judged].float().norm(dim=-1)
         judged_tokens = judged.sum(1)

@@ -18,7 +18,7 @@ Chooser = Callable[[Sequence[Profiled]], Profiled]
 
 
 @dataclass(frozen=True)
-class Transferred:
+class TransferLoss:
     """The losses of choices on the items that judged them.
 
     ``item_loss``: by item, the loss of score (absolute, in 0..1) against the receiver's own cache, the mean over the
@@ -36,7 +36,7 @@ class Transferred:
 
 
 @dataclass(frozen=True)
-class Resampled:
+class ResampledChoice:
     """A choice made on items drawn with replacement, and what it loses on those that were not drawn.
 
     ``relative_loss`` is a share of the receiver's own score on them.
@@ -54,7 +54,7 @@ def transfer(
     draws: int,
     seed: int = 0,
     on_same_items: bool = False,
-) -> Transferred:
+) -> TransferLoss:
     """Choose on half of the items of ``choosing``, judge on half of those of ``judging``, for ``draws`` random splits.
 
     Both are profiles of one pair. Each split serves both ways, so every item judges ``draws`` choices. Where both are
@@ -67,20 +67,20 @@ def transfer(
     sizes = [len(profiles[0].own) for profiles in (choosing, judging)]
     loss, groups = [0.0] * sizes[1], []
     for draw in range(draws):
-        choosers, judges = (halves(size, seed + draw) for size in sizes)
+        choosers, judges = (random_halves(size, seed + draw) for size in sizes)
         for side in (0, 1):
             judged = judges[1 - side]
-            chosen = choose(taken(judging, judged) if on_same_items else taken(choosing, choosers[side]))
+            chosen = choose(select_items(judging, judged) if on_same_items else select_items(choosing, choosers[side]))
             groups.append(chosen.group)
             judged_group = by_group[chosen.group]
             for item in judged:
                 loss[item] += (judged_group.own[item] - judged_group.mixed[item]) / draws
-    return Transferred(tuple(loss), sum(map(len, groups)) / len(groups), tuple(groups))
+    return TransferLoss(tuple(loss), sum(map(len, groups)) / len(groups), tuple(groups))
 
 
 def resampled(
     profiles: Sequence[Profiled], items: int, choose: Chooser, *, draws: int, seed: int = 0
-) -> list[Resampled]:
+) -> list[ResampledChoice]:
     """The choices that ``draws`` samples of ``items`` items would have made.
 
     Drawn with replacement, so that as many items as were profiled can be drawn and some are still left to judge; a draw
@@ -94,9 +94,9 @@ def resampled(
     while len(transfers) < draws:
         draw = rng.choices(range(item_count), k=items)
         if held_out := sorted(set(range(item_count)) - set(draw)):
-            group = choose(taken(profiles, draw)).group
-            (judged,) = taken([p for p in profiles if p.group == group], held_out)
-            transfers.append(Resampled(group, judged.relative_loss))
+            group = choose(select_items(profiles, draw)).group
+            (judged,) = select_items([p for p in profiles if p.group == group], held_out)
+            transfers.append(ResampledChoice(group, judged.relative_loss))
     return transfers
 
 
@@ -109,12 +109,12 @@ def best_of_size(layers: int) -> Chooser:
     return choose
 
 
-def taken(profiles: Sequence[Profiled], items: Sequence[int]) -> list[Profiled]:
+def select_items(profiles: Sequence[Profiled], items: Sequence[int]) -> list[Profiled]:
     """The profiles as if only ``items`` (indices, one may come twice) had been asked."""
     return [Profiled(p.group, tuple(p.own[i] for i in items), tuple(p.mixed[i] for i in items)) for p in profiles]
 
 
-def halves(items: int, seed: int) -> tuple[list[int], list[int]]:
+def random_halves(items: int, seed: int) -> tuple[list[int], list[int]]:
     """The indices of ``items`` items in two random halves, rising. Raises RequestError for fewer than two."""
     if items < 2:
         raise RequestError(f"{items} items cannot be halved; profile at least two")
