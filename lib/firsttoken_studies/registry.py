@@ -47,8 +47,6 @@ _ALL = (
            ".ablations", "controls_summary", LONG),
     _study("cold_start", "From a cold disk to the first token", "13",
            ".study", "progressiveserve.coldstart.summary:cold_start_summary"),
-    _study("before_torch", "A first token before torch is imported", "13",
-           "progressiveserve.coldstart.before_torch:starts", "summary", _ON_A_CPU),
     _study("cold_start_shapes", "The same with larger shapes", "13",
            ".study", "progressiveserve.coldstart.summary:shapes_summary", LONG),
     _study("deferral_sweep", "How many layers may wait", "14",

@@ -207,8 +207,7 @@ SMALLER = {  # claims whose places the rule's shapes have not:
     "petals.local-layers",  # a quarter of the layers
     *("sarathi.chunk-overhead-live", "sarathi.ride-along-live"),  # smaller pieces
     *("petals.overhead-8", "petals.overhead-32"),  # smaller batches
-    *("progressive.before-torch", "progressive.before-torch-s"),  # heads that are too narrow for the kernels
-    *("progressive.planes-before-torch", "progressive.planes-before-torch-s"),  # the same
+    *("progressive.planes-before-torch", "progressive.planes-before-torch-s"),  # heads too narrow for the kernels
 }
 LEFT_OUT = {  # of the quick profile: more links, a second task
     "progressive.paraserve-links",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,11 @@ from firsttoken.engine import live_executor
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling, ScheduledChunk
-from firsttoken.study.errors import LengthError, ModelError, NotLean, OutputError, RequestError, StageError
-from firsttoken_cpu.before_torch import numpy_weights, torch_behind
-from firsttoken_cpu.before_torch.numpy_model import NumpyModel
+from firsttoken.study.errors import LengthError, ModelError, NotLean, OutputError, RequestError
+from firsttoken_cpu.before_torch import numpy_weights
+from firsttoken_cpu.before_torch.numpy_model import CacheSource, NumpyModel
 from firsttoken_cpu.before_torch.numpy_weights import FolderWeights
-from firsttoken_cpu.before_torch.torch_behind import CacheSource, EngineHandover, take_over
+from firsttoken_cpu.before_torch.torch_behind import take_over
 from firsttoken_cpu.native import exports
 from firsttoken_cpu.native.exports import Exports, load_exports, narrowed, widened
 from firsttoken_cpu.native.library import kernels
@@ -77,20 +76,14 @@ def greedy(model: NumpyModel, count: int = ANSWER) -> list[int]:
     return said
 
 
-@pytest.fixture
-def by_turns(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
-    """An answer of which the model says the first tokens, until as many are there, and the engine the others."""
-    right, wanted = torch_behind.take_over, threading.Event()
-    monkeypatch.setattr(torch_behind, "take_over", lambda *told: wanted.wait(60) and right(*told))
-
-    def said_by(takeover: EngineHandover, before: int, count: int = ANSWER) -> list[int]:
-        answer = takeover.answer(PROMPT, count)
-        said = [next(answer) for _ in range(before)]
-        wanted.set()
-        takeover.made()
-        return [*said, *answer]
-
-    return said_by
+def taken_over(model: NumpyModel, before: int) -> tuple[Engine, list[int]]:
+    """An engine with the weights of ``model``, and the answer of which that has said the tokens ``before``."""
+    output, engine = greedy(model, before), Engine(take_over(model, 64))
+    if before < ANSWER:
+        request = engine.submit([*PROMPT, *output], Sampling(ANSWER - before), source=CacheSource(model))
+        engine.run()
+        output += request.output
+    return engine, output
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -132,22 +125,17 @@ def test_a_prompt_in_parts_and_threads_that_share_it(make) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("before", [1, 3, 19, ANSWER])
-def test_the_engine_takes_an_answer_over(make, by_turns, dtype, before) -> None:
+def test_the_engine_takes_an_answer_over(make, dtype, before) -> None:
     """Whenever that is, also across the end of a block; and it says what it would have said alone."""
     stock, folder = make(dtype=dtype)
-    takeover = EngineHandover(numpy_of(folder))
-    said = by_turns(takeover, before)
-    engine = takeover.made()
+    model = numpy_of(folder)
+    engine, output = taken_over(model, before)
     alone = engine.submit(PROMPT, Sampling(ANSWER))
     while not alone.finished:
         engine.step()
-    wanted = stock if takeover.model.dtype == str(dtype).removeprefix("torch.") else stock.float()
-    for one in (said, alone.output):
+    wanted = stock if model.dtype == str(dtype).removeprefix("torch.") else stock.float()
+    for one in (output, alone.output):
         assert check_greedy(one, judged(wanted, PROMPT, one), TOLERANCES[dtype]) == ANSWER
-    if before == ANSWER:
-        assert takeover.tokens is None and takeover.took_s is None
-    else:
-        assert takeover.tokens == before and takeover.took_s > 0
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -177,7 +165,7 @@ def test_logits_are_the_engines(make, monkeypatch, dtype) -> None:
     assert np.abs(np.stack([*logits, *logits[1:]]) - np.stack(seen)).max() <= most
 
 
-def test_nothing_is_computed_twice_and_no_weight_copied(make, by_turns, monkeypatch) -> None:
+def test_nothing_is_computed_twice_and_no_weight_copied(make, monkeypatch) -> None:
     _, folder = make()
     steps, right = [], LiveExecutor.execute
 
@@ -186,12 +174,11 @@ def test_nothing_is_computed_twice_and_no_weight_copied(make, by_turns, monkeypa
         return right(self, chunks)
 
     monkeypatch.setattr(LiveExecutor, "execute", noted)
-    takeover = EngineHandover(numpy_of(folder))
-    assert len(by_turns(takeover, 2)) == ANSWER
-    engine = takeover.made()
-    assert steps == [1] * (ANSWER - takeover.tokens)
+    model = numpy_of(folder)
+    engine, output = taken_over(model, 2)
+    assert len(output) == ANSWER and steps == [1] * (ANSWER - 2)
     (segment,) = engine.executor.version.decoder.segments
-    for layer, panels in zip(segment.modules, takeover.model.weights.panels, strict=True):
+    for layer, panels in zip(segment.modules, model.weights.panels, strict=True):
         for name, packed in panels.items():
             assert getattr(layer, name).panels.data_ptr() == packed.ctypes.data
 
@@ -212,8 +199,6 @@ def test_a_prompt_that_is_none(make, prompt) -> None:
     _, folder = make()
     with pytest.raises(RequestError, match="is empty, or holds no token id of the model's 97"):
         numpy_of(folder).next_token(prompt)
-    with pytest.raises(RequestError, match="at least 1 token, not 0"):
-        next(EngineHandover(numpy_of(folder)).answer(PROMPT, 0))
 
 
 @pytest.mark.parametrize(
@@ -283,7 +268,7 @@ def test_kernels_that_multiply_wrongly(make, monkeypatch) -> None:
         numpy_of(folder)
 
 
-def test_a_processor_without_bfloat16(make, by_turns, monkeypatch) -> None:
+def test_a_processor_without_bfloat16(make, monkeypatch) -> None:
     """It computes in float32 what is stored in bfloat16."""
     stock, folder = make(dtype=torch.bfloat16, tie_word_embeddings=True)
 
@@ -293,24 +278,10 @@ def test_a_processor_without_bfloat16(make, by_turns, monkeypatch) -> None:
         return found
 
     monkeypatch.setattr(numpy_weights, "load_exports", lacking)
-    takeover = EngineHandover(numpy_of(folder))
-    said = by_turns(takeover, 5)
-    assert takeover.model.dtype == "float32"
-    assert check_greedy(said, judged(stock.float(), PROMPT, said)) == ANSWER
-
-
-def test_an_engine_that_cannot_be_made(make, monkeypatch) -> None:
-    def broken(*_: object) -> None:
-        raise ImportError("libtorch is of another version")
-
-    monkeypatch.setattr(torch_behind, "take_over", broken)
-    _, folder = make()
-    takeover = EngineHandover(numpy_of(folder))
-    answer = takeover.answer(PROMPT, ANSWER)
-    assert next(answer) == numpy_of(folder).next_token(PROMPT)
-    for use in (takeover.made, lambda: list(answer)):
-        with pytest.raises(StageError, match="cannot be imported: libtorch is of another version; install"):
-            use()
+    model = numpy_of(folder)
+    _, output = taken_over(model, 5)
+    assert model.dtype == "float32"
+    assert check_greedy(output, judged(stock.float(), PROMPT, output)) == ANSWER
 
 
 def test_the_first_token_finds_no_torch(make) -> None:
@@ -318,16 +289,14 @@ def test_the_first_token_finds_no_torch(make) -> None:
     code = (
         "import sys; from pathlib import Path; from firsttoken.assets.servable import check_servable; "
         "from firsttoken_cpu.before_torch.numpy_model import NumpyModel; "
-        "from firsttoken_cpu.before_torch.torch_behind import EngineHandover; "
         "from firsttoken_cpu.before_torch.numpy_weights import FolderWeights; "
-        f"takeover = EngineHandover(NumpyModel(FolderWeights(check_servable(Path({str(folder)!r})), 1), threads=1)); "
-        f"answer = takeover.answer({PROMPT}, 200); first = next(answer); "
-        "before = [one for one in ('torch', 'transformers', 'safetensors') if one in sys.modules]; "
-        "takeover.made(); rest = list(answer); print(before, 'torch' in sys.modules, first, takeover.tokens)"
+        f"model = NumpyModel(FolderWeights(check_servable(Path({str(folder)!r})), 1), threads=1); "
+        f"first = model.next_token({PROMPT}); "
+        "print(first, [name for name in ('torch', 'transformers', 'safetensors') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     first = numpy_of(folder).next_token(PROMPT)
-    assert done.stdout.strip() == f"[] True {first} 1", done.stderr
+    assert done.stdout.strip() == f"{first} []", done.stderr
 
 
 def test_numbers_are_rounded_as_torch_rounds_them() -> None:

@@ -82,20 +82,6 @@ def test_a_lean_loader_is_nobody_elses(rows):
     assert link_summary(faster).all("best_peer") == link_summary(rows).all("best_peer")
 
 
-def test_a_start_before_torch_is_held_against_the_same_folder_and_the_bytes(rows):
-    """1.3 s from the creation of the process, where torch first takes 3.1, and the bytes take 1."""
-    told = {"token_id": 7, "longest_gap_s": 0.2, "takeover_s": 0.06, "same_answer": True}
-    behind = [trial("torch_behind", i, 0.9, ttft_process_s=1.3, **told) for i in range(4)]
-    found = rows + behind + [trial("lean_folder", i, 0.1, token_id=7) for i in range(4)]
-    pair = {"variant": "torch_behind", "than": "lean_folder", "link": "1gbit"}
-    summary = link_summary(found)
-    assert summary.value("process_ttft_x", **pair) == pytest.approx(1.3 / 3.1)
-    assert summary.value("process_ttft_above_bytes_s", **(pair | {"than": "bytes"})) == pytest.approx(0.3)
-    assert summary.value("same_answer", **pair) is True
-    other = link_summary([*found, trial("torch_behind", 4, 0.9, **(told | {"same_answer": False}))])
-    assert other.value("same_answer", **pair) is False
-
-
 def test_a_ratio_is_of_percentiles_and_its_interval_pairs_rounds(rows):
     found = ratio(rows, "progressive", "whole_streamed")
     assert found.n == 4 and found.estimate == pytest.approx(1.015 / 1.215)

@@ -22,8 +22,6 @@ STARTS = {"ttft": REQUEST, "process_ttft": PROCESS}
 """First tokens are timed from the request's arrival, and from the creation of the process, as in the report (3.4.3)."""
 LEAN = {"lean": "whole_streamed", "lean_progressive": "progressive"}
 """Starts without transformers, and what each is held against: the same with it."""
-SERVED = {"served_behind": "served_first", "served_stages_behind": "served_stages_first"}
-"""Services that answer before torch, and what each is held against: the same with torch first."""
 
 Add = Callable[..., Entry]  # Summary.add, the link filled in
 
@@ -121,11 +119,6 @@ def link_summary(rows: Rows) -> Summary:
         add("quickest_peer", {"value": quickest, "unit": "by median time until the weights can be used"})
         add("ready_x", ratio(ready, "whole", quickest, READY).summary("x"), variant="whole", than="quickest_peer")
     _lean(add, rows, rate)
-    if "lean_folder" in present and any("same_answer" in row for row in rows):
-        _before_torch(add, rows, size / rate)
-    for name, base in SERVED.items():
-        if {name, base} <= present:
-            _served(add, rows, name, base, size / rate)
     for name, variant in VARIANTS.items():
         # ParaServe's arithmetic: k links bring everything in a k-th of the time
         if name in present and variant.links > 1:
@@ -183,46 +176,6 @@ def _lean(add: Add, rows: Rows, rate: float) -> None:
         add("process_ttft_x", ratio(rows, name, base, PROCESS).summary("x"), variant=name, than=base)
         add("process_ttft_x", bootstrap(shares, "median").summary("x"), variant=name, than="bound")
         add("same_first_token", same, variant=name, than=base)
-
-
-def _before_torch(add: Add, rows: Rows, bytes_s: float) -> None:
-    """The start whose first token comes before torch, against that of the same folder with torch first, and against the
-    bytes, which take ``bytes_s``. One that had to start with torch is none."""
-    name, base = "torch_behind", "lean_folder"
-    rows = [row for row in rows if row["variant"] != name or "same_answer" in row]
-    variant_rows = rows_where(rows, variant=name)
-    tokens = {row.get("token_id") for row in rows if row["variant"] in (name, base)}
-    same = len(tokens) == 1 and all(row["same_answer"] for row in variant_rows)
-    pair = _against(add, rows, name, base, bytes_s)
-    unit = f"first tokens of {name} and {base} are equal, and the engine alone gives the same answer"
-    add("same_answer", {"value": same, "unit": unit}, **pair)
-    for column in ("longest_gap_s", "takeover_s"):
-        add(column, bootstrap(values(rows, name, column), "median").summary("s"), variant=name)
-
-
-def _served(add: Add, rows: Rows, name: str, base: str, bytes_s: float) -> None:
-    """The service that answers before torch, to the first byte of its answer, against the same with torch first, and
-    that of the whole model against its bytes, which take ``bytes_s``."""
-    pair = {"variant": name, "than": base}
-    if VARIANTS[name].stages:
-        add("process_ttft_x", ratio(rows, name, base, PROCESS).summary("x"), **pair)
-    else:
-        _against(add, rows, name, base, bytes_s)
-    texts = {row["text"] for row in rows if row["variant"] in (name, base)}
-    add("same_answer", {"value": len(texts) == 1, "unit": f"the answers of {name} and {base} are equal"}, **pair)
-    for variant in (name, base):
-        for column in ("longest_gap_s", "listens_s"):
-            add(column, bootstrap(values(rows, variant, column), "median").summary("s"), variant=variant)
-
-
-def _against(add: Add, rows: Rows, name: str, base: str, bytes_s: float) -> dict[str, str]:
-    """Add the seconds of ``name`` from the creation of its process, over those of ``base``, and beyond those of the
-    bytes; return the place of the pair."""
-    pair = {"variant": name, "than": base}
-    add("process_ttft_x", ratio(rows, name, base, PROCESS).summary("x"), **pair)
-    above = bootstrap([s - bytes_s for s in values(rows, name, PROCESS)], "median")
-    add("process_ttft_above_bytes_s", above.summary("s"), variant=name, than="bytes")
-    return pair
 
 
 def _below(add: Add, rows: Rows, base: str) -> None:

@@ -10,16 +10,11 @@ import time
 
 INTERPRETER_UP = time.monotonic()
 
-import http.client  # noqa: E402
 import json  # noqa: E402
-import socket  # noqa: E402
-import subprocess  # noqa: E402
 import sys  # noqa: E402
 import threading  # noqa: E402
-from collections.abc import Iterator  # noqa: E402
-from contextlib import ExitStack, contextmanager, nullcontext, suppress  # noqa: E402
+from contextlib import ExitStack, nullcontext  # noqa: E402
 from dataclasses import replace  # noqa: E402
-from itertools import pairwise  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
@@ -27,7 +22,6 @@ from firsttoken.link.shaped import Link, LinkConfig  # noqa: E402
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest  # noqa: E402
 from firsttoken.progressiveserve.loading.read_plan import open_reader, part_blobs  # noqa: E402
 from firsttoken.progressiveserve.loading.reader import BlobReader  # noqa: E402
-from firsttoken.study.errors import StageError  # noqa: E402
 from firsttoken.study.system.direct_io import read_ahead  # noqa: E402
 from firsttoken.study.system.importing import without_collector  # noqa: E402
 from firsttoken_studies.probes.fast_exit import tell_and_end  # noqa: E402
@@ -38,8 +32,6 @@ from firsttoken_studies.progressiveserve.coldstart.variants import StartVariant,
 if TYPE_CHECKING:
     from firsttoken_cpu.before_torch.numpy_model import NumpyModel
 
-ANSWER, LAST = 160, 8  # tokens, of which the last wait for the engine, where a small model is quicker than the import
-
 
 def main(spec: TrialSpec) -> dict[str, Any]:
     """Run the trial and return its row."""
@@ -48,13 +40,11 @@ def main(spec: TrialSpec) -> dict[str, Any]:
     links = [Link(LinkConfig(spec.gbit_per_s)) for _ in range(variant.links)]
     if variant.name == "read":
         return _read_alone(spec, variant, links)
-    if variant.served:
-        return _asked_over_http(spec, variant)
     marks = PhaseClock(spec.spawned_s)
     marks.last = INTERPRETER_UP
     marks.phases["interpreter"] = INTERPRETER_UP - spec.spawned_s
     if variant.torch_behind:
-        row = _stages_before_torch(spec, variant, links, marks) if variant.stages else _start_before_torch(spec, marks)
+        row = _stages_before_torch(spec, variant, links, marks)
         if row is not None:
             return row
     manifest, reader, reading = None, None, time.monotonic()
@@ -105,56 +95,6 @@ def _read_ahead(spec: TrialSpec) -> None:
     """Bring the plain folder's weights into the page cache, in a thread a file."""
     for file in sorted(Path(spec.stock).glob("*.safetensors")):
         threading.Thread(target=read_ahead, args=(file,), daemon=True).start()
-
-
-def _start_before_torch(spec: TrialSpec, marks: PhaseClock) -> dict[str, Any] | None:
-    """The row of a trial of the plain folder; None, after a line on stderr, for a model that needs torch.
-
-    The answer goes on behind the first token, and is held against what the engine says alone. Raises ModelError for a
-    folder that cannot be served.
-    """
-    _read_ahead(spec)
-    from firsttoken.assets.servable import check_servable
-    from firsttoken.assets.text_tokenizer import read_text_tokenizer  # noqa: F401 its import belongs to this phase
-    from firsttoken.study.errors import NotLean
-    from firsttoken_cpu.before_torch.numpy_model import NumpyModel
-    from firsttoken_cpu.before_torch.numpy_weights import FolderWeights
-    from firsttoken_cpu.before_torch.torch_behind import EngineHandover
-
-    marks.phase("imports")
-    arrived, used, growth = marks.last, cpu_seconds(), MemoryGrowth()
-    threads = spec.threads or None
-    try:
-        model = _in_the_dtype(
-            spec, NumpyModel(FolderWeights(check_servable(Path(spec.stock)), threads), threads=threads)
-        )
-    except NotLean as reason:
-        print(f"firsttoken: {Path(spec.stock).name} starts with torch: {reason}", file=sys.stderr)
-        return None
-    ids = prompt_ids(spec)
-    marks.phase("config and tokenizer")
-    takeover = EngineHandover(model)
-    answer = takeover.answer(ids, ANSWER)
-    output = [next(answer)]
-    marks.phase("prefill")
-    row = {"token_id": output[0], "torch_at_first_token": "torch" in sys.modules}
-    row |= _first_token(spec, marks, arrived, used) | {"lean": "transformers" not in sys.modules}
-    row["growth_bytes"] = growth.bytes()
-    last, gaps = marks.last, []
-    for token in answer:
-        output.append(token)
-        gaps.append(time.monotonic() - last)
-        last += gaps[-1]
-        if len(output) == ANSWER - LAST:
-            engine = takeover.made()
-    return row | {
-        "torch_s": takeover.ready_s - spec.spawned_s,
-        "tokens_before_torch": takeover.tokens,
-        "takeover_s": takeover.took_s,
-        "longest_gap_s": max(gaps),
-        "answer_s": last - spec.spawned_s,
-        "same_answer": output == _alone(engine, ids),
-    }
 
 
 def _stages_before_torch(
@@ -211,73 +151,6 @@ def _first_token(spec: TrialSpec, marks: PhaseClock, arrived: float, used: float
     phases = {f"phase_{name.replace(' ', '_')}_s": seconds for name, seconds in marks.phases.items()}
     begun = {"ttft_process_s": marks.last - spec.spawned_s, "ttft_request_s": marks.last - arrived}
     return begun | {"cpu_s": cpu_seconds() - used} | phases
-
-
-def _alone(engine: Any, ids: list[int]) -> list[int]:
-    """Return the answer of ``engine`` after ``ids`` where it computes everything."""
-    from firsttoken.engine.request import Sampling
-
-    request = engine.submit(ids, Sampling(ANSWER))
-    while not request.finished:
-        engine.step()
-    return request.output
-
-
-def _asked_over_http(spec: TrialSpec, variant: StartVariant) -> dict[str, Any]:
-    """Return the row of a service of the plain folder, or of the stages, which is asked for a streamed answer as soon
-    as it listens.
-
-    The service has its own process, and its time counts from the creation of that to the first byte of the answer.
-    Raises StageError when the service ends, or answers with another status than 200.
-    """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    folder = spec.staged if variant.stages else spec.stock
-    command = [sys.executable, "-m", "firsttoken", "serve", folder, "--port", str(port)]
-    body = {"prompt": spec.prompt, "max_tokens": ANSWER, "temperature": 0, "ignore_eos": True, "stream": True}
-    output, times = [], []
-    with _running([*command, *([] if variant.torch_behind else ["--torch-first"])]) as (spawned, service):
-        client = _connected(port, service)
-        sent = time.monotonic()
-        client.request("POST", "/v1/completions", json.dumps(body))
-        answer = client.getresponse()
-        if answer.status != 200:
-            raise StageError(f"the service answers {answer.status}: {answer.read(200)!r}")
-        while (line := answer.readline()) not in (b"data: [DONE]\n", b""):
-            if line.startswith(b"data: "):
-                times.append(time.monotonic())
-                output.append(json.loads(line[len(b"data: ") :])["choices"][0]["text"])
-        client.close()
-    return {
-        "listens_s": sent - spawned,
-        "ttft_process_s": times[0] - spawned,
-        "ttft_request_s": times[0] - sent,
-        "answer_s": times[-1] - spawned,
-        "longest_gap_s": max(later - earlier for earlier, later in pairwise(times)),
-        "text": "".join(output),
-    }
-
-
-@contextmanager
-def _running(command: list[str]) -> Iterator[tuple[float, subprocess.Popen]]:
-    """The process of ``command`` for the time of the block, and when it was created."""
-    spawned = time.monotonic()
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            yield spawned, process
-        finally:
-            process.terminate()
-
-
-def _connected(port: int, service: subprocess.Popen) -> http.client.HTTPConnection:
-    """A connection to ``service``, as soon as it listens on ``port``. Raises StageError when it ends before."""
-    while service.poll() is None:
-        client = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-        with suppress(ConnectionRefusedError):
-            client.connect()
-            return client
-        time.sleep(0.002)
-    raise StageError(f"the service ended: {service.stderr.read().strip()}")
 
 
 def _told(variant: StartVariant, torch_s: float) -> dict[str, Any]:

@@ -19,7 +19,6 @@ class StartVariant:
     A ``lean`` start imports no transformers. It is for this disk and for a data server: a limit in the kernel holds
     back torch's own files too, of which a few pages are often cold, behind the weights that are read beside them. With
     ``torch_behind`` the first token is there before torch is imported, which comes behind it and takes the answer over.
-    A ``served`` start is `firsttoken serve`, asked over HTTP from the moment on at which it listens.
     """
 
     name: str
@@ -32,7 +31,6 @@ class StartVariant:
     verify: bool = False
     lean: bool = False
     torch_behind: bool = False
-    served: bool = False
 
 
 WHOLE, FIRST = (1, 2, 3), (1,)
@@ -59,9 +57,6 @@ VARIANTS = {
         StartVariant("lean", "ours, whole, lean", stages=WHOLE, streamed=True, early=True, lean=True),
         StartVariant("lean_folder", "ours, plain folder, lean", peer="lean", early=True, lean=True),
         StartVariant(
-            "torch_behind", "ours, plain folder, torch behind", peer="lean", early=True, lean=True, torch_behind=True
-        ),
-        StartVariant(
             "whole_behind", "ours, whole, torch behind", stages=WHOLE, streamed=True, lean=True, torch_behind=True
         ),
         StartVariant(
@@ -71,21 +66,6 @@ VARIANTS = {
             streamed=True,
             lean=True,
             torch_behind=True,
-        ),
-        StartVariant("served_first", "firsttoken serve, torch first", peer="lean", lean=True, served=True),
-        StartVariant(
-            "served_behind", "firsttoken serve, torch behind", peer="lean", lean=True, torch_behind=True, served=True
-        ),
-        StartVariant(
-            "served_stages_first", "firsttoken serve of stages, torch first", stages=FIRST, lean=True, served=True
-        ),
-        StartVariant(
-            "served_stages_behind",
-            "firsttoken serve of stages, torch behind",
-            stages=FIRST,
-            lean=True,
-            torch_behind=True,
-            served=True,
         ),
         StartVariant("lean_progressive", "ours, progressive, lean", stages=FIRST, streamed=True, early=True, lean=True),
     )
