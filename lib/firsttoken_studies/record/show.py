@@ -143,7 +143,10 @@ def check(mechanism: str, library: Mapping[str, bool] | None = None, **direction
     if library is not None:
         other = [name.replace("_", " ") for name, direction in library.items() if not _holds_and_seen(direction)[0]]
         print(f"the library's: DOES NOT HOLD: {'; '.join(other)}" if other else "the library's: all of this holds")
-        wrong += [f"the library's: {name}" for name in other]
+        if other and not wrong:
+            raise MechanismError(
+                f"the library's, beside {mechanism}, does not do what it is there for: {'; '.join(other)}"
+            )
     if wrong:
         raise MechanismError(f"{mechanism} does not do in this run what it is there for: {'; '.join(wrong)}")
 

@@ -6,6 +6,7 @@ With NAME, the mutation of that name is made first. The last line of the output 
 from __future__ import annotations
 
 import json
+import linecache
 import os
 import re
 import sys
@@ -21,11 +22,15 @@ def error_of(notebook: str, name: str = "") -> str:
     """The error, as "Class: message", that the cells end with; "" for none."""
     space: dict[str, object] = {"__name__": "__main__"}
     try:
+        cells = cells_of(notebook)
         if name:
             (mutation,) = (one for one in mutations() if (one.notebook, one.name) == (notebook, name))
             mutation.patch()
-        for code in cells_of(notebook):
-            exec(compile(re.sub(r"(?m)^%.*$", "", code), f"notebook {notebook}", "exec"), space)
+            cells = mutation.cells()
+        for number, code in enumerate(cells):
+            source, file = re.sub(r"(?m)^%.*$", "", code), f"notebook {notebook}, cell {number}"
+            linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+            exec(compile(source, file, "exec"), space)
     except BaseException as error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -13,18 +13,18 @@ HOST_ROWS = "firsttoken.engine.swap.coalesced:HostRows"
 
 
 @wrong("03", "the cross-point inverted", CHOOSE, "cross-point policy")
-@wrong("22", "the cross-point inverted", CHOOSE, "cross-point policy", quick=True)
+@wrong("22", "the cross-point inverted", CHOOSE, "policy of the cell", quick=True)
 def inverted(right, policy, tokens, now_s):
     return Action.RECOMPUTE if tokens <= policy.threshold else Action.SWAP
 
 
 @wrong("03", "a policy that says nothing", CHOOSE, "cross-point policy")
-@wrong("22", "a policy that says nothing", CHOOSE, "cross-point policy")
+@wrong("22", "a policy that says nothing", CHOOSE, "policy of the cell")
 def says_nothing(right, policy, tokens, now_s):
     return None
 
 
-@wrong("22", "a policy that raises", CHOOSE, "cross-point policy")
+@wrong("22", "a policy that raises", CHOOSE, "policy of the cell")
 def raises(right, policy, tokens, now_s):
     raise KeyError(tokens)
 

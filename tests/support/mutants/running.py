@@ -25,15 +25,26 @@ _LIMIT_S = 600
 class Mutation:
     """What is done to the library before the cells of ``notebook`` (its number) run, and what its check must say then.
 
-    ``patch`` replaces something of the library, in the process that runs the cells. ``says`` is a regular expression
-    that the error of the notebook matches; it names the mechanism. ``quick`` mutations are part of the unit tests.
+    ``patch`` replaces something of the library, in the process that runs the cells. ``rewrite`` replaces text of the
+    cells, as a reader does. ``says`` is a regular expression that the error of the notebook matches; it names the
+    mechanism. ``quick`` mutations are part of the unit tests.
     """
 
     notebook: str
     name: str
-    patch: Callable[[], None]
     says: str
+    patch: Callable[[], None] = lambda: None
+    rewrite: tuple[str, str] | None = None
     quick: bool = False
+
+    def cells(self) -> list[str]:
+        """The cells of the notebook, with what is rewritten in them."""
+        cells = cells_of(self.notebook)
+        if self.rewrite is None:
+            return cells
+        right, wrong = self.rewrite
+        assert sum(right in cell for cell in cells) == 1, f"{right!r} does not stand in one cell of {self.notebook}"
+        return [cell.replace(right, wrong) for cell in cells]
 
 
 Version = Callable[..., Any]
@@ -48,10 +59,15 @@ def wrong(notebook: str, name: str, of: str, says: str, quick: bool = False) -> 
     """
 
     def made(version: Version) -> Version:
-        _MADE.append(Mutation(notebook, name, partial(_replace, of, version), says, quick))
+        _MADE.append(Mutation(notebook, name, says, partial(_replace, of, version), quick=quick))
         return version
 
     return made
+
+
+def rewritten(notebook: str, name: str, right: str, wrong: str, says: str, quick: bool = False) -> None:
+    """Make a mutation of a notebook's own cell: the text ``right``, which stands in one cell, becomes ``wrong``."""
+    _MADE.append(Mutation(notebook, name, says, rewrite=(right, wrong), quick=quick))
 
 
 def _replace(of: str, version: Version) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.running import wrong
+from mutants.running import rewritten, wrong
 
 SARATHI = "firsttoken.engine.schedulers.sarathi:Sarathi"
 CHUNKS = "firsttoken.engine.schedulers.scheduler:Scheduler.chunks"
@@ -10,20 +10,36 @@ CAPACITY, WITHIN = "firsttoken.sarathi.capacity:capacity", "firsttoken.sarathi.c
 SCHEDULER, SEARCH = "Sarathi-Serve's scheduler", "the capacity search"
 
 
-@wrong("02", "prefill first", f"{SARATHI}.schedule", SCHEDULER)
+CELL = "the scheduler of the cell `mechanism`"
+rewritten(
+    "02", "decodes wait while a prompt is read", "if not tokens}  # every", "if not any(remaining.values())}  #", CELL
+)
+rewritten("02", "a prompt is read whole in the cell", "min(tokens, room)", "tokens", CELL, quick=True)
+
+
+@wrong("02", "the youngest prompt first", CHUNKS, CELL)
+def youngest_prompt_first(right, scheduler, tokens, *, admit):
+    scheduler.waiting.reverse()
+    try:
+        return right(scheduler, tokens, admit=admit)
+    finally:
+        scheduler.waiting.reverse()
+
+
+@wrong("02", "prefill first", f"{SARATHI}.schedule", CELL)
 @wrong("40", "prefill first", f"{SARATHI}.schedule", SCHEDULER, quick=True)
 @wrong("41", "prefill first", f"{SARATHI}.schedule", SCHEDULER)
 def prefill_first(right, scheduler):
     return scheduler.prefills(admit=not scheduler.swapped) or scheduler.ready()[0]
 
 
-@wrong("02", "no token budget", f"{SARATHI}.budget", SCHEDULER)
+@wrong("02", "no token budget", f"{SARATHI}.budget", CELL)
 @wrong("40", "no token budget", f"{SARATHI}.budget", SCHEDULER)
 def no_budget(right, scheduler, decodes):
     return 1 << 30
 
 
-@wrong("02", "prompts are never cut", CHUNKS, SCHEDULER)
+@wrong("02", "prompts are never cut", CHUNKS, CELL)
 @wrong("40", "prompts are never cut", CHUNKS, SCHEDULER)
 def whole_chunks(right, scheduler, tokens, *, admit):
     """A prompt takes the whole of what is left in a step, however much the budget leaves."""

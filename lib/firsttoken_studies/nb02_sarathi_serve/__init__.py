@@ -1,0 +1,1 @@
+"""Notebook 02: Sarathi-Serve in one page."""
