@@ -9,7 +9,8 @@ import numpy as np
 
 from firsttoken.study.errors import CorpusError
 
-Seen = Sequence[tuple[int, float]]  # (tokens, seconds), any number of observations at each length
+Samples = Sequence[tuple[int, float]]  # (tokens, seconds), any number of observations at each length
+RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def fit_crossing(tokens: Sequence[float], swap_s: Sequence[float], recompute_s: 
     )
 
 
-def crossing_interval(swap: Seen, recompute: Seen, resamples: int = 2000, seed: int = 0) -> CrossingInterval:
+def crossing_interval(swap: Samples, recompute: Samples) -> CrossingInterval:
     """The crossing of the medians at each length, with a percentile bootstrap over the observations at each length.
 
     The bounds come from the resamples that cross; where many do not, ``without`` says so, and the bounds alone would
@@ -89,16 +90,16 @@ def crossing_interval(swap: Seen, recompute: Seen, resamples: int = 2000, seed: 
     lengths = sorted({tokens for tokens, _ in swap})
     if lengths != sorted({tokens for tokens, _ in recompute}):
         raise CorpusError("swap and recompute were not measured at the same lengths; measure both at each")
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     grouped = [
         [np.array([s for n, s in samples if n == length]) for length in lengths] for samples in (swap, recompute)
     ]
     estimate = crossing(lengths, *([float(np.median(group)) for group in way] for way in grouped))
     medians = [
-        np.stack([np.median(group[rng.integers(0, len(group), (resamples, len(group)))], axis=1) for group in way], 1)
+        np.stack([np.median(group[rng.integers(0, len(group), (RESAMPLES, len(group)))], axis=1) for group in way], 1)
         for way in grouped
     ]
     crossings = [crossing(lengths, out, back).tokens for out, back in zip(*medians, strict=True)]
-    places = [crossing_tokens for crossing_tokens in crossings if crossing_tokens is not None]
-    low, high = np.percentile(places, [2.5, 97.5]).tolist() if places else (None, None)
-    return CrossingInterval(estimate, low, high, 1 - len(places) / resamples, len(swap) + len(recompute))
+    bounded = [crossing_tokens for crossing_tokens in crossings if crossing_tokens is not None]
+    low, high = np.percentile(bounded, [2.5, 97.5]).tolist() if bounded else (None, None)
+    return CrossingInterval(estimate, low, high, 1 - len(bounded) / RESAMPLES, len(swap) + len(recompute))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from firsttoken.engine.request import Request
 from firsttoken.study.errors import ProfileError
@@ -49,10 +49,6 @@ class ClientTimes:
     def within(self, objective: Objective) -> bool:
         """Return whether both limits of ``objective`` hold."""
         return self.tbt_p99_s <= objective.tbt_s and self.delay_p50_s <= objective.delay_s
-
-    def as_dict(self) -> dict[str, float]:
-        """Return the times as a dict for a row of a result."""
-        return asdict(self)
 
 
 def capacity(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,7 @@ def crosspoint_live(profile: Profile) -> Outcome:
         traces = [_run(executor, loads[fitting], name, config)[1] for name in ("recompute", "swap")]
         costs = fit_costs(*samples(traces))
         rows = _compare(executor, costs, {seed: loads[seed] for seed in others}, config, profile.seed)
-    return Outcome(rows, provenance=loaded.provenance.as_dict() | {"costs": costs.as_dict()})
+    return Outcome(rows, provenance=loaded.provenance.as_dict() | {"costs": asdict(costs)})
 
 
 def samples(traces: Sequence[Trace]) -> tuple[list[StepSample], list[SwapSample]]:

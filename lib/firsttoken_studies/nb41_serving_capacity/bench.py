@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -123,7 +123,7 @@ class Bench:
         rate, served = capacity(serve, objective, start=self.config.start)
         row: dict[str, Any] = {"requests_per_s": rate, "trials": len(longest_steps)}
         if served is not None:
-            row |= served.as_dict() | {"step_max_s": longest_steps[rate]}
+            row |= asdict(served) | {"step_max_s": longest_steps[rate]}
         if policy.kind == "sarathi" and policy.budget:
             row["budget_step_s"] = self._budget_step_s(policy.budget)
         return row
@@ -154,7 +154,7 @@ def serving_capacity(profile: Profile) -> Outcome:
     for seed in seeds:
         for scheduler in config.ablation:
             served, _ = bench.serve(Policy.named(scheduler), bench.objective(STRICT), seed, config.rate)
-            rows.append({"what": "ablation", "seed": seed, "scheduler": scheduler} | served.as_dict())
+            rows.append({"what": "ablation", "seed": seed, "scheduler": scheduler} | asdict(served))
     floors = {"decode_iteration": {"value": bench.iteration_s, "unit": "s", "why": "a step that only decodes"}}
     return Outcome(rows, floors, provenance=hardware.provenance(bench.costs))
 

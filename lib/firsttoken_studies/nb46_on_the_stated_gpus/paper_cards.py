@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -175,7 +175,7 @@ def fixed_load(profile: Profile) -> Outcome:
         bench = bench_of(hardware, lengths, config.requests, config.batch, _FIRST_RATE)
         served, _ = bench.serve(Policy.named(scheduler), Objective(1.0), seed, rate)
         labels = {"case": f"{_named(hardware)}, {lengths}, {rate:g} requests/s", "lengths": lengths, "rate": rate}
-        rows.append(labels | {"seed": seed, "scheduler": scheduler} | served.as_dict())
+        rows.append(labels | {"seed": seed, "scheduler": scheduler} | asdict(served))
     return Outcome(rows, provenance={"kind": KIND, "costs": tables_from()})
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -39,13 +39,13 @@ def samples(spread: float = 0.0, count: int = 200) -> tuple[list[StepSample], li
 
 
 def test_known_prices_come_back() -> None:
-    assert fit_costs(*samples()).as_dict() == pytest.approx(KNOWN.as_dict(), rel=1e-6)
+    assert asdict(fit_costs(*samples())) == pytest.approx(asdict(KNOWN), rel=1e-6)
 
 
 def test_noise_leaves_the_predictions() -> None:
     steps, swaps = samples(spread=0.05)
     costs = fit_costs(steps, swaps)
-    assert all(price >= 0 for price in costs.as_dict().values())
+    assert all(price >= 0 for price in asdict(costs).values())
     assert costs.recompute_s(1024) == pytest.approx(KNOWN.recompute_s(1024), rel=0.03)
     assert costs.swap_s(1024) == pytest.approx(KNOWN.swap_s(1024), rel=0.03)
 
@@ -65,9 +65,9 @@ def test_an_empty_step_is_free_and_padding_pays_for_the_longest() -> None:
 
 
 def test_json_and_back() -> None:
-    assert FittedCosts.from_dict(json.loads(json.dumps(KNOWN.as_dict()))) == KNOWN
+    assert FittedCosts.from_dict(json.loads(json.dumps(asdict(KNOWN)))) == KNOWN
     with pytest.raises(ProfileError, match="fitted costs: unknown key 'swap'"):
-        FittedCosts.from_dict(KNOWN.as_dict() | {"swap": 1.0})
+        FittedCosts.from_dict(asdict(KNOWN) | {"swap": 1.0})
 
 
 def test_too_little_or_no_time_is_refused() -> None:

@@ -66,7 +66,7 @@ def costs(split: int = 1, spread: int = 1, **others):
 
 
 def test_the_fastest_kernel_is_taken(experts):
-    at, seconds = experts_s(CARD, SHAPE, 1, 1, "fp8_block", "balanced")
+    at, seconds = experts_s(CARD, SHAPE, 1, 1, "balanced")
     assert at.tolist() == [1, 16, 256, 4096]
     assert seconds == pytest.approx([0.101e-3, 0.116e-3, 0.356e-3, 2.348e-3])
 
@@ -76,7 +76,7 @@ def test_twice_the_experts_time_adds_it_once_a_layer(experts):
     single = [costs().step_s(*step) for step in steps]
     experts(expert_rows(scale=2.0))
     tokens = np.array([16.0, 256.0, 256.0])
-    added = SHAPE.dense.layers * power_between(tokens, experts_s(CARD, SHAPE, 1, 1, "fp8_block", "power_law_1.2")) / 2
+    added = SHAPE.dense.layers * power_between(tokens, experts_s(CARD, SHAPE, 1, 1, "power_law_1.2")) / 2
     assert [costs().step_s(*step) for step in steps] == pytest.approx(np.array(single) + added)
 
 
@@ -112,13 +112,14 @@ def test_the_published_mixtures_have_their_weights():
             {"split": 4},
             r"no fp8_block experts of 4096 x 512, 2 of 8, split 4 and spread 1 ways; measured for these: 1 x 1",
         ),
-        ({"weights": "nvfp4"}, r"no nvfp4 experts of 4096 x 512, .*; measured for these: none"),
         ({"routing": "random"}, r"no experts under the routing 'random'; measured: balanced, power_law_1.2"),
     ],
 )
 def test_what_no_table_has_is_refused(experts, change, says):
     with pytest.raises(ProfileError, match=says):
         costs(**change)
+    with pytest.raises(ProfileError, match="no fp8_block experts of 4096 x 512, 3 of 8, .*; measured for these: none"):
+        layout(CARD, replace(SHAPE, active=3), 1)
 
 
 def test_a_card_without_experts_is_refused():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,13 +59,9 @@ class FittedCosts(Costs):
     def swap_in_s(self, tokens: int) -> float:
         return self.in_fixed + self.in_token * tokens
 
-    def as_dict(self) -> dict[str, float]:
-        """Return the costs as a dict for JSON; ``from_dict`` reads it back."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> FittedCosts:
-        """Raises ProfileError for an unknown or missing price."""
+        """Read what ``dataclasses.asdict`` gave. Raises ProfileError for an unknown or missing price."""
         return build_config(cls, values, location="fitted costs")
 
 

@@ -23,15 +23,16 @@ MIXTURE_CARDS = ("h100-sxm", "h200-sxm", "b200-sxm")
 _COLUMNS = ("moe_dtype", "hidden_size", "inter_size", "topk", "num_experts")
 _SPLIT, _SPREAD, _TOKENS, _ROUTING = "moe_tp_size", "moe_ep_size", "num_tokens", "distribution"
 _NUMBER_BYTES = 2
+_WEIGHTS, _PRODUCTS = "fp8_block", "fp8"  # types of the tables: of the experts, and of the products around attention
 
 
-def layout(card: str, shape: MixtureShape, gpus: int, weights: str = "fp8_block") -> tuple[int, int]:
+def layout(card: str, shape: MixtureShape, gpus: int) -> tuple[int, int]:
     """Return the layout of the experts on ``gpus``, (split, spread). Each expert is split over all GPUs where that was
     measured, as vLLM does by itself; otherwise experts are spread as far as they were. Raises ProfileError where no
     layout of so many was measured."""
-    matching = [(split, spread) for split, spread in _layouts(card, shape, weights) if split * spread == gpus]
+    matching = [(split, spread) for split, spread in _layouts(card, shape) if split * spread == gpus]
     if not matching:
-        raise ProfileError(_unmeasured(card, shape, weights, f"on {gpus} GPUs"))
+        raise ProfileError(_unmeasured(card, shape, f"on {gpus} GPUs"))
     return max(matching)
 
 
@@ -41,29 +42,27 @@ def mixture_costs(
     split: int,
     spread: int,
     *,
-    weights: str = "fp8_block",
-    products: str = "fp8",
     routing: str = "power_law_1.2",
 ) -> OperatorCosts:
     """The costs of ``shape`` on ``split`` x ``spread`` of the card of ``tables``, and attention split over all of them.
 
     Each expert is split over ``split`` GPUs, and the experts are spread over ``spread``.
-    ``weights`` are the type of the experts, ``products`` that of the two products around attention; keys and values,
-    head and router take 16 bits. The tables' products of ``fp8_block`` take 90 to 270 microseconds each, whatever their
-    size, which is the time to launch their kernels one by one; a server launches them as one graph, so that the default
-    is ``fp8``, with as many bytes. Raises ProfileError for a card, a type, a layout or a routing that no table has, and
+    The experts are of ``_WEIGHTS``, the two products around attention of ``_PRODUCTS``; keys and values, head and
+    router take 16 bits. The tables' products of ``fp8_block`` take 90 to 270 microseconds each, whatever their size,
+    which is the time to launch their kernels one by one; a server launches them as one graph, so that ``fp8`` is taken,
+    with as many bytes. Raises ProfileError for a card, a type, a layout or a routing that no table has, and
     what ``OperatorCosts.of`` raises.
     """
     gpus, dense = split * spread, shape.dense
-    experts = experts_s(tables.card, shape, split, spread, weights, routing)
-    around = OperatorCosts.of(tables, shape.as_dense, gpus, weights="fp8")  # its MLP is taken out again below
+    experts = experts_s(tables.card, shape, split, spread, routing)
+    around = OperatorCosts.of(tables, shape.as_dense, gpus, weights=_PRODUCTS)  # its MLP is taken out again below
     tokens = np.arange(1, MOST_TOKENS + 1, dtype=float)
     heads, kv_heads = dense.heads // gpus, max(dense.kv_heads // gpus, 1)
     queries, kv = heads * dense.head_dim, 2 * kv_heads * dense.head_dim
     layer, beyond = power_between(tokens, experts), []
     for dtype, n, k in (
-        (products, queries + kv, dense.hidden),
-        (products, dense.hidden, queries),
+        (_PRODUCTS, queries + kv, dense.hidden),
+        (_PRODUCTS, dense.hidden, queries),
         ("bfloat16", shape.experts, dense.hidden),
     ):
         curve, wide = tables.product(dtype, n, k)
@@ -78,15 +77,15 @@ def mixture_costs(
     return replace(around, once=np.concatenate([[0.0], dense.layers * layer]), beyond=tuple(beyond))
 
 
-def experts_s(card: str, shape: MixtureShape, split: int, spread: int, weights: str, routing: str) -> Curve:
+def experts_s(card: str, shape: MixtureShape, split: int, spread: int, routing: str) -> Curve:
     """Seconds of one layer's experts on each GPU by the tokens of the batch, the fastest kernel of those measured.
 
     Raises ProfileError for what no table has, naming what was measured.
     """
-    table, alike = _measured(card, shape, weights)
+    table, alike = _measured(card, shape)
     fits = alike & (table[_SPLIT] == split) & (table[_SPREAD] == spread)
     if not fits.any():
-        raise ProfileError(_unmeasured(card, shape, weights, f"split {split} and spread {spread} ways"))
+        raise ProfileError(_unmeasured(card, shape, f"split {split} and spread {spread} ways"))
     chosen = fits & (table[_ROUTING] == routing)
     if not chosen.any():
         distributions = ", ".join(sorted(set(table[_ROUTING][fits].tolist())))
@@ -94,24 +93,24 @@ def experts_s(card: str, shape: MixtureShape, split: int, spread: int, weights: 
     return least_by_size(table[_TOKENS][chosen], table["latency"][chosen])
 
 
-def _measured(card: str, shape: MixtureShape, weights: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def _measured(card: str, shape: MixtureShape) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """The table of ``card``, and which of its rows are of experts of this shape. ProfileError for another card."""
     if card not in MIXTURE_CARDS:
         raise ProfileError(f"no experts of {card!r} are pinned; known: {', '.join(MIXTURE_CARDS)}")
-    table, wanted = _experts(card), (weights, shape.dense.hidden, shape.dense.mlp, shape.active, shape.experts)
+    table, wanted = _experts(card), (_WEIGHTS, shape.dense.hidden, shape.dense.mlp, shape.active, shape.experts)
     return table, np.logical_and.reduce([table[name] == value for name, value in zip(_COLUMNS, wanted, strict=True)])
 
 
-def _layouts(card: str, shape: MixtureShape, weights: str) -> list[tuple[int, int]]:
+def _layouts(card: str, shape: MixtureShape) -> list[tuple[int, int]]:
     """The layouts, (split, spread), in which experts of this shape were measured. ProfileError for another card."""
-    table, alike = _measured(card, shape, weights)
+    table, alike = _measured(card, shape)
     return sorted(set(zip(table[_SPLIT][alike].tolist(), table[_SPREAD][alike].tolist(), strict=True)))
 
 
-def _unmeasured(card: str, shape: MixtureShape, weights: str, how: str) -> str:
-    layouts = ", ".join(f"{split} x {spread}" for split, spread in _layouts(card, shape, weights)) or "none"
+def _unmeasured(card: str, shape: MixtureShape, how: str) -> str:
+    layouts = ", ".join(f"{split} x {spread}" for split, spread in _layouts(card, shape)) or "none"
     return (
-        f"{card} has no {weights} experts of {shape.dense.hidden} x {shape.dense.mlp}, {shape.active} of "
+        f"{card} has no {_WEIGHTS} experts of {shape.dense.hidden} x {shape.dense.mlp}, {shape.active} of "
         f"{shape.experts}, {how}; measured for these: {layouts}"
     )
 

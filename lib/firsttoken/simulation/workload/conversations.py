@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from firsttoken.assets.gguf import converted
-from firsttoken.assets.lock import asset_path, file_sha256, pinned
+from firsttoken.assets.lock import asset_path, pinned
 from firsttoken.assets.models import PINNED
 from firsttoken.engine.workload_items import Item
 from firsttoken.study import paths
@@ -61,7 +61,7 @@ def first_pairs(path: Path) -> list[tuple[str, str]]:
             passed_by.append(number)
             continue
         answered = ((a, b) for (asker, a), (teller, b) in pairwise(turns) if (asker, teller) == _ROLES)
-        pairs += [(_encodable(a), _encodable(b)) for a, b in islice(answered, 1)]
+        pairs += [(_as_utf8(a), _as_utf8(b)) for a, b in islice(answered, 1)]
     fault = "no conversation of turns with `from` and `value`"
     if passed_by and not pairs:
         raise CorpusError(f"{path}, record {passed_by[0]}: it is {fault}; use a ShareGPT file")
@@ -134,7 +134,7 @@ def _ends_early(error: json.JSONDecodeError, text: str) -> bool:
     return error.msg.startswith("Unterminated string") or error.pos >= len(text.rstrip()) - 8
 
 
-def _encodable(text: str) -> str:
+def _as_utf8(text: str) -> str:
     """Half a surrogate pair, which JSON can hold and UTF-8 cannot, becomes a question mark."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
@@ -170,13 +170,9 @@ class Conversations:
         start, end = self.starts[index : index + 2].tolist()
         return Item(0.0, end - start, int(self.output_tokens[index]), tuple(self.ids[start:end].tolist()))
 
-    def without_ids(self) -> Conversations:
-        """Return the conversations with their lengths alone."""
-        return replace(self, ids=self.ids[:0])
 
-
-def conversations(tokenizer: Any | None, source: str | Path | None = None) -> Conversations:
-    """Every question that is answered in the pinned ShareGPT file, or in ``source``, a whole file of the same format.
+def conversations(tokenizer: Any | None) -> Conversations:
+    """Every question that is answered in the pinned ShareGPT file.
 
     The prompt has the tokenizer's own first and last tokens, if any, and no chat template, as in vLLM's
     benchmark_serving; pairs with fewer than four tokens on a side are left out. Without a tokenizer there are lengths
@@ -185,24 +181,26 @@ def conversations(tokenizer: Any | None, source: str | Path | None = None) -> Co
     Raises AssetError when the pinned file or model is not fetched, ModelError for a tokenizer that is not a fast one,
     CorpusError for a file that cannot be used and a cache that cannot be written.
     """
-    path = Path(source).expanduser() if source else None
-    try:
-        identity = file_sha256(path) if path else pinned(_ASSET).sha256
-    except OSError as error:
-        raise CorpusError(f"cannot read {path}: {error.strerror}; check the path") from error
-    backend = None if tokenizer is None else _backend(tokenizer)
-    if backend is None:
+    if tokenizer is None:
         rules = f"lengths-{pinned(PINNED).sha256}"
     else:
+        backend = _backend(tokenizer)
         rules = hashlib.sha256(backend.to_str().encode()).hexdigest()
-    cache_file = paths.CACHE / "conversations" / f"v{_RULES}-{identity[:16]}-{rules[:16]}.npz"
+    cache_file = paths.CACHE / "conversations" / f"v{_RULES}-{pinned(_ASSET).sha256[:16]}-{rules[:16]}.npz"
     made = _load(cache_file)
     if made is None:
-        if backend is None:
-            made = conversations(pinned_tokenizer(), source).without_ids()
+        if tokenizer is None:
+            made = conversations(pinned_tokenizer())
+            made = replace(made, ids=made.ids[:0])
         else:
-            made = _tokenised(backend, path or asset_path(_ASSET))
-        _save(made, cache_file)
+            made = _tokenised(backend, asset_path(_ASSET))
+        try:
+            with replacing(cache_file) as partial, partial.open("wb") as file:
+                np.savez(file, ids=made.ids, starts=made.starts, output_tokens=made.output_tokens)
+        except OSError as error:
+            raise CorpusError(
+                f"cannot write {cache_file}: {error.strerror}; set FIRSTTOKEN_CACHE to another folder"
+            ) from error
     return made
 
 
@@ -221,16 +219,6 @@ def _backend(tokenizer: Any) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     return backend
-
-
-def _save(made: Conversations, cache_file: Path) -> None:
-    try:
-        with replacing(cache_file) as partial, partial.open("wb") as file:
-            np.savez(file, ids=made.ids, starts=made.starts, output_tokens=made.output_tokens)
-    except OSError as error:
-        raise CorpusError(
-            f"cannot write {cache_file}: {error.strerror}; set FIRSTTOKEN_CACHE to another folder"
-        ) from error
 
 
 def _load(cache_file: Path) -> Conversations | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,12 +23,11 @@ def threshold_mix(
     total: tuple[int, int] = (128, LONGEST),
     seed: int = 0,
     scale: float = 1.0,
-    source: str | Path | None = None,
 ) -> tuple[Item, ...]:
     """``short`` conversations of up to ``threshold`` tokens and ``long`` longer ones, all at 0, in random order.
 
     A conversation's tokens are prompt and answer together; those outside ``total`` (both ends included) are left out.
-    ``seed`` draws without replacement from the whole pinned file, or from ``source`` (a ShareGPT file of the user's).
+    ``seed`` draws without replacement from the whole pinned file.
     Without a ``tokenizer`` (random weights) the lengths are those of the pinned model's, and items have no token ids.
 
     ``scale`` below 1 is for live runs on a small machine: 0.25 turns the defaults into totals of 32 to 512 and a
@@ -41,7 +39,7 @@ def threshold_mix(
     Raises RequestError for numbers that make no workload, CorpusError when the file has too few such conversations.
     """
     classes = _classes(short, long, threshold, total, scale)
-    pool = conversations(tokenizer, source)
+    pool = conversations(tokenizer)
     totals = pool.prompt_tokens + pool.output_tokens
     rng = np.random.default_rng(seed)
     items = []
@@ -50,7 +48,7 @@ def threshold_mix(
         if len(fitting) < count:
             raise CorpusError(
                 f"{len(fitting):,} conversations have {least} to {most} tokens and {count:,} are asked for; "
-                "ask for fewer, or give a larger file"
+                "ask for fewer"
             )
         bounds = _scaled_bounds(least, most, scale)
         for index in rng.choice(fitting, size=count, replace=False):
