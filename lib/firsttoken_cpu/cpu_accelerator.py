@@ -64,5 +64,5 @@ class CPUAccelerator(Accelerator):
     def multiplies(self, dtype: torch.dtype) -> bool:
         return (native := kernels()) is not None and dtype in native.multiplied
 
-    def goes_on(self, head: nn.Module, weights: NumpyWeights) -> tuple[nn.Module, type[Attend] | None]:
+    def continuation(self, head: nn.Module, weights: NumpyWeights) -> tuple[nn.Module, type[Attend] | None]:
         return by_kernels(head, weights.head().panels["head"])

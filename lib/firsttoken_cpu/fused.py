@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from firsttoken.engine.accelerator import Fused, Halves
+from firsttoken.engine.accelerator import Fused, LoraPair
 from firsttoken.engine.attention import Attend, cache_layer
 from firsttoken.engine.linear8 import Linear8
 from firsttoken_cpu.lean.layers import LeanAttention
@@ -104,7 +104,7 @@ class FusedLayer(Fused):
         sizes = [size for product in products for size in (product.in_features, product.out_features)]
         self.kind = (*sizes, self.attention.head_dim, self.attention.scaling, norms[0].variance_epsilon)
 
-    def with_adapter(self, slices: Mapping[str, Halves]) -> FusedLayer | None:
+    def with_adapter(self, slices: Mapping[str, LoraPair]) -> FusedLayer | None:
         """Return a layer over the same weights with LoRA's ``slices`` by module, "self_attn.q_proj" and so on; None
         where the kernels do not add them up."""
         twin = copy.copy(self)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from firsttoken.engine.model_server import LoadingServer
-from firsttoken.engine.stream import Asked, Stream
+from firsttoken.engine.stream import Stream, Submission
 from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.study import dtypes
 from firsttoken.study.errors import FirstTokenError, ModelError, NotLean, PermanentFault, first_line, permanent_faults
@@ -79,7 +79,7 @@ class EarlyAnswers(Protocol):
         """End, and let nobody wait for weights that have not come."""
 
 
-AnswerEarly = Callable[[threading.Condition, dict[Stream, Asked]], EarlyAnswers]
+AnswerEarly = Callable[[threading.Condition, dict[Stream, Submission]], EarlyAnswers]
 """Makes the answers to the requests that wait, by stream; the condition guards them and is notified of each new one."""
 
 
@@ -250,7 +250,7 @@ class StagedService(RetryingServer, StagedServer):
             fused = {i: (plain[i], backend.fuse_layer(plain[i], panels)) for i, panels in packed.panels.items()}
             self._last.use_fused(fused)
             if not backend.multiplies(dtype):
-                head, self._last.attend = backend.goes_on(self._loader.meta_model.model.lm_head, packed)
+                head, self._last.attend = backend.continuation(self._loader.meta_model.model.lm_head, packed)
                 self._last.decoder.set_head(head)
             elif not self._loader.refines:
                 self._fused |= fused
@@ -264,4 +264,4 @@ class StagedService(RetryingServer, StagedServer):
     def _variants(self) -> Mapping[str, ModelVersion]:
         """The variants that serve with what was made last: none before the last stage."""
         late = None if self._last.stage < self._stages else self._late
-        return {} if late is None else late.host(self._last, self._live, self._server.between)
+        return {} if late is None else late.host(self._last, self._live, self._server.call)

@@ -139,8 +139,8 @@ class PlainServer(RetryingServer):
             prompt = prompt_of(live.limits)
             with unchanged(files.files), permanent_faults():
                 reference = lean_rows(files, dtype, self._device, prompt)
-                check_rows(files.folder.name, lambda: server.between(lambda: live.rows_of(prompt)), reference, dtype)
-            comparison.right()
+                check_rows(files.folder.name, lambda: server.call(lambda: live.rows_of(prompt)), reference, dtype)
+            comparison.mark_passed()
 
     def _host_variants(self, files: ModelFiles) -> dict[str, ModelVersion]:
         from firsttoken_serve.variants import host_variants
@@ -157,7 +157,7 @@ class PlainServer(RetryingServer):
             from firsttoken.engine.model_version import fused_version
 
             version = fused_version(self._load_other())
-            self._server.between(lambda: self._server.publish(version, lambda old, new: None))
+            self._server.call(lambda: self._server.publish(version, lambda old, new: None))
 
     def _release_plain(self) -> None:
         """Let the model go of its layers, which the version has, so that each is freed as it is fused."""
@@ -255,7 +255,7 @@ def use_prefixes(
     from firsttoken_serve.prefixes.prefix_finder import PrefixFinder
 
     try:
-        server.take_prefixes(PrefixFinder(store, who(), device, others))
+        server.use_sources(PrefixFinder(store, who(), device, others))
     except FirstTokenError as error:
         return f"no stored prefixes: {first_line(error)}"
     return "stored prefixes are used"

@@ -16,9 +16,9 @@ from firsttoken.assets.checkpoint import ModelFiles, combined_sha256
 from firsttoken.engine.compared_step import Comparison, check_rows, prompt_of, reference_rows
 from firsttoken.engine.decoder import Decoder, LocalSegment
 from firsttoken.engine.live_executor import LiveExecutor
-from firsttoken.engine.lora import Adapter, parse_adapter, plain_lora
+from firsttoken.engine.lora import Adapter, parse_adapter, reference_lora
 from firsttoken.engine.model_version import ModelVersion
-from firsttoken.engine.shared_base import SharedBase, adapted_layers, fuse_with, take_layer
+from firsttoken.engine.shared_base import SharedBase, adapted_layers, fuse_variants, replace_layer
 from firsttoken.progressiveserve.checkpoint.manifest import CONFIG as MODEL_CONFIG
 from firsttoken.progressiveserve.checkpoint.manifest import MANIFEST
 from firsttoken.study.errors import StageError
@@ -105,10 +105,10 @@ def _compare(
     comparison = Comparison([*files, *code], "variant", sha256, str(dtype), executor.pool.device.type)
     if comparison.due:
         prompt = prompt_of(executor.limits)
-        with executor.stock_attention(), plain_lora(executor.model.model.layers, adapter):
+        with executor.stock_attention(), reference_lora(executor.model.model.layers, adapter):
             reference = reference_rows(executor.model, prompt)
         check_rows(f"the adapter {adapter.name}", partial(executor.rows_of, prompt, version), reference, dtype)
-        comparison.right()
+        comparison.mark_passed()
 
 
 class LateVariants:
@@ -143,11 +143,11 @@ class LateVariants:
             decoder = Decoder(executor.model, [LocalSegment(layers)])
             variant = hosted[name] = ModelVersion(decoder, None, version.stage, version)
             for number, layer in enumerate(segment.modules):
-                take_layer(variant, number, layer, adapter)
+                replace_layer(variant, number, layer, adapter)
             self._variants.append((variant, adapter))
             between(partial(_compare, executor, variant, adapter, self._files, self._sums[name]))
         return hosted
 
     def fuse(self) -> Iterator[None]:
         """Fuse the layers of that version as it does, and give each at once to the variants, with their adapters."""
-        return fuse_with(self._base.decoder, self._base.fuse(), self._variants)
+        return fuse_variants(self._base.decoder, self._base.fuse(), self._variants)

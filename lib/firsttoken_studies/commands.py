@@ -88,7 +88,7 @@ def capacity(options: argparse.Namespace) -> int:
         from firsttoken.simulation.workload.traces import load_trace
 
         trace = load_trace(options.arrivals, unit=options.arrivals_unit)
-        print(f"{options.arrivals}: {trace.told()}")
+        print(f"{options.arrivals}: {trace.description()}")
     elif options.arrivals_unit is not None:
         raise ProfileError("--arrivals-unit says what the times of a trace are: add --arrivals FILE, or leave it out")
     contest = CapacityBenchmark.of(options.scheduler, profile, options.seeds, trace)

@@ -240,7 +240,7 @@ def perform(made: InStages | OnLoan) -> Counter:
     seen["cancelled"] += len(left)
     seen["finished"] += len(said) - len(left)
     seen.update(f"{recovery.action}, {recovery.reason}" for recovery in made.trace.recoveries)
-    seen["shared tokens"] += engine.prefixes.found_tokens if engine.prefixes is not None else 0
+    seen["shared tokens"] += engine.prefixes.hit_tokens if engine.prefixes is not None else 0
     return seen
 
 

@@ -35,7 +35,7 @@ class Pool(RuleBasedStateMachine):
         left = self.pool.free - sum(not self.out[block] for block in found)
         left -= self.pool.watermark if admission else 0
         blank = self.pool.free - len(self.idle)
-        blocks = self.pool.take(wanted, admission=admission, shared=found)
+        blocks = self.pool.allocate(wanted, admission=admission, shared=found)
         if blocks is None:
             assert wanted > left
             return multiple()
@@ -64,13 +64,13 @@ class Pool(RuleBasedStateMachine):
 
     @rule(blocks=consumes(owners))
     def give(self, blocks: list[int]) -> None:
-        self.pool.give(blocks)
+        self.pool.release(blocks)
         self.out -= Counter(blocks)
         held = {self.pool.find([key])[0]: key for key in self.kept}
         self.idle += [held[block] for block in reversed(blocks) if block in held and not self.out[block]]
         if gone := [block for block in blocks if not self.out[block]]:
             with pytest.raises(RequestError, match="nobody has it"):
-                self.pool.give(gone)
+                self.pool.release(gone)
 
     @invariant()
     def holds(self) -> None:
@@ -87,29 +87,29 @@ TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=N
 def test_blocks_that_are_given_back_are_the_next_to_go_out() -> None:
     """They are warm in the cache; and a simulation takes the same ones as a live run."""
     pool = BlockPool(6)
-    first, second = pool.take(2), pool.take(3)
+    first, second = pool.allocate(2), pool.allocate(3)
     assert (first, second) == ([0, 1], [2, 3, 4])
-    pool.give(second)
-    pool.give(first)
-    assert pool.take(4) == [0, 1, 2, 3]
+    pool.release(second)
+    pool.release(first)
+    assert pool.allocate(4) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("wrong", [[7], [-1], [5], [0, 0], [1, 5, 0]])
 def test_a_wrong_block_is_named_and_nothing_is_lost(wrong: list[int]) -> None:
     pool = BlockPool(6)
-    pool.take(2)
+    pool.allocate(2)
     with pytest.raises(RequestError, match=r"block -?\d was given back, but nobody has it"):
-        pool.give(wrong)
+        pool.release(wrong)
     pool.check()
 
 
 def test_the_watermark_binds_admission_only() -> None:
     pool = BlockPool(10, watermark=3)
-    assert pool.take(8, admission=True) is None and pool.free == 10
-    assert len(pool.take(7, admission=True)) == 7
-    assert pool.take(1, admission=True) is None
-    assert len(pool.take(3)) == 3
-    assert pool.take(0) == [] and pool.take(1) is None
+    assert pool.allocate(8, admission=True) is None and pool.free == 10
+    assert len(pool.allocate(7, admission=True)) == 7
+    assert pool.allocate(1, admission=True) is None
+    assert len(pool.allocate(3)) == 3
+    assert pool.allocate(0) == [] and pool.allocate(1) is None
 
 
 @pytest.mark.parametrize(("count", "watermark"), [(0, 0), (-2, 0), (4, 4), (4, -1)])
@@ -121,13 +121,13 @@ def test_a_pool_that_could_give_nothing_is_refused(count: int, watermark: int) -
 def test_what_was_given_back_first_is_forgotten_first() -> None:
     """And of one request the end, as who begins alike may still share what comes before."""
     pool = BlockPool(4)
-    first, second = pool.take(2), pool.take(2)
+    first, second = pool.allocate(2), pool.allocate(2)
     for block in (*first, *second):
         pool.publish(block, bytes([block]))
-    pool.give(first)
-    pool.give(second)
+    pool.release(first)
+    pool.release(second)
     keys = [bytes([block]) for block in range(4)]
     assert pool.free == 4 and pool.find(keys) == [0, 1, 2, 3]
-    assert pool.take(1) == [1] and pool.find(keys) == [0] and pool.find(keys[2:]) == [2, 3]
-    assert pool.take(2, shared=[2]) == [2, 0, 3] and pool.find([keys[2]]) == [2]
-    assert pool.take(1, shared=[2]) is None and pool.take(0, shared=[2]) == [2] and pool.owners(2) == 2
+    assert pool.allocate(1) == [1] and pool.find(keys) == [0] and pool.find(keys[2:]) == [2, 3]
+    assert pool.allocate(2, shared=[2]) == [2, 0, 3] and pool.find([keys[2]]) == [2]
+    assert pool.allocate(1, shared=[2]) is None and pool.allocate(0, shared=[2]) == [2] and pool.owners(2) == 2

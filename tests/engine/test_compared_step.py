@@ -50,7 +50,7 @@ LATENT |= {"first_k_dense_replace": 2, "n_routed_experts": 4, "n_group": 1, "top
 def own_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that was compared before counts."""
     monkeypatch.setattr(compared_step, "NOTES", tmp_path / "notes")
-    monkeypatch.setattr(compared_step, "_RIGHT", set())
+    monkeypatch.setattr(compared_step, "_PASSED", set())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -105,7 +105,7 @@ def test_it_is_compared_once_for_the_same_files(tmp_path: Path) -> None:
     file.write_bytes(b"a" * 300_000)
     first = Comparison([file], "float32")
     assert first.due
-    first.right()
+    first.mark_passed()
     assert not first.due and not Comparison([file], "float32").due and Comparison([file], "bfloat16").due
     compared_step._RIGHT.clear()  # as in another process
     assert not Comparison([file], "float32").due

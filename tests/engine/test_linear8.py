@@ -11,7 +11,7 @@ from torch import nn
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.models import load_model
 from firsttoken.engine import linear8
-from firsttoken.engine.linear8 import KEPT, THRESHOLD, Linear8, _integer_product, resting_bytes, to_8_bits
+from firsttoken.engine.linear8 import THRESHOLD, UNROUNDED, Linear8, _integer_product, resting_bytes, to_8_bits
 from firsttoken.study.errors import ModelError
 from firsttoken_cpu.fused import FusedLayer, fuse
 from firsttoken_cpu.native.library import kernels
@@ -87,7 +87,7 @@ def test_inputs_that_are_kept_cost_no_more_than_their_dtype(
     seed: int, rows: int, inner: int, outer: int, dtype: torch.dtype
 ) -> None:
     """Within four roundings of the dtype, of the sum of all magnitudes: few rows and many, odd widths and not."""
-    layer = Linear8.of(linear(inner, outer, seed, bias=True), KEPT)
+    layer = Linear8.of(linear(inner, outer, seed, bias=True), UNROUNDED)
     x = (torch.randn(rows, inner) * 100).to(dtype)
     exact = x.float() @ layer.stored().t() + layer.bias
     bound = 4 * torch.finfo(dtype).eps * (x.float().abs() @ layer.stored().abs().t() + layer.bias.abs())
@@ -97,7 +97,7 @@ def test_inputs_that_are_kept_cost_no_more_than_their_dtype(
 
 
 def test_what_is_joined_is_all_of_them_one_after_the_other() -> None:
-    parts = [Linear8.of(linear(32, outer, outer, bias=True), KEPT) for outer in (8, 24)]
+    parts = [Linear8.of(linear(32, outer, outer, bias=True), UNROUNDED) for outer in (8, 24)]
     x, other = torch.randn(2, 3, 32), torch.randn(2, 3, 32)
     expected = torch.cat([part(x) for part in parts], -1)
     assert torch.allclose(Linear8.joined(parts)(x), expected, atol=1e-5)
@@ -107,7 +107,7 @@ def test_what_is_joined_is_all_of_them_one_after_the_other() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_layers_of_8_bits_give_what_the_stock_ones_give(dtype: torch.dtype) -> None:
     model = load_model("random:tiny", dtype=dtype).model
-    to_8_bits(layers_of(model), KEPT)
+    to_8_bits(layers_of(model), UNROUNDED)
     ids = torch.arange(24)[None]
     before = model(ids, use_cache=False).logits
     after = fuse(model)(ids, use_cache=False).logits

@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 
 from firsttoken.engine.async_engine import AsyncEngine
 from firsttoken.engine.live_executor import LiveExecutor
-from firsttoken.engine.request import LEAST, Request, Sampling, ScheduledChunk
+from firsttoken.engine.request import MIN_LOGPROB, Request, Sampling, ScheduledChunk
 from firsttoken.engine.sampling import argmax_tokens, next_tokens, token_logprob
 from firsttoken.engine.sdpa_attention import PaddedAttend
 from firsttoken.study.errors import OutputError, RequestError
@@ -105,7 +105,7 @@ def test_some_logits_of_minus_infinity_are_a_mask() -> None:
     (chunk,) = chunks(1, MODES[2])
     assert next_tokens(logits, [chunk]) == [3] == argmax_tokens(logits).tolist() and chunk.request.failure is None
     assert chunk.request.token_logprobs[0] == token_logprob(logits[0], 3, 3)
-    assert [share for _, share in chunk.request.token_logprobs[0].top_logprobs] == [0.0, LEAST, LEAST]
+    assert [share for _, share in chunk.request.token_logprobs[0].top_logprobs] == [0.0, MIN_LOGPROB, MIN_LOGPROB]
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1.0, 1e300, sys.float_info.max, 10**40])

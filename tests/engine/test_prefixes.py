@@ -73,8 +73,8 @@ def test_sixteen_with_one_prompt_prefill_it_once(lab, llama, scheduler: str, tog
             if not together:
                 run.step()
         outputs = run.finish()
-        assert prefilled(run) == 33 + 15 and run.engine.prefixes.found_tokens == 15 * 32
-        assert run.engine.prefixes.asked_tokens == 16 * 33
+        assert prefilled(run) == 33 + 15 and run.engine.prefixes.hit_tokens == 15 * 32
+        assert run.engine.prefixes.query_tokens == 16 * 33
         if run is not runs[1]:
             assert outputs == [list(one.answer[:6])] * 16
 
@@ -93,7 +93,7 @@ def test_full_blocks_are_shared_and_never_the_last_tokens(lab, length: int, foun
     for _ in range(2):
         run.submit(range(length), Sampling(1), 0.0)
     run.finish()
-    assert run.engine.prefixes.found_tokens == found and prefilled(run) == 2 * length - found
+    assert run.engine.prefixes.hit_tokens == found and prefilled(run) == 2 * length - found
 
 
 def test_a_conversation_goes_on_where_it_was(lab, llama) -> None:
@@ -112,10 +112,10 @@ def test_what_others_need_drives_out_what_nobody_has(lab) -> None:
     for first in (1, 2, 1, 3, 1):  # each fills all 5 blocks
         run.submit([first] * 17, Sampling(4))
         run.finish()
-    assert prefilled(run) == 5 * 17 and run.engine.prefixes.found_tokens == 0
+    assert prefilled(run) == 5 * 17 and run.engine.prefixes.hit_tokens == 0
     run.submit([1] * 17, Sampling(4))
     run.finish()
-    assert run.engine.prefixes.found_tokens == 16
+    assert run.engine.prefixes.hit_tokens == 16
 
 
 def test_the_budget_is_for_what_has_to_be_prefilled(lab) -> None:
@@ -131,10 +131,10 @@ def test_another_salt_shares_nothing(lab, llama) -> None:
     one = next(one for one in llama.known if len(one.prompt) == 33)
     run, found = lab.live(llama.model, 200, **SHARED), []
     for salt in ("", "a", "b", "a", "", "ab", "a\0", "b"):
-        before = run.engine.prefixes.found_tokens
+        before = run.engine.prefixes.hit_tokens
         run.submit(one.prompt, Sampling(4, cache_salt=salt), 0.0)
         run.step()
-        found.append(run.engine.prefixes.found_tokens - before)
+        found.append(run.engine.prefixes.hit_tokens - before)
         if salt == "b":
             run.finish()
     assert found == [0, 0, 0, 32, 32, 0, 0, 32] and run.finish() == [list(one.answer[:4])] * 8
@@ -227,7 +227,7 @@ def test_no_block_is_lost_or_written_to_by_two(
             run.audit()
     run.all_back()
     sharing = run.engine.prefixes
-    assert 0 <= sharing.found_tokens < sharing.asked_tokens
+    assert 0 <= sharing.hit_tokens < sharing.query_tokens
     assert not run.engine.preemptor._open and not run.engine.preemptor._prefills
     for request in run.requests:
         booked = [entry for step in run.trace.steps for entry in step.token_spans if entry.request == request.number]
@@ -251,7 +251,7 @@ def test_these_models_notice_blocks_of_another_prefix(lab, llama, monkeypatch: p
     run.step()
     run.engine.executor.pool.rows[3] = 0
     run.submit(one.prompt, Sampling(24))
-    assert first.finished and run.finish()[1] != list(one.answer) and run.engine.prefixes.found_tokens == 36
+    assert first.finished and run.finish()[1] != list(one.answer) and run.engine.prefixes.hit_tokens == 36
     monkeypatch.setattr(
         block_pool, "blake2b", lambda data, digest_size: type("", (), {"digest": lambda _: data[-8:]})()
     )
@@ -290,7 +290,7 @@ def test_another_adapter_is_another_prefix(lab, llama) -> None:
         request = run.submit(prompt, Sampling(12))
         run.finish()
         assert request.output == said["none"].tokens
-    assert run.engine.prefixes.found_tokens == 2 * 36
+    assert run.engine.prefixes.hit_tokens == 2 * 36
 
 
 class Fails(LiveExecutor):
@@ -316,7 +316,7 @@ def test_what_a_failed_step_was_to_write_is_not_found(lab, llama) -> None:
     for request in failed:
         run.engine.cancel(request)
     run.all_back()
-    before = run.engine.prefixes.found_tokens
+    before = run.engine.prefixes.hit_tokens
     again = run.submit(second.prompt, Sampling(4))
     run.finish()
-    assert again.output == list(second.answer[:4]) and run.engine.prefixes.found_tokens == before
+    assert again.output == list(second.answer[:4]) and run.engine.prefixes.hit_tokens == before

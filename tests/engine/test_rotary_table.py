@@ -24,5 +24,5 @@ def test_angles_are_the_models_to_the_bit(kind, dtype, steps) -> None:
     table, hidden = RotaryTable(rotary, dtype, torch.device("cpu")), torch.zeros(1, 1, 8, dtype=dtype)
     for step in steps:
         where = torch.tensor([step])
-        for mine, its in zip(table.of(hidden, where, max(step) + 1), rotary(hidden, where), strict=True):
+        for mine, its in zip(table.lookup(hidden, where, max(step) + 1), rotary(hidden, where), strict=True):
             assert torch.equal(mine, its) and mine.dtype == dtype

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from firsttoken.__main__ import main
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.models import load_model
-from firsttoken.engine.linear8 import KEPT, Linear8, to_8_bits
+from firsttoken.engine.linear8 import UNROUNDED, Linear8, to_8_bits
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.checkpoint_blocks import load_span, model_sha256, write_8_bits
 from firsttoken.petals.tuning.frozen import FrozenBlocks
@@ -42,7 +42,7 @@ def stored(tiny: PreTrainedModel) -> PreTrainedModel:
     model = copy.deepcopy(tiny)
     for layer in layers_of(model):
         for linear in (one for one in layer.modules() if type(one) is nn.Linear):
-            linear.weight.copy_(Linear8.of(linear, KEPT).stored())
+            linear.weight.copy_(Linear8.of(linear, UNROUNDED).stored())
     return model
 
 

@@ -82,8 +82,8 @@ def test_a_step_takes_the_requests_of_all_variants(base, variants, monkeypatch: 
         passes.append(len(step.chunks))
         return said(self, version, step)
 
-    said = LiveExecutor._said
-    monkeypatch.setattr(LiveExecutor, "_said", counted)
+    said = LiveExecutor._next_tokens
+    monkeypatch.setattr(LiveExecutor, "_next_tokens", counted)
     executor, versions = shared(base, variants)
     list(executor.version.fuse())
     engine = Engine(executor)

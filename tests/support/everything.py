@@ -105,6 +105,6 @@ class Watched(LiveExecutor):
         super().fill(request, layer, kv)
         self.seen["layers of another's cache"] += 1
 
-    def _said(self, version: ModelVersion, step: StepPlan) -> dict[int, int]:
+    def _next_tokens(self, version: ModelVersion, step: StepPlan) -> dict[int, int]:
         self.seen["variants in one pass"] += step.variants is not None
-        return super()._said(version, step)
+        return super()._next_tokens(version, step)

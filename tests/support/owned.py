@@ -281,7 +281,7 @@ class Ordeal:
                 self.seen["bystanders"] += 1
                 assert request.output == one.expected(sampling), f"schedule {self.seed}: request {request.number}"
         self.seen += Counter(f"{one.action}: {one.reason}" for one in self.run.trace.recoveries)
-        self.seen["shared"] += self.engine.prefixes is not None and self.engine.prefixes.found_tokens > 0
+        self.seen["shared"] += self.engine.prefixes is not None and self.engine.prefixes.hit_tokens > 0
         return self.seen
 
     def comes(self) -> None:

@@ -102,5 +102,5 @@ def perform(lab, subject, schedule: Schedule, **options: Any) -> Counter:
     assert outputs == [one.expected(sampling) for one, sampling in zip(known, samplings, strict=True)], schedule
     assert sum(request.preemptions for request in run.requests) == len(run.trace.recoveries)
     seen = Counter(f"{recovery.action}: {recovery.reason}" for recovery in run.trace.recoveries)
-    shared = run.engine.prefixes is not None and run.engine.prefixes.found_tokens > 0
+    shared = run.engine.prefixes is not None and run.engine.prefixes.hit_tokens > 0
     return seen + Counter(mixed=any(step.prefills and step.contexts for step in run.trace.steps), shared=shared)

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from firsttoken.engine.attention import Attend
     from firsttoken.engine.kv import KVPool
 
-Halves = tuple[Tensor, Tensor]
+LoraPair = tuple[Tensor, Tensor]
 """What LoRA adds to one linear layer: A [rank, in] and B [out, rank] in fp32, B already scaled."""
 
 
 class Fused(nn.Module):
     """A decoder layer in fewer and larger operations, over weights of its own."""
 
-    def with_adapter(self, slices: Mapping[str, Halves]) -> Fused | None:
+    def with_adapter(self, slices: Mapping[str, LoraPair]) -> Fused | None:
         """Return a layer over the same weights with LoRA's ``slices`` by module, "self_attn.q_proj" and so on; None
         where they are not added up."""
         return None
@@ -101,7 +101,7 @@ class Accelerator:
         """Return whether products in ``dtype`` are the accelerator's own."""
         return False
 
-    def goes_on(self, head: nn.Module, weights: Any) -> tuple[nn.Module, type[Attend] | None]:
+    def continuation(self, head: nn.Module, weights: Any) -> tuple[nn.Module, type[Attend] | None]:
         """The ``head`` and the attention of an engine that goes on with what a model of ``weights`` has begun before
         torch was there: who began with its numbers ends with them."""
         return head, None

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from firsttoken.engine.request import GREEDY, Sampling
-from firsttoken.engine.stream import Asked, Stream, TokenEvent, step_failure
+from firsttoken.engine.stream import Stream, Submission, TokenEvent, step_failure
 from firsttoken.study.errors import BusyError, RequestError
 from firsttoken.study.system.openmp import give_back_threads
 
@@ -54,7 +54,7 @@ class AsyncEngine:
         self._failed = failed
         self.versions = versions
         self._streams: dict[int, Stream] = {}
-        self._wishes: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
         self._closed = False
         self.sources: Callable[[Sequence[int], str], KVSource | None] | None = None
         give_back_threads()  # of who will wait from now on, for the engine's
@@ -64,7 +64,7 @@ class AsyncEngine:
     def submit(self, prompt: Sequence[int], sampling: Sampling = GREEDY) -> Stream:
         """Begin a request. Raises RequestError for one that can never run, BusyError when too many are open."""
         stream = Stream(self.leave)
-        self.between(lambda: self._accept(stream, (prompt, sampling, False, "", None)))
+        self.call(lambda: self._accept(stream, (prompt, sampling, False, "", None)))
         return stream
 
     def add(
@@ -86,23 +86,23 @@ class AsyncEngine:
             except Exception as error:
                 stream.end(error)
 
-        self.soon(accept)
+        self.call_soon(accept)
 
     def leave(self, stream: Stream, wait: bool) -> None:
         """End the request of ``stream``, whose client goes; with ``wait``, return once it has ended."""
         if stream.request is not None and stream.request.finished:
             return
-        (self.between if wait else self.soon)(lambda: self._drop(stream))
+        (self.call if wait else self.call_soon)(lambda: self._drop(stream))
 
     def publish(self, version: Version, transition: Transition) -> None:
         """Do what :meth:`Engine.publish` does; called between two steps. A request that cannot move is told why."""
         for request, error in self._engine.publish(version, transition):
             self._streams.pop(request.number).end(error)
 
-    def between(self, action: Callable[[], Any]) -> Any:
+    def call(self, action: Callable[[], Any]) -> Any:
         """Let the engine's thread call ``action`` between two steps, and return or raise what that returns or
         raises."""
-        answer = self.soon(action)
+        answer = self.call_soon(action)
         while True:
             try:
                 # The thread may end before it comes to this wish, and nobody answers then: hence the look every second.
@@ -111,10 +111,10 @@ class AsyncEngine:
                 if not self._thread.is_alive():
                     raise RequestError("the server is closed; start another") from None
 
-    def soon(self, action: Callable[[], Any]) -> Future:
+    def call_soon(self, action: Callable[[], Any]) -> Future:
         """Let the engine's thread call ``action`` between two steps."""
         answer: Future = Future()
-        self._wishes.put((action, answer))
+        self._calls.put((action, answer))
         return answer
 
     def stats(self) -> EngineStats:
@@ -127,7 +127,7 @@ class AsyncEngine:
         """End every open request with ``error``, and the thread."""
         error = error or RequestError("the server was closed before the request was done")
         if self._thread.is_alive():
-            self.soon(lambda: self._shut(error))  # answered or not: somebody else may have closed it by then
+            self.call_soon(lambda: self._shut(error))  # answered or not: somebody else may have closed it by then
             self._thread.join()
 
     def __enter__(self) -> AsyncEngine:
@@ -138,8 +138,8 @@ class AsyncEngine:
 
     def _loop(self) -> None:
         while not self._closed:
-            while not self._closed and not (self._engine.busy and self._wishes.empty()):
-                action, answer = self._wishes.get()
+            while not self._closed and not (self._engine.busy and self._calls.empty()):
+                action, answer = self._calls.get()
                 try:
                     answer.set_result(action())
                 except Exception as error:  # whatever one client asked for, the others' thread goes on
@@ -165,7 +165,7 @@ class AsyncEngine:
             if request.finished:
                 self._streams.pop(request.number).end()
 
-    def _accept(self, stream: Stream, submission: Asked) -> None:
+    def _accept(self, stream: Stream, submission: Submission) -> None:
         prompt, sampling, moves, variant, source = submission
         if len(self._streams) >= self._most:
             raise BusyError(f"{self._most} requests are open; ask again later")

@@ -111,7 +111,7 @@ def paged_attention(
 
 def cache_layer(module: nn.Module) -> int:
     """The layer of the pool that has the keys and values of an attention ``module``: its own number, unless
-    :func:`page` was told of another."""
+    :func:`use_paged_attention` was told of another."""
     return getattr(module, _CACHE_LAYER, module.layer_idx)
 
 
@@ -120,7 +120,7 @@ def is_stock(model: nn.Module) -> bool:
     return not hasattr(model, "attention_interfaces")
 
 
-def page(model: nn.Module, first: int = 0) -> None:
+def use_paged_attention(model: nn.Module, first: int = 0) -> None:
     """Let the layers of ``model``, stock or not, call :func:`paged_attention`; the pool begins with the layer of the
     number ``first``."""
     for module in model.modules() if first else ():

@@ -41,7 +41,7 @@ class BlockPool:
         """The number of owners of ``block``."""
         return self._owners[block]
 
-    def take(self, wanted: int, *, admission: bool = False, shared: Sequence[int] = ()) -> list[int] | None:
+    def allocate(self, wanted: int, *, admission: bool = False, shared: Sequence[int] = ()) -> list[int] | None:
         """Take the ``shared`` blocks, which hold what is wanted already, and ``wanted`` blocks without an owner.
 
         Return None when there are not so many. For an ``admission`` the watermark stays free.
@@ -60,7 +60,7 @@ class BlockPool:
             self._owners[block] += 1
         return taken
 
-    def give(self, blocks: Iterable[int]) -> None:
+    def release(self, blocks: Iterable[int]) -> None:
         """Give blocks back. Raises RequestError for one that was not taken: two owners would share its keys."""
         for block in reversed(list(blocks)):  # of a prefix, the end is evicted first
             if not 0 <= block < self.count or not self._owners[block]:
@@ -131,8 +131,8 @@ class PrefixSharing:
         self._pool = pool
         self._block_tokens = block_tokens
         self._salt = salt
-        self.asked_tokens = 0  # of admitted requests
-        self.found_tokens = 0  # of these, those that came from shared blocks and were not computed
+        self.query_tokens = 0  # of admitted requests
+        self.hit_tokens = 0  # of these, those that came from shared blocks and were not computed
 
     def find(self, request: Request) -> list[int]:
         """Return blocks that hold what ``request`` begins with. A prompt whose likelihoods are asked for gets none, as
@@ -148,15 +148,15 @@ class PrefixSharing:
         """Note that ``request`` was given so many of the found ``blocks``."""
         request.published = blocks
         request.advance(blocks * self._block_tokens)
-        self.asked_tokens += len(request.tokens)
-        self.found_tokens += request.cached
+        self.query_tokens += len(request.tokens)
+        self.hit_tokens += request.cached
 
     def returned(self, request: Request) -> None:
         """Note that ``request`` is back from the host, in other blocks, which nothing is known of yet."""
         if request.published < _NEVER:
             request.published = 0
 
-    def part(self, request: Request) -> None:
+    def stop_sharing(self, request: Request) -> None:
         """Share no more of ``request``: what it computes from now on follows keys and values of another version."""
         request.published = _NEVER
 

@@ -87,13 +87,13 @@ def reference_rows(model: nn.Module, prompt: Sequence[int]) -> Reference:
     in two."""
     embedding = model.get_input_embeddings()
     ids = torch.tensor([list(prompt)], device=embedding.weight.device)
-    with _running(type(model).__name__):
-        rows = _behind(model(input_ids=ids, use_cache=False).logits[0])
+    with _run_errors(type(model).__name__):
+        rows = _compared_rows(model(input_ids=ids, use_cache=False).logits[0])
     if not _is_half(rows.dtype):
         return Reference(rows)
-    handle = embedding.register_forward_hook(lambda module, args, out: _nudged(out))
+    handle = embedding.register_forward_hook(lambda module, args, out: _perturbed(out))
     try:
-        return Reference(rows, _away(_behind(model(input_ids=ids, use_cache=False).logits[0]), rows))
+        return Reference(rows, _distance(_compared_rows(model(input_ids=ids, use_cache=False).logits[0]), rows))
     finally:
         handle.remove()
 
@@ -121,7 +121,7 @@ def lean_rows(files: ModelFiles, dtype: torch.dtype, device: str, prompt: Sequen
         bring(lambda name, prefix=f"model.layers.{number}.": name.startswith(prefix))
         hidden = layer(hidden, attention_mask=None, position_embeddings=turns, past_key_values=None)
         layer.to("meta")
-    return Reference(_behind(model.lm_head(model.model.norm(hidden))[0]))
+    return Reference(_compared_rows(model.lm_head(model.model.norm(hidden))[0]))
 
 
 class _ReachedError(Exception):
@@ -150,14 +150,16 @@ def span_rows(model: PreTrainedModel, hidden: Tensor) -> Reference:
                 layers[-1].register_forward_hook(leave),
             ):
                 hooked.callback(handle.remove)
-            with _running(type(model).__name__):
+            with _run_errors(type(model).__name__):
                 try:
                     model.model(inputs_embeds=states[None], use_cache=False)
                 except _ReachedError as reached:
                     return reached.states[0] - states
         raise ModelError(f"{type(model).__name__} does not run its layers; use a model of another family")
 
-    return Reference(rows := through(hidden), _away(through(_nudged(hidden)), rows) if _is_half(hidden.dtype) else 0.0)
+    return Reference(
+        rows := through(hidden), _distance(through(_perturbed(hidden)), rows) if _is_half(hidden.dtype) else 0.0
+    )
 
 
 def check_rows(name: str, run: Callable[[], Tensor], reference: Reference, dtype: torch.dtype) -> None:
@@ -166,8 +168,8 @@ def check_rows(name: str, run: Callable[[], Tensor], reference: Reference, dtype
     nothing to compare with."""
     if not torch.isfinite(reference.rows).all():
         return
-    with _running(name):
-        away = _away(run(), reference.rows)
+    with _run_errors(name):
+        away = _distance(run(), reference.rows)
     if not away <= (most := max(TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16]), 2 * reference.rounding)):
         raise ModelError(
             f"{name} is another model here than by its own modules: a step differs by {away:.2g} of the spread of its "
@@ -176,7 +178,7 @@ def check_rows(name: str, run: Callable[[], Tensor], reference: Reference, dtype
 
 
 @contextmanager
-def _running(name: str) -> Iterator[None]:
+def _run_errors(name: str) -> Iterator[None]:
     """Inside the block modules run that may ask anything of the engine, or of a configuration that is not theirs."""
     try:
         yield
@@ -199,22 +201,22 @@ class Comparison:
                 digest.update(opened.read(_PART))
                 opened.seek(-min(_PART, file.stat().st_size), os.SEEK_END)
                 digest.update(opened.read(_PART))
-        self._note = NOTES / f"{_code()}-{digest.hexdigest()[:24]}"
+        self._note = NOTES / f"{_code_digest()}-{digest.hexdigest()[:24]}"
 
     @property
     def due(self) -> bool:
         """Return whether the comparison is still to be made: nobody has noted that it was right."""
-        return self._note not in _RIGHT and not self._note.is_file()
+        return self._note not in _PASSED and not self._note.is_file()
 
-    def right(self) -> None:
+    def mark_passed(self) -> None:
         """Note that the comparison was right."""
-        _RIGHT.add(self._note)
+        _PASSED.add(self._note)
         with suppress(OSError):  # in a cache that cannot be written it is compared at each start
             self._note.parent.mkdir(parents=True, exist_ok=True)
             self._note.touch()
 
 
-_RIGHT: set[Path] = set()  # notes of this process
+_PASSED: set[Path] = set()  # notes of this process
 _PART = 1 << 16
 
 
@@ -222,26 +224,26 @@ def _is_half(dtype: torch.dtype) -> bool:
     return dtype in (torch.float16, torch.bfloat16)
 
 
-def _nudged(states: Tensor) -> Tensor:
+def _perturbed(states: Tensor) -> Tensor:
     """``states`` [..., width], of which each third number is one rounding larger, and each third one smaller."""
     steps = torch.arange(states.shape[-1], device=states.device) % 3 - 1
     return (states.float() * (1 + torch.finfo(states.dtype).eps * steps)).to(states.dtype)
 
 
-def _away(rows: Tensor, reference: Tensor) -> float:
+def _distance(rows: Tensor, reference: Tensor) -> float:
     """Return how far the median of ``rows`` is from ``reference``, as a share of the spread of its numbers."""
     rows, reference = rows.float().cpu(), reference.float().cpu()
     spread = (reference - reference.mean(-1, keepdim=True)).norm(dim=-1)
     return float(((rows - reference).norm(dim=-1) / spread.clamp_min(1e-20)).nan_to_num(torch.inf).median())
 
 
-def _behind(logits: Tensor) -> Tensor:
+def _compared_rows(logits: Tensor) -> Tensor:
     """The rows of ``logits`` [tokens, vocabulary] behind each piece."""
     return logits[[min(cut, len(logits)) - 1 for cut in sorted({min(cut, len(logits)) for cut in CUTS})]]
 
 
 @cache
-def _code() -> str:
+def _code_digest() -> str:
     """A digest of the sources that compute, and the versions of what they stand on."""
     library = Path(__file__).parent.parent
     rooms = library / "assets", library / "engine", library.with_name(CPU)

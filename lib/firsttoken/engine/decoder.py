@@ -54,12 +54,6 @@ _PLAIN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 where attention is the engine's. Their own code for it takes 0.25 ms more, of 4 with one request (transformers 5)."""
 
 
-def _is_plain(model: nn.Module) -> bool:
-    """Return whether ``model`` is one of ``_PLAIN`` as transformers has it: a checkpoint may bring other code by that
-    name."""
-    return type(model).__name__ in _PLAIN and type(model).__module__.startswith("transformers.models.")
-
-
 class LocalSegment:
     """``modules`` in this process, the first of them layer ``lo``: stock decoder layers, adapted ones, or fused."""
 
@@ -76,10 +70,10 @@ class LocalSegment:
 
     def run(self, hidden: Tensor, step: StepPlan) -> Tensor:
         args, keywords = step.arguments
-        some, turns = step.within(self.layers), keywords.get("position_embeddings")
-        layer = some.start
-        while layer < some.stop:
-            end = some.stop
+        layers, angles = step.within(self.layers), keywords.get("position_embeddings")
+        layer = layers.start
+        while layer < layers.stop:
+            end = layers.stop
             if step.hidden_cache is not None:
                 step.hidden_cache.enter(layer, hidden, step.chunks)
                 end = min((boundary for boundary in step.hidden_cache.layers if layer < boundary < end), default=end)
@@ -87,7 +81,7 @@ class LocalSegment:
             modules = self.modules[part]
             if step.variants is not None:
                 joined, variant_of = step.variants
-                hidden = joined.part(part).run(hidden, step.paged, turns, variant_of)
+                hidden = joined.part(part).run(hidden, step.paged, angles, variant_of)
                 layer = end
                 continue
             joined_modules, count, joined = self._joined.get((layer, end), (None, 0, None))
@@ -95,11 +89,11 @@ class LocalSegment:
                 count, joined = self._accelerator.join([modules])
                 if count == len(modules):  # others will be replaced, and must go then
                     self._joined[layer, end] = modules, count, joined
-            if joined is not None and joined.fits(hidden, step.paged, turns):
-                hidden = joined.run(hidden, step.paged, turns)
+            if joined is not None and joined.fits(hidden, step.paged, angles):
+                hidden = joined.run(hidden, step.paged, angles)
                 layer += count
             else:
-                rotary = {"position_embeddings": turns[layer]} if isinstance(turns, dict) else {}
+                rotary = {"position_embeddings": angles[layer]} if isinstance(angles, dict) else {}
                 hidden = modules[0](hidden, *args, **(keywords | rotary))
                 layer += 1
         return hidden
@@ -127,7 +121,8 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel, segments: Sequence[Segment] | None = None) -> None:
         decoder, depth = model.get_decoder(), model.config.num_hidden_layers
-        lists = [name for name, child in decoder.named_children() if _is_list(child, depth)]
+        children = decoder.named_children()
+        lists = [name for name, child in children if isinstance(child, nn.ModuleList) and len(child) == depth]
         if len(lists) != 1:
             raise ModelError(f"{type(decoder).__name__} has no list of {depth} layers to run; use a Llama-like model")
         self.segments = tuple(segments or [LocalSegment(getattr(decoder, lists[0]))])
@@ -135,14 +130,15 @@ class Decoder:
         check_cover(self.segments, range(max(depth, most)))
         if most > depth:
             raise ModelError(f"the segments have {most} layers, and the model has {depth}; give it as many")
-        way = next(name for name, module in model.named_modules() if module is decoder)
-        through = _Through(self.segments, decoder, getattr(model.config, "layer_types", None) or ())
-        self._decoder = _twin(decoder, [lists[0]], nn.ModuleList([through]))
-        self._model = _twin(model, way.split("."), self._decoder) if way else self._decoder
+        path = next(name for name, module in model.named_modules() if module is decoder)
+        layers = _SegmentedLayers(self.segments, decoder, getattr(model.config, "layer_types", None) or ())
+        self._decoder = _with_submodule(decoder, [lists[0]], nn.ModuleList([layers]))
+        self._model = _with_submodule(model, path.split("."), self._decoder) if path else self._decoder
         self._width = model.config.hidden_size
-        self._turns: RotaryTable | None = None
+        self._rotary: RotaryTable | None = None
         self._norm: Callable[[Tensor], Tensor] | None = None  # bound with the head
-        if _is_plain(self._model):
+        kind = type(self._model)  # a checkpoint may bring other code by a name of ``_PLAIN``
+        if kind.__name__ in _PLAIN and kind.__module__.startswith("transformers.models."):
             self._norm = accelerator().norm_before(self._model.lm_head, self._decoder.norm)
 
     @property
@@ -169,10 +165,10 @@ class Decoder:
         the norm."""
         decoder = self._decoder
         hidden = decoder.embed_tokens(step.ids)
-        turns = self._angles(hidden, step)
+        angles = self._angles(hidden, step)
         keywords = {"attention_mask": None, "past_key_values": None, "use_cache": False}
         hidden = decoder.layers[0](
-            hidden, step=step, position_embeddings=turns, position_ids=step.positions, **keywords
+            hidden, step=step, position_embeddings=angles, position_ids=step.positions, **keywords
         )
         return self._model.lm_head(self._norm(hidden[0].index_select(0, step.last)))
 
@@ -180,9 +176,9 @@ class Decoder:
         """The cosines and sines of the positions; None where layers are in other processes, which have their own."""
         if step.paged.pool.rows.is_meta:
             return None
-        if self._turns is None:
-            self._turns = RotaryTable(self._decoder.rotary_emb, hidden.dtype, hidden.device)
-        return self._turns.of(hidden, step.positions, max(chunk.end for chunk in step.chunks))
+        if self._rotary is None:
+            self._rotary = RotaryTable(self._decoder.rotary_emb, hidden.dtype, hidden.device)
+        return self._rotary.lookup(hidden, step.positions, max(chunk.end for chunk in step.chunks))
 
     def run(self, step: StepPlan) -> None:
         """Run ``step`` for the keys and values of its layers; what leaves them is thrown away.
@@ -219,7 +215,7 @@ class Decoder:
         if self._norm is not None:
             self._norm = accelerator().norm_before(head, self._decoder.norm)
 
-    def take_head(self, other: Decoder) -> None:
+    def share_head(self, other: Decoder) -> None:
         """Compute logits with the head of ``other``, which has the same weight and may be packed."""
         self.set_head(other._model.get_output_embeddings())
 
@@ -229,7 +225,7 @@ class Decoder:
             segment.drop(request)
 
 
-class _Through(nn.Module):
+class _SegmentedLayers(nn.Module):
     """A stand-in for a model's layers, called as each of them would be.
 
     Where each of their ``kinds`` has rotary angles of its own (Gemma-3), every layer is given those of its kind.
@@ -243,19 +239,19 @@ class _Through(nn.Module):
 
     def forward(self, hidden: Tensor, *args: Any, step: StepPlan, **keywords: Any) -> Tensor:
         if self.rotary is not None:
-            turns = {kind: self.rotary(hidden, keywords["position_ids"], kind) for kind in set(self.kinds)}
-            keywords["position_embeddings"] = {layer: turns[kind] for layer, kind in enumerate(self.kinds)}
+            angles = {kind: self.rotary(hidden, keywords["position_ids"], kind) for kind in set(self.kinds)}
+            keywords["position_embeddings"] = {layer: angles[kind] for layer, kind in enumerate(self.kinds)}
         step.arguments = args, keywords | {"paged": step.paged}
         hidden = hidden if step.hidden is None else step.hidden
         if step.fused_recompute is None:
             return self._run(hidden, step)
-        some = step.fused_recompute.both.layers
-        hidden = self._run(hidden, step.through(range(some.start)))
+        redone = step.fused_recompute.both.layers
+        hidden = self._run(hidden, step.through(range(redone.start)))
         hidden = step.fused_recompute.leave(self._run(step.fused_recompute.enter(hidden), step.fused_recompute.both))
-        return self._run(hidden, step.through(range(some.stop, step.layers.stop)))
+        return self._run(hidden, step.through(range(redone.stop, step.layers.stop)))
 
     def _run(self, hidden: Tensor, step: StepPlan) -> Tensor:
-        """Through all of the step's layers. Raises ModelError, before any, where a segment has lost some of them."""
+        """Run all of the step's layers. Raises ModelError, before any, where a segment has lost some of them."""
         check_cover(self.segments, step.layers)
         for segment in self.segments:
             hidden = segment.run(hidden, step)
@@ -266,14 +262,11 @@ def _inputs(step: StepPlan) -> dict[str, Any]:
     return {"input_ids": step.ids, "position_ids": step.positions, "use_cache": False, "step": step}
 
 
-def _is_list(module: nn.Module, depth: int) -> bool:
-    return isinstance(module, nn.ModuleList) and len(module) == depth
-
-
-def _twin(module: nn.Module, way: Sequence[str], other: nn.Module) -> nn.Module:
-    """A copy of ``module`` with ``other`` at the end of ``way``, all else shared."""
-    twin = copy.copy(module)
+def _with_submodule(module: nn.Module, path: Sequence[str], submodule: nn.Module) -> nn.Module:
+    """A copy of ``module`` with ``submodule`` at the end of ``path``, all else shared."""
+    shared = copy.copy(module)
     # A shallow copy shares the dictionary of children: without one of its own the caller's model would change, too.
-    twin._modules = dict(module._modules)
-    twin._modules[way[0]] = _twin(module._modules[way[0]], way[1:], other) if way[1:] else other
-    return twin
+    shared._modules = dict(module._modules)
+    child = _with_submodule(module._modules[path[0]], path[1:], submodule) if path[1:] else submodule
+    shared._modules[path[0]] = child
+    return shared

@@ -17,7 +17,7 @@ from firsttoken.engine.request import GREEDY, Kind, KVSource, Request, Sampling,
 from firsttoken.engine.scheduler_state import Victim, victim_named
 from firsttoken.engine.schedulers.sarathi import scheduler_named
 from firsttoken.engine.schedulers.scheduler import Scheduler, SchedulerConfig
-from firsttoken.engine.simulated import TOKEN, SimulatedExecutor, uncollected_simulation
+from firsttoken.engine.simulated import TOKEN, SimulatedExecutor, without_garbage_collection
 from firsttoken.engine.trace import DecodeChunks, Step, Trace
 from firsttoken.study.errors import ProfileError, RequestError
 
@@ -93,7 +93,7 @@ def fast_forward(engine: Engine, next_arrival_s: float) -> bool:
     if not isinstance(executor, SimulatedExecutor) or not scheduler.steady or away:
         return False
     running = sorted(scheduler.running, key=lambda request: request.order)
-    most = _that_fit(
+    most = _steps_that_fit(
         scheduler, min([candidate.sampling.max_tokens - len(candidate.times_s) for candidate in running], default=0)
     )
     contexts, now, times = tuple([request.cached for request in running]), executor.now(), []
@@ -115,17 +115,17 @@ def fast_forward(engine: Engine, next_arrival_s: float) -> bool:
         request.tokens += outputs
         request.times_s += times
     if scheduler.prefixes is not None:
-        _share_in_turn(scheduler, scheduler.prefixes, running, len(times))
+        _publish_in_order(scheduler, scheduler.prefixes, running, len(times))
     for request, end in zip(running, contexts, strict=True):
         if end > len(request.blocks) * size:
-            request.blocks += scheduler.pool.take(-(-end // size) - len(request.blocks))
+            request.blocks += scheduler.pool.allocate(-(-end // size) - len(request.blocks))
         request.advance(end)
     for request in [candidate for candidate in running if len(candidate.times_s) >= candidate.sampling.max_tokens]:
         engine.end(request)
     return True
 
 
-def _share_in_turn(scheduler: Scheduler, prefixes: PrefixSharing, running: Sequence[Request], steps: int) -> None:
+def _publish_in_order(scheduler: Scheduler, prefixes: PrefixSharing, running: Sequence[Request], steps: int) -> None:
     """Take the blocks of ``running`` and publish those that are filled in the order in which single ``steps`` would: a
     block that is taken may be one that somebody else could have found."""
     size = scheduler.block_tokens
@@ -138,11 +138,11 @@ def _share_in_turn(scheduler: Scheduler, prefixes: PrefixSharing, running: Seque
     for step, index in sorted(edges):
         request, cached = running[index], running[index].cached + step
         if cached >= len(request.blocks) * size:
-            request.blocks += scheduler.pool.take(1)
+            request.blocks += scheduler.pool.allocate(1)
         prefixes.publish(ScheduledChunk(request, cached, cached + 1, cached))
 
 
-def _that_fit(scheduler: Scheduler, steps: int) -> int:
+def _steps_that_fit(scheduler: Scheduler, steps: int) -> int:
     """Halve ``steps`` until the free blocks are enough, so that no request is preempted in them; return the result."""
     size, running, free = scheduler.block_tokens, scheduler.running, scheduler.pool.free
     while steps > 0 and len(running) * (steps // size + 1) > free:  # else they are enough wherever blocks end
@@ -306,7 +306,7 @@ class Engine:
     def run(self) -> None:
         """Step until no request is open; a simulation takes steps that are alike at once. Raises the ``failure`` of the
         first request that ended with one, once the others have ended."""
-        with uncollected_simulation() if isinstance(self.executor, SimulatedExecutor) else nullcontext():
+        with without_garbage_collection() if isinstance(self.executor, SimulatedExecutor) else nullcontext():
             while self.busy:
                 self.step()
                 while self._fast_forward():

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from firsttoken.study.errors import ModelError
 
 THRESHOLD = 6.0  # LLM.int8's
-KEPT = 0.0  # every input value is an outlier: nothing of the input is rounded
+UNROUNDED = 0.0  # every input value is an outlier: nothing of the input is rounded
 _LARGEST = 127
 _AT_ONCE = 2**22  # values put into codes: a matrix of BLOOM would be 3.3 GB in float32
 # A product of few bf16 rows reads codes in half the time of bf16 weights, one of more is slower than to write the codes
@@ -101,7 +101,7 @@ def _kept_product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
 class Linear8(nn.Module):
     """A frozen linear layer of int8 ``codes`` [out, in], float32 ``scales`` [out], and a ``bias`` as it was.
 
-    Input values from ``threshold`` on stay out of the integers: all of them if it is ``KEPT``."""
+    Input values from ``threshold`` on stay out of the integers: all of them if it is ``UNROUNDED``."""
 
     def __init__(self, codes: Tensor, scales: Tensor, bias: Tensor | None, threshold: float = THRESHOLD) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Linear8(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply ``x`` [..., in] -> [..., out] in its dtype."""
         rows = x.reshape(-1, self.in_features)
-        if self.threshold == KEPT:
+        if self.threshold == UNROUNDED:
             result = _kept_product(rows, self.codes, self.scales)
         else:
             result = _MixedProduct.apply(rows, self.codes, self.scales, self.threshold)

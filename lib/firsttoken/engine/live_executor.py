@@ -17,7 +17,7 @@ from firsttoken.assets.model_config import FULL, SLIDING
 from firsttoken.assets.positions import context_of
 from firsttoken.assets.servable import attention_kinds, has_windows
 from firsttoken.engine.accelerator import accelerator
-from firsttoken.engine.attention import NAME, Attend, is_stock, page
+from firsttoken.engine.attention import NAME, Attend, is_stock, use_paged_attention
 from firsttoken.engine.compared_step import Comparison, check_rows, engine_rows, prompt_of, reference_rows
 from firsttoken.engine.decoder import Decoder, LocalSegment, Segment
 from firsttoken.engine.executor import Limits
@@ -100,7 +100,7 @@ class LiveExecutor:
             self._page()
 
     def _page(self) -> None:
-        page(self._base)
+        use_paged_attention(self._base)
         if self._base.config._attn_implementation != NAME:  # transformers only warns; each token would see all others
             self.close()
             name = self._base.config.model_type
@@ -129,7 +129,7 @@ class LiveExecutor:
             except ModelError:
                 self.close()
                 raise
-            comparison.right()
+            comparison.mark_passed()
 
     @contextmanager
     def stock_attention(self) -> Iterator[None]:
@@ -180,36 +180,30 @@ class LiveExecutor:
             raise ModelError("the engine was closed, or the model's attention was changed; make a new engine")
         versions: dict[ModelVersion, dict[range | None, list[ScheduledChunk]]] = defaultdict(lambda: defaultdict(list))
         for chunk in chunks:
-            versions[chunk.request.version or self.version][self._some(chunk.redo)].append(chunk)
-        tokens: dict[int, int] = defaultdict(int)  # nothing is said by what is redone
-        tokens |= self._variants(versions)
+            versions[chunk.request.version or self.version][self._recomputed_layers(chunk.redo)].append(chunk)
+        tokens: dict[int, int] = defaultdict(int)  # what is recomputed gives no token
+        tokens |= self._run_variants(versions)
         for version, parts in versions.items():
             if full_chunks := parts.pop(None, []):
                 # Only a group that begins above the embedding brings hidden states that can be laid beside the step's
                 # own, and a step takes one such group.
                 joins = next((layers for layers in parts if layers.start), None)
-                tokens |= self._whole(version, full_chunks, parts.pop(joins) if joins else [])
+                step = self.plan(version, full_chunks)
+                if joins:
+                    fuse_recompute(step, parts.pop(joins), partial(self.plan, version))
+                tokens |= self._next_tokens(version, step)
             for layers, group_chunks in parts.items():
                 step = self.plan(version, group_chunks)
                 step.redo(layers)
                 version.decoder.run(step)
         return [tokens[chunk.request.number] for chunk in chunks]
 
-    def _some(self, redo: LayerRecompute | None) -> range | None:
-        """The layers of ``redo``; None for all of them from the tokens on, which any other work goes through too."""
+    def _recomputed_layers(self, redo: LayerRecompute | None) -> range | None:
+        """The layers of ``redo``; None for all of them from the tokens on, which any other chunk goes through too."""
         complete = redo is None or (redo.hidden is None and len(redo.layers) == self.pool.shape.layers)
         return None if complete else redo.layers
 
-    def _whole(
-        self, version: ModelVersion, chunks: Sequence[ScheduledChunk], fused: Sequence[ScheduledChunk]
-    ) -> dict[int, int]:
-        """The next token by request of each of ``chunks``, which means nothing where it does not complete."""
-        step = self.plan(version, chunks)
-        if fused:
-            fuse_recompute(step, fused, partial(self.plan, version))
-        return self._said(version, step)
-
-    def _variants(self, versions: dict[ModelVersion, dict[range | None, list[ScheduledChunk]]]) -> dict[int, int]:
+    def _run_variants(self, versions: dict[ModelVersion, dict[range | None, list[ScheduledChunk]]]) -> dict[int, int]:
         """The next token by request of the chunks of several variants of a base that one pass runs; they are taken out
         of ``versions``. The others are left: those whose layers are not all fused, and a prefill that is too long for
         the kernels' attention."""
@@ -231,22 +225,22 @@ class LiveExecutor:
             if count < len(segments[0][0].modules) or step.paged.read_by_kernels(step.ids.shape[1]) is None:
                 continue
             number = {member: i for i, member in enumerate(members)}
-            whose = [
+            variant_of = [
                 number[chunk.request.version or self.version] for chunk in step.chunks for _ in range(chunk.tokens)
             ]
-            step.variants = joined, torch.tensor(whose)
+            step.variants = joined, torch.tensor(variant_of)
             for member in members:
                 del versions[member][None]
-            tokens |= self._said(base, step)
+            tokens |= self._next_tokens(base, step)
         return tokens
 
-    def _said(self, version: ModelVersion, step: StepPlan) -> dict[int, int]:
-        """Return the next token, by request, of each chunk of ``step``."""
-        chunks = step.chunks
-        logits = version.decoder.logits(step)
-        chosen = next_tokens(logits[: len(chunks)], step.chunks)
-        read_prompts(logits[len(chunks) :], step.chunks)
-        return {chunk.request.number: token for chunk, token in zip(step.chunks, chosen, strict=True)}
+    def _next_tokens(self, version: ModelVersion, step: StepPlan) -> dict[int, int]:
+        """Return the next token, by request, of each chunk of ``step``; it means nothing where that does not
+        complete."""
+        chunks, logits = step.chunks, version.decoder.logits(step)
+        tokens = next_tokens(logits[: len(chunks)], chunks)
+        read_prompts(logits[len(chunks) :], chunks)
+        return {chunk.request.number: token for chunk, token in zip(chunks, tokens, strict=True)}
 
     def plan(self, version: ModelVersion, chunks: Sequence[ScheduledChunk]) -> StepPlan:
         """``chunks`` as a step over this pool, through all layers of ``version``."""
@@ -266,9 +260,9 @@ class LiveExecutor:
                 f"keys and values {list(kv.shape)} of {kv.dtype} for layer {layer} do not fit: the pool holds "
                 f"{shape.kv_heads} heads of {shape.head_dim} in {shape.dtype}"
             )
-        places = torch.arange(tokens)
-        blocks = torch.tensor(request.blocks)[places // shape.block_tokens].to(self.pool.device)
-        offsets = (places % shape.block_tokens).to(self.pool.device)
+        positions = torch.arange(tokens)
+        blocks = torch.tensor(request.blocks)[positions // shape.block_tokens].to(self.pool.device)
+        offsets = (positions % shape.block_tokens).to(self.pool.device)
         self.pool.rows[blocks, layer, :, offsets] = kv[:, 0].permute(2, 0, 1, 3).to(self.pool.device)
 
     def computed(self, request: Request, tokens: int) -> torch.Tensor:
@@ -308,7 +302,7 @@ class LiveExecutor:
     def swap_out(self, request: Request) -> CopyTimes | None:
         """Copy what the request has cached to the host pool; None when that is full, or there is none."""
         count = self.pool.shape.blocks(request.cached)
-        span = self.host_pool.take(count) if self.host_pool else None
+        span = self.host_pool.allocate(count) if self.host_pool else None
         if span is None:
             return None
         request.host = span
@@ -320,7 +314,7 @@ class LiveExecutor:
 
     def drop(self, host: Span) -> None:
         """Give the span back to the host pool."""
-        self.host_pool.give(host)
+        self.host_pool.release(host)
 
     def close(self) -> None:
         """Give the model its own attention back, and end the swap path's threads."""

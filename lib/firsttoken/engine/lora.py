@@ -35,7 +35,7 @@ class Adapter:
     layers: Mapping[int, Slices]
     config: LoraConfig
 
-    def check_whole(self, layer: nn.Module, number: int) -> None:
+    def check_complete(self, layer: nn.Module, number: int) -> None:
         """Raise StageError where the configuration names a linear module of ``layer`` for which nothing came: PEFT
         would leave it as it was drawn."""
         slices = self.layers.get(number, {})
@@ -95,7 +95,7 @@ def with_adapter(layer: nn.Module, slices: Slices) -> nn.Module:
 
 
 @contextmanager
-def plain_lora(layers: Sequence[nn.Module], adapter: Adapter) -> Iterator[None]:
+def reference_lora(layers: Sequence[nn.Module], adapter: Adapter) -> Iterator[None]:
     """Inside the block each linear module of ``layers`` that ``adapter`` is on computes with its weight and B A beside
     it: what :func:`with_adapter` is held to."""
     with ExitStack() as hooked:

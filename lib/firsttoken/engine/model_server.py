@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from firsttoken.engine.async_engine import AsyncEngine, EngineStats
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.request_limits import BLOCK_TOKENS, RequestLimits
-from firsttoken.engine.stream import Asked, Stream, TokenSink, step_failure
+from firsttoken.engine.stream import Stream, Submission, TokenSink, step_failure
 from firsttoken.study.dtypes import check_device
 from firsttoken.study.errors import (
+    BusyError,
     ClosedError,
     FirstTokenError,
     PermanentFault,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from firsttoken.engine.request import KVSource
 
 Versions = Mapping[str, "Version"]  # variants of a model by name
-NONE: Versions = MappingProxyType({})
+NO_VERSIONS: Versions = MappingProxyType({})
 T = TypeVar("T")
 
 PAUSE_S = 0.01  # between two layers that are fused, which takes 10 ms each: a fused step takes a fifth of the other
@@ -95,7 +96,7 @@ class EngineServer(ModelServer):
     def __init__(self, limits: RequestLimits) -> None:
         self.limits = limits
         self._change = threading.Condition()
-        self._open: dict[Stream, Asked] = {}
+        self._open: dict[Stream, Submission] = {}
         self._server: AsyncEngine | None = None
         self._closing = threading.Event()
         self._permanent_fault: FirstTokenError | None = None  # why nobody will ever be served
@@ -109,18 +110,14 @@ class EngineServer(ModelServer):
         events: TokenSink | None = None,
         variant: str = "",
     ) -> Stream:
-        self.limits.check(len(prompt_ids), sampling.max_tokens if isinstance(sampling, Sampling) else sampling)
-        submission = (
-            prompt_ids,
-            sampling if isinstance(sampling, Sampling) else Sampling(sampling),
-            upgrade,
-            variant,
-            None,
-        )
+        sampling = sampling if isinstance(sampling, Sampling) else Sampling(sampling)
+        self.limits.check(len(prompt_ids), sampling.max_tokens)
+        submission = (prompt_ids, sampling, upgrade, variant, None)
         with self._change:
             if self._closing.is_set():
                 raise self._permanent_fault or ClosedError("the server is shutting down")
-            self.limits.check_room(len(self._open))
+            if len(self._open) >= (most := self.limits.max_sessions):
+                raise BusyError(f"{most} requests are open, which is all that is served; try again later")
             session = Stream(self._leave, self._forget, events)
             self._open[session] = submission
             self._change.notify_all()
@@ -136,7 +133,7 @@ class EngineServer(ModelServer):
     def swarm_status(self) -> dict[str, Any] | None:
         return None
 
-    def take_prefixes(self, find: Callable[[Sequence[int], str], KVSource | None]) -> None:
+    def use_sources(self, find: Callable[[Sequence[int], str], KVSource | None]) -> None:
         """Begin requests with what ``find`` has of their prompts, by the variant that is asked, from the next step on.
 
         There is an engine, and another thread than the engine's calls this."""
@@ -148,7 +145,7 @@ class EngineServer(ModelServer):
 
         server = self._server
         with suppress(RequestError):  # it is being closed
-            server.between(lambda: setattr(server, "sources", counted))  # behind a version that was just published
+            server.call(lambda: setattr(server, "sources", counted))  # behind a version that was just published
 
     def _leave(self, session: Stream, wait: bool) -> None:
         with self._change:
@@ -168,7 +165,12 @@ class StaticServer(EngineServer):
     ``ended`` is called when it is closed, and variants of the model are asked for as they are ``named``."""
 
     def __init__(
-        self, engine: Engine, limits: RequestLimits, ended: Callable[[], None], weights: int = 0, named: Versions = NONE
+        self,
+        engine: Engine,
+        limits: RequestLimits,
+        ended: Callable[[], None],
+        weights: int = 0,
+        named: Versions = NO_VERSIONS,
     ) -> None:
         super().__init__(limits)
         self._ended, self._weights = ended, weights
@@ -328,7 +330,7 @@ class LoadingServer(EngineServer):
         executor: LiveExecutor,
         failed: Callable[[Exception], Exception] = step_failure,
         recovered: Callable[[Recovery], None] | None = None,
-        versions: Versions = NONE,
+        versions: Versions = NO_VERSIONS,
     ) -> AsyncEngine:
         """Start the engine for the requests that wait and those that come; arguments as for :class:`Engine` and
         :class:`AsyncEngine`."""
@@ -357,7 +359,7 @@ class LoadingServer(EngineServer):
         """Run ``fuse`` over one layer after another, with pauses in which steps have all cores to themselves, once
         ``release`` has let go of what else has them."""
         with suppress(FirstTokenError):  # the server is being closed
-            self._server.between(release)
+            self._server.call(release)
             for _ in fuse():
                 if self._closing.wait(PAUSE_S):
                     return

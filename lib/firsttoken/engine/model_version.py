@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from firsttoken.engine.attention import Attend, page
+from firsttoken.engine.attention import Attend, use_paged_attention
 from firsttoken.engine.decoder import Decoder, LocalSegment
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.request import LayerRecompute, Request
@@ -91,7 +91,7 @@ class ModelVersion:
 def fused_version(model: nn.Module) -> ModelVersion:
     """``model``, which is let go of, as a version with the products that are the fastest here. It is fused before any
     request begins with it, as that changes how its numbers are rounded."""
-    page(model)
+    use_paged_attention(model)
     version = ModelVersion(Decoder(model), stage=1)
     model.model.layers = nn.ModuleList()
     for _ in version.fuse():

@@ -56,14 +56,14 @@ class KVSource(Protocol):
 
 # How likely a model thought a token, as OpenAI's interface reports it.
 
-LEAST = -9999.0  # stands for the logarithm of 0, which no JSON can carry
+MIN_LOGPROB = -9999.0  # stands for the logarithm of 0, which no JSON can carry
 
 
 class TokenLogprob(NamedTuple):
     """The natural logarithm of the probability that the model gave a token, before temperature and nucleus.
 
     ``top_logprobs`` are (token id, logarithm) of those that the model gave the largest shares, the largest first. No
-    logarithm is below ``LEAST``.
+    logarithm is below ``MIN_LOGPROB``.
     """
 
     logprob: float
@@ -130,7 +130,7 @@ class ScheduledChunk(NamedTuple):
         return self.request.prompt_tokens <= self.start == self.computed
 
     @property
-    def judged(self) -> range:
+    def logprob_positions(self) -> range:
         """The places of its prompt whose logits are kept, as they say how likely the token behind each is.
 
         None where nobody asked, or where they were kept before: a request that was preempted reads its prompt again.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.preemption import Recompute
 from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
-from firsttoken.study.errors import BusyError, LengthError, RequestError
+from firsttoken.study.errors import LengthError, RequestError
 
 BLOCK_TOKENS = 16
 POOL_TOKENS = 16_384  # 0.4 GB of keys and values of the default model in 16 bits
@@ -62,8 +62,3 @@ class RequestLimits:
             )
         if not 1 <= max_new_tokens <= self.max_new_tokens:
             raise RequestError(f"max_tokens is {max_new_tokens}; 1 to {self.max_new_tokens} can be asked for")
-
-    def check_room(self, sessions: int) -> None:
-        """Raises BusyError where ``sessions`` are open and no more are taken."""
-        if sessions >= self.max_sessions:
-            raise BusyError(f"{self.max_sessions} requests are open, which is all that is served; try again later")

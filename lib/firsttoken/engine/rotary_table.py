@@ -24,7 +24,7 @@ class RotaryTable:
         if tokens and self._fixed:
             self._compute(tokens)
 
-    def of(self, hidden: Tensor, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
+    def lookup(self, hidden: Tensor, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [1, tokens, head_dim] of ``positions`` [1, tokens], which are below ``end``, in the dtype
         of ``hidden``."""
         if not self._fixed:

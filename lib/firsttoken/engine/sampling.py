@@ -9,7 +9,7 @@ import torch
 
 from firsttoken.engine.accelerator import accelerator
 from firsttoken.engine.draws import choose
-from firsttoken.engine.request import LEAST, ScheduledChunk, TokenLogprob
+from firsttoken.engine.request import MIN_LOGPROB, ScheduledChunk, TokenLogprob
 from firsttoken.study.errors import OutputError
 
 # How likely the model thought what was said: logarithms of shares, as OpenAI's interface reports them.
@@ -17,7 +17,7 @@ from firsttoken.study.errors import OutputError
 
 def token_logprob(logits: torch.Tensor, token: int, most: int) -> TokenLogprob:
     """Return the chance of ``token`` under ``logits`` [vocabulary], with the ``most`` likeliest tokens."""
-    shares = logits.float().log_softmax(-1).clamp(min=LEAST)
+    shares = logits.float().log_softmax(-1).clamp(min=MIN_LOGPROB)
     values, ids = shares.topk(min(most, len(shares)))
     return TokenLogprob(float(shares[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
 
@@ -30,16 +30,16 @@ def no_number() -> OutputError:
 
 
 def read_prompts(logits: torch.Tensor, chunks: Sequence[ScheduledChunk]) -> None:
-    """Note the chances of prompts' tokens; ``logits`` [rows, vocabulary] are those of their ``judged`` places in
+    """Note the chances of prompts' tokens; ``logits`` [rows, vocabulary] are those of their ``logprob_positions`` in
     turn. A request that has one which is no finite number has a ``failure``."""
     largest, row = logits.max(-1).values.tolist() if len(logits) else [], 0
     for chunk in chunks:
         request = chunk.request
-        for judged_row in chunk.judged:
+        for position in chunk.logprob_positions:
             most = request.sampling.logprobs or 0
             if not math.isfinite(largest[row]):
                 request.failure = no_number()
-            request.prompt_logprobs.append(token_logprob(logits[row], request.tokens[judged_row + 1], most))
+            request.prompt_logprobs.append(token_logprob(logits[row], request.tokens[position + 1], most))
             row += 1
 
 

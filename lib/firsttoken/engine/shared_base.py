@@ -29,7 +29,7 @@ def adapted_layers(layers: Sequence[nn.Module], adapter: Adapter, first: int = 0
         for number, layer in enumerate(layers, first)
     ]
     for number, layer in enumerate(layers, first):
-        adapter.check_whole(layer, number)
+        adapter.check_complete(layer, number)
     return adapted
 
 
@@ -64,23 +64,23 @@ class SharedBase(ModelVersion):
 
     def fuse(self) -> Iterator[None]:
         """Fuse the layers as any version does, and give each at once to the variants, with their adapters."""
-        return fuse_with(self.decoder, super().fuse(), self._variants)
+        return fuse_variants(self.decoder, super().fuse(), self._variants)
 
 
-def fuse_with(
+def fuse_variants(
     base: Decoder, fusing: Iterator[None], variants: Sequence[tuple[ModelVersion, Adapter]]
 ) -> Iterator[None]:
     (segment,) = base.segments
     for number, _ in enumerate(fusing):
         for version, adapter in variants:
             if number < len(segment.modules):
-                take_layer(version, number, segment.modules[number], adapter)
+                replace_layer(version, number, segment.modules[number], adapter)
             else:
-                version.decoder.take_head(base)
+                version.decoder.share_head(base)
         yield
 
 
-def take_layer(version: ModelVersion, number: int, layer: nn.Module, adapter: Adapter) -> None:
+def replace_layer(version: ModelVersion, number: int, layer: nn.Module, adapter: Adapter) -> None:
     """Let ``version`` compute with ``layer`` and its adapter, where the kernels add that up."""
     (segment,) = version.decoder.segments
     slices = adapter.layers.get(number)

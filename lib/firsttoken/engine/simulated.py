@@ -20,7 +20,7 @@ TOKEN = 0  # what every request says
 
 
 @contextmanager
-def uncollected_simulation() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Inside the block nothing is searched for garbage: a simulation makes a tuple for each token and no circles, and
     the search through what it keeps took half of its time."""
     collected = gc.isenabled()

@@ -57,7 +57,7 @@ class StepPlan:
         size = pool.shape.block_tokens
         for chunk in batch:
             request, new = chunk.request, range(chunk.start, chunk.end)
-            judged += [len(ids) + judged_position - chunk.start for judged_position in chunk.judged]
+            judged += [len(ids) + position - chunk.start for position in chunk.logprob_positions]
             ids += request.tokens[chunk.start : chunk.end]
             positions += new
             blocks += [request.blocks[position // size] for position in new]

@@ -14,7 +14,7 @@ from firsttoken.study.errors import EngineError, FirstTokenError, RequestError, 
 if TYPE_CHECKING:
     from firsttoken.engine.request import KVSource, Request, TokenLogprob
 
-Asked = tuple[Sequence[int], Sampling, bool, str, "KVSource | None"]  # as AsyncEngine.add has them
+Submission = tuple[Sequence[int], Sampling, bool, str, "KVSource | None"]  # as AsyncEngine.add has them
 
 
 class TokenSink(Protocol):

@@ -130,7 +130,7 @@ def trace_events(trace: Trace, requests: Sequence[Request]) -> Iterator[dict[str
     start_s = min(moments, default=0.0)
     yield from _row(DEVICE, 0, "device", "steps")
     for step in trace.steps:
-        yield _span(DEVICE, 0, _told(step), step.at_s - start_s, step.seconds, _sizes(step))
+        yield _span(DEVICE, 0, _label(step), step.at_s - start_s, step.seconds, _sizes(step))
     for request in requests:
         yield from _row(REQUESTS, request.number, "requests", f"request {request.number}")
         until_s = request.arrival_s if request.begun_s is None else request.begun_s
@@ -153,7 +153,7 @@ def trace_events(trace: Trace, requests: Sequence[Request]) -> Iterator[dict[str
         }
 
 
-def _told(step: Step) -> str:
+def _label(step: Step) -> str:
     parts = []
     if step.prefills:
         parts.append(f"prefill of {sum(new for _, new in step.prefills)} tokens")

@@ -17,7 +17,7 @@ from firsttoken.assets.positions import context_of
 from firsttoken.assets.servable import check_servable
 from firsttoken.assets.weight_files import file_states, unchanged
 from firsttoken.engine.accelerator import accelerator
-from firsttoken.engine.attention import page
+from firsttoken.engine.attention import use_paged_attention
 from firsttoken.engine.compared_step import Comparison, check_rows, chunks_of, prompt_of, span_rows
 from firsttoken.engine.decoder import LocalSegment
 from firsttoken.engine.executor import Limits
@@ -79,7 +79,7 @@ class BlockBackend:
         shape = replace(KVShape.of(model.config, dtype), layers=len(blocks))
         self.pool = KVPool(shape, shape.blocks(kv_tokens), touched=False)
         tokens = min(self.context, self.pool.blocks * shape.block_tokens)
-        self._turns = RotaryTable(model.model.rotary_emb, dtype, self.pool.device, tokens)
+        self._rotary = RotaryTable(model.model.rotary_emb, dtype, self.pool.device, tokens)
         self._segment = LocalSegment(model.model.layers)
         self._attend = fastest_attend(self.pool)
         self._compare()
@@ -107,7 +107,7 @@ class BlockBackend:
                 "position_ids": step.positions,
                 "past_key_values": None,
                 "use_cache": False,
-                "position_embeddings": self._turns.of(states, step.positions, max(chunk.end for chunk in chunks)),
+                "position_embeddings": self._rotary.lookup(states, step.positions, max(chunk.end for chunk in chunks)),
                 "paged": step.paged,
             },
         )
@@ -165,7 +165,7 @@ class BlockBackend:
             draw = torch.Generator().manual_seed(0)
             states = 0.25 * torch.randn(len(tokens), model.config.hidden_size, generator=draw)
             self._reference = tokens, states.to(self.dtype), span_rows(model, states.to(self.dtype))
-        page(model, blocks.start)
+        use_paged_attention(model, blocks.start)
         plain, fused = list(model.model.layers), [accelerator().fuse_layer(layer) for layer in model.model.layers]
         if self._adapters is not None:
             adapted = self._adapters.adapted(blocks, plain, fused)
@@ -188,7 +188,7 @@ class BlockBackend:
 
             name = f"[{self.blocks.start}, {self.blocks.stop}) of {self._folder.name}"
             check_rows(name, rows, reference._replace(rows=reference.rows[: len(tokens)]), self.dtype)
-            self._comparison.right()
+            self._comparison.mark_passed()
 
     def measured_throughput(self) -> float:
         """Tokens a second through one block, from steps of one token; nobody may use the pool meanwhile."""

@@ -25,7 +25,7 @@ from firsttoken.assets.empty_model import build_on_meta, set_parameter
 from firsttoken.assets.model_config import CONFIG
 from firsttoken.assets.servable import check_servable
 from firsttoken.assets.weights import check_tied, read_tensor, tensors_of
-from firsttoken.engine.linear8 import KEPT, Linear8, coded
+from firsttoken.engine.linear8 import UNROUNDED, Linear8, coded
 from firsttoken.study.errors import ModelError, SwarmError
 from firsttoken.study.files import new_folder
 from firsttoken.study.progress import track
@@ -166,4 +166,4 @@ def put_8_bits(model: nn.Module, path: str, parts: Mapping[str, Tensor]) -> None
         raise ModelError(f"{path}.{SCALES} is {scales.dtype} {list(scales.shape)}, no float32 [{len(codes)}]")
     if not (torch.isfinite(scales).all() and (scales > 0).all()):
         raise ModelError(f"{path}.{SCALES} holds a number that is no scale; write the folder again")
-    setattr(model.get_submodule(parent), name, Linear8(codes, scales, linear.bias, KEPT))
+    setattr(model.get_submodule(parent), name, Linear8(codes, scales, linear.bias, UNROUNDED))

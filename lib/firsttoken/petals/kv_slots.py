@@ -114,7 +114,7 @@ class KVSlots:
         keep = {id(sequences[chunk.number]) for chunk in chunks if chunk.number in sequences}
         for number, sequence in self._sequences_to_evict(client, keep, sum(needs), len(new)):
             self.free(self._homes[id(sequence)][0], [number])
-        if (taken := self.pool.take(sum(needs))) is None:
+        if (taken := self.pool.allocate(sum(needs))) is None:
             raise BusyBlocksError("all blocks are in use by steps that run now: ask again soon")
         scheduled, now = [], time.monotonic()
         for chunk, need in zip(chunks, needs, strict=True):
@@ -140,7 +140,7 @@ class KVSlots:
         for other, sequence in self._sequences_to_evict(client, (), 0, 1):
             self.free(self._homes[id(sequence)][0], [other])
         blocks = self.pool.find(keys[: self.context // self.block_tokens])
-        self.pool.take(0, shared=blocks)
+        self.pool.allocate(0, shared=blocks)
         cached, now = len(blocks) * self.block_tokens, time.monotonic()
         sequence = sequences[number] = CachedSequence(blocks, cached, first, client=client, used=now)
         self._homes[id(sequence)] = sequences, number, sequence
@@ -163,14 +163,14 @@ class KVSlots:
             raise RuntimeError("two steps would write to one block of keys and values")
         self._written.update(written)
         for chunk in chunks:
-            self.pool.take(0, shared=chunk.request.blocks)
+            self.pool.allocate(0, shared=chunk.request.blocks)
             self._leased.update(chunk.request.blocks)
 
     def release(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Give up the blocks of a step that has run, or will not; those whose sequences are gone are free now."""
         self._written.difference_update(self._writes(chunks))
         for chunk in chunks:
-            self.pool.give(chunk.request.blocks)
+            self.pool.release(chunk.request.blocks)
             self._leased -= Counter(chunk.request.blocks)
         self._released.set()
 
@@ -186,7 +186,7 @@ class KVSlots:
         for number in numbers:
             if (sequence := sequences.pop(number, None)) is not None:
                 del self._homes[id(sequence)]
-                self.pool.give(sequence.blocks)
+                self.pool.release(sequence.blocks)
 
     def _needs(self, sequences: Sequences, chunks: Sequence[SequenceChunk], first: int) -> list[int]:
         """The blocks that each of ``chunks`` lacks. Raises as ``place`` for a step that cannot be."""
@@ -226,7 +226,7 @@ class KVSlots:
         """Let a sequence go on from ``start`` without the blocks that ``_private_blocks`` leaves out."""
         private_blocks = self._private_blocks(sequence, start)
         if len(private_blocks) < len(sequence.blocks):
-            self.pool.give([block for block in sequence.blocks if block not in private_blocks])
+            self.pool.release([block for block in sequence.blocks if block not in private_blocks])
             sequence.blocks, sequence.cached = private_blocks, start
 
     def _sequences_to_evict(

@@ -161,7 +161,7 @@ class RemoteModel:
         # A step of one token reads all of the head: 7 ms by torch's own product, 2 where it is packed (135 M, float32).
         self.executor.version.decoder.pack_head()
         for version in self.versions.values():
-            version.decoder.take_head(self.executor.version.decoder)
+            version.decoder.share_head(self.executor.version.decoder)
         self._refreshing = begin(self.swarm.keep_refreshing())
 
     def generate(

@@ -35,57 +35,57 @@ class _CheckedScheduler(Scheduler):
     def plan(self) -> list[ScheduledChunk]:
         with self.decisions.deciding():
             chunks = super().plan()
-        self._may(chunks)
-        self._goes_on(chunks)
+        self._check_chunks(chunks)
+        self._check_progress(chunks)
         return chunks
 
     def end(self, request: Request) -> None:
         super().end(request)
         self._processed = self._most = 0
 
-    def _may(self, chunks: Sequence[ScheduledChunk]) -> None:
+    def _check_chunks(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Check that ``chunks`` are of known requests, once each, their next tokens, with blocks for these, and no more
         than the budget."""
         if not isinstance(chunks, list) or not all(isinstance(chunk, ScheduledChunk) for chunk in chunks):
-            raise self._wrong("schedule must return a list of what self.chunk gives")
+            raise self._error("schedule must return a list of what self.chunk gives")
         running, scheduled = set(map(id, self.running)), set[int]()
         for chunk in chunks:
             request = chunk.request
             if id(request) not in running:
-                raise self._wrong(f"a step for request {request.number}, which is not running; admit it first")
+                raise self._error(f"a step for request {request.number}, which is not running; admit it first")
             if id(request) in scheduled:
-                raise self._wrong(f"request {request.number} is twice in a step; give it one piece")
+                raise self._error(f"request {request.number} is twice in a step; give it one piece")
             scheduled.add(id(request))
             if chunk != request.chunk(chunk.tokens) or not 0 < chunk.tokens <= request.remaining:
-                raise self._wrong(
+                raise self._error(
                     f"tokens {chunk.start} to {chunk.end - 1} of request {request.number}, whose next is "
                     f"{request.cached} of {len(request.tokens)}; make chunks by self.chunk"
                 )
             if chunk.end > (room := len(request.blocks) * self.block_tokens):
-                raise self._wrong(
+                raise self._error(
                     f"request {request.number} would have {chunk.end} tokens and has blocks for {room}; "
                     "admit it or let it grow before"
                 )
         tokens = sum(chunk.tokens for chunk in chunks)
         if tokens > (budget := self.config.token_budget):
-            raise self._wrong(
+            raise self._error(
                 f"a step of {tokens} tokens with a budget of {budget}; name what it needs, as in '{self.file} {tokens}'"
             )
 
-    def _goes_on(self, chunks: Sequence[ScheduledChunk]) -> None:
+    def _check_progress(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Check that some request ends before long and that work comes before long."""
         self._empty = 0 if chunks else self._empty + 1
         if self._empty > EMPTY:
-            raise self._wrong(f"never finishes: {EMPTY:,} steps in a row without work, and requests are open")
+            raise self._error(f"never finishes: {EMPTY:,} steps in a row without work, and requests are open")
         self._processed += sum(chunk.tokens for chunk in chunks)
         if self._processed > self._most:
             queues = self.waiting, self.running, self.restoring, self.swapped
             self._most = LAPS * sum(request.most_cached for queue in queues for request in queue)
             if self._processed > self._most:
-                raise self._wrong(
+                raise self._error(
                     f"never finishes: {self._processed:,} tokens processed since a request ended, {LAPS} times what "
                     "all open ones need"
                 )
 
-    def _wrong(self, fault: str) -> ProfileError:
+    def _error(self, fault: str) -> ProfileError:
         return ProfileError(f"{self.file}: {fault}")

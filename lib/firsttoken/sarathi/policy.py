@@ -23,9 +23,9 @@ SCHEDULER = PolicyKind(
 
 @dataclass(frozen=True)
 class Policy:
-    """``told`` is the text; ``kind`` a name of the registry, or a class of ``file`` whose decisions are watched."""
+    """The policy that ``text`` names; ``kind`` is a name of the registry, or a class of ``file``, which is watched."""
 
-    told: str
+    text: str
     kind: str | type[Scheduler]
     budget: int | None
     file: PolicyFile | None = None

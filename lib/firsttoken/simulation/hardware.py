@@ -58,7 +58,7 @@ class Hardware:
         return 16 * self.blocks
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """The hardware in words: whose costs they are, or which model on how many of which card."""
         if not self.model:
             return self.costs
@@ -87,7 +87,7 @@ class Hardware:
             beyond = "; ".join(getattr(costs, "beyond", ()))
             return {
                 "kind": "simulated on measured operators",
-                "costs": f"{self.told} of {tables_from()}",
+                "costs": f"{self.description} of {tables_from()}",
                 "beyond": beyond,
             }
         return {"kind": "simulated on profiled costs", "costs": self.costs, "sha256": getattr(costs, "sha256", "")}

@@ -34,7 +34,10 @@ class StatedLengths:
         together: those that are longer are drawn again. Always the same."""
         draw, pairs_drawn = np.random.default_rng(0), np.empty((0, 2), int)
         while len(pairs_drawn) < count:
-            columns = [np.exp(draw.normal(*_normal(quantiles), count)) for quantiles in (self.prompt, self.answer)]
+            columns = [
+                np.exp(draw.normal(np.log(median), np.log(p90 / median) / _P90, count))
+                for median, p90 in (self.prompt, self.answer)
+            ]
             pairs = np.maximum(np.rint(np.column_stack(columns)), 1).astype(int)
             pairs_drawn = np.concatenate([pairs_drawn, pairs[pairs.sum(1) <= self.most]])
         return pairs_drawn[:count]
@@ -44,13 +47,7 @@ STATED = {  # Sarathi-Serve, Table 2
     "openchat-sharegpt4-fit": StatedLengths((1730, 5696), (415, 834), 8192),
     "arxiv-summarization-fit": StatedLengths((7059, 12985), (208, 371), 16384),
 }
-_P90 = 1.2815515594
-
-
-def _normal(quantiles: tuple[int, int]) -> tuple[float, float]:
-    """Mean and deviation of the logarithm that has this median and this 90th percentile."""
-    median, p90 = quantiles
-    return float(np.log(median)), float(np.log(p90 / median) / _P90)
+_P90 = 1.2815515594  # deviations from the median of a normal distribution to its 90th percentile
 
 
 def lengths(source: str) -> np.ndarray:

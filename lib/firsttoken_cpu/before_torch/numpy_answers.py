@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from firsttoken.engine.draws import choose
 from firsttoken.engine.request import GREEDY, KVSource, Sampling
-from firsttoken.engine.stream import Asked, Stream, TokenEvent, step_failure
+from firsttoken.engine.stream import Stream, Submission, TokenEvent, step_failure
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.system.openmp import give_back_threads
 from firsttoken_cpu.before_torch.numpy_model import CacheSource, NumpyModel, beside_an_import
@@ -32,7 +32,9 @@ class NumpyAnswers:
     them do when the model cannot be loaded without torch.
     """
 
-    def __init__(self, coming: Future[NumpyModel], change: threading.Condition, waiting: dict[Stream, Asked]) -> None:
+    def __init__(
+        self, coming: Future[NumpyModel], change: threading.Condition, waiting: dict[Stream, Submission]
+    ) -> None:
         self._coming, self._change, self._waiting = coming, change, waiting
         self._begun = self._ended = False
         self._leaving = ExitStack()  # a core to the import
@@ -98,12 +100,12 @@ class NumpyAnswers:
                 stream.end(error if isinstance(error, FirstTokenError) else step_failure(error))
         give_back_threads()  # for the engine's
 
-    def _wait_next(self) -> tuple[Stream, Asked] | None:
+    def _wait_next(self) -> tuple[Stream, Submission] | None:
         with self._change:
             self._change.wait_for(lambda: self._ended or self._next() is not None)
             return None if self._ended else self._next()
 
-    def _next(self) -> tuple[Stream, Asked] | None:
+    def _next(self) -> tuple[Stream, Submission] | None:
         """The first request that can be answered here, and its stream; the caller holds the lock."""
         return next(((stream, submission) for stream, submission in self._waiting.items() if _can(submission)), None)
 
@@ -156,7 +158,7 @@ class NumpyAnswers:
             return waits
 
 
-def _can(submission: Asked) -> bool:
+def _can(submission: Submission) -> bool:
     """Return whether the request is one of the model itself, without logprobs."""
     _, sampling, _, variant, _ = submission
     return not (sampling.prompt_logprobs or variant) and sampling.logprobs is None

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from firsttoken.engine.accelerator import Halves
+from firsttoken.engine.accelerator import LoraPair
 from firsttoken.study.errors import ModelError
 from firsttoken.study.system.compiled import ONEDNN, TorchAlone, accelerator_name, say_once
 from firsttoken_cpu.native.exports import (
@@ -197,7 +197,7 @@ class NativeLinear(nn.Module):
             joined = weights[0] if len(weights) == 1 else torch.cat(weights)  # a head is large, and its copy too
             kernels().pack(joined.contiguous(), self.struct)
 
-    def with_adapter(self, halves: Sequence[Halves | None]) -> NativeLinear | None:
+    def with_adapter(self, halves: Sequence[LoraPair | None]) -> NativeLinear | None:
         """Return a layer over the same weight with LoRA's correction, in fp32 as ``LoraLinear`` has it, of each of its
         linear layers, or None of one. None where the kernels cannot: where the outputs of two of them share half a
         panel."""

@@ -128,7 +128,7 @@ class CrossPointConnector(KVConnectorBase_V1):
             self.counts["partial_prefill"] += 1
         elif tokens > self.settings.threshold_tokens:
             self.counts["over_threshold"] += 1
-        elif (held := self.host.take(wanted)) is None:
+        elif (held := self.host.allocate(wanted)) is None:
             self.counts["host_full"] += 1
             logger.warning_once("The host pool of %d KV blocks is full: recomputing instead.", self._host_blocks)
         else:
@@ -168,7 +168,7 @@ class CrossPointConnector(KVConnectorBase_V1):
 
     def _release(self, request_id: str) -> None:
         if held := self.held.pop(request_id, None):
-            self.host.give(held.blocks)
+            self.host.release(held.blocks)
 
     # Counting.
 

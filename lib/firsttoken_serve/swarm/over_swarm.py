@@ -125,7 +125,7 @@ class SwarmServer(StaticServer):
         if self.prefixes is not None:
             threading.Thread(target=self._open_prefixes, name="prefixes", daemon=True).start()
 
-    def take_prefixes(self, find: Callable[[Sequence[int], str], KVSource | None]) -> None:
+    def use_sources(self, find: Callable[[Sequence[int], str], KVSource | None]) -> None:
         """Let servers be sent what ``find`` has of prompts: the blocks are theirs, and nothing of it is needed here."""
         for segment in self._model.segments.values():
             segment.stored = find

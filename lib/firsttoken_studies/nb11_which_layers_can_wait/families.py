@@ -19,7 +19,7 @@ from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.models import Loaded, as_stored, load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check, text_of
-from firsttoken.engine.linear8 import KEPT, to_8_bits
+from firsttoken.engine.linear8 import UNROUNDED, to_8_bits
 from firsttoken.progressiveserve.base_model import passing
 from firsttoken.progressiveserve.distance import angular_distances, choose_block
 from firsttoken.progressiveserve.quality import text_scores
@@ -130,7 +130,7 @@ def _family(config: FamiliesConfig, loaded: Loaded) -> Rows:
 @contextmanager
 def _in_8_bits(model: PreTrainedModel) -> Iterator[None]:
     """The layers' weights in 8 bits, their inputs as they are."""
-    to_8_bits(layers_of(model), KEPT)
+    to_8_bits(layers_of(model), UNROUNDED)
     yield
 
 

@@ -48,7 +48,7 @@ def swap_rows(path: SwapPath, tokens: Sequence[int], repeats: int, seed: int) ->
     shape, rng, rows = path.pool.shape, random.Random(seed), []
     for count in tokens:
         blocks = _draw(rng, path, count)
-        span = path.host_pool.take(len(blocks))
+        span = path.host_pool.allocate(len(blocks))
         if span is None:
             raise RequestError(
                 f"swap: {count} tokens need {len(blocks)} host blocks; {path.host_pool.largest} are free"
@@ -67,7 +67,7 @@ def swap_rows(path: SwapPath, tokens: Sequence[int], repeats: int, seed: int) ->
                 case = {"path": path.name, "block_tokens": shape.block_tokens, "tokens": count, "repeat": repeat}
                 rows.append(case | times | {"copies": back.copies, "bytes": back.bytes})
         finally:
-            path.host_pool.give(span)
+            path.host_pool.release(span)
     return rows
 
 

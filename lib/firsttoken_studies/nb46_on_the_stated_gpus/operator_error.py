@@ -16,7 +16,7 @@ from firsttoken.assets.lock import asset_path
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.request import Request, Sampling
-from firsttoken.engine.simulated import SimulatedExecutor, uncollected_simulation
+from firsttoken.engine.simulated import SimulatedExecutor, without_garbage_collection
 from firsttoken.simulation.costs.mixture_costs import mixture_costs
 from firsttoken.simulation.costs.operator_costs import OperatorCosts
 from firsttoken.simulation.costs.operator_tables import OperatorTables, tables_from
@@ -277,7 +277,7 @@ def served(run: ServerRun, costs: Costs, blocks: int, config: OperatorErrorConfi
         engine.run()
         return requests
 
-    with uncollected_simulation():
+    with without_garbage_collection():
         if run.prompts:
             closed_loop(_WARM_UP_ROUNDS * run.clients)
         return closed_loop(config.rounds * run.clients)

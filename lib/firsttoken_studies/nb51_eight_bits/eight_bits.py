@@ -19,7 +19,7 @@ from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, text_of
 from firsttoken.engine.accelerator import fuse
-from firsttoken.engine.linear8 import KEPT, THRESHOLD, Linear8, resting_bytes, to_8_bits
+from firsttoken.engine.linear8 import THRESHOLD, UNROUNDED, Linear8, resting_bytes, to_8_bits
 from firsttoken.engine.sampling import argmax_tokens
 from firsttoken.petals.int8_transport import pack, packed_bytes, unpack
 from firsttoken.study.profile import Profile
@@ -47,7 +47,7 @@ PLAIN, STATES, EVERY, WEIGHTS, TOGETHER, BOTH = (
 )
 INPUTS_KEPT, SERVED = "weights_inputs_kept", "weights_inputs_kept_and_states"
 WHOLE = "16_bits"
-STEPS = {WHOLE: None, "8_bits": THRESHOLD, "8_bits_inputs_kept": KEPT}
+STEPS = {WHOLE: None, "8_bits": THRESHOLD, "8_bits_inputs_kept": UNROUNDED}
 """What a step is timed of, and the threshold of its products in 8 bits."""
 
 
@@ -93,7 +93,7 @@ def _quality(model: nn.Module, windows: Tensor, config: EightBitsConfig) -> Rows
     spans = [depth * server // config.servers for server in range(config.servers)]
     inputs, every = [*layers_of(model), model.model.norm], range(depth + 1)
     small, together, served = (copy.deepcopy(model) for _ in range(3))
-    for module, threshold in ((small, THRESHOLD), (together, math.inf), (served, KEPT)):
+    for module, threshold in ((small, THRESHOLD), (together, math.inf), (served, UNROUNDED)):
         to_8_bits(layers_of(module), threshold)
     small_inputs, kept_inputs = (
         [*layers_of(variant_model), variant_model.model.norm] for variant_model in (small, served)

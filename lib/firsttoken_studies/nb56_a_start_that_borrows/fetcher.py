@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from firsttoken.engine.accelerator import build_model
-from firsttoken.engine.attention import page
+from firsttoken.engine.attention import use_paged_attention
 from firsttoken.engine.request import ScheduledChunk
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.petals.block_backend import BlockBackend
@@ -88,7 +88,7 @@ class FetchedBackend(BlockBackend):
         for number, layer in enumerate(layers):
             layer.self_attn.layer_idx = number
         model.model.layers = layers
-        page(model)
+        use_paged_attention(model)
         return model
 
 

@@ -151,7 +151,7 @@ class StagedReplica(GrowingReplica):
             if isinstance(came, Exception):
                 raise came
             version = self._version(came)
-            version.decoder.take_head(self._last.decoder)
+            version.decoder.share_head(self._last.decoder)
             self._last = version
             if lost := self.engine.publish(version, moving(PrefillAgain())):
                 raise lost[0][1]

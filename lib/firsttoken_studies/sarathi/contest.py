@@ -53,7 +53,7 @@ class CapacityBenchmark:
     def run(self) -> list[float]:
         """The capacity in requests a second, by draw. Raises ProfileError for a policy that does what it may not."""
         objective, rates = self.bench.objective(STRICT), []
-        with track(total=self.draws, desc=self.policy.told, unit="draw") as bar:
+        with track(total=self.draws, desc=self.policy.text, unit="draw") as bar:
             for seed in range(self.profile.seed, self.profile.seed + self.draws):
                 capacity = self.bench.search(
                     self.policy, objective, seed, lambda rate: bar.set_postfix_str(f"tried {rate:.2f} requests/s")
@@ -68,7 +68,7 @@ class CapacityBenchmark:
         Raises ProfileError for a rate of 0, StorageError.
         """
         if not rate:
-            raise ProfileError(f"{self.policy.told}: no rate is within the objective, so there is no run to write")
+            raise ProfileError(f"{self.policy.text}: no rate is within the objective, so there is no run to write")
         requests, ran = self.bench.run(self.policy, self.bench.objective(STRICT), self.profile.seed, rate)
         for path, write in ((trace, write_trace), (rows, write_rows)):
             if path is not None:
@@ -79,11 +79,11 @@ class CapacityBenchmark:
         config, trace = self.bench.config, self.bench.trace
         same = record is not None and trace is None and self._same(record.parameters)
         return {
-            "scheduler": self.policy.told,
-            "hardware": self.bench.hardware.told,
+            "scheduler": self.policy.text,
+            "hardware": self.bench.hardware.description,
             "objective": asdict(self.bench.objective(STRICT)),
             "requests": min(config.requests, len(trace.items)) if trace else config.requests,
-            "workload": trace.told() if trace else config.lengths,
+            "workload": trace.description() if trace else config.lengths,
             "capacity_by_draw": rates,
             "capacity": bootstrap(rates).summary("requests/s"),
             "recorded": [vars(entry) for entry in ranking(record)] if same and record else None,
@@ -95,13 +95,13 @@ class CapacityBenchmark:
         own_capacity = bootstrap(rates).summary("requests/s")
         requests, lengths = config.requests, f"with the lengths of {config.lengths}"
         if trace := self.bench.trace:
-            requests, lengths = min(requests, len(trace.items)), f"of {trace.told()}, at another rate"
+            requests, lengths = min(requests, len(trace.items)), f"of {trace.description()}, at another rate"
         lines = [
             f"P99 between two tokens at most {1e3 * objective.tbt_s:.0f} ms, "
             f"median delay to the first step at most {objective.delay_s:g} s;",
-            f"{requests:,} requests a draw {lengths}, simulated on {self.bench.hardware.told}",
+            f"{requests:,} requests a draw {lengths}, simulated on {self.bench.hardware.description}",
             "",
-            _line(self.policy.told, own_capacity, "this run"),
+            _line(self.policy.text, own_capacity, "this run"),
         ]
         if record is None or trace is not None or not self._same(record.parameters):
             workload_text = "this trace" if trace else f"the workload of profile {self.profile.name}"
@@ -110,7 +110,7 @@ class CapacityBenchmark:
         lines += [_line(entry.scheduler, entry.capacity, "record") for entry in places]
         clears = enters(own_capacity, places[0].capacity)
         verdict = "enters the record table: its interval clears" if clears else "does not clear the interval of"
-        return "\n".join([*lines, "", f"{self.policy.told} {verdict} {places[0].scheduler}, which holds the record"])
+        return "\n".join([*lines, "", f"{self.policy.text} {verdict} {places[0].scheduler}, which holds the record"])
 
     def _same(self, parameters: Mapping[str, Any]) -> bool:
         """Return whether a result with these parameters is of this workload and hardware."""

@@ -295,7 +295,7 @@ def test_what_began_before_the_engine_goes_on_with_the_version_that_took_it_over
     executor.version.stage = 1
     better = ModelVersion(executor.version.decoder, stage=2)
     with AsyncEngine(Engine(executor)) as engine:
-        engine.between(lambda: setattr(executor, "version", better))
+        engine.call(lambda: setattr(executor, "version", better))
         kept, fresh, moving = (Stream(engine.leave) for _ in range(3))
         engine.add(kept, [*PROMPT, token], Sampling(4), False, "", CacheSource(model))
         engine.add(fresh, PROMPT, Sampling(4), False)

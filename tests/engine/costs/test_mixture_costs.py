@@ -118,7 +118,7 @@ def test_the_published_mixtures_have_their_weights():
 def test_what_no_table_has_is_refused(experts, change, says):
     with pytest.raises(ProfileError, match=says):
         costs(**change)
-    with pytest.raises(ProfileError, match="no fp8_block experts of 4096 x 512, 3 of 8, .*; measured for these: none"):
+    with pytest.raises(ProfileError, match=r"no fp8_block experts of 4096 x 512, 3 of 8, .*; measured for these: none"):
         layout(CARD, replace(SHAPE, active=3), 1)
 
 
@@ -204,7 +204,7 @@ def test_a_mixture_of_which_nothing_was_measured_is_refused(tmp_path, changed, m
 def test_a_mixture_runs_on_a_card(experts, tmp_path):
     hardware = Hardware(CARD, 32, 1024, model=written(tmp_path), gpus=2)
     assert hardware.layers == 3 and hardware.blocks > 0
-    assert hardware.told.endswith("in 8 bits on 2 h200-sxm by measured operators")
+    assert hardware.description.endswith("in 8 bits on 2 h200-sxm by measured operators")
     assert hardware.iteration_s(hardware.read()) > 0
     with pytest.raises(ModelError, match=r"no shape is called 'qwen9'.*llama-3.1-8b.*qwen3-235b-a22b"):
         Hardware(CARD, 32, 1024, model="qwen9")

@@ -28,7 +28,7 @@ class Arena(RuleBasedStateMachine):
     @rule(target=spans, blocks=st.integers(1, 26))
     def take(self, blocks: int) -> object:
         places = [i for i in range(len(self.owner)) if self.owner[i : i + blocks] == [None] * blocks]
-        span = self.host_pool.take(blocks)
+        span = self.host_pool.allocate(blocks)
         if span is None:
             assert not places
             return multiple()
@@ -40,10 +40,10 @@ class Arena(RuleBasedStateMachine):
     @rule(span=consumes(spans))
     def give(self, span: Span) -> None:
         assert (self.host_pool.rows(span) == span.start + 1).all()  # nobody else has written there
-        self.host_pool.give(span)
+        self.host_pool.release(span)
         self.owner[span.start : span.end] = [None] * span.blocks
         with pytest.raises(RequestError, match="are not taken"):
-            self.host_pool.give(span)
+            self.host_pool.release(span)
 
     @invariant()
     def holds(self) -> None:
@@ -60,8 +60,8 @@ TestArena.settings = settings(max_examples=60, stateful_step_count=30, deadline=
 def test_rows_are_a_view_of_memory_that_was_written() -> None:
     host_pool = HostPool(SHAPE, 5, pinned=False)
     assert not host_pool.all_rows.any()
-    first, second = host_pool.take(2), host_pool.take(3)
-    assert host_pool.take(1) is None and host_pool.largest == 0
+    first, second = host_pool.allocate(2), host_pool.allocate(3)
+    assert host_pool.allocate(1) is None and host_pool.largest == 0
     assert host_pool.rows(second).shape == (3, 2, 2, 2, 1, 4)
     host_pool.rows(second).fill_(7)
     assert (host_pool.all_rows[2:] == 7).all() and not host_pool.rows(first).any()
@@ -72,18 +72,18 @@ def test_a_pool_or_span_of_nothing_is_refused(blocks: int) -> None:
     with pytest.raises(RequestError, match="at least 1 block of 128 bytes"):
         HostPool(SHAPE, blocks, pinned=False)
     with pytest.raises(RequestError, match=f"at least 1 block, not {blocks}"):
-        HostPool(SHAPE, 4, pinned=False).take(blocks)
+        HostPool(SHAPE, 4, pinned=False).allocate(blocks)
 
 
 def test_a_span_of_another_place_or_size_is_refused() -> None:
     host_pool = HostPool(SHAPE, 8, pinned=False)
-    span = host_pool.take(4)
+    span = host_pool.allocate(4)
     for other in (Span(0, 3), Span(1, 3), Span(4, 4)):
         with pytest.raises(RequestError, match="are not taken"):
-            host_pool.give(other)
+            host_pool.release(other)
         with pytest.raises(RequestError, match="are not taken"):
             host_pool.rows(other)
-    host_pool.give(span)
+    host_pool.release(span)
     with pytest.raises(RequestError, match="rows 0 to 4 are not taken"):
         host_pool.rows(span)
 

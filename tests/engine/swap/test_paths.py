@@ -45,7 +45,7 @@ def build(name: str, shape: KVShape, device: str, blocks: int = 12, host: int = 
     pool, host_pool = KVPool(shape, blocks, device), HostPool(shape, host, pinned=device == "cuda")
     scramble(pool.rows)
     scramble(host_pool.all_rows)
-    host_pool.take(2)
+    host_pool.allocate(2)
     return make_path(name, pool, host_pool)
 
 
@@ -68,7 +68,7 @@ def test_a_request_comes_back_to_other_blocks_and_nothing_else_changes(
 ) -> None:
     path = build(name, shape, device)
     old, new = order[:count], order[more : more + count]  # apart, overlapping or the same
-    span = path.host_pool.take(count)
+    span = path.host_pool.allocate(count)
     pool_was, host_was = bits(path.pool.rows), bits(path.host_pool.all_rows)
 
     moved = path.out(old, span)
@@ -98,7 +98,7 @@ def test_other_blocks_are_written_while_a_request_comes_back(device: str) -> Non
     shape = KVShape(layers=8, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
     path = build("overlapped", shape, device, blocks=64, host=64)
     mine, others = list(range(0, 64, 2)), list(range(1, 64, 2))
-    span = path.host_pool.take(32)
+    span = path.host_pool.allocate(32)
     wanted = bits(path.host_pool.rows(span))
     transfer = path.into(span, mine)
     for number in range(1, 6):  # a step of the engine writes the blocks of those who run
@@ -112,7 +112,7 @@ def test_other_blocks_are_written_while_a_request_comes_back(device: str) -> Non
 @pytest.mark.parametrize("device", DEVICES)
 def test_transfers_follow_each_other_and_a_swap_out_goes_between(device: str) -> None:
     path = build("overlapped", SHAPE, device)
-    spans = [path.host_pool.take(count) for count in (2, 3, 4)]
+    spans = [path.host_pool.allocate(count) for count in (2, 3, 4)]
     content = bits(path.host_pool.all_rows)
     first, second = path.into(spans[0], [0, 1]), path.into(spans[1], [2, 3, 4])
     leaving = bits(path.pool.rows[8:12])
@@ -126,7 +126,7 @@ def test_transfers_follow_each_other_and_a_swap_out_goes_between(device: str) ->
 def test_into_returns_before_its_transfer_is_done_and_close_waits() -> None:
     path, held = build("overlapped", SHAPE, "cpu"), threading.Event()
     path._worker.submit(held.wait)  # the one worker is busy, so what comes next cannot have moved
-    span = path.host_pool.take(2)
+    span = path.host_pool.allocate(2)
     wanted = bits(path.host_pool.rows(span))
     transfer = path.into(span, [5, 3])
     assert not transfer.done
@@ -151,7 +151,7 @@ class Broken(Overlapped):
 
 def test_an_error_of_the_worker_is_raised_by_wait() -> None:
     path = Broken(KVPool(SHAPE, 4), HostPool(SHAPE, 4, pinned=False))
-    transfer = path.into(path.host_pool.take(1), [0])
+    transfer = path.into(path.host_pool.allocate(1), [0])
     with pytest.raises(MemoryError, match="the worker fails"):
         transfer.wait()
     assert transfer.done
@@ -167,7 +167,7 @@ def test_rows_staged_on_a_device_are_the_same_rows(device: str, shape: KVShape) 
     scramble(pool.rows)
     staged = StagedRows(pool.rows, host.all_rows)
     for blocks in ([3], [7, 0, 11], [5, 4], [9, 8, 1, 2, 6]):
-        before, span = bits(pool.rows), host.take(len(blocks))
+        before, span = bits(pool.rows), host.allocate(len(blocks))
         staged.gather(blocks, span)()
         assert torch.equal(bits(host.rows(span)), before[blocks])
         scramble(host.rows(span))
@@ -178,7 +178,7 @@ def test_rows_staged_on_a_device_are_the_same_rows(device: str, shape: KVShape) 
 
 @every
 def test_works_in_inference_mode(path: SwapPath) -> None:
-    span = path.host_pool.take(3)
+    span = path.host_pool.allocate(3)
     wanted = bits(path.pool.rows[[6, 2, 4]])
     with torch.inference_mode():
         path.out([6, 2, 4], span)
@@ -188,8 +188,8 @@ def test_works_in_inference_mode(path: SwapPath) -> None:
 
 @every
 def test_what_cannot_be_moved_is_refused_and_moves_nothing(path: SwapPath) -> None:
-    span, returned = path.host_pool.take(3), path.host_pool.take(2)
-    path.host_pool.give(returned)
+    span, returned = path.host_pool.allocate(3), path.host_pool.allocate(2)
+    path.host_pool.release(returned)
     pool_was, host_was = bits(path.pool.rows), bits(path.host_pool.all_rows)
     cases = [
         ([1, 2], span, "2 blocks need a span of as many, not of 3"),

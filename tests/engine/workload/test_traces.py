@@ -122,7 +122,7 @@ def test_bailians_times_are_seconds_however_they_are_written(write, time, start)
     trace = load_trace(write("\n".join(map(json.dumps, shuffled))))
     assert (trace.format, trace.unit, trace.span_s) == ("Alibaba Bailian", "s", 60.0)
     assert [item.prompt_tokens for item in trace.items] == [50, 51, 52, 53]
-    assert trace.told() == "a trace of Alibaba Bailian, times in s: 4 requests over 60 s"
+    assert trace.description() == "a trace of Alibaba Bailian, times in s: 4 requests over 60 s"
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,7 @@ class Run:
             seen["some layers again"] += any(bool(course.redone) for course in courses)
             self.model.check(asked.prompt, said)
         seen["left"] += len(self.left)
-        seen["shared"] += self.engine.prefixes is not None and self.engine.prefixes.found_tokens > 0
+        seen["shared"] += self.engine.prefixes is not None and self.engine.prefixes.hit_tokens > 0
         return seen
 
 

@@ -37,7 +37,7 @@ def raises(right, policy, tokens, now_s):
 )
 def queue_without_order(right, scheduler):
     for request in sorted(scheduler.swapped, key=lambda request: request.order):
-        blocks = scheduler.pool.take(scheduler._missing(request, request.cached + 1), admission=True)
+        blocks = scheduler.pool.allocate(scheduler._missing(request, request.cached + 1), admission=True)
         if blocks is not None:
             request.blocks = blocks
             scheduler.preemptor.restore(request)

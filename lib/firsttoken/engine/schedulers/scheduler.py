@@ -110,14 +110,14 @@ class Scheduler(Queues, ABC):
         request = self.waiting[0]
         tokens = request.most_cached if reserve else len(request.tokens)
         shared = [] if request.number in self.pending else self._shared(request)
-        blocks = self.pool.take(self._missing(request, tokens) - len(shared), admission=True, shared=shared)
+        blocks = self.pool.allocate(self._missing(request, tokens) - len(shared), admission=True, shared=shared)
         if blocks is None:
             return None
         request.blocks = blocks
         if self.prefixes is not None:
             self.prefixes.admitted(request, len(shared))
         if request.number in self.pending:
-            self._await(request)
+            self._begin_prefix(request)
             return self.admit(reserve=reserve)
         self.move_to(request, Phase.RUNNING)
         return request
@@ -190,7 +190,7 @@ class Scheduler(Queues, ABC):
         for request in sorted(self.swapped, key=lambda request: request.order):
             if self.full >= self.config.requests:
                 return
-            blocks = self.pool.take(self._missing(request, request.cached + 1), admission=True)
+            blocks = self.pool.allocate(self._missing(request, request.cached + 1), admission=True)
             if blocks is not None:
                 request.blocks = blocks
                 if self.prefixes is not None:
@@ -243,7 +243,7 @@ class Scheduler(Queues, ABC):
     def end(self, request: Request) -> None:
         """End the request, wherever it stands; its blocks are free again."""
         try:
-            self._give_up_prefix(request)
+            self._close_prefix(request)
             self.preemptor.forget(request)
         finally:
             self._release(request)
@@ -257,7 +257,7 @@ class Scheduler(Queues, ABC):
         if action is Action.SWAP:
             self.move_to(victim, Phase.SWAPPED)
         else:
-            self._give_up_prefix(victim)
+            self._close_prefix(victim)
             self.requeue_first(victim)
 
     def move(self, request: Request, version: Version, layers: range) -> None:
@@ -272,7 +272,7 @@ class Scheduler(Queues, ABC):
         version.adopt(request)
         if not again:
             if self.prefixes is not None:
-                self.prefixes.part(request)
+                self.prefixes.stop_sharing(request)
             if request.phase is Phase.RESTORING and request.host is None:
                 self.move_to(request, Phase.RUNNING)
         else:
@@ -299,16 +299,16 @@ class Scheduler(Queues, ABC):
 
     # -- who has which blocks
 
-    def _await(self, request: Request) -> None:
+    def _begin_prefix(self, request: Request) -> None:
         """Begin to bring the prefix of ``request`` from elsewhere; nobody else may share what is computed upon it."""
         if self.prefixes is not None:
-            self.prefixes.part(request)
+            self.prefixes.stop_sharing(request)
         prefix = self.pending.pop(request.number)
         self.pending[request.number] = prefix  # behind those that began before
         prefix.begin()
         self.move_to(request, Phase.RESTORING)
 
-    def _give_up_prefix(self, request: Request) -> None:
+    def _close_prefix(self, request: Request) -> None:
         """Close the stored prefix of ``request``, of which nothing more is wanted."""
         if (prefix := self.pending.pop(request.number, None)) is not None:
             prefix.close()
@@ -316,13 +316,13 @@ class Scheduler(Queues, ABC):
     def _forget(self, request: Request) -> None:
         """Drop the cached keys and values of ``request``, and those that were to come; it computes them."""
         request.forget()
-        self._give_up_prefix(request)
+        self._close_prefix(request)
 
     def _grow(self, request: Request) -> bool:
         """Take the block that the next token of ``request`` may need; False when it had to give up its own."""
         if request.cached < len(request.blocks) * self.block_tokens:
             return True
-        while (blocks := self.pool.take(self._missing(request, request.cached + 1))) is None:
+        while (blocks := self.pool.allocate(self._missing(request, request.cached + 1))) is None:
             fixed = {chunk.request.number for chunk in self.planned}
             victim = self.victim([other for other in self.running if other.number not in fixed])
             self.preempt(victim)
@@ -342,5 +342,5 @@ class Scheduler(Queues, ABC):
         return max(0, -(-tokens // self.block_tokens) - len(request.blocks))
 
     def _release(self, request: Request) -> None:
-        self.pool.give(request.blocks)
+        self.pool.release(request.blocks)
         request.blocks = []

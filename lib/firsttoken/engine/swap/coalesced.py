@@ -140,11 +140,11 @@ class Overlapped(Coalesced):
 
     def out(self, blocks: Sequence[int], span: Span) -> CopyTimes:
         # On a GPU both directions share one buffer, so a swap-out has to queue behind the swap-ins that are under way.
-        with self._beside():
+        with self._on_side_stream():
             return super().out(blocks, span)
 
     def into(self, span: Span, blocks: Sequence[int]) -> Movement:
-        with self._beside():
+        with self._on_side_stream():
             job = self._job(self._plan_into, blocks, span)
             if self.pool.device.type == "cuda":
                 return OnStream(job, self.pool.device)
@@ -158,7 +158,7 @@ class Overlapped(Coalesced):
             self._worker.shutdown()
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
+    def _on_side_stream(self) -> Iterator[None]:
         """Queue the block's work on the side stream of a GPU, after what the current stream holds."""
         if self.pool.device.type == "cuda":
             self._side.wait_stream(torch.cuda.current_stream(self.pool.device))

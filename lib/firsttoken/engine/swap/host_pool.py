@@ -42,7 +42,7 @@ class HostAllocator:
         """Rows of the largest span that can be taken now."""
         return max((hole.blocks for hole in self._holes), default=0)
 
-    def take(self, blocks: int) -> Span | None:
+    def allocate(self, blocks: int) -> Span | None:
         """The first span of ``blocks`` rows that is free, or None. Raises RequestError for less than one."""
         if blocks < 1:
             raise RequestError(f"host pool: a span has at least 1 block, not {blocks}")
@@ -55,7 +55,7 @@ class HostAllocator:
                 return span
         return None
 
-    def give(self, span: Span) -> None:
+    def release(self, span: Span) -> None:
         """Give ``span`` back, once nothing moves from or to it. Raises RequestError for one that nobody has."""
         self.require(span)
         self._taken.remove(span)

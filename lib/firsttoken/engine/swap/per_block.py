@@ -29,21 +29,21 @@ class PerBlock(SwapPath):
 
     def __init__(self, pool: KVPool, host_pool: HostPool) -> None:
         super().__init__(pool, host_pool)
-        self._there = _pieces(pool.rows)
-        self._here = _pieces(host_pool.all_rows)
+        self._device_views = _pieces(pool.rows)
+        self._host_views = _pieces(host_pool.all_rows)
 
     def _plan_out(self, blocks: Sequence[int], span: Span) -> tuple[int, Move]:
-        host_views, device_views = self._lists(blocks, span)
+        host_views, device_views = self._views(blocks, span)
         return len(device_views), lambda: _copy_each(device_views, host_views)
 
     def _plan_into(self, blocks: Sequence[int], span: Span) -> tuple[int, Move]:
-        host_views, device_views = self._lists(blocks, span)
+        host_views, device_views = self._views(blocks, span)
         return len(host_views), lambda: _copy_each(host_views, device_views)
 
-    def _lists(self, blocks: Sequence[int], span: Span) -> tuple[Pieces, Pieces]:
+    def _views(self, blocks: Sequence[int], span: Span) -> tuple[Pieces, Pieces]:
         """The pieces of ``blocks`` in the pool, and those of ``span`` on the host, in one order."""
-        device_views = chain.from_iterable(self._there[block] for block in blocks)
-        return list(device_views), list(chain.from_iterable(self._here[span.start : span.end]))
+        device_views = chain.from_iterable(self._device_views[block] for block in blocks)
+        return list(device_views), list(chain.from_iterable(self._host_views[span.start : span.end]))
 
 
 def _pieces(rows: torch.Tensor) -> list[Pieces]:

@@ -83,10 +83,10 @@ class StagedServer(LoadingServer):
         self._status_written.clear()
         server = self._run(self._live, self._client_error, self._note_recovery)
         self._loader.finish(load)
-        server.between(self._gates.close)  # the gates go while no step passes them
+        server.call(self._gates.close)  # the gates go while no step passes them
         self._compare(self._first)
         server.versions = self._variants()
-        self._loader.meta_model.between = server.between
+        self._loader.meta_model.between = server.call
         return True
 
     def _load_first(self) -> StageLoad:
@@ -127,7 +127,7 @@ class StagedServer(LoadingServer):
         self._last = self._view(view)
         self._last.use_fused(self._fused)
         self._compare(stage)
-        self._server.soon(partial(self._switch_to, self._last, self._variants()))
+        self._server.call_soon(partial(self._switch_to, self._last, self._variants()))
         return True
 
     def _complete(self, served: ModelVersion) -> None:
@@ -137,7 +137,7 @@ class StagedServer(LoadingServer):
 
     def _compare(self, stage: int) -> None:
         with permanent_faults():
-            self._last.compare(self._live, self._server.between, self._loader.folder, stage == self._stages)
+            self._last.compare(self._live, self._server.call, self._loader.folder, stage == self._stages)
 
     def _fuse_beside(self) -> None:
         """Fuse the layers that serve, where no later stage refines them and there is memory for them twice."""

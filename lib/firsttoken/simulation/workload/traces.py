@@ -42,7 +42,7 @@ class RequestTrace:
         """Seconds from the first request to the last."""
         return self.items[-1].arrival_s
 
-    def told(self) -> str:
+    def description(self) -> str:
         """Describe what was read on one line: the format, the unit of its times, how many requests, over how long."""
         times = "clock times" if self.unit == "clock" else f"times in {self.unit}"
         omitted = f" ({self.dropped} without a prompt or an answer left out)" if self.dropped else ""
@@ -74,7 +74,6 @@ class _Format:
 
 
 def _number(value: Any) -> float:
-    """A number as a trace writes it."""
     if isinstance(value, bool):
         raise ValueError
     number = plain_number(value) if isinstance(value, str) else float(value)
@@ -84,7 +83,6 @@ def _number(value: Any) -> float:
 
 
 def _since(value: Any) -> float:
-    """A time since a service began."""
     if (number := _number(value)) < 0:
         raise ValueError
     return number
@@ -204,7 +202,6 @@ def _json_rows(requests: Iterator[tuple[str, dict[str, Any]]]) -> tuple[_Format,
 
 
 def _json_objects(lines: Lines) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The request on each line."""
     for number, line in lines:
         try:
             row = parse_json(line)
@@ -221,7 +218,6 @@ def _is_list(path: Path) -> bool:
 
 
 def _json_list(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The requests of a file that is one JSON list."""
     rows = read_json(path)
     if not rows:
         raise Damaged("it is an empty list")
