@@ -70,22 +70,6 @@ def test_a_work_says_what_it_does(prompt, computed, cached, length, tokens, expe
 # -- chunked prefills
 
 
-def test_the_last_token_of_a_prompt_is_no_decode(lab, in_pieces) -> None:
-    """A prompt of 33 tokens in pieces of 8: the last piece is one token, and all of them teach one prefill of 33."""
-    policy = Listening(lambda tokens: Action.RECOMPUTE)
-    run = lab.simulated(60, scheduler=in_pieces(8), policy=policy)
-    run.submit([0] * 33, Sampling(4))
-    run.finish()
-    assert [(step.prefills, step.contexts) for step in run.trace.steps] == [
-        *((((start, min(8, 33 - start)),), ()) for start in range(0, 33, 8)),
-        *(((), (context,)) for context in (33, 34, 35)),
-    ]
-    ((action, tokens, seconds, _),) = (tuple(vars(seen).values()) for seen in policy.seen)
-    assert (action, tokens) == (Action.RECOMPUTE, 33)
-    assert seconds == pytest.approx(sum(step.seconds for step in run.trace.steps if step.prefills))
-    assert run.engine.token_counts == {PREFILL: 33, DECODE: 3}
-
-
 def test_prompts_in_pieces_are_taught_whole(lab, in_pieces) -> None:
     """What was taught before: prompts of 33 and 41 tokens as recomputes of 6 and 5, and recoveries never closed."""
     policy = Listening(lambda tokens: Action.RECOMPUTE)

@@ -10,7 +10,6 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from chunked import Chunked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, FalconConfig, Gemma2Config, MistralConfig, Qwen2Config
@@ -111,15 +110,6 @@ def test_one_may_be_cancelled_wherever_it_stands(lab, llama, find) -> None:
     run.all_back()
 
 
-def test_the_recomputed_may_be_cancelled_while_they_wait(lab, llama) -> None:
-    run = crowd(lab, llama, preemption="recompute", host_blocks=0)
-    request = standing(Phase.WAITING)(run)
-    assert request.computed > request.cached == 0
-    run.engine.cancel(request)
-    check_others(run, llama, {request.number})
-    assert all(recovery.request != request.number for recovery in run.trace.recoveries)
-
-
 @pytest.mark.parametrize("policy", ["swap", "recompute"])
 def test_any_may_be_cancelled_at_any_time(lab, llama, policy: str) -> None:
     @settings(settings.get_profile("live"), max_examples=25)
@@ -139,15 +129,6 @@ def test_any_may_be_cancelled_at_any_time(lab, llama, policy: str) -> None:
         check_others(run, llama, gone)
 
     check()
-
-
-def test_when_all_are_cancelled_nothing_is_left_to_do(lab, llama) -> None:
-    run = crowd(lab, llama)
-    run.until(lambda: run.engine.scheduler.swapped)
-    for request in run.requests:
-        run.engine.cancel(request)
-    assert not run.engine.busy and run.engine.step() == []
-    run.all_back()
 
 
 class BrokenLink(SlowLink):
@@ -198,6 +179,7 @@ def test_a_request_whose_way_back_failed_can_still_be_cancelled(lab, llama) -> N
         ([1], {"temperature": -0.1}, r"temperature must be 0 \(greedy\) or a positive number, not -0.1"),
         ([1], {"temperature": float("inf")}, "or a positive number, not inf"),
         ([1], {"temperature": float("nan")}, "or a positive number, not nan"),
+        ([1], {"temperature": 10**400}, "or a positive number, not 1000"),
         ([1], {"top_p": 0.0}, "top_p must be above 0 and at most 1, not 0.0"),
         ([1], {"top_p": 1.01}, "top_p must be above 0 and at most 1, not 1.01"),
         ([1], {"top_p": float("nan")}, "top_p must be above 0 and at most 1, not nan"),
@@ -256,14 +238,8 @@ def test_a_configuration_that_cannot_be_is_refused(lab, config: dict, message: s
     assert fnmatchcase(str(told.value), f"*{message}*")
 
 
-def test_a_pool_that_cannot_be_is_refused(lab, llama) -> None:
+def test_a_pool_that_cannot_be_leaves_the_model_as_it_was(lab, llama) -> None:
     lab.close()
-    with pytest.raises(ProfileError, match=r"no swap path 'coalesce'; known: .*did you mean 'coalesced'"):
-        LiveExecutor(llama.model, 10, host_blocks=5, swap="coalesce")
-    with pytest.raises(RequestError, match="at least 1 block, not 0"):
-        LiveExecutor(llama.model, 0)
-    with pytest.raises(RequestError, match="block_tokens must be at least 1, not 0"):
-        LiveExecutor(llama.model, 10, block_tokens=0)
     with pytest.raises(RequestError, match="host pool: it needs room for at least 1 block"):
         LiveExecutor(llama.model, 10, host_blocks=-1)
     assert llama.model.config._attn_implementation == "sdpa"
@@ -345,18 +321,6 @@ def test_the_threshold_divides_by_cached_tokens(lab, llama, threshold: int) -> N
         # what is recomputed counts the token that was not cached yet
         swapped, cached = recovery.action is Action.SWAP, recovery.tokens - (recovery.action is Action.RECOMPUTE)
         assert swapped == (cached <= threshold)
-
-
-def test_prompts_in_pieces_and_the_eviction_of_half_a_prompt(lab, llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SCHEDULERS, "chunked", Chunked)
-    reasons, kinds = set(), set()
-    for blocks in (17, 18, 26, 200):
-        run = crowd(lab, llama, blocks, scheduler="chunked", swap="coalesced")
-        check_others(run, llama, set())
-        reasons |= {(recovery.action, recovery.reason) for recovery in run.trace.recoveries}
-        kinds |= {(bool(cached), bool(step.contexts)) for step in run.trace.steps for cached, _ in step.prefills}
-    assert kinds == {(False, False), (False, True), (True, False), (True, True)}
-    assert (Action.RECOMPUTE, "partial prefill") in reasons
 
 
 def test_serve_keeps_the_order_it_was_given() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,6 @@ from firsttoken.study.errors import RequestError
 
 SHARES = torch.tensor([0.02, 0.4, 0.05, 0.3, 0.13, 0.1])
 LOGITS = SHARES.log() + 3.0
-DRAWS = 3000
 
 
 def waiting(sampling: Sampling, number: int = 0) -> ScheduledChunk:
@@ -23,58 +21,11 @@ def waiting(sampling: Sampling, number: int = 0) -> ScheduledChunk:
     return Request(number, [0], sampling, 0.0).chunk()
 
 
-def draws(**sampling) -> Counter:
-    """How often each token comes, one draw for each of ``DRAWS`` seeds."""
-    chunks = [waiting(Sampling(seed=seed, **sampling)) for seed in range(DRAWS)]
-    return Counter(next_tokens(LOGITS.expand(DRAWS, -1), chunks))
-
-
-def check_frequencies(seen: Counter, shares: torch.Tensor) -> None:
-    """Each within five standard deviations; what has no share never comes."""
-    for token, share in enumerate(shares.tolist()):
-        assert abs(seen[token] - DRAWS * share) <= 5 * (DRAWS * share * (1 - share)) ** 0.5
-
-
 def test_greedy_is_the_largest() -> None:
     logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
     chunks = [waiting(Sampling()) for _ in range(50)]
     assert next_tokens(logits, chunks) == logits.argmax(-1).tolist()
     assert next_tokens(logits.bfloat16(), chunks) == logits.bfloat16().argmax(-1).tolist()
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_frequencies_are_those_of_the_tempered_softmax(temperature: float) -> None:
-    check_frequencies(draws(temperature=temperature), (LOGITS / temperature).softmax(-1))
-
-
-@pytest.mark.parametrize(
-    ("top_p", "kept"),
-    [
-        (0.01, [1]),
-        (0.39, [1]),
-        (0.41, [1, 3]),
-        (0.69, [1, 3]),
-        (0.75, [1, 3, 4]),
-        (0.95, [1, 3, 4, 5, 2]),
-        (1.0, [0, 1, 2, 3, 4, 5]),
-    ],
-)
-def test_the_nucleus_is_the_fewest_that_make_up_the_share(top_p: float, kept: list[int]) -> None:
-    shares = torch.zeros(6)
-    shares[kept] = SHARES[kept]
-    check_frequencies(draws(temperature=1.0, top_p=top_p), shares / shares.sum())
-
-
-def test_the_nucleus_is_that_of_the_tempered_shares() -> None:
-    """At 0.25 the likeliest has 0.75 of the whole, at 1 it has 0.4."""
-    assert set(draws(temperature=0.25, top_p=0.69)) == {1}
-    assert set(draws(temperature=1.0, top_p=0.69)) == {1, 3}
-
-
-@pytest.mark.parametrize("temperature", [1e-2, 1e-40, 5e-324])
-def test_next_to_no_temperature_is_greedy(temperature: float) -> None:
-    """The smallest that a float can be must not make numbers of which none can be drawn."""
-    assert set(draws(temperature=temperature)) == {1}
 
 
 def test_each_draw_moves_on_and_a_seed_repeats_them_all() -> None:
@@ -175,24 +126,6 @@ def test_greedy_penalties_are_those_of_transformers(lab, llama, share: bool) -> 
         outputs.append(run.finish()[-1])
     lab.close()
     assert outputs == [generated(llama.model, one.prompt, 24, **asked).tokens] * 2 != [list(one.answer)] * 2
-
-
-def test_other_seeds_say_something_else(lab, llama) -> None:
-    run = lab.live(llama.model, 500)
-    for seed in range(6):
-        run.submit(llama.known[-1].prompt, Sampling(24, temperature=1.0, seed=seed))
-    outputs = run.finish()
-    assert len({tuple(output) for output in outputs}) == 6
-
-
-def test_a_token_that_was_drawn_can_end_a_request(lab, llama, alone) -> None:
-    sampling, stop = SAMPLED[0], alone[0][5]
-    run = lab.live(llama.model, 50)
-    run.submit(
-        llama.known[-5].prompt,
-        Sampling(24, temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed, stop=(stop,)),
-    )
-    assert run.finish() == [alone[0][: alone[0].index(stop) + 1]]
 
 
 # -- how likely it was

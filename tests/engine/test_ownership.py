@@ -4,15 +4,11 @@ write."""
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import pytest
 from owned import BrokenStep, Failing, Guard, Ordeal, Prefixes
 
 from firsttoken.engine.request import Sampling
-
-if TYPE_CHECKING:
-    pass
 
 ANSWER = 24
 

@@ -62,12 +62,8 @@ def watch_writes(run) -> None:
 def test_sixteen_with_one_prompt_prefill_it_once(lab, llama, scheduler: str, together: bool) -> None:
     """But for the last token of each, without which there is nothing to say; the prompt's 33 tokens fill 8 blocks."""
     one = next(one for one in llama.known if len(one.prompt) == 33)
-    runs = [
-        lab.live(llama.model, 200, scheduler=scheduler, **SHARED),
-        lab.simulated(200, scheduler=scheduler, **SHARED),
-    ]
-    lab.close()
-    for run in (lab.live(llama.model, 200, scheduler=scheduler, **SHARED), runs[1]):
+    live = lab.live(llama.model, 200, scheduler=scheduler, **SHARED)
+    for run in (live, lab.simulated(200, scheduler=scheduler, **SHARED)):
         for _ in range(16):
             run.submit(one.prompt, Sampling(6), 0.0)
             if not together:
@@ -75,16 +71,8 @@ def test_sixteen_with_one_prompt_prefill_it_once(lab, llama, scheduler: str, tog
         outputs = run.finish()
         assert prefilled(run) == 33 + 15 and run.engine.prefixes.hit_tokens == 15 * 32
         assert run.engine.prefixes.query_tokens == 16 * 33
-        if run is not runs[1]:
+        if run is live:
             assert outputs == [list(one.answer[:6])] * 16
-
-
-def test_without_it_everybody_prefills(lab) -> None:
-    run = lab.simulated(200)
-    for _ in range(16):
-        run.submit([0] * 33, Sampling(6), 0.0)
-    run.finish()
-    assert prefilled(run) == 16 * 33 and run.engine.prefixes is None
 
 
 @pytest.mark.parametrize(("length", "found"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8)])

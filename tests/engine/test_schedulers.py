@@ -56,17 +56,11 @@ def test_prefill_first_lets_decodes_wait_and_never_mixes(lab) -> None:
         ((1,) * 12, [(1,) * 10, (1, 1)]),
     ],
 )
-@pytest.mark.parametrize("scheduler", ["prefill_first", "iteration_level"])
+@pytest.mark.parametrize("scheduler", ["prefill_first", "iteration_level", "request_level"])
 def test_the_prefill_budget(lab, scheduler: str, prompts: tuple[int, ...], expected: list) -> None:
     run = lab.simulated(50, scheduler=scheduler, prefill_tokens=10).offer(*((n, 5, 0.0) for n in prompts))
     run.finish()
     assert [new for new, _ in steps(run) if new] == expected
-
-
-def test_the_budget_bounds_a_closed_batch_too(lab) -> None:
-    run = lab.simulated(50, scheduler="request_level", prefill_tokens=10).offer(*((n, 2, 0.0) for n in (6, 4, 3)))
-    run.finish()
-    assert [new for new, _ in steps(run) if new] == [(6, 4), (3,)]
 
 
 @pytest.mark.parametrize("scheduler", sorted(SCHEDULERS))
@@ -185,25 +179,6 @@ def test_the_swapped_overtake_each_other_where_they_may(lab, overtake: bool, exp
     assert gone[:2] == [2, 1] and back[:2] == expected
 
 
-def test_last_come_first_preempted_and_first_come_first_restored(lab) -> None:
-    run = lab.simulated(6, host_blocks=50, preemption="swap").offer(*[(8, 12, 0.0)] * 3)
-    gone, back = goings(run)
-    assert gone[:2] == [2, 1] and back[:2] == [1, 2]
-    ends = [request.times_s[-1] for request in run.requests]
-    assert ends == sorted(ends)
-
-
-def test_the_swapped_come_back_before_the_new(lab) -> None:
-    """The third would fit as soon as it arrives; it waits for the second, which was swapped out."""
-    run = lab.simulated(5, host_blocks=50, preemption="swap").offer((8, 10, 0.0), (8, 10, 0.0), (4, 2, 7.0))
-    run.until(lambda: run.requests[1].phase is Phase.SWAPPED)
-    run.until(lambda: run.engine.executor.now() > 8)
-    _, second, third = run.requests
-    assert second.phase is Phase.SWAPPED and third.phase is Phase.WAITING and run.engine.pool.free >= 1
-    run.finish()
-    assert third.times_s[0] > min(at_s for at_s in second.times_s if at_s > 8)
-
-
 def test_the_recomputed_go_before_those_who_never_ran(lab) -> None:
     """One block is free while the second waits for three; the third, which needs one, does not overtake it."""
     run = lab.simulated(4, preemption="recompute").offer((8, 9, 0.0), (8, 9, 0.0), (4, 5, 0.0))
@@ -225,17 +200,3 @@ def test_a_step_that_had_to_preempt_restores_nobody(lab) -> None:
         if sum(request.preemptions for request in run.requests) > preempted:
             assert away <= set(run.engine.scheduler.swapped)
     assert run.trace.recoveries
-
-
-def test_admission_leaves_the_watermark_and_decodes_take_it(lab) -> None:
-    """8 blocks, of which 2 stay free for the answers of those who run."""
-    run = lab.simulated(8, watermark=0.25).offer((16, 9, 0.0), (12, 2, 0.0))
-    run.step()
-    assert steps(run) == [((16,), ())] and run.engine.pool.free == 4
-    run.finish()
-    assert not run.trace.recoveries
-    run = lab.simulated(8, watermark=0.25).offer((12, 9, 0.0), (12, 9, 0.0))
-    run.step()
-    assert steps(run) == [((12, 12), ())] and run.engine.pool.free == 2
-    run.step()
-    assert run.engine.pool.free == 0 and not any(request.preemptions for request in run.requests)

@@ -65,7 +65,7 @@ class Hall:
         for queued, what in enumerate(asked, start=1):
             answers.append(start(what))
             deadline = time.monotonic() + TIMEOUT_S
-            while self._server._wishes.qsize() < queued:
+            while self._server._calls.qsize() < queued:
                 assert time.monotonic() < deadline
         assert not any(answer.done() for answer in answers)
         self.executor.go.release()

@@ -82,31 +82,6 @@ def test_gemma_3_that_sees_what_comes_later_is_refused(gemma3) -> None:
         LiveExecutor(other, 10)
 
 
-def test_a_decode_beside_a_partial_and_a_whole_prefill(bench, llama) -> None:
-    one = bench(llama.model)
-    decoding, halfway, new = one.request(13), one.request(30), one.request(9)
-    one.execute([(halfway, 11), (decoding, 13)])
-    one.grow(decoding)
-    got, wanted = one.execute([(new, 9), (halfway, 7), (decoding, 1)])
-    torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=0)
-    one_token, half_of_two = one.request(1), one.request(2)
-    got, wanted = one.execute([(halfway, 11), (one_token, 1), (half_of_two, 1)])
-    torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=0)
-    assert (halfway.remaining, one_token.remaining, half_of_two.remaining) == (1, 0, 1)
-
-
-def test_what_lies_in_the_pool_does_not_show(bench, llama) -> None:
-    """Blocks are not wiped between owners, and the last one of a request is rarely full."""
-    one = bench(llama.model)
-    one.executor.pool.rows.normal_(0, 100.0)
-    asked = [one.request(length) for length in (1, 6, 17)]
-    for _ in range(3):
-        got, wanted = one.execute([(request, request.remaining) for request in asked])
-        torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=0)
-        for request in asked:
-            one.grow(request)
-
-
 def test_keys_and_values_lie_where_the_pool_says(bench, qwen2) -> None:
     """[blocks, layers, 2, block_tokens, kv_heads, head_dim], as the swap paths read it; nothing else is touched."""
     one = bench(qwen2.model)
