@@ -37,9 +37,9 @@ def test_the_product_is_the_stored_weights_within_half_a_step(
     x = torch.randn(rows, inner) * 2
     if outliers:
         x[:, 0] = 300.0  # without the split it would be the scale of its token, and drown the others
-    exact = x @ layer.stored().t() + layer.bias
+    exact = x @ layer.dequantized().t() + layer.bias
     step = x.masked_fill(x.abs() >= THRESHOLD, 0).abs().amax(1, keepdim=True) / 127
-    bound = 0.5 * step * layer.stored().abs().sum(1) * (1 + 1e-4) + 1e-4 * exact.abs() + 1e-5
+    bound = 0.5 * step * layer.dequantized().abs().sum(1) * (1 + 1e-4) + 1e-4 * exact.abs() + 1e-5
     assert ((layer(x) - exact).abs() <= bound).all()
 
 
@@ -71,7 +71,7 @@ def test_torch_is_asked_whether_it_adds_up(monkeypatch) -> None:
 
 def test_the_stored_weight_is_off_by_half_a_step_at_most() -> None:
     before = linear(64, 48)
-    stored = Linear8.of(before).stored()
+    stored = Linear8.of(before).dequantized()
     assert ((stored - before.weight).abs() <= before.weight.abs().amax(1, keepdim=True) / 254 * (1 + 1e-5)).all()
 
 
@@ -89,8 +89,8 @@ def test_inputs_that_are_kept_cost_no_more_than_their_dtype(
     """Within four roundings of the dtype, of the sum of all magnitudes: few rows and many, odd widths and not."""
     layer = Linear8.of(linear(inner, outer, seed, bias=True), UNROUNDED)
     x = (torch.randn(rows, inner) * 100).to(dtype)
-    exact = x.float() @ layer.stored().t() + layer.bias
-    bound = 4 * torch.finfo(dtype).eps * (x.float().abs() @ layer.stored().abs().t() + layer.bias.abs())
+    exact = x.float() @ layer.dequantized().t() + layer.bias
+    bound = 4 * torch.finfo(dtype).eps * (x.float().abs() @ layer.dequantized().abs().t() + layer.bias.abs())
     result = layer(x)
     assert result.shape == (rows, outer)
     assert ((result.float() - exact).abs() <= bound + 1e-6).all()
@@ -123,9 +123,9 @@ def test_a_token_becomes_the_same_alone_and_beside_outliers() -> None:
 
 def test_gradients_are_those_of_the_stored_weight() -> None:
     layer, x = Linear8.of(linear(32, 16, bias=True)), torch.randn(2, 3, 32, requires_grad=True)
-    (expected,) = torch.autograd.grad((x @ layer.stored().t()).square().sum(), x)
+    (expected,) = torch.autograd.grad((x @ layer.dequantized().t()).square().sum(), x)
     output = layer(x)
-    (given_back,) = torch.autograd.grad(output, x, 2 * (x @ layer.stored().t()).detach())
+    (given_back,) = torch.autograd.grad(output, x, 2 * (x @ layer.dequantized().t()).detach())
     assert torch.allclose(given_back, expected, atol=1e-4)
     assert not list(layer.parameters()), "servers train nothing"
 

@@ -14,7 +14,7 @@ from firsttoken.engine.async_engine import AsyncEngine, Stream
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Request, Sampling, ScheduledChunk
 from firsttoken.engine.swap.block_copier import CopyTimes, Movement
-from firsttoken.study.errors import BusyError, EngineError, RequestError
+from firsttoken.study.errors import EngineError, RequestError
 
 TIMEOUT_S = 120.0  # s; nothing here takes one of them
 ANSWER = Sampling(24)
@@ -44,9 +44,9 @@ class Hall:
     def __init__(self, lab) -> None:
         self._lab = lab
 
-    def serve(self, model, blocks: int = 26, most: int = 256, **options) -> AsyncEngine:
+    def serve(self, model, blocks: int = 26, **options) -> AsyncEngine:
         self._run = self._lab.live(model, blocks, **({"host_blocks": 200, "preemption": "swap"} | options))
-        self._server = AsyncEngine(self._run.engine, most)
+        self._server = AsyncEngine(self._run.engine)
         return self._server
 
     @property
@@ -229,45 +229,6 @@ def test_a_submission_waits_for_one_step_at_most(hall, llama) -> None:
     hall.executor.open()
     assert [read(stream) for stream in streams] == [list(one.answer[:20]) for one in known]
     assert read(first) == list(llama.known[-1].answer[:20])
-
-
-def test_steps_go_on_while_clients_are_turned_away(hall, llama) -> None:
-    server = hall.serve(llama.model, 200, most=1)
-    stream = server.submit(llama.known[-1].prompt, Sampling(200))
-    over = threading.Event()
-
-    def insist() -> int:
-        refused = 0
-        while not over.is_set():
-            try:
-                server.submit([1], Sampling(1))
-            except BusyError:
-                refused += 1
-        return refused
-
-    clients = [start(insist) for _ in range(4)]
-    assert read(stream)[:24] == list(llama.known[-1].answer)
-    over.set()
-    assert sum(client.result(TIMEOUT_S) for client in clients) > 0
-
-
-def test_a_full_server_is_busy_until_somebody_goes(hall, llama) -> None:
-    server = hall.serve(llama.model, 200, most=2, kind=Gated)
-
-    def ask(number: int) -> Callable[[], Stream]:
-        return lambda: server.submit(llama.known[number].prompt, Sampling(3))
-
-    streams = [ask(0)()]
-    second, third = hall.during_a_step(ask(1), ask(2))
-    streams.append(second.result(TIMEOUT_S))
-    with pytest.raises(BusyError, match="2 requests are open; ask again later"):
-        third.result(TIMEOUT_S)
-    (going,) = hall.during_a_step(streams[0].close)
-    going.result(TIMEOUT_S)
-    (late,) = hall.during_a_step(ask(2))
-    streams.append(late.result(TIMEOUT_S))
-    hall.executor.open()
-    assert [read(stream) for stream in streams[1:]] == [list(one.answer[:3]) for one in llama.known[1:3]]
 
 
 @pytest.mark.parametrize(

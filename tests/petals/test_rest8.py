@@ -42,7 +42,7 @@ def stored(tiny: PreTrainedModel) -> PreTrainedModel:
     model = copy.deepcopy(tiny)
     for layer in layers_of(model):
         for linear in (one for one in layer.modules() if type(one) is nn.Linear):
-            linear.weight.copy_(Linear8.of(linear, UNROUNDED).stored())
+            linear.weight.copy_(Linear8.of(linear, UNROUNDED).dequantized())
     return model
 
 

@@ -231,9 +231,9 @@ def test_the_least_that_a_server_of_the_chain_has_is_what_all_begin_with(tiny, h
     answer(model, one.prompt, 4)
     idle(ups)
     slots = ups[1].sessions.slots
-    kept = list(slots.pool._kept)  # the end of a beginning is the first to go
+    kept = list(slots.pool._evictable)  # the end of a beginning is the first to go
     for block in kept[:4]:
-        del slots.pool._kept[block], slots.pool._found[slots.pool._keys.pop(block)]
+        del slots.pool._evictable[block], slots.pool._blocks[slots.pool._keys.pop(block)]
         slots.pool._blank.append(block)
     assert answer(model, one.prompt, 4) == one.plain.tokens
     assert model.chain.shared_tokens == 96 - 64 and not model.chain.faults

@@ -60,11 +60,6 @@ def test_one_client_waits_for_a_step_a_token():
     assert row["tpot_steps"] == row["tpot_rows"] == pytest.approx(1)
 
 
-def test_swaps_are_the_inner_costs():
-    costs = CountedSteps(Steps())
-    assert costs.swap_out_s(3) == costs.swap_in_s(3) == 0.5
-
-
 def rows_with(host_ms, names=("a", "b")):
     """Rows of servers that take ``host_ms`` (step, row) by model, beside what the operators say."""
     draw = np.random.default_rng(0)

@@ -59,7 +59,7 @@ class Guard:
         """Assert that nobody has written to what nobody has, and that the books are right."""
         self._pool.check()
         assert self._rows[self._pool._blank].isnan().all(), "a block that nobody has was written to"
-        for block in self._pool._kept:
+        for block in self._pool._evictable:
             assert self._kept[block].equal(self._rows[block]), "a block that is kept to be shared was written to"
         if self._arena is not None:
             self._arena.check()
@@ -67,7 +67,7 @@ class Guard:
                 assert self._arena.all_rows[hole.start : hole.end].isnan().all(), "a host row of nobody was written to"
 
     def _taken(self, wanted: int, **options: Any) -> list[int] | None:
-        blank, kept = set(self._pool._blank), set(self._pool._kept)
+        blank, kept = set(self._pool._blank), set(self._pool._evictable)
         taken = self._take(wanted, **options)
         shared = set(options.get("shared", ()))
         for block in taken or ():
@@ -82,7 +82,7 @@ class Guard:
     def _given(self, blocks: Sequence[int]) -> None:
         self._give(blocks)
         for block in blocks:
-            if block in self._pool._kept:
+            if block in self._pool._evictable:
                 self._kept[block] = self._rows[block].clone()
             elif not self._pool.owners(block):
                 self._rows[block] = NOTHING
@@ -342,7 +342,7 @@ class Ordeal:
         self.guard.check()
         self.run.audit()
         open_ = {request.number for request in self.run.requests if not request.finished}
-        kept = self.engine.executor.version.hidden_cache._kept
+        kept = self.engine.executor.version.hidden_cache._entries
         assert kept.keys() <= open_, "hidden states are kept of a request that is over"
 
 

@@ -34,7 +34,7 @@ class EngineStats:
 
 
 class AsyncEngine:
-    """Steps ``engine`` in a thread of its own while requests are open, at most ``most`` at once. A context manager.
+    """Steps ``engine`` in a thread of its own while requests are open. A context manager.
 
     Only that thread touches the engine. What others ask for is done between two steps, so a submission waits for one.
     ``failed`` turns what a step raises into what open clients are told; it may wait. ``sources``, once set, says what
@@ -45,12 +45,10 @@ class AsyncEngine:
     def __init__(
         self,
         engine: Engine,
-        most: int = 256,
         failed: Callable[[Exception], Exception] = step_failure,
         versions: Mapping[str, Version] = MappingProxyType({}),
     ) -> None:
         self._engine, self._first = engine, engine.executor.version
-        self._most = most
         self._failed = failed
         self.versions = versions
         self._streams: dict[int, Stream] = {}
@@ -62,7 +60,7 @@ class AsyncEngine:
         self._thread.start()
 
     def submit(self, prompt: Sequence[int], sampling: Sampling = GREEDY) -> Stream:
-        """Begin a request. Raises RequestError for one that can never run, BusyError when too many are open."""
+        """Begin a request. Raises RequestError for one that can never run."""
         stream = Stream(self.leave)
         self.call(lambda: self._accept(stream, (prompt, sampling, False, "", None)))
         return stream
@@ -167,8 +165,6 @@ class AsyncEngine:
 
     def _accept(self, stream: Stream, submission: Submission) -> None:
         prompt, sampling, moves, variant, source = submission
-        if len(self._streams) >= self._most:
-            raise BusyError(f"{self._most} requests are open; ask again later")
         if variant and variant not in self.versions:
             raise BusyError(f"{variant} answers once the whole model is here; ask again later")
         # chances of a prompt are of tokens that are computed

@@ -68,7 +68,7 @@ class Attend(ABC):
         return self.attend(layer, query, key, value, scaling, **windowed)
 
     def read_by_kernels(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """The block tables, the works and the contexts of all ``tokens`` of the step, as ``Kernels.attend`` takes them;
+        """The block tables, chunks and contexts of all ``tokens`` of the step, as ``Kernels.attend`` takes them;
         None where something else reads some of them."""
         return None
 

@@ -28,14 +28,14 @@ class BlockPool:
         self.watermark = watermark
         self._owners = [0] * count
         self._blank = list(range(count - 1, -1, -1))  # nobody's, without a key; the last in is the first out
-        self._kept: OrderedDict[int, None] = OrderedDict()  # nobody's, with a key; the first in is the first out
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # nobody's, with a key; the first in is the first out
         self._keys: dict[int, bytes] = {}
-        self._found: dict[bytes, int] = {}
+        self._blocks: dict[bytes, int] = {}
 
     @property
     def free(self) -> int:
         """The number of blocks without an owner."""
-        return len(self._blank) + len(self._kept)
+        return len(self._blank) + len(self._evictable)
 
     def owners(self, block: int) -> int:
         """The number of owners of ``block``."""
@@ -52,7 +52,7 @@ class BlockPool:
         # Shared blocks that nobody has leave the queue before any block is evicted from it: an eviction could otherwise
         # forget what one of them holds and hand it out a second time.
         for block in idle:
-            del self._kept[block]
+            del self._evictable[block]
         blank = self._blank[: -wanted - 1 : -1]
         del self._blank[len(self._blank) - len(blank) :]
         taken = [*shared, *blank, *(self._evict() for _ in range(wanted - len(blank)))]
@@ -68,15 +68,15 @@ class BlockPool:
             self._owners[block] -= 1
             if not self._owners[block]:
                 if block in self._keys:
-                    self._kept[block] = None
+                    self._evictable[block] = None
                 else:
                     self._blank.append(block)
 
     def publish(self, block: int, key: bytes) -> None:
         """Register ``block``, which has an owner and is complete, by ``key``; of two blocks of a key the first is
         found."""
-        if key not in self._found:
-            self._found[key], self._keys[block] = block, key
+        if key not in self._blocks:
+            self._blocks[key], self._keys[block] = block, key
 
     def published(self, block: int) -> bool:
         """Return whether ``block`` can be found, so that others may have it too, and nobody writes to it."""
@@ -84,32 +84,32 @@ class BlockPool:
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """Return the blocks of the first ``keys``, up to the first key that no block has."""
-        return [self._found[key] for key in takewhile(self._found.__contains__, keys)]
+        return [self._blocks[key] for key in takewhile(self._blocks.__contains__, keys)]
 
     def withdraw(self, blocks: Iterable[int]) -> None:
         """Withdraw the keys of ``blocks``, which have owners, so that they are not found any more."""
         for block in blocks:
             if (key := self._keys.pop(block, None)) is not None:
-                del self._found[key]
+                del self._blocks[key]
 
     def forget(self) -> None:
         """Withdraw all keys, because all blocks have lost what they held: none is found until it is published again."""
-        self._blank += self._kept
-        self._kept.clear()
+        self._blank += self._evictable
+        self._evictable.clear()
         self._keys.clear()
-        self._found.clear()
+        self._blocks.clear()
 
     def check(self) -> None:
         """Assert that every block is free or has owners, none is both or twice, and keys and blocks are pairs."""
-        free = [*self._blank, *self._kept]
+        free = [*self._blank, *self._evictable]
         assert len(free) == len(set(free)), "a block is free twice"
         assert sorted(free) == [block for block, owners in enumerate(self._owners) if not owners], "a block is lost"
-        assert self._found == {key: block for block, key in self._keys.items()}, "a block is found by another's key"
-        assert set(self._kept) == set(free) & set(self._keys), "a block is kept without a key, or blank with one"
+        assert self._blocks == {key: block for block, key in self._keys.items()}, "a block is found by another's key"
+        assert set(self._evictable) == set(free) & set(self._keys), "a block is kept without a key, or blank with one"
 
     def _evict(self) -> int:
-        block, _ = self._kept.popitem(last=False)
-        del self._found[self._keys.pop(block)]
+        block, _ = self._evictable.popitem(last=False)
+        del self._blocks[self._keys.pop(block)]
         return block
 
 

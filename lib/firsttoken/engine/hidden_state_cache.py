@@ -21,12 +21,12 @@ class HiddenStateCache:
 
     def __init__(self, layers: Iterable[int]) -> None:
         self.layers = frozenset(layers)
-        self._kept: dict[int, dict[int, _CachedStates]] = defaultdict(dict)
+        self._entries: dict[int, dict[int, _CachedStates]] = defaultdict(dict)
 
     @property
     def nbytes(self) -> int:
         """Return the bytes that are held now."""
-        return sum(entry.rows.nbytes for layers in self._kept.values() for entry in layers.values())
+        return sum(entry.rows.nbytes for layers in self._entries.values() for entry in layers.values())
 
     def enter(self, layer: int, hidden: Tensor, chunks: Sequence[ScheduledChunk]) -> None:
         """Keep ``hidden`` [1, tokens, hidden] of ``chunks``, end to end, which is about to enter ``layer``."""
@@ -39,20 +39,20 @@ class HiddenStateCache:
 
     def keep(self, request: int, layer: int, start: int, rows: Tensor) -> None:
         """Keep ``rows`` [tokens, hidden] of the tokens from ``start`` on, which enter ``layer``, one of those kept."""
-        by_layer = self._kept[request]
+        by_layer = self._entries[request]
         if layer not in by_layer:
             by_layer[layer] = _CachedStates(rows[:0])
         by_layer[layer].write(start, rows)
 
-    def whole(self, request: int, layer: int, tokens: int) -> bool:
+    def covers(self, request: int, layer: int, tokens: int) -> bool:
         """Return whether the states that entered ``layer`` are kept of all the first ``tokens`` tokens, not of later
         ones only."""
-        entry = self._kept.get(request, {}).get(layer)
+        entry = self._entries.get(request, {}).get(layer)
         return entry is not None and entry.start == 0 and entry.end >= tokens
 
     def reaches(self, request: int, layer: int, start: int) -> bool:
         """Return whether the states that entered ``layer`` are kept of the tokens from ``start`` on."""
-        entry = self._kept.get(request, {}).get(layer)
+        entry = self._entries.get(request, {}).get(layer)
         return entry is not None and entry.start <= start
 
     def of(self, request: int, layer: int, start: int = 0) -> Tensor:
@@ -61,7 +61,7 @@ class HiddenStateCache:
 
         Raises RequestError where these are not kept, or the first tokens came with blocks that others had computed.
         """
-        entry = self._kept.get(request, {}).get(layer)
+        entry = self._entries.get(request, {}).get(layer)
         if entry is None:
             held = ", ".join(map(str, sorted(self.layers))) or "none"
             raise RequestError(f"no hidden states of request {request} are kept at layer {layer} (layers: {held})")
@@ -72,15 +72,15 @@ class HiddenStateCache:
             )
         return entry.rows[None, start : entry.end]
 
-    def adopt(self, request: int, other: HiddenStateCache) -> None:
+    def take_from(self, request: int, other: HiddenStateCache) -> None:
         """Take over what ``other`` has kept of the request, at the layers that are kept here too."""
-        taken = {layer: rows for layer, rows in other._kept.get(request, {}).items() if layer in self.layers}
+        taken = {layer: rows for layer, rows in other._entries.get(request, {}).items() if layer in self.layers}
         if taken:
-            self._kept[request] = taken
+            self._entries[request] = taken
 
     def drop(self, request: int) -> None:
         """Drop what is kept of the request, as it is over."""
-        self._kept.pop(request, None)
+        self._entries.pop(request, None)
 
 
 class _CachedStates:

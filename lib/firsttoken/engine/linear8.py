@@ -77,7 +77,7 @@ def _integer_product(x: Tensor, codes: Tensor) -> Tensor:
     )
 
 
-def _put_into(codes: Tensor, weight: Tensor) -> Tensor:
+def _quantize_rows(codes: Tensor, weight: Tensor) -> Tensor:
     """Write ``codes`` int8 [rows, in] of ``weight``; a float32 scale a row. ModelError where it is not finite."""
     if not torch.isfinite(weight).all():
         raise ModelError("a weight is NaN or infinite and has no 8-bit form; copy the checkpoint again")
@@ -86,7 +86,7 @@ def _put_into(codes: Tensor, weight: Tensor) -> Tensor:
     return scales
 
 
-def _kept_product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+def _unrounded_product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """x [rows, in] times the transpose of codes [out, in] with scales [out], in the dtype of x."""
     fits = x.dtype == torch.bfloat16 and not x.requires_grad and x.device.type == "cpu" and not codes.shape[1] % _WHOLE
     if fits and len(x) <= _FEW:
@@ -114,7 +114,7 @@ class Linear8(nn.Module):
     @classmethod
     def of(cls, linear: nn.Linear, threshold: float = THRESHOLD) -> Self:
         """Return ``linear`` in 8 bits. Raises ModelError for weights that are not finite."""
-        codes, scales = coded(linear.weight.detach())
+        codes, scales = quantize(linear.weight.detach())
         return cls(codes, scales, None if linear.bias is None else linear.bias.clone(), threshold)
 
     @classmethod
@@ -129,7 +129,7 @@ class Linear8(nn.Module):
         """Multiply ``x`` [..., in] -> [..., out] in its dtype."""
         rows = x.reshape(-1, self.in_features)
         if self.threshold == UNROUNDED:
-            result = _kept_product(rows, self.codes, self.scales)
+            result = _unrounded_product(rows, self.codes, self.scales)
         else:
             result = _MixedProduct.apply(rows, self.codes, self.scales, self.threshold)
         result = result.unflatten(0, x.shape[:-1])
@@ -139,17 +139,17 @@ class Linear8(nn.Module):
         """Return the product with ``other`` [..., out_features] added to it."""
         return self(states) + other
 
-    def stored(self) -> Tensor:
+    def dequantized(self) -> Tensor:
         """The weight [out, in] in float32 that the codes stand for."""
         return self.codes.float() * self.scales[:, None]
 
 
-def coded(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return int8 codes and float32 scales [out] of ``weight`` [out, in]. Raises ModelError if not finite."""
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     rows = max(1, _AT_ONCE // weight.shape[1])
     pieces = zip(weight.split(rows), codes.split(rows), strict=True)
-    return codes, torch.cat([_put_into(target, piece.float()) for piece, target in pieces])
+    return codes, torch.cat([_quantize_rows(target, piece.float()) for piece, target in pieces])
 
 
 def to_8_bits(modules: Iterable[nn.Module], threshold: float = THRESHOLD) -> int:

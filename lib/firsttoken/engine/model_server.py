@@ -174,7 +174,7 @@ class StaticServer(EngineServer):
     ) -> None:
         super().__init__(limits)
         self._ended, self._weights = ended, weights
-        self._server: AsyncEngine = AsyncEngine(engine, limits.max_sessions, versions=named)
+        self._server: AsyncEngine = AsyncEngine(engine, versions=named)
 
     def status(self) -> dict[str, Any]:
         served = {
@@ -341,7 +341,7 @@ class LoadingServer(EngineServer):
             print(f"firsttoken: {report}", file=sys.stderr, flush=True)
             self._note(1, report)
         engine = Engine(executor, self.limits.engine, policy=self.limits.preemption, recovered=recovered)
-        server = AsyncEngine(engine, self.limits.max_sessions, failed, versions)
+        server = AsyncEngine(engine, failed, versions)
         loops_on_one_core()  # layers are fused in this thread while others are computed with
         with self._change:
             self._server = server

@@ -61,12 +61,10 @@ class ModelVersion:
             return LayerRecompute(range(self.depth), request.redo.end)
         if not layers.start:
             return LayerRecompute(layers, request.cached)
-        hidden_cache = self.hidden_cache or HiddenStateCache(())
-        if layers.start in hidden_cache.layers and not hidden_cache.whole(request.number, layers.start, request.cached):
-            return LayerRecompute(range(self.depth), request.cached)
-        return LayerRecompute(
-            layers, request.cached, hidden_cache.of(request.number, layers.start)[:, : request.cached]
-        )
+        cache, number, cached = self.hidden_cache or HiddenStateCache(()), request.number, request.cached
+        if layers.start in cache.layers and not cache.covers(number, layers.start, cached):
+            return LayerRecompute(range(self.depth), cached)
+        return LayerRecompute(layers, cached, cache.of(number, layers.start)[:, :cached])
 
     def adopt(self, request: Request) -> None:
         """Keep from now on what the request's own view has kept of it so far."""
@@ -76,7 +74,7 @@ class ModelVersion:
             request.version.decoder.drop(request.number)
             return
         if self.hidden_cache is not None and boundary_cache is not None:
-            self.hidden_cache.adopt(request.number, boundary_cache)
+            self.hidden_cache.take_from(request.number, boundary_cache)
         request.version.forget(request)
 
     def fuse(self) -> Iterator[None]:

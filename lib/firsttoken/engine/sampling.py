@@ -46,7 +46,7 @@ def read_prompts(logits: torch.Tensor, chunks: Sequence[ScheduledChunk]) -> None
 def next_tokens(logits: torch.Tensor, chunks: Sequence[ScheduledChunk]) -> list[int]:
     """The token after each of ``chunks`` from its ``logits`` [chunks, vocabulary].
 
-    A partial work draws nothing: what a request says must not hang on how its prompt was cut. Where the largest logit
+    A partial chunk draws nothing: what a request says must not hang on how its prompt was cut. Where the largest logit
     is no finite number the request has a ``failure`` instead of a token.
     """
     tokens, largest = (ids_and_maxima.tolist() for ids_and_maxima in accelerator().argmax(logits))

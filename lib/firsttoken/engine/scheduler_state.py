@@ -127,7 +127,7 @@ class PendingPrefix:
         self.closed = True
         self._source.close()
 
-    def bring(self, executor: Executor) -> bool:
+    def poll(self, executor: Executor) -> bool:
         """Take in the layers that have come, and return whether the request has something to compute now.
 
         That is what it computes again, as soon as this can begin, and what follows its prefix, once that is whole: then

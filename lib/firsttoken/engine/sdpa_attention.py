@@ -32,7 +32,7 @@ class PaddedAttend(Attend):
     keys and values are never repeated. Each prefill has a call of its own.
     """
 
-    together = 1  # works of at most so many tokens share one call
+    together = 1  # chunks of at most so many tokens share one call
     has_windows = True
 
     def __init__(self, pool: KVPool, chunks: list[ScheduledChunk], blocks: torch.Tensor, offsets: torch.Tensor) -> None:
@@ -106,7 +106,7 @@ class PaddedAttend(Attend):
         return both[:, 0].transpose(1, 2), both[:, 1].transpose(1, 2)
 
     def _plan(self, chunks: list[ScheduledChunk]) -> None:
-        """The shared works: block tables padded with a request's own first block; a mask hides what is no context."""
+        """The shared chunks: block tables padded with a request's own first block; a mask hides what is no context."""
         shape, device = self.pool.shape, self.pool.device
         contexts = torch.tensor([chunk.end for chunk in chunks])
         width = shape.blocks(int(contexts.max()))

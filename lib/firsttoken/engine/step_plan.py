@@ -29,7 +29,7 @@ class StepPlan:
     chunks: tuple[ScheduledChunk, ...]
     ids: Tensor  # [1, tokens]
     positions: Tensor  # [1, tokens]
-    last: Tensor  # [works, and more]: the row of each work's last token, then those of prompts to be judged
+    last: Tensor  # [chunks, and more]: the row of each chunk's last token, then those of prompts to be judged
     paged: Attend
     layers: range
     hidden: Tensor | None = None
@@ -74,7 +74,7 @@ class StepPlan:
         )
 
     def redo(self, layers: range) -> None:
-        """Run ``layers`` only, from the hidden states that the works bring for the first of them."""
+        """Run ``layers`` only, from the hidden states that the chunks bring for the first of them."""
         self.layers = layers
         self.hidden = recompute_inputs(self.chunks)
 
@@ -95,21 +95,21 @@ def recompute_inputs(chunks: Sequence[ScheduledChunk]) -> Tensor | None:
     return torch.cat([hidden[:, chunk.start : chunk.end] for chunk, hidden in rows], dim=1)
 
 
-# Works that are redone in some layers go through these together with a whole step: weights are read once for both.
+# Chunks that are redone in some layers go through these together with a whole step: weights are read once for both.
 
 
 @dataclass
 class FusedRecompute:
-    """``both`` runs the redone layers, for a whole step's works and those that are redone.
+    """``both`` runs the redone layers, for a whole step's chunks and those that are redone.
 
     ``entering`` [tokens of both] are its rows among the whole step's hidden states and, behind them, ``redone``
-    [1, tokens, hidden]; ``whole`` [tokens of the whole step] are that step's rows among its own.
+    [1, tokens, hidden]; ``full_rows`` [tokens of the whole step] are that step's rows among its own.
     """
 
     both: StepPlan
     redone: Tensor
     entering: Tensor
-    whole: Tensor
+    full_rows: Tensor
 
     def enter(self, hidden: Tensor) -> Tensor:
         """Return the whole step's ``hidden`` [1, tokens, hidden] and the states that are redone, as rows of
@@ -118,7 +118,7 @@ class FusedRecompute:
 
     def leave(self, hidden: Tensor) -> Tensor:
         """Return the whole step's rows of ``hidden``, in their own order."""
-        return hidden[:, self.whole]
+        return hidden[:, self.full_rows]
 
 
 def fuse_recompute(
@@ -126,7 +126,7 @@ def fuse_recompute(
 ) -> None:
     """Let ``chunks``, all redone in the same layers from the hidden states that they bring, go with a whole ``step``.
 
-    ``plan`` makes a step of works.
+    ``plan`` makes a step of chunks.
     """
     both = plan([*step.chunks, *chunks])
     both.layers = chunks[0].redo.layers

@@ -25,7 +25,7 @@ from firsttoken.assets.empty_model import build_on_meta, set_parameter
 from firsttoken.assets.model_config import CONFIG
 from firsttoken.assets.servable import check_servable
 from firsttoken.assets.weights import check_tied, read_tensor, tensors_of
-from firsttoken.engine.linear8 import UNROUNDED, Linear8, coded
+from firsttoken.engine.linear8 import UNROUNDED, Linear8, quantize
 from firsttoken.study.errors import ModelError, SwarmError
 from firsttoken.study.files import new_folder
 from firsttoken.study.progress import track
@@ -143,7 +143,7 @@ def _resting(file: Path) -> Iterator[tuple[str, Tensor]]:
         if not match or tensor.dim() != 2:
             yield name, tensor
             continue
-        codes, scales = coded(tensor)
+        codes, scales = quantize(tensor)
         yield f"{match[1]}.{CODES}", codes
         yield f"{match[1]}.{SCALES}", scales
 

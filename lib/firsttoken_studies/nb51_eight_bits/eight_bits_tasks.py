@@ -54,7 +54,7 @@ class DequantizedLinear8(nn.Module):
 
     def __init__(self, linear: Linear8) -> None:
         super().__init__()
-        self.register_buffer("weight", linear.stored())
+        self.register_buffer("weight", linear.dequantized())
         self.register_buffer("bias", linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from transformers import BloomConfig, DynamicCache
 from transformers.models.bloom.modeling_bloom import BloomBlock, build_alibi_tensor
 
 from firsttoken.assets.decoder_layers import layers_of
-from firsttoken.engine.linear8 import Linear8, coded
+from firsttoken.engine.linear8 import Linear8, quantize
 from firsttoken.petals.int8_transport import BLOCK
 from firsttoken.petals.routing import Hop, Reachable
 from firsttoken.study.errors import ProfileError, StorageError
@@ -53,7 +53,7 @@ def bloom_block(hidden: int, dtype: torch.dtype, device: torch.device, bits: int
 
 def _in_8_bits(linear: nn.Linear) -> Linear8:
     """``Linear8.of(linear)``, whose rows are all the same: one is put into codes instead of up to 57,344."""
-    codes, scales = coded(linear.weight[:1])
+    codes, scales = quantize(linear.weight[:1])
     rows = linear.out_features
     return Linear8(codes.expand(rows, -1).contiguous(), scales.expand(rows).contiguous(), linear.bias.clone())
 

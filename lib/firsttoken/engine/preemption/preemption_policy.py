@@ -126,7 +126,7 @@ class Preemptor:
 
     def move(self, request: Request) -> None:
         """Note that another version computes again what ``request`` has cached, and give up its copy on the host."""
-        self._give_up(request)
+        self._drop_copy(request)
         self._interrupt(request)
         self._open[request.number] = Recovery(request.number, Action.RECOMPUTE, MOVED, 0, self.executor.now())
 
@@ -171,9 +171,9 @@ class Preemptor:
         self._open.pop(request.number, None)
         self._prefills.pop(request.number, None)
         self.executor.forget(request)
-        self._give_up(request)
+        self._drop_copy(request)
 
-    def _give_up(self, request: Request) -> None:
+    def _drop_copy(self, request: Request) -> None:
         """Give up the copy on the host, from which nothing comes back any more."""
         transfer, host = request.transfer, request.host
         request.transfer = request.host = None

@@ -230,7 +230,7 @@ class Scheduler(Queues, ABC):
         """Run the requests whose keys and values have come; with ``wait``, wait for the first that comes back."""
         for prefix in [prefix for prefix in self.pending.values() if prefix.begun]:
             request = prefix.request
-            phase = Phase.RUNNING if prefix.bring(self.preemptor.executor) else Phase.RESTORING
+            phase = Phase.RUNNING if prefix.poll(self.preemptor.executor) else Phase.RESTORING
             if prefix.closed:
                 del self.pending[request.number]
             if phase is not request.phase:
