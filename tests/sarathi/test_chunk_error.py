@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from firsttoken.study.errors import CorpusError, ProfileError
+from firsttoken.study.errors import ProfileError
 from firsttoken_studies.nb42_the_simulator_and_a_gpu import chunk_error as study
 from firsttoken_studies.nb42_the_simulator_and_a_gpu.chunk_error import (
     DIFFERENCE,
@@ -54,11 +54,6 @@ def test_points_are_read_where_nothing_decodes(tmp_path, monkeypatch):
     assert study.behind_prefixes("x") == [(16, 32, 5.0)]
     (tmp_path / "attention.csv").write_text(table.replace("16,32,0,0,5\n", ""))
     with pytest.raises(ProfileError, match=r"has no chunk behind a prefix; take a profile that was made with prefixes"):
-        study.behind_prefixes("x")
-    (tmp_path / "attention.csv").write_text(table.replace("16,32,0,0,5", "16,32,0,0,fast"))
-    with pytest.raises(
-        CorpusError, match=r"attention.csv, line 2: time_us is 'fast', it must be a number from 0.001 on"
-    ):
         study.behind_prefixes("x")
 
 

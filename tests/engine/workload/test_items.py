@@ -10,12 +10,6 @@ from firsttoken.engine.workload_items import Item, with_ids
 from firsttoken.study.errors import RequestError
 
 
-def test_an_item_knows_its_length():
-    item = Item(1.5, 3, 2, prompt=(7, 8, 9))
-    assert item.total_tokens == 5
-    assert Item(0, 3, 2).prompt == ()
-
-
 @pytest.mark.parametrize("time", [-0.1, math.nan, math.inf])
 def test_times_that_are_none(time):
     with pytest.raises(RequestError, match=r"cannot arrive at .* s; give a time from 0 on"):
