@@ -106,11 +106,14 @@ class PaddedAttend(Attend):
         return both[:, 0].transpose(1, 2), both[:, 1].transpose(1, 2)
 
     def _plan(self, chunks: list[ScheduledChunk]) -> None:
-        """The shared chunks: block tables padded with a request's own first block; a mask hides what is no context."""
+        """Lay out the shared chunks: padded block tables, and a mask that hides what is no context."""
         shape, device = self.pool.shape, self.pool.device
         contexts = torch.tensor([chunk.end for chunk in chunks])
         width = shape.blocks(int(contexts.max()))
-        tables = [self._table(chunk, width) for chunk in chunks]
+        tables = []
+        for chunk in chunks:  # each filled up with the request's first block, which it has written
+            blocks = chunk.request.blocks[: shape.blocks(chunk.end)]
+            tables.append(blocks + blocks[:1] * (width - len(blocks)))
         self.reads = self._rows(torch.tensor(tables))
         columns, context_ends = torch.arange(width * shape.block_tokens), contexts[:, None]
         hidden = columns >= context_ends
@@ -121,11 +124,6 @@ class PaddedAttend(Attend):
         mask = torch.zeros(hidden.shape, dtype=shape.dtype).masked_fill_(hidden, float("-inf"))
         self.mask = mask[:, None, None].to(device)
         self.positions = (contexts - 1)[:, None, None, None].to(device)
-
-    def _table(self, chunk: ScheduledChunk, width: int) -> list[int]:
-        """The blocks of what ``chunk`` sees, ``width`` of them: filled up with the first, which it has written."""
-        blocks = chunk.request.blocks[: self.pool.shape.blocks(chunk.end)]
-        return blocks + blocks[:1] * (width - len(blocks))
 
     def _plan_prefill(self, chunk: ScheduledChunk, start: int) -> _Prefill:
         end = start + chunk.tokens
