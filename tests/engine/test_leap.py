@@ -41,7 +41,7 @@ def outcome(run) -> tuple:
 )
 def test_the_outcome_is_the_same(lab, asked, scheduler: str, policy: str, spare, overlap, shared, drifting) -> None:
     def made():
-        costs = {True: PublishedCosts(decode_s=0.9), False: PublishedCosts(decode_s=0.3, per_request_s=0.01)}
+        costs = {True: PublishedCosts(decode_s=0.9), False: PublishedCosts(decode_s=0.3)}
         run = lab.simulated(
             lab.smallest_pool([one[:2] for one in asked], 4) + spare,
             costs=(lambda now_s: costs[now_s < 15]) if drifting else None,
@@ -70,7 +70,7 @@ def test_the_outcome_is_the_same(lab, asked, scheduler: str, policy: str, spare,
 @given(asked=WORKLOADS, scheduler=st.sampled_from(sorted(SCHEDULERS)), spare=st.integers(0, 60), drifting=st.booleans())
 def test_requests_end_alike_where_nobody_looks_at_single_steps(lab, asked, scheduler: str, spare, drifting) -> None:
     def served(looked_at: bool) -> list[tuple]:
-        costs = {True: PublishedCosts(decode_s=0.9), False: PublishedCosts(decode_s=0.3, per_request_s=0.01)}
+        costs = {True: PublishedCosts(decode_s=0.9), False: PublishedCosts(decode_s=0.3)}
         run = lab.simulated(
             lab.smallest_pool([one[:2] for one in asked], 4) + spare,
             costs=(lambda now_s: costs[now_s < 15]) if drifting else costs[False],

@@ -1,4 +1,4 @@
-"""The requests of a workload: how long prompts and answers are, and when each comes: at once, evenly, or in bursts."""
+"""The requests of a workload: how long prompts and answers are, and when each comes: at once, or one by one."""
 
 from __future__ import annotations
 
@@ -65,32 +65,23 @@ def with_ids(items: Sequence[Item], vocabulary: int, seed: int = 0) -> tuple[Ite
 
 @dataclass(frozen=True)
 class Arrivals:
-    """The rate at which requests arrive, and how unevenly (their gaps are Gamma distributed).
+    """The rate at which requests arrive, by a Poisson process; inf is all at once, as the report has it (4.1).
 
-    ``rate_per_s`` inf is all at once, as the report has it (4.1). ``cv`` is the standard deviation of the gaps between
-    arrivals over their mean: 1 is a Poisson process, more comes in bursts, less is more even. Raises RequestError for a
-    rate or a cv that is not above 0, and for a cv where there are no gaps.
+    Raises RequestError for a rate that is not above 0.
     """
 
     rate_per_s: float = math.inf
-    cv: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
         if not self.rate_per_s > 0:
             raise RequestError(f"arrivals: rate_per_s must be above 0 (inf for all at once), not {self.rate_per_s}")
-        if not 0 < self.cv < math.inf:
-            raise RequestError(f"arrivals: cv must be above 0 and finite (1 for Poisson), not {self.cv}")
-        if self.rate_per_s == math.inf and self.cv != 1:
-            raise RequestError(f"arrivals: requests that come at once have no gaps for cv {self.cv}; give a rate_per_s")
 
     def times_s(self, count: int) -> np.ndarray:
         """The arrival times of ``count`` requests [count], ascending, the first at 0."""
         times = np.zeros(count)
         if self.rate_per_s < math.inf and count > 1:
-            # a Gamma of this shape and scale has mean 1 / rate and standard deviation cv / rate
-            rng = np.random.default_rng(self.seed)
-            gaps = rng.gamma(1 / self.cv**2, self.cv**2 / self.rate_per_s, size=count - 1)
+            gaps = np.random.default_rng(self.seed).exponential(1 / self.rate_per_s, size=count - 1)
             times[1:] = np.cumsum(gaps)
         return times
 

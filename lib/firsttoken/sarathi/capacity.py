@@ -12,6 +12,7 @@ from firsttoken.study.errors import ProfileError
 STRICT, RELAXED = "strict", "relaxed"
 TIMES = {STRICT: 5, RELAXED: 25}  # a decode iteration (Table 3)
 SLOWEST, FASTEST = 100, 1000  # times the rate at which a search begins
+SHARE = 0.02  # of the highest rate, to which it is found
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,9 @@ class ClientTimes:
 
 
 def capacity(
-    serve: Callable[[float], ClientTimes], objective: Objective, *, start: float, share: float = 0.02
+    serve: Callable[[float], ClientTimes], objective: Objective, *, start: float
 ) -> tuple[float, ClientTimes | None]:
-    """The highest rate [requests/s] at which ``serve(rate)`` is within ``objective``, to a relative ``share``, and what
+    """The highest rate [requests/s] at which ``serve(rate)`` is within ``objective``, to a relative ``SHARE``, and what
     was served there; (0, None) where not even a ``SLOWEST``-th of ``start`` is.
 
     Doubles or halves from ``start`` until the objective lies between two rates, then halves the distance (the paper's
@@ -63,7 +64,7 @@ def capacity(
     """
     low, high, best = 0.0, math.inf, None
     rate = start
-    while high == math.inf or high - low > share * high:
+    while high == math.inf or high - low > SHARE * high:
         served = serve(rate)
         if served.within(objective):
             low, best = rate, served

@@ -13,7 +13,7 @@ from firsttoken.simulation.costs.published import (
 )
 from firsttoken.study.errors import ProfileError
 
-COSTS = PublishedCosts(decode_s=0.03, per_request_s=1e-4)
+COSTS = PublishedCosts(decode_s=0.03)
 LENGTHS = st.integers(1, 20_000)
 
 
@@ -56,11 +56,11 @@ def test_chunks_cost_the_whole_and_a_fixed_part_each() -> None:
 
 def test_steps_that_decode() -> None:
     assert COSTS.step_s([], []) == 0
-    assert COSTS.step_s([], [100, 2000]) == pytest.approx(0.03 + 2e-4)
+    assert COSTS.step_s([], [100, 2000]) == pytest.approx(0.03)
     # one pass: the larger fixed part, here that of the decode
-    assert COSTS.step_s([(0, 512)], [100]) == pytest.approx(0.03 + 1e-4 + 8.3e-3 - PREFILL_FIXED_S)
-    with pytest.raises(ProfileError, match="per_request_s must be 0 or more"):
-        PublishedCosts(decode_s=0.03, per_request_s=-1)
+    assert COSTS.step_s([(0, 512)], [100]) == pytest.approx(0.03 + 8.3e-3 - PREFILL_FIXED_S)
+    with pytest.raises(ProfileError, match="decode_s must be 0 or more"):
+        PublishedCosts(decode_s=-1)
 
 
 def test_the_paper_s_link_arithmetic() -> None:

@@ -63,7 +63,7 @@ PREFILL_FIXED_S = _line(_RECOMPUTE, 0)
 class PublishedCosts(Costs):
     """Table 2 between its points; the price of a decode step, which the paper does not publish, is a parameter.
 
-    ``decode_s`` is a step that decodes, ``per_request_s`` each request in it. Between the points of the table every
+    ``decode_s`` is a step that decodes. Between the points of the table every
     column is a straight line, above 8,192 tokens the last segment goes on. Below 512 swap is proportional to tokens
     (it is copies, and they are), its prep and recompute follow their first segments: recompute ends at
     ``PREFILL_FIXED_S``, since a pass over few tokens still launches every kernel and reads every weight.
@@ -77,17 +77,15 @@ class PublishedCosts(Costs):
     """
 
     decode_s: float
-    per_request_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("decode_s", "per_request_s"):
-            if getattr(self, name) < 0:
-                raise ProfileError(f"published costs: {name} must be 0 or more, not {getattr(self, name)}")
+        if self.decode_s < 0:
+            raise ProfileError(f"published costs: decode_s must be 0 or more, not {self.decode_s}")
 
     def step_s(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
         fixed = max(PREFILL_FIXED_S if prefills else 0.0, self.decode_s if contexts else 0.0)
         marginal = sum(_line(_RECOMPUTE, cached + new) - _line(_RECOMPUTE, cached) for cached, new in prefills)
-        return fixed + marginal + self.per_request_s * len(contexts)
+        return fixed + marginal
 
     def swap_out_s(self, tokens: int) -> float:
         return _proportional(_OUT, tokens)
