@@ -107,7 +107,7 @@ def test_it_is_compared_once_for_the_same_files(tmp_path: Path) -> None:
     assert first.due
     first.mark_passed()
     assert not first.due and not Comparison([file], "float32").due and Comparison([file], "bfloat16").due
-    compared_step._RIGHT.clear()  # as in another process
+    compared_step._PASSED.clear()  # as in another process
     assert not Comparison([file], "float32").due
     file.write_bytes(b"a" * 299_999 + b"b")
     assert Comparison([file], "float32").due

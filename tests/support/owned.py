@@ -47,13 +47,13 @@ class Guard:
         self._pool, self._rows = engine.pool, engine.executor.pool.rows
         self._kept: dict[int, Tensor] = {}
         self._rows.fill_(NOTHING)
-        self._take, self._give = self._pool.take, self._pool.give
-        self._pool.take, self._pool.give = self._taken, self._given
+        self._take, self._give = self._pool.allocate, self._pool.release
+        self._pool.allocate, self._pool.release = self._taken, self._given
         self._arena = engine.executor.host_pool
         if self._arena is not None:
             self._arena.all_rows.fill_(NOTHING)
-            self._span, self._back = self._arena.take, self._arena.give
-            self._arena.take, self._arena.give = self._span_taken, self._span_given
+            self._span, self._back = self._arena.allocate, self._arena.release
+            self._arena.allocate, self._arena.release = self._span_taken, self._span_given
 
     def check(self) -> None:
         """Assert that nobody has written to what nobody has, and that the books are right."""
