@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from firsttoken.engine.request import Request, Sampling
 from firsttoken.sarathi.capacity import SHARE, ClientTimes, Objective, capacity
-from firsttoken.sarathi.policy import Policy
-from firsttoken.sarathi.policy_text import place_of
+from firsttoken.sarathi.policy import Policy, scheduler_labels
 from firsttoken.study.errors import ProfileError
 
 OBJECTIVE = Objective(tbt_s=0.1)
@@ -61,9 +60,9 @@ def test_what_clients_saw() -> None:
 
 
 def test_where_a_summary_has_a_scheduler() -> None:
-    assert place_of("sarathi 512") == {"scheduler": "sarathi", "budget_tokens": 512}
-    assert place_of("prefill_first") == {"scheduler": "prefill_first"}
-    assert place_of("my own/mine.py") == {"scheduler": "my own/mine.py"}
+    assert scheduler_labels("sarathi 512") == {"scheduler": "sarathi", "budget_tokens": 512}
+    assert scheduler_labels("prefill_first") == {"scheduler": "prefill_first"}
+    assert scheduler_labels("my own/mine.py") == {"scheduler": "my own/mine.py"}
 
 
 def test_schedulers_by_their_names() -> None:

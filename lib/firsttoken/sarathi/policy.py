@@ -1,5 +1,4 @@
-"""A scheduler as a profile or a reader names it (``policy_text``): of the engine, or of a file of one's own,
-"mine.py 512"."""
+"""A scheduler as a profile or a reader names it: of the engine, "sarathi 512", or of one's own file, "mine.py 512"."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.schedulers.scheduler import Scheduler
 from firsttoken.sarathi.capacity import Objective
 from firsttoken.sarathi.checked_scheduler import watched
-from firsttoken.sarathi.policy_text import place_of
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.policy_file import PolicyFile, PolicyKind
 
@@ -19,6 +17,13 @@ TTFT_S = 2.0  # of schedulers that have an objective for it: the delay that the 
 SCHEDULER = PolicyKind(
     "scheduler", Scheduler, "write a subclass of firsttoken.engine.schedulers.scheduler.Scheduler with one"
 )
+
+
+def scheduler_labels(text: str) -> dict[str, str | int]:
+    """Return the labels in a summary of the scheduler ``text``: {"scheduler": "sarathi", "budget_tokens": 512}, without
+    the budget where it names none."""
+    name, _, last = text.rpartition(" ")
+    return {"scheduler": name, "budget_tokens": int(last)} if name and last.isdigit() else {"scheduler": text}
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class Policy:
     @classmethod
     def named(cls, text: str) -> Policy:
         """Read the policy of ``text``. Raises ProfileError for a budget that is no number, or a file without one."""
-        labels = place_of(text)
+        labels = scheduler_labels(text)
         name, budget = labels["scheduler"], labels.get("budget_tokens")
         if name.endswith(".py"):
             brought = PolicyFile.read(Path(name), SCHEDULER)

@@ -18,8 +18,7 @@ from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.sarathi.capacity import Objective
-from firsttoken.sarathi.policy import Policy
-from firsttoken.sarathi.policy_text import place_of
+from firsttoken.sarathi.policy import Policy, scheduler_labels
 from firsttoken.simulation.hardware import Hardware
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.profile import Profile
@@ -126,7 +125,7 @@ def stalls_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         )
     summary = Summary()
     for (run, scheduler), run_rows in frame_of(stalled_rows).groupby(["run", "scheduler"], sort=False):
-        labels = {"source": run} | place_of(scheduler)
+        labels = {"source": run} | scheduler_labels(scheduler)
         summary.by(run_rows, {}, {"worst_gap_ms": ("worst_s", "mean", "ms", 1e3)}, **labels)
         summary.by(run_rows, {}, {"worst_gap_x": ("over", "mean", "x")}, **labels, than="plain gap")
         summary.by(run_rows, {}, {"ttft_s": ("ttft_s", "mean", "s")}, **labels)

@@ -16,8 +16,7 @@ from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.trace import Trace
 from firsttoken.engine.workload_items import Item
 from firsttoken.sarathi.capacity import STRICT, TIMES, ClientTimes, Objective, capacity
-from firsttoken.sarathi.policy import Policy
-from firsttoken.sarathi.policy_text import place_of
+from firsttoken.sarathi.policy import Policy, scheduler_labels
 from firsttoken.simulation.hardware import Hardware
 from firsttoken.simulation.lengths import lengths, replayed, workload
 from firsttoken.simulation.workload.traces import RequestTrace, load_trace
@@ -178,5 +177,5 @@ def capacity_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         summary.add("step_x", worst, than="step of the budget", across="worst")
     times = {name: (name, "mean", "s") for name in ("ttft_p50_s", "tbt_p99_s")}
     for name, scheduler_rows in ablated.groupby("scheduler", sort=False) if len(ablated) else ():
-        summary.by(scheduler_rows, {}, times, **place_of(name), case="ablation")
+        summary.by(scheduler_rows, {}, times, **scheduler_labels(name), case="ablation")
     return summary

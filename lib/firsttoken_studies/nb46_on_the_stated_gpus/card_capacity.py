@@ -8,8 +8,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from firsttoken.sarathi.capacity import Objective
-from firsttoken.sarathi.policy import Policy
-from firsttoken.sarathi.policy_text import place_of
+from firsttoken.sarathi.policy import Policy, scheduler_labels
 from firsttoken.simulation.costs.operator_tables import tables_from
 from firsttoken.simulation.hardware import Hardware
 from firsttoken.study.errors import ProfileError
@@ -123,7 +122,7 @@ def capacities_by_card(recorded: Result | None, now: Result) -> Figure:
     fig, ax = panels(figsize=(9, 0.5 * len(cases) + 2.2))
     for shown in results:
         for (case_index, case), name in product(enumerate(cases), distinct(shown.result.rows, "scheduler")):
-            entry = shown.result.summary.get("capacity_requests_per_s", **place_of(name), case=case)
+            entry = shown.result.summary.get("capacity_requests_per_s", **scheduler_labels(name), case=case)
             shown.point(ax, case_index + shown.shift, entry, look_of(name), along="x")
     base = (recorded or now).summary
     for case_index, case in enumerate(cases):
@@ -156,9 +155,9 @@ def capacity_rows(result: Result) -> Table:
     for case in distinct(result.rows, "case"):
         line: dict[str, Any] = {"case": case}
         for name in distinct(result.rows, "scheduler"):
-            entry = result.summary.get("capacity_requests_per_s", **place_of(name), case=case)
+            entry = result.summary.get("capacity_requests_per_s", **scheduler_labels(name), case=case)
             line[f"{told(name)}, requests/s"] = interval(entry, 2)
             if name != BASE:
-                ratio = result.summary.get("capacity_x", **place_of(name), case=case, than=BASE)
+                ratio = result.summary.get("capacity_x", **scheduler_labels(name), case=case, than=BASE)
                 line[f"{told(name)} over prefill first"] = interval(ratio, 2)
         yield line

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from firsttoken.sarathi.capacity import ClientTimes, Objective, capacity
-from firsttoken.sarathi.policy import Policy
-from firsttoken.sarathi.policy_text import place_of
+from firsttoken.sarathi.policy import Policy, scheduler_labels
 from firsttoken.simulation.costs.operator_tables import tables_from
 from firsttoken.simulation.hardware import Hardware
 from firsttoken.study.errors import ProfileError
@@ -119,12 +118,12 @@ def sweep_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         lines = case_rows.groupby(["scheduler", "batch"], sort=False).requests_per_s
         for (name, batch), rates in lines:
             entry = bootstrap(rates).summary("requests/s")
-            summary.add("capacity_requests_per_s", entry, **place_of(name), **labels, requests=batch)
+            summary.add("capacity_requests_per_s", entry, **scheduler_labels(name), **labels, requests=batch)
         best = max((rates for (name, _), rates in lines if name == BASE), key=np.mean)
         for (name, _), rates in lines:
             if name != BASE and best.min() > 0:
                 ratio = ratio_of_means(rates, best).summary("x")
-                summary.add("capacity_x", ratio, **place_of(name), **labels, than=BEST_BATCH)
+                summary.add("capacity_x", ratio, **scheduler_labels(name), **labels, than=BEST_BATCH)
     return summary
 
 
@@ -183,7 +182,7 @@ def load_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """The median TTFT and the P99 time between tokens by load and scheduler, over the draws."""
     summary, times = Summary(), {name: (name, "mean", "s") for name in ("ttft_p50_s", "tbt_p99_s")}
     for (case, name), case_rows in frame_of(rows).groupby(["case", "scheduler"], sort=False):
-        summary.by(case_rows, {}, times, **place_of(name), case=case)
+        summary.by(case_rows, {}, times, **scheduler_labels(name), case=case)
     return summary
 
 
@@ -199,7 +198,7 @@ def capacity_by_bound(recorded: Result | None, now: Result) -> Figure:
             bounds = sorted(distinct(case_rows, "bound_ms"))
             for name, batch in _lines(case_rows):
                 summary = shown.result.summary
-                label_list = [place_of(name) | {"case": case, "objective": f"{bound} ms"} for bound in bounds]
+                label_list = [scheduler_labels(name) | {"case": case, "objective": f"{bound} ms"} for bound in bounds]
                 entries = [summary.get("capacity_requests_per_s", **labels, requests=batch) for labels in label_list]
                 shown.line(ax, bounds, entries, look_of(name), linestyle=_dashes(rows, name, batch))
         _paper_factor(ax, case, (recorded or now).summary)
@@ -262,9 +261,9 @@ def sweep_rows(result: Result) -> Table:
         labels = {"case": case, "objective": f"{bound} ms"}
         line: dict[str, Any] = {"case": f"{case}, {bound} ms"}
         for name, batch in _lines(result.rows):
-            entry = result.summary.get("capacity_requests_per_s", **place_of(name), **labels, requests=batch)
+            entry = result.summary.get("capacity_requests_per_s", **scheduler_labels(name), **labels, requests=batch)
             line[f"{told(name)}, {batch} at once"] = interval(entry, 2)
-            ratio = result.summary.get("capacity_x", **place_of(name), **labels, than=BEST_BATCH)
+            ratio = result.summary.get("capacity_x", **scheduler_labels(name), **labels, than=BEST_BATCH)
             if name != BASE:
                 line[f"{told(name)} over the best batch"] = interval(ratio, 2)
         yield line
@@ -281,7 +280,7 @@ def times_by_load(recorded: Result | None, now: Result) -> Figure:
         for (case_index, case), (line, name) in product(enumerate(cases), enumerate(names)):
             position = case_index + 0.17 * (line - (len(names) - 1) / 2)
             for result_drawn in results:
-                entry = result_drawn.result.summary.get(measure, **place_of(name), case=case)
+                entry = result_drawn.result.summary.get(measure, **scheduler_labels(name), case=case)
                 result_drawn.point(ax, position + result_drawn.shift / 4, entry, look_of(name), along="x")
             paper = PAPER_LOADS.get(case, {}).get(name, (None, None))[column]
             if paper is not None:
@@ -323,6 +322,6 @@ def load_rows(result: Result) -> Table:
         paper: Sequence[float | None] = PAPER_LOADS.get(case, {}).get(name, (None, None))
         line: dict[str, Any] = {"load": f"{case}: {told(name)}"}
         for (measure, label), theirs in zip(columns.items(), paper, strict=True):
-            line[label] = interval(result.summary.get(measure, **place_of(name), case=case), 2)
+            line[label] = interval(result.summary.get(measure, **scheduler_labels(name), case=case), 2)
             line[f"paper: {label}"] = "" if theirs is None else f"{theirs:g}"
         yield line

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from firsttoken.sarathi.capacity import STRICT, TIMES
-from firsttoken.sarathi.policy_text import place_of
+from firsttoken.sarathi.policy import scheduler_labels
 from firsttoken_studies.nb40_generation_stalls.study import LIVE, SIMULATED
 from firsttoken_studies.nb41_serving_capacity.pipeline_bubbles import SIZE, TIME, WHOLE
 from firsttoken_studies.nb42_the_simulator_and_a_gpu.simulator_error import METRICS, QUANTILES, VLLM
@@ -118,7 +118,7 @@ def stall_rows(result: Result) -> Table:
     """The longest gap, over a plain one, and the prompt's TTFT, by run and scheduler."""
     runs = dict.fromkeys((row["run"], row["scheduler"]) for row in result.rows)
     for run, scheduler in runs:
-        labels = {"source": run} | place_of(scheduler)
+        labels = {"source": run} | scheduler_labels(scheduler)
         yield {
             "run": f"{run}: {told(scheduler)}",
             "longest gap, ms": interval(result.summary.of("worst_gap_ms", **labels), 0),
@@ -138,7 +138,9 @@ def capacities(recorded: Result | None, now: Result) -> Figure:
     fig, axes = panels(1, len(objectives), figsize=size, sharey=True, squeeze=False)
     for ax, objective in zip(axes[0], objectives, strict=True):
         for shown, (position, scheduler) in product(results, enumerate(schedulers)):
-            entry = shown.result.summary.get("capacity_x", **place_of(scheduler), objective=objective, than=BASE)
+            entry = shown.result.summary.get(
+                "capacity_x", **scheduler_labels(scheduler), objective=objective, than=BASE
+            )
             shown.point(ax, position + shown.shift, entry, look_of(scheduler), along="x")
         ax.axvline(1, color=COLOURS["floor"], linewidth=1, linestyle=":")
         if objective == STRICT:
@@ -161,7 +163,7 @@ def capacity_rows(result: Result) -> Table:
     for name in distinct(result.rows, "scheduler", what="capacity"):
         line = {"scheduler": told(name)}
         for objective in distinct(result.rows, "objective", what="capacity"):
-            over_base = result.summary.get("capacity_x", **place_of(name), objective=objective, than=BASE)
+            over_base = result.summary.get("capacity_x", **scheduler_labels(name), objective=objective, than=BASE)
             line[f"{objective}, over prefill first"] = interval(over_base, 2)
         if name != BASE:
             yield line
@@ -173,9 +175,9 @@ def ablation_rows(result: Result) -> Table:
     for name in distinct(result.rows, "scheduler", what="ablation"):
         yield {
             "scheduler": told(name),
-            "P50 TTFT, s": interval(result.summary.of("ttft_p50_s", **place_of(name), case="ablation"), 2),
+            "P50 TTFT, s": interval(result.summary.of("ttft_p50_s", **scheduler_labels(name), case="ablation"), 2),
             "paper, P50 TTFT (Yi-34B)": paper[name.partition(" ")[0]][0],
-            "P99 TBT, s": interval(result.summary.of("tbt_p99_s", **place_of(name), case="ablation"), 3),
+            "P99 TBT, s": interval(result.summary.of("tbt_p99_s", **scheduler_labels(name), case="ablation"), 3),
             "paper, P99 TBT (Yi-34B)": paper[name.partition(" ")[0]][1],
         }
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from firsttoken.sarathi.capacity import STRICT
-from firsttoken.sarathi.policy_text import place_of
+from firsttoken.sarathi.policy import scheduler_labels
 from firsttoken.study.stats import bootstrap, ratio_of_means
 from firsttoken.study.summary import Summary
 from firsttoken_studies.record.markdown import table
@@ -43,7 +43,7 @@ def add_capacities(summary: Summary, frame: pandas.DataFrame, **labels: str) -> 
         for name, scheduler_rows in frame.groupby("scheduler", sort=False)
     }
     for name, scheduler_rows in rates.items():
-        labels_of_scheduler = place_of(name) | labels
+        labels_of_scheduler = scheduler_labels(name) | labels
         summary.add("capacity_requests_per_s", bootstrap(scheduler_rows).summary("requests/s"), **labels_of_scheduler)
         if BASE in rates and name != BASE and rates[BASE].min() > 0:
             summary.add(
@@ -56,7 +56,7 @@ def ranking(result: Result) -> list[RankedScheduler]:
     """The schedulers of a result of ``EXPERIMENT``, the highest capacity first: that one holds the record."""
     places = []
     for name in distinct(result.rows, "scheduler", objective=STRICT):
-        labels = place_of(name) | {"objective": STRICT}
+        labels = scheduler_labels(name) | {"objective": STRICT}
         capacity = result.summary.of("capacity_requests_per_s", **labels)
         places.append(RankedScheduler(name, capacity, result.summary.get("capacity_x", **labels, than=BASE)))
     return sorted(places, key=lambda entry: entry.capacity["value"], reverse=True)
