@@ -5,10 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from firsttoken.engine.request import Request, Sampling
 from firsttoken.study.errors import RequestError
+
+if TYPE_CHECKING:
+    from firsttoken.engine.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +95,8 @@ def with_arrivals(items: Sequence[Item], arrivals: Arrivals) -> tuple[Item, ...]
     """The items in their order, arriving as ``arrivals`` says; the times they had are lost."""
     times = arrivals.times_s(len(items)).tolist()
     return tuple(replace(item, arrival_s=time) for item, time in zip(items, times, strict=True))
+
+
+def serve_items(engine: Engine, items: Sequence[Item]) -> list[Request]:
+    """Run a workload to the end; every answer is greedy and as long as its item says."""
+    return engine.serve([(item.prompt, Sampling(item.output_tokens), item.arrival_s) for item in items])

@@ -7,18 +7,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 from firsttoken.assets.models import Loaded, load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
 from firsttoken.cps.policies import make_policy
 from firsttoken.engine.accelerator import fuse
 from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.executor import Executor
-from firsttoken.engine.latency_metrics import client_metrics, recovery_metrics, serve_items
 from firsttoken.engine.live_executor import LiveExecutor
-from firsttoken.engine.preemption import PreemptionPolicy
+from firsttoken.engine.preemption import Action, PreemptionPolicy
 from firsttoken.engine.request import Request
 from firsttoken.engine.trace import Trace
-from firsttoken.engine.workload_items import Item, with_ids
+from firsttoken.engine.workload_items import Item, serve_items, with_ids
 from firsttoken.simulation.workload.sharegpt import LONGEST, threshold_mix
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
@@ -82,4 +83,27 @@ def served(
     """One run: its metrics, the requests as they were served, and what the engine has seen."""
     trace = Trace()
     requests = serve_items(Engine(executor, settings, policy=policy, trace=trace), items)
-    return client_metrics(requests) | recovery_metrics(trace), requests, trace
+    return _client_metrics(requests) | _recovery_metrics(trace), requests, trace
+
+
+def _client_metrics(requests: Sequence[Request]) -> dict[str, float]:
+    """Mean TTFT, and mean and P99 over requests of TPOT (CPS 4.2.2), in ms; requests of one token have no TPOT."""
+    ttft = [request.ttft_s for request in requests]
+    tpot = [seconds for request in requests if (seconds := request.tpot_s) is not None]
+    return {
+        "mean_ttft_ms": float(np.mean(ttft)) * 1e3,
+        "mean_tpot_ms": float(np.mean(tpot)) * 1e3,
+        "p99_tpot_ms": float(np.percentile(tpot, 99)) * 1e3,
+        "makespan_s": max(request.times_s[-1] for request in requests) - min(r.arrival_s for r in requests),
+    }
+
+
+def _recovery_metrics(trace: Trace) -> dict[str, Any]:
+    """Count the preemptions and the ways in which requests came back, with the seconds that took."""
+    actions = [recovery.action for recovery in trace.recoveries]
+    return {
+        "preemptions": len(actions),
+        "swapped": actions.count(Action.SWAP),
+        "host_full": sum(recovery.reason == "host pool full" for recovery in trace.recoveries),
+        "recovery_s": sum(recovery.cost_s for recovery in trace.recoveries),
+    }

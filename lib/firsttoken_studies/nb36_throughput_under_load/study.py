@@ -23,11 +23,10 @@ from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.costs.fitted import StepSample, relative_fit
 from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.kv import KVShape
-from firsttoken.engine.latency_metrics import serve_items
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import GREEDY, Request, ScheduledChunk
 from firsttoken.engine.simulated import SimulatedExecutor
-from firsttoken.engine.workload_items import Arrivals, Item, with_arrivals, with_ids
+from firsttoken.engine.workload_items import Arrivals, Item, serve_items, with_arrivals, with_ids
 from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from firsttoken.engine.engine import Engine
-from firsttoken.engine.latency_metrics import serve_items
 from firsttoken.engine.request import Request
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.trace import Trace
-from firsttoken.engine.workload_items import Item
+from firsttoken.engine.workload_items import Item, serve_items
 from firsttoken.sarathi.capacity import STRICT, TIMES, ClientTimes, Objective, capacity
 from firsttoken.sarathi.policy import Policy, scheduler_labels
 from firsttoken.simulation.hardware import Hardware

@@ -16,10 +16,9 @@ from firsttoken.assets.dense_shape import SHAPES
 from firsttoken.assets.manual_downloads import downloaded
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.engine import Engine, EngineConfig
-from firsttoken.engine.latency_metrics import serve_items
 from firsttoken.engine.request import Request
 from firsttoken.engine.simulated import SimulatedExecutor
-from firsttoken.engine.workload_items import Item
+from firsttoken.engine.workload_items import Item, serve_items
 from firsttoken.simulation.costs.operator_costs import OperatorCosts
 from firsttoken.simulation.costs.operator_tables import OperatorTables, tables_from
 from firsttoken.simulation.costs.profiled import ProfiledCosts
