@@ -1,4 +1,4 @@
-"""Draws: from the right distribution, and a request's own, whatever its company and however often it is preempted."""
+"""Draws: a request's own, whatever its company and however often it is preempted; and how likely each was."""
 
 from __future__ import annotations
 
