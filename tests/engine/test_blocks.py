@@ -107,3 +107,18 @@ def test_a_wrong_block_is_named_and_nothing_is_lost(wrong: list[int]) -> None:
 def test_a_pool_that_could_give_nothing_is_refused(count: int, watermark: int) -> None:
     with pytest.raises(RequestError, match="keep at least one to give out"):
         BlockPool(count, watermark)
+
+
+def test_what_was_given_back_first_is_forgotten_first() -> None:
+    """And of one request the end, as who begins alike may still share what comes before."""
+    pool = BlockPool(4)
+    first, second = pool.allocate(2), pool.allocate(2)
+    for block in (*first, *second):
+        pool.publish(block, bytes([block]))
+    pool.release(first)
+    pool.release(second)
+    keys = [bytes([block]) for block in range(4)]
+    assert pool.free == 4 and pool.find(keys) == [0, 1, 2, 3]
+    assert pool.allocate(1) == [1] and pool.find(keys) == [0] and pool.find(keys[2:]) == [2, 3]
+    assert pool.allocate(2, shared=[2]) == [2, 0, 3] and pool.find([keys[2]]) == [2]
+    assert pool.allocate(1, shared=[2]) is None and pool.allocate(0, shared=[2]) == [2] and pool.owners(2) == 2

@@ -93,7 +93,7 @@ def test_two_gpus_exchange_twice_a_layer(experts, split, spread):
 
 
 def test_all_experts_weigh_on_the_memory(experts):
-    assert SHAPE.whole.weights - SHAPE.dense.weights == 3 * 3 * 4096 * 512 * 7
+    assert SHAPE.as_dense.weights - SHAPE.dense.weights == 3 * 3 * 4096 * 512 * 7
     assert costs(2).blocks > costs().blocks
     tables = replace(OperatorTables.read(CARD), memory_bytes=4.2e9)
     with pytest.raises(ProfileError, match=r"leave no room for keys and values; take more GPUs"):
@@ -101,7 +101,7 @@ def test_all_experts_weigh_on_the_memory(experts):
 
 
 def test_the_published_mixtures_have_their_weights():
-    billions = {name: shape.whole.weights / 1e9 for name, shape in MIXTURES.items()}
+    billions = {name: shape.as_dense.weights / 1e9 for name, shape in MIXTURES.items()}
     assert billions == {"qwen3-235b-a22b": pytest.approx(235, rel=0.01), "minimax-m2.5": pytest.approx(229, rel=0.01)}
 
 
