@@ -110,8 +110,8 @@ class EngineServer(ModelServer):
         events: TokenSink | None = None,
         variant: str = "",
     ) -> Stream:
+        self.limits.check(len(prompt_ids), sampling.max_tokens if isinstance(sampling, Sampling) else sampling)
         sampling = sampling if isinstance(sampling, Sampling) else Sampling(sampling)
-        self.limits.check(len(prompt_ids), sampling.max_tokens)
         submission = (prompt_ids, sampling, upgrade, variant, None)
         with self._change:
             if self._closing.is_set():
