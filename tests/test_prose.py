@@ -22,7 +22,7 @@ REFERENCES = re.compile(
     re.DOTALL | re.MULTILINE | re.VERBOSE,
 )
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?")
-STATED = yaml.safe_load((paths.TEMPLATES / "notebooks" / "stated.yaml").read_text(encoding="utf-8"))
+STATED = yaml.safe_load((paths.TEMPLATES / "stated.yaml").read_text(encoding="utf-8"))
 NOTEBOOKS = {path.name[:2]: path for path in notebook_paths()}
 
 
@@ -55,7 +55,7 @@ def test_no_result_is_typed_into_markdown(notebook: str) -> None:
     assert len(set(stated)) == len(stated)
     typed = by_hand(notebook) - of_the_papers(notebook)
     assert typed - set(stated) == set(), (
-        "a result? put {{ value(...) }} into data/templates/notebooks (see CONTRIBUTING)"
+        "a result? put {{ value(...) }} into the page.md of its folder (see CONTRIBUTING)"
     )
     assert set(stated) - typed == set(), "in stated.yaml, and nowhere in the notebook"
 

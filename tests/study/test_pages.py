@@ -94,8 +94,8 @@ def notebook(template: Path) -> Path:
     cells.append({"id": "code", "cell_type": "code", "source": ["1"], "outputs": []})
     path = paths.NOTEBOOKS / "07_seven.ipynb"
     path.write_text(json.dumps({"cells": cells}), encoding="utf-8")
-    (paths.TEMPLATES / "notebooks").mkdir()
-    (paths.TEMPLATES / "notebooks" / "07.md").write_text(NOTEBOOK_PART, encoding="utf-8")
+    (paths.STUDIES / "nb07_seven").mkdir(parents=True)
+    (paths.STUDIES / "nb07_seven" / "page.md").write_text(NOTEBOOK_PART, encoding="utf-8")
     return path
 
 
@@ -117,7 +117,7 @@ def test_a_notebook_says_what_was_recorded(notebook: Path, claim, recorded, make
     ],
 )
 def test_a_part_without_a_cell_is_refused(notebook: Path, claim, recorded, text: str, message: str) -> None:
-    (paths.TEMPLATES / "notebooks" / "07.md").write_text(text, encoding="utf-8")
+    (paths.STUDIES / "nb07_seven" / "page.md").write_text(text, encoding="utf-8")
     with pytest.raises(ClaimsError, match=message):
         pages.update([claim()], recorded, "test-cpu-2c")
 

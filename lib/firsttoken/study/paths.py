@@ -45,6 +45,7 @@ CAPACITY_PAGE = DATA / "CAPACITY.md"
 INDEX = DATA / "index.yaml"  # of the reports' figures, tables and algorithms
 INDEX_PAGE = DATA / "INDEX.md"
 TEMPLATES = DATA / "templates"  # of the pages that show results
+STUDIES = ROOT / "lib" / "firsttoken_studies"  # a folder of it has what belongs to one notebook
 RECORD_LOG = DATA / "record.jsonl"  # a line for every run that was recorded
 RECORDED = DATA / "results"  # committed with the code
 RESULTS = OUT / "data" / "results"  # of this reader, the same folder unless FIRSTTOKEN_OUT is set

@@ -32,7 +32,7 @@ from firsttoken_studies.record.verdicts import show
 
 # The markdown cells of a notebook that state results: written from a template, as the pages are.
 #
-# A template, ``data/templates/notebooks/NN.md``, has a part for each such cell, headed by ``<!-- cell: ID -->``. All
+# A template, ``page.md`` in the notebook's folder, has a part for each such cell, headed by ``<!-- cell: ID -->``. All
 # other cells are edited in the notebook.
 
 _HEAD = re.compile(r"^<!-- cell: (\S+) -->\n", re.MULTILINE)
@@ -40,7 +40,7 @@ _HEAD = re.compile(r"^<!-- cell: (\S+) -->\n", re.MULTILINE)
 
 def templates() -> dict[Path, Path]:
     """Return each notebook that has a template, with it. Raises NotebookError for a template without a notebook."""
-    by_number = {template.stem: template for template in sorted((paths.TEMPLATES / "notebooks").glob("*.md"))}
+    by_number = {template.parent.name[2:4]: template for template in sorted(paths.STUDIES.glob("nb*/page.md"))}
     return dict(zip(notebook_paths(by_number), by_number.values(), strict=True)) if by_number else {}
 
 
@@ -104,20 +104,21 @@ def render(
     import jinja2
 
     known_machine(machine, results)
+    called = f"{template.parent.name}/{template.name}"
 
     def recorded(experiment: str) -> Result:
         name, _, named = experiment.partition(" on ")
         try:
             return recorded_result(results, name, known_machine(named, results) if named else machine)
         except FirstTokenError as error:
-            raise ClaimsError(f"{template.name}: {error}") from error
+            raise ClaimsError(f"{called}: {error}") from error
 
     def entry(experiment: str, measure: str, /, **labels: Scalar) -> Entry:
         result = recorded(experiment)
         try:
             return result.summary.of(measure, **labels)
         except FirstTokenError as error:
-            raise ClaimsError(f"{template.name}: {experiment}: {error}") from error
+            raise ClaimsError(f"{called}: {experiment}: {error}") from error
 
     def raw(experiment: str, measure: str, /, **labels: Scalar) -> Any:
         return entry(experiment, measure, **labels)["value"]
@@ -128,7 +129,7 @@ def render(
     def said(claim: str) -> str:
         values = [statement.value for statement in claims if statement.id == claim and statement.value is not None]
         if not values:
-            raise ClaimsError(f"{template.name}: no claim {claim!r} with a value in the ledger")
+            raise ClaimsError(f"{called}: no claim {claim!r} with a value in the ledger")
         return show(values[0])
 
     def machine_of(experiment: str) -> str:
@@ -136,7 +137,7 @@ def render(
 
     def table(experiment: str) -> str:
         if experiment not in tables:
-            raise ClaimsError(f"{template.name}: {experiment!r} has no table; {unknown(experiment, tables)}")
+            raise ClaimsError(f"{called}: {experiment!r} has no table; {unknown(experiment, tables)}")
         return tables[experiment](recorded(experiment))
 
     def value(experiment: str, measure: str, digits: int | None = None, scale: float = 1, /, **labels: Scalar) -> str:
