@@ -25,8 +25,8 @@ FLOORS = {  # who lives on one may use all below it, and none beside it: a syste
         {"trying"},
     ),
     "firsttoken_serve": (
-        {"chat", "measured_cross_point", "retrying_server", "service_config", "variants"},
-        {"prefixes", "swarm"},
+        {"chat", "measured_cross_point", "service_config", "variants"},
+        {"prefixes", "retrying_server", "swarm"},
         {"served_model"},
         {"http"},
         {"commands"},

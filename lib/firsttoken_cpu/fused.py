@@ -83,7 +83,8 @@ class FusedLayer(Fused):
             for name, paths in PRODUCTS.items():
                 linears = [stock.get_submodule(path) for path in paths]
                 setattr(self, name, NativeLinear(linears, gated=name == "gate_up", panels=panels[name]))
-        self.before_attention, self.before_mlp = _own(stock.input_layernorm), _own(stock.post_attention_layernorm)
+        self.before_attention = _copied(stock.input_layernorm)
+        self.before_mlp = _copied(stock.post_attention_layernorm)
         self.attention = copy.copy(attention)  # what attention functions ask for the layer's number and the like
         self.attention._modules = {}
         self.kind: tuple[float, ...] | None = None
@@ -288,7 +289,7 @@ def normed(states: Tensor, norm: nn.Module) -> Tensor:
     return kernels().rms_norm(states.contiguous(), norm.weight, norm.variance_epsilon)
 
 
-def _own(norm: nn.Module) -> nn.Module:
+def _copied(norm: nn.Module) -> nn.Module:
     """``norm`` with memory of its own: where a whole layer lies in one buffer, a part of it would keep all of it."""
     copied_norm = copy.copy(norm)
     copied_norm._parameters = {"weight": nn.Parameter(norm.weight.detach().clone(), requires_grad=False)}

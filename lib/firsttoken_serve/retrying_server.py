@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from firsttoken.engine.model_server import LoadingServer
@@ -18,14 +19,13 @@ from firsttoken.study.errors import FirstTokenError, ModelError, NotLean, Perman
 if TYPE_CHECKING:
     import numpy as np
     import torch
-    from torch import nn
 
     from firsttoken.engine.async_engine import AsyncEngine
     from firsttoken.engine.live_executor import LiveExecutor
     from firsttoken.engine.model_version import ModelVersion
     from firsttoken.progressiveserve.loading.loader import StageLoad
     from firsttoken.progressiveserve.loading.meta_model import MetaModel
-    from firsttoken.progressiveserve.staged_serving.stage_versions import Between, StagedModelVersion
+    from firsttoken_serve.variants import LateVariants
 
 LONGEST_PAUSE_S = 60.0
 T = TypeVar("T")
@@ -130,18 +130,15 @@ class RetryingServer(LoadingServer):
         return None
 
     def _run(self, executor: LiveExecutor, *options: Any, **named: Any) -> AsyncEngine:
-        self._end_early()
+        """End answers without torch. Their model is freed once the engine has copied its keys and values."""
+        if self._early is not None:
+            self._early.end()
+            self._early = None
         return super()._run(executor, *options, **named)
 
     def _give_up(self, fault: FirstTokenError) -> None:
         super()._give_up(fault)
         self._broken(fault)
-
-    def _end_early(self) -> None:
-        """End answers without torch. Their model is freed once the engine has copied its keys and values."""
-        if self._early is not None:
-            self._early.end()
-            self._early = None
 
     def _end_all(self, error: Exception) -> None:
         if self._early is not None:
@@ -150,33 +147,19 @@ class RetryingServer(LoadingServer):
         super()._end_all(error)
 
 
-class LastStageVariants(Protocol):
-    """Variants of the whole model, which serve with its last stage."""
-
-    def read(self, folder: Path, sha256: str, layers: Sequence[nn.Module]) -> None:
-        """Read all that is theirs, for the ``layers`` of the model in ``folder``, whose weights have this ``sha256``
-        ("" where nobody knows it) and may not be there yet. Raises StageError."""
-
-    def host(self, version: StagedModelVersion, executor: LiveExecutor, between: Between) -> Mapping[str, ModelVersion]:
-        """The variants by name, beside the ``version`` that is the last stage, each compared ``between`` two steps."""
-
-    def fuse(self) -> Iterator[None]:
-        """Fuse that version's layers, as it does alone, for the variants too."""
-
-
 class StagedService(RetryingServer, StagedServer):
-    """Serves a staged checkpoint, and goes on with what the weights of a first stage have begun without torch."""
+    """Serves a staged checkpoint, its last stage with ``variants`` by the folders of their adapters, and goes on with
+    what the weights of a first stage have begun without torch."""
 
-    def __init__(self, *options: Any, **named: Any) -> None:
+    def __init__(self, *options: Any, variants: Mapping[str, Path] = MappingProxyType({}), **named: Any) -> None:
         super().__init__(*options, **named)
         self._reading: threading.Thread | None = None  # that begins with the second stage
         self._packed: EarlyWeights | None = None  # of the first stage, which have come
         self.whole: Callable[[torch.dtype, str], str] | None = None
         """Called by the thread that loads, with dtype and sha256 of the weights, once the last stage serves; what it
         returns is an event."""
-        self.variants: Callable[[], LastStageVariants] | None = None
-        """Called by that thread too, for the variants that the last stage has."""
-        self._late: LastStageVariants | None = None
+        self._variant_folders = variants
+        self._late_variants: LateVariants | None = None
 
     def close(self) -> None:
         with self._change:
@@ -206,10 +189,12 @@ class StagedService(RetryingServer, StagedServer):
         self._packed = self._early_weights()
         manifest = self._loader.manifest
         meta_model = self._loader.build(self._packed and partial(self._packed.read().builder, manifest, [1]))
-        if self.variants is not None:
-            self._late = self.variants()
+        if self._variant_folders:
+            from firsttoken_serve.variants import LateVariants
+
+            self._late_variants = LateVariants(self._variant_folders, self._device)
             with permanent_faults():
-                self._late.read(self._loader.folder, manifest.source_sha256 or "", meta_model.layers)
+                self._late_variants.read(self._loader.folder, manifest.source_sha256 or "", meta_model.layers)
         return meta_model
 
     def _early_weights(self) -> EarlyWeights | None:
@@ -259,9 +244,10 @@ class StagedService(RetryingServer, StagedServer):
         if self.whole is not None and not self._closing.is_set():
             loader = self._loader
             self._note(self._stages, self.whole(loader.meta_model.dtype, loader.manifest.source_sha256 or ""))
-        super()._complete(self._late or served)
+        super()._complete(self._late_variants or served)
 
     def _variants(self) -> Mapping[str, ModelVersion]:
         """The variants that serve with what was made last: none before the last stage."""
-        late = None if self._last.stage < self._stages else self._late
-        return {} if late is None else late.host(self._last, self._live, self._server.call)
+        if self._late_variants is None or self._last.stage < self._stages:
+            return {}
+        return self._late_variants.host(self._last, self._live, self._server.call)

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
     from firsttoken.droidspeak.identity import ModelIdentity
     from firsttoken.engine.live_executor import LiveExecutor
-    from firsttoken.engine.model_version import ModelVersion
-    from firsttoken_serve.variants import LateVariants
 
 BEFORE_TORCH = "BEFORE_TORCH"  # what a package registers that computes without it
 
@@ -61,7 +59,7 @@ class EarlyStart(NamedTuple):
 class PlainServer(RetryingServer):
     """Serves the whole model in the plain folder ``folder``, and uses what is in ``store`` of how a prompt begins; with
     it, under their names, the ``variants`` that adapters in these folders make of it. ``early`` answers until torch is
-    imported, as :func:`without_torch` returns it."""
+    imported, as :func:`start_before_torch` returns it."""
 
     def __init__(
         self,
@@ -83,7 +81,7 @@ class PlainServer(RetryingServer):
     def _read_ahead(self) -> None:
         """Let the system read the files ahead of their mapping, which has begun where there are answers."""
         if not self._answers_early():
-            bring(self._folder)
+            read_weights_ahead(self._folder)
 
     def _import(self) -> None:
         """Import all that loads, but not transformers, which only few folders ask for."""
@@ -117,7 +115,11 @@ class PlainServer(RetryingServer):
                 self._live = self._executor(model, torch.device(self._device))
             self._bytes_moved = self._bytes_total
             self._live.version.stage = 1
-            versions = self._host_variants(files) if self._variants else {}
+            versions = {}
+            if self._variants:
+                from firsttoken_serve.variants import host_variants
+
+                versions = host_variants(self._live, self._variants, files, self._device)
         if measures:
             self._release_plain()  # it measures the layers that will serve
             for _ in self._live.version.fuse():
@@ -129,7 +131,6 @@ class PlainServer(RetryingServer):
     def _compare(self, files: ModelFiles, dtype: torch.dtype) -> None:
         """Hold a step to the lean modules' own, unless it was before; others than lean ones the executor has held to
         transformers'. Requests run meanwhile. Raises PermanentFault."""
-        from firsttoken.assets.weight_files import unchanged
         from firsttoken.engine.attention import is_stock
         from firsttoken.engine.compared_step import Comparison, check_rows, lean_rows, prompt_of
 
@@ -141,11 +142,6 @@ class PlainServer(RetryingServer):
                 reference = lean_rows(files, dtype, self._device, prompt)
                 check_rows(files.folder.name, lambda: server.call(lambda: live.rows_of(prompt)), reference, dtype)
             comparison.mark_passed()
-
-    def _host_variants(self, files: ModelFiles) -> dict[str, ModelVersion]:
-        from firsttoken_serve.variants import host_variants
-
-        return host_variants(self._live, self._variants, files, self._device)
 
     def _go_on(self) -> None:
         """Open the stored prefixes, and fuse the layers; or load those with which requests begin from then on."""
@@ -172,7 +168,7 @@ class PlainServer(RetryingServer):
         self._note(1, use_prefixes(self, self._store, lambda: receivers(self._folder, dtype, *who), self._device))
 
 
-def without_torch(config: ServiceConfig) -> EarlyStart | None:
+def start_before_torch(config: ServiceConfig) -> EarlyStart | None:
     """The model of ``config`` that computes without torch, the first stage of one in stages, while threads read and
     pack its weights.
 
@@ -186,23 +182,23 @@ def without_torch(config: ServiceConfig) -> EarlyStart | None:
     staged = is_staged(config.folder)
     links = (Link(LinkConfig(config.gbit_per_s)),) if staged else ()
     if not staged:
-        bring(config.folder)
+        read_weights_ahead(config.folder)
 
-    def made() -> Any:
+    def make() -> Any:
         if staged:
             weights = extension(BEFORE_TORCH, "staged")(config.folder, links, readers=config.threads)
         else:
             weights = extension(BEFORE_TORCH, "plain")(check_servable(config.folder))
         return extension(BEFORE_TORCH, "model")(weights, config.max_len(context_of(read_config(config.folder))))
 
-    maker = ThreadPoolExecutor(1, "reading")
-    coming = maker.submit(made)
-    maker.shutdown(wait=False)
+    reader = ThreadPoolExecutor(1, "reading")
+    coming = reader.submit(make)
+    reader.shutdown(wait=False)
     return EarlyStart(partial(extension(BEFORE_TORCH, "answers"), coming), links)
 
 
-def bring(folder: Path) -> None:
-    """Let the system bring the weights in ``folder`` into memory, where it can."""
+def read_weights_ahead(folder: Path) -> None:
+    """Let the system read the weights in ``folder`` into memory, where it can."""
     with suppress(FirstTokenError):
         for file in weight_files(folder):
             Thread(target=read_ahead, args=(file,), daemon=True).start()
@@ -213,29 +209,23 @@ def load_plain(files: ModelFiles, dtype: torch.dtype, device: str) -> nn.Module:
     more, which a line on the terminal says. Raises ModelError for a folder that cannot be read, or of another family.
     """
     from firsttoken.assets.decoder_layers import layers_of
+    from firsttoken.assets.weights import fill
+    from firsttoken.engine.accelerator import accelerator
 
-    model = _loaded(files, dtype, device)
+    if (own_model := accelerator().build_own(files.folder, dtype)) is not None:
+        model = fill(own_model, files, device)
+    else:
+        from firsttoken.assets.models import load_model
+
+        model = load_model(str(files.folder), dtype=dtype, device=device, with_tokenizer=False).model
     layers_of(model)  # which the engine runs
     return model
 
 
 def _load_again(files: ModelFiles, dtype: torch.dtype, device: str, before: str) -> nn.Module:
-    """Load as :func:`load_plain` while the files are as :func:`seen` has said ``before``."""
-    from firsttoken.assets.weight_files import unchanged
-
+    """Load as :func:`load_plain` while the files are as :func:`file_states` has said ``before``."""
     with unchanged(files.files, before):
         return load_plain(files, dtype, device)
-
-
-def _loaded(files: ModelFiles, dtype: torch.dtype, device: str) -> nn.Module:
-    from firsttoken.assets.weights import fill
-    from firsttoken.engine.accelerator import accelerator
-
-    if (own_model := accelerator().build_own(files.folder, dtype)) is not None:
-        return fill(own_model, files, device)
-    from firsttoken.assets.models import load_model
-
-    return load_model(str(files.folder), dtype=dtype, device=device, with_tokenizer=False).model
 
 
 # Keys and values that were computed before, in a folder of KV files.
@@ -313,10 +303,10 @@ def serve_model(
     config: ServiceConfig,
     broken: Callable[[FirstTokenError], None],
     context: int = sys.maxsize,
-    comes: EarlyStart | None = None,
+    early_start: EarlyStart | None = None,
 ) -> ModelServer:
     """The model of ``config``, whose context has ``context`` tokens. It takes requests from now on, and begins to load
-    when it is started; ``comes``, of :func:`without_torch`, answers until then.
+    when it is started; ``early_start``, of :func:`start_before_torch`, answers until then.
 
     Raises ProfileError for a scheduler, policy, pool or budget that the engine does not have, and as a SwarmServer;
     what the folder lacks, a server that loads it reports itself, and to ``broken`` what leaves no hope.
@@ -328,7 +318,8 @@ def serve_model(
         requests=config.max_running,
         token_budget=STALL_FREE.token_budget if config.token_budget is None else config.token_budget,
     )
-    longest = config.max_len(context)
+    longest, variants = config.max_len(context), dict(config.variants)
+    answers = early_start and early_start.answers
     limits = RequestLimits(
         max_sessions=config.max_running + config.max_waiting,
         max_prompt_tokens=min(config.max_prompt_tokens or longest, longest),
@@ -346,11 +337,9 @@ def serve_model(
             swarm.prefixes = lambda: use_prefixes(swarm, store, lambda: _of_servers(config), "cpu", others=False)
         return swarm
     if is_staged(config.folder):
-        links = [Link(LinkConfig(config.gbit_per_s))] if comes is None else comes.links
-        options = {"device": config.device, "broken": broken, "early": comes and comes.answers}
+        links = [Link(LinkConfig(config.gbit_per_s))] if early_start is None else early_start.links
+        options = {"device": config.device, "broken": broken, "early": answers, "variants": variants}
         staged = StagedService(config.folder, links, limits, dtype=dtypes.AUTO, threads=config.threads, **options)
-        if variants := dict(config.variants):
-            staged.variants = lambda: late_variants(variants, config.device)
         if (store := config.prefix_store) is not None:
             staged.whole = lambda dtype, weights: use_prefixes(
                 staged,
@@ -360,7 +349,7 @@ def serve_model(
             )
         return staged
     options = {"device": config.device, "store": config.prefix_store, "owner": config.prefix_owner}
-    options |= {"variants": dict(config.variants), "early": comes and comes.answers}
+    options |= {"variants": variants, "early": answers}
     return PlainServer(config.folder, limits, broken=broken, **options)
 
 
@@ -376,13 +365,6 @@ def _of_servers(config: ServiceConfig) -> dict[str, ModelIdentity]:
         name, weights = stored_dtype(config.folder), ""
     dtype = dtypes.serving(dtypes.AUTO, getattr(torch, name), "cpu")
     return receivers(config.folder, dtype, config.prefix_owner, dict(config.variants), weights)
-
-
-def late_variants(folders: Mapping[str, Path], device: str) -> LateVariants:
-    """The variants in ``folders`` of a model in stages. The thread that loads calls this: it imports torch."""
-    from firsttoken_serve.variants import LateVariants
-
-    return LateVariants(folders, device)
 
 
 def _preemption(config: ServiceConfig, engine: EngineConfig) -> PreemptionPolicy:

@@ -20,7 +20,7 @@ from firsttoken.engine.request import Sampling, ScheduledChunk
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.study.errors import EngineError, LengthError, RequestError, StageError
 from firsttoken_serve.http.app import build_replica
-from firsttoken_serve.http.error_responses import refusal
+from firsttoken_serve.http.error_responses import error_body
 from firsttoken_serve.service_config import ServiceConfig
 
 ERRORS = [RuntimeError("out of memory\nand much more"), RequestError("layers [2, 9) are not"), LengthError("too long")]
@@ -73,7 +73,7 @@ def test_it_is_over_a_swarm_too(failing) -> None:
             failing(error)
             with pytest.raises(EngineError, match=f"the engine failed: {error.args[0][:6]}") as met:
                 list(server.submit([1, 2, 3], Sampling(4)))
-            assert refusal(met.value)[0] == 500
+            assert error_body(met.value)[0] == 500
         failing(StageError("layer 3 did not come"))  # what was foreseen is told as it is
         with pytest.raises(StageError):
             list(server.submit([1, 2, 3], Sampling(4)))

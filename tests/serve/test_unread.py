@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import resource
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -23,13 +22,11 @@ pytest.importorskip("uvicorn")
 from firsttoken_serve.http import unread
 from firsttoken_serve.http.unread import MOST_BODY_BYTES, MOST_HEAD_BYTES, MOST_UNREAD_BYTES
 
-LIMITS = {"max_new_tokens": 64, "body_s": 5.0}
-
 
 @pytest.fixture(scope="module")
 def url(plain) -> Iterator[str]:
     """Of a service with some patience."""
-    with serving(plain, **LIMITS) as url:
+    with serving(plain, body_s=5.0) as url:
         yield url
 
 
@@ -103,59 +100,49 @@ def rest(client: socket.socket) -> bytes:
     return came
 
 
-@pytest.fixture(scope="module", params=["httptools", "h11"])
-def parsed(plain: Path, request: pytest.FixtureRequest) -> Iterator[str]:
-    """The URL of a service behind either of uvicorn's protocols."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "h11":
-            patch.setitem(sys.modules, "uvicorn.protocols.http.httptools_impl", None)
-        with serving(plain, body_s=5.0) as url:
-            yield url
-
-
 class TestHalfClosed:
     """A client that has sent its request and closed its half."""
 
     @pytest.mark.parametrize("body", [ASKED, STREAMED], ids=["whole", "streamed"])
     @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
-    def test_it_is_answered(self, parsed: str, body: bytes, version: bytes) -> None:
-        with sent(parsed, post(body, version=version)) as client:
+    def test_it_is_answered(self, url: str, body: bytes, version: bytes) -> None:
+        with sent(url, post(body, version=version)) as client:
             client.shutdown(socket.SHUT_WR)
             answer = rest(client)
         assert answer.startswith(b"HTTP/1.1 200 ") and b'"length"' in answer
 
-    def test_an_answer_that_takes_long_is_whole(self, parsed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_answer_that_takes_long_is_whole(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """The bytes that tell whether it reads are the first of the answer."""
         monkeypatch.setattr(unread, "_PROBE_S", 0.001)
-        with sent(parsed, post(ASKED.replace(b"4,", b"64,"))) as client:
+        with sent(url, post(ASKED.replace(b"4,", b"64,"))) as client:
             client.shutdown(socket.SHUT_WR)
             head, body = rest(client).split(b"\r\n\r\n", 1)
         assert head.startswith(b"HTTP/1.1 200 OK\r\n") and json.loads(body)["usage"]["completion_tokens"] == 64
 
-    def test_all_of_a_pipeline_are_answered(self, parsed: str) -> None:
-        with sent(parsed, 3 * post(ASKED)) as client:
+    def test_all_of_a_pipeline_are_answered(self, url: str) -> None:
+        with sent(url, 3 * post(ASKED)) as client:
             client.shutdown(socket.SHUT_WR)
             assert rest(client).count(b"HTTP/1.1 200 ") == 3
 
-    def test_who_has_gone_is_not_computed_for(self, parsed: str) -> None:
+    def test_who_has_gone_is_not_computed_for(self, url: str) -> None:
         """It looks alike until something is written to it."""
-        with sent(parsed, post(json.dumps({"prompt": ENDLESS, "max_tokens": 9000, "ignore_eos": True}).encode())):
-            until(lambda: httpx.get(f"{parsed}/stage").json()["sessions"], "it is taken")
-        until(lambda: not httpx.get(f"{parsed}/stage").json()["sessions"], "it is let go", 20)
+        with sent(url, post(json.dumps({"prompt": ENDLESS, "max_tokens": 9000, "ignore_eos": True}).encode())):
+            until(lambda: httpx.get(f"{url}/stage").json()["sessions"], "it is taken")
+        until(lambda: not httpx.get(f"{url}/stage").json()["sessions"], "it is let go", 20)
 
-    def test_a_request_that_is_not_whole_ends_the_connection(self, parsed: str) -> None:
+    def test_a_request_that_is_not_whole_ends_the_connection(self, url: str) -> None:
         for part in (post(ASKED)[:-1], post(ASKED)[:20], b""):
-            with sent(parsed, part) as client:
+            with sent(url, part) as client:
                 client.shutdown(socket.SHUT_WR)
                 assert rest(client) == b""
 
 
 @pytest.mark.parametrize("offer", [H2C, b"Connection: Upgrade\r\nUpgrade: websocket\r\n", b"Upgrade: TLS/1.0\r\n"])
-def test_an_offer_of_another_protocol_is_passed_over(parsed: str, offer: bytes) -> None:
+def test_an_offer_of_another_protocol_is_passed_over(url: str, offer: bytes) -> None:
     """Also in pieces, in chunks, and before another request on the connection."""
     chunks = post(b"", offer).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked") + b"%x\r\n" % len(ASKED)
     chunks += ASKED + b"\r\n0\r\n\r\n"
-    with sent(parsed, post(ASKED, offer) + chunks) as client:
+    with sent(url, post(ASKED, offer) + chunks) as client:
         for piece in (post(ASKED, offer)[:100], post(ASKED, offer)[100:], post(ASKED, b"Connection: close\r\n")):
             time.sleep(0.05)
             client.sendall(piece)
@@ -163,7 +150,7 @@ def test_an_offer_of_another_protocol_is_passed_over(parsed: str, offer: bytes) 
     assert answers.count(b"HTTP/1.1 200 ") == 4 and answers.count(b'"length"') == 4
 
 
-def test_http_of_old_needs_no_host(parsed: str) -> None:
+def test_http_of_old_needs_no_host(url: str) -> None:
     """haproxy's check has none, and no browser speaks it; a page's request is refused all the same."""
     for request, wanted in (
         (b"GET /health HTTP/1.0\r\n\r\n", b"200"),
@@ -171,7 +158,7 @@ def test_http_of_old_needs_no_host(parsed: str) -> None:
         (post(ASKED, b"Origin: null\r\n", b"1.0").replace(b"Host: localhost\r\n", b""), b"403"),
         (b"GET /v1/models HTTP/1.0\r\nHost: evil.example\r\n\r\n", b"403"),
     ):
-        with sent(parsed, request) as client:
+        with sent(url, request) as client:
             assert rest(client).split()[1] == wanted
 
 

@@ -90,7 +90,7 @@ class NumpyAnswers:
 
     def _answer(self) -> None:
         model = self.model
-        while model is not None and (waiting := self._wait_next()) is not None:
+        while model is not None and (waiting := self._wait_for_request()) is not None:
             stream, submission = waiting
             try:
                 self._generate(model, stream, *submission)
@@ -100,14 +100,18 @@ class NumpyAnswers:
                 stream.end(error if isinstance(error, FirstTokenError) else step_failure(error))
         give_back_threads()  # for the engine's
 
-    def _wait_next(self) -> tuple[Stream, Submission] | None:
+    def _wait_for_request(self) -> tuple[Stream, Submission] | None:
         with self._change:
             self._change.wait_for(lambda: self._ended or self._next() is not None)
             return None if self._ended else self._next()
 
     def _next(self) -> tuple[Stream, Submission] | None:
-        """The first request that can be answered here, and its stream; the caller holds the lock."""
-        return next(((stream, submission) for stream, submission in self._waiting.items() if _can(submission)), None)
+        """The first request of the model itself without logprobs, and its stream; the caller holds the lock."""
+        for stream, submission in self._waiting.items():
+            _, sampling, _, variant, _ = submission
+            if not (sampling.prompt_logprobs or variant) and sampling.logprobs is None:
+                return stream, submission
+        return None
 
     def _generate(
         self,
@@ -138,9 +142,9 @@ class NumpyAnswers:
                 return
         with self._change:
             if stream in self._waiting and model.cached:
-                generated_count = len(tokens) - len(prompt)
+                generated = len(tokens) - len(prompt)
                 remaining = replace(
-                    sampling, max_tokens=sampling.max_tokens - generated_count, drawn=sampling.drawn + generated_count
+                    sampling, max_tokens=sampling.max_tokens - generated, drawn=sampling.drawn + generated
                 )
                 self._waiting[stream] = tokens, remaining, moves, variant, CacheSource(model)
 
@@ -156,9 +160,3 @@ class NumpyAnswers:
                 self._begun = True
                 self._change.notify_all()
             return waits
-
-
-def _can(submission: Submission) -> bool:
-    """Return whether the request is one of the model itself, without logprobs."""
-    _, sampling, _, variant, _ = submission
-    return not (sampling.prompt_logprobs or variant) and sampling.logprobs is None

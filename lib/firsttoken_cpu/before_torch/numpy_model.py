@@ -142,7 +142,7 @@ class CacheSource:
     complete = True
 
     def __init__(self, model: NumpyModel) -> None:
-        self._model, self.tokens, self._told = model, model.cached, False
+        self._model, self.tokens, self._delivered = model, model.cached, False
 
     def begin(self) -> None:
         """Do nothing, as the keys and values are here."""
@@ -152,9 +152,9 @@ class CacheSource:
 
     def arrived(self) -> list[tuple[int, Tensor]]:
         """Return all layers at the first call, then none."""
-        if self._told:
+        if self._delivered:
             return []
-        self._told = True
+        self._delivered = True
         rows = as_tensor(self._model, self._model.cache[: -(-self.tokens // BLOCK_TOKENS)])
         blocks, layers, _, block_tokens, heads, width = rows.shape
         laid = rows.permute(1, 2, 4, 0, 3, 5).reshape(layers, 2, 1, heads, blocks * block_tokens, width)

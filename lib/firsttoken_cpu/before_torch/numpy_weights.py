@@ -36,9 +36,7 @@ from firsttoken_cpu.native.exports import (
     widened,
 )
 
-READ = {"F32": "float32", "BF16": "bfloat16"}
-"""The dtypes that are packed, by safetensors' names."""
-
+_PACKED = {"F32": "float32", "BF16": "bfloat16"}
 NORM = "model.norm.weight"
 POLL_S = 0.001
 NO_HALVES: Mapping[str, Halves] = {}
@@ -265,7 +263,9 @@ class FolderWeights(NumpyWeights):
 
     def __init__(self, files: ModelFiles, threads: int | None = None) -> None:
         config = lean_config(files.folder)
-        self.packer = Packer(config, _stored(files))
+        if files.second is not None:
+            raise NotLean("its head is tied to the embedding, and both are stored")
+        self.packer = Packer(config, stored_name(stored.entry.dtype for stored in files.tensors.values()))
         self.files, self.seen = files, file_states(files.files)
         self._opened = {path: WeightFile(path) for path in files.files}
         self._fault: ModelError | None = None
@@ -371,14 +371,13 @@ def first_fault(futures: Iterable[Future[Any]]) -> BaseException | None:
     return next((fault for future in futures if future.done() and (fault := future.exception()) is not None), None)
 
 
-def _stored(files: ModelFiles) -> str:
-    """The dtype that the weights of ``files`` are stored in. Raises NotLean for what is not packed."""
-    dtypes = {stored.entry.dtype for stored in files.tensors.values()}
-    if len(dtypes) != 1 or not dtypes <= READ.keys():
-        raise NotLean(f"its weights are stored in {', '.join(sorted(dtypes))}")
-    if files.second is not None:
-        raise NotLean("its head is tied to the embedding, and both are stored")
-    return READ[dtypes.pop()]
+def stored_name(dtypes: Iterable[str]) -> str:
+    """The dtype of weights that are stored in ``dtypes``, by safetensors' names. Raises NotLean for what is not
+    packed."""
+    names = set(dtypes)
+    if len(names) != 1 or not names <= _PACKED.keys():
+        raise NotLean(f"its weights are stored in {', '.join(sorted(names))}")
+    return _PACKED[names.pop()]
 
 
 class NoKernels(NotLean):

@@ -22,7 +22,6 @@ from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import (
     CONFIG,
     Manifest,
-    PartFile,
     check_complete,
     check_header,
     check_side,
@@ -44,7 +43,14 @@ from firsttoken.study.errors import NotLean, StageError
 from firsttoken.study.parsing.parse_errors import blaming
 from firsttoken.study.system.cgroup_limits import cores
 from firsttoken.study.system.direct_io import back
-from firsttoken_cpu.before_torch.numpy_weights import NO_HALVES, READ, NumpyWeights, PackedWeights, Packer, first_fault
+from firsttoken_cpu.before_torch.numpy_weights import (
+    NO_HALVES,
+    NumpyWeights,
+    PackedWeights,
+    Packer,
+    first_fault,
+    stored_name,
+)
 from firsttoken_cpu.lean.lean_config import lean_config
 from firsttoken_cpu.native.exports import STORAGE
 
@@ -77,10 +83,9 @@ class UnpackedFiles:
         """Return a builder that makes torch's weights of the files; nothing is unpacked twice."""
         from firsttoken.progressiveserve.loading.weight_builder import WeightBuilder
 
-        return WeightBuilder(manifest, stages, self, device, dtype, formats=self._format_of)
-
-    def _format_of(self, name: str) -> PartFormat:
-        return UnpackedFormat(format_of(name), self.unpacked)
+        return WeightBuilder(
+            manifest, stages, self, device, dtype, formats=lambda name: UnpackedFormat(format_of(name), self.unpacked)
+        )
 
 
 class UnpackedFormat(PartFormat):
@@ -155,7 +160,8 @@ class StageWeights(NumpyWeights):
         if any(part.refines for part in self._parts):
             raise NotLean("a later stage refines weights that are there")
         # what needs torch is known before bytes are asked for: over a slow link it takes seconds to stop its readers
-        self.packer = Packer(config, _stored(self._parts))
+        tensors = (tensor for part in self._parts for tensor in part.carried.values())
+        self.packer = Packer(config, stored_name(tensor.dtype for tensor in tensors))
         fillers = [self._fillers() for _ in range(threads or cores())]
         self._reader = open_reader(source or folder, manifest, stages, links, threads=readers, verify=verify)
         try:  # while the first bytes are on their way
@@ -306,11 +312,3 @@ class StageWeights(NumpyWeights):
         if self._head_name in arrays:
             self._head, job = self.packer.head(arrays[self._head_name])
             self.packer.pack([job])
-
-
-def _stored(parts: Sequence[PartFile]) -> str:
-    """The dtype that the weights of ``parts`` are stored in. Raises NotLean for what is not packed."""
-    dtypes = {entry.dtype for part in parts for entry in part.carried.values()}
-    if len(dtypes) != 1 or not dtypes <= READ.keys():
-        raise NotLean(f"its weights are stored in {', '.join(sorted(dtypes))}")
-    return READ[dtypes.pop()]

@@ -117,14 +117,14 @@ class LeanAttention(nn.Module):
             for linear in (self.q_proj, self.k_proj, self.v_proj)
         )
         cos, sin = (half.unsqueeze(1) for half in position_embeddings)
-        query, key = (states * cos + _quarter_turn(states) * sin for states in (query, key))
+        query, key = (states * cos + _rotate_half(states) * sin for states in (query, key))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attended, _ = self.interface(self, query, key, value, attention_mask, scaling=self.scaling, **keywords)
         return self.o_proj(attended.reshape(batch, tokens, -1))
 
 
-def _quarter_turn(states: Tensor) -> Tensor:
+def _rotate_half(states: Tensor) -> Tensor:
     low, high = states.chunk(2, -1)
     return torch.cat((-high, low), dim=-1)
 

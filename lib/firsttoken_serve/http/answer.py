@@ -60,13 +60,13 @@ class Answers:
         metrics: ModelMetrics,
         variant: str = "",
     ) -> None:
-        self.asked = served_request
+        self.request = served_request
         self._variant = variant
         self.prompt_tokens = 0
         self._server, self._vocabulary, self._inbox, self._metrics = server, vocabulary, inbox, metrics
         self._choices: list[AnswerChoice] = []
         self._closed = False
-        self._heard_s: dict[int, float] = {}  # when each choice's last token came
+        self._last_token_s: dict[int, float] = {}  # when each choice's last token came
         self._arrived_s = time.monotonic()
 
     def begin(self) -> None:
@@ -75,12 +75,12 @@ class Answers:
         Raises RequestError and BusyError as the vocabulary and the server do; then none of them is open.
         """
         prompts = self._prompts()
-        first = secrets.randbelow(_SEEDS) if self.asked.seed is None else self.asked.seed
+        first = secrets.randbelow(_SEEDS) if self.request.seed is None else self.request.seed
         try:
             for number, (ids, echo) in enumerate(prompts):
                 self.prompt_tokens += len(ids)
-                for turn in range(self.asked.n):
-                    self._open(number * self.asked.n + turn, ids, echo, first + turn)
+                for turn in range(self.request.n):
+                    self._open(number * self.request.n + turn, ids, echo, first + turn)
         except BaseException:
             self.close()
             raise
@@ -104,7 +104,7 @@ class Answers:
                     deltas += choice.end()
                 else:
                     if not choice.scored:
-                        self._hear(choice, item.at_s)
+                        self._observe_token(choice, item.at_s)
                     deltas += choice.take(item)
                 if choice.finished:
                     open_ones -= 1
@@ -126,7 +126,7 @@ class Answers:
             choice.session.cancel()
 
     def _open(self, number: int, ids: Sequence[int], echo: str, seed: int) -> None:
-        request, top_count = self.asked, self.asked.top_count
+        request, top_count = self.request, self.request.top_count
         stop_ids = self._vocabulary.chat_stop_ids if isinstance(request, ChatRequest) else self._vocabulary.stop_ids
         stop_ids = (
             *(() if request.ignore_eos else stop_ids),
@@ -167,7 +167,7 @@ class Answers:
 
     def _prompts(self) -> list[tuple[list[int], str]]:
         """The ids of each prompt, and its text where it is to be said first."""
-        request, vocabulary = self.asked, self._vocabulary
+        request, vocabulary = self.request, self._vocabulary
         if isinstance(request, ChatRequest):
             return [(self._chat_ids(request), "")]
         assert isinstance(request, CompletionRequest)
@@ -208,19 +208,19 @@ class Answers:
     def _most(self, prompt_tokens: int) -> int:
         """Tokens to say at most: what was asked for, or as OpenAI has it, 16 of a completion and of a chat all there is
         room for. The engine says 1 at least."""
-        request, limits = self.asked, self._server.limits
+        request, limits = self.request, self._server.limits
         if request.most_new is not None:
             return max(1, request.most_new)
         room = min(limits.max_new_tokens, min(limits.longest, self._vocabulary.context) - prompt_tokens)
         return max(1, room if isinstance(request, ChatRequest) else min(max(16, request.min_tokens), room))
 
-    def _hear(self, choice: AnswerChoice, at_s: float) -> None:
-        before = self._heard_s.get(choice.index)
+    def _observe_token(self, choice: AnswerChoice, at_s: float) -> None:
+        before = self._last_token_s.get(choice.index)
         if before is None:
             self._metrics.first_token_s.observe(at_s - self._arrived_s)
             if (begun_s := choice.session.begun_s) is not None:
                 self._metrics.queue_s.observe(begun_s - self._arrived_s)
         else:
             self._metrics.between_tokens_s.observe(at_s - before)
-        self._heard_s[choice.index] = at_s
+        self._last_token_s[choice.index] = at_s
         self._metrics.generated_tokens.inc()

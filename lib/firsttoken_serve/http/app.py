@@ -30,10 +30,10 @@ from firsttoken.study.errors import ClosedError, FirstTokenError, RequestError
 from firsttoken_serve.chat.text import Vocabulary, read_vocabulary
 from firsttoken_serve.http import response_bodies
 from firsttoken_serve.http.answer import Answers, detokenized, tokenized
-from firsttoken_serve.http.error_responses import refusal, refuse, refusing
+from firsttoken_serve.http.error_responses import error_body, error_response, handle_error
 from firsttoken_serve.http.prometheus_metrics import Metrics
 from firsttoken_serve.http.request_schema import ChatRequest, CompletionRequest, ServedRequest, parse_request
-from firsttoken_serve.http.responses import Streamed, leaving, whole
+from firsttoken_serve.http.responses import StreamedAnswer, watching_client, whole_answer
 from firsttoken_serve.http.token_queue import ClientGone, Inbox, LoopBridge
 from firsttoken_serve.http.unread import MOST_BODY_BYTES, MOST_HEAD_BYTES, Unread, head_bytes
 from firsttoken_serve.served_model import EarlyStart, is_staged, serve_model
@@ -86,7 +86,7 @@ class InFlightMiddleware:
         try:
             self._gate.check()
         except ClosedError as error:
-            await refusing(error)(scope, receive, send)
+            await error_response(error)(scope, receive, send)
             return
         self._gate.inside += 1
         try:
@@ -119,14 +119,14 @@ class AuthMiddleware:
         """ASGI calls this for every connection; a request that is not let in is refused before ``app`` sees it."""
         if scope["type"] == "http" and head_bytes(scope) > MOST_HEAD_BYTES:
             refusal = f"the head of the request is longer than {MOST_HEAD_BYTES:,} bytes; send less in it"
-            await refusing(HTTPException(431, refusal))(scope, receive, send)
+            await error_response(HTTPException(431, refusal))(scope, receive, send)
             return
-        if scope["type"] == "http" and (error := self._odd(scope, Headers(scope=scope))):
-            await refusing(error)(scope, receive, send)
+        if scope["type"] == "http" and (error := self._refusal(scope, Headers(scope=scope))):
+            await error_response(error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _odd(self, scope: Scope, headers: Headers) -> HTTPException | None:
+    def _refusal(self, scope: Scope, headers: Headers) -> HTTPException | None:
         path, host, origin = scope["path"], headers.get("host"), headers.get("origin")
         site = headers.get("sec-fetch-site")
         hostless = host is None and scope["http_version"] == "1.0"
@@ -224,8 +224,8 @@ class Replica:
     async def tokenize(self, request: Request) -> Response:
         """Answer POST /tokenize."""
         parsed, ids = await asyncio.to_thread(tokenized, self._vocabulary, await self._body(request))
-        longest = self._described(self._named(parsed.model))["max_model_len"]
-        return JSONResponse({"count": len(ids), "max_model_len": longest, "tokens": ids})
+        self._named(parsed.model)
+        return JSONResponse({"count": len(ids), "max_model_len": self._max_model_len, "tokens": ids})
 
     async def detokenize(self, request: Request) -> Response:
         """Answer POST /detokenize."""
@@ -250,8 +250,7 @@ class Replica:
         status = self._server.status()
         if self.gate.closed:
             status |= {"state": "closing", "stage": 0}
-        body = {key: status[key] for key in ("state", "stage", "error")}
-        return JSONResponse(body, 200 if status["stage"] else 503)
+        return JSONResponse({key: status[key] for key in ("state", "stage", "error")}, 200 if status["stage"] else 503)
 
     async def stage(self, request: Request) -> Response:
         """GET /stage: the state of the replica that answers, which is named, and what its engine holds."""
@@ -290,12 +289,12 @@ class Replica:
             answer = Answers(self._server, self._vocabulary, parsed, inbox, metrics, self._variants[model])
             await asyncio.to_thread(answer.begin)
             body = reply.new(model)
-            with leaving(request, inbox):
+            with watching_client(request, inbox):
                 if parsed.stream:
                     deltas = answer.batches()
                     first = await anext(deltas)
-                    return Streamed(request, inbox, answer, (first, deltas), body, metrics, headers)
-                response = await whole(answer, body, headers)
+                    return StreamedAnswer(request, inbox, answer, (first, deltas), body, metrics, headers)
+                response = await whole_answer(answer, body, headers)
             _close(answer, metrics.requests["answered"])
             return response
         except (ClientGone, ClientDisconnect):
@@ -305,15 +304,15 @@ class Replica:
             _close(answer, metrics.requests["cancelled"])
             raise
         except Exception as error:
-            _close(answer, metrics.requests["refused" if refusal(error)[0] < 500 else "failed"])
-            return refusing(error)
+            _close(answer, metrics.requests["refused" if error_body(error)[0] < 500 else "failed"])
+            return error_response(error)
 
     async def _body(self, request: Request) -> bytes:
         body = bytearray()
         try:
             async with asyncio.timeout(self._config.body_s):
                 async for chunk in request.stream():
-                    self.unread.take(len(chunk))
+                    self.unread.hold(len(chunk))
                     body += chunk
                     if len(body) > MOST_BODY_BYTES:
                         raise HTTPException(413, f"the body is larger than {MOST_BODY_BYTES:,} bytes, the limit")
@@ -321,11 +320,21 @@ class Replica:
         except TimeoutError:
             raise HTTPException(408, f"the body did not end within {self._config.body_s:g} s") from None
         finally:
-            self.unread.give_back(len(body))
+            self.unread.release(len(body))
+
+    @property
+    def _max_model_len(self) -> int:
+        """Tokens of a prompt and its answer together that are taken, and no more."""
+        return min(self._server.limits.longest, self._vocabulary.context)
 
     def _described(self, model: str) -> response_bodies.Json:
-        longest = min(self._server.limits.longest, self._vocabulary.context)
-        return response_bodies.one_model(model, self._created, longest)
+        return {
+            "id": model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "firsttoken",
+            "max_model_len": self._max_model_len,
+        }
 
     def _named(self, model: str | None) -> str:
         """The model of this name; without one, that of the folder. Raises HTTPException for one that is not served."""
@@ -367,7 +376,7 @@ def build_app(replica: Replica, server: ModelServer, config: ServiceConfig) -> S
             Route("/metrics", replica.metrics),
             Route("/", replica.page),
         ],
-        exception_handlers=dict.fromkeys((FirstTokenError, HTTPException, Exception), refuse),
+        exception_handlers=dict.fromkeys((FirstTokenError, HTTPException, Exception), handle_error),
         middleware=[
             Middleware(RequestIdMiddleware),
             Middleware(AuthMiddleware, key=config.api_key, loopback=config.loopback),
@@ -386,13 +395,13 @@ def build_replica(
     config: ServiceConfig,
     name: str,
     broken: Callable[[FirstTokenError], None] = lambda error: None,
-    comes: EarlyStart | None = None,
+    early_start: EarlyStart | None = None,
 ) -> Starlette:
     """The replica ``name`` of the service, whose model begins to load when ``state.begin`` is called. ``broken`` is
-    told of an error that no retry mends. ``comes`` is the model that answers until torch is imported, as
-    :func:`without_torch` returns it."""
+    told of an error that no retry mends. ``early_start`` is the model that answers until torch is imported, as
+    :func:`start_before_torch` returns it."""
     vocabulary = read_vocabulary(config.folder, config.max_prompt_tokens)
-    server = serve_model(config, broken, vocabulary.context, comes)
+    server = serve_model(config, broken, vocabulary.context, early_start)
     app = build_app(Replica(server, vocabulary, config, name), server, config)
     app.state.template = vocabulary.template
     return app

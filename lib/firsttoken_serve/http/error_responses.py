@@ -42,17 +42,17 @@ _NAME = re.compile(r"[\w.\[\]']+")  # such as messages[1].role
 _STATUS = ((ClosedError, 503), (BusyError, 429), (RequestError, 400))
 
 
-async def refuse(request: Request, error: Exception) -> Response:
+async def handle_error(request: Request, error: Exception) -> Response:
     """The response to a request that met ``error``; of a path that is not served, it says which ones are."""
     if isinstance(error, HTTPException) and error.status_code == 404 and error.detail == HTTPStatus(404).phrase:
         served = ", ".join(route.path for route in request.app.routes)
         error = HTTPException(404, f"nothing is served at {request.url.path[:200]}; there are {served}")
-    return refusing(error)
+    return error_response(error)
 
 
-def refusing(error: Exception) -> JSONResponse:
+def error_response(error: Exception) -> JSONResponse:
     """Return the response to ``error``: its status, its own headers (such as Allow), and its body."""
-    status, body = refusal(error)
+    status, body = error_body(error)
     headers = dict(getattr(error, "headers", None) or {})
     if status == 429 or isinstance(error, ClosedError):
         headers["Retry-After"] = str(RETRY_S)
@@ -61,7 +61,7 @@ def refusing(error: Exception) -> JSONResponse:
     return JSONResponse(body, status, headers)
 
 
-def refusal(error: Exception) -> tuple[int, Json]:
+def error_body(error: Exception) -> tuple[int, Json]:
     """HTTP status and body. What is not foreseen is logged, and the client learns its type only."""
     if isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)

@@ -6,11 +6,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
-from typing import Any
 
 from firsttoken.assets.model_config import read_config
 from firsttoken.assets.positions import shortened
@@ -21,7 +20,7 @@ from firsttoken.study.system.compiled import build_beside
 from firsttoken.study.system.importing import without_collector
 from firsttoken.study.system.openmp import set_wait_policy
 from firsttoken_serve.chat.chat_template import ChatTemplate, read_template
-from firsttoken_serve.served_model import BEFORE_TORCH, check_model, without_torch
+from firsttoken_serve.served_model import BEFORE_TORCH, check_model, start_before_torch
 from firsttoken_serve.service_config import ServiceConfig, listening
 
 POLL_S = 0.2
@@ -41,17 +40,15 @@ def running(config: ServiceConfig, broken: Callable[[FirstTokenError], None] = l
     """
     config = replace(config, folder=config.folder.resolve())  # replicas may have another working directory
     check_model(config)
-    with _serving(config, broken):
-        yield config.url
-
-
-def _serving(config: ServiceConfig, broken: Callable[[FirstTokenError], None]) -> AbstractContextManager[None]:
     if config.one_process:
-        return _one_process(config, broken)
-    from firsttoken_serve.http.cluster import replicas
+        serving = _one_process(config, broken)
+    else:
+        from firsttoken_serve.http.cluster import replicas
 
-    _try_template(config.model, read_template(config.folder))
-    return replicas(config, broken)
+        _try_template(config.model, read_template(config.folder))
+        serving = replicas(config, broken)
+    with serving:
+        yield config.url
 
 
 def _try_template(model: str, template: ChatTemplate) -> None:
@@ -69,20 +66,19 @@ def _one_process(config: ServiceConfig, broken: Callable[[FirstTokenError], None
     """
     with ExitStack() as starting, listening(config) as listener:
         starting.enter_context(without_collector())
-        comes = without_torch(config)  # beside the imports of what serves
+        early_start = start_before_torch(config)  # beside the imports of what serves
         try:
             import uvicorn
 
             from firsttoken_serve.http.app import build_replica
-            from firsttoken_serve.http.unread import MOST_HEAD_BYTES, SILENT_S, limited_protocol
+            from firsttoken_serve.http.unread import SILENT_S, limited_protocol
         except ImportError as error:
             raise StageError('serve needs uvicorn and starlette: pip install -e ".[serve]" in the clone') from error
-        app = build_replica(config, "replica-0", broken, comes)
-        del comes  # it holds the weights, of which the engine will have its own
+        app = build_replica(config, "replica-0", broken, early_start)
+        del early_start  # it holds the weights, of which the engine will have its own
         settings = uvicorn.Config(
             app,
             http=limited_protocol(app.state.unread, config.body_s),
-            h11_max_incomplete_event_size=2 * MOST_HEAD_BYTES,  # the protocol's own limit comes first
             ws="none",  # who offers another protocol is answered over this one
             timeout_keep_alive=SILENT_S,
             log_level="error",
@@ -131,15 +127,19 @@ def serve_forever(config: ServiceConfig) -> None:
             signal.signal(number, end)
         elif handler is not signal.SIG_IGN:
             signal.signal(number, interrupt)
-    with _restored(before), build_beside(), running(config, ended.put):
-        if not config.one_process:
-            for number in before:
-                signal.signal(number, end)
-        if ended.empty():
-            _announce(config)
-        if (fault := _first(ended)) is not None:
-            raise fault
-        print("shutting down", flush=True)
+    try:
+        with build_beside(), running(config, ended.put):
+            if not config.one_process:
+                for number in before:
+                    signal.signal(number, end)
+            if ended.empty():
+                _announce(config)
+            if (fault := _wait_for_end(ended)) is not None:
+                raise fault
+            print("shutting down", flush=True)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _announce(config: ServiceConfig) -> None:
@@ -167,16 +167,7 @@ def _runs_by_kernels(config: ServiceConfig) -> bool:
     return False
 
 
-@contextmanager
-def _restored(handlers: Mapping[int, Any]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def _first(ended: SimpleQueue[FirstTokenError | None]) -> FirstTokenError | None:
+def _wait_for_end(ended: SimpleQueue[FirstTokenError | None]) -> FirstTokenError | None:
     """Return the first item of the queue. Python runs the handler of a signal when its main thread next runs: one that
     another thread took, or that came as the wait began, was never answered by a wait without an end (1 of 15 ends under
     load)."""

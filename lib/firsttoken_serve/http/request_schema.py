@@ -7,7 +7,6 @@ and is not served is refused, never ignored.
 from __future__ import annotations
 
 import re
-from collections.abc import Sized
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -107,12 +106,8 @@ def _false(value: bool) -> str:
     return "only false is served" if value else ""
 
 
-def _a_text(value: Sized) -> str:
-    return "" if len(value) else "expected a text"
-
-
-def _a_salt(value: str) -> str:
-    return "" if 0 < len(value) <= MOST_SALT_CHARS else f"expected 1 to {MOST_SALT_CHARS:,} characters"
+def _a_text(value: str) -> str:
+    return "" if value else "expected a text"
 
 
 def _by_ids(value: dict[str, float]) -> str:
@@ -165,7 +160,7 @@ class ServedRequest:
     upgrade: bool = False
     ignore_eos: bool = False
     min_tokens: Annotated[int, at_least(0)] = 0
-    cache_salt: Annotated[str, _a_salt] = ""
+    cache_salt: Annotated[str, _a_text, _at_most(MOST_SALT_CHARS)] = ""
 
     @classmethod
     def prepared(cls, content: dict[str, Any]) -> dict[str, Any]:

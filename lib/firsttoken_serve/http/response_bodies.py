@@ -1,4 +1,4 @@
-"""The bodies that OpenAI's clients read: answers, chunks of answers, models, numbers of tokens, likelihoods.
+"""The bodies that OpenAI's clients read: answers, chunks of answers, numbers of tokens, likelihoods.
 
 An addition of ours: ``stage`` is the one that computed the last of the tokens in hand.
 """
@@ -88,10 +88,10 @@ class Chat(Reply):
         return self._choice(index, {"delta": {"role": "assistant", "content": ""}}, None, None)
 
     def _choice(
-        self, index: int, said_as: Json, finish_reason: str | None, logprobs: Sequence[AnswerToken] | None
+        self, index: int, content: Json, finish_reason: str | None, logprobs: Sequence[AnswerToken] | None
     ) -> Json:
         logs = None if logprobs is None else as_chat(logprobs)
-        return {"index": index} | said_as | {"logprobs": logs, "finish_reason": finish_reason}
+        return {"index": index} | content | {"logprobs": logs, "finish_reason": finish_reason}
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> Json:
@@ -101,11 +101,6 @@ def usage(prompt_tokens: int, completion_tokens: int) -> Json:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }
-
-
-def one_model(model: str, created: int, context: int) -> Json:
-    """The model that is served; ``context`` tokens of a prompt and its answer together are taken, and no more."""
-    return {"id": model, "object": "model", "created": created, "owned_by": "firsttoken", "max_model_len": context}
 
 
 def event(content: Json) -> bytes:

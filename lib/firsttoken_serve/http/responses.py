@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from firsttoken_serve.http.answer import Answers
 from firsttoken_serve.http.choice import TextDelta
-from firsttoken_serve.http.error_responses import refusal
+from firsttoken_serve.http.error_responses import error_body
 from firsttoken_serve.http.logprobs_format import AnswerToken
 from firsttoken_serve.http.prometheus_metrics import ModelMetrics
 from firsttoken_serve.http.response_bodies import DONE, Reply, event, usage
@@ -20,13 +20,13 @@ from firsttoken_serve.http.token_queue import ClientGone, Inbox
 
 
 @contextmanager
-def leaving(request: Request, inbox: Inbox) -> Iterator[None]:
+def watching_client(request: Request, inbox: Inbox) -> Iterator[None]:
     """Inside the block ``inbox`` is told when the client of ``request``, whose body has been read, goes."""
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        inbox.leave()
+        inbox.disconnect()
 
     watching = asyncio.create_task(watch())
     try:
@@ -35,7 +35,7 @@ def leaving(request: Request, inbox: Inbox) -> Iterator[None]:
         watching.cancel()
 
 
-async def whole(answer: Answers, reply: Reply, headers: dict[str, str]) -> JSONResponse:
+async def whole_answer(answer: Answers, reply: Reply, headers: dict[str, str]) -> JSONResponse:
     """All choices at once. Raises what ended one of them, and ClientGone."""
     texts: dict[int, list[str]] = {}
     reasons: dict[int, str | None] = {}
@@ -46,14 +46,14 @@ async def whole(answer: Answers, reply: Reply, headers: dict[str, str]) -> JSONR
             texts.setdefault(delta.choice, []).append(delta.text)
             reasons[delta.choice] = delta.finish_reason
             stage = max(stage, delta.stage)
-            if answer.asked.top_count is not None:
+            if answer.request.top_count is not None:
                 logs.setdefault(delta.choice, []).extend(delta.logprobs or ())
     choices = [reply.answer(n, "".join(texts[n]), reasons[n], logs.get(n)) for n in sorted(texts)]
     body = reply.body(reply.whole, choices, stage)
     return JSONResponse(body | {"usage": usage(answer.prompt_tokens, answer.completion_tokens)}, headers=headers)
 
 
-class Streamed(Response):
+class StreamedAnswer(Response):
     """The pieces of ``answer`` as events; ``first`` are those that have come, as a refusal has a status of its own.
 
     An error in mid-stream is an event too, as the status is long gone.
@@ -74,7 +74,7 @@ class Streamed(Response):
         del self.headers["content-length"]
         self._request, self._inbox, self._answer, self._reply, self._metrics = request, inbox, answer, reply, metrics
         self._first, self._deltas = deltas
-        self._usage = answer.asked.stream_options.include_usage
+        self._usage = answer.request.stream_options.include_usage
         self._opened: set[int] = set()
         self._stage = 0
 
@@ -82,7 +82,7 @@ class Streamed(Response):
         """ASGI calls this to send the stream of events."""
         outcome = "answered"
         try:
-            with leaving(self._request, self._inbox):
+            with watching_client(self._request, self._inbox):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 await self._send(send, self._events(self._first))
                 async for deltas in self._deltas:
@@ -93,7 +93,7 @@ class Streamed(Response):
             return
         except Exception as error:
             outcome = "failed"
-            await self._send(send, event(refusal(error)[1]))
+            await self._send(send, event(error_body(error)[1]))
         finally:
             self._answer.close()
             self._metrics.requests[outcome].inc()
@@ -112,13 +112,13 @@ class Streamed(Response):
                 self._opened.add(delta.choice)
                 if opening := self._reply.role_delta(delta.choice):
                     events.append(self._event(opening, delta.stage))
-            logprobs = self._reply.delta(delta.choice, delta.text, delta.finish_reason, delta.logprobs)
-            events.append(self._event(logprobs, delta.stage))
+            choice = self._reply.delta(delta.choice, delta.text, delta.finish_reason, delta.logprobs)
+            events.append(self._event(choice, delta.stage))
         return b"".join(events)
 
     def _event(self, choice: dict, stage: int) -> bytes:
         body = self._reply.body(self._reply.chunk, [choice], stage)
-        if self._answer.asked.stream_options.continuous_usage_stats:
+        if self._answer.request.stream_options.continuous_usage_stats:
             body["usage"] = usage(self._answer.prompt_tokens, self._answer.completion_tokens)
         elif self._usage:
             body["usage"] = None

@@ -41,7 +41,7 @@ class LoopBridge:
         self._called = False  # before the first is taken: what is sent from here on calls again
         while self._waiting:
             inbox, choice, item = self._waiting.popleft()
-            inbox.take(choice, item)
+            inbox.put(choice, item)
 
 
 class Inbox:
@@ -58,12 +58,12 @@ class Inbox:
         """Return the place where the engine puts what it says for ``choice``."""
         return Slot(self._bridge, self, choice)
 
-    def take(self, choice: int, item: Item) -> None:
+    def put(self, choice: int, item: Item) -> None:
         """Add ``item`` of ``choice``, and wake the reader; called on the loop."""
         self._items.append((choice, item))
         self._wake()
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """Note that the client has gone; called on the loop."""
         self._gone = True
         self._wake()

@@ -13,7 +13,9 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+import httptools
 from starlette.exceptions import HTTPException
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from firsttoken_serve.http.error_responses import RETRY_S
 
@@ -38,7 +40,7 @@ class Unread:
     def __init__(self, most: int = MOST_UNREAD_BYTES) -> None:
         self.most, self.held, self._peak = most, 0, 0
 
-    def take(self, count: int) -> None:
+    def hold(self, count: int) -> None:
         """Hold ``count`` bytes more. Raises HTTPException (503) where that is more than all may hold."""
         if self.held + count > self.most:
             refusal = f"requests that have not ended hold {self.held >> 20} MiB, and no more is taken; send it again"
@@ -46,7 +48,7 @@ class Unread:
         self.held += count
         self._peak = max(self._peak, self.held)
 
-    def give_back(self, count: int) -> None:
+    def release(self, count: int) -> None:
         """Let go of ``count`` bytes. Once nothing is held, memory that malloc keeps goes back to the system: 300 bodies
         of 900 kB left 270 MiB of it in the process."""
         self.held -= count
@@ -66,9 +68,9 @@ class Connections:
     ``most`` are open, those that have waited for longest are closed. It is used on the event loop alone."""
 
     def __init__(self, most: int) -> None:
-        self._most, self._open = most, dict[_Limited, None]()
+        self._most, self._open = most, dict[LimitedProtocol, None]()
 
-    def enter(self, connection: _Limited) -> None:
+    def enter(self, connection: LimitedProtocol) -> None:
         """Note that ``connection`` waits for its client from now on. A connection that is being answered is never
         closed for it."""
         self._open.pop(connection, None)
@@ -78,7 +80,7 @@ class Connections:
                 oldest.transport.abort()
         self._open[connection] = None
 
-    def leave(self, connection: _Limited) -> None:
+    def leave(self, connection: LimitedProtocol) -> None:
         """Note that ``connection`` has ended."""
         self._open.pop(connection, None)
 
@@ -90,125 +92,93 @@ def most_connections() -> int:
     return sys.maxsize if files == resource.RLIM_INFINITY else max(8, files - max(32, files // 4))
 
 
-def limited_protocol(unread: Unread, patience_s: float, silent_s: float = SILENT_S) -> type[asyncio.Protocol]:
-    """uvicorn's protocol, where a head begins within ``silent_s`` seconds, has ``MOST_HEAD_BYTES``, counts among what
-    is ``unread``, and ends within ``patience_s`` seconds."""
-    settings = {"unread": unread, "patience_s": patience_s, "silent_s": silent_s}
-    settings["others"] = Connections(most_connections())
-    try:
-        import httptools
-        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-    except ImportError:  # it is faster, and need not be installed
-        return _limited_h11(settings)
+class _UpgradeParser(httptools.HttpRequestParser):
+    """Reads the head of a request that offers another protocol once more without the offer, which a server may pass
+    over: httptools ends at one, and the body is lost. Java's HttpClient offers h2c in each first request."""
 
-    class Parser(httptools.HttpRequestParser):
-        """Reads the head of a request that offers another protocol once more without the offer, which a server may pass
-        over: httptools ends at one, and the body is lost. Java's HttpClient offers h2c in each first request."""
+    def __init__(self, protocol: LimitedProtocol) -> None:
+        super().__init__(protocol)
+        self.protocol = protocol
+        with suppress(AttributeError):  # as uvicorn does
+            self.set_dangerous_leniencies(lenient_data_after_close=True)
 
-        def __init__(self, protocol: LimitedHttpTools) -> None:
-            super().__init__(protocol)
-            self.protocol = protocol
-            with suppress(AttributeError):  # as uvicorn does
-                self.set_dangerous_leniencies(lenient_data_after_close=True)
-
-        def feed_data(self, data: bytes) -> None:
-            try:
-                super().feed_data(data)
-            except httptools.HttpParserUpgrade as upgrade:
-                protocol = self.protocol
-                if not protocol.offers:
-                    raise
-                lines = [b": ".join(header) for header in protocol.headers if header[0] != b"upgrade"]
-                first = b"%s %s HTTP/%s" % (self.get_method(), protocol.url, self.get_http_version().encode())
-                protocol.parser = Parser(protocol)
-                protocol.parser.feed_data(b"\r\n".join([first, *lines, b"", data[upgrade.args[0] :]]))
-
-    class LimitedHttpTools(_Limited, HttpToolsProtocol):
-        _head_open, _head_size = False, 0
-        offers = False  # another protocol, in the head that was just read
-
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            self.parser = Parser(self)
-
-        def data_received(self, data: bytes) -> None:
-            self._head_size += len(data)
-            super().data_received(data)
-
-        def on_message_begin(self) -> None:
-            self._head_open = True
-            super().on_message_begin()
-
-        def on_headers_complete(self) -> None:
-            self._head_open, self._head_size = False, 0
-            self.offers = self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
-            if not self.offers:
-                super().on_headers_complete()
-
-        def on_message_complete(self) -> None:
-            if not self.offers:
-                super().on_message_complete()
-
-        def on_body(self, body: bytes) -> None:
-            self._head_size = 0
-            super().on_body(body)
-
-        def pending(self) -> int:
-            return self._head_size if self._head_open else 0
-
-    return type("Protocol", (LimitedHttpTools,), settings)
+    def feed_data(self, data: bytes) -> None:
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            protocol = self.protocol
+            if not protocol.offers_upgrade:
+                raise
+            lines = [b": ".join(header) for header in protocol.headers if header[0] != b"upgrade"]
+            first = b"%s %s HTTP/%s" % (self.get_method(), protocol.url, self.get_http_version().encode())
+            protocol.parser = _UpgradeParser(protocol)
+            protocol.parser.feed_data(b"\r\n".join([first, *lines, b"", data[upgrade.args[0] :]]))
 
 
-def _limited_h11(settings: dict[str, Any]) -> type[asyncio.Protocol]:
-    import h11
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    class LimitedH11(_Limited, H11Protocol):
-        @property
-        def pipeline(self) -> bytes:
-            """Return the bytes that have come behind the request that is answered."""
-            return self.conn.trailing_data[0] if self.conn.their_state is h11.DONE else b""
-
-        def pending(self) -> int:
-            return len(self.conn.trailing_data[0]) if self.conn.their_state is h11.IDLE else 0
-
-    return type("Protocol", (LimitedH11,), settings)
-
-
-class _Limited:
-    """Limits what a protocol of uvicorn waits for; its ``pending`` returns the bytes of an unfinished head."""
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, with limits for what it waits for: a head begins within ``silent_s`` seconds, has
+    ``MOST_HEAD_BYTES``, counts among what is ``unread``, and ends within ``patience_s`` seconds."""
 
     unread: Unread
-    others: Connections
+    open_connections: Connections
     patience_s: float
     silent_s: float
+    offers_upgrade = False  # to another protocol, in the head that was just read
+    _head_open, _head_size = False, 0
     _held = 0
     _refused = _half_closed = _in_head = False
-    _late: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.parser = _UpgradeParser(self)
 
     @property
-    def asked(self) -> bool:
+    def answering(self) -> bool:
         """Return whether a request is not yet answered."""
         return bool(self.pipeline) or (self.cycle is not None and not self.cycle.response_complete)
 
     @property
     def waits(self) -> bool:
         """Return whether the next bytes have to come from the client, be it a head or the rest of a body."""
-        return not self.pipeline and (not self.asked or self.cycle.more_body)
+        return not self.pipeline and (not self.answering or self.cycle.more_body)
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """asyncio calls this first."""
         super().connection_made(transport)
-        self._rest()
+        self._await_head()
 
     def data_received(self, data: bytes) -> None:
         """asyncio calls this when bytes have come; those of an unfinished head are counted."""
         if self._refused:
             return
+        self._head_size += len(data)
         super().data_received(data)
-        self._account(self.pending())
-        if self.asked and not self._in_head:
-            self._time(0, None)
+        self._account(self._head_size if self._head_open else 0)
+        if self.answering and not self._in_head:
+            self._set_timer(0, None)
+
+    def on_message_begin(self) -> None:
+        """httptools calls this at the first byte of a head."""
+        self._head_open = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """httptools calls this at the end of a head."""
+        self._head_open, self._head_size = False, 0
+        self.offers_upgrade = self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
+        if not self.offers_upgrade:
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """httptools calls this at the end of a request."""
+        if not self.offers_upgrade:
+            super().on_message_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """httptools calls this for each part of a body."""
+        self._head_size = 0
+        super().on_body(body)
 
     def eof_received(self) -> bool:
         """asyncio calls this when the client will send no more: it waits for its answer, or has gone. Returns whether
@@ -219,37 +189,36 @@ class _Limited:
         if not self.pipeline:
             self.cycle.keep_alive = False
             if not self.cycle.response_started:
-                self.cycle.transport = _Probing(self.transport)
+                self.cycle.transport = _ProbingTransport(self.transport)
         return True
 
     def on_response_complete(self) -> None:
         """uvicorn calls this when a response has been written."""
         super().on_response_complete()
-        if self.transport.is_closing() or self.asked:
+        if self.transport.is_closing() or self.answering:
             return
         if self._half_closed:
             self.transport.close()
         else:
-            self._rest()
+            self._await_head()
 
     def connection_lost(self, error: Exception | None) -> None:
         """asyncio calls this when the connection has ended; its bytes count no longer."""
         self._account(0)
-        self._time(0, None)
-        self.others.leave(self)
+        self._set_timer(0, None)
+        self.open_connections.leave(self)
         super().connection_lost(error)
 
-    def _rest(self) -> None:
-        """Wait for a head."""
-        self.others.enter(self)
+    def _await_head(self) -> None:
+        self.open_connections.enter(self)
         if not self._in_head:
-            self._time(self.silent_s, lambda: self.transport.close())
+            self._set_timer(self.silent_s, lambda: self.transport.close())
 
-    def _time(self, seconds: float, late: Callable[[], None] | None) -> None:
-        """Call ``late`` after these seconds, and nothing that was to be called before."""
-        if self._late is not None:
-            self._late.cancel()
-        self._late = late and asyncio.get_running_loop().call_later(seconds, late)
+    def _set_timer(self, seconds: float, expired: Callable[[], None] | None) -> None:
+        """Call ``expired`` after these seconds, and nothing that was to be called before."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = expired and asyncio.get_running_loop().call_later(seconds, expired)
 
     def _account(self, now: int) -> None:
         """Count ``now`` bytes of an unfinished head, and refuse one that is too long."""
@@ -258,16 +227,16 @@ class _Limited:
             now = 0
         try:
             if now > self._held:
-                self.unread.take(now - self._held)
+                self.unread.hold(now - self._held)
             elif now < self._held:
-                self.unread.give_back(self._held - now)
+                self.unread.release(self._held - now)
             self._held = now
         except HTTPException as error:
             self._refuse(error.status_code, error.detail)
             self._account(0)
         if bool(self._held) != self._in_head:
             self._in_head = bool(self._held)
-            self._time(self.patience_s, self._expire if self._in_head else None)
+            self._set_timer(self.patience_s, self._expire if self._in_head else None)
 
     def _expire(self) -> None:
         self._refuse(408, f"the head of the request did not end within {self.patience_s:g} s")
@@ -286,7 +255,13 @@ class _Limited:
         asyncio.get_running_loop().call_later(_LINGER_S, transport.close)
 
 
-class _Probing:
+def limited_protocol(unread: Unread, patience_s: float, silent_s: float = SILENT_S) -> type[asyncio.Protocol]:
+    """The protocol of one service, whose connections have these limits together."""
+    limits = {"unread": unread, "patience_s": patience_s, "silent_s": silent_s}
+    return type("Protocol", (LimitedProtocol,), limits | {"open_connections": Connections(most_connections())})
+
+
+class _ProbingTransport:
     """The transport of a response to a client that has closed its half. A write alone tells whether it reads or has
     gone: the bytes that every response begins with are sent one by one until it comes, and the system of a client that
     has gone answers the first with a reset, which ends the connection at the second."""
