@@ -14,17 +14,17 @@ import compileall
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 
 import numpy as np
-from bench import over_http
 
 from firsttoken.study.stats import ratio_of_means
 from firsttoken_studies.probes.pagecache import evict
@@ -33,7 +33,8 @@ from firsttoken_studies.probes.programs import free_port
 BEFORE, NOW = "before", "now"
 HERE = Path(__file__).resolve().parents[2]
 PROMPT = "The capital of France is"
-TOKENS = 64
+TOKENS, PROMPT_TOKENS = 64, 32
+_DONE = b"data: [DONE]\n\n"
 
 
 @contextmanager
@@ -89,6 +90,44 @@ def first_byte_s(folder: Path, environment: dict[str, str], *more: str) -> float
                 return took
             time.sleep(0.002)
         raise RuntimeError(f"the service of {folder} ended before its first token")
+
+
+def prompts(streams: int) -> list[list[int]]:
+    """As many prompts of token ids, no two alike."""
+    return [[(7 * stream + 3 * place) % 500 + 10 for place in range(PROMPT_TOKENS)] for stream in range(streams)]
+
+
+def over_http(host: str, port: int, streams: int, tokens: int) -> float:
+    """Tokens/s of so many streams at once, from the first request to the last token.
+
+    The client shares the processor with what it measures, so it does no more than to take the bytes until the end, one
+    answer after the other while those of the others wait in the system's buffers, and reads in them afterwards.
+    """
+    asked = {"max_tokens": tokens, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+    start = time.perf_counter()
+    with ExitStack() as opened:
+        connections = [opened.enter_context(socket.create_connection((host, port))) for _ in range(streams)]
+        for connection, prompt in zip(connections, prompts(streams), strict=True):
+            body = json.dumps(asked | {"prompt": prompt}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+        answers = [_until_done(connection) for connection in connections]
+    took = time.perf_counter() - start
+    return sum(map(_said, answers)) / took
+
+
+def _until_done(connection: socket.socket) -> bytes:
+    taken = bytearray()
+    while _DONE not in taken[-64:]:
+        if not (more := connection.recv(1 << 20)):
+            raise ConnectionError("the service ended an answer before its last event")
+        taken += more
+    return bytes(taken)
+
+
+def _said(answer: bytes) -> int:
+    last = answer[answer.rindex(b'data: {"id"') : answer.rindex(_DONE)].split(b"\n\n")[0]
+    return json.loads(last.removeprefix(b"data: "))["usage"]["completion_tokens"]
 
 
 def tokens_per_s(folder: Path, environment: dict[str, str], streams: int, rounds: int) -> list[float]:

@@ -205,6 +205,7 @@ class Replica:
         self._variants = {config.model: ""} | {name: name for name, _ in config.variants}
         self._created, loads = int(time.time()), is_staged(config.folder) and not config.swarm
         self._stage_bytes = [stage.bytes for stage in read_manifest(config.folder).stages] if loads else []
+        self._max_model_len = min(server.limits.longest, vocabulary.context)
         self._metrics = Metrics(server.stats, lambda: server.status()["stage"], self._variants)
         self._bridge: LoopBridge
         self.gate, self.unread = ShutdownGate(), Unread()
@@ -322,19 +323,9 @@ class Replica:
         finally:
             self.unread.release(len(body))
 
-    @property
-    def _max_model_len(self) -> int:
-        """Tokens of a prompt and its answer together that are taken, and no more."""
-        return min(self._server.limits.longest, self._vocabulary.context)
-
     def _described(self, model: str) -> response_bodies.Json:
-        return {
-            "id": model,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "firsttoken",
-            "max_model_len": self._max_model_len,
-        }
+        card = {"id": model, "object": "model", "created": self._created, "owned_by": "firsttoken"}
+        return card | {"max_model_len": self._max_model_len}
 
     def _named(self, model: str | None) -> str:
         """The model of this name; without one, that of the folder. Raises HTTPException for one that is not served."""
