@@ -56,11 +56,11 @@ def answered(
     """What a choice makes of an engine that says ``ids``."""
     request = SimpleNamespace(prompt_logprobs=[TokenLogprob(-1.0, ())] * (len(prompt) - 1))
     session = SimpleNamespace(request=request)
-    choice = AnswerChoice(0, vocabulary, prompt, session, stop_ids=(), stops=stops, echo=echo, judged=True)
+    choice = AnswerChoice(0, vocabulary, prompt, session, stop_ids=(), stops=stops, echo=echo, logprobs=True)
     deltas: list[TextDelta] = []
     for token_id in ids:
         if not choice.finished:
-            deltas += choice.take(TokenEvent(token_id, 1, 0.0, TokenLogprob(-0.5, ())))
+            deltas += choice.push(TokenEvent(token_id, 1, 0.0, TokenLogprob(-0.5, ())))
     return deltas + choice.end()
 
 

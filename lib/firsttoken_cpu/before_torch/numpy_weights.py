@@ -108,16 +108,16 @@ class Packer:
         those that the kernels do not add.
         """
         jobs: list[Job] = []
-        norms = [self._numbers([tensors[f"{name}_layernorm.weight"]], jobs) for name in ("input", "post_attention")]
+        norms = [self._vector([tensors[f"{name}_layernorm.weight"]], jobs) for name in ("input", "post_attention")]
         struct, panels = LayerStruct(number, *(norm.ctypes.data for norm in norms)), dict[str, np.ndarray]()
         arrays: list[Any] = norms
         for product, parts in PRODUCTS.items():
             biases = [tensors[name] for part in parts if (name := f"{part}.bias") in tensors]
-            bias = self._numbers(biases, jobs) if biases else None
+            bias = self._vector(biases, jobs) if biases else None
             weights = [tensors[f"{part}.weight"] for part in parts]
-            panels[product], weight, job = self._to_pack(weights, bias, gated=product == "gate_up")
+            panels[product], weight, job = self._panels_for(weights, bias, gated=product == "gate_up")
             if any(part in halves for part in parts):
-                arrays.append(self._adapt(weight, weights, [halves.get(part) for part in parts]))
+                arrays.append(self._add_adapter(weight, weights, [halves.get(part) for part in parts]))
             setattr(struct, product, weight)
             jobs.append(job)
             arrays.append(bias)
@@ -127,7 +127,7 @@ class Packer:
 
     def head(self, weight: Stored) -> tuple[PackedWeights, Job]:
         """The head of its ``weight`` [vocabulary, hidden], and what is to be packed of it."""
-        panels, struct, job = self._to_pack([weight], None, gated=False)
+        panels, struct, job = self._panels_for([weight], None, gated=False)
         return PackedWeights(struct, {"head": panels}, []), job
 
     def pack(self, jobs: Sequence[Job], taken: np.ndarray | None = None, done: np.ndarray | None = None) -> None:
@@ -163,7 +163,7 @@ class Packer:
     def _run(self, table: ctypes.Array[JobStruct], taken: np.ndarray, done: np.ndarray) -> None:
         self.exports.call("pack_jobs", self.dtype, table, len(table), self.stored == "bfloat16", taken, done)
 
-    def _numbers(self, stored: Sequence[Stored], jobs: list[Job]) -> np.ndarray:
+    def _vector(self, stored: Sequence[Stored], jobs: list[Job]) -> np.ndarray:
         """The vectors ``stored``, one behind the other, in the dtype that computes: of those in a file, once the
         ``jobs`` that this adds are done."""
         if not any(map(_is_in_file, stored)):
@@ -176,19 +176,19 @@ class Packer:
             jobs.append(Job(JobStruct(0, parts), [vector, target]))
         return numbers
 
-    def _to_pack(
+    def _panels_for(
         self, weights: list[Stored], bias: np.ndarray | None, *, gated: bool
     ) -> tuple[np.ndarray, WeightStruct, Job]:
         """Room for ``weights`` [outputs, inputs], one below the other, as panels, and the struct that names them."""
         outputs, inputs = sum(map(len, weights)), weights[0].shape[1]
         step = self.exports.panel // 2 if gated else self.exports.panel
         count = -(-(outputs // 2 if gated else outputs) // step)
-        panels = self.memory.take(count * self.exports.panel * inputs * np.dtype(STORAGE[self.dtype]).itemsize)
+        panels = self.memory.allocate(count * self.exports.panel * inputs * np.dtype(STORAGE[self.dtype]).itemsize)
         struct = WeightStruct(panels.ctypes.data, 0 if bias is None else bias.ctypes.data, outputs, inputs, gated)
         job = JobStruct(ctypes.addressof(struct), tuple(map(_part, weights)))
         return panels, struct, Job(job, [struct, panels, *weights])
 
-    def _adapt(self, struct: WeightStruct, weights: Sequence[Stored], halves: Sequence[Halves | None]) -> Any:
+    def _add_adapter(self, struct: WeightStruct, weights: Sequence[Stored], halves: Sequence[Halves | None]) -> Any:
         """Write to ``struct`` that the product has an adapter; returns what that points at."""
         for weight, pair in zip(weights, halves, strict=True):
             if pair is not None and (len(pair[1]), pair[0].shape[1]) != weight.shape:
@@ -234,7 +234,7 @@ class NumpyWeights(ABC):
         """The weight [hidden] of the last norm, in the dtype that computes. Raises as :meth:`layers`."""
 
     @abstractmethod
-    def _laid_out(self) -> Iterator[PackedWeights]:
+    def _packed_layers(self) -> Iterator[PackedWeights]:
         """The layers, one at a time as they are packed. Raises what brings them."""
 
     def layers(self) -> Iterator[ctypes.Array[LayerStruct]]:
@@ -243,7 +243,7 @@ class NumpyWeights(ABC):
             yield self._joined
             return
         structs = []
-        for layer in self._laid_out():
+        for layer in self._packed_layers():
             structs.append(layer.struct)
             yield (LayerStruct * 1)(layer.struct)
         self._joined = (LayerStruct * len(structs))(*structs)
@@ -315,7 +315,7 @@ class FolderWeights(NumpyWeights):
     def close(self) -> None:
         """Do nothing: the system is reading already."""
 
-    def _laid_out(self) -> Iterator[PackedWeights]:
+    def _packed_layers(self) -> Iterator[PackedWeights]:
         for layer, jobs in self._layers:
             self._wait_for(jobs)
             yield layer

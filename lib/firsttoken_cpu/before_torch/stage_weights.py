@@ -232,7 +232,7 @@ class StageWeights(NumpyWeights):
         for worker in self._workers:
             worker.join()
 
-    def _laid_out(self) -> Iterator[PackedWeights]:
+    def _packed_layers(self) -> Iterator[PackedWeights]:
         for part, made in zip(self._parts, self._made, strict=True):
             if part.layer is not None:
                 yield made.result()

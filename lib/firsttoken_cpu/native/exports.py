@@ -255,7 +255,7 @@ class WeightMemory:
         self._rest = np.empty(0, np.uint8)
         self._mapped: WeakSet[mmap.mmap] = WeakSet()  # each goes with the last weight in it
 
-    def take(self, size: int) -> np.ndarray:
+    def allocate(self, size: int) -> np.ndarray:
         """``size`` bytes of zeros, which begin at a line of the cache."""
         needed = -(-size // _LINE) * _LINE
         with self._lock:  # layers are packed by the thread that loads them

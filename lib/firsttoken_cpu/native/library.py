@@ -188,7 +188,7 @@ class NativeLinear(nn.Module):
         if fresh:
             step = kernels().panel // 2 if gated else kernels().panel
             count = -(-self.out_features // step) * kernels().panel
-            panels = panel_memory().take(count * self.in_features * dtype.itemsize)
+            panels = panel_memory().allocate(count * self.in_features * dtype.itemsize)
         self.panels = torch.from_numpy(panels).view(dtype)
         bias = 0 if self.bias is None else self.bias.data_ptr()
         self.struct = WeightStruct(self.panels.data_ptr(), bias, outputs, self.in_features, gated)

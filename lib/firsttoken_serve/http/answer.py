@@ -103,9 +103,9 @@ class Answers:
                 if item is None:
                     deltas += choice.end()
                 else:
-                    if not choice.scored:
+                    if not choice.prompt_only:
                         self._observe_token(choice, item.at_s)
-                    deltas += choice.take(item)
+                    deltas += choice.push(item)
                 if choice.finished:
                     open_ones -= 1
                     choice.session.cancel()
@@ -154,10 +154,10 @@ class Answers:
             ids, sampling, request.upgrade, events=self._inbox.slot(number), variant=self._variant
         )
         scoring = {
-            "least": request.min_tokens,
+            "min_tokens": request.min_tokens,
             "echo": echo,
-            "judged": top_count is not None,
-            "scored": request.most_new == 0,
+            "logprobs": top_count is not None,
+            "prompt_only": request.most_new == 0,
         }
         self._choices.append(
             AnswerChoice(number, self._vocabulary, ids, session, stop_ids=stop_ids, stops=request.stop, **scoring)

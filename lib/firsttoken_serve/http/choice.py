@@ -35,7 +35,7 @@ class Offsets:
         read = self._decoder.decode(before)
         self._whole = begin + len(read) - len(read.rstrip(INCOMPLETE))  # characters
 
-    def take(self, spelt: bytes) -> int:
+    def advance(self, spelt: bytes) -> int:
         """The place of the character that the first of these bytes belongs to."""
         offset = self._whole
         for number in range(len(spelt)):
@@ -46,7 +46,7 @@ class Offsets:
         return offset
 
 
-def after(spelling: Spelling, prompt_ids: Sequence[int], begin: int) -> Offsets:
+def offsets_after(spelling: Spelling, prompt_ids: Sequence[int], begin: int) -> Offsets:
     """Return the counter of the text behind a prompt, from ``begin`` on: the prompt may end within a character."""
     tail = [i for i in prompt_ids[spelling.settled(prompt_ids) :][-LAST:] if not spelling.special(i)]
     return Offsets(begin, b"".join(map(spelling.spelt, tail)))
@@ -63,7 +63,7 @@ def stop_filter(spelling: Spelling, stops: Sequence[str]) -> tuple[StopFilter, d
     return filtered, {spelling.specials_in(name)[name]: mark for name, mark in marks.items()}
 
 
-def of_prompt(tokenizer: Tokenizer, spelling: Spelling, prompt_ids: Sequence[int], text: str) -> list[int]:
+def prompt_offsets(tokenizer: Tokenizer, spelling: Spelling, prompt_ids: Sequence[int], text: str) -> list[int]:
     """Return where each token of the prompt begins in ``text``, which the prompt was read from or reads as.
 
     The tokens' bytes are the text's, but for special tokens that are not written in it. Where the tokenizer has changed
@@ -88,7 +88,7 @@ def of_prompt(tokenizer: Tokenizer, spelling: Spelling, prompt_ids: Sequence[int
         begins = [begin for begin, _ in read.offsets]
     else:
         counted = Offsets()
-        begins = [counted.take(token_bytes) for token_bytes in spelt]
+        begins = [counted.advance(token_bytes) for token_bytes in spelt]
     return [min(max(begins[: number + 1]), len(text)) for number in range(len(begins))]
 
 
@@ -130,9 +130,9 @@ class TextDelta:
 class AnswerChoice:
     """The answer of ``index`` to ``prompt_ids``; ``session`` is the engine's stream of it.
 
-    A token of ``stop_ids`` or a text of ``stops`` behind its first ``least`` tokens ends it. With ``echo`` that text
-    comes first. With ``judged`` the likelihood of each token comes along, once some of its text has been said. A prompt
-    that is ``scored`` gets no answer: its choice ends at the first token, which the engine cannot do without.
+    A token of ``stop_ids`` or a text of ``stops`` behind its first ``min_tokens`` tokens ends it. With ``echo`` that
+    text comes first. With ``logprobs`` the likelihood of each token comes along, once some of its text has been said.
+    Where the ``prompt_only`` is scored, the choice ends at the first token, which the engine cannot do without.
     """
 
     def __init__(
@@ -144,42 +144,43 @@ class AnswerChoice:
         *,
         stop_ids: Collection[int],
         stops: Sequence[str],
-        least: int = 0,
+        min_tokens: int = 0,
         echo: str = "",
-        judged: bool = False,
-        scored: bool = False,
+        logprobs: bool = False,
+        prompt_only: bool = False,
     ) -> None:
         self.index, self.session = index, session
-        self.tokens, self.finished, self.scored = 0, False, scored
-        self._vocabulary, self._prompt_ids, self._echo, self._judged = vocabulary, prompt_ids, echo, judged
-        self._ends, self._least, self._begun = stop_ids, least, False
+        self.tokens, self.finished, self.prompt_only = 0, False, prompt_only
+        self._vocabulary, self._prompt_ids, self._echo, self._logprobs = vocabulary, prompt_ids, echo, logprobs
+        self._ends, self._min_tokens, self._begun = stop_ids, min_tokens, False
         self._text = TextStream(vocabulary.tokenizer, prompt_ids)
         self._stops, self._marks = stop_filter(vocabulary.spelling, stops)
-        self._places = after(vocabulary.spelling, prompt_ids, len(echo))
+        self._offsets = offsets_after(vocabulary.spelling, prompt_ids, len(echo))
         self._waiting: list[AnswerToken] = []  # whose text has not been said yet
         self._stage, self._shown = 0, 0  # characters
 
-    def take(self, event: TokenEvent) -> list[TextDelta]:
+    def push(self, event: TokenEvent) -> list[TextDelta]:
         """The pieces that a token adds: its own, what comes before the first, and the last where it ends the answer."""
         deltas = []
         self._stage = event.stage
         if not self._begun and self._echo:
-            self._waiting += self._prompt_logprobs() if self._judged else ()
+            self._waiting += self._prompt_logprobs() if self._logprobs else ()
             deltas.append(self._delta(self._echo))
         self._begun = True
-        if self.scored:
+        if self.prompt_only:
             return [*deltas, self._last("length")]
         self.tokens += 1
         if event.token_id in self._ends:
             return [*deltas, self._last("stop")]
-        if self._judged:
+        if self._logprobs:
             spelling = self._vocabulary.spelling
             shown = b"" if spelling.special(event.token_id) else spelling.spelt(event.token_id)
-            self._waiting.append(answer_token(spelling, event.token_id, self._places.take(shown), event.token_logprob))
+            offset = self._offsets.advance(shown)
+            self._waiting.append(answer_token(spelling, event.token_id, offset, event.token_logprob))
         text = self._text.push(event.token_id)
         if mark := self._marks.get(event.token_id, ""):
             text += self._text.finish() + mark
-        deltas.append(self._delta(self._stops.push(text, self.tokens > self._least)))
+        deltas.append(self._delta(self._stops.push(text, self.tokens > self._min_tokens)))
         if self._stops.stopped:
             deltas.append(self._last("stop"))
         return deltas
@@ -190,7 +191,7 @@ class AnswerChoice:
 
     def _last(self, reason: Literal["stop", "length"]) -> TextDelta:
         self.finished = True
-        rest = self._stops.push(self._text.finish(), self.tokens > self._least) + self._stops.finish()
+        rest = self._stops.push(self._text.finish(), self.tokens > self._min_tokens) + self._stops.finish()
         return self._delta(rest, "stop" if self._stops.stopped else reason)
 
     def _delta(self, text: str, reason: Literal["stop", "length"] | None = None) -> TextDelta:
@@ -215,6 +216,6 @@ class AnswerChoice:
         request: Request = self.session.request
         token_logprobs = [None, *request.prompt_logprobs]
         tokenizer, spelling = self._vocabulary.tokenizer, self._vocabulary.spelling
-        begins = of_prompt(tokenizer, spelling, self._prompt_ids, self._echo)
+        begins = prompt_offsets(tokenizer, spelling, self._prompt_ids, self._echo)
         read = zip(self._prompt_ids, begins, token_logprobs, strict=True)
         return [answer_token(spelling, token_id, begin, token_logprob) for token_id, begin, token_logprob in read]

@@ -122,7 +122,7 @@ def request_table(content: dict[str, Any], fields: Table) -> Table:
     return REQUEST | DRAWS | hanging | numbers | fields
 
 
-def take_neutral(content: dict[str, Any], table: Table, passed: Collection[str], prefix: str = "") -> None:
+def drop_neutral(content: dict[str, Any], table: Table, passed: Collection[str], prefix: str = "") -> None:
     """Take out of an object of a body what only says what is done anyway, and what is ``passed`` over.
 
     Raises RequestError where a field of ``table`` says something else; ``prefix`` stands before its name. What is in

@@ -21,8 +21,8 @@ from firsttoken_serve.http.neutral import (
     OF_AN_ANSWER,
     OF_THE_CLIENT,
     Table,
+    drop_neutral,
     request_table,
-    take_neutral,
     without_nulls,
 )
 
@@ -54,7 +54,7 @@ def as_message(turn: Any, path: str) -> Any:
     if not isinstance(turn, dict):
         return turn
     message = dict(turn)
-    take_neutral(message, MESSAGE, OF_AN_ANSWER, f"{path}.")
+    drop_neutral(message, MESSAGE, OF_AN_ANSWER, f"{path}.")
     if message.get("role") == "assistant":
         message.setdefault("content", "")
     if isinstance(message.get("content"), list):
@@ -309,7 +309,7 @@ def parse_request(kind: type[Kind], body: bytes) -> Kind:
     if not isinstance(content, dict):
         raise RequestError('the body is no JSON object; send at least {"prompt": "..."} or {"messages": [...]}')
     content = without_nulls(content)
-    take_neutral(content, request_table(content, kind.neutral), OF_THE_CLIENT)
+    drop_neutral(content, request_table(content, kind.neutral), OF_THE_CLIENT)
     try:
         parsed = shaped(kind, kind.prepared(content))
     except Damaged as error:

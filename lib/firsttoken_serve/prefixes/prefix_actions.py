@@ -65,7 +65,7 @@ class _NamedModel:
 def _put(options: argparse.Namespace) -> None:
     named = _NamedModel(options.model, options.adapter)
     check_servable(options.model)  # before a text is read for it
-    tokens, (model, identity) = _tokens(options), named.loaded()
+    tokens, (model, identity) = _text_ids(options), named.loaded()
     profiled = read_profiles(options.store)
     edges = {
         profile.lo for (sender, _), profile in profiled.items() if sender == identity.key and profile.lo < profile.hi
@@ -84,7 +84,7 @@ def _put(options: argparse.Namespace) -> None:
         print("only this model will take it: no pair is profiled in this store (`firsttoken prefix profile`)")
 
 
-def _tokens(options: argparse.Namespace) -> list[int]:
+def _text_ids(options: argparse.Namespace) -> list[int]:
     """The token ids of the text, as the service makes them of a prompt. Raises RequestError for none."""
     text = options.text
     if text is None:
@@ -131,7 +131,7 @@ def _profile(options: argparse.Namespace) -> None:
 
 
 def _list(options: argparse.Namespace) -> None:
-    store = _opened(options.store)
+    store = _open_store(options.store)
     for file in sorted(store.files, key=lambda file: file.path.stat().st_mtime_ns):
         entry = file.entry
         edges = f", hidden states at {', '.join(map(str, entry.edges))}" if entry.edges else ""
@@ -144,15 +144,15 @@ def _list(options: argparse.Namespace) -> None:
 
 
 def _drop(options: argparse.Namespace) -> None:
-    store = _opened(options.store)
+    store = _open_store(options.store)
     for key in options.keys:
         store.drop(key)
         print(f"{key}: dropped")
 
 
 def _serve(options: argparse.Namespace) -> None:
-    store, readers = _opened(options.store), dict(options.reader)
-    tokens = {name: _token(file) for name, file in readers.items()}
+    store, readers = _open_store(options.store), dict(options.reader)
+    tokens = {name: _read_token(file) for name, file in readers.items()}
     link = Link(LinkConfig(options.gbit_per_s))
     with PrefixServer(store, link, tokens, options.host, options.port) as server, suppress(KeyboardInterrupt):
         print(f"the prefixes of {options.store} are served at {server.address}; Ctrl-C ends it", flush=True)
@@ -160,7 +160,7 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def _pull(options: argparse.Namespace) -> None:
-    peer = PrefixPeer(options.peer, "" if options.token_file is None else _token(options.token_file))
+    peer = PrefixPeer(options.peer, "" if options.token_file is None else _read_token(options.token_file))
     most = int(options.most_gb * 1e9)
     while True:
         try:
@@ -170,7 +170,10 @@ def _pull(options: argparse.Namespace) -> None:
                 raise
             copied, skipped = [], [f"{error}; it is tried again in {options.every:g} s"]
         for offer in copied:
-            print(f"{offer.key}: {offer.tokens:,} tokens, {offer.nbytes / 1e6:.1f} MB{_of(offer.owner)}", flush=True)
+            print(
+                f"{offer.key}: {offer.tokens:,} tokens, {offer.nbytes / 1e6:.1f} MB{_of(offer.owner)}",
+                flush=True,
+            )
         for reason in skipped:
             print(f"firsttoken: {reason}", file=sys.stderr, flush=True)
         if options.every is None:
@@ -180,14 +183,14 @@ def _pull(options: argparse.Namespace) -> None:
         time.sleep(options.every)
 
 
-def _opened(folder: Path) -> KVStore:
+def _open_store(folder: Path) -> KVStore:
     """Open the store in ``folder``. Raises CacheError for one that is not there: nothing is listed in a new one."""
     if not folder.is_dir():
         raise CacheError(f"there is no folder {folder}; `firsttoken prefix put` makes it")
     return KVStore(folder, memory_bytes=0, disk_bytes=sys.maxsize)
 
 
-def _token(file: Path) -> str:
+def _read_token(file: Path) -> str:
     with blaming(file, LinkError, "put the secret text there, on one line"):
         token = read_bytes(file, _MOST_TOKEN).decode("ascii").strip()
         if not (token and token.isprintable()):

@@ -41,7 +41,7 @@ from firsttoken_serve.service_config import ServiceConfig
 from firsttoken_serve.swarm.swarm_variants import adapter_names, other_adapter
 from firsttoken_serve.variants import Base
 
-_TOLD = 50  # servers that were replaced lately
+_MOST_EVENTS = 50  # servers that were replaced lately
 MOST_SERVERS, MOST_REPLACED, MOST_TEXT = 64, 20, 160  # that are told: records and reasons are what strangers sent
 _STATES = ("serves", "shunned", "silent", "convicted", "another version")
 
@@ -118,7 +118,7 @@ class SwarmServer(StaticServer):
         weights = sum(weight.nbytes for weight in self._model.model.parameters() if not weight.is_meta)
         super().__init__(self._model.engine, limits, self._model.close, weights, self._model.versions)
         self.prefixes: Callable[[], str] | None = None
-        self._told: list[str] = []
+        self._events: list[str] = []
 
     def start(self) -> None:
         """Begin to open the stored prefixes, where there are any."""
@@ -131,7 +131,7 @@ class SwarmServer(StaticServer):
             segment.stored = find
 
     def _open_prefixes(self) -> None:
-        self._told.append(self.prefixes())
+        self._events.append(self.prefixes())
 
     def _check(self, variants: Mapping[str, str]) -> None:
         """Raises SwarmError for a block that nobody serves, and for one without the adapter of a variant."""
@@ -158,7 +158,7 @@ class SwarmServer(StaticServer):
             for session, record in list(model.chain.sessions)
         ]
         chains = [segment.chain for segment in model.segments.values()]
-        events = [*self._told, *(f"replaced {key[:8]}: {why}" for key, why in model.chain.faults[-_TOLD:])]
+        events = [*self._events, *(f"replaced {key[:8]}: {why}" for key, why in model.chain.faults[-_MOST_EVENTS:])]
         return super().status() | {
             "stage": 0 if missing else 1,
             "state": "degraded" if missing else "complete",
@@ -195,7 +195,7 @@ def swarm_status(chain: Chain, now: float) -> dict[str, Any]:
         "layers": len(chain.layers),
         "version": swarm.model,
         "servers": [
-            _told(
+            _server_status(
                 server_record,
                 by_server.get(server_record.server, ()),
                 *states[server_record.server],
@@ -208,32 +208,36 @@ def swarm_status(chain: Chain, now: float) -> dict[str, Any]:
         "audits": None if auditor is None else {"ends": dict(auditor.ends), "undecided": _text(auditor.why)},
         "unserved": chain.unserved(),
         "replaced": [
-            {"key": key, "why": _text(why), "by": [_named(record) | {"blocks": _ends(blocks)} for record, blocks in by]}
+            {
+                "key": key,
+                "why": _text(why),
+                "by": [_identity(record) | {"blocks": _bounds(blocks)} for record, blocks in by],
+            }
             for (key, why), by in list(zip(chain.faults, chain.successors, strict=False))[-MOST_REPLACED:]
         ],
     }
 
 
-def _told(
+def _server_status(
     record: Record, sessions: list[ServerSession], state: str, ping_s: float | None, left_s: float
 ) -> dict[str, Any]:
-    return _named(record) | {
+    return _identity(record) | {
         "blocks": list(record.blocks),
         "version": record.model,
         "throughput": record.throughput,
         "state": state,
         "ping_s": ping_s,
-        "asked": [_ends(session.layers) for session in sessions],
+        "asked": [_bounds(session.layers) for session in sessions],
         "requests": max((len(session.known) for session in sessions), default=0),
         "expires_s": left_s,
     }
 
 
-def _named(record: Record) -> dict[str, str]:
+def _identity(record: Record) -> dict[str, str]:
     return {"key": record.server, "address": _text(record.address)}
 
 
-def _ends(blocks: range) -> list[int]:
+def _bounds(blocks: range) -> list[int]:
     return [blocks.start, blocks.stop]
 
 

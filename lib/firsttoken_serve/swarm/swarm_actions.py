@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 def run(options: argparse.Namespace) -> None:
     """Do the action that was chosen. Raises SwarmError, ModelError, StageError and RequestError."""
     check_installed()
-    {"serve": _serve, "int8": _rest, "generate": _generate, "list": _list}[options.action](options)
+    {"serve": _serve, "int8": _int8, "generate": _generate, "list": _list}[options.action](options)
 
 
 def _serve(options: argparse.Namespace) -> None:
@@ -56,7 +56,7 @@ def _serve(options: argparse.Namespace) -> None:
             return make_backend(*arguments, **more)
 
     config = config_of(options, access, chosen_blocks(options, access, model), options.host)
-    asyncio.run(_until_told(config, model, load))
+    asyncio.run(_serve_until_signal(config, model, load))
 
 
 def config_of(options: argparse.Namespace, access: Access, blocks: range, host: str) -> ServerConfig:
@@ -117,7 +117,7 @@ def _short(adapter: str) -> str:
     return f"{name} ({sha256[:12]})"
 
 
-async def _until_told(config: ServerConfig, model: str, make_backend: Callable[..., BlockBackend]) -> None:
+async def _serve_until_signal(config: ServerConfig, model: str, make_backend: Callable[..., BlockBackend]) -> None:
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
@@ -133,7 +133,7 @@ async def _until_told(config: ServerConfig, model: str, make_backend: Callable[.
             running.failed.result()
 
 
-def _rest(options: argparse.Namespace) -> None:
+def _int8(options: argparse.Namespace) -> None:
     written = write_8_bits(options.model, options.out)
     print(f"{options.out}: {written / 1e6:,.1f} MB, blocks in 8 bits; servers and clients take it as their --model")
 
@@ -160,7 +160,7 @@ def _generate(options: argparse.Namespace) -> None:
         access=Access.read(options.token_file, options.tls_ca, None, None),
         audits=audits,
     ) as model:
-        with _spoken(tokenizer, ids[0].tolist()) as on_token:
+        with _printing(tokenizer, ids[0].tolist()) as on_token:
             model.generate(ids, options.max_tokens, eos_token_id=end_counts, on_token=on_token)
         for server, why in model.chain.faults:
             print(f"replaced {server[:8]}: {why}", file=sys.stderr)
@@ -174,7 +174,7 @@ def _generate(options: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _spoken(tokenizer: Tokenizer, ids: list[int]) -> Iterator[Callable[[int, int], None]]:
+def _printing(tokenizer: Tokenizer, ids: list[int]) -> Iterator[Callable[[int, int], None]]:
     """Yield the function that prints the text of ``ids`` and of each token that comes, in whole characters; the rest is
     printed at the end."""
     output = ""

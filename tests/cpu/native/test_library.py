@@ -340,23 +340,23 @@ def test_nothing_is_built_for_what_is_not_supported(monkeypatch: pytest.MonkeyPa
 
 def test_weights_stay_what_they_are_on_huge_pages() -> None:
     memory = WeightMemory(huge=False)
-    some = [memory.take(size) for size in (5 << 20, 3, 40 << 20)]
+    some = [memory.allocate(size) for size in (5 << 20, 3, 40 << 20)]
     for number, one in enumerate(some, 1):
         one[:] = number
     memory.collapse()  # where the system can, and else it does nothing
     assert all((one == number).all() for number, one in enumerate(some, 1))
-    assert not memory.take(1 << 20).any()
+    assert not memory.allocate(1 << 20).any()
 
 
 def test_memory_goes_with_the_last_weight_in_it() -> None:
     memory = WeightMemory(huge=True)
-    one = memory.take(40 << 20)
+    one = memory.allocate(40 << 20)
     lowest = one
     while isinstance(lowest, np.ndarray):
         lowest = lowest.base
     there = weakref.ref(lowest.obj)  # what is mapped, of which this is a view
     del lowest
-    memory.take(40 << 20)  # of which the memory keeps the rest
+    memory.allocate(40 << 20)  # of which the memory keeps the rest
     assert there() is not None
     del one
     assert there() is None
@@ -366,10 +366,10 @@ def test_memory_goes_with_the_last_weight_in_it() -> None:
 def test_what_a_copy_of_the_process_packs_is_its_own() -> None:
     """A fork server's copies take from the rest of the same chunk: none may write into another's weights."""
     memory = WeightMemory(huge=False)
-    first = memory.take(64)
+    first = memory.allocate(64)
     if not (copy := os.fork()):
-        memory.take(64)[:] = 1
+        memory.allocate(64)[:] = 1
         first[:] = 1
         os._exit(0)
     assert os.waitpid(copy, 0)[1] == 0
-    assert not first.any() and not memory.take(64).any()
+    assert not first.any() and not memory.allocate(64).any()
