@@ -307,14 +307,11 @@ def _product(*linears: nn.Linear | Linear8) -> NativeLinear | PackedLinear | Lin
         return Linear8.joined(linears)
     if all(map(multiplies, linears)):
         return NativeLinear(linears)
-    return PackedLinear(linears[0] if len(linears) == 1 else _stacked(linears))
-
-
-def _stacked(linears: Sequence[nn.Linear]) -> nn.Linear:
-    """One linear layer whose outputs are those of ``linears``, one after the other."""
+    if len(linears) == 1:
+        return PackedLinear(linears[0])
     weight = torch.cat([linear.weight for linear in linears])
     joint = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
     joint.weight = nn.Parameter(weight, requires_grad=False)
     biases = [linear.bias for linear in linears]
     joint.bias = None if biases[0] is None else nn.Parameter(torch.cat(biases), requires_grad=False)
-    return joint
+    return PackedLinear(joint)

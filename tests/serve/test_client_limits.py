@@ -17,12 +17,10 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("starlette")
 
-from client_bodies import CHAT_PATH, combined
+from client_bodies import combined
 from services import CHATS, COMPLETIONS, GREEDY, byte_level, events, serving
 
-from firsttoken.__main__ import COMMANDS
 from firsttoken.engine.request_limits import POOL_TOKENS
-from firsttoken.options import parser
 from firsttoken.study.errors import RequestError
 from firsttoken.study.parsing.schema import shaped
 from firsttoken_serve.chat.chat_template import ChatTemplate
@@ -89,11 +87,6 @@ class TestLength:
         assert ServiceConfig(tmp_path, max_model_len=32_768, kv_blocks=64).max_len(131_072) == 1024
         assert ServiceConfig(tmp_path, max_prompt_tokens=64, max_new_tokens=36).max_len(8192) == 100
         assert ServiceConfig(tmp_path, max_new_tokens=36).max_len(131_072) == POOL_TOKENS + 36
-
-    def test_limits_are_options(self):
-        given = ["serve", "x", "--max-model-len", "100", "--max-prompt-tokens", "60", "--max-new-tokens", "50"]
-        options = parser(COMMANDS).parse_args(given)
-        assert (options.max_model_len, options.max_prompt_tokens, options.max_new_tokens) == (100, 60, 50)
 
 
 class TestScoring:
@@ -256,6 +249,3 @@ def test_numbers_that_are_none_are_no_answer(small, monkeypatch):
     streamed = ask(small, prompt="the inn", max_tokens=3, logprobs=1, stream=True)
     events_ = [json.loads(line[6:]) for line in streamed.text.split("\n\n") if line.startswith("data: {")]
     assert events_[-1]["error"]["type"] == "server_error" and "NaN" not in streamed.text
-
-
-assert CHAT_PATH == CHATS

@@ -27,38 +27,23 @@ def written(name: str, content: str) -> Change:
     return lambda folder: (folder / name).write_text(content)
 
 
-DOWN = "model.layers.3.mlp.down_proj.weight"
 NEVER: dict[str, tuple[Change, str]] = {
     "a window": (
         config(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=16),
         "only models of full_attention are served",
     ),
-    "a window in use": (
-        config(model_type="qwen2", architectures=["Qwen2ForCausalLM"], use_sliding_window=True, max_window_layers=0),
-        "only models of full_attention are served",
-    ),
-    "kinds of layers": (
-        config(layer_types=["full_attention"] * 5 + ["sliding_attention"]),
-        "layers of sliding_attention",
-    ),
-    "a tensor is missing": (tensors(lambda held: held.pop(DOWN)), f"lacks 1 tensors, first {DOWN}"),
     "a tensor too many": (
         tensors(lambda held: held.update({"model.extra.weight": torch.ones(2)})),
         "holds 'model.extra.weight', which the model of its config.json does not have",
     ),
-    "another shape": (tensors(lambda held: held.update({DOWN: torch.ones(3, 3)})), "has the shape [3, 3]"),
     "an unknown dtype": (config(dtype="float12"), "dtype: 'float12' is none of weights"),
     "an unknown architecture": (
         config(model_type="odd", architectures=["OddForCausalLM"]),
         "OddForCausalLM was not compared with transformers, and is not served",
     ),
-    "a package that is not here": (config(quantization_config={"quant_method": "awq", "bits": 4}), "model"),
     "torn weights": (lambda folder: os.truncate(folder / "model.safetensors", 1000), "model.safetensors"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors"),
     "ends that are none": (written("generation_config.json", "[]"), "generation_config.json"),
     "a tokenizer that is none": (written("tokenizer.json", "{}"), "tokenizer.json"),
-    "settings that are none": (written("tokenizer_config.json", '{"bos_token": 1}'), "bos_token"),
-    "a width that no model has": (config(num_attention_heads=0), "num_attention_heads"),
 }
 
 

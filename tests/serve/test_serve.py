@@ -9,7 +9,6 @@ from __future__ import annotations
 import http.client
 import importlib.util
 import json
-import re
 import signal
 import socket
 import subprocess
@@ -219,19 +218,6 @@ def test_a_client_that_goes_frees_its_place(service, story, kind):
     until(lambda: open_sessions(service) == 0, "the place is free")
 
 
-@pytest.mark.parametrize(
-    "content, status",
-    [(b"{", 400), (b'{"prompt": "hi", "temperature": 3}', 400), (b'{"prompt": "hi", "model": "gpt"}', 404)],
-)
-def test_refusals_come_through_the_proxy(service, content, status):
-    response = service.post("/v1/completions", content=content)
-    assert response.status_code == status and response.json()["error"]["message"]
-
-
-def test_a_body_too_large_is_refused(service):
+def test_a_refusal_comes_through_the_proxy(service):
     response = service.post("/v1/completions", content=b" " * 3_000_000)
     assert response.status_code == 413 and response.json()["error"]["code"] == "body_too_large"
-
-
-def test_the_page_is_there(service):
-    assert re.search(r"<title>firsttoken</title>", service.get("/").text)

@@ -84,19 +84,8 @@ def gated(folder: Path, place: Path, *options: str, pace_s: float = 0.0) -> Iter
     place.mkdir()
     port = free_port()
     (place / "key").write_text(KEY)
-    command = [
-        sys.executable,
-        "-c",
-        GATED,
-        str(place),
-        str(pace_s),
-        "serve",
-        str(folder),
-        "--port",
-        str(port),
-        *options,
-    ]
-    command += ["--api-key-file", str(place / "key")]
+    command = [sys.executable, "-c", GATED, str(place), str(pace_s), "serve", str(folder), "--port", str(port)]
+    command += [*options, "--api-key-file", str(place / "key")]
     out = (place / "out").open("w"), (place / "errors").open("w")
     process = subprocess.Popen(command, stdout=out[0], stderr=out[1])
     service = Gated(process, place, f"http://127.0.0.1:{port}")

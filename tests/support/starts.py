@@ -111,10 +111,8 @@ class Models:
     def learn(self, name: str, kind: str) -> None:
         """Ask a service that nothing befalls; in stages every stage has answers of its own."""
         texts = self.said.setdefault((name, kind), {prompt: set() for prompt in PROMPTS})
-        with service(self.place / name / kind, ("--gbit-per-s", "0.0004") if kind == "stages" else ()) as (
-            port,
-            process,
-        ):
+        slow = ("--gbit-per-s", "0.0004") if kind == "stages" else ()
+        with service(self.place / name / kind, slow) as (port, process):
             until = time.monotonic() + PATIENCE_S
             while (state := status(port)) != "complete":
                 assert process.poll() is None and time.monotonic() < until, f"{name} {kind}: {state}"
@@ -132,21 +130,12 @@ def service(
 ) -> Iterator[tuple[int, subprocess.Popen]]:
     """The port and the process of a service that has just been started; it is killed in the end."""
     port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "firsttoken",
-        "serve",
-        str(folder),
-        "--port",
-        str(port),
-        "--grace-s",
-        "30",
-        *options,
-    ]
+    command = [sys.executable, "-m", "firsttoken", "serve", str(folder), "--port", str(port), "--grace-s", "30"]
     with tempfile.TemporaryFile("w+") as errors:
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | more
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, text=True, env=environment)
+        process = subprocess.Popen(
+            [*command, *options], stdout=subprocess.DEVNULL, stderr=errors, text=True, env=environment
+        )
         process.errors = errors
         try:
             yield port, process

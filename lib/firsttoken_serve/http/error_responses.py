@@ -78,10 +78,6 @@ def error_body(error: Exception) -> tuple[int, Json]:
         code = _TOO_LONG
     if isinstance(error, ClosedError):
         code = "shutting_down"
-    return status, {"error": {"message": message, "type": kind, "param": _field(message, status), "code": code}}
-
-
-def _field(message: str, status: int) -> str | None:
-    """The field of the request that a message begins with, as ours do."""
-    name, colon, _ = message.partition(": ")
-    return name if status in (400, 404) and colon and _NAME.fullmatch(name) else None
+    name, colon, _ = message.partition(": ")  # the field of the request that a message begins with, as ours do
+    field = name if status in (400, 404) and colon and _NAME.fullmatch(name) else None
+    return status, {"error": {"message": message, "type": kind, "param": field, "code": code}}

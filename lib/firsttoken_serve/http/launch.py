@@ -52,7 +52,6 @@ def running(config: ServiceConfig, broken: Callable[[FirstTokenError], None] = l
 
 
 def _try_template(model: str, template: ChatTemplate) -> None:
-    """Say what goes wrong with a conversation, if anything does."""
     if fault := template.trial():
         print(f"firsttoken: {model}: {fault}; /v1/completions is served", file=sys.stderr, flush=True)
 
@@ -143,7 +142,6 @@ def serve_forever(config: ServiceConfig) -> None:
 
 
 def _announce(config: ServiceConfig) -> None:
-    """Say where the service is, and who can ask it."""
     if not config.loopback and config.api_key is None:
         reach = (
             "every machine that reaches this one"

@@ -118,7 +118,7 @@ def request_table(content: dict[str, Any], fields: Table) -> Table:
     those of its kind."""
     greedy = same(content.get("temperature"), 0)
     hanging = {"best_of": (1, content.get("n", 1)), "do_sample": (not greedy,)}
-    numbers = {field: (*DRAWS[field], content[field]) for field in DRAWS if greedy and _is_number(content.get(field))}
+    numbers = {field: (content[field],) for field in DRAWS if greedy and type(content.get(field)) in (int, float)}
     return REQUEST | DRAWS | hanging | numbers | fields
 
 
@@ -146,7 +146,3 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

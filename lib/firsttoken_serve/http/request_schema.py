@@ -93,7 +93,6 @@ def _at_most(count: int) -> Fault:
 
 
 def _no_longer_together(texts: list[str]) -> str:
-    """Texts that have no more than ``MOST_STOP_CHARS`` characters together."""
     chars = sum(map(len, texts))
     return "" if chars <= MOST_STOP_CHARS else f"expected texts of at most {MOST_STOP_CHARS:,} characters together"
 

@@ -215,7 +215,6 @@ class LimitedProtocol(HttpToolsProtocol):
             self._set_timer(self.silent_s, lambda: self.transport.close())
 
     def _set_timer(self, seconds: float, expired: Callable[[], None] | None) -> None:
-        """Call ``expired`` after these seconds, and nothing that was to be called before."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = expired and asyncio.get_running_loop().call_later(seconds, expired)
