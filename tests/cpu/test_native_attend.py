@@ -20,7 +20,7 @@ from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Request, Sampling, ScheduledChunk
 from firsttoken.engine.sdpa_attention import PaddedAttend
 from firsttoken_cpu import fused, native_attend
-from firsttoken_cpu.fused import FusedLayer, fuse, fuse_layer
+from firsttoken_cpu.fused import fuse_layer
 from firsttoken_cpu.native.library import kernels
 from firsttoken_cpu.native_attend import NativeAttend, TiledAttend
 
@@ -141,22 +141,6 @@ def test_the_executor_takes_the_kernels_where_it_can(make_model, llama, monkeypa
     assert llama.model.config.head_dim == 8 and chosen(llama.model) is PaddedAttend
     monkeypatch.setattr(native_attend, "kernels", lambda: None)
     assert chosen(model) is PaddedAttend
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_engine_says_the_same_with_them(lab, make_subject, kind: str) -> None:
-    """Plain and fused, preempted by swap."""
-    subject = make_subject(config(kind, 16, 3))
-    fused = fuse(copy.deepcopy(subject.model))
-    if torch.backends.mkldnn.is_available():
-        assert any(isinstance(module, FusedLayer) for module in fused.modules())
-    for model in (subject.model, fused):
-        run = lab.live(model, 20, host_blocks=100, preemption="swap")
-        assert run.engine.executor._attend is NativeAttend
-        for one in subject.known[-4:]:
-            run.submit(one.prompt, Sampling(24))
-        assert run.finish() == [list(one.answer) for one in subject.known[-4:]]
-        assert run.trace.recoveries
 
 
 def logits_of(executor: LiveExecutor, chunks: list[ScheduledChunk]) -> torch.Tensor:

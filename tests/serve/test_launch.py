@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from services import said, serving
+from services import free_port, said, serving
 
 from firsttoken.assets.checkpoint import hub_folder
 from firsttoken.study.errors import FirstTokenError, StageError
@@ -28,8 +28,7 @@ from firsttoken_serve.service_config import ServiceConfig
 @pytest.fixture
 def port() -> int:
     """A free port on loopback."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    return free_port()
 
 
 @pytest.fixture
@@ -179,8 +178,7 @@ def test_a_cluster_without_an_address(tiny, port, address):
 
 
 def test_a_cluster_that_is_not_there(tiny, port):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        nobody = free.getsockname()[1]
+    nobody = free_port()
     error = refusal(ServiceConfig(tiny, cluster=f"127.0.0.1:{nobody}", port=port))
     assert isinstance(error, StageError) and f"no Ray cluster answers at 127.0.0.1:{nobody}" in str(error)
 

@@ -10,7 +10,6 @@ import http.client
 import importlib.util
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,7 +23,7 @@ import httpx
 import pytest
 from plain_tokens import generated
 from replica_clients import LONG_ANSWER, TOKENS, Clients, Story, open_sessions, request, statuses
-from services import TIMEOUT_S
+from services import TIMEOUT_S, free_port
 from transformers import AutoModelForCausalLM
 from waiting import until
 
@@ -79,9 +78,7 @@ def gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def service(tiny: Path, gates: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """A client of a service that has just come up; afterwards SIGTERM must end it without a word too many."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    manifest = read_manifest(tiny)
+    port, manifest = free_port(), read_manifest(tiny)
     sizes = [sum(blob.bytes for blob in part_blobs(tiny, manifest, [stage])) for stage in range(1, STAGES)]
     begins = map(str, accumulate(sizes, initial=0))
     command = [sys.executable, "-c", SERVE, str(tiny), str(SLOW), str(port), str(gates), *begins]

@@ -78,15 +78,6 @@ def test_an_end_while_torch_is_imported(plain, tmp_path) -> None:
         assert (service.place / "errors").read_text() == ""
 
 
-def test_a_second_end_waits_for_nothing(plain, tmp_path) -> None:
-    with gated(plain, tmp_path / "held") as service:
-        service.process.send_signal(signal.SIGTERM)
-        out = service.place / "out"
-        until(lambda: out.read_text().endswith("shutting down\n"), "it has heard")
-        service.process.send_signal(signal.SIGTERM)
-        assert service.process.wait(TIMEOUT_S) == -signal.SIGTERM
-
-
 def test_a_torch_that_cannot_be_imported_ends_it_in_one_line(plain, tmp_path) -> None:
     body = {"prompt": "the inn", "max_tokens": 8}
     with gated(plain, tmp_path / "held") as service, ThreadPoolExecutor(1) as pool:

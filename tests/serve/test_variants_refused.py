@@ -66,25 +66,6 @@ def test_an_adapter_of_another_base(base, tmp_path) -> None:
     )
 
 
-def test_an_adapter_of_another_base_of_another_shape(base, tmp_path) -> None:
-    """It has no recipe, and is for more layers than there are."""
-    shallow = write_shallow(tmp_path / "shallow")
-    folder = write_adapter(tmp_path / "qa")
-    assert told(str(shallow), "--variant", f"qa={folder}") == (
-        "firsttoken: adapter of the variant qa is for layer 5, and this model has 3; name one that was trained on it"
-    )
-
-
-def write_shallow(folder: Path) -> Path:
-    write_endless(folder)
-    model = tiny_model()
-    model.model.layers = model.model.layers[:3]
-    model.config.num_hidden_layers = 3
-    model.config.layer_types = None
-    model.save_pretrained(folder)
-    return folder
-
-
 def test_an_adapter_of_another_kind_is_refused_before_anybody_is_served(base, tmp_path) -> None:
     folder = write_adapter(tmp_path / "qa")
     config = ServiceConfig(base, variants=(("qa", folder),))

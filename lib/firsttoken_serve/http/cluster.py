@@ -87,22 +87,21 @@ def _start(serve: ModuleType, config: ServiceConfig) -> None:
         check_address(config)
     except (RuntimeError, TimeoutError):  # such as a port that another program took a moment ago
         if not others:
-            _shut_down(serve)
+            _quietly(serve.shutdown)
         raise
 
 
-def _shut_down(serve: ModuleType) -> None:
+def _quietly(end: Callable[[], None]) -> None:
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        serve.shutdown()
+        end()
 
 
 def _stop(ray: ModuleType, serve: ModuleType, config: ServiceConfig) -> None:
     """Serve nothing more, and on a cluster give the port back, unless Ray Serve answers there for others too."""
     serve.delete("firsttoken")  # lets a replica close its engine; serve.shutdown() would print an error of its own
     if config.cluster is not None and not serve.status().applications:
-        _shut_down(serve)
-        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-            ray.shutdown()
+        _quietly(serve.shutdown)
+        _quietly(ray.shutdown)
 
 
 @contextmanager

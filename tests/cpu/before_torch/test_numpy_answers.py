@@ -140,38 +140,22 @@ def test_who_is_open_is_answered_in_turn(served, model) -> None:
     assert served.open == 0
 
 
+@pytest.mark.parametrize("sampling", [{}, *DRAWN])
 @pytest.mark.parametrize("calls", [0, 1, 5, 20])
-def test_the_engine_goes_on(served, model, held, calls) -> None:
-    """Before the first token of a prompt, and behind any other; others begin with the engine."""
-    wanted, other = alone(model, PROMPT), alone(model, PROMPT[3:])
+def test_the_engine_goes_on(served, model, held, calls, sampling) -> None:
+    """Before the first token of a prompt, and behind any other, also where others were drawn before; others begin with
+    the engine."""
+    wanted, other = by_the_engine(model, PROMPT, **sampling), by_the_engine(model, PROMPT[3:], **sampling)
     there, go = held(calls)
-    stream, after = served.ask(), served.ask(PROMPT[3:])
+    stream, after = served.ask(**sampling), served.ask(PROMPT[3:], **sampling)
     threading.Thread(target=served.answers.begin).start()
     ended_during(served, there, go)
     assert served.open == 2
     with served.engine():
         assert list(stream) == wanted and list(after) == other
     assert stream.request.prompt_tokens == len(PROMPT) + calls + 1 and stream.request.fell_back == ""
+    assert stream.request.sampling.drawn == sampling.get("drawn", 0) + calls + 1
     assert served.open == 0
-
-
-def test_the_engine_goes_on_within_a_prompt(served, model, held, monkeypatch) -> None:
-    monkeypatch.setattr(numpy_answers, "PIECE", 7)
-    wanted = alone(model, PROMPT)
-    there, go = held(2)
-    stream = served.ask()
-    threading.Thread(target=served.answers.begin).start()
-    ended_during(served, there, go)
-    assert model.cached == 21
-    with served.engine():
-        assert list(stream) == wanted
-
-
-def test_a_prompt_in_pieces(served, model, monkeypatch) -> None:
-    wanted = alone(model, PROMPT)
-    monkeypatch.setattr(numpy_answers, "PIECE", 7)
-    served.answers.begin()
-    assert list(served.ask()) == wanted
 
 
 def test_a_client_that_leaves_makes_room(served, model, held) -> None:
@@ -196,21 +180,6 @@ def test_draws_are_those_of_the_engine(served, model) -> None:
     assert list(served.ask(**DRAWN[0] | {"seed": 6})) != wanted[0]
     stop = wanted[1][7]
     assert list(served.ask(stop=(stop,), **DRAWN[1])) == wanted[1][: wanted[1].index(stop) + 1]
-
-
-@pytest.mark.parametrize("sampling", DRAWN)
-@pytest.mark.parametrize("calls", [0, 1, 5, 20])
-def test_the_engine_draws_on(served, model, held, calls, sampling) -> None:
-    """Behind the draws that numpy has made, also in a prompt's last piece and where others were made before."""
-    wanted, other = by_the_engine(model, PROMPT, **sampling), by_the_engine(model, PROMPT[3:], **sampling)
-    there, go = held(calls)
-    stream, after = served.ask(**sampling), served.ask(PROMPT[3:], **sampling)
-    threading.Thread(target=served.answers.begin).start()
-    ended_during(served, there, go)
-    with served.engine():
-        assert list(stream) == wanted and list(after) == other
-    assert stream.request.prompt_tokens == len(PROMPT) + calls + 1 and stream.request.fell_back == ""
-    assert stream.request.sampling.drawn == sampling.get("drawn", 0) + calls + 1
 
 
 @pytest.mark.parametrize("calls", [2, 4, 9])
