@@ -122,7 +122,7 @@ def _longest(config: Any) -> int:
 
 
 def _rotary_of(config: Any) -> tuple[Rotary, ...]:
-    if (rotary := getattr(config, "rotary", None)) is not None:
+    if isinstance(rotary := getattr(config, "rotary", None), tuple):  # of a ModelConfig; Falcon's class has a flag so
         return rotary
     names = ("original_max_position_embeddings", "rope_parameters")
     try:
