@@ -121,7 +121,7 @@ def test_arrows_point_one_way() -> None:
         ("firsttoken.engine.decoder", "from firsttoken_cpu.fused import fuse"),
         ("firsttoken_serve.served_model", "from firsttoken_cpu.lean import lean_config"),
         ("firsttoken_extras.layer_borrowing.lease", "from firsttoken_studies.combined import arrival"),
-        ("firsttoken_studies.cps.tables", "from firsttoken_studies.sarathi import figures"),
+        ("firsttoken_studies.cps.tables", "from firsttoken_studies.sarathi import styles"),
         ("firsttoken.assets.models", "from firsttoken.link.shaped import Link"),
     ],
 )

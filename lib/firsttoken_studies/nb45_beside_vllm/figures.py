@@ -9,7 +9,7 @@ from firsttoken_studies.nb45_beside_vllm.study import BEST, OURS, VLLM
 from firsttoken_studies.record.plot import LOOKS, panels
 from firsttoken_studies.record.results import Result, Rows, frame_of
 from firsttoken_studies.record.show import interval
-from firsttoken_studies.sarathi.figures import scaled
+from firsttoken_studies.sarathi.styles import scaled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

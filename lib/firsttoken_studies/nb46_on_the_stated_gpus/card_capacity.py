@@ -21,8 +21,8 @@ from firsttoken_studies.record.overlay import legend, over
 from firsttoken_studies.record.plot import COLOURS, log_ticks, panels
 from firsttoken_studies.record.results import Outcome, Result, Rows, Table, distinct, frame_of
 from firsttoken_studies.record.show import interval
-from firsttoken_studies.sarathi.figures import look_of, name_schedulers, told
 from firsttoken_studies.sarathi.leaderboard import BASE, add_capacities
+from firsttoken_studies.sarathi.styles import look_of, name_schedulers, told
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
