@@ -18,7 +18,7 @@ from firsttoken.engine.request_limits import BLOCK_TOKENS, POOL_TOKENS
 from firsttoken.study import option_values as values
 from firsttoken.study.errors import StageError
 from firsttoken.study.option_values import option
-from firsttoken.study.parsing.parse_errors import blaming, read_bytes
+from firsttoken.study.parsing.parse_errors import errors_as, read_bytes
 
 KEY_VARIABLE = "FIRSTTOKEN_API_KEY"
 STAGES, WHOLE = "a model in stages", "a model that is whole"
@@ -268,7 +268,7 @@ def read_key(file: Path | None) -> str | None:
     """
     if file is None:
         return os.environ.get(KEY_VARIABLE) or None
-    with blaming(file, StageError, "put the API key there, on one line"):
+    with errors_as(file, StageError, "put the API key there, on one line"):
         return read_bytes(file, 4096).decode("utf-8").strip()
 
 

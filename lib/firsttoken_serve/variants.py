@@ -22,7 +22,7 @@ from firsttoken.engine.shared_base import SharedBase, adapted_layers, fuse_varia
 from firsttoken.progressiveserve.checkpoint.manifest import CONFIG as MODEL_CONFIG
 from firsttoken.progressiveserve.checkpoint.manifest import MANIFEST
 from firsttoken.study.errors import StageError
-from firsttoken.study.parsing.parse_errors import blaming, read_bytes, regular_size
+from firsttoken.study.parsing.parse_errors import errors_as, read_bytes, regular_size
 
 if TYPE_CHECKING:
     from firsttoken.progressiveserve.staged_serving.stage_versions import Between, StagedModelVersion
@@ -51,7 +51,7 @@ def read_fitting(option: str, name: str, folder: Path, files: Base | ModelFiles,
     Raises StageError for a folder that holds none, and for an adapter whose recipe.json names another base than the
     model of ``files``. An adapter without a recipe is held against the shapes of the model alone.
     """
-    with blaming(folder, StageError, _mend(option)):
+    with errors_as(folder, StageError, _mend(option)):
         content = [read_bytes(folder / CONFIG, 2**20), read_bytes(folder / WEIGHTS, MOST_BYTES)]
     base = made_from(folder, TunedFrom).base_sha256 if (folder / RECIPE).is_file() else ""
     if base and files.sha256 and base != files.sha256:
@@ -66,7 +66,7 @@ def adapter_files(folders: Mapping[str, Path]) -> list[Path]:
     """The files of the adapters in ``folders`` by the variant's name. Raises StageError for one that is not there."""
     files = []
     for name, folder in folders.items():
-        with blaming(folder, StageError, _mend(f"--variant {name}")):
+        with errors_as(folder, StageError, _mend(f"--variant {name}")):
             files += [folder / file for file in ADAPTER_FILES if regular_size(folder / file)]
     return files
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from firsttoken.assets.manual_downloads import downloaded
 from firsttoken.study.errors import AssetError
-from firsttoken.study.parsing.parse_errors import Damaged, blaming, read_bytes
+from firsttoken.study.parsing.parse_errors import ParseError, errors_as, read_bytes
 
 NAME, FILE = "stories15m", "llama2.data"
 _MOST = 1 << 16  # of each size in the header: above every llama2.c model
@@ -31,13 +31,13 @@ def read_llama2c(path: Path) -> LlamaForCausalLM:
     transformers (i, i + n / 2): the rows of queries and keys are put in that order. Raises AssetError for a file that
     is too short for its own header, or whose header is none.
     """
-    with blaming(path, AssetError, "take it again"):
+    with errors_as(path, AssetError, "take it again"):
         data = bytearray(read_bytes(path))  # torch wants memory that it could write to
         if len(data) < 28:
-            raise Damaged("it is too short for a header")
+            raise ParseError("it is too short for a header")
         dim, hidden, layers, heads, kv_heads, vocabulary, context = sizes = struct.unpack("<7i", data[:28])
         if not all(0 < size <= _MOST for size in sizes) or dim % heads or heads % kv_heads or (dim // heads) % 2:
-            raise Damaged(f"its header names no model of llama2.c with a tied head: {list(sizes)}")
+            raise ParseError(f"its header names no model of llama2.c with a tied head: {list(sizes)}")
         config = LlamaConfig(
             vocab_size=vocabulary,
             hidden_size=dim,
@@ -64,7 +64,7 @@ def read_llama2c(path: Path) -> LlamaForCausalLM:
             "model.norm": (dim,),
         }
         if len(data) < 28 + 4 * sum(map(math.prod, shapes.values())):
-            raise Damaged("it is truncated: shorter than its header says")
+            raise ParseError("it is truncated: shorter than its header says")
         state, offset = {}, 28
         for name, shape in shapes.items():
             tensor = (

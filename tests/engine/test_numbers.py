@@ -44,7 +44,7 @@ MODES = [
 ]
 
 
-class Damaged:
+class ParseError:
     """A model whose embedding of the token ``bad`` is ``what``; ``known`` are answers that it has no part in."""
 
     def __init__(self, subject: Any, what: float) -> None:
@@ -66,8 +66,8 @@ def whole(make_subject) -> Any:
 
 
 @pytest.fixture(scope="module", params=[NAN, INF, -INF])
-def damaged(request: pytest.FixtureRequest, whole) -> Damaged:
-    return Damaged(whole, request.param)
+def damaged(request: pytest.FixtureRequest, whole) -> ParseError:
+    return ParseError(whole, request.param)
 
 
 def chunks(count: int, sampling: Sampling = MODES[0]) -> list[ScheduledChunk]:
@@ -107,7 +107,7 @@ def test_some_logits_of_minus_infinity_are_a_mask() -> None:
     assert [share for _, share in chunk.request.token_logprobs[0].top_logprobs] == [0.0, MIN_LOGPROB, MIN_LOGPROB]
 
 
-def in_company(run, damaged: Damaged, sampling: Sampling) -> list[Request]:
+def in_company(run, damaged: ParseError, sampling: Sampling) -> list[Request]:
     """Requests with and without the bad token, of which the first are ended by it; checks the others."""
     ill = [run.submit(damaged.prompt(length, at), sampling) for length, at in ((30, 0), (30, 29), (9, 4))]
     fine = [run.submit(one.prompt, Sampling(ANSWER)) for one in damaged.known]

@@ -1,4 +1,4 @@
-"""Damaged files of every format: the project's error, or the same result as the intact file."""
+"""ParseError files of every format: the project's error, or the same result as the intact file."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from services import CHATS, COMPLETIONS, GREEDY, byte_level, events, serving
 
 from firsttoken.engine.request_limits import POOL_TOKENS
 from firsttoken.study.errors import RequestError
-from firsttoken.study.parsing.schema import shaped
+from firsttoken.study.parsing.schema import parse_as
 from firsttoken_serve.chat.chat_template import ChatTemplate
 from firsttoken_serve.chat.template_renderer import RENDERER
 from firsttoken_serve.chat.text import Vocabulary
@@ -211,7 +211,7 @@ class TestRoles:
     def ids(self, template: str, turns: list[dict[str, str]], **fields: Any) -> list[int]:
         told = {"chat_stop_ids": tuple, "context": 200, "template": ChatTemplate({"default": template}, {})}
         vocabulary = Vocabulary(byte_level(), 260, (), 100, **told)
-        asked = shaped(ChatRequest, {"messages": turns} | fields)
+        asked = parse_as(ChatRequest, {"messages": turns} | fields)
         answers = Answers(SimpleNamespace(), vocabulary, asked, SimpleNamespace(), SimpleNamespace())
         return answers._chat_ids(asked)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from firsttoken.study.parsing.json_text import parse_json
-from firsttoken.study.parsing.parse_errors import Damaged, shown
-from firsttoken.study.parsing.schema import between, shaped
+from firsttoken.study.parsing.parse_errors import ParseError, shown
+from firsttoken.study.parsing.schema import between, parse_as
 
 MEND = "copy it again, or train a plain one"
 
@@ -59,12 +59,12 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         if self.target_modules is None:
-            raise Damaged("its target_modules name no module")
+            raise ParseError("its target_modules name no module")
         by_layer = self.layers_to_transform not in (None, ())
         if by_layer and isinstance(self.target_modules, str):
-            raise Damaged("layers_to_transform: PEFT takes it with a list of target_modules only")
+            raise ParseError("layers_to_transform: PEFT takes it with a list of target_modules only")
         if self.layers_pattern and not by_layer:
-            raise Damaged("layers_pattern: PEFT takes it with layers_to_transform only")
+            raise ParseError("layers_pattern: PEFT takes it with layers_to_transform only")
         texts = [text for text in (self.target_modules, self.exclude_modules) if isinstance(text, str)]
         for text in (*texts, *self._layers_patterns, *(self.rank_pattern or ()), *(self.alpha_pattern or ())):
             _check_pattern(text)
@@ -102,20 +102,20 @@ class LoraConfig:
 def lora_config(content: bytes) -> LoraConfig:
     """The configuration in the bytes of an adapter_config.json.
 
-    Raises Damaged and other ValueErrors, also for what is not known to be computed here as PEFT computes it.
+    Raises ParseError and other ValueErrors, also for what is not known to be computed here as PEFT computes it.
     """
     options = parse_json(content)
     if not isinstance(options, dict):
-        raise Damaged("it is no mapping")
+        raise ParseError("it is no mapping")
     for key, values in _VALUES.items():
         value = options.get(key, values[0] if key != "peft_type" else None)
         if not any(type(value) is type(plain) and value == plain for plain in values):
-            raise Damaged(f"its {key} {shown(value)} is none of plain LoRA")
+            raise ParseError(f"its {key} {shown(value)} is none of plain LoRA")
     computed = LoraConfig.__dataclass_fields__.keys()
     for key in sorted(options.keys() - computed - _SILENT - _VALUES.keys()):
         if not (options[key] is None or options[key] is False or options[key] in ("", [], {})):
-            raise Damaged(f"its {shown(key)} {shown(options[key])} is none of plain LoRA")
-    return shaped(LoraConfig, {key: options[key] for key in computed & options.keys()})
+            raise ParseError(f"its {shown(key)} {shown(options[key])} is none of plain LoRA")
+    return parse_as(LoraConfig, {key: options[key] for key in computed & options.keys()})
 
 
 def _named(names: str | Iterable[str], module: str) -> bool:
@@ -131,10 +131,10 @@ def _first(patterns: Iterable[str], module: str) -> str:
 
 
 def _check_pattern(text: str) -> None:
-    """Raise Damaged for a regular expression that is none, or that could take long to search a name for."""
+    """Raise ParseError for a regular expression that is none, or that could take long to search a name for."""
     try:
         re.compile(text)
     except re.error as error:
-        raise Damaged(f"{shown(text)} is no pattern ({error})") from error
+        raise ParseError(f"{shown(text)} is no pattern ({error})") from error
     if re.search(r"(?<!\\)\)[*+{]", text) or len(re.findall(r"[*+{]", text)) > _MOST_REPEATS:
-        raise Damaged(f"the pattern {shown(text)} could take long to search for; list the modules instead")
+        raise ParseError(f"the pattern {shown(text)} could take long to search for; list the modules instead")

@@ -17,9 +17,9 @@ from firsttoken.assets.lock import file_sha256
 from firsttoken.assets.model_config import CONFIG, ModelConfig, check_folder, hub_name, hub_snapshot, read_config
 from firsttoken.study.errors import ModelError, first_line
 from firsttoken.study.parsing.json_text import read_json
-from firsttoken.study.parsing.parse_errors import Damaged, blaming, shown
+from firsttoken.study.parsing.parse_errors import ParseError, errors_as, shown
 from firsttoken.study.parsing.safetensors_header import Header, TensorEntry, read_header
-from firsttoken.study.parsing.schema import shaped
+from firsttoken.study.parsing.schema import parse_as
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -166,7 +166,7 @@ def check_shard(path: Path) -> Header:
     """The header of the safetensors file at ``path``. Raises ModelError unless it and the file fit each other."""
     if not path.is_file():
         raise ModelError(f"the shard {path.name} is missing in {path.parent}; copy it there again")
-    with blaming(f"the shard {path}", ModelError, "copy it again"):
+    with errors_as(f"the shard {path}", ModelError, "copy it again"):
         return read_header(path)
 
 
@@ -222,13 +222,13 @@ def _listed(folder: Path) -> tuple[dict[Path, Header], dict[str, str] | None]:
         if any(folder.glob("*.bin")):
             raise ModelError(f"{folder} has only .bin weights; loading those runs code: convert them to safetensors")
         raise ModelError(f"{folder} has no {SINGLE} and no {INDEX}; copy the weights there")
-    with blaming(index, ModelError, "copy it again"):
-        weight_map = shaped(_Index, read_json(index), others=True).weight_map
+    with errors_as(index, ModelError, "copy it again"):
+        weight_map = parse_as(_Index, read_json(index), others=True).weight_map
         names = set(weight_map.values())
         if bad_name := next((name for name in sorted(names) if not _SHARD.fullmatch(name)), ""):
-            raise Damaged(f"{shown(bad_name)} is no name of a shard beside it")
+            raise ParseError(f"{shown(bad_name)} is no name of a shard beside it")
         if not names:
-            raise Damaged("it names no file")
+            raise ParseError("it names no file")
     if single.is_file() and names != {SINGLE}:
         raise ModelError(
             f"{folder} holds two models: {SINGLE}, which transformers reads, and {INDEX}, which names "

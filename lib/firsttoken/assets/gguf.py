@@ -21,8 +21,8 @@ from firsttoken.study import paths
 from firsttoken.study.errors import ModelError, first_line
 from firsttoken.study.files import new_folder
 from firsttoken.study.parsing.json_text import read_json
-from firsttoken.study.parsing.parse_errors import blaming
-from firsttoken.study.parsing.schema import non_empty, shaped
+from firsttoken.study.parsing.parse_errors import errors_as
+from firsttoken.study.parsing.schema import non_empty, parse_as
 from firsttoken.study.system.alone import alone
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ def converted(name: str, *, hashed: bool = True) -> Path:
 
 def _intact(folder: Path, gguf_sha256: str, hashed: bool) -> bool:
     try:
-        with blaming(folder / _MANIFEST, ModelError, "it is made again"):
-            manifest = shaped(_Converted, read_json(folder / _MANIFEST))
+        with errors_as(folder / _MANIFEST, ModelError, "it is made again"):
+            manifest = parse_as(_Converted, read_json(folder / _MANIFEST))
             return manifest.gguf_sha256 == gguf_sha256 and all(
                 (folder / file).stat().st_size == entry.bytes
                 and (not hashed or file_sha256(folder / file) == entry.sha256)

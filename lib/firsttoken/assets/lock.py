@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from firsttoken.study import paths
 from firsttoken.study.errors import AssetError
-from firsttoken.study.parsing.parse_errors import blaming
-from firsttoken.study.parsing.schema import at_least, digits, non_empty, plain_name, shaped
+from firsttoken.study.parsing.parse_errors import errors_as
+from firsttoken.study.parsing.schema import at_least, digits, non_empty, parse_as, plain_name
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ def load_lock(*, npm: bool = False) -> tuple[Asset, ...]:
     from firsttoken.study.parsing.yaml_text import read_yaml  # 8 ms, and a start reads no lock
 
     path = paths.ENV / "assets.yaml"
-    with blaming(f"the asset lock {path}", AssetError, "restore it from git"):
-        every = shaped(tuple[Asset, ...], read_yaml(path))
+    with errors_as(f"the asset lock {path}", AssetError, "restore it from git"):
+        every = parse_as(tuple[Asset, ...], read_yaml(path))
     return tuple(asset for asset in every if npm or asset.registry == "pip")
 
 

@@ -16,8 +16,8 @@ from firsttoken.assets.lock import Asset, Member, Package, file_sha256
 from firsttoken.study import paths
 from firsttoken.study.errors import AssetError
 from firsttoken.study.files import replacing
-from firsttoken.study.parsing.parse_errors import blaming
-from firsttoken.study.parsing.schema import at_least, digits, non_empty, plain_name, shaped
+from firsttoken.study.parsing.parse_errors import errors_as
+from firsttoken.study.parsing.schema import at_least, digits, non_empty, parse_as, plain_name
 from firsttoken.study.parsing.yaml_text import read_yaml
 from firsttoken.study.progress import track
 
@@ -161,8 +161,8 @@ def sums(name: str) -> dict[str, str]:
 
 def _lock() -> dict[str, _DownloadedAsset]:
     path = paths.ENV / "brought.yaml"
-    with blaming(f"the lock {path}", AssetError, "restore it from git"):
-        return {entry.name: entry for entry in shaped(tuple[_DownloadedAsset, ...], read_yaml(path))}
+    with errors_as(f"the lock {path}", AssetError, "restore it from git"):
+        return {entry.name: entry for entry in parse_as(tuple[_DownloadedAsset, ...], read_yaml(path))}
 
 
 def _found(folder: Path, name: str, file: str) -> Path | None:

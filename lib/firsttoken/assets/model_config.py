@@ -17,8 +17,8 @@ from firsttoken.assets.known_models import FIELDS, unread_keys
 from firsttoken.assets.positions import Length, Rotary, read_rotary
 from firsttoken.study.errors import ModelError
 from firsttoken.study.parsing.json_text import read_json
-from firsttoken.study.parsing.parse_errors import Damaged, blaming, shown
-from firsttoken.study.parsing.schema import between, shaped
+from firsttoken.study.parsing.parse_errors import ParseError, errors_as, shown
+from firsttoken.study.parsing.schema import between, parse_as
 
 CONFIG = "config.json"
 MOST_LAYERS = 1000  # the deepest published models have fewer than 200
@@ -84,24 +84,24 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if not self.architecture.endswith(_CAUSAL):
-            raise Damaged(f"architectures: {shown(self.architecture)} is no causal language model (...{_CAUSAL})")
+            raise ParseError(f"architectures: {shown(self.architecture)} is no causal language model (...{_CAUSAL})")
         if self.stored not in (*_STORED, None):
-            raise Damaged(f"dtype: {shown(self.stored)} is none of weights; known: {', '.join(_STORED)}")
+            raise ParseError(f"dtype: {shown(self.stored)} is none of weights; known: {', '.join(_STORED)}")
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if kv_heads and heads % kv_heads:
-            raise Damaged(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+            raise ParseError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
         if not self.is_known:
             return
         if self.model_type != KINDS[self.architecture]:
-            raise Damaged(f"model_type: {shown(self.model_type)} is not that of {self.architecture}")
+            raise ParseError(f"model_type: {shown(self.model_type)} is not that of {self.architecture}")
         if not kv_heads:
-            raise Damaged("missing key 'num_key_value_heads'")
+            raise ParseError("missing key 'num_key_value_heads'")
         if not self.head_dim:
-            raise Damaged(
+            raise ParseError(
                 f"hidden_size {self.hidden_size} is no multiple of num_attention_heads {heads}, without a head_dim"
             )
         if self.head_dim % 2:
-            raise Damaged(f"head_dim {self.head_dim} is odd, and positions rotate pairs")
+            raise ParseError(f"head_dim {self.head_dim} is odd, and positions rotate pairs")
 
     @property
     def architecture(self) -> str:
@@ -181,10 +181,10 @@ def read_config(folder: Path) -> ModelConfig:
     """
     check_folder(folder)
     path = folder / CONFIG
-    with blaming(path, ModelError, "copy the model's own"):
+    with errors_as(path, ModelError, "copy the model's own"):
         content = read_json(path, 1 << 24)
         if not isinstance(content, Mapping):
-            raise Damaged("it is no mapping")
+            raise ParseError("it is no mapping")
         names = content.get("architectures")
         name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
         fields = {key: value for key, value in content.items() if key not in ("rotary", "unread")}
@@ -193,7 +193,7 @@ def read_config(folder: Path) -> ModelConfig:
             fields, unread = _resolved(name, fields), unread_keys(content, FIELDS[name])
         elif fields.get("max_position_embeddings") is None:
             fields |= _DEFAULTS.get(name, {})
-        return replace(shaped(ModelConfig, fields, others=True), rotary=read_rotary(content), unread=unread)
+        return replace(parse_as(ModelConfig, fields, others=True), rotary=read_rotary(content), unread=unread)
 
 
 def _resolved(name: str, content: Mapping[str, Any]) -> dict[str, Any]:

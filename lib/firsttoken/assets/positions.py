@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from firsttoken.study.errors import ModelError
-from firsttoken.study.parsing.parse_errors import Damaged, shown
-from firsttoken.study.parsing.schema import between, shaped
+from firsttoken.study.parsing.parse_errors import ParseError, shown
+from firsttoken.study.parsing.schema import between, parse_as
 
 FIXED = ("default", "linear", "yarn", "llama3", "proportional")
 BY_LENGTH = ("dynamic", "longrope")
@@ -40,11 +40,11 @@ class Rotary:
     def __post_init__(self) -> None:
         if self.rope_type not in FIXED + BY_LENGTH:
             kinds = ", ".join(FIXED + BY_LENGTH)
-            raise Damaged(
+            raise ParseError(
                 f"rotary positions of the kind {shown(self.rope_type)}, which cannot be computed here; known: {kinds}"
             )
         if self.rope_type == "llama3" and self.high_freq_factor == self.low_freq_factor:
-            raise Damaged("high_freq_factor equals low_freq_factor")
+            raise ParseError("high_freq_factor equals low_freq_factor")
 
     @property
     def fixed_tokens(self) -> int | None:
@@ -56,14 +56,14 @@ def read_rotary(content: Mapping[str, Any]) -> tuple[Rotary, ...]:
     """The rotary parameters of a config.json's ``content``, under the names of transformers 5 or of those before it:
     one set of them, or one for each type of layers.
 
-    Raises Damaged for a kind that is unknown, and for a value that no model has.
+    Raises ParseError for a kind that is unknown, and for a value that no model has.
     """
     named = [rope for name in _NAMES if (rope := content.get(name))]
     if len(named) == 2 and named[0] != named[1]:
-        raise Damaged(f"{_NAMES[0]} and {_NAMES[1]} differ")
+        raise ParseError(f"{_NAMES[0]} and {_NAMES[1]} differ")
     rope = named[0] if named else {}
     if not isinstance(rope, Mapping):
-        raise Damaged(f"rope_parameters: expected a mapping, not {shown(rope)}")
+        raise ParseError(f"rope_parameters: expected a mapping, not {shown(rope)}")
     by_layers = [settings for settings in rope.values() if isinstance(settings, Mapping)]
     return tuple(_rotary(settings, content) for settings in by_layers or [rope])
 
@@ -79,9 +79,9 @@ def _rotary(settings: Mapping[str, Any], content: Mapping[str, Any]) -> Rotary:
     if kind in _TRAINED and beside is not None:  # as in transformers, it goes first
         values["original_max_position_embeddings"] = beside
     more = tuple(sorted(values.keys() - Rotary.__dataclass_fields__.keys()))
-    rotary = shaped(Rotary, values | {"more": more}, "rope_parameters", others=True)
+    rotary = parse_as(Rotary, values | {"more": more}, "rope_parameters", others=True)
     if missing := [name for name in _NEEDED.get(rotary.rope_type, ()) if name not in values]:
-        raise Damaged(f"rope_parameters: missing key {missing[0]!r}")
+        raise ParseError(f"rope_parameters: missing key {missing[0]!r}")
     return rotary
 
 
@@ -116,8 +116,8 @@ def shortened(config: Any, name: str) -> str:
 def _longest(config: Any) -> int:
     name = "max_position_embeddings"
     try:
-        return shaped(Length, getattr(config, name, None), name)
-    except Damaged as damage:
+        return parse_as(Length, getattr(config, name, None), name)
+    except ParseError as damage:
         raise ModelError(f"the {config.model_type} model has {damage}") from None
 
 
@@ -127,5 +127,5 @@ def _rotary_of(config: Any) -> tuple[Rotary, ...]:
     names = ("original_max_position_embeddings", "rope_parameters")
     try:
         return read_rotary({name: getattr(config, name, None) for name in names})
-    except Damaged as damage:
+    except ParseError as damage:
         raise ModelError(f"the {config.model_type} model has {damage}") from None

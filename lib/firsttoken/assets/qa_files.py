@@ -12,8 +12,8 @@ from firsttoken.study import paths
 from firsttoken.study.errors import CorpusError, first_line
 from firsttoken.study.files import replacing
 from firsttoken.study.parsing.json_text import json_lines, read_json
-from firsttoken.study.parsing.parse_errors import Damaged, blaming, read_gzip
-from firsttoken.study.parsing.schema import shaped
+from firsttoken.study.parsing.parse_errors import ParseError, errors_as, read_gzip
+from firsttoken.study.parsing.schema import parse_as
 
 # The pinned train file of BoolQ, whose lines hold "title -- passage\nQuestion: ...?\nAnswer:", once an answer.
 
@@ -30,10 +30,10 @@ class _BoolqLine:
 
 def read_boolq_train(path: Path) -> list[tuple[str, str]]:
     """(passage, question) of every line; a passage may be "". Raises CorpusError for a file that is damaged."""
-    with blaming(path.name, CorpusError, "delete it and run `firsttoken fetch`"):
+    with errors_as(path.name, CorpusError, "delete it and run `firsttoken fetch`"):
         rows = []
         for _, line in json_lines(read_gzip(path)):
-            text, _, question = shaped(_BoolqLine, line, others=True).doc.query.rpartition("\nQuestion: ")
+            text, _, question = parse_as(_BoolqLine, line, others=True).doc.query.rpartition("\nQuestion: ")
             rows.append((text.partition(" -- ")[2].strip(), question.removesuffix("\nAnswer:")))
         return rows
 
@@ -70,7 +70,7 @@ def kept_rows(name: str, make: Callable[[], Sequence[Any]]) -> Sequence[Any]:
 def _kept(path: Path) -> list[Any]:
     """The rows in a copy; none where there is none, or gzip's own sum does not fit: it is then made again."""
     try:
-        with blaming(path, CorpusError, "it is made again"):
+        with errors_as(path, CorpusError, "it is made again"):
             return [row for _, row in json_lines(read_gzip(path))]
     except CorpusError:
         return []
@@ -81,7 +81,7 @@ def _read_arrow(path: Path) -> list[dict[str, Any]]:
         import pyarrow as pa
     except ImportError as error:
         raise CorpusError(f"{path.name} needs pyarrow: install it, or copy .cache/rows from where it is") from error
-    with blaming(path.name, CorpusError, "run `firsttoken fetch`"), pa.memory_map(str(path)) as source:
+    with errors_as(path.name, CorpusError, "run `firsttoken fetch`"), pa.memory_map(str(path)) as source:
         table = pa.ipc.open_stream(source).read_all()  # pa.ArrowInvalid is a ValueError
         table.validate(full=True)  # offsets that lead outside would end the process
         return table.to_pylist()
@@ -111,14 +111,14 @@ def read_qa(path: str | Path) -> list[QAItem]:
 
     Raises CorpusError when the file is missing, truncated or of another format. TriviaQA's test files hold no answers.
     """
-    with blaming(path, CorpusError, "give the path of a SQuAD or TriviaQA file"):
+    with errors_as(path, CorpusError, "give the path of a SQuAD or TriviaQA file"):
         content = read_json(Path(path), _MOST_BYTES)
     is_trivia = isinstance(content, dict) and "Data" in content
     wanted = "TriviaQA file (Data/Question/Answer/Aliases)" if is_trivia else "SQuAD file (data/paragraphs/qas/answers)"
-    with blaming(path, CorpusError, f"give a {wanted}, or download it again"):
-        items = shaped(_TriviaQA if is_trivia else _Squad, content, others=True).items()
+    with errors_as(path, CorpusError, f"give a {wanted}, or download it again"):
+        items = parse_as(_TriviaQA if is_trivia else _Squad, content, others=True).items()
         if not items:
-            raise Damaged("it holds no answerable question; use the train or dev file")
+            raise ParseError("it holds no answerable question; use the train or dev file")
         return items
 
 

@@ -24,7 +24,7 @@ from firsttoken.assets.tokenizer_files import (
     read_tokenizer_files,
 )
 from firsttoken.study.errors import ModelError, first_line
-from firsttoken.study.parsing.parse_errors import Damaged, blaming, read_bytes, shown
+from firsttoken.study.parsing.parse_errors import ParseError, errors_as, read_bytes, shown
 
 _MOST_BYTES = 1 << 28  # the largest published vocabularies take 35 MB
 _CLEANED = "clean_up_tokenization_spaces"
@@ -93,12 +93,12 @@ def _read_here(folder: Path) -> tuple[TextTokenizer, str]:
 
     Where only transformers can make its class, it is made as no class; the reason is returned with it, if there is one.
     """
-    with blaming(folder / TOKENIZER, ModelError, "copy the model's own"):
+    with errors_as(folder / TOKENIZER, ModelError, "copy the model's own"):
         text = read_bytes(folder / TOKENIZER, _MOST_BYTES).decode("utf-8")
         try:
             raw = Tokenizer.from_str(text)
         except Exception as error:  # the library raises nothing narrower
-            raise Damaged(f"it is truncated or no tokenizer ({error})") from error
+            raise ParseError(f"it is truncated or no tokenizer ({error})") from error
     files = read_tokenizer_files(folder)
     why = files.why or (_unusual(raw, files) if files.made_as else "")
     if why or not files.made_as:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from firsttoken.assets.model_config import CONFIG
 from firsttoken.study.errors import ModelError
 from firsttoken.study.parsing.json_text import parse_json, read_json
-from firsttoken.study.parsing.parse_errors import Damaged, blaming, read_bytes, shown
-from firsttoken.study.parsing.schema import shaped
+from firsttoken.study.parsing.parse_errors import ParseError, errors_as, read_bytes, shown
+from firsttoken.study.parsing.schema import parse_as
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
@@ -102,17 +102,17 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     settings = _mapping(folder / SETTINGS)
     decoder: dict[str, Any] = {}
     path = folder / SETTINGS
-    with blaming(path, ModelError, MEND):
+    with errors_as(path, ModelError, MEND):
         if "added_tokens_decoder" in settings:
-            decoder = shaped(
+            decoder = parse_as(
                 dict[str, SideToken], settings["added_tokens_decoder"], "added_tokens_decoder", others=True
             )
             if bad_key := next((key for key in decoder if not key.isdecimal()), ""):
-                raise Damaged(f"added_tokens_decoder: {bad_key!r} is no token id")
+                raise ParseError(f"added_tokens_decoder: {bad_key!r} is no token id")
     with_special = settings
     if "added_tokens_decoder" not in settings and (folder / SPECIAL_MAP).is_file():  # it says all where it is
         with_special = settings | _mapping(path := folder / SPECIAL_MAP)
-    with blaming(path, ModelError, MEND):
+    with errors_as(path, ModelError, MEND):
         special, extra = _special_tokens(settings, with_special)
     made_as, why = _class_of(folder, settings)
     by_name = {name: SideToken(text, special=True) for name, text in CLASS_TOKENS.get(made_as, {}).items()} | special
@@ -126,8 +126,8 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
 def _mapping(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    with blaming(path, ModelError, MEND):
-        return shaped(dict[str, Any], parse_json(read_bytes(path, _MOST_BYTES), digits=_DIGITS))
+    with errors_as(path, ModelError, MEND):
+        return parse_as(dict[str, Any], parse_json(read_bytes(path, _MOST_BYTES), digits=_DIGITS))
 
 
 def _special_tokens(
@@ -150,14 +150,14 @@ def _special_tokens(
         special |= {name: _content(f"{_EXTRA[0]}.{name}", value) for name, value in extra.items()}
         extra = []
     if not isinstance(extra, list):
-        raise Damaged(f"{_EXTRA[0]}: expected a list of tokens")
+        raise ParseError(f"{_EXTRA[0]}: expected a list of tokens")
     return special, [_content(_EXTRA[0], value) for value in extra]
 
 
 def _content(key: str, value: Any) -> SideToken:
     if isinstance(value, str):
         return SideToken(value, special=True)
-    return replace(shaped(SideToken, value, key, others=True), special=True)
+    return replace(parse_as(SideToken, value, key, others=True), special=True)
 
 
 def _added(token: SideToken, named: bool) -> AddedToken:
@@ -170,8 +170,8 @@ def _added(token: SideToken, named: bool) -> AddedToken:
 
 def _class_of(folder: Path, settings: Mapping[str, Any]) -> tuple[str, str]:
     """The class of tokenizer that transformers makes of these files; or "", and why it is not known here."""
-    with blaming(folder / CONFIG, ModelError, MEND):
-        config = shaped(dict[str, Any], read_json(folder / CONFIG, 1 << 24))
+    with errors_as(folder / CONFIG, ModelError, MEND):
+        config = parse_as(dict[str, Any], read_json(folder / CONFIG, 1 << 24))
     kind, named = config.get("model_type"), settings.get("tokenizer_class") or config.get("tokenizer_class")
     if not isinstance(kind, str) or kind not in _CLASSES:
         return "", ""
@@ -194,7 +194,7 @@ def _class_of(folder: Path, settings: Mapping[str, Any]) -> tuple[str, str]:
 
 def _is_byte_level(folder: Path) -> bool:
     """A tokenizer of bytes under the name of Llama's class, which is one of SentencePiece, is taken as it is."""
-    with blaming(folder / TOKENIZER, ModelError, MEND):
+    with errors_as(folder / TOKENIZER, ModelError, MEND):
         return b'"ByteLevel"' in read_bytes(folder / TOKENIZER)
 
 
@@ -205,19 +205,19 @@ def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     if files:
         templates = {}
         for name, path in files.items():
-            with blaming(path, ModelError, MEND):
+            with errors_as(path, ModelError, MEND):
                 templates[name] = read_bytes(path, _MOST_TEMPLATE_BYTES).decode("utf-8")
         return templates
     template = settings.get("chat_template")
-    with blaming(folder / SETTINGS, ModelError, MEND):
+    with errors_as(folder / SETTINGS, ModelError, MEND):
         if isinstance(template, list):
             return {
                 entry.name: entry.template
-                for entry in shaped(tuple[_Named, ...], template, "chat_template", others=True)
+                for entry in parse_as(tuple[_Named, ...], template, "chat_template", others=True)
             }
         if isinstance(template, dict):
-            return shaped(dict[str, str], template, "chat_template")
-        return {} if template is None else {DEFAULT: shaped(str, template, "chat_template")}
+            return parse_as(dict[str, str], template, "chat_template")
+        return {} if template is None else {DEFAULT: parse_as(str, template, "chat_template")}
 
 
 @dataclass(frozen=True)

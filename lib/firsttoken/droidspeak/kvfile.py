@@ -24,9 +24,9 @@ from firsttoken.study.errors import CacheError, LinkError
 from firsttoken.study.files import replacing
 from firsttoken.study.parsing import safetensors_header
 from firsttoken.study.parsing.json_text import parse_json
-from firsttoken.study.parsing.parse_errors import Damaged, blaming
+from firsttoken.study.parsing.parse_errors import ParseError, errors_as
 from firsttoken.study.parsing.safetensors_header import TensorEntry
-from firsttoken.study.parsing.schema import digits, shaped
+from firsttoken.study.parsing.schema import digits, parse_as
 
 _FORMAT = "firsttoken-kv-1"
 _TOKENS = "tokens"
@@ -102,20 +102,20 @@ def draft(path: Path, entry: Entry, pieces: Mapping[str, Tensor]) -> Draft:
 
 def read_header(path: Path) -> KVFile:
     """Read what the file at ``path`` holds, and of its data the tokens alone. Raises CacheError when it is torn."""
-    with blaming(path, CacheError, "remove it"):
+    with errors_as(path, CacheError, "remove it"):
         header = safetensors_header.read_header(path)
         if header.metadata.pop("format", None) != _FORMAT:
-            raise Damaged(f"it is not of the format {_FORMAT}")
-        metadata = shaped(_Metadata, {name: parse_json(text) for name, text in header.metadata.items()})
+            raise ParseError(f"it is not of the format {_FORMAT}")
+        metadata = parse_as(_Metadata, {name: parse_json(text) for name, text in header.metadata.items()})
         # before a name is made for each layer that it says the model has
         if len(header.tensors) != 1 + metadata.model.layers + len(metadata.edges):
-            raise Damaged(f"it has {len(header.tensors)} tensors, not one a layer and an edge of its model")
+            raise ParseError(f"it has {len(header.tensors)} tensors, not one a layer and an edge of its model")
         with path.open("rb") as opened:
             stored = header.tensors[_TOKENS]
             opened.seek(stored.start)
             entry = Entry(metadata.model, opened.read(stored.end - stored.start), metadata.edges)
         if path.name != file_name(entry.key):
-            raise Damaged("it holds another KV cache than its name says")
+            raise ParseError("it holds another KV cache than its name says")
         return KVFile(path, entry, _spans(path, entry, header.tensors, metadata.sha256), path.stat().st_size)
 
 
@@ -145,12 +145,14 @@ def file_name(key: str) -> str:
 def _spans(
     path: Path, entry: Entry, stored: Mapping[str, TensorEntry], sums: Mapping[str, str]
 ) -> dict[str, CachePiece]:
-    """The spans of the pieces that the entry must have. Raises Damaged for one of another dtype or shape."""
+    """The spans of the pieces that the entry must have. Raises ParseError for one of another dtype or shape."""
     dtype = _DTYPES.get(entry.model.dtype)
     wanted = {_TOKENS: ("I64", (entry.length,))} | {name: (dtype, shape) for name, shape in entry.shapes.items()}
     for name, wanted_shape in wanted.items():
         if (stored[name].dtype, stored[name].shape) != wanted_shape:
-            raise Damaged(f"{name} is {stored[name].dtype} {list(stored[name].shape)}, its model makes {wanted_shape}")
+            raise ParseError(
+                f"{name} is {stored[name].dtype} {list(stored[name].shape)}, its model makes {wanted_shape}"
+            )
     torch_dtype = getattr(torch, entry.model.dtype)
     spans = {}
     for name, shape in entry.shapes.items():

@@ -21,7 +21,7 @@ from torch.nn import functional
 from firsttoken.assets.adapter_config import MEND, LoraConfig, lora_config
 from firsttoken.assets.adapter_files import lora_halves
 from firsttoken.study.errors import StageError
-from firsttoken.study.parsing.parse_errors import blaming
+from firsttoken.study.parsing.parse_errors import errors_as
 
 Slices = Mapping[str, tuple[Tensor, Tensor]]
 """Module path inside a layer ("self_attn.q_proj") -> A [rank, in] and B [out, rank] in fp32, B already scaled."""
@@ -50,7 +50,7 @@ def parse_adapter(name: str, config: bytes, weights: bytes, device: str | torch.
 
     Raises StageError for a file that is not whole, and for variants of LoRA that are not served here.
     """
-    with blaming(f"adapter {name}", StageError, MEND):
+    with errors_as(f"adapter {name}", StageError, MEND):
         options = lora_config(config)
         halves = lora_halves(options, weights)
     layers = {

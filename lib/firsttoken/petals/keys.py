@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from firsttoken.study.errors import SwarmError
 from firsttoken.study.parsing.json_text import parse_json
-from firsttoken.study.parsing.schema import shaped
+from firsttoken.study.parsing.schema import parse_as
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -69,7 +69,7 @@ def parse_foreign(kind: type[Parsed], data: bytes | str, subject: str, *, others
     """Parse the JSON of a stranger as the dataclass ``kind``; ``others``: it may have more keys. Raises SwarmError that
     begins with ``subject`` for anything else."""
     try:
-        return shaped(kind, parse_json(data), others=others)
+        return parse_as(kind, parse_json(data), others=others)
     except ValueError as error:
         raise SwarmError(f"{subject}: {error}") from error
 

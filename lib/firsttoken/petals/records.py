@@ -18,8 +18,8 @@ from firsttoken.petals.fairness import remember
 from firsttoken.petals.keys import ServerKey, check_signature, signature_of
 from firsttoken.petals.routing import Reachable
 from firsttoken.study.errors import SwarmError
-from firsttoken.study.parsing.parse_errors import Damaged, shown
-from firsttoken.study.parsing.schema import at_least, between, digits, shaped
+from firsttoken.study.parsing.parse_errors import ParseError, shown
+from firsttoken.study.parsing.schema import at_least, between, digits, parse_as
 
 LONGEST_S = 300.0  # that a record may live
 _DOMAIN = b"firsttoken swarm record 2\n"
@@ -154,8 +154,8 @@ class Record:
 def read_record(value: Any) -> Record:
     """A record as JSON gives it, unchecked. Raises SwarmError for what is none."""
     try:
-        return shaped(Record, value)
-    except Damaged as error:
+        return parse_as(Record, value)
+    except ParseError as error:
         raise SwarmError(f"{shown(value)} is no record of a server: {error}") from error
 
 

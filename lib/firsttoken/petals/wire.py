@@ -18,9 +18,9 @@ from firsttoken.petals.int8_transport import pack, unpack
 from firsttoken.petals.messages import MOST_TOKENS, SequenceChunk, check_states
 from firsttoken.study.errors import SwarmError
 from firsttoken.study.parsing.json_text import parse_json
-from firsttoken.study.parsing.parse_errors import Damaged
+from firsttoken.study.parsing.parse_errors import ParseError
 from firsttoken.study.parsing.safetensors_header import METADATA, header_of
-from firsttoken.study.parsing.schema import between, digits, shaped
+from firsttoken.study.parsing.schema import between, digits, parse_as
 
 CODINGS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 """What hidden states travel in, by the name that a session is opened with."""
@@ -133,9 +133,9 @@ def decode(
         return usual
     try:
         header = header_of(data)
-        fields = shaped(_StepFields, parse_json(header.metadata.get("step", "{}")))
+        fields = parse_as(_StepFields, parse_json(header.metadata.get("step", "{}")))
     except ValueError as error:
-        fault = str(error) if isinstance(error, Damaged) else type(error).__name__
+        fault = str(error) if isinstance(error, ParseError) else type(error).__name__
         raise SwarmError(f"a message is no safetensors of a step: {fault}") from error
     chunks = tuple(SequenceChunk(*row) for row in fields.chunks)
     rows = _rows(chunks) if tokens is None else tokens

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from firsttoken.assets.adapter_config import MEND
 from firsttoken.assets.adapter_files import WEIGHTS, lora_halves, read_adapter
 from firsttoken.study.errors import StageError
-from firsttoken.study.parsing.parse_errors import blaming, read_bytes
+from firsttoken.study.parsing.parse_errors import errors_as, read_bytes
 
 
 def check_fit(folder: Path, layers: Sequence[int], base_sha256: str | None) -> None:
@@ -34,7 +34,7 @@ def check_fit(folder: Path, layers: Sequence[int], base_sha256: str | None) -> N
         raise StageError(
             f"adapter {folder.name} belongs to the base {made.base_sha256[:12]}, not {str(base_sha256)[:12]}"
         )
-    with blaming(folder / WEIGHTS, StageError, MEND):
+    with errors_as(folder / WEIGHTS, StageError, MEND):
         halves = lora_halves(config, read_bytes(folder / WEIGHTS))
     if halves.keys() != set(layers):
         raise StageError(f"adapter {folder.name} holds weights for layers {_spans(sorted(halves))} only: copy it again")

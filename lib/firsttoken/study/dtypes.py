@@ -18,7 +18,7 @@ from firsttoken.study import paths
 from firsttoken.study.errors import StageError
 from firsttoken.study.files import write_text
 from firsttoken.study.machine import identity
-from firsttoken.study.parsing.schema import shaped
+from firsttoken.study.parsing.schema import parse_as
 from firsttoken.study.timing import timed
 
 if TYPE_CHECKING:  # a profile is read, and a service listens, before anybody needs it
@@ -147,7 +147,7 @@ def cpu_rates() -> ProductRates:
     with suppress(OSError, ValueError, TypeError, KeyError):
         stored = json.loads(file.read_text(encoding="utf-8"))
         if stored.pop("machine") == machine:
-            return shaped(ProductRates, stored)
+            return parse_as(ProductRates, stored)
     rates = _measure()
     with suppress(OSError):  # a cache that cannot be written costs 0.3 s at the next start
         write_text(file, json.dumps({"machine": machine} | asdict(rates), indent=1) + "\n")

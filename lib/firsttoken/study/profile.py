@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from firsttoken.study import dtypes, extensions, paths
 from firsttoken.study.dtypes import AUTO, DTYPES
 from firsttoken.study.errors import ProfileError
-from firsttoken.study.parsing.parse_errors import Damaged, blaming
-from firsttoken.study.parsing.schema import between, shaped, unknown
+from firsttoken.study.parsing.parse_errors import ParseError, errors_as
+from firsttoken.study.parsing.schema import between, parse_as, unknown
 
 if TYPE_CHECKING:
     import torch
@@ -102,7 +102,7 @@ def load_profile(name: str, /, **overrides: Any) -> Profile:
     """
     if name not in profile_names():
         raise ProfileError(f"no profile {name!r}; {unknown(name, profile_names())}")
-    with blaming(f"{name}.yaml", ProfileError, _MEND):
+    with errors_as(f"{name}.yaml", ProfileError, _MEND):
         content = _completed(_read(name))
     settings = {key: value for key, value in content.items() if not isinstance(value, dict)}
     sections = {key: dict(value) for key, value in content.items() if isinstance(value, dict)}
@@ -121,17 +121,17 @@ def _read(profile: str) -> dict[str, Any]:
 
     content = read_yaml(paths.PROFILES / f"{profile}.yaml")
     if not isinstance(content, dict):
-        raise Damaged("expected a mapping of settings and sections")
+        raise ParseError("expected a mapping of settings and sections")
     sections = dict[str, dict[str, Any]]()
     for path in extensions.files("profiles.yaml"):
-        with blaming(f"{path.parent.name}/{path.name}", ProfileError, _MEND):
+        with errors_as(f"{path.parent.name}/{path.name}", ProfileError, _MEND):
             parts = read_parts(path, ("default", profile))
             for key, part in parts.items():
                 if not isinstance(part, dict) or not all(isinstance(section, dict) for section in part.values()):
-                    raise Damaged(f"{key}: expected sections")
+                    raise ParseError(f"{key}: expected sections")
             for name, changes in parts.get(profile, {}).items():
                 if name in sections:
-                    raise Damaged(f"{profile}: the section {name!r} is in another folder as well")
+                    raise ParseError(f"{profile}: the section {name!r} is in another folder as well")
                 sections[name] = parts.get("default", {}).get(name, {}) | changes
     return sections | content
 
@@ -142,10 +142,10 @@ def _completed(content: dict[str, Any]) -> dict[str, Any]:
         return content
     like, names = content.pop("like"), profile_names()
     if like not in names:
-        raise Damaged(f"like: no profile {like!r}; {unknown(str(like), names)}")
+        raise ParseError(f"like: no profile {like!r}; {unknown(str(like), names)}")
     base = _read(like)
     if "like" in base:
-        raise Damaged(f"like: {like} must hold every setting itself")
+        raise ParseError(f"like: {like} must hold every setting itself")
     return base | content
 
 
@@ -159,6 +159,6 @@ def check_used(overrides: Iterable[str], used: Collection[str]) -> None:
 def build_config(config: type[Config], values: Mapping[str, Any], location: str) -> Config:
     """A frozen dataclass from a mapping; lists become tuples. Raises ProfileError, beginning with ``location``."""
     try:
-        return shaped(config, values)
-    except Damaged as error:
+        return parse_as(config, values)
+    except ParseError as error:
         raise ProfileError(f"{location}: {error}") from error

@@ -40,7 +40,7 @@ from firsttoken.progressiveserve.checkpoint.part_formats import (
 from firsttoken.progressiveserve.loading.read_plan import ADAPTER_FILES, Folder, open_reader, parts_of
 from firsttoken.progressiveserve.loading.reader import host_memory
 from firsttoken.study.errors import NotLean, StageError
-from firsttoken.study.parsing.parse_errors import blaming
+from firsttoken.study.parsing.parse_errors import errors_as
 from firsttoken.study.system.cgroup_limits import cores
 from firsttoken.study.system.direct_io import back
 from firsttoken_cpu.before_torch.numpy_weights import (
@@ -269,7 +269,7 @@ class StageWeights(NumpyWeights):
             self._files[index] = self._reader.wait(index)
         if not self._first:
             return {}
-        with blaming(f"adapter of stage {self._last.name}", StageError, MEND):
+        with errors_as(f"adapter of stage {self._last.name}", StageError, MEND):
             config, weights = (bytes(self._files[index]) for index in range(self._first))
             halves = lora_halves(lora_config(config), weights)
         if unknown_layers := sorted(halves.keys() - {part.layer for part in self._parts}):

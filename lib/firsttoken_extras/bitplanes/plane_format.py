@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from firsttoken.progressiveserve.checkpoint.part_formats import Entries, PartTensor, StoredPart
 from firsttoken.progressiveserve.checkpoint.plan import Part, TensorSource
-from firsttoken.study.parsing.parse_errors import Damaged, shown
-from firsttoken.study.parsing.schema import at_least, digits, shaped
+from firsttoken.study.parsing.parse_errors import ParseError, shown
+from firsttoken.study.parsing.schema import at_least, digits, parse_as
 from firsttoken_extras.bitplanes.codec import Codec, encode
 from firsttoken_extras.bitplanes.layouts import SPLITS, planes_of, stream_name
 
@@ -70,27 +70,27 @@ class PlaneCoding:
         return [stream_name(name, self.plane, index) for index in range(len(self.cut[name].codecs))]
 
     def check(self, entries: Entries, subject: str) -> None:
-        """Raise Damaged unless the file has, for each cut tensor, the streams of its plane, none above its size."""
+        """Raise ParseError unless the file has, for each cut tensor, the streams of its plane, none above its size."""
         if not (self.split and self.cut):
-            raise Damaged(f"{subject} is cut and names no split, or the other way round")
+            raise ParseError(f"{subject} is cut and names no split, or the other way round")
         for name, tensor in self.cut.items():
             layout = SPLITS.get(self.split, {}).get(tensor.dtype)
             planes = layout.planes if layout else ()
             if self.plane >= len(planes) or len(planes[self.plane]) != len(tensor.codecs):
                 split = f"the split {shown(self.split)} of {tensor.dtype}"
-                raise Damaged(f"{subject} has a plane of {name} that {split} has not")
+                raise ParseError(f"{subject} has a plane of {name} that {split} has not")
             for stream, key, codec in zip(planes[self.plane], self.entries(name), tensor.codecs, strict=True):
                 entry, size = entries.get(key), stream.bytes(math.prod(tensor.shape))
                 if entry is None or entry.dtype != "U8" or len(entry.shape) != 1:
-                    raise Damaged(f"{subject} has no stream {key}")
+                    raise ParseError(f"{subject} has no stream {key}")
                 if entry.shape[0] > size or (codec == "raw" and entry.shape[0] != size):
-                    raise Damaged(
+                    raise ParseError(
                         f"{subject}: the stream {key} has {entry.shape[0]:,} bytes, and decoded it has {size:,}"
                     )
         if self.refines and (uncoded := self.tensors(entries).keys() - self.cut.keys()):
-            raise Damaged(f"{subject} refines tensors, and brings {shown(min(uncoded))} beside them")
+            raise ParseError(f"{subject} refines tensors, and brings {shown(min(uncoded))} beside them")
         if both := self.cut.keys() & entries.keys():
-            raise Damaged(f"{subject} brings {shown(min(both))} cut and whole")
+            raise ParseError(f"{subject} brings {shown(min(both))} cut and whole")
 
     def planned(self, entries: Entries) -> PlannedPlane:
         """Return the part's coding in a plan."""
@@ -171,8 +171,8 @@ class PlaneFormat:
     """The handler of parts in planes."""
 
     def read(self, content: dict[str, Any]) -> PlaneCoding:
-        """Return the coding of a part whose manifest says ``content``. Raises Damaged."""
-        return shaped(PlaneCoding, content)
+        """Return the coding of a part whose manifest says ``content``. Raises ParseError."""
+        return parse_as(PlaneCoding, content)
 
     def reader(self, dtype: torch.dtype) -> PlaneReader:
         """Return what makes weights of first planes."""

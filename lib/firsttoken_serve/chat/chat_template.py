@@ -16,8 +16,8 @@ from firsttoken.assets.model_config import CONFIG, read_config
 from firsttoken.assets.tokenizer_files import DEFAULT, MEND, TokenizerFiles, read_tokenizer_files
 from firsttoken.study.errors import FirstTokenError, ModelError, RequestError, first_line
 from firsttoken.study.parsing.json_text import read_json
-from firsttoken.study.parsing.parse_errors import blaming
-from firsttoken.study.parsing.schema import Fault, between, shaped
+from firsttoken.study.parsing.parse_errors import errors_as
+from firsttoken.study.parsing.schema import Fault, between, parse_as
 from firsttoken_serve.chat.template_renderer import RENDERER, TemplateLimit, TemplateRefusal
 
 if TYPE_CHECKING:
@@ -157,8 +157,8 @@ def model_ends(folder: Path) -> tuple[int, ...]:
     for path in (folder / GENERATION, folder / CONFIG):
         if not path.is_file():
             continue
-        with blaming(path, ModelError, MEND):
-            content = shaped(dict[str, Any], read_json(path, 1 << 24))
+        with errors_as(path, ModelError, MEND):
+            content = parse_as(dict[str, Any], read_json(path, 1 << 24))
             if _KEY in content:
                 return _ends(content[_KEY], between(0, size - 1))
     return ()
@@ -167,8 +167,8 @@ def model_ends(folder: Path) -> tuple[int, ...]:
 def _ends(value: Any, inside: Fault) -> tuple[int, ...]:
     token_id = Annotated[int, inside]
     if isinstance(value, list):
-        return shaped(tuple[token_id, ...], value, _KEY)
-    return () if value is None else (shaped(token_id, value, _KEY),)
+        return parse_as(tuple[token_id, ...], value, _KEY)
+    return () if value is None else (parse_as(token_id, value, _KEY),)
 
 
 def chat_ends(

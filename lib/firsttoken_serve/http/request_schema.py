@@ -12,8 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from firsttoken.study.errors import RequestError
 from firsttoken.study.parsing.json_text import parse_json
-from firsttoken.study.parsing.parse_errors import Damaged
-from firsttoken.study.parsing.schema import Fault, at_least, between, non_empty, shaped
+from firsttoken.study.parsing.parse_errors import ParseError
+from firsttoken.study.parsing.schema import Fault, at_least, between, non_empty, parse_as
 from firsttoken_serve.http.neutral import (
     CHAT,
     COMPLETION,
@@ -310,8 +310,8 @@ def parse_request(kind: type[Kind], body: bytes) -> Kind:
     content = without_nulls(content)
     drop_neutral(content, request_table(content, kind.neutral), OF_THE_CLIENT)
     try:
-        parsed = shaped(kind, kind.prepared(content))
-    except Damaged as error:
+        parsed = parse_as(kind, kind.prepared(content))
+    except ParseError as error:
         raise RequestError(_KEY.sub(_named_first, str(error))) from error
     parsed.check()
     return parsed

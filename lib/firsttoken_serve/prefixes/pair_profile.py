@@ -28,7 +28,7 @@ from firsttoken.engine.sampling import argmax_tokens
 from firsttoken.study.errors import FirstTokenError, RequestError
 from firsttoken.study.files import write_text
 from firsttoken.study.parsing.json_text import read_json
-from firsttoken.study.parsing.schema import at_least, between, shaped
+from firsttoken.study.parsing.schema import at_least, between, parse_as
 from firsttoken.study.progress import track
 
 SUFFIX, CONTINUATION = 8, 24  # tokens of an item behind its prefix: given ones, and those that the receiver then says
@@ -123,7 +123,7 @@ def read_profiles(folder: Path) -> dict[tuple[str, str], PairProfile]:
     for file in sorted(folder.glob("*.pair.json")):
         if match := _NAME.fullmatch(file.name):
             with suppress(OSError, ValueError, FirstTokenError):
-                profile = shaped(PairProfile, read_json(file, _MOST_BYTES))
+                profile = parse_as(PairProfile, read_json(file, _MOST_BYTES))
                 profile.group.check(profile.layers)
                 profiles[match.group(1), match.group(2)] = profile
     return profiles

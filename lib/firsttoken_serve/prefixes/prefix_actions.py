@@ -26,7 +26,7 @@ from firsttoken.engine.shared_base import adapted_layers
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.study import dtypes
 from firsttoken.study.errors import CacheError, LinkError, RequestError
-from firsttoken.study.parsing.parse_errors import blaming, read_bytes
+from firsttoken.study.parsing.parse_errors import errors_as, read_bytes
 from firsttoken_serve.chat.text import read_vocabulary
 from firsttoken_serve.prefixes.pair_profile import SUFFIX, profile_pair, read_profiles, write_profile
 from firsttoken_serve.prefixes.prefix_link import PrefixPeer, PrefixServer, pull
@@ -90,7 +90,7 @@ def _text_ids(options: argparse.Namespace) -> list[int]:
     if text is None:
         if options.file is None:
             raise RequestError("prefix put: give the text, or --file FILE")
-        with blaming(options.file, RequestError, "name a text file in UTF-8"):
+        with errors_as(options.file, RequestError, "name a text file in UTF-8"):
             text = read_bytes(options.file, _MOST_TEXT).decode("utf-8")
     elif options.file is not None:
         raise RequestError("prefix put: give the text or --file FILE, not both")
@@ -111,7 +111,7 @@ def _profile(options: argparse.Namespace) -> None:
         _NamedModel(options.receiver, options.receiver_adapter),
     )
     check_servable(options.receiver)
-    with blaming(options.file, RequestError, "name a text file in UTF-8"):
+    with errors_as(options.file, RequestError, "name a text file in UTF-8"):
         text = read_bytes(options.file, _MOST_TEXT).decode("utf-8")
     ids, length = read_vocabulary(options.receiver, None).tokenizer.encode(text).ids, options.tokens + SUFFIX
     rows = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)][: options.items]
@@ -191,7 +191,7 @@ def _open_store(folder: Path) -> KVStore:
 
 
 def _read_token(file: Path) -> str:
-    with blaming(file, LinkError, "put the secret text there, on one line"):
+    with errors_as(file, LinkError, "put the secret text there, on one line"):
         token = read_bytes(file, _MOST_TOKEN).decode("ascii").strip()
         if not (token and token.isprintable()):
             raise ValueError("it is empty, or more than one line")

@@ -29,8 +29,8 @@ from firsttoken.link.data_server import FileHandler, LinkServer
 from firsttoken.link.shaped import Link
 from firsttoken.study.errors import CacheError, LinkError, StorageError
 from firsttoken.study.parsing.json_text import parse_json
-from firsttoken.study.parsing.parse_errors import Damaged
-from firsttoken.study.parsing.schema import at_least, digits, shaped
+from firsttoken.study.parsing.parse_errors import ParseError
+from firsttoken.study.parsing.schema import at_least, digits, parse_as
 from firsttoken.study.storage import refusal
 
 LIST = "/prefixes"
@@ -124,8 +124,8 @@ class PrefixPeer:
             body = answer.read(_MOST_LISTED + 1)
         try:
             if len(body) > _MOST_LISTED:
-                raise Damaged(f"it has more than {_MOST_LISTED:,} bytes")
-            return list(shaped(tuple[Offer, ...], parse_json(body)))
+                raise ParseError(f"it has more than {_MOST_LISTED:,} bytes")
+            return list(parse_as(tuple[Offer, ...], parse_json(body)))
         except ValueError as error:
             raise LinkError(f"{self.address} does not answer as a server of prefixes: {error}") from error
 

@@ -20,8 +20,8 @@ from firsttoken.scoring import edit_similarity, rouge_l, token_f1
 from firsttoken.study import paths
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.parsing.json_text import json_lines
-from firsttoken.study.parsing.parse_errors import Damaged, blaming, read_bytes, shown
-from firsttoken.study.parsing.schema import non_empty, shaped
+from firsttoken.study.parsing.parse_errors import ParseError, errors_as, read_bytes, shown
+from firsttoken.study.parsing.schema import non_empty, parse_as
 from firsttoken_studies.droidspeak.reuse_items import Task, TaskItem
 
 _EDGES = {"train": (0.0, 0.25), "validation": (0.25, 0.30), "test": (0.30, 1.0)}  # of 200 items, 50 to profile on
@@ -75,10 +75,10 @@ def read(path: str | Path) -> list[Row]:
     Raises CorpusError naming line and field where a line is torn, lacks a field, or is of a set that is not used here.
     """
     path = paths.expanded(path)
-    with blaming(path, CorpusError, "give a LongBench .jsonl file, or download it again"):
+    with errors_as(path, CorpusError, "give a LongBench .jsonl file, or download it again"):
         rows = [_row(fields, f"line {number}") for number, fields in json_lines(read_bytes(path))]
         if not rows:
-            raise Damaged("it is empty")
+            raise ParseError("it is empty")
         return rows
 
 
@@ -141,10 +141,10 @@ class _LongBenchLine:
 
 
 def _row(fields: Any, location: str) -> Row:
-    line = shaped(_LongBenchLine, fields, location, others=True)
+    line = parse_as(_LongBenchLine, fields, location, others=True)
     dataset = line.dataset.removesuffix("_e")
     if dataset not in _SETS:
-        raise Damaged(f"{location}: no set called {shown(dataset)} is used here; known: {', '.join(_SETS)}")
+        raise ParseError(f"{location}: no set called {shown(dataset)} is used here; known: {', '.join(_SETS)}")
     return Row(line._id, dataset, line.input, line.context, line.answers)
 
 

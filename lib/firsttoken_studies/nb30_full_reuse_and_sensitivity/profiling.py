@@ -22,7 +22,7 @@ from firsttoken.droidspeak.profile.pareto import Profiled, critical_layers, smal
 from firsttoken.study import paths, timing
 from firsttoken.study.files import write_text
 from firsttoken.study.parsing.json_text import read_json
-from firsttoken.study.parsing.schema import shaped
+from firsttoken.study.parsing.schema import parse_as
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
 from firsttoken.study.stats import bootstrap
@@ -93,7 +93,7 @@ class _Done:
 def _done(cache_file: Path) -> dict[str, Any] | None:
     """A batch that was kept; None where there is none, or it is damaged: it is then made again."""
     with suppress(OSError, ValueError):
-        return vars(shaped(_Done, read_json(cache_file)))
+        return vars(parse_as(_Done, read_json(cache_file)))
     return None
 
 

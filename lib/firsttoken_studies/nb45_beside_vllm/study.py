@@ -30,8 +30,8 @@ from firsttoken.study import paths
 from firsttoken.study.dtypes import AUTO, name_of, resolve, serving
 from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.parsing.json_text import read_json
-from firsttoken.study.parsing.parse_errors import blaming
-from firsttoken.study.parsing.schema import at_least, shaped
+from firsttoken.study.parsing.parse_errors import errors_as
+from firsttoken.study.parsing.schema import at_least, parse_as
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
 from firsttoken.study.stats import bootstrap
@@ -129,8 +129,8 @@ def answers(export: Path, requests: int) -> dict[str, float]:
     Raises FirstTokenError, naming the file, where it cannot be read, and for less than ``requests`` answers without an
     error.
     """
-    with blaming(export.name, FirstTokenError, "run live_peer again with the aiperf of env/clients"):
-        exported = shaped(AiperfExport, read_json(export), others=True)
+    with errors_as(export.name, FirstTokenError, "run live_peer again with the aiperf of env/clients"):
+        exported = parse_as(AiperfExport, read_json(export), others=True)
     errors = exported.error_request_count.avg if exported.error_request_count else 0
     if errors or exported.error_summary or exported.is_complete is False or exported.request_count.avg != requests:
         why = f"; the first error: {exported.error_summary[0]}"[:300] if exported.error_summary else ""

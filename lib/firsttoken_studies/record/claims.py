@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from firsttoken.study.errors import ClaimsError
-from firsttoken.study.parsing.parse_errors import Damaged, blaming, shown
-from firsttoken.study.parsing.schema import at_least, shaped, unknown
+from firsttoken.study.parsing.parse_errors import ParseError, errors_as, shown
+from firsttoken.study.parsing.schema import at_least, parse_as, unknown
 from firsttoken.study.parsing.yaml_text import read_entries
 from firsttoken.study.summary import misnamed
 
@@ -154,15 +154,15 @@ def entries_by_id(path: Path, kind: type[Kind], called: str) -> Iterator[tuple[s
 
     Raises ClaimsError with line and id for an entry that is wrong or there twice.
     """
-    with blaming(path, ClaimsError, "mend it, or restore it from git"):
+    with errors_as(path, ClaimsError, "mend it, or restore it from git"):
         entries = read_entries(path)
     ids = set[str]()
     for line, entry in entries:
         name = entry.get("id", "without an id") if isinstance(entry, dict) else "that is no mapping"
         location = f"{path.name}:{line}: {called} {shown(name).strip(chr(39))}"
         try:
-            made = shaped(kind, entry)
-        except (Damaged, ClaimsError) as error:
+            made = parse_as(kind, entry)
+        except (ParseError, ClaimsError) as error:
             raise ClaimsError(f"{location}: {error}") from error
         if made.id in ids:
             raise ClaimsError(f"{location}: this id is used twice")

@@ -22,8 +22,8 @@ from firsttoken.study.canonical_json import sha256_of
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.files import write_text
 from firsttoken.study.parsing.json_text import parse_json
-from firsttoken.study.parsing.parse_errors import Damaged, blaming
-from firsttoken.study.parsing.schema import shaped
+from firsttoken.study.parsing.parse_errors import ParseError, errors_as
+from firsttoken.study.parsing.schema import parse_as
 from firsttoken.study.storage import storing
 from firsttoken_studies.record.claims import Claim
 from firsttoken_studies.record.results import Result, Rows
@@ -190,12 +190,12 @@ def parse_log(text: str, path: Path) -> Log:
     """The log that ``text`` holds; ``path`` is named in errors. Raises as ``read_log`` does."""
     lines, head = list[LogLine](), FIRST
     for number, text_line in enumerate(text.splitlines(), start=1):
-        with blaming(f"{path.name}:{number}", FirstTokenError, "restore the file from git"):
-            line = shaped(LogLine, parse_json(text_line))
+        with errors_as(f"{path.name}:{number}", FirstTokenError, "restore the file from git"):
+            line = parse_as(LogLine, parse_json(text_line))
             if line.previous != head:
-                raise Damaged("does not follow from the line before it, so one of the two was edited")
+                raise ParseError("does not follow from the line before it, so one of the two was edited")
             if line.text != text_line:
-                raise Damaged("is not laid out as the program writes it")
+                raise ParseError("is not laid out as the program writes it")
         lines.append(line)
         head = _sha256(text_line)
     return Log(lines)

@@ -23,8 +23,8 @@ from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.files import replacing
 from firsttoken.study.machine import machine_slug
 from firsttoken.study.parsing.json_text import parse_json, read_json
-from firsttoken.study.parsing.parse_errors import Damaged, blaming, read_gzip, shown
-from firsttoken.study.parsing.schema import at_least, shaped, unknown
+from firsttoken.study.parsing.parse_errors import ParseError, errors_as, read_gzip, shown
+from firsttoken.study.parsing.schema import at_least, parse_as, unknown
 from firsttoken.study.storage import storing
 from firsttoken.study.summary import Entry, Rows, Scalar, Summary, misplaced
 from firsttoken_studies.record.code import git
@@ -165,16 +165,16 @@ def read_result(path: Path) -> Result:
     Raises FirstTokenError for an unreadable file, another schema, a missing or unknown key, and for content that is not
     what the program wrote.
     """
-    with blaming(f"result {path}", FirstTokenError, "measure it again"):
+    with errors_as(f"result {path}", FirstTokenError, "measure it again"):
         path = Path(path)
         content = parse_json(read_gzip(path)) if path.suffix == ".gz" else read_json(path)
         content = expanded(content) if isinstance(content, dict) else content
         schema = content.pop("schema", None) if isinstance(content, dict) else None
         if schema != SCHEMA:
-            raise Damaged(f"schema {shown(schema)}, this version reads {SCHEMA}")
+            raise ParseError(f"schema {shown(schema)}, this version reads {SCHEMA}")
         if content.pop("sha256", None) != sha256_of({"schema": schema} | content):
-            raise Damaged("does not fit its own sha256, so it was edited")
-        return shaped(Result, content)
+            raise ParseError("does not fit its own sha256, so it was edited")
+        return parse_as(Result, content)
 
 
 def all_results(profiles: Iterable[str] = ("*",)) -> list[Result]:

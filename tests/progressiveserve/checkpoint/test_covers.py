@@ -27,7 +27,7 @@ from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, by_layers
 from firsttoken.progressiveserve.checkpoint.sources import FolderSource
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.study.errors import ModelError
-from firsttoken.study.parsing.parse_errors import Damaged
+from firsttoken.study.parsing.parse_errors import ParseError
 from firsttoken_extras.bitplanes.plane_plan import by_planes
 
 LAYERS, TIMES = 4, 60
@@ -157,7 +157,7 @@ def test_a_manifest_that_brings_anything_else_than_every_byte_once_is_found(kind
         change(parts, dice)
         if change is exchange_two_stages and parts and kind == "layers" and _ends_first(parts):
             continue
-        with pytest.raises((ModelError, Damaged)):
+        with pytest.raises((ModelError, ParseError)):
             check(told(manifest, parts), source)
 
 

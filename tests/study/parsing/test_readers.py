@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.parsing.json_text import json_lines, parse_json
-from firsttoken.study.parsing.parse_errors import Damaged, blaming, read_bytes, read_gzip, shown
+from firsttoken.study.parsing.parse_errors import ParseError, errors_as, read_bytes, read_gzip, shown
 from firsttoken.study.parsing.safetensors_header import read_header
 from firsttoken.study.parsing.yaml_text import parse_yaml, read_entries
 
@@ -47,7 +47,7 @@ def test_json_that_is_read():
     value = {"a": [1, 2.5, None, True, "ü\u2028"], "b": {"c": []}}
     assert parse_json(json.dumps(value)) == parse_json(json.dumps(value).encode()) == value
     assert parse_json('["\\ud83d\\ude00"]') == ["😀"]
-    with pytest.raises(Damaged, match="line 2: it is torn or no JSON"):
+    with pytest.raises(ParseError, match="line 2: it is torn or no JSON"):
         list(json_lines(b"[1]\n[2\n"))
 
 
@@ -87,7 +87,7 @@ def test_no_bracket_is_looked_at_beyond_the_deepest_level(monkeypatch):
     monkeypatch.setattr(
         yaml.SafeLoader, "fetch_flow_collection_start", lambda loader, kind: (seen.append(kind), opened(loader, kind))
     )
-    with pytest.raises(Damaged, match="more than 32 levels deep"):
+    with pytest.raises(ParseError, match="more than 32 levels deep"):
         parse_yaml("{" * 1000)
     assert len(seen) <= 32
 
@@ -99,7 +99,7 @@ def test_yaml_is_that_of_the_core_schema(tmp_path):
     (tmp_path / "list.yaml").write_text("- a: 1\n# between\n- b\n")
     assert read_entries(tmp_path / "list.yaml") == [(1, {"a": 1}), (3, "b")]
     (tmp_path / "list.yaml").write_text("a: 1\n")
-    with pytest.raises(Damaged, match="expected a list"):
+    with pytest.raises(ParseError, match="expected a list"):
         read_entries(tmp_path / "list.yaml")
 
 
@@ -113,17 +113,20 @@ def test_what_is_no_file_is_blamed_and_never_waited_for(tmp_path, kind):
     elif kind == "device":
         path.symlink_to("/dev/zero")
     path = {"name": tmp_path / ("x" * 5000), "zero": tmp_path / "a\0b"}.get(kind, path)
-    with pytest.raises(CorpusError, match=r"; bring it again$") as caught, blaming(path, CorpusError, "bring it again"):
+    with (
+        pytest.raises(CorpusError, match=r"; bring it again$") as caught,
+        errors_as(path, CorpusError, "bring it again"),
+    ):
         read_bytes(path)
     assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
 
 
 def test_limits_and_lines(tmp_path):
     (tmp_path / "large").write_bytes(b"x" * 101)
-    with pytest.raises(Damaged, match="101 bytes, and at most 100"):
+    with pytest.raises(ParseError, match="101 bytes, and at most 100"):
         read_bytes(tmp_path / "large", 100)
     (tmp_path / "bomb").write_bytes(gzip.compress(bytes(10**6)))
-    with pytest.raises(Damaged, match="unpacks to more than 1,000 bytes"):
+    with pytest.raises(ParseError, match="unpacks to more than 1,000 bytes"):
         read_gzip(tmp_path / "bomb", 1000)
     assert shown("a\nb\u202e") == r"'a\nb\u202e'" and len(shown("x" * 100)) == 40
 
@@ -151,7 +154,7 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 def test_headers_that_are_refused(tmp_path, table, words):
     head = json.dumps(table).encode()
     (tmp_path / "x").write_bytes(len(head).to_bytes(8, "little") + head + bytes(8))
-    with pytest.raises(Damaged, match=words):
+    with pytest.raises(ParseError, match=words):
         read_header(tmp_path / "x")
 
 
@@ -167,5 +170,5 @@ def test_headers_that_the_reference_takes(tmp_path, table):
 @pytest.mark.parametrize("content", [b"", b"\x05", bytes(8), (1 << 62).to_bytes(8, "little") + b"{}"])
 def test_files_without_a_header(tmp_path, content):
     (tmp_path / "x").write_bytes(content)
-    with pytest.raises(Damaged, match="truncated or no safetensors file"):
+    with pytest.raises(ParseError, match="truncated or no safetensors file"):
         read_header(tmp_path / "x")

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from firsttoken.study.parsing.parse_errors import Damaged
-from firsttoken.study.parsing.schema import at_least, between, digits, non_empty, plain_name, shaped
+from firsttoken.study.parsing.parse_errors import ParseError
+from firsttoken.study.parsing.schema import at_least, between, digits, non_empty, parse_as, plain_name
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Outer:
 
 def test_what_is_read():
     inner = [{"size": 2}, {"size": 3, "name": "y"}]
-    built = shaped(Outer, {"kind": "a", "inner": inner, "rate": 1, "pair": [1, "z"], "table": {"k": 2}})
+    built = parse_as(Outer, {"kind": "a", "inner": inner, "rate": 1, "pair": [1, "z"], "table": {"k": 2}})
     assert built == Outer("a", (Inner(2), Inner(3, "y")), 1.0, (1, "z"), {"k": 2.0})
-    assert isinstance(built.rate, float) and shaped(Outer, {"kind": "a", "x": 1}, others=True) == Outer("a")
+    assert isinstance(built.rate, float) and parse_as(Outer, {"kind": "a", "x": 1}, others=True) == Outer("a")
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_what_is_read():
     ids=str,
 )
 def test_what_is_refused(change, words):
-    with pytest.raises(Damaged, match=words) as caught:
-        shaped(Outer, {"kind": "a"} | change)
+    with pytest.raises(ParseError, match=words) as caught:
+        parse_as(Outer, {"kind": "a"} | change)
     assert "\n" not in str(caught.value)
 
 

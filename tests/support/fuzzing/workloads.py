@@ -11,7 +11,7 @@ import numpy as np
 from gpu_profiles import write_profile
 
 from firsttoken.simulation.costs.profiled import ProfiledCosts
-from firsttoken.simulation.workload.conversations import Conversations, _load, _save, first_pairs
+from firsttoken.simulation.workload.conversations import _load, first_pairs
 from firsttoken.simulation.workload.traces import load_trace
 from fuzzing import mutators
 from fuzzing.property import Format
@@ -42,7 +42,8 @@ def legal_trace(intact: Any, found: list[tuple[Any, ...]]) -> bool:
 
 
 def make_kept(folder: Path) -> None:
-    _save(Conversations(np.arange(12, dtype=np.int32), np.array([0, 5, 12]), np.array([4, 6])), folder / "kept.npz")
+    ids, starts = np.arange(12, dtype=np.int32), np.array([0, 5, 12])
+    np.savez(folder / "kept.npz", ids=ids, starts=starts, output_tokens=np.array([4, 6]))
 
 
 def kept(folder: Path) -> list[list[int]] | None:

@@ -17,9 +17,9 @@ from torch import Tensor
 from firsttoken.petals.messages import MOST_TOKENS, check_states
 from firsttoken.study.errors import SwarmError
 from firsttoken.study.parsing.json_text import parse_json
-from firsttoken.study.parsing.parse_errors import Damaged
+from firsttoken.study.parsing.parse_errors import ParseError
 from firsttoken.study.parsing.safetensors_header import header_of
-from firsttoken.study.parsing.schema import between, shaped
+from firsttoken.study.parsing.schema import between, parse_as
 
 HIDDEN, GRADIENT = "hidden", "gradient"
 _HALF = re.compile(r"(\d{1,6})/([a-z0-9_.]{1,100})/([AB])")
@@ -60,9 +60,9 @@ def decode_pass(data: bytes, width: int) -> Pass:
     numbers that ``check_states`` refuses."""
     try:
         header = header_of(data)
-        fields = shaped(_PassFields, parse_json(header.metadata.get("pass", "{}")))
+        fields = parse_as(_PassFields, parse_json(header.metadata.get("pass", "{}")))
     except ValueError as error:
-        fault = str(error) if isinstance(error, Damaged) else type(error).__name__
+        fault = str(error) if isinstance(error, ParseError) else type(error).__name__
         raise SwarmError(f"a message is no safetensors of a pass: {fault}") from error
     rows, tokens = fields.shape
     if rows * tokens > MOST_TOKENS:

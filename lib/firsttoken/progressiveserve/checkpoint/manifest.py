@@ -23,9 +23,9 @@ from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Part, Stage
 from firsttoken.study.canonical_json import sha256_of
 from firsttoken.study.errors import ModelError, StageError
 from firsttoken.study.parsing.json_text import read_json
-from firsttoken.study.parsing.parse_errors import Damaged, blaming, regular_size, shown
+from firsttoken.study.parsing.parse_errors import ParseError, errors_as, regular_size, shown
 from firsttoken.study.parsing.safetensors_header import METADATA, TensorEntry, check_tiles, header_table
-from firsttoken.study.parsing.schema import at_least, digits, plain_name, shaped
+from firsttoken.study.parsing.schema import at_least, digits, parse_as, plain_name
 
 # Where the files of a staged checkpoint lie, and that a manifest says nothing else (standard library only).
 
@@ -44,29 +44,31 @@ def adapter_folder(stage: str) -> str:
 
 
 def check_layout(manifest: Manifest) -> None:
-    """Raise Damaged unless every file has the place and the name that staging gives it, and tensors fill its data."""
+    """Raise ParseError unless each file lies where staging puts it, under its name, and tensors fill its data."""
     if not manifest.stages or CONFIG not in manifest.side:
-        raise Damaged(f"it has no stages, or no {CONFIG}")
+        raise ParseError(f"it has no stages, or no {CONFIG}")
     for number, stage in enumerate(manifest.stages, start=1):
         for index, part in enumerate(stage.parts):
             if part.file != (file := part_file(number, stage.name, index, part.name)):
-                raise Damaged(f"{shown(part.file)} stands where staging puts {file!r}")
+                raise ParseError(f"{shown(part.file)} stands where staging puts {file!r}")
             if not part.tensors:
-                raise Damaged(f"{file} ({part.name}) holds no tensor")
+                raise ParseError(f"{file} ({part.name}) holds no tensor")
             check_tiles(part.tensors, part.data_start, part.bytes, f"{file} ({part.name})")
             part.coding.check(part.tensors, f"{file} ({part.name})")
             if unknown_dtype := next(
                 (tensor.dtype for tensor in part.carried.values() if tensor.dtype not in DTYPES), ""
             ):
-                raise Damaged(f"{file} ({part.name}) holds the dtype {unknown_dtype}, in which no weights are served")
+                raise ParseError(
+                    f"{file} ({part.name}) holds the dtype {unknown_dtype}, in which no weights are served"
+                )
         adapter = stage.adapter
         if adapter and adapter.folder != adapter_folder(stage.name):
-            raise Damaged(f"{shown(adapter.folder)} stands where staging puts {adapter_folder(stage.name)!r}")
+            raise ParseError(f"{shown(adapter.folder)} stands where staging puts {adapter_folder(stage.name)!r}")
         if adapter and (absent := {ADAPTER_CONFIG, ADAPTER_WEIGHTS} - adapter.files.keys()):
-            raise Damaged(f"{adapter.folder} has no {min(absent)}")
+            raise ParseError(f"{adapter.folder} has no {min(absent)}")
     for name in (*manifest.side, *(name for stage in manifest.stages if stage.adapter for name in stage.adapter.files)):
         if plain_name(name):
-            raise Damaged(f"{shown(name)} is no name of a file")
+            raise ParseError(f"{shown(name)} is no name of a file")
 
 
 def _plain(name: str) -> str:
@@ -104,7 +106,7 @@ class PartFile:
 
     @cached_property
     def coding(self) -> PartCoding:
-        """Return what the format says of the part. Raises Damaged, and ModelError for a format that is not here."""
+        """Return what the format says of the part. Raises ParseError, and ModelError for a format that is not here."""
         return format_of(self.format).read(self.content)
 
     @property
@@ -214,14 +216,14 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not path.exists():
         raise ModelError(f"no staged checkpoint in {folder}: it has no {MANIFEST}; {MEND}")
-    with blaming(path, ModelError, MEND):
+    with errors_as(path, ModelError, MEND):
         content = read_json(path)
         version = content.pop("format", None) if isinstance(content, dict) else None
         if version != FORMAT:
-            raise Damaged(f"it is of the format {version!r}, not {FORMAT!r}")
+            raise ParseError(f"it is of the format {version!r}, not {FORMAT!r}")
         if content.pop("sha256", None) != sha256_of(content):
-            raise Damaged("it does not fit its own sha256, so it was altered")
-        manifest = shaped(Manifest, content)
+            raise ParseError("it does not fit its own sha256, so it was altered")
+        manifest = parse_as(Manifest, content)
         check_layout(manifest)
         return manifest
 
@@ -252,7 +254,7 @@ def check_side(folder: Path, manifest: Manifest, *names: str) -> None:
     """Compare ``names`` of what lies beside the weights (all by default) with their hashes. Raises ModelError."""
     for name in names or manifest.side:
         path, entry = folder / name, manifest.side[name]
-        with blaming(path, ModelError, MEND):
+        with errors_as(path, ModelError, MEND):
             if regular_size(path) != entry.bytes or _sha256(path) != entry.sha256:
                 raise ModelError(f"{path} (beside the weights) is altered: wrong sha256; delete it and {MEND}")
 
@@ -285,14 +287,14 @@ def check_complete(folder: Path, manifest: Manifest, shapes: Mapping[str, tuple[
 
 def check_header(part: PartFile, header: bytes) -> None:
     """Raise ModelError unless a file that begins with ``header`` says of its tensors what the manifest says."""
-    with blaming(part.file, ModelError, MEND):
+    with errors_as(part.file, ModelError, MEND):
         length = int.from_bytes(header[:8], "little") + 8
         table = json.loads(header[8:])  # without limits, and in a tenth of the time: it must equal what is known
         entries = (
             {name: entry for name, entry in table.items() if name != METADATA} if isinstance(table, dict) else table
         )
         if length != part.data_start or entries != header_table(part.tensors, length):
-            raise Damaged(f"its header and {MANIFEST} say different things of its tensors")
+            raise ParseError(f"its header and {MANIFEST} say different things of its tensors")
 
 
 def _sha256(path: Path) -> str:

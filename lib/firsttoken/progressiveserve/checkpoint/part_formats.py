@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from firsttoken.progressiveserve.checkpoint.names import torch_dtype
 from firsttoken.study.errors import ModelError
 from firsttoken.study.extensions import extension, registered
-from firsttoken.study.parsing.parse_errors import Damaged
+from firsttoken.study.parsing.parse_errors import ParseError
 from firsttoken.study.parsing.safetensors_header import TensorEntry
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class PartCoding(Protocol):
         """Return what all parts of the tensor ``name`` must say alike; "" where the part knows nothing of the kind."""
 
     def check(self, entries: Entries, subject: str) -> None:
-        """Raise Damaged unless the file's ``entries`` are what the coding says; ``subject`` names the part."""
+        """Raise ParseError unless the file's ``entries`` are what the coding says; ``subject`` names the part."""
 
     def planned(self, entries: Entries) -> Any:
         """Return the part's coding in a plan (``plan.PlannedCoding``); None where its tensors lie as they are."""
@@ -100,7 +100,7 @@ class PartFormat(Protocol):
     """The handler of one format. Reading a coding needs no torch; what it makes may import it."""
 
     def read(self, content: dict[str, Any]) -> PartCoding:
-        """The coding of a part whose manifest says ``content``. Raises Damaged."""
+        """The coding of a part whose manifest says ``content``. Raises ParseError."""
 
     def reader(self, dtype: torch.dtype) -> PartReader:
         """Return a new reader, whose tensors are of ``dtype``."""
@@ -135,7 +135,7 @@ class PlainCoding:
 
     def check(self, entries: Entries, subject: str) -> None:
         if self.content:
-            raise Damaged(f"{subject} says more of its tensors and names no format")
+            raise ParseError(f"{subject} says more of its tensors and names no format")
 
     def planned(self, entries: Entries) -> None:
         return None

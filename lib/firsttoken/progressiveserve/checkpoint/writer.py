@@ -46,7 +46,7 @@ from firsttoken.study.errors import ModelError, StageError, first_line
 from firsttoken.study.files import replacing, write_text
 from firsttoken.study.parsing.json_text import parse_json
 from firsttoken.study.parsing.safetensors_header import read_header
-from firsttoken.study.parsing.schema import shaped
+from firsttoken.study.parsing.schema import parse_as
 from firsttoken.study.progress import track
 
 # A staging that was interrupted: which of its shards can be kept.
@@ -98,7 +98,7 @@ def resume(partial: Path, identity: str) -> dict[str, PartFile]:
     finished: dict[str, PartFile] = {}
     for line in lines:
         try:
-            part = shaped(PartFile, parse_json(line))
+            part = parse_as(PartFile, parse_json(line))
         except ValueError:  # the line that was being written when the process was killed
             break
         if (partial / part.file).is_file() and file_sha256(partial / part.file) == part.sha256:

@@ -17,8 +17,8 @@ import numpy as np
 
 from firsttoken.assets.lock import asset_path, load_lock
 from firsttoken.study.errors import CorpusError, ProfileError
-from firsttoken.study.parsing.parse_errors import Damaged, blaming
-from firsttoken.study.parsing.schema import shaped
+from firsttoken.study.parsing.parse_errors import ParseError, errors_as
+from firsttoken.study.parsing.schema import parse_as
 from firsttoken.study.parsing.yaml_text import read_yaml
 
 CARDS = ("a100-sxm", "h100-sxm", "h200-sxm", "l40s", "b200-sxm", "rtx-pro-6000")
@@ -184,8 +184,8 @@ class _Products:
 @lru_cache(maxsize=8)
 def _read(card: str) -> OperatorTables:
     path = asset_path(f"{card}.yaml")
-    with blaming(path, CorpusError, _MEND):
-        stated = shaped(_StatedCard, read_yaml(path), others=True)
+    with errors_as(path, CorpusError, _MEND):
+        stated = parse_as(_StatedCard, read_yaml(path), others=True)
     tables = {kind: read_table(asset_path(f"{card}-{kind}.parquet"), names) for kind, names in _COLUMNS.items()}
     gpu = stated.gpu
     rate = gpu.mem_bw * gpu.mem_bw_empirical_scaling_factor
@@ -200,14 +200,14 @@ def read_table(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
     import pyarrow  # not at module level: a bare GPU machine simulates nothing
     from pyarrow import parquet
 
-    with blaming(path, CorpusError, _MEND):
+    with errors_as(path, CorpusError, _MEND):
         try:
             table = parquet.read_table(path)
         except (pyarrow.ArrowException, OSError) as error:
-            raise Damaged(f"is no whole Parquet table ({str(error).splitlines()[0][:100]})") from error
+            raise ParseError(f"is no whole Parquet table ({str(error).splitlines()[0][:100]})") from error
         present = {*table.column_names, *_OPTIONAL}
         if missing := [name for name in (*names, "latency") if name not in present]:
-            raise Damaged(f"has no column {', '.join(missing)}")
+            raise ParseError(f"has no column {', '.join(missing)}")
         arrays: dict[str, Any] = {
             name: np.array(table.column(name).to_pylist())
             if name in table.column_names
@@ -216,7 +216,7 @@ def read_table(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
         }
         milliseconds = table.column("latency").to_numpy().astype(float)
         if not len(milliseconds) or not (milliseconds > 0).all():
-            raise Damaged("latency must be above 0 in every row, and there must be one")
+            raise ParseError("latency must be above 0 in every row, and there must be one")
     return arrays | {"latency": milliseconds / 1e3}
 
 

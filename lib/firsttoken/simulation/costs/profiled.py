@@ -26,8 +26,8 @@ from firsttoken.engine.costs.cost_model import Costs, follow, line_through
 from firsttoken.simulation.costs.tables import MEND, number, rows
 from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.parsing.csv_text import columns, numbered
-from firsttoken.study.parsing.parse_errors import Damaged, blaming
-from firsttoken.study.parsing.schema import shaped
+from firsttoken.study.parsing.parse_errors import ParseError, errors_as
+from firsttoken.study.parsing.schema import parse_as
 from firsttoken.study.parsing.yaml_text import read_yaml
 
 # Attention as profiled: measurements at four coordinates, made a whole grid that lines can be drawn on.
@@ -213,8 +213,8 @@ class ProfiledCosts(Costs):
         if layers < 1:
             raise ProfileError(f"profiled costs: a model has at least 1 layer, not {layers}")
         folder, tables = _located(Path(folder).expanduser())
-        with blaming(folder / "meta.yaml", CorpusError, MEND):
-            meta = shaped(_Meta, read_yaml(folder / "meta.yaml"), others=True)
+        with errors_as(folder / "meta.yaml", CorpusError, MEND):
+            meta = parse_as(_Meta, read_yaml(folder / "meta.yaml"), others=True)
         dense = _by_layer(tables / "dense.csv", "tokens")
         heads = _by_layer(tables / "per_sequence.csv", "sequences")
         axes, grid = attention_grid(tables / "attention.csv")
@@ -332,9 +332,9 @@ def _located(folder: Path) -> tuple[Path, Path]:
             f"{tables / 'moe.csv'}: a mixture of experts is not simulated; take a profile of a dense model"
         )
     if (tables / "attention.csv").exists():
-        with blaming(tables / "attention.csv", CorpusError, MEND):
+        with errors_as(tables / "attention.csv", CorpusError, MEND):
             if {"prefill_chunk_size", "is_prefill"} & set(columns(*next(numbered(tables / "attention.csv"), (1, "")))):
-                raise Damaged(
+                raise ParseError(
                     "an older profiler (v0) wrote it, which measured prompts and decodes apart, never together"
                 )
     return folder, tables

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.parsing.csv_text import columns, numbered, plain_number, records
-from firsttoken.study.parsing.parse_errors import Damaged, blaming, shown
+from firsttoken.study.parsing.parse_errors import ParseError, errors_as, shown
 
 MEND = "profile it again, or take another copy"
 _MOST = 1e12  # microseconds, tokens, requests: beyond every measurement
@@ -16,14 +16,14 @@ _MOST = 1e12  # microseconds, tokens, requests: beyond every measurement
 
 def rows(path: Path, names: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
     """(line, text by column) of a CSV file with the columns ``names``. Raises CorpusError."""
-    with blaming(path, CorpusError, MEND):
+    with errors_as(path, CorpusError, MEND):
         lines = numbered(path)
         present = columns(*next(lines, (1, "")))
         if missing := [name for name in names if name not in present]:
-            raise Damaged(f"has no column {', '.join(missing)}")
+            raise ParseError(f"has no column {', '.join(missing)}")
         table = list(records(lines, present))
         if not table:
-            raise Damaged("holds no measurement")
+            raise ParseError("holds no measurement")
     return table
 
 

@@ -27,7 +27,7 @@ from firsttoken.engine.workload_items import Item
 from firsttoken.study import paths
 from firsttoken.study.errors import CorpusError, ModelError
 from firsttoken.study.files import replacing
-from firsttoken.study.parsing.parse_errors import FAULTS, Damaged, regular_size
+from firsttoken.study.parsing.parse_errors import FAULTS, ParseError, regular_size
 from firsttoken.study.progress import track
 
 if TYPE_CHECKING:
@@ -123,8 +123,8 @@ def _chunks(path: Path) -> Iterator[str]:
                 yield decoder.decode(chunk)
     except UnicodeDecodeError as error:
         raise CorpusError(f"{path} is not UTF-8 text; unpack it if it is compressed, or download it again") from error
-    except (OSError, Damaged) as error:
-        reason = error if isinstance(error, Damaged) else error.strerror
+    except (OSError, ParseError) as error:
+        reason = error if isinstance(error, ParseError) else error.strerror
         raise CorpusError(f"cannot read {path}: {reason}; check the path") from error
 
 

@@ -20,7 +20,7 @@ from firsttoken.study import paths
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.parsing.csv_text import Lines, columns, numbered, plain_number, records
 from firsttoken.study.parsing.json_text import parse_json, read_json
-from firsttoken.study.parsing.parse_errors import Damaged, blaming, regular_size, shown
+from firsttoken.study.parsing.parse_errors import ParseError, errors_as, regular_size, shown
 
 _MOST = 1e15  # a time in ms; tokens have a limit of their own
 _MOST_TOKENS = 10**8
@@ -119,7 +119,7 @@ def load_trace(path: str | Path, unit: str | None = None) -> RequestTrace:
         raise CorpusError(f"{path.name}: times are in {' or '.join(UNITS)}, not in {unit!r}")
     rows: list[tuple[float, int, int]] = []
     dropped = 0
-    with blaming(path, CorpusError, "mend the line, or download the file again"), closing(numbered(path)) as lines:
+    with errors_as(path, CorpusError, "mend the line, or download the file again"), closing(numbered(path)) as lines:
         shape, values = _json_rows(_json_list(path)) if _is_list(path) else _opened(lines)
         for location, row in values:
             time, prompt, output = _parsed(location, shape, row)
@@ -167,7 +167,7 @@ def _opened(lines: Lines) -> tuple[_Format, Iterator[tuple[str, list[Any]]]]:
     """The format, and (place in the file, [time, prompt, output]) of every request."""
     first = next(lines, None)
     if first is None:
-        raise Damaged("it is empty")
+        raise ParseError("it is empty")
     if first[1].startswith("{"):
         return _json_rows(_json_objects(chain([first], lines)))
     number, header = first
@@ -175,12 +175,12 @@ def _opened(lines: Lines) -> tuple[_Format, Iterator[tuple[str, list[Any]]]]:
     shape = max((_AZURE, _BURSTGPT), key=lambda candidate: len({*candidate.columns} & {*names}))
     missing = [name for name in shape.columns if name not in names]
     if len(missing) == len(shape.columns):
-        raise Damaged(
+        raise ParseError(
             f"line {number}: no trace format has the header {header[:80]!r}; known are CSV of Azure LLM inference "
             "(TIMESTAMP, ...) and BurstGPT (Timestamp, ...), and JSON lines of Alibaba Bailian and Mooncake"
         )
     if missing:
-        raise Damaged(f"line {number}: the header lacks {', '.join(missing)}, which a trace of {shape.name} has")
+        raise ParseError(f"line {number}: the header lacks {', '.join(missing)}, which a trace of {shape.name} has")
     return shape, ((f"line {line}", [row[name] for name in shape.columns]) for line, row in records(lines, names))
 
 
@@ -193,9 +193,9 @@ def _json_rows(requests: Iterator[tuple[str, dict[str, Any]]]) -> tuple[_Format,
         for location, row in chain([first], requests):
             missing = [name for name in (*shape.columns, *shape.own) if name not in row]
             if missing:
-                raise Damaged(f"{location}: it lacks {', '.join(missing)}, which a line of {shape.name} has")
+                raise ParseError(f"{location}: it lacks {', '.join(missing)}, which a line of {shape.name} has")
             if (other := _json_format(row)) is not shape:
-                raise Damaged(f"{location}: it is a line of {other.name}, and those before are of {shape.name}")
+                raise ParseError(f"{location}: it is a line of {other.name}, and those before are of {shape.name}")
             yield location, [row[name] for name in shape.columns]
 
     return shape, values()
@@ -206,7 +206,7 @@ def _json_objects(lines: Lines) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             row = parse_json(line)
         except ValueError as error:
-            raise Damaged(f"line {number}: it is no complete JSON") from error
+            raise ParseError(f"line {number}: it is no complete JSON") from error
         yield f"line {number}", row if isinstance(row, dict) else {}
 
 
@@ -220,7 +220,7 @@ def _is_list(path: Path) -> bool:
 def _json_list(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     rows = read_json(path)
     if not rows:
-        raise Damaged("it is an empty list")
+        raise ParseError("it is an empty list")
     for number, row in enumerate(rows, 1):
         yield f"entry {number}", row if isinstance(row, dict) else {}
 
@@ -238,8 +238,8 @@ def _parsed(location: str, shape: _Format, row: list[Any]) -> tuple[float, int, 
             numbers.append(convert(value))
         except (ValueError, TypeError, OverflowError) as error:
             kind = "time" if convert is _clock else "number"
-            raise Damaged(f"{location}: {name} is {shown(value)}, no {kind}") from error
+            raise ParseError(f"{location}: {name} is {shown(value)}, no {kind}") from error
     for name, tokens in zip(shape.columns[1:], numbers[1:], strict=True):
         if not 0 <= tokens <= _MOST_TOKENS or tokens != int(tokens):
-            raise Damaged(f"{location}: {name} is {tokens:g}, it must be a whole number from 0 on")
+            raise ParseError(f"{location}: {name} is {tokens:g}, it must be a whole number from 0 on")
     return numbers[0], int(numbers[1]), int(numbers[2])

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from firsttoken.study.parsing.parse_errors import MOST_BYTES, Damaged, read_bytes, shown
+from firsttoken.study.parsing.parse_errors import MOST_BYTES, ParseError, read_bytes, shown
 
 DEEPEST = 64
 _DIGITS = 20  # of a whole number: 64 bits and a sign
@@ -20,14 +20,14 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_json(path: Path, most: int = MOST_BYTES) -> Any:
-    """Read the JSON of a file. Raises OSError, and Damaged and other ValueErrors as :func:`parse_json`."""
+    """Read the JSON of a file. Raises OSError, and ParseError and other ValueErrors as :func:`parse_json`."""
     return parse_json(read_bytes(path, most))
 
 
 def parse_json(text: bytes | str, digits: int = _DIGITS) -> Any:
     """Parse a UTF-8 text; a byte order mark before it is none of it.
 
-    Raises Damaged, or another ValueError, for what is no JSON: a key that is there twice, nan and infinite numbers,
+    Raises ParseError, or another ValueError, for what is no JSON: a key that is there twice, nan and infinite numbers,
     whole ones of more than ``digits`` digits, brackets more than 64 deep, half a surrogate pair.
     """
     if isinstance(text, bytes):
@@ -37,7 +37,7 @@ def parse_json(text: bytes | str, digits: int = _DIGITS) -> Any:
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, **numbers)
     except json.JSONDecodeError as error:
-        raise Damaged(f"it is truncated or no JSON (line {error.lineno}: {error.msg})") from error
+        raise ParseError(f"it is truncated or no JSON (line {error.lineno}: {error.msg})") from error
     except RecursionError:
         raise _too_deep() from None
     if text.count("[") + text.count("{") > DEEPEST:
@@ -48,14 +48,14 @@ def parse_json(text: bytes | str, digits: int = _DIGITS) -> Any:
 
 
 def json_lines(text: bytes) -> Iterator[tuple[int, Any]]:
-    """The number of each line with something on it, from 1, and what it holds. Raises Damaged, which names the line."""
+    """Yield number, from 1, and value of each line that is not empty. Raises ParseError, which names the line."""
     for number, line in enumerate(text.splitlines(), 1):
         if not line.removeprefix(codecs.BOM_UTF8).strip():
             continue
         try:
             value = parse_json(line)
         except ValueError as error:
-            raise Damaged(f"line {number}: it is torn or no JSON ({error})") from error
+            raise ParseError(f"line {number}: it is torn or no JSON ({error})") from error
         yield number, value
 
 
@@ -63,24 +63,24 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
         names = [name for name, _ in pairs]
-        raise Damaged(f"the key {shown(next(name for name in names if names.count(name) > 1))} is there twice")
+        raise ParseError(f"the key {shown(next(name for name in names if names.count(name) > 1))} is there twice")
     return made
 
 
 def _whole(digits: int, text: str) -> int:
     if len(text) > digits:
-        raise Damaged(f"the number {text[:_DIGITS]}... has {len(text)} digits")
+        raise ParseError(f"the number {text[:_DIGITS]}... has {len(text)} digits")
     return int(text)
 
 
 def _finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
-        raise Damaged(f"the number {text[:_DIGITS]} is too large")
+        raise ParseError(f"the number {text[:_DIGITS]} is too large")
     return number
 
 
 def _constant(text: str) -> NoReturn:
-    raise Damaged(f"{text} is no number")
+    raise ParseError(f"{text} is no number")
 
 
 def _check_depth(value: Any) -> None:
@@ -96,5 +96,5 @@ def _check_depth(value: Any) -> None:
         raise _too_deep()
 
 
-def _too_deep() -> Damaged:
-    return Damaged(f"its brackets are more than {DEEPEST} deep")
+def _too_deep() -> ParseError:
+    return ParseError(f"its brackets are more than {DEEPEST} deep")

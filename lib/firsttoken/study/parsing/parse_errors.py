@@ -22,12 +22,12 @@ FAULTS = (
 """What the readers of Python's own library raise for a damaged file, beside OSError."""
 
 
-class Damaged(ValueError):
-    """The place in a file and what is wrong there; who knows the file and the mend adds them (``blaming``)."""
+class ParseError(ValueError):
+    """The place in a file and what is wrong there; who knows the file and the mend adds them (``errors_as``)."""
 
 
 @contextmanager
-def blaming(path: object, kind: Callable[[str], Exception], mend: str) -> Iterator[None]:
+def errors_as(path: object, kind: Callable[[str], Exception], mend: str) -> Iterator[None]:
     """Raise any fault that a reader finds inside the block as ``kind``: "PATH: FAULT; MEND", on one line."""
     try:
         yield
@@ -36,35 +36,35 @@ def blaming(path: object, kind: Callable[[str], Exception], mend: str) -> Iterat
     except UnicodeError as error:
         raise kind(f"{_short(path, 300)}: it is no UTF-8 text; {mend}") from error
     except FAULTS as error:
-        fault = str(error) if isinstance(error, Damaged) else f"{type(error).__name__}, {error}"
+        fault = str(error) if isinstance(error, ParseError) else f"{type(error).__name__}, {error}"
         raise kind(f"{_short(path, 300)}: {_short(fault, 400)}; {mend}") from error
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """All of a regular file. Raises OSError, and Damaged for a file that is none or longer than ``most`` bytes."""
+    """All of a regular file. Raises OSError, and ParseError for a file that is none or longer than ``most`` bytes."""
     if (size := regular_size(path)) > most:
-        raise Damaged(f"it has {size:,} bytes, and at most {most:,} are read")
+        raise ParseError(f"it has {size:,} bytes, and at most {most:,} are read")
     return path.read_bytes()
 
 
 def read_gzip(path: Path, most: int = MOST_BYTES) -> bytes:
     """The content of a gzip file, of which a few bytes may stand for more than a machine has.
 
-    Raises OSError, EOFError and zlib.error for one that is torn, and Damaged for one of more than ``most`` bytes.
+    Raises OSError, EOFError and zlib.error for one that is torn, and ParseError for one of more than ``most`` bytes.
     """
     regular_size(path)
     with gzip.open(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise Damaged(f"it unpacks to more than {most:,} bytes")
+        raise ParseError(f"it unpacks to more than {most:,} bytes")
     return content
 
 
 def regular_size(path: Path) -> int:
-    """Bytes of a file. Raises OSError, and Damaged for a pipe or a device, which to open may never end."""
+    """Bytes of a file. Raises OSError, and ParseError for a pipe or a device, which to open may never end."""
     status = path.stat()
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):  # to open a folder says what it is
-        raise Damaged("it is no regular file")
+        raise ParseError("it is no regular file")
     return status.st_size
 
 

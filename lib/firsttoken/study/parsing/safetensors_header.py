@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Annotated
 
 from firsttoken.study.parsing.json_text import parse_json
-from firsttoken.study.parsing.parse_errors import Damaged, regular_size
-from firsttoken.study.parsing.schema import at_least, shaped
+from firsttoken.study.parsing.parse_errors import ParseError, regular_size
+from firsttoken.study.parsing.schema import at_least, parse_as
 
 SIZES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3"), 1),
@@ -39,10 +39,12 @@ class TensorEntry:
 
     def __post_init__(self) -> None:
         if self.dtype not in SIZES:
-            raise Damaged(f"the dtype {self.dtype[:20]!r} is none that is read; known: {', '.join(SIZES)}")
+            raise ParseError(f"the dtype {self.dtype[:20]!r} is none that is read; known: {', '.join(SIZES)}")
         size = math.prod(self.shape) * SIZES[self.dtype]
         if self.end - self.start != size:
-            raise Damaged(f"{size:,} bytes by its shape {list(self.shape)}, the range {self.start:,} to {self.end:,}")
+            raise ParseError(
+                f"{size:,} bytes by its shape {list(self.shape)}, the range {self.start:,} to {self.end:,}"
+            )
 
 
 @dataclass(frozen=True)
@@ -61,20 +63,20 @@ class _Stored:
 
 
 def read_header(path: Path) -> Header:
-    """The header of the file at ``path``. Raises OSError, and Damaged where header and file do not fit each other."""
+    """Read the header of the file at ``path``. Raises OSError, and ParseError where header and file do not fit."""
     size = regular_size(path)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 0 < length <= min(size - 8, _MOST):
-            raise Damaged("it is truncated or no safetensors file")
+            raise ParseError("it is truncated or no safetensors file")
         return _header(file.read(length), size)
 
 
 def header_of(data: bytes) -> Header:
-    """The header of a safetensors file that lies in memory. Raises Damaged as :func:`read_header`."""
+    """The header of a safetensors file that lies in memory. Raises ParseError as :func:`read_header`."""
     length = int.from_bytes(data[:8], "little")
     if not 0 < length <= min(len(data) - 8, _MOST):
-        raise Damaged("it is truncated or no safetensors file")
+        raise ParseError("it is truncated or no safetensors file")
     text = bytes(data[8 : 8 + length])
     return _known_header(text, len(data)) if length <= _SHORT else _header(text, len(data))
 
@@ -83,12 +85,12 @@ def _header(text: bytes, size: int) -> Header:
     """Read the header from the JSON that follows the length, in a file of ``size`` bytes."""
     table, length = parse_json(text), len(text)
     if not isinstance(table, dict):
-        raise Damaged("its header is no mapping")
-    metadata = shaped(dict[str, str], table.pop(METADATA, None) or {}, METADATA)
+        raise ParseError("its header is no mapping")
+    metadata = parse_as(dict[str, str], table.pop(METADATA, None) or {}, METADATA)
     # the reference takes no metadata for null, and passes over what else an entry says
-    stored = {name: shaped(_Stored, entry, name, others=True) for name, entry in table.items()}
+    stored = {name: parse_as(_Stored, entry, name, others=True) for name, entry in table.items()}
     entries = {
-        name: shaped(TensorEntry, _spanned(entry, 8 + length), name)
+        name: parse_as(TensorEntry, _spanned(entry, 8 + length), name)
         for name, entry in sorted(stored.items(), key=lambda item: item[1].data_offsets)
     }
     check_tiles(entries, 8 + length, size, "it")
@@ -99,17 +101,17 @@ _known_header = lru_cache(256)(_header)  # all messages of one shape in a stream
 
 
 def check_tiles(entries: Mapping[str, TensorEntry], start: int, end: int, subject: str) -> None:
-    """Raise Damaged unless ``entries`` of ``subject`` fill the bytes from ``start`` to ``end``, each byte once."""
+    """Raise ParseError unless ``entries`` of ``subject`` fill the bytes from ``start`` to ``end``, each byte once."""
     offset = start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.start != offset:
-            raise Damaged(
+            raise ParseError(
                 f"{name} in {subject}: the range {entry.start:,} to {entry.end:,}, and the one before ends at "
                 f"{offset:,}"
             )
         offset = entry.end
     if offset != end:
-        raise Damaged(f"{subject} is truncated or altered ({end:,} of {offset:,} bytes)")
+        raise ParseError(f"{subject} is truncated or altered ({end:,} of {offset:,} bytes)")
 
 
 def header_table(entries: Mapping[str, TensorEntry], start: int) -> dict[str, dict[str, object]]:

@@ -18,7 +18,7 @@ from functools import cache, partial
 from itertools import count, repeat
 from typing import Any, Literal, TypeVar
 
-from firsttoken.study.parsing.parse_errors import Damaged, shown
+from firsttoken.study.parsing.parse_errors import ParseError, shown
 
 Kind = TypeVar("Kind")
 Fault = Callable[[Any], str]  # what is wrong with a value, "" if nothing: stands in `Annotated[int, at_least(0)]`
@@ -51,18 +51,18 @@ def non_empty(value: Sized) -> str:
     return "" if len(value) else "expected at least one"
 
 
-def shaped(kind: type[Kind], value: Any, path: str = "", *, others: bool = False) -> Kind:
+def parse_as(kind: type[Kind], value: Any, path: str = "", *, others: bool = False) -> Kind:
     """``value``, as JSON or YAML gives it, as ``kind``: dataclasses, tuples, dicts, unions, literals and plain types.
 
     Lists become tuples and whole numbers floats; nothing else is converted. ``others``: keys that no field has are
-    passed over, as in a file of another project, of which a part is used. Raises Damaged, naming the place, for an
+    passed over, as in a file of another project, of which a part is used. Raises ParseError, naming the place, for an
     unknown key, a missing one, and a value of another type or out of its range.
     """
     try:
         return _reader(kind, others)(value)
     except _Fault as fault:
         location = (path + "".join(reversed(fault.path))).lstrip(".")
-        raise Damaged(f"{location}: {fault}" if location else str(fault)) from fault
+        raise ParseError(f"{location}: {fault}" if location else str(fault)) from fault
 
 
 def unknown(name: Any, known_names: Iterable[str]) -> str:
@@ -193,7 +193,7 @@ def _dataclass_reader(kind: type, others: bool) -> Callable[[Any], Any]:
                 raise _Fault(f"missing key {key!r}")
         try:
             return kind(**made)
-        except Damaged as error:
+        except ParseError as error:
             raise _Fault(str(error)) from error
 
     return read

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from firsttoken.study.parsing.parse_errors import Damaged, read_bytes, shown
+from firsttoken.study.parsing.parse_errors import ParseError, read_bytes, shown
 
 _MOST_BYTES, _DEEPEST, _DIGITS = 1 << 24, 32, 20
 _PART = re.compile(r"^\w+:(?=\s)", re.MULTILINE)
@@ -28,7 +28,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def parse_yaml(text: bytes | str) -> Any:
-    """Parse a UTF-8 text. Raises Damaged, naming the line, for anything that is not in this module's heading."""
+    """Parse a UTF-8 text. Raises ParseError, naming the line, for anything that is not in this module's heading."""
     return _parsed(text, lambda loader: loader.get_single_data())
 
 
@@ -38,11 +38,11 @@ def read_parts(path: Path, keys: Container[str]) -> dict[str, Any]:
     text = read_bytes(path, _MOST_BYTES).decode("utf-8")
     starts, parts = [match.start() for match in _PART.finditer(text)], dict[str, Any]()
     if parse_yaml(text[: starts[0] if starts else None]) is not None:
-        raise Damaged("expected a mapping")
+        raise ParseError("expected a mapping")
     for start, end in pairwise([*starts, len(text)]):
         key, line = text[start:].partition(":")[0], text.count("\n", 0, start)
         if key in parts:
-            raise Damaged(f"line {line + 1}: the key {shown(key)} is there twice")
+            raise ParseError(f"line {line + 1}: the key {shown(key)} is there twice")
         parts[key] = deepcopy(_content("\n" * line + text[start:end]))[key] if key in keys else None
     return {key: part for key, part in parts.items() if key in keys}
 
@@ -62,7 +62,7 @@ def _entries(text: bytes) -> list[tuple[int, Any]]:
     def entries(loader: _Loader) -> list[tuple[int, Any]]:
         root = loader.get_single_node()
         if not isinstance(root, yaml.SequenceNode):
-            raise Damaged("expected a list")
+            raise ParseError("expected a list")
         return [(node.start_mark.line + 1, loader.construct_document(node)) for node in root.value]
 
     return _parsed(text, entries)
@@ -76,9 +76,9 @@ def _parsed(text: bytes | str, take: Any) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         location = f"line {mark.line + 1}: " if mark else ""
-        raise Damaged(f"{location}it is no YAML ({error.problem or error.context})") from error
+        raise ParseError(f"{location}it is no YAML ({error.problem or error.context})") from error
     except yaml.YAMLError as error:
-        raise Damaged(f"it is no YAML ({error})") from error
+        raise ParseError(f"it is no YAML ({error})") from error
     finally:
         if loader:
             loader.dispose()
@@ -92,7 +92,7 @@ class _Loader(yaml.SafeLoader):
     def fetch_flow_collection_start(self, token_class: Any) -> None:
         # looks up to 1,024 characters ahead, and at each bracket at all that are open: 0.25 s of CPU for 1,000
         if self.flow_level >= _DEEPEST:
-            raise Damaged(f"line {self.line + 1}: it is more than {_DEEPEST} levels deep")
+            raise ParseError(f"line {self.line + 1}: it is more than {_DEEPEST} levels deep")
         super().fetch_flow_collection_start(token_class)
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -140,8 +140,8 @@ class _Loader(yaml.SafeLoader):
         return number
 
 
-def _at(event: Any, fault: str) -> Damaged:
-    return Damaged(f"line {event.start_mark.line + 1}: {fault}")
+def _at(event: Any, fault: str) -> ParseError:
+    return ParseError(f"line {event.start_mark.line + 1}: {fault}")
 
 
 _SCALARS = (  # kind, spelling, first letters, value
