@@ -108,7 +108,7 @@ def in_this_process(command: list[str], **options: Any) -> subprocess.CompletedP
     elif command[2] == window.__name__:
         told = json.loads(Path(command[3]).read_text(encoding="utf-8")) | {"cores": ()}
         answer = window.main(window.WindowSpec(**told))
-    elif command[2].endswith("timeline_trial"):
+    elif command[2] == timeline_trial.__name__:
         answer = timeline_trial.main(timeline_trial.TimelineSpec(**json.loads(options["input"])))
     else:
         spec = trial.TrialSpec(**json.loads(command[-1]) | {"spawned_s": trial.INTERPRETER_UP, "gbit_per_s": 0.0})
