@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from firsttoken.study.errors import FirstTokenError
 from firsttoken_studies import ledger
 from firsttoken_studies.nb01_the_first_token.study import Lengths, Work, by_length_figure, roofline, timeline
-from firsttoken_studies.nb90_claims import findings
+from firsttoken_studies.nb90_claims import figures, findings
+from firsttoken_studies.record.verdicts import Verdict
 
 REPORTS = ["ProgressiveServe", "CPS", "Sarathi-Serve", "DroidSpeak", "PETALS"]
 
@@ -44,3 +47,20 @@ def test_the_floors_of_notebook_01():
     phases = {"process": 0.1, "imports": 3.0, "load": 1.0, "prefill": 0.5, "decode": 2.0, "resume": 9.0}
     said = timeline(phases)._suptitle.get_text()
     assert said == "The parts add up to 4.6 s until the first token, 3.0 s of them 'imports'"
+
+
+@pytest.mark.parametrize(
+    ("op", "bound", "value", "better"),
+    [
+        (">=", 2.0, 3.0, 1.5),  # a gain of at least 2
+        ("<=", 4.0, 2.0, 2.0),  # a cost of at most 4
+        (">=", -3.0, -7.72, 3 / 7.72),  # a change of no less than -3: a loss of 7.72 is worse
+        (">=", -3.0, -1.5, 2.0),
+        (">=", -0.4, 0.8, 8.0),  # nothing is lost: the right edge
+        ("<=", -5.0, -10.0, 2.0),  # a drop of at least 5
+    ],
+)
+def test_a_bound_below_zero_is_a_loss(op: str, bound: float, value: float, better: float) -> None:
+    claim = SimpleNamespace(kind="bound", op=op, value=bound)
+    judged = SimpleNamespace(claim=claim, share=None, value=value, verdict=Verdict.REPRODUCED)
+    assert figures._better(judged) == pytest.approx(better)

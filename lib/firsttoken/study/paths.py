@@ -44,6 +44,7 @@ CLAIMS_PAGE = DATA / "CLAIMS.md"
 CAPACITY_PAGE = DATA / "CAPACITY.md"
 INDEX = DATA / "index.yaml"  # of the reports' figures, tables and algorithms
 INDEX_PAGE = DATA / "INDEX.md"
+MECHANISMS = DATA / "mechanisms.yaml"
 TEMPLATES = DATA / "templates"  # of the pages that show results
 STUDIES = ROOT / "lib" / "firsttoken_studies"  # a folder of it has what belongs to one notebook
 RECORD_LOG = DATA / "record.jsonl"  # a line for every run that was recorded

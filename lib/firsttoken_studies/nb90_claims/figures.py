@@ -84,8 +84,8 @@ def _better(judged: Judgement) -> float:
         return 0.0
     if share is None:
         if claim.kind == "bound" and judged.value is not None and is_number(claim.value) and claim.value:
-            share = judged.value / claim.value
-            return _inverse(share) if claim.op == "<=" else share
+            share = judged.value / claim.value  # of a bound below zero, a loss, more is worse
+            return share if (claim.op == ">=") == (claim.value > 0) else _inverse(share)
         return {Verdict.REPRODUCED: 1.0, Verdict.TREND: 0.5}.get(judged.verdict, 0.0)
     if claim.effect == "cost":
         return _inverse(share)

@@ -19,8 +19,6 @@ from firsttoken.study.parsing.schema import unknown
 from firsttoken.study.parsing.yaml_text import read_yaml
 from firsttoken_studies.record.notebooks import notebook_paths, read_notebook
 
-PUBLISHED = paths.DATA / "mechanisms.yaml"  # the digests of ``published``, by the notebook's number
-
 
 def digest(cell: str) -> str:
     """Return the digest of the source of a ``cell``, up to comments, docstrings and layout."""
@@ -38,14 +36,16 @@ def is_changed(mechanism: Any, notebook: str) -> bool:
     """
     if getattr(mechanism, "__module__", "").partition(".")[0].startswith("firsttoken"):
         return False
-    return digest(_cell_of(mechanism)) not in read_yaml(PUBLISHED).get(notebook, [])
+    return digest(_cell_of(mechanism)) not in read_yaml(paths.MECHANISMS).get(notebook, [])
 
 
 def published() -> str:
     """Return the digests of the cells tagged ``mechanism``, a line a notebook, as they stand in the notebooks now."""
     lines = []
     for notebook in notebook_paths():
-        cells = [cell for cell in read_notebook(notebook)["cells"] if "mechanism" in cell["metadata"].get("tags", ())]
+        cells = [
+            cell for cell in read_notebook(notebook)["cells"] if "mechanism" in cell.get("metadata", {}).get("tags", ())
+        ]
         if cells:
             digests = ", ".join(f'"{digest("".join(cell["source"]))}"' for cell in cells)
             lines.append(f'"{notebook.name[:2]}": [{digests}]')
