@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from mutants.running import wrong
+from mutants.running import rewritten, wrong
 
 WIRE, PLACEMENT = "firsttoken.petals.int8_transport", "firsttoken.petals.placement"
 EXTEND, KEPT = "firsttoken.petals.chain:Chain._extend", "firsttoken.engine.hidden_state_cache:HiddenStateCache.of"
@@ -14,18 +14,31 @@ FROZEN, AUDITOR = "firsttoken.petals.tuning.frozen:FrozenBlocks", "firsttoken.pe
 LINEAR8, CHAIN = "firsttoken.engine.linear8:Linear8.forward", "firsttoken.petals.routing:best_chain"
 BORROWING = "firsttoken_extras.layer_borrowing.replica:BorrowingReplica._switch_to"
 
+SESSION, CLIENT = "the session of the cell `mechanism`", "the client of the library"
 
-@wrong("06", "a chain that does not replace", EXTEND, "session that keeps what it sent", quick=True)
+rewritten("06", "the newest alone is kept", "self.kept[part] += states", "self.kept[part] = states", SESSION)
+rewritten("06", "a successor is sent the newest alone", "[server.seen :]", "[-1:]", SESSION)
+
+
+@wrong("06", "the worst chain first", CHAIN, CLIENT)
+@wrong("52", "the worst chain first", CHAIN, "search of the best chain")
+def the_worst_chain_first(right, servers, layers, without=()):
+    near = {one.name: one for one in servers}
+    slow = [replace(one, ping_s=0.0, throughput=1 / one.throughput) for one in servers]
+    return [type(hop)(near[hop.server.name], hop.blocks) for hop in right(slow, layers, without)]
+
+
+@wrong("06", "a chain that does not replace", EXTEND, CLIENT, quick=True)
 @wrong("50", "a chain that does not replace", EXTEND, "chain that replaces a server")
 async def no_successor(right, chain, layers, why="", *rest):
     return [] if why else await right(chain, layers, why, *rest)
 
 
-@wrong("06", "a successor is sent zeros", KEPT, "session that keeps what it sent")
+@wrong("06", "a successor is sent zeros", KEPT, SESSION)
 @wrong("50", "a successor is sent zeros", KEPT, "chain that replaces a server")
 @wrong("56", "layers are taken over from zeros", KEPT, "borrowing layers")
-def nothing_was_kept(right, cache, request, layer):
-    kept = right(cache, request, layer)
+def nothing_was_kept(right, cache, request, layer, start=0):
+    kept = right(cache, request, layer, start)
     return torch.cat([torch.zeros_like(kept[:, :-1]), kept[:, -1:]], 1) if kept.shape[1] > 8 else kept
 
 

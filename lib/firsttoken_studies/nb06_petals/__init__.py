@@ -1,0 +1,1 @@
+"""Notebook 06: PETALS in one page."""
