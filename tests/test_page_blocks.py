@@ -131,7 +131,7 @@ def test_the_commands_of_the_pages_are_taken() -> None:
                 assert all(word in usage for word in rest.split() if word.startswith("-")), (page, line)
             elif name == "pip" and (extra := re.search(r"\[(\w+)\]", rest)):
                 assert f"\n{extra[1]} = [" in project and " -e " in part, (page, line)
-    others = {"", "pip", "python", "python3", "curl", "conda", ".", "fresh/bin/pip", "firsttoken"}
+    others = {"", "pip", "python", "python3", "curl", "conda", "jupyter", ".", "fresh/bin/pip", "firsttoken"}
     assert [name for name in seen.keys() - others if not name.endswith(".sh") and name[0] not in '"{#'] == []
     assert seen["firsttoken"] > 30
     for page, text in PAGES.items():
