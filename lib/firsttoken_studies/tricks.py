@@ -7,6 +7,7 @@ price for each copy, a round trip for each server. ``firsttoken site`` exports t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ class TrickSetting:
     """A machine and a request; the defaults are a 7B model on one GPU behind a link of 10 Gbit/s."""
 
     weights_gb: float = 13.5
+    ends_gb: float = 0.52  # of the weights: embeddings and head
     layers: int = 32
     kv_kib_per_token: float = 512.0  # keys and values of all layers
     hidden_kib_per_token: float = 8.0  # the hidden state that enters a layer
@@ -36,10 +38,11 @@ class TrickSetting:
 
 
 class Times(NamedTuple):
-    """Seconds without an idea and with it."""
+    """Seconds without an idea and with it, and ``rival``: with a second way that is not the idea's."""
 
     without: float
     with_it: float
+    rival: float | None = None
 
 
 def load_s(weights_gb: float, link_gbit_per_s: float) -> float:
@@ -65,12 +68,18 @@ def progressiveserve(s: TrickSetting) -> Times:
     return Times(whole_s, whole_s * (1 - s.deferred_share))
 
 
+def hops_s(s: TrickSetting, tokens: float) -> float:
+    """Seconds for the hidden states of ``tokens`` to go through the chain: a round trip and the bytes, each server."""
+    sent_s = s.hidden_kib_per_token * 1024 * tokens * 8 / (s.link_gbit_per_s * 1e9)
+    return s.servers * (s.round_trip_ms / 1e3 + sent_s)
+
+
 def petals(s: TrickSetting) -> Times:
-    """A start: the first token after all weights, or at once from servers that hold the layers. The bound of a start
-    without them is ProgressiveServe's of all layers."""
+    """A start: the first token after all weights, or after embeddings and head, from servers that hold the layers. The
+    bound of a start without them is ProgressiveServe's of all layers."""
     computed = prefill_s(s.weights_gb, s.prompt_tokens, s.tflop_per_s)
-    hop = s.round_trip_ms / 1e3 + s.hidden_kib_per_token * 1024 * s.prompt_tokens * 8 / (s.link_gbit_per_s * 1e9)
-    return Times(max(load_s(s.weights_gb, s.link_gbit_per_s), computed), computed + s.servers * hop)
+    ends_s = load_s(s.ends_gb, s.link_gbit_per_s)
+    return Times(max(load_s(s.weights_gb, s.link_gbit_per_s), computed), ends_s + computed + hops_s(s, s.prompt_tokens))
 
 
 def droidspeak(s: TrickSetting) -> Times:
@@ -82,9 +91,11 @@ def droidspeak(s: TrickSetting) -> Times:
 
 
 def cps(s: TrickSetting) -> Times:
-    """A preempted request comes back: its cache always copied, or computed again where that is faster."""
+    """A preempted request comes back: its cache always computed again, as vLLM does by default, or copied where that is
+    faster; the rival always copies."""
     copied = swap_s(s.kv_kib_per_token, s.layers, s.prompt_tokens, s.host_gb_per_s, s.us_per_copy)
-    return Times(copied, min(copied, prefill_s(s.weights_gb, s.prompt_tokens, s.tflop_per_s)))
+    again = prefill_s(s.weights_gb, s.prompt_tokens, s.tflop_per_s)
+    return Times(again, min(copied, again), copied)
 
 
 def sarathi(s: TrickSetting) -> Times:
@@ -93,10 +104,37 @@ def sarathi(s: TrickSetting) -> Times:
     return Times(whole_s, prefill_s(s.weights_gb, min(s.chunk_tokens, s.prompt_tokens), s.tflop_per_s))
 
 
+class Idea(NamedTuple):
+    """A report's ``formula``, the ``moment`` that it is about, and in words what its ``Times`` are of."""
+
+    formula: Callable[[TrickSetting], Times]
+    moment: str
+    without: str
+    with_it: str
+    rival: str = ""
+
+
 IDEAS = {
-    "ProgressiveServe": (progressiveserve, "first token of a start that defers layers"),
-    "PETALS": (petals, "first token of a start whose layers other servers hold"),
-    "DroidSpeak": (droidspeak, "prefill with another model's cache"),
-    "CPS": (cps, "return of a preempted request"),
-    "Sarathi-Serve": (sarathi, "wait of a running request for a new prompt"),
+    "ProgressiveServe": Idea(
+        progressiveserve, "first token of a start", "all layers are loaded first", "some layers come later"
+    ),
+    "PETALS": Idea(
+        petals,
+        "first token of a start",
+        "all layers are loaded first",
+        "only embeddings and head; servers have the layers",
+    ),
+    "DroidSpeak": Idea(
+        droidspeak, "prefill behind another model", "all layers are computed", "a group is computed, the rest is sent"
+    ),
+    "CPS": Idea(
+        cps,
+        "return of a preempted request",
+        "always computed again (vLLM's default)",
+        "the cheaper way",
+        "always swapped",
+    ),
+    "Sarathi-Serve": Idea(
+        sarathi, "wait of a running request for a new prompt", "for the whole prompt", "for one chunk of it"
+    ),
 }

@@ -64,7 +64,8 @@ from firsttoken_studies.site.tricks_page import SLIDERS
 draw, told = random.Random(1), []
 for _ in range(50):
     said = {slider.name: draw.uniform(slider.least, slider.most) for slider in SLIDERS}
-    told.append([said, {name: list(idea(tricks.TrickSetting(**said))) for name, (idea, _) in tricks.IDEAS.items()}])
+    s = tricks.TrickSetting(**said)
+    told.append([said, {name: [t for t in idea.formula(s) if t is not None] for name, idea in tricks.IDEAS.items()}])
 print(json.dumps(told))
 """
 
@@ -80,10 +81,10 @@ def test_the_page_reckons_as_the_library_does(site: Path) -> None:
             )
             shown = page.browser.execute_script(script, said)
             assert {name: pytest.approx(times, rel=1e-9) for name, times in told.items()} == shown
-        before = page.browser.find_element("css selector", "#bars .with span").text
+        before = page.browser.find_element("css selector", "#bars .with output").text
         slider = page.browser.find_element("css selector", "input[name=link_gbit_per_s]")
         slider.send_keys(Keys.ARROW_RIGHT * 20)
-        assert page.browser.find_element("css selector", "#bars .with span").text != before
+        assert page.browser.find_element("css selector", "#bars .with output").text != before
 
 
 SECTIONS = """
@@ -97,24 +98,32 @@ return Object.fromEntries([...document.querySelectorAll('#bars section')].map(se
 
 
 def test_recorded_runs_are_dots_and_the_rest_is_extrapolated(site: Path) -> None:
-    from selenium.webdriver.common.keys import Keys
+    from selenium.webdriver.support.ui import Select
 
     with visiting(f"file://{site}/tricks.html") as page:
         first = page.browser.execute_script(SECTIONS)
-        assert first["ProgressiveServe"]["dots"] == ["here", "here"] and not first["ProgressiveServe"]["grey"]
+        assert not first["ProgressiveServe"]["grey"] and not first["Sarathi-Serve"]["grey"]
         assert all("extrapolated: " in shown["outside"] for shown in first.values() if shown["grey"])
         bars = page.browser.execute_script("return [...document.querySelectorAll('.bar')].map(bar => bar.innerText)")
-        assert all(bar.startswith(f"with{'' if n % 2 else 'out'} it: ") for n, bar in enumerate(bars)) and bars
+        assert len(bars) == 11 and all(re.fullmatch(r".{10,}: [0-9.]+ m?s", bar) for bar in bars)
         for idea in first:
             page.browser.find_element("css selector", f"section[data-idea='{idea}'] button").click()
             shown = page.browser.execute_script(SECTIONS)[idea]
-            assert not shown["grey"] and not shown["outside"] and shown["dots"] == ["here", "here"], idea
+            assert not shown["grey"] and not shown["outside"] and set(shown["dots"]) == {"here"}, idea
             assert shown["told"].startswith("Recorded here: ")
-        slider = page.browser.find_element("css selector", "input[name=tflop_per_s]")
-        slider.send_keys(Keys.ARROW_RIGHT * 10)  # Sarathi-Serve's is the last that was set
+        typed = page.browser.find_element("css selector", "input[data-of=prompt_tokens]")
+        typed.clear()
+        typed.send_keys("77")
         moved = page.browser.execute_script(SECTIONS)["Sarathi-Serve"]
-        assert moved["grey"] and moved["outside"].endswith("measured: compute") and "here" not in moved["dots"]
+        assert typed.get_property("value") == "77" and moved["outside"].endswith("the record: prompt")
+        assert moved["grey"] and "here" not in moved["dots"]
         assert moved["told"].startswith("Recorded with other settings: ")
+        card = Select(page.browser.find_element("css selector", "select[data-kind=card]"))
+        assert card.first_selected_option.text == "own numbers"
+        card.select_by_visible_text("nvidia-h200")
+        assert (
+            float(page.browser.find_element("css selector", "input[data-of=tflop_per_s]").get_property("value")) > 400
+        )
         page.check_widths("site-tricks-recorded")
         assert page.errors() == []
 

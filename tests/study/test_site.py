@@ -79,7 +79,7 @@ def test_claims_carry_what_their_filters_ask(folder):
 
 def test_the_page_of_the_ideas_says_where_each_was_measured(folder):
     text = (folder / "tricks.html").read_text(encoding="utf-8")
-    assert text.count("as it was recorded") == text.count("<section data-idea=") == 5
+    assert text.count("as it was recorded") == text.count("<section data-idea=") == text.count("Price: ") == 5
     assert "prompt: " in text and '"13": "13_cold_start.html"' in text
     assert (folder / "runs.js").read_text(encoding="utf-8").count('"at"') > 20
 

@@ -19,9 +19,19 @@ from firsttoken.simulation.costs.published import decomposed
 from firsttoken.study.errors import FirstTokenError
 from firsttoken_studies import ledger, tricks
 from firsttoken_studies.cps.assumed_costs import LinkModel
-from firsttoken_studies.record.results import recorded_result
+from firsttoken_studies.nb48_measured_on_a_gpu.study import RECORDED_ON
+from firsttoken_studies.record.results import recorded_entries, recorded_result
 from firsttoken_studies.site.recorded_runs import asked_by, ranges, recorded_runs, script
-from firsttoken_studies.site.tricks_page import SLIDERS, exported, formulas, told_ranges
+from firsttoken_studies.site.tricks_page import (
+    FIRST,
+    PRICED_IN,
+    SLIDERS,
+    exported,
+    formulas,
+    presets,
+    prices,
+    told_ranges,
+)
 from firsttoken_studies.tricks import TrickSetting
 
 RESULTS = ledger.recorded()
@@ -64,7 +74,10 @@ def test_what_each_idea_does_at_its_ends():
     s = TrickSetting()
     assert tricks.progressiveserve(replace(s, deferred_share=0.0)).with_it == tricks.progressiveserve(s).without
     assert tricks.sarathi(replace(s, chunk_tokens=10**6)).with_it == tricks.sarathi(s).without
-    assert tricks.cps(replace(s, us_per_copy=0.0, host_gb_per_s=1e6)).with_it < tricks.cps(s).without
+    again, cheaper, copied = tricks.cps(replace(s, us_per_copy=0.0, host_gb_per_s=1e6))
+    assert cheaper == copied < again
+    again, cheaper, copied = tricks.cps(replace(s, us_per_copy=100.0))
+    assert cheaper == again < copied
     slow = replace(s, link_gbit_per_s=0.01)
     assert tricks.droidspeak(slow).with_it > tricks.droidspeak(slow).without  # it does not pay, and the page says so
     assert tricks.petals(replace(s, servers=1)).with_it < tricks.petals(replace(s, servers=30)).with_it
@@ -78,12 +91,20 @@ def test_a_start_whose_prefill_takes_longer_than_its_loading_is_bounded_by_the_p
     assert tricks.progressiveserve(slow).without == tricks.petals(slow).without == computed
 
 
+def test_a_start_that_borrows_brings_its_embeddings_and_head():
+    s = TrickSetting(round_trip_ms=0.0)
+    assert tricks.petals(s).with_it > tricks.load_s(s.ends_gb, s.link_gbit_per_s)
+    recorded = [run for run in RUNS if run.idea == "PETALS"]
+    assert all(run.with_s < 3.5 * tricks.petals(TrickSetting(**run.at)).with_it for run in recorded)
+
+
 def test_no_recorded_run_is_faster_than_its_formula():
     """But for the noise of a link: a bound that the record breaks is none."""
     assert {run.idea for run in RUNS} == set(tricks.IDEAS)
     for run in RUNS:
-        bound = tricks.IDEAS[run.idea][0](TrickSetting(**run.at))
+        bound = tricks.IDEAS[run.idea].formula(TrickSetting(**run.at))
         assert run.without_s >= 0.99 * bound.without and run.with_s >= 0.99 * bound.with_it, run
+        assert (run.rival_s or 0) >= 0.99 * (bound.rival or 0), run
 
 
 def test_a_run_says_where_each_slider_stood_that_its_formula_asks():
@@ -95,9 +116,10 @@ def test_a_run_says_where_each_slider_stood_that_its_formula_asks():
 
 
 def test_what_was_measured_is_read_from_the_record():
+    on_cards = recorded_result(RESULTS, "reports_on_cards", ledger.machine()).parameters["on_cards"]
     links = recorded_result(RESULTS, "pipelined_loading", ledger.machine()).parameters["loading"]["gbit_per_s"]
-    assert ranges(RUNS, "DroidSpeak")["link_gbit_per_s"] == (min(links), max(links))
-    tokens = recorded_result(RESULTS, "recovery_latency", ledger.machine()).parameters["recovery"]["tokens"]
+    assert ranges(RUNS, "DroidSpeak")["link_gbit_per_s"] == (min(links), max(on_cards["links"]))
+    tokens = on_cards["lengths"]
     assert ranges(RUNS, "CPS")["prompt_tokens"] == (min(tokens), max(tokens))
     assert told_ranges(RUNS)["CPS"]["prompt"] == f"{min(tokens)} to {max(tokens)} tokens"
     assert told_ranges(RUNS)["PETALS"]["servers in the chain"] == "1"
@@ -105,7 +127,8 @@ def test_what_was_measured_is_read_from_the_record():
 
 def test_a_run_has_the_times_of_the_record():
     stalls = recorded_result(RESULTS, "generation_stalls", ledger.machine()).summary
-    (run,) = (run for run in RUNS if run.idea == "Sarathi-Serve")
+    run, on_gpu = (run for run in RUNS if run.idea == "Sarathi-Serve")
+    assert on_gpu.machine == RECORDED_ON and on_gpu.at["prompt_tokens"] > run.at["prompt_tokens"]
     assert run.without_s == stalls.value("worst_gap_ms", source="live", scheduler="prefill_first") / 1e3
     starts = recorded_result(RESULTS, "borrowed_start", ledger.machine()).summary
     for run in (run for run in RUNS if run.idea == "PETALS"):
@@ -130,12 +153,30 @@ def test_the_page_has_every_run():
 def test_every_slider_is_a_field_and_begins_at_its_default():
     fields = TrickSetting.__dataclass_fields__
     assert sorted(slider.name for slider in SLIDERS) == sorted(fields)
-    assert all(slider.low <= slider.value <= slider.high for slider in SLIDERS)
+    assert all(slider.low <= slider.position <= slider.high for slider in SLIDERS)
+
+
+def test_a_choice_sets_numbers_that_the_page_has():
+    ends = {slider.name: (slider.least, slider.most) for slider in SLIDERS}
+    chosen = presets(RUNS)
+    assert all(FIRST[kind] in choices for kind, choices in chosen.items())
+    settings = [setting for choices in chosen.values() for setting in choices.values()]
+    assert all(ends[name][0] <= value <= ends[name][1] for setting in settings for name, value in setting.items())
+    assert {RECORDED_ON, ledger.machine()} < set(chosen["card"])
+    assert chosen["card"][RECORDED_ON]["tflop_per_s"] == max(
+        run.at["tflop_per_s"] for run in RUNS if run.machine == RECORDED_ON
+    )
+
+
+def test_each_idea_has_its_price():
+    said = prices(*(recorded_entries(RESULTS, slug) for slug in (ledger.machine(), RECORDED_ON)))
+    assert list(said) == list(PRICED_IN) == list(tricks.IDEAS)
+    assert "later on an H200" in said["Sarathi-Serve"] and "points of exact match" in said["ProgressiveServe"]
 
 
 def test_the_page_has_every_formula():
     said = formulas()
-    assert all(f"function {function.__name__}(s)" in said for function, _ in tricks.IDEAS.values())
+    assert all(f"function {idea.formula.__name__}(s)" in said for idea in tricks.IDEAS.values())
     assert "Math.min(copied" in said and "Times" not in said
 
 

@@ -19,6 +19,7 @@ from firsttoken.study.files import write_text
 from firsttoken.study.progress import track
 from firsttoken.study.storage import storing
 from firsttoken_studies import ledger
+from firsttoken_studies.nb48_measured_on_a_gpu.study import RECORDED_ON
 from firsttoken_studies.record.claims_table import told
 from firsttoken_studies.record.notebooks import notebook_paths, notebook_title, read_notebook
 from firsttoken_studies.record.report_index import load_index
@@ -85,9 +86,11 @@ def _write(folder: Path) -> None:
     write_text(folder / "formulas.js", tricks_page.formulas())
     runs = recorded_runs.recorded_runs(recorded, ledger.machine())
     write_text(folder / "runs.js", recorded_runs.script(runs))
-    ideas = {report: says for report, (_, says) in IDEAS.items()}
-    content = {"title": "Which idea pays where", "sliders": tricks_page.SLIDERS, "ideas": ideas}
-    content["recorded"] = tricks_page.recorded(recorded_entries(recorded, ledger.machine()))
+    entry_of, gpu_entry_of = (recorded_entries(recorded, slug) for slug in (ledger.machine(), RECORDED_ON))
+    content = {"title": "Which idea pays where", "sliders": tricks_page.SLIDERS, "ideas": IDEAS}
+    content["recorded"] = tricks_page.recorded(entry_of)
+    content["prices"], content["priced_in"] = tricks_page.prices(entry_of, gpu_entry_of), tricks_page.PRICED_IN
+    content["presets"], content["first"] = tricks_page.presets(runs), tricks_page.FIRST
     content["ranges"] = tricks_page.told_ranges(runs)
     content["pages"] = {page.number: page.name for page in notebooks}
     content["close"] = {"factor": recorded_runs.CLOSE, "share": recorded_runs.CLOSE_SHARE}
@@ -170,13 +173,13 @@ class NotebookPage:
 def described(path: Path) -> NotebookPage:
     """Return the notebook at ``path`` for the index; its finding is the box at its head, else the sentence in bold
     behind it."""
-    words = "\n".join(
-        "".join(cell["source"]) for cell in read_notebook(path)["cells"][:2] if cell["cell_type"] == "markdown"
-    )
+    cells = read_notebook(path)["cells"]
+    texts = ["".join(cell["source"]) if cell["cell_type"] == "markdown" else "" for cell in cells]
+    words = "\n".join(texts[:2])
     box = re.search(r"^> (?:\*\*[^*]+\*\* )?(.+)$", words, re.MULTILINE)
     claim = re.search(r"^\*\*[^*]+\*\* (.+)$", words, re.MULTILINE)
     match = box or claim
-    minutes = _TIME.search(words)
+    minutes = _TIME.search("\n".join(texts))
     title = notebook_title(path).partition("·")[2].strip() or notebook_title(path)
     description = plain(match.group(1)) if match else ""
     return NotebookPage(path, path.name[:2], title, description, minutes.group(1).strip() if minutes else "")

@@ -16,6 +16,8 @@ from typing import Any
 from firsttoken.assets.shapes import shape_config
 from firsttoken.study.errors import FirstTokenError
 from firsttoken_studies import tricks
+from firsttoken_studies.nb47_the_other_reports_on_gpus.study import EACH_BLOCK, GROUP, MODELS, ONE_COPY
+from firsttoken_studies.nb48_measured_on_a_gpu.study import RECORDED_ON
 from firsttoken_studies.record.results import Result, Rows, distinct, recorded_result, rows_where
 
 CLOSE = 1.1  # a slider stands where a run was up to this factor,
@@ -33,6 +35,7 @@ class IdeaRun:
     without_s: float
     with_s: float
     n: int
+    rival_s: float | None = None
 
 
 def asked_by(idea: str) -> list[str]:
@@ -44,8 +47,7 @@ def asked_by(idea: str) -> list[str]:
             names.add(name)
             return getattr(tricks.TrickSetting(), name)
 
-    formula, _ = tricks.IDEAS[idea]
-    formula(TracedSetting())
+    tricks.IDEAS[idea].formula(TracedSetting())
     return [name for name in tricks.TrickSetting.__dataclass_fields__ if name in names]
 
 
@@ -67,14 +69,19 @@ def recorded_runs(results: Sequence[Result], machine: str) -> list[IdeaRun]:
     def of(experiment: str, slug: str = machine) -> Result:
         return recorded_result(results, experiment, slug)
 
-    stalls, borrowed, starts = of("generation_stalls"), of("borrowed_start"), of("cold_start")
+    stalls, borrowed, starts, on_cards = map(
+        of, ("generation_stalls", "borrowed_start", "cold_start", "reports_on_cards")
+    )
     return [
         *_starts(starts, _prompt_of(borrowed, starts)),
         *_shapes(of("cold_start_shapes")),
         *_borrowed(borrowed, of("generation_stalls", borrowed.slug)),
-        *_reuse(of("pipelined_loading"), _weights_gb(starts)),
-        *_swaps(of("recovery_latency"), _weights_gb(starts)),
-        _stalls(stalls, _weights_gb(borrowed)),
+        *_reuse(of("pipelined_loading")),
+        *_swaps(of("recovery_latency")),
+        *_swaps(of("recovery_latency", RECORDED_ON)),
+        _stalls(stalls),
+        _stalls(of("generation_stalls", RECORDED_ON)),
+        *_on_operators(on_cards),
     ]
 
 
@@ -109,6 +116,7 @@ def _told(run: IdeaRun) -> dict[str, Any]:
         "at": dict(run.at),
         "without": run.without_s,
         "with": run.with_s,
+        "rival": run.rival_s,
         "n": run.n,
         "machine": run.machine,
         "notebook": run.notebook,
@@ -124,9 +132,19 @@ def _prompt_of(borrowed: Result, starts: Result) -> int:
     return tokens.pop()
 
 
-def _weights_gb(result: Result) -> float:
-    """The bytes of a whole start's weights, in 16 bits."""
-    return max(row["bytes"] for row in result.rows if row.get("variant", "").startswith("whole")) / 1e9
+def _weights_gb(model: str) -> tuple[float, float]:
+    """Return the GB in 16 bits of the weights of a named shape: of all, and of embeddings and head, which may be one
+    matrix."""
+    config = shape_config(model.removeprefix("random:"))
+    hidden, head_dim = config.hidden_size, config.hidden_size // config.num_attention_heads
+    attention = 2 * hidden * head_dim * (config.num_attention_heads + config.num_key_value_heads)
+    layers = config.num_hidden_layers * (attention + 3 * hidden * config.intermediate_size)
+    matrices = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
+    return 2 * (layers + matrices) / 1e9, 2 * matrices / 1e9
+
+
+def _model_of(result: Result, section: str) -> str:
+    return str(result.parameters[section].get("model") or result.parameters["model"])
 
 
 def _tflop_per_s(weights_gb: float, tokens: float, seconds: float) -> float:
@@ -164,25 +182,27 @@ def _start(result: Result, rows: Rows, prompt_tokens: int) -> IdeaRun:
 def _borrowed(result: Result, stalls: Result) -> Iterator[IdeaRun]:
     """PETALS's: a start that borrows all layers from one neighbour, over each link and round trip."""
     starts, config = rows_where(result.rows, what="start"), shape_config(result.parameters["model"])
-    weights_gb = _weights_gb(result)
+    weights_gb, ends_gb = _weights_gb(result.parameters["model"])
     places = dict.fromkeys((row["gbit_per_s"], row["rtt_ms"]) for row in rows_where(starts, variant="borrowed"))
     for gbit_per_s, rtt_ms in places:
         whole_rows = rows_where(starts, variant="whole", gbit_per_s=gbit_per_s)
         borrowed_rows = rows_where(starts, variant="borrowed", gbit_per_s=gbit_per_s, rtt_ms=rtt_ms)
         setting = {
             "weights_gb": weights_gb,
+            "ends_gb": ends_gb,
             "hidden_kib_per_token": config.hidden_size * 4 / 1024,  # they travel in float32
             "prompt_tokens": borrowed_rows[0]["prompt_tokens"],
             "link_gbit_per_s": gbit_per_s,
-            "tflop_per_s": _stalled_rate(stalls, weights_gb),
+            "tflop_per_s": _stalled_rate(stalls),
             "servers": 1,
             "round_trip_ms": rtt_ms,
         }
         yield _run("PETALS", "56", result, setting, whole_rows, borrowed_rows, "ttft_request_s")
 
 
-def _reuse(result: Result, weights_gb: float) -> Iterator[IdeaRun]:
+def _reuse(result: Result) -> Iterator[IdeaRun]:
     """DroidSpeak's: another model's cache over each link, loaded while a group of layers is computed."""
+    weights_gb, _ = _weights_gb(result.parameters["model"])
     layers, tokens = shape_config(result.parameters["model"]).num_hidden_layers, result.rows[0]["tokens"]
     first, last = map(int, result.rows[0]["group"].split("-"))
     share = (last - first + 1) / layers
@@ -205,34 +225,47 @@ def _reuse(result: Result, weights_gb: float) -> Iterator[IdeaRun]:
         yield _run("DroidSpeak", "32", result, setting, recomputed, pipelined, "ttft_s")
 
 
-def _swaps(result: Result, weights_gb: float) -> list[IdeaRun]:
+def _swaps(result: Result) -> list[IdeaRun]:
     """CPS's: a request of each length, copied out and in again block by block, or computed again."""
-    layers = shape_config(result.parameters["model"]).num_hidden_layers
+    model = _model_of(result, "recovery")
     swaps = rows_where(result.rows, what="swap", path="per_block")
-    rate = max(row["bytes"] / row["ms"] for row in rows_where(result.rows, what="memcpy")) / 1e6  # GB/s
-    copied, again, us_per_copy = {}, {}, {}
+    copied, again = {}, {}
     for tokens in sorted(distinct(swaps, "tokens")):
-        swaps_of_length = rows_where(swaps, tokens=tokens)
-        copied[tokens] = median(row["out_ms"] + row["in_ms"] for row in swaps_of_length) / 1e3
+        copied[tokens] = median(row["out_ms"] + row["in_ms"] for row in rows_where(swaps, tokens=tokens)) / 1e3
         again[tokens] = median(row["ms"] for row in rows_where(result.rows, what="recompute", tokens=tokens)) / 1e3
-        moved_s = 2 * swaps_of_length[0]["bytes"] / (rate * 1e9)
-        us_per_copy[tokens] = (copied[tokens] - moved_s) / (2 * swaps_of_length[0]["copies"]) * 1e6
     setting = {
-        "weights_gb": weights_gb,
-        "layers": layers,
+        "weights_gb": _weights_gb(model)[0],
+        "layers": shape_config(model.removeprefix("random:")).num_hidden_layers,
         "kv_kib_per_token": swaps[0]["bytes"] / swaps[0]["tokens"] / 1024,
-        "tflop_per_s": max(_tflop_per_s(weights_gb, tokens, seconds) for tokens, seconds in again.items()),
-        "host_gb_per_s": rate,
-        "us_per_copy": min(us_per_copy.values()),
+        "host_gb_per_s": max(row["bytes"] / row["ms"] for row in rows_where(result.rows, what="memcpy")) / 1e6,
     }
-    n = len(distinct(swaps, "repeat"))
-    return [
-        IdeaRun("CPS", "21", result.slug, setting | {"prompt_tokens": tokens}, seconds, min(seconds, again[tokens]), n)
+    return _recoveries("21", result.slug, setting, copied, again, len(distinct(swaps, "repeat")))
+
+
+def _recoveries(
+    notebook: str,
+    machine: str,
+    setting: Mapping[str, float],
+    copied: Mapping[int, float],
+    again: Mapping[int, float],
+    n: int,
+) -> list[IdeaRun]:
+    """CPS's by length, from the seconds that both ways take; the rates that ``setting`` lacks are the best ones."""
+    s = tricks.TrickSetting(**setting, us_per_copy=0.0)
+    per_copy = [
+        1e6 * (seconds - tricks.swap_s(s.kv_kib_per_token, s.layers, tokens, s.host_gb_per_s, 0.0))
+        / (2 * tricks.COPIES_A_BLOCK * s.layers * tokens / tricks.BLOCK_TOKENS)
         for tokens, seconds in copied.items()
+    ]  # fmt: skip
+    rate = max(_tflop_per_s(s.weights_gb, tokens, seconds) for tokens, seconds in again.items())
+    setting = {**setting, "us_per_copy": min(per_copy), "tflop_per_s": rate}
+    return [
+        IdeaRun("CPS", notebook, machine, setting | {"prompt_tokens": tokens}, slow, min(slow, seconds), n, seconds)
+        for tokens, seconds, slow in ((tokens, copied[tokens], again[tokens]) for tokens in copied)
     ]
 
 
-def _stalls(result: Result, weights_gb: float) -> IdeaRun:
+def _stalls(result: Result) -> IdeaRun:
     """Sarathi-Serve's: the longest gap of the running requests while a prompt comes, live."""
     settings = result.parameters["stalls"]
     chunk = next(int(name.split()[1]) for name in settings["schedulers"] if name.startswith("sarathi "))
@@ -240,17 +273,70 @@ def _stalls(result: Result, weights_gb: float) -> IdeaRun:
     before = gap("worst_gap_ms", source="live", scheduler="prefill_first")
     own_gap = gap("worst_gap_ms", source="live", scheduler="sarathi", budget_tokens=chunk)
     setting = {
-        "weights_gb": weights_gb,
+        "weights_gb": _weights_gb(_model_of(result, "stalls"))[0],
         "prompt_tokens": settings["prompt"],
-        "tflop_per_s": _stalled_rate(result, weights_gb),
+        "tflop_per_s": _stalled_rate(result),
         "chunk_tokens": chunk,
     }
+    notebook = "48" if result.slug == RECORDED_ON else "40"
     return IdeaRun(
-        "Sarathi-Serve", "40", result.slug, setting, before["value"] / 1e3, own_gap["value"] / 1e3, own_gap["n"]
+        "Sarathi-Serve", notebook, result.slug, setting, before["value"] / 1e3, own_gap["value"] / 1e3, own_gap["n"]
     )
 
 
-def _stalled_rate(stalls: Result, weights_gb: float) -> float:
+def _stalled_rate(stalls: Result) -> float:
     """The highest rate at which the prompt of notebook 40 was prefilled: in chunks it may be higher than at once."""
     seconds = min(entry["low"] for entry in stalls.summary.all("ttft_s", source="live"))
+    weights_gb, _ = _weights_gb(_model_of(stalls, "stalls"))
     return _tflop_per_s(weights_gb, stalls.parameters["stalls"]["prompt"], seconds)
+
+
+# What notebook 47 computes for GPUs from their measured operators: no run, but what their parts took.
+
+
+def _on_operators(result: Result) -> Iterator[IdeaRun]:
+    """CPS's, DroidSpeak's and ProgressiveServe's on each card of ``result`` whose operators are published."""
+    rows = result.rows
+    for card, model in dict.fromkeys((row["card"], row["model"]) for row in rows if "way" in row):
+        per_block, coalesced = (rows_where(rows, card=card, model=model, way=way) for way in (EACH_BLOCK, ONE_COPY))
+        shape = MODELS[model]
+        setting = {
+            "weights_gb": 2 * shape.weights / 1e9,
+            "layers": shape.layers,
+            "kv_kib_per_token": shape.kv_bytes() / 1024,
+            "host_gb_per_s": max(2 * shape.kv_bytes() * row["tokens"] / row["swap_s"] for row in coalesced) / 1e9,
+        }
+        copied, again = ({row["tokens"]: row[key] for row in per_block} for key in ("swap_s", "recompute_s"))
+        yield from _recoveries("47", f"operators of {card}", setting, copied, again, 1)
+    for row in rows_where(rows, report="DroidSpeak"):
+        yield _reused_on(row)
+    cold = rows_where(rows, report="ProgressiveServe")
+    for complete, first in zip(cold[::2], cold[1::2], strict=True):
+        weights_gb = complete["loading_s"] * complete["link"] / 8
+        setting = {
+            "weights_gb": weights_gb,
+            "prompt_tokens": complete["tokens"],
+            "link_gbit_per_s": complete["link"],
+            "tflop_per_s": _tflop_per_s(weights_gb, complete["tokens"], complete["prefill_s"]),
+            "deferred_share": 1 - first["loading_s"] / complete["loading_s"],
+        }
+        times = (row["loading_s"] + row["prefill_s"] for row in (complete, first))
+        yield IdeaRun("ProgressiveServe", "47", f"operators of {complete['card']}", setting, *times, 1)
+
+
+def _reused_on(row: Mapping[str, Any]) -> IdeaRun:
+    """DroidSpeak's on the cards of one ``row``, which compute as one."""
+    shape = MODELS[row["model"]]
+    weights_gb = 2 * shape.weights / 1e9
+    setting = {
+        "weights_gb": weights_gb,
+        "kv_kib_per_token": shape.kv_bytes() / 1024,
+        "hidden_kib_per_token": 2 * shape.hidden / 1024,
+        "prompt_tokens": row["tokens"],
+        "link_gbit_per_s": row["link"],
+        "tflop_per_s": _tflop_per_s(weights_gb, row["tokens"], row["own_s"]),
+        "group_share": GROUP,
+    }
+    with_it_s = max(row["group_s"], row["loading_s"])
+    cards = f"operators of {row['gpus']} {row['card']}" if row["gpus"] > 1 else f"operators of {row['card']}"
+    return IdeaRun("DroidSpeak", "47", cards, setting, row["own_s"], with_it_s, 1)

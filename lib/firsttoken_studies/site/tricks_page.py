@@ -1,4 +1,4 @@
-"""The page on which a reader asks which idea pays on her hardware: sliders, exported formulas, recorded ratios."""
+"""The page on which a reader asks which idea pays on her hardware: exported formulas, recorded runs, prices."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from math import log10
 from types import ModuleType
 from typing import Any
 
+from firsttoken.assets.dense_shape import SHAPES
 from firsttoken.simulation.costs.published import TABLE_2
 from firsttoken.study.summary import Entry
 from firsttoken_studies import tricks
+from firsttoken_studies.nb47_the_other_reports_on_gpus.study import LLAMA_2, MODELS
 from firsttoken_studies.record.show import interval
 from firsttoken_studies.site.recorded_runs import IdeaRun, ranges
 
@@ -32,8 +34,14 @@ class Slider:
 
     @property
     def value(self) -> float:
+        """Return what is asked for at first."""
+        value = getattr(tricks.TrickSetting(), self.name)
+        return int(value) if self.whole else value
+
+    @property
+    def position(self) -> float:
         """Return the slider's first position."""
-        return self._placed(getattr(tricks.TrickSetting(), self.name))
+        return self._placed(self.value)
 
     @property
     def low(self) -> float:
@@ -56,12 +64,13 @@ class Slider:
 
 SLIDERS = (
     Slider("weights_gb", "weights", 0.1, 500, "GB"),
+    Slider("ends_gb", "embeddings and head", 0.005, 20, "GB"),
     Slider("layers", "layers", 4, 128, "", whole=True),
-    Slider("kv_kib_per_token", "keys and values of a token, all layers", 4, 4096, "KiB"),
+    Slider("kv_kib_per_token", "KV of a token, all layers", 4, 4096, "KiB"),
     Slider("hidden_kib_per_token", "hidden state of a token", 0.5, 64, "KiB"),
     Slider("prompt_tokens", "prompt", 16, 131072, "tokens", whole=True),
     Slider("link_gbit_per_s", "link", 0.05, 800, "Gbit/s"),
-    Slider("tflop_per_s", "compute", 0.05, 2000, "10¹² operations/s"),
+    Slider("tflop_per_s", "compute", 0.05, 2000, "TFLOP/s"),
     Slider("host_gb_per_s", "host to device", 1, 900, "GB/s"),
     Slider("us_per_copy", "price of a copy", 0.01, 100, "µs"),
     Slider("deferred_share", "layers that wait", 0, 0.9, "of all", log=False),
@@ -72,14 +81,83 @@ SLIDERS = (
 )
 
 
+# Gbit/s and the round trip in ms; the first two are those of PETALS' Table 3, the others within a data centre.
+LINKS = {
+    "100 Mbit/s, 100 ms": (0.1, 100.0),
+    "1 Gbit/s, 5 ms": (1.0, 5.0),
+    "10 Gbit/s": (10.0, 0.1),
+    "25 Gbit/s": (25.0, 0.1),
+    "100 Gbit/s": (100.0, 0.1),
+    "400 Gbit/s": (400.0, 0.1),
+}
+
+
+def presets(runs: Sequence[IdeaRun]) -> dict[str, dict[str, dict[str, float]]]:
+    """Return what a card, a model and a link set, by name; a card has the best rates that its ``runs`` show."""
+    copies: dict[str, Mapping[str, float]] = {run.machine: run.at for run in runs if run.idea == "CPS"}
+    rates = {card: max(run.at["tflop_per_s"] for run in runs if run.machine == card) for card in copies}
+    cards = {
+        card.removeprefix("operators of "): {
+            "tflop_per_s": rates[card],
+            "host_gb_per_s": setting["host_gb_per_s"],
+            "us_per_copy": setting["us_per_copy"],
+        }
+        for card, setting in copies.items()
+    }
+    models = {
+        name: {
+            "weights_gb": 2 * shape.weights / 1e9,
+            "ends_gb": 4 * shape.hidden * shape.vocabulary / 1e9,
+            "layers": shape.layers,
+            "kv_kib_per_token": shape.kv_bytes() / 1024,
+            "hidden_kib_per_token": 2 * shape.hidden / 1024,
+        }
+        for name, shape in {LLAMA_2: MODELS[LLAMA_2], **SHAPES}.items()
+    }
+    links = {name: {"link_gbit_per_s": rate, "round_trip_ms": ms} for name, (rate, ms) in LINKS.items()}
+    return {"card": cards, "model": models, "link": links}
+
+
+FIRST = {"card": "a100-sxm", "model": LLAMA_2, "link": "10 Gbit/s"}
+
+
+def prices(entry_of: Callable[..., Entry], gpu_entry_of: Callable[..., Entry]) -> dict[str, str]:
+    """Return what each idea was recorded to cost, in words; ``gpu_entry_of`` is of the record on a GPU."""
+    drop = interval(entry_of("stage_quality", "em_drop", stage=1, recipe="ours"), 1)
+    losses = [
+        entry_of("reuse_methods", "relative_loss_pct", method="DroidSpeak", task="qa", **pair)["value"]
+        for pair in (
+            {"receiver": "qa", "sender": "base"},
+            {"receiver": "qa", "sender": "lead"},
+            {"receiver": "all", "sender": "base"},
+        )
+    ]
+    firsts = []
+    for name, entry, budget in (("an H200", gpu_entry_of, 512), ("two processor cores", entry_of, 128)):
+        before, after = (
+            entry("generation_stalls", "ttft_s", source="live", **labels)["value"]
+            for labels in ({"scheduler": "prefill_first"}, {"scheduler": "sarathi", "budget_tokens": budget})
+        )
+        order = "later" if after > before else "sooner"
+        firsts.append(f"{order} on {name} (after {after:.2f} s instead of {before:.2f} s)")
+    return {
+        "ProgressiveServe": f"until the last layers are there, {drop} points of exact match are lost (SmolLM2)",
+        "PETALS": "every further token goes through the chain until the own layers are there",
+        "DroidSpeak": f"{min(losses):.1f} to {max(losses):.1f} % of the F1 were lost in three pairs of models",
+        "CPS": "no answer changes; what is swapped takes host memory",
+        "Sarathi-Serve": f"the new prompt's own first token comes {' and '.join(firsts)}",
+    }
+
+
+PRICED_IN = {"ProgressiveServe": "12", "PETALS": "56", "DroidSpeak": "33", "CPS": "21", "Sarathi-Serve": "48"}
+
+
 def formulas() -> str:
     """The JavaScript of all formulas, and by idea the one that the page asks."""
-    functions = {
-        name: getattr(tricks, name)
-        for name in ("load_s", "prefill_s", "swap_s", *(function.__name__ for function, _ in tricks.IDEAS.values()))
-    }
+    functions = {name: getattr(tricks, name) for name in ("load_s", "prefill_s", "swap_s", "hops_s")}
+    functions |= {idea.formula.__name__: idea.formula for idea in tricks.IDEAS.values()}
     constants = {name: getattr(tricks, name) for name in ("BYTES_A_WEIGHT", "BLOCK_TOKENS", "COPIES_A_BLOCK")}
-    ideas = ", ".join(f'"{report}": {function.__name__}' for report, (function, _) in tricks.IDEAS.items())
+    ideas = ", ".join(f'"{report}": {idea.formula.__name__}' for report, idea in tricks.IDEAS.items())
     return f"{exported(tricks, functions, constants)}const IDEAS = {{ {ideas} }};\n"
 
 
