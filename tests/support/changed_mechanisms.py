@@ -11,7 +11,10 @@ from matplotlib.figure import Figure
 
 from firsttoken.cps.policies import CrossPoint
 from firsttoken.engine.preemption.preemption_policy import Action
+from firsttoken.engine.request import ScheduledChunk
+from firsttoken.engine.schedulers.sarathi import Sarathi
 from firsttoken_studies.nb22_cross_point_scheduler import figures as policy_figures
+from firsttoken_studies.nb40_generation_stalls import figures as stall_figures
 from firsttoken_studies.record.plot import COLOURS
 
 
@@ -71,3 +74,9 @@ def _numbers(artist: Any) -> tuple[Any, ...]:
 class RuleInverted(CrossPoint):
     def choose(self, tokens: int, now_s: float) -> Action:
         return Action.RECOMPUTE if tokens <= self.threshold else Action.SWAP
+
+
+@changed("generation_stalls", "sarathi", stall_figures.stalls)
+class ChunksFirst(Sarathi):
+    def schedule(self) -> list[ScheduledChunk]:
+        return self.chunks(self.config.token_budget, admit=True) or self.ready()[0]

@@ -11,45 +11,112 @@ from firsttoken.sarathi.policy import scheduler_labels
 from firsttoken_studies.nb40_generation_stalls.study import LIVE, SIMULATED
 from firsttoken_studies.record.overlay import name_results, over
 from firsttoken_studies.record.plot import COLOURS, LOOKS, handle, panels
-from firsttoken_studies.record.results import Result, Table, distinct, rows_where
+from firsttoken_studies.record.results import Result, Rows, Table, distinct, rows_where
+from firsttoken_studies.record.schematic import Schematic
 from firsttoken_studies.record.show import interval
-from firsttoken_studies.sarathi.styles import NAMES, told
+from firsttoken_studies.record.verdicts import compared
+from firsttoken_studies.sarathi.leaderboard import BASE
+from firsttoken_studies.sarathi.styles import NAMES, apart, card, told
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def stalls(recorded: Result | None, now: Result) -> Figure:
-    """Draw the tokens of a running request after a long prompt has come, by scheduler (Figure 1a); one run each. Each
-    line has its mark where the prompt has its first token."""
-    fig, axes = panels(1, 2, figsize=(9, 4.6), sharey=True)
-    costs = " and ".join(
-        {result_drawn.result.parameters["hardware"]["costs"]: 0 for result_drawn in over(recorded, now)}
+def schematic() -> Schematic:
+    """Draw the tokens of one running request while a long prompt is read: whole, and in chunks."""
+    alt = (
+        "A running request A has a token in each step. A long prompt P comes. Read whole, P takes one long step, and "
+        "A has no token until it ends: this gap is the stall. Cut into chunks, P takes several steps, each a little "
+        "longer than before, and A has its token in each of them."
     )
-    titles, shown = {LIVE: "live, this model", SIMULATED: f"simulated on {costs}"}, {}
-    for ax, (run, title) in zip(axes, titles.items(), strict=True):
-        for result_shown in over(recorded, now):
-            rows = rows_where(result_shown.result.rows, run=run, repeat=1)
+    sketch = Schematic(20, 7.7, alt)
+    sketch.text(0.2, 0.4, "P is read whole: A stalls", heading=True)
+    for x in (1, 2.1, 13.2, 14.3, 15.4, 16.5):
+        sketch.box(x, 1, "A", "measured")
+    sketch.box(3.2, 2, "prompt P", "prefill", width=10)
+    sketch.arrow((3.2, 1.55), (13.1, 1.55), "the stall: no token of A", look="target")
+    sketch.text(0.2, 4.4, "P is cut into chunks: each gap is one short step", heading=True)
+    for x in (1, 2.1, *(3.2 + 2.8 * chunk + 1.7 for chunk in range(4)), 14.4, 15.5):
+        sketch.box(x, 5, "A", "measured")
+    for chunk in range(4):
+        sketch.box(3.2 + 2.8 * chunk, 6, f"chunk {chunk + 1}", "prefill", width=2.7)
+    for y in (3.2, 7.3):
+        sketch.arrow((0.8, y), (18.6, y))
+        sketch.text(18.8, y, "time")
+    return sketch
+
+
+def stalls(recorded: Result | None, now: Result) -> Figure:
+    """Draw the tokens of a running request after a long prompt has come, by scheduler (Figure 1a).
+
+    Of each the repeat with the median time. Each line has its mark where the prompt has its first token.
+    """
+    live = apart(recorded, now, lambda result: f"live, {_model(result)}")
+    simulated = apart(recorded, now, lambda result: f"simulated, {card(result)}")
+    panels_shown = [*((LIVE, *panel) for panel in live.items()), *((SIMULATED, *panel) for panel in simulated.items())]
+    fig, axes = panels(1, len(panels_shown), figsize=(9, 4.6), sharey=True)
+    labels = {}
+    for ax, (run, title, results) in zip(axes, panels_shown, strict=True):
+        for drawn in results:
+            rows = rows_where(drawn.result.rows, run=run)
             for scheduler in distinct(rows, "scheduler"):
-                scheduler_rows = rows_where(rows, scheduler=scheduler)
-                times = [row["at_s"] for row in rows_where(scheduler_rows, request=0)]
-                (first_s,) = (row["ttft_s"] for row in rows_where(scheduler_rows, request="prompt"))
+                if drawn.library and _same_steps(drawn.result, drawn.library, scheduler):
+                    continue
+                times, first_s = _median_run(rows_where(rows, scheduler=scheduler))
                 name, label = NAMES[scheduler.partition(" ")[0]]
-                look, width = LOOKS[name], 2.2 if result_shown.own else 1.4
-                ax.step(
-                    times, range(len(times)), where="post", color=look.colour, linewidth=width, **result_shown.style
-                )
-                edge = {"markeredgecolor": "black"} if result_shown.own else {}
+                look, width = LOOKS[name], 2.2 if drawn.own else 1.4
+                ax.step(times, range(len(times)), where="post", color=look.colour, linewidth=width, **drawn.style)
+                edge = {"markeredgecolor": "black"} if drawn.own else {}
                 point = (first_s, np.searchsorted(times, first_s, side="right") - 1)
-                ax.plot(*point, look.marker, ms=8, color=look.colour, **edge, **result_shown.style)
-                shown[label] = handle(color=look.colour, marker=look.marker)
-        ax.set_title(title, fontsize="medium")
-        ax.set(xlabel="time since the long prompt came, s", xlim=(0, None), ylim=(-0.7, None))
-    fig.suptitle("Cut into chunks, a long prompt slows running requests; whole, it stops them")
+                ax.plot(*point, look.marker, ms=8, color=look.colour, **edge, **drawn.style)
+                labels[label] = handle(color=look.colour, marker=look.marker)
+        ax.set_title(title, fontsize=10)
+        ax.set(xlabel="time since the prompt came, s", xlim=(0, None), ylim=(-0.7, None))
+    fig.suptitle(stall_title(recorded, now))
     axes[0].set_ylabel("tokens of a running request since")
-    names = fig.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=3, fontsize="small")
+    names = fig.legend(list(labels.values()), list(labels), loc="outside lower center", ncols=3, fontsize="small")
     name_results(fig, over(recorded, now), legend=names)
     return fig
+
+
+def stall_title(recorded: Result | None, now: Result) -> str:
+    """Return the live gaps of the record in a sentence; and where this run has the other one longer, that it has."""
+    pairs = [
+        [result.summary.all("worst_gap_ms", source=LIVE, scheduler=name)[0]["value"] for name in (BASE, "sarathi")]
+        for result in (recorded or now, now)
+    ]
+    (whole_ms, chunked_ms), (own_whole_ms, own_chunked_ms) = pairs
+    word = compared(chunked_ms, whole_ms, "shortens", "lengthens")
+    other = (
+        " (in your run it does not)" if word != compared(own_chunked_ms, own_whole_ms, "shortens", "lengthens") else ""
+    )
+    return f"Cutting a long prompt {word} the longest stall: {chunked_ms:.0f} ms instead of {whole_ms:.0f}{other}"
+
+
+def _model(result: Result) -> str:
+    """Return the model of the live runs of notebook 40, and the length of the prompt that comes."""
+    config = result.parameters["stalls"]
+    return f"{config.get('model') or result.parameters['model']}, {config['prompt']:,} tokens"
+
+
+def _same_steps(result: Result, library: Result, scheduler: str) -> bool:
+    """Return whether a reader's ``scheduler`` is simulated as the library's is; live times never agree."""
+    name = scheduler.partition(" ")[0]
+    ran, expected = (
+        [row for row in rows_where(one.rows, run=SIMULATED) if row["scheduler"].partition(" ")[0] == name]
+        for one in (result, library)
+    )
+    return ran == expected
+
+
+def _median_run(rows: Rows) -> tuple[list[float], float]:
+    """Return when a running request had its tokens and the prompt its first, in the repeat with the median duration."""
+    times = {}
+    for row in rows_where(rows, request=0):
+        times.setdefault(row["repeat"], []).append(row["at_s"])
+    repeat = sorted(times, key=lambda number: times[number][-1])[(len(times) - 1) // 2]
+    (first_s,) = (row["ttft_s"] for row in rows_where(rows, request="prompt", repeat=repeat))
+    return times[repeat], first_s
 
 
 def one_arrival(scenes: Mapping[str, Mapping[str, Any]], title: str) -> Figure:

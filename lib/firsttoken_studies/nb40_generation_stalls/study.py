@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,8 @@ from firsttoken.engine.engine import Engine
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.request import Sampling
+from firsttoken.engine.schedulers.sarathi import PrefillFirst, Sarathi
+from firsttoken.engine.schedulers.scheduler import Scheduler
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.sarathi.capacity import Objective
 from firsttoken.sarathi.policy import Policy, scheduler_labels
@@ -60,11 +62,15 @@ class StallsConfig:
         return [Need("stalls.prompt", max(self.prompt, self.context) + self.new_tokens, CONTEXT)]
 
 
-def generation_stalls(profile: Profile) -> Outcome:
+def generation_stalls(
+    profile: Profile, *, sarathi: type[Scheduler] = Sarathi, prefill_first: type[Scheduler] = PrefillFirst
+) -> Outcome:
     """Rows {run, repeat, scheduler, request, token, at_s, gap_s}, and of the prompt {..., request: "prompt", ttft_s}.
 
-    ``at_s`` is from the arrival of the prompt; gaps are those that began after ``before`` tokens less two.
+    ``at_s`` is from the arrival of the prompt; gaps are those that began after ``before`` tokens less two. A reader's
+    ``sarathi`` and ``prefill_first`` stand for the library's at every budget, live and simulated.
     """
+    classes = {"sarathi": sarathi, "prefill_first": prefill_first}
     config, hardware = profile.section("stalls", StallsConfig), profile.section("hardware", Hardware)
     name = config.model or profile.model
     check(config.needs(), ModelFacts(name))
@@ -75,21 +81,28 @@ def generation_stalls(profile: Profile) -> Outcome:
     for repeat in track(range(config.repeats + 1), desc="stalls"):
         for scheduler in config.schedulers:
             with closing(LiveExecutor(loaded.model, blocks + BATCH)) as executor:
-                stalled = list(_stalled(executor, scheduler, config, config.prompt, loaded.model.config.vocab_size))
+                policy = _policy(scheduler, classes)
+                stalled = list(_stalled(executor, policy, config, config.prompt, loaded.model.config.vocab_size))
             rows += [{"run": LIVE, "repeat": repeat, "scheduler": scheduler} | row for row in stalled if repeat]
     costs = hardware.read()
     for scheduler in config.simulated_schedulers:
         executor = SimulatedExecutor(costs, hardware.blocks)
-        stalled = _stalled(executor, scheduler, config, config.simulated_prompt, 2)
+        stalled = _stalled(executor, _policy(scheduler, classes), config, config.simulated_prompt, 2)
         rows += [{"run": SIMULATED, "repeat": 1, "scheduler": scheduler} | row for row in stalled]
     return Outcome(rows, provenance=loaded.provenance.as_dict() | {"simulated": hardware.provenance(costs)})
 
 
+def _policy(text: str, classes: Mapping[str, type[Scheduler]]) -> Policy:
+    """Return the policy that ``text`` names, with the class that stands for it."""
+    policy = Policy.named(text)
+    return replace(policy, kind=classes.get(scheduler_labels(text)["scheduler"], policy.kind))
+
+
 def _stalled(
-    executor: Executor, scheduler: str, config: StallsConfig, prompt_tokens: int, vocabulary: int
+    executor: Executor, policy: Policy, config: StallsConfig, prompt_tokens: int, vocabulary: int
 ) -> Iterator[dict[str, Any]]:
     draw = np.random.default_rng(0)
-    engine = Engine(executor, Policy.named(scheduler).config(Objective(np.inf), BATCH))
+    engine = Engine(executor, policy.config(Objective(np.inf), BATCH))
     sampling = Sampling(config.new_tokens)
     running = [
         engine.submit(draw.integers(vocabulary, size=config.context).tolist(), sampling) for _ in range(config.running)

@@ -4,7 +4,8 @@ in them is put there by the program.
 A template says ``{{ value("cold_start", "ttft_x", 2, variant="progressive", than="whole_streamed", link="1gbit") }}``
 for a value as text, its place by keywords, ``{{ interval(...) }}`` for one with its interval, ``{{ raw(...) }}`` for
 the value to reckon with, ``{{ count(...) }}`` for how many observations it has, ``{{ said("progressive.ttft") }}`` for
-the report's own number of a claim, ``{{ counts }}``, ``{{ goals }}``, ``{{ scoreboard }}``, ``{{ systems }}`` and
+the report's own number of a claim, ``{{ compared(raw(...), raw(...), "sooner", "later") }}`` for the word that two
+numbers give, ``{{ counts }}``, ``{{ goals }}``, ``{{ scoreboard }}``, ``{{ systems }}`` and
 ``{{ index }}`` for tables, ``{{ table("serving_capacity") }}`` for the table that the system of an experiment makes of
 its result, and ``{{ mechanisms }}`` for the digests of the notebooks' cells.
 """
@@ -28,7 +29,7 @@ from firsttoken_studies.record.notebooks import notebook_paths, read_notebook
 from firsttoken_studies.record.record_log import EMPTY, Log
 from firsttoken_studies.record.report_index import index_tables, load_index
 from firsttoken_studies.record.results import Result, known_machine, recorded_result
-from firsttoken_studies.record.verdicts import show
+from firsttoken_studies.record.verdicts import compared, show
 
 # The markdown cells of a notebook that state results: written from a template, as the pages are.
 #
@@ -161,6 +162,7 @@ def render(
             raw=raw,
             count=count,
             said=said,
+            compared=compared,
             table=table,
             where=machine_of,
             machine=machine,

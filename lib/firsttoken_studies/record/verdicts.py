@@ -282,3 +282,11 @@ def show(value: Any, beside: Any = None) -> str:
             digits += 1
     text = f"{value:.{digits}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def compared(value: float, other: float, less: str, more: str) -> str:
+    """Return ``less`` ("sooner") where ``value`` is smaller than ``other``, else ``more`` ("later").
+
+    Sentences and titles take their direction from here, so that none contradicts the numbers beside it.
+    """
+    return less if value < other else more

@@ -1,11 +1,14 @@
-"""How schedulers are named and drawn."""
+"""How schedulers and cards are named and drawn."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from firsttoken.simulation.hardware import Hardware
+from firsttoken_studies.record.overlay import DrawnResult, over
 from firsttoken_studies.record.plot import LOOKS
+from firsttoken_studies.record.results import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,3 +48,18 @@ def name_schedulers(axes: Axes, schedulers: Sequence[str]) -> None:
 def scaled(entry: Mapping[str, Any], scale: float) -> dict[str, Any]:
     """An entry of a summary in another unit."""
     return entry | {name: scale * entry[name] for name in ("value", "low", "high") if name in entry}
+
+
+def apart(recorded: Result | None, now: Result, place: Callable[[Result], str]) -> dict[str, list[DrawnResult]]:
+    """Return the results that may stand in one panel, by its heading: ``place`` says where one was measured.
+
+    A reader's run of another card, model or size than the record's has a panel of its own.
+    """
+    if recorded is None or place(recorded) == place(now):
+        return {place(now): over(recorded, now)}
+    return {place(recorded): [DrawnResult(recorded, own=False)], place(now): over(None, now)}
+
+
+def card(result: Result) -> str:
+    """Return the card and model on which ``result`` was simulated."""
+    return Hardware(**result.parameters["hardware"]).description

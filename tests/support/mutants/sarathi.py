@@ -15,6 +15,16 @@ rewritten(
     "02", "decodes wait while a prompt is read", "if not tokens}  # every", "if not any(remaining.values())}  #", CELL
 )
 rewritten("02", "a prompt is read whole in the cell", "min(tokens, room)", "tokens", CELL, quick=True)
+rewritten("40", "chunks before decodes in the cell", "decodes + self.chunks(", "self.chunks(", CELL)
+rewritten("40", "decodes outside the budget of the cell", " - len(decodes)  #", "  #", CELL)
+rewritten(
+    "40",
+    "a rival that puts decodes first",
+    "self.prefills() or self.decodes()",
+    "self.decodes() or self.prefills()",
+    CELL,
+)
+rewritten("40", "a rival in turns", "self.prefills() or self.decodes()  #", "self.decodes() + self.prefills()  #", CELL)
 
 
 @wrong("02", "the youngest prompt first", CHUNKS, CELL)
@@ -27,41 +37,41 @@ def youngest_prompt_first(right, scheduler, tokens, *, admit):
 
 
 @wrong("02", "prefill first", f"{SARATHI}.schedule", CELL)
-@wrong("40", "prefill first", f"{SARATHI}.schedule", SCHEDULER, quick=True)
+@wrong("40", "prefill first", f"{SARATHI}.schedule", CELL, quick=True)
 @wrong("41", "prefill first", f"{SARATHI}.schedule", SCHEDULER)
 def prefill_first(right, scheduler):
     return scheduler.prefills(admit=not scheduler.swapped) or scheduler.ready()[0]
 
 
 @wrong("02", "no token budget", f"{SARATHI}.budget", CELL)
-@wrong("40", "no token budget", f"{SARATHI}.budget", SCHEDULER)
+@wrong("40", "no token budget", f"{SARATHI}.budget", CELL)
 def no_budget(right, scheduler, decodes):
     return 1 << 30
 
 
 @wrong("02", "prompts are never cut", CHUNKS, CELL)
-@wrong("40", "prompts are never cut", CHUNKS, SCHEDULER)
+@wrong("40", "prompts are never cut", CHUNKS, CELL)
 def whole_chunks(right, scheduler, tokens, *, admit):
     """A prompt takes the whole of what is left in a step, however much the budget leaves."""
     return scheduler.prefills(admit=admit)
 
 
-@wrong("40", "chunks and decodes in turns", f"{SARATHI}.schedule", SCHEDULER)
+@wrong("40", "chunks and decodes in turns", f"{SARATHI}.schedule", CELL)
 def chunks_and_decodes_in_turns(right, scheduler):
     return scheduler.chunks(scheduler.config.token_budget, admit=True) or scheduler.ready()[0]
 
 
-@wrong("40", "nothing is scheduled", f"{SARATHI}.schedule", SCHEDULER)
+@wrong("40", "nothing is scheduled", f"{SARATHI}.schedule", CELL)
 def nothing_scheduled(right, scheduler):
     return []
 
 
-@wrong("40", "no answer", f"{SARATHI}.schedule", SCHEDULER)
+@wrong("40", "no answer", f"{SARATHI}.schedule", CELL)
 def no_answer(right, scheduler):
     return None
 
 
-@wrong("40", "decodes outside the budget", f"{SARATHI}.schedule", SCHEDULER)
+@wrong("40", "decodes outside the budget", f"{SARATHI}.schedule", CELL)
 def decodes_outside_the_budget(right, scheduler):
     chunks = scheduler.ready()[0]
     return chunks + scheduler.chunks(scheduler.config.token_budget, admit=not scheduler.swapped)
