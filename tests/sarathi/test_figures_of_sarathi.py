@@ -19,10 +19,10 @@ def test_a_direction_comes_from_two_numbers(value: float, other: float, word: st
 
 def turned(result: Result, *names: str) -> Result:
     """Return the result with the values of two schedulers exchanged."""
-    there = dict(zip(names, reversed(names), strict=True))
+    exchanged = dict(zip(names, reversed(names), strict=True))
 
     def where(labels: dict[str, Any]) -> dict[str, Any]:
-        return labels | {"scheduler": there.get(labels.get("scheduler"), labels.get("scheduler"))}
+        return labels | {"scheduler": exchanged.get(labels.get("scheduler"), labels.get("scheduler"))}
 
     return replace(
         result, started="later", summary=[entry | {"where": where(entry["where"])} for entry in result.summary]

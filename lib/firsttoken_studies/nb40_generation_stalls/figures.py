@@ -57,18 +57,18 @@ def stalls(recorded: Result | None, now: Result) -> Figure:
     fig, axes = panels(1, len(panels_shown), figsize=(9, 4.6), sharey=True)
     labels = {}
     for ax, (run, title, results) in zip(axes, panels_shown, strict=True):
-        for drawn in results:
-            rows = rows_where(drawn.result.rows, run=run)
+        for shown in results:
+            rows = rows_where(shown.result.rows, run=run)
             for scheduler in distinct(rows, "scheduler"):
-                if drawn.library and _same_steps(drawn.result, drawn.library, scheduler):
+                if shown.library and _same_steps(shown.result, shown.library, scheduler):
                     continue
                 times, first_s = _median_run(rows_where(rows, scheduler=scheduler))
                 name, label = NAMES[scheduler.partition(" ")[0]]
-                look, width = LOOKS[name], 2.2 if drawn.own else 1.4
-                ax.step(times, range(len(times)), where="post", color=look.colour, linewidth=width, **drawn.style)
-                edge = {"markeredgecolor": "black"} if drawn.own else {}
+                look, width = LOOKS[name], 2.2 if shown.own else 1.4
+                ax.step(times, range(len(times)), where="post", color=look.colour, linewidth=width, **shown.style)
+                edge = {"markeredgecolor": "black"} if shown.own else {}
                 point = (first_s, np.searchsorted(times, first_s, side="right") - 1)
-                ax.plot(*point, look.marker, ms=8, color=look.colour, **edge, **drawn.style)
+                ax.plot(*point, look.marker, ms=8, color=look.colour, **edge, **shown.style)
                 labels[label] = handle(color=look.colour, marker=look.marker)
         ax.set_title(title, fontsize=10)
         ax.set(xlabel="time since the prompt came, s", xlim=(0, None), ylim=(-0.7, None))
@@ -103,8 +103,8 @@ def _same_steps(result: Result, library: Result, scheduler: str) -> bool:
     """Return whether a reader's ``scheduler`` is simulated as the library's is; live times never agree."""
     name = scheduler.partition(" ")[0]
     ran, expected = (
-        [row for row in rows_where(one.rows, run=SIMULATED) if row["scheduler"].partition(" ")[0] == name]
-        for one in (result, library)
+        [row for row in rows_where(compared_result.rows, run=SIMULATED) if row["scheduler"].partition(" ")[0] == name]
+        for compared_result in (result, library)
     )
     return ran == expected
 

@@ -50,14 +50,14 @@ def scaled(entry: Mapping[str, Any], scale: float) -> dict[str, Any]:
     return entry | {name: scale * entry[name] for name in ("value", "low", "high") if name in entry}
 
 
-def apart(recorded: Result | None, now: Result, place: Callable[[Result], str]) -> dict[str, list[DrawnResult]]:
-    """Return the results that may stand in one panel, by its heading: ``place`` says where one was measured.
+def apart(recorded: Result | None, now: Result, heading: Callable[[Result], str]) -> dict[str, list[DrawnResult]]:
+    """Return the results that may stand in one panel, by its heading: ``heading`` says where one was measured.
 
     A reader's run of another card, model or size than the record's has a panel of its own.
     """
-    if recorded is None or place(recorded) == place(now):
-        return {place(now): over(recorded, now)}
-    return {place(recorded): [DrawnResult(recorded, own=False)], place(now): over(None, now)}
+    if recorded is None or heading(recorded) == heading(now):
+        return {heading(now): over(recorded, now)}
+    return {heading(recorded): [DrawnResult(recorded, own=False, count=2)], heading(now): over(None, now)}
 
 
 def card(result: Result) -> str:
