@@ -143,7 +143,7 @@ class PlainServer(RetryingServer):
                 check_rows(files.folder.name, lambda: server.call(lambda: live.rows_of(prompt)), reference, dtype)
             comparison.mark_passed()
 
-    def _go_on(self) -> None:
+    def _continue_in_background(self) -> None:
         """Open the stored prefixes, and fuse the layers; or load those with which requests begin from then on."""
         self._open_prefixes()
         if self._load_other is None:

@@ -99,12 +99,12 @@ def _boolq_train() -> tuple[tuple[str, str], ...]:
     """The pairs of the train file, once an answer there, without passages of the validation file."""
     taken = {_key(passage) for passage, _ in _boolq_validation()}
     read = read_boolq_train(asset_path("boolq-train.jsonl.gz"))
-    pairs = dict.fromkeys((passage, _asked(question)) for passage, question in read if passage)
+    pairs = dict.fromkeys((passage, _as_question(question)) for passage, question in read if passage)
     return _in_fixed_order(pair for pair in pairs if _key(pair[0]) not in taken)
 
 
 def _boolq_validation() -> list[tuple[str, str]]:
-    return [(row["passage"].strip(), _asked(row["question"])) for row in arrow_rows("boolq-validation.arrow")]
+    return [(row["passage"].strip(), _as_question(row["question"])) for row in arrow_rows("boolq-validation.arrow")]
 
 
 def _in_fixed_order(pairs: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
@@ -219,7 +219,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _asked(question: str) -> str:
+def _as_question(question: str) -> str:
     return question.strip().rstrip("?").rstrip() + "?"
 
 

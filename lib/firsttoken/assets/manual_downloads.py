@@ -55,15 +55,17 @@ def bring(folder: str | Path) -> list[str]:
         raise AssetError(f"no folder {folder}; name the one that holds the files")
     files_complete = []
     for name, entry in _lock().items():
-        files_found = {file.name: _found(Path(folder), name, file.name) for file in entry.files}
+        files_found = {file.name: _downloaded_file(Path(folder), name, file.name) for file in entry.files}
         if not any(files_found.values()):
             continue
         for file in entry.files:
             source = files_found[file.name]
             if source is None:
-                raise AssetError(f"{folder} has a part of {name} and no {file.name}; take all of it: {_where(entry)}")
+                raise AssetError(
+                    f"{folder} has a part of {name} and no {file.name}; take all of it: {_address_of(entry)}"
+                )
             if file_sha256(source) != file.sha256:
-                raise AssetError(f"{source} is not the pinned file of {name}; take it from {_where(entry)}")
+                raise AssetError(f"{source} is not the pinned file of {name}; take it from {_address_of(entry)}")
             with replacing(_target(name) / file.name) as partial:
                 shutil.copyfile(source, partial)
         files_complete.append(name)
@@ -95,7 +97,7 @@ def download(names: Iterable[str], from_dir: str | Path | None = None) -> None:
 
 
 def _from_url(entry: _DownloadedAsset, file: _DownloadedFile, target: Path) -> None:
-    by_hand = f"bring it by hand with `firsttoken fetch --from DIR`, from {_where(entry)}"
+    by_hand = f"bring it by hand with `firsttoken fetch --from DIR`, from {_address_of(entry)}"
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
     received = partial.stat().st_size if partial.exists() else 0
@@ -141,7 +143,7 @@ def downloaded(name: str) -> Path:
         if not path.is_file():
             raise AssetError(
                 f"{name} is not in the cache: run `firsttoken fetch {name}`, or put its files into a folder DIR, from "
-                f"{_where(entry)}, and run `firsttoken fetch --from DIR`"
+                f"{_address_of(entry)}, and run `firsttoken fetch --from DIR`"
             )
         if file_sha256(path) != file.sha256:
             raise AssetError(f"{path} was altered; run `firsttoken fetch {name}`, or bring it again")
@@ -165,7 +167,7 @@ def _lock() -> dict[str, _DownloadedAsset]:
         return {entry.name: entry for entry in parse_as(tuple[_DownloadedAsset, ...], read_yaml(path))}
 
 
-def _found(folder: Path, name: str, file: str) -> Path | None:
+def _downloaded_file(folder: Path, name: str, file: str) -> Path | None:
     return next((path for path in (folder / name / file, folder / file) if path.is_file()), None)
 
 
@@ -173,5 +175,5 @@ def _target(name: str) -> Path:
     return paths.CACHE / "assets" / name
 
 
-def _where(entry: _DownloadedAsset) -> str:
+def _address_of(entry: _DownloadedAsset) -> str:
     return f"{entry.source} ({entry.licence})"

@@ -58,7 +58,7 @@ def kept_rows(name: str, make: Callable[[], Sequence[Any]]) -> Sequence[Any]:
     A pair comes back as a list. Raises CorpusError where a folder is in their place, and what ``make`` raises.
     """
     cache_file = paths.CACHE / "rows" / f"{name}.jsonl.gz"
-    if not (rows := _kept(cache_file)):
+    if not (rows := _cached_rows(cache_file)):
         if cache_file.is_dir():
             raise CorpusError(f"{cache_file} is a folder, where a copy of the rows is kept; remove it")
         rows = make()
@@ -67,7 +67,7 @@ def kept_rows(name: str, make: Callable[[], Sequence[Any]]) -> Sequence[Any]:
     return rows
 
 
-def _kept(path: Path) -> list[Any]:
+def _cached_rows(path: Path) -> list[Any]:
     """The rows in a copy; none where there is none, or gzip's own sum does not fit: it is then made again."""
     try:
         with errors_as(path, CorpusError, "it is made again"):

@@ -260,7 +260,7 @@ class LoadingServer(EngineServer):
         """Load what is served first and let requests run; True once it is whole. Raises what a load raises."""
 
     @abstractmethod
-    def _go_on(self) -> None:
+    def _continue_in_background(self) -> None:
         """Do what there is to do beside serving, until it is done or the server is being closed."""
 
     def _attempt(self, stage: int, load: Callable[[], T]) -> T | None:
@@ -282,7 +282,7 @@ class LoadingServer(EngineServer):
             self._prepare()
             if self._attempt(self._first, self._begin):
                 self._serving(self._first)
-                self._go_on()
+                self._continue_in_background()
                 self._closing.wait()
         except Exception as error:
             if not self._closing.is_set():

@@ -114,7 +114,7 @@ class PendingPrefix:
         if depth is not None and (not 0 <= redo.start <= redo.stop <= depth or redo.step != 1):
             raise RequestError(f"a stored prefix recomputes layers {redo}, and the model has [0, {depth})")
         self._source = source
-        self._left = None if depth is None else set(range(depth)) - set(redo)
+        self._missing_layers = None if depth is None else set(range(depth)) - set(redo)
         self.begun = self.closed = False
 
     def begin(self) -> None:
@@ -167,16 +167,16 @@ class PendingPrefix:
     def _arrived(self) -> list[tuple[int, Tensor]]:
         """The layers that have come since the last call. Raises CacheError unless each comes once and whole."""
         came = self._source.arrived()
-        for layer, kv in came if self._left is not None else ():
-            if layer not in self._left:
+        for layer, kv in came if self._missing_layers is not None else ():
+            if layer not in self._missing_layers:
                 raise CacheError(f"a stored prefix brought layer {layer} twice or unasked; store it again")
             if kv.dim() != 5 or kv.shape[3] < self.tokens:
                 raise CacheError(f"a stored prefix brought {list(kv.shape)} of {self.tokens} tokens for layer {layer}")
-            self._left.remove(layer)
+            self._missing_layers.remove(layer)
         return came
 
     def _complete(self) -> bool:
         """Return whether the source is complete. Raises CacheError where it is and has not brought every layer."""
-        if (complete := self._source.complete) and self._left:
-            raise CacheError(f"a stored prefix ended without layer {min(self._left)}; store it again")
+        if (complete := self._source.complete) and self._missing_layers:
+            raise CacheError(f"a stored prefix ended without layer {min(self._missing_layers)}; store it again")
         return complete

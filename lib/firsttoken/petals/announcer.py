@@ -39,7 +39,7 @@ class Announcer:
         self._registry, self._expiry_s = contacts.registry, expiry_s
         self._twins: dict[str, TwinError] = {}  # who refused this round's record for another's
         self._refused_s: float | None = None  # since when somebody has, each round
-        self._said = ""
+        self._last_warning = ""
         self.announced = asyncio.Event()  # a first round is over
         contacts.serve_at(record.address)
 
@@ -95,7 +95,7 @@ class Announcer:
             for address, answer in answers.items()
         }
         if taken := not refused or not all(refused.values()):
-            self._said = ""
+            self._last_warning = ""
         else:
             whys = "; ".join(f"{address}: {why}" for address, why in refused.items())
             self._warn(f"this server is not known to others; {whys}")
@@ -157,8 +157,8 @@ class Announcer:
     def _warn(self, warning: str) -> None:
         """Print ``warning`` on standard error, once for each reason; a reason that differs in its seconds alone is the
         same."""
-        if (kind := re.sub(r"\d+(\.\d+)? s", "", warning)) != self._said:
-            self._said = kind
+        if (kind := re.sub(r"\d+(\.\d+)? s", "", warning)) != self._last_warning:
+            self._last_warning = kind
             print(warning, file=sys.stderr, flush=True)
 
     def _check_twins(self) -> None:

@@ -193,7 +193,7 @@ class Contacts:
         self.others: dict[str, tuple[str, ...]] = {}  # by who says it, what it holds against others
         self._refused: dict[str, tuple[str, float]] = {}  # by address, of who said so itself: why, and when
         self._hints: dict[str, list[Record]] = {}  # by who passed them on
-        self._asked: dict[str, tuple[int, float]] = {}  # by spot: how often in vain, and when again
+        self._failures: dict[str, tuple[int, float]] = {}  # by spot: how often in vain, and when again
         self._whys: dict[str, str] = {}  # by spot: why it was called back in vain
         self._stranger_tokens = TokenBuckets(16, 4.0)
         self._calling = asyncio.Semaphore(_AT_ONCE)
@@ -261,14 +261,14 @@ class Contacts:
         except SwarmError as error:
             self.fault(address, str(error))
             return False
-        return self._asked.get(spot, (0, 0.0))[1] <= time.monotonic()
+        return self._failures.get(spot, (0, 0.0))[1] <= time.monotonic()
 
     def note_attempt(self, address: str) -> None:
         """Note that this address is asked now; if it does not prove itself, it is left alone for a while."""
         spot, now = spot_of(address), time.monotonic()
-        times, _ = self._asked.get(spot, (0, 0.0))
+        times, _ = self._failures.get(spot, (0, 0.0))
         again_s = now + min(_AGAIN_S * _AGAIN ** min(times, 8), _LONGEST_S)
-        remember(self._asked, spot, (times + 1, again_s), _MOST_SPOTS)
+        remember(self._failures, spot, (times + 1, again_s), _MOST_SPOTS)
 
     async def receive(self, record: Record, source: str) -> str:
         """Hear from ``source`` that it is the server of ``record``; return why it is not believed, "" if it is.
@@ -318,7 +318,7 @@ class Contacts:
         self.registry.check(record, now)
         if not (record.span or record.counted()):
             return  # who leaves, and was never known
-        _, due = self._asked.get(spot := spot_of(record.address), (0, 0.0))
+        _, due = self._failures.get(spot := spot_of(record.address), (0, 0.0))
         if due > time.monotonic():
             why = self._whys.get(spot, f"{record.address} has not answered yet")
             raise SwarmError(f"{why} (it is called back again in {due - time.monotonic():.0f} s)")
@@ -356,7 +356,7 @@ class Contacts:
         except StaleRecordError:
             if not self.registry.knows(speaker, steady_s()):
                 raise
-        self._asked.pop(spot_of(address), None)
+        self._failures.pop(spot_of(address), None)
 
     def _take_hints(self, exchanged: Exchanged) -> list[Record]:
         wrong = self.registry.accept_all(exchanged.records, steady_s())

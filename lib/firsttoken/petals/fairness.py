@@ -134,7 +134,7 @@ class TokenBuckets:
 
     def __init__(self, most: int, every_s: float) -> None:
         self.most, self.every_s = most, every_s
-        self._left: dict[str, tuple[float, float]] = {}  # by source: shares, and when
+        self._credits: dict[str, tuple[float, float]] = {}  # by source: shares, and when
 
     def has_token(self, source: str) -> bool:
         """Return whether ``source`` has a share left."""
@@ -148,15 +148,15 @@ class TokenBuckets:
                 f"too much was asked from {source.rpartition(':')[0] or source}: ask again in "
                 f"{(1 - credit) * self.every_s:.0f} s"
             )
-        remember(self._left, source, (credit - 1, time.monotonic()), _MOST)
+        remember(self._credits, source, (credit - 1, time.monotonic()), _MOST)
 
     def refund(self, source: str) -> None:
         """Give the share of ``source`` back, as it was well spent."""
         credit = min(self._now(source) + 1, self.most)
-        remember(self._left, source, (credit, time.monotonic()), _MOST)
+        remember(self._credits, source, (credit, time.monotonic()), _MOST)
 
     def _now(self, source: str) -> float:
-        credit, updated_s = self._left.get(source, (float(self.most), 0.0))
+        credit, updated_s = self._credits.get(source, (float(self.most), 0.0))
         return min(credit + (time.monotonic() - updated_s) / self.every_s, self.most)
 
 

@@ -49,11 +49,11 @@ class LocalSwarm:
         with quiet_transformers():
             self.model.save_pretrained(self.folder)
         self.sha256 = model_sha256(self.folder)
-        self._ends: dict[str, AsyncExitStack] = {}
+        self._exits: dict[str, AsyncExitStack] = {}
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for address in list(self._ends):
+        for address in list(self._exits):
             self.end(address)
         self._made.close()
 
@@ -67,8 +67,8 @@ class LocalSwarm:
             config = ServerConfig(self.folder, span, torch.float32, peers=addresses, **options)
             until = AsyncExitStack()
             ups.append(wait_for(until.enter_async_context(serving(config, self.sha256, make_backend))))
-            self._ends[ups[-1].record.address] = until
+            self._exits[ups[-1].record.address] = until
         return ups
 
     def end(self, address: str) -> None:
-        wait_for(self._ends.pop(address).aclose())
+        wait_for(self._exits.pop(address).aclose())

@@ -52,7 +52,7 @@ class RemoteSegment:
         self.stored: Callable[[Sequence[int], str], KVSource | None] | None = None
         self.chain, self._variant = chain, variant
         self._shares, self._owner = shares, os.urandom(32)
-        self._found: dict[int, int] = {}  # tokens at the beginning of a request that are stored
+        self._stored_tokens: dict[int, int] = {}  # tokens at the beginning of a request that are stored
 
     def run(self, hidden: Tensor, step: StepPlan) -> Tensor:
         """``hidden`` [1, tokens, hidden] through all of its layers -> the same shape.
@@ -82,7 +82,7 @@ class RemoteSegment:
 
     def drop(self, request: int) -> None:
         """Forget the request of this number, here and on the servers."""
-        self._found.pop(request, None)
+        self._stored_tokens.pop(request, None)
         begin(self.chain.forget([request]))
 
     def _keyed(self, request: Request, start: int) -> PrefixKeys | None:
@@ -92,8 +92,8 @@ class RemoteSegment:
         if self.stored is not None and not start:
             with suppress(FirstTokenError):  # a store that has gone meanwhile ends no step
                 source = self.stored(request.tokens[: request.prompt_tokens], self._variant)
-            self._found[request.number] = source.tokens if source is not None else 0
-        if not (most := tokens if self._shares else self._found.get(request.number, 0)):
+            self._stored_tokens[request.number] = source.tokens if source is not None else 0
+        if not (most := tokens if self._shares else self._stored_tokens.get(request.number, 0)):
             return None
         salt = self._owner + request.salted(f"{request.version and request.version.key}").encode()
         if request.keys[:1] != [salt]:

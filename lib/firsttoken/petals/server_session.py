@@ -61,7 +61,7 @@ class ServerSession:
         self.name, self.layers, self._coding, self._timeouts = name, layers, coding, timeouts
         self._server, self._room = server.encode(), room
         self.known: dict[int, int] = {}
-        self._over: set[int] = set()  # sequences that the server was not yet told to be over
+        self._finished: set[int] = set()  # sequences that the server was not yet told to be over
         self.steps = 0  # that were answered
         self.moved_bytes = 0  # of messages, both ways
         self.answered_s = 0.0  # when it did so last, on the monotonic clock
@@ -122,11 +122,11 @@ class ServerSession:
 
     async def forget(self, numbers: Sequence[int]) -> None:
         """Tell the server that these sequences are over; one that is not there any more knows anyway."""
-        self._over.update(number for number in numbers if self.known.pop(number, None) is not None)
-        if not (finished := list(self._over)):
+        self._finished.update(number for number in numbers if self.known.pop(number, None) is not None)
+        if not (finished := list(self._finished)):
             return
-        if await self._tell(encode(None, self._coding, finished=finished)):
-            self._over.difference_update(finished)  # else the next step tells it, or finds out
+        if await self._write(encode(None, self._coding, finished=finished)):
+            self._finished.difference_update(finished)  # else the next step tells it, or finds out
 
     def close(self) -> None:
         self._call.cancel()
@@ -154,7 +154,7 @@ class ServerSession:
     ) -> Message:
         """Return the server's answer to ``hidden`` [tokens, hidden], or without tokens to ``kv`` or ``names`` alone.
         Raises as ``run``."""
-        rows, finished = hidden.shape[0], list(self._over)
+        rows, finished = hidden.shape[0], list(self._finished)
         message = encode(hidden if rows else None, self._coding, chunks, finished, first, names=names, kv=kv)
         limit_s = self._timeouts.limit_s(rows)
         try:
@@ -163,7 +163,7 @@ class ServerSession:
         except TimeoutError:
             raise ServerFault(f"{self.name} did not answer within {limit_s:.1f} s") from None
         self.moved_bytes += len(message) + len(data)
-        self._over.difference_update(finished)
+        self._finished.difference_update(finished)
         try:
             answer = decode(data, self._coding, hidden.shape[1], hidden.dtype, rows)
         except Exception as error:  # whatever goes wrong with its answer is this server's fault
@@ -171,7 +171,7 @@ class ServerSession:
         self.answered_s = time.monotonic()
         return answer
 
-    async def _tell(self, message: bytes) -> bool:
+    async def _write(self, message: bytes) -> bool:
         """Send ``message``, which has no answer; return whether that was possible."""
         import grpc
 
@@ -190,7 +190,7 @@ class ServerSession:
         import grpc
 
         try:
-            # The lock is not held while the answer is awaited: ``_tell`` writes, too, and must not wait for a step.
+            # The lock is not held while the answer is awaited: ``_write`` writes, too, and must not wait for a step.
             async with self._turn:
                 await self._call.write(message)
             data = await self._call.read()

@@ -45,11 +45,11 @@ class ServerConduct:
 
     def __init__(self, timeouts: Timeouts) -> None:
         self._timeouts = timeouts
-        self._known: dict[str, _Behaviour] = {}
+        self._behaviours: dict[str, _Behaviour] = {}
 
     def failed(self, server: str) -> None:
         """Note that the server could not go on, refused, gave an impossible answer, or was much too late."""
-        behaviour, now = self._known.setdefault(server, _Behaviour()), time.monotonic()
+        behaviour, now = self._behaviours.setdefault(server, _Behaviour()), time.monotonic()
         if now - behaviour.failed_s > 2 * self._ban_s(behaviour.failures):
             behaviour.failures = 0
         behaviour.failures, behaviour.failed_s = behaviour.failures + 1, now
@@ -57,12 +57,12 @@ class ServerConduct:
 
     def back(self, server: str) -> None:
         """Note that the server was silent and answers again, so that its earlier fault may be over."""
-        if (behaviour := self._known.get(server)) is not None:
+        if (behaviour := self._behaviours.get(server)) is not None:
             behaviour.back_s = time.monotonic()
 
     def lost(self, server: str) -> bool:
         """Note that the server has lost a session, and return whether it does so too often to be without fault."""
-        behaviour, now = self._known.setdefault(server, _Behaviour()), time.monotonic()
+        behaviour, now = self._behaviours.setdefault(server, _Behaviour()), time.monotonic()
         often = len(behaviour.lost_s) == _LOST and now - behaviour.lost_s[0] < self._timeouts.ban_s
         behaviour.lost_s.append(now)
         return often
@@ -71,11 +71,11 @@ class ServerConduct:
         """Note that a step took ``seconds`` where the server's ping and throughput had announced ``announced_s``."""
         late_s = seconds - announced_s
         late = late_s > max(self._timeouts.late_s, (TIMES - 1) * announced_s)
-        self._known.setdefault(server, _Behaviour()).late_s.append(late_s if late else 0.0)
+        self._behaviours.setdefault(server, _Behaviour()).late_s.append(late_s if late else 0.0)
 
     def late_s(self, server: str) -> float:
         """Seconds that a step takes beyond what the server announced; 0 for one that is not late again and again."""
-        behaviour = self._known.get(server)
+        behaviour = self._behaviours.get(server)
         if behaviour is None or sum(delay_s > 0 for delay_s in behaviour.late_s) < _LATE_STEPS:
             return 0.0
         return sum(behaviour.late_s) / len(behaviour.late_s)
@@ -94,7 +94,7 @@ class ServerConduct:
         now = time.monotonic()
         return {
             server
-            for server, behaviour in list(self._known.items())
+            for server, behaviour in list(self._behaviours.items())
             if behaviour.failed_s > behaviour.back_s and now - behaviour.failed_s < seconds(behaviour.failures)
         }
 

@@ -36,16 +36,16 @@ class Teacher:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._seen: dict[tuple[int, ...], Tensor] = {}
+        self._states: dict[tuple[int, ...], Tensor] = {}
 
     @torch.no_grad()
     def hidden(self, samples: Sequence[Sample], width: int) -> Tensor:
         """Hidden states after the final norm, [samples, width, hidden], zero beyond each sample's end."""
-        new = [s for s in samples if s.tokens not in self._seen]
+        new = [s for s in samples if s.tokens not in self._states]
         if new:
             states = self._model.get_decoder()(padded(new).to(self._model.device), use_cache=False).last_hidden_state
-            self._seen |= {s.tokens: row[: len(s.tokens)].clone() for s, row in zip(new, states, strict=True)}
-        rows = [self._seen[s.tokens] for s in samples]
+            self._states |= {s.tokens: row[: len(s.tokens)].clone() for s, row in zip(new, states, strict=True)}
+        rows = [self._states[s.tokens] for s in samples]
         return torch.stack([F.pad(r, (0, 0, 0, width - len(r))) for r in rows])
 
 

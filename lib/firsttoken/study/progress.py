@@ -62,11 +62,11 @@ class Lines(Generic[Item]):
         self.n = self._initial = initial
         self._begun = time.monotonic()
         self._shown = not (kernel() or UNSEEN in os.environ or NOTEBOOK in os.environ)
-        self._ends = leave and self._shown
+        self._leaves_line = leave and self._shown
         self._due = self._begun + LINE_S
         self._first = threading.Timer(max(START_S, delay), lambda: self._write(self._counted()))
         self._first.daemon = True
-        if self._ends:
+        if self._leaves_line:
             self._first.start()
 
     def __iter__(self) -> Iterator[Item]:
@@ -95,9 +95,9 @@ class Lines(Generic[Item]):
         """End the count, with a line where it took long."""
         took_s = time.monotonic() - self._begun
         self._first.cancel()
-        if self._ends and took_s >= QUIET_S:
+        if self._leaves_line and took_s >= QUIET_S:
             self._write(f"{self._counted()} in {span(took_s)}")
-        self._shown = self._ends = False
+        self._shown = self._leaves_line = False
 
     def _show_due(self) -> None:
         now = time.monotonic()
@@ -143,7 +143,9 @@ def running(activity: str, usual_s: float | None = None) -> Iterator[None]:
         yield
         return
     finished, line = threading.Event(), []
-    thread = threading.Thread(target=_tell, args=(activity, usual_s, finished, line), daemon=True, name="progress")
+    thread = threading.Thread(
+        target=_show_seconds, args=(activity, usual_s, finished, line), daemon=True, name="progress"
+    )
     thread.start()
     try:
         yield
@@ -154,7 +156,7 @@ def running(activity: str, usual_s: float | None = None) -> Iterator[None]:
             handle.update({"text/plain": ""}, raw=True)
 
 
-def _tell(activity: str, usual_s: float | None, finished: threading.Event, line: list[Any]) -> None:
+def _show_seconds(activity: str, usual_s: float | None, finished: threading.Event, line: list[Any]) -> None:
     from IPython.display import display
 
     begun, usual = time.monotonic(), f" of about {usual_s:.0f} s" if usual_s else ""

@@ -269,7 +269,7 @@ class FolderWeights(NumpyWeights):
         self.files, self.seen = files, file_states(files.files)
         self._opened = {path: WeightFile(path) for path in files.files}
         self._fault: ModelError | None = None
-        self._whole = False
+        self._verified = False
         self._head, first = self.packer.head(self._in_file(EMBEDDING if config.tie_word_embeddings else HEAD))
         jobs = [first]  # the largest first, so that one thread packs it beside the layers
         self._layers: list[tuple[PackedWeights, slice]] = []
@@ -303,10 +303,10 @@ class FolderWeights(NumpyWeights):
         return rows
 
     def head(self) -> PackedWeights:
-        if not self._whole:  # every answer asks for it: none comes of files that changed while they were packed
+        if not self._verified:  # every answer asks for it: none comes of files that changed while they were packed
             self._wait_for(slice(None))
             self._check()
-            self._whole = True
+            self._verified = True
         return self._head
 
     def norm(self) -> np.ndarray:

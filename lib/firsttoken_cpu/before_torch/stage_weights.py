@@ -170,12 +170,12 @@ class StageWeights(NumpyWeights):
             self._reader.close()
             raise
         self._head_name = EMBEDDING if manifest.tied else HEAD
-        self._whole = False
+        self._complete = False
         self._files: dict[int, memoryview] = {}
         self._unpacked: Arrays = {}
         end_parts = [part for part in self._parts if part.layer is None]
         # embedding, norm and head as they are stored, which are there before the head is packed
-        self._ends: dict[str, Future[np.ndarray]] = {name: Future() for part in end_parts for name in part.carried}
+        self._end_parts: dict[str, Future[np.ndarray]] = {name: Future() for part in end_parts for name in part.carried}
         self._head: PackedWeights
         self._adapter: Future[HalvesByLayer] = Future()
         self._made: list[Future[PackedWeights | None]] = [Future() for _ in self._parts]
@@ -192,8 +192,8 @@ class StageWeights(NumpyWeights):
 
     @property
     def packed(self) -> bool:
-        self._whole = self._whole or all(made.done() and made.exception() is None for made in self._made)
-        return self._whole
+        self._complete = self._complete or all(made.done() and made.exception() is None for made in self._made)
+        return self._complete
 
     @property
     def fault(self) -> BaseException | None:
@@ -216,7 +216,7 @@ class StageWeights(NumpyWeights):
         return {part.layer: made.result().panels for part, made in packed if part.layer is not None}
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
-        return self.packer.computed(self._ends[EMBEDDING].result()[ids])
+        return self.packer.computed(self._end_parts[EMBEDDING].result()[ids])
 
     def head(self) -> PackedWeights:
         for part, made in zip(self._parts, self._made, strict=True):
@@ -225,7 +225,7 @@ class StageWeights(NumpyWeights):
         return self._head
 
     def norm(self) -> np.ndarray:
-        return self.packer.computed(self._ends[NORM].result())
+        return self.packer.computed(self._end_parts[NORM].result())
 
     def close(self) -> None:
         self._reader.close()
@@ -260,9 +260,9 @@ class StageWeights(NumpyWeights):
                 made.set_result(self._read_adapter() if index < 0 else self._make(index, fillers))
             except Exception as error:
                 made.set_exception(error)
-                for name in self._ends.keys() & self._parts[index].carried.keys() if index >= 0 else ():
-                    if not self._ends[name].done():
-                        self._ends[name].set_exception(error)
+                for name in self._end_parts.keys() & self._parts[index].carried.keys() if index >= 0 else ():
+                    if not self._end_parts[name].done():
+                        self._end_parts[name].set_exception(error)
 
     def _read_adapter(self) -> HalvesByLayer:
         for index in range(self._first):
@@ -308,7 +308,7 @@ class StageWeights(NumpyWeights):
 
     def _make_ends(self, arrays: Arrays) -> None:
         for name, tensor in arrays.items():
-            self._ends[name].set_result(tensor)
+            self._end_parts[name].set_result(tensor)
         if self._head_name in arrays:
             self._head, job = self.packer.head(arrays[self._head_name])
             self.packer.pack([job])

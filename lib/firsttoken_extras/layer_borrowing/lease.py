@@ -92,7 +92,7 @@ class Lease:
         self.gone = ""  # why nothing is lent any more
         self._depth = depth
         self._spans: list[BorrowedSpan] = []
-        self._asked = lenders[0].address  # who was asked last
+        self._last_lender = lenders[0].address  # who was asked last
         wait_for(self._connect(lenders, model, width, access or Access(), timeouts or Timeouts()))
 
     @property
@@ -122,7 +122,7 @@ class Lease:
             return answer.result(None if answer.done() else HURRY_S)
         except TimeoutError:
             answer.cancel()
-            why = f"{self._asked} had not answered when all layers were here"
+            why = f"{self._last_lender} had not answered when all layers were here"
         except FirstTokenError as error:
             why = str(error)
         self.close(why)
@@ -173,7 +173,7 @@ class Lease:
                 [hidden_cache.of(chunk.number, first)[0, chunk.start : chunk.end] for chunk in message]
             ).cpu()
             for span in spans:
-                self._asked = span.address
+                self._last_lender = span.address
                 states = await span.run(message, states, first)
             for chunk, part in zip(message, split_rows(states, message), strict=True):
                 parts[chunk.number].append(part)

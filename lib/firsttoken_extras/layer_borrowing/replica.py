@@ -45,7 +45,7 @@ class BorrowedSegment:
 
     def __init__(self, lease: Lease, layers: range, returned: Future[None]) -> None:
         self.layers = layers
-        self._lease, self._over = lease, returned
+        self._lease, self._returned = lease, returned
 
     def run(self, hidden: Tensor, step: StepPlan) -> Tensor:
         """``hidden`` [1, tokens, hidden] through all of its layers -> the same shape.
@@ -62,7 +62,7 @@ class BorrowedSegment:
         if through != self.layers:
             raise RequestError(f"borrowed layers run as one, not [{through.start}, {through.stop}) of them")
         chunks = [SequenceChunk(chunk.request.number, chunk.start, chunk.end) for chunk in step.chunks]
-        return self._lease.run(first, chunks, step.hidden_cache, self._over)[None].to(hidden.device)
+        return self._lease.run(first, chunks, step.hidden_cache, self._returned)[None].to(hidden.device)
 
     def drop(self, request: int) -> None:
         """Forget the request of this number, here and at the lenders."""
@@ -122,7 +122,7 @@ class BorrowingReplica:
         self.engine = Engine(executor, config, policy=policy, trace=trace)
         self._executor, self._layers, self._arrivals = executor, list(layers), arrivals
         self._open: list[Request] = []
-        self._here = lease.first
+        self._arrived_layers = lease.first
         self._ready = False  # once the model's ends are here, and the layers that nobody lends
         # A huge page is cleared before it is written to, for which a virtual machine may wait 5 ms: with 14 MB a layer
         # and one core, a token waited for up to 0.7 s while layers were taken over.
@@ -132,7 +132,7 @@ class BorrowingReplica:
     @property
     def here(self) -> int:
         """Return the number of own layers that steps run through now."""
-        return self._here
+        return self._arrived_layers
 
     def submit(
         self,
@@ -144,7 +144,7 @@ class BorrowingReplica:
     ) -> Request:
         """A request that goes with the layers as they come, and takes what it can now of ``offer``: where that is
         nothing, its ``fell_back`` says why. Raises RequestError as ``Engine.submit``."""
-        source, why = (None, "") if offer is None else offer.source_at(self._here, len(self._layers))
+        source, why = (None, "") if offer is None else offer.source_at(self._arrived_layers, len(self._layers))
         request = self.engine.submit(prompt, sampling, arrival_s, moves=True, source=source)
         request.fell_back = why
         self._open.append(request)
@@ -156,7 +156,7 @@ class BorrowingReplica:
         Waits for the ends and the layers that nobody lends, for all of them when a lender is gone. Raises what ended
         the load.
         """
-        if self._here < len(self._layers):
+        if self._arrived_layers < len(self._layers):
             self._arrivals.wait(len(self._layers) if self.lease.gone else self.lease.first)
             if not self._ready:  # nothing was computed yet
                 self._executor.version, self._ready = self._ready_view(), True
@@ -174,7 +174,7 @@ class BorrowingReplica:
     def settle(self) -> None:
         """Wait for all layers, take them over and let the lenders go. Raises what ended the load."""
         self._arrivals.wait(len(self._layers))
-        while self._here < len(self._layers) or any(request.redo for request in self._open):
+        while self._arrived_layers < len(self._layers) or any(request.redo for request in self._open):
             self._switch_to(len(self._layers))
             if self.engine.busy:
                 self.step()
@@ -190,9 +190,9 @@ class BorrowingReplica:
         """Compute with the first ``come`` layers from here on, once nobody is about earlier ones."""
         self._open = [request for request in self._open if not request.finished]
         complete = come == len(self._layers)
-        if come == self._here or (any(map(self._between, self._open)) and not (complete and self.lease.gone)):
+        if come == self._arrived_layers or (any(map(self._between, self._open)) and not (complete and self.lease.gone)):
             return
-        before, self._here = self._here, come
+        before, self._arrived_layers = self._arrived_layers, come
         lost = self.engine.publish(self._ready_view(), partial(_come_between, range(before, come)))
         self.taken.append((self._executor.now(), come))
         if complete:
@@ -209,19 +209,19 @@ class BorrowingReplica:
         """The model as it is now, with its own layers fused. Its head is packed when all of them are here: before the
         first token it would take longer than to multiply it."""
         with packed_in(self._panels):
-            layers = self._layers[: self._here]  # fused ones stay as they are
-            self._layers[: self._here] = map(accelerator().fuse_layer, layers)
+            layers = self._layers[: self._arrived_layers]  # fused ones stay as they are
+            self._layers[: self._arrived_layers] = map(accelerator().fuse_layer, layers)
             version = self._view()
-            if self._here == len(self._layers):
+            if self._arrived_layers == len(self._layers):
                 version.decoder.pack_head()
                 threading.Thread(target=self._panels.collapse, name="huge pages", daemon=True).start()
         return version
 
     def _view(self) -> ModelVersion:
         model, layers = self._executor.model, self._layers
-        if self._here == len(layers):
+        if self._arrived_layers == len(layers):
             return ModelVersion(Decoder(model, [LocalSegment(layers)]))
-        return BorrowingVersion(model, layers, self._here, self.lease, self._arrivals.over)
+        return BorrowingVersion(model, layers, self._arrived_layers, self.lease, self._arrivals.over)
 
 
 def _come_between(layers: range, old: ModelVersion, new: ModelVersion) -> range:

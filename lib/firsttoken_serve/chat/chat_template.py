@@ -160,11 +160,11 @@ def model_ends(folder: Path) -> tuple[int, ...]:
         with errors_as(path, ModelError, MEND):
             content = parse_as(dict[str, Any], read_json(path, 1 << 24))
             if _KEY in content:
-                return _ends(content[_KEY], between(0, size - 1))
+                return _turn_ends(content[_KEY], between(0, size - 1))
     return ()
 
 
-def _ends(value: Any, inside: Fault) -> tuple[int, ...]:
+def _turn_ends(value: Any, inside: Fault) -> tuple[int, ...]:
     token_id = Annotated[int, inside]
     if isinstance(value, list):
         return parse_as(tuple[token_id, ...], value, _KEY)

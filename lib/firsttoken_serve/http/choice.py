@@ -33,16 +33,16 @@ class Offsets:
     def __init__(self, begin: int = 0, before: bytes = b"") -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         read = self._decoder.decode(before)
-        self._whole = begin + len(read) - len(read.rstrip(INCOMPLETE))  # characters
+        self._decoded_characters = begin + len(read) - len(read.rstrip(INCOMPLETE))  # characters
 
     def advance(self, spelt: bytes) -> int:
         """The place of the character that the first of these bytes belongs to."""
-        offset = self._whole
+        offset = self._decoded_characters
         for number in range(len(spelt)):
-            self._whole += len(self._decoder.decode(spelt[number : number + 1]))
+            self._decoded_characters += len(self._decoder.decode(spelt[number : number + 1]))
             if number == 0:
                 within = bool(self._decoder.getstate()[0])
-                offset = self._whole if within else self._whole - 1
+                offset = self._decoded_characters if within else self._decoded_characters - 1
         return offset
 
 
@@ -152,7 +152,7 @@ class AnswerChoice:
         self.index, self.session = index, session
         self.tokens, self.finished, self.prompt_only = 0, False, prompt_only
         self._vocabulary, self._prompt_ids, self._echo, self._logprobs = vocabulary, prompt_ids, echo, logprobs
-        self._ends, self._min_tokens, self._begun = stop_ids, min_tokens, False
+        self._stop_ids, self._min_tokens, self._begun = stop_ids, min_tokens, False
         self._text = TextStream(vocabulary.tokenizer, prompt_ids)
         self._stops, self._marks = stop_filter(vocabulary.spelling, stops)
         self._offsets = offsets_after(vocabulary.spelling, prompt_ids, len(echo))
@@ -170,7 +170,7 @@ class AnswerChoice:
         if self.prompt_only:
             return [*deltas, self._last("length")]
         self.tokens += 1
-        if event.token_id in self._ends:
+        if event.token_id in self._stop_ids:
             return [*deltas, self._last("stop")]
         if self._logprobs:
             spelling = self._vocabulary.spelling

@@ -77,7 +77,7 @@ def _put(options: argparse.Namespace) -> None:
     store.store(tokens, owned, full_prefill(model, Prefix.of([tokens]), edges - {0}))
     stored = {file.entry.key: file for file in store.files}
     key = Entry(owned, token_bytes(tokens), ()).key
-    print(f"{key}: {len(tokens):,} tokens, {stored[key].nbytes / 1e6:.1f} MB, by {identity}{_of(options.owner)}")
+    print(f"{key}: {len(tokens):,} tokens, {stored[key].nbytes / 1e6:.1f} MB, by {identity}{_owned_by(options.owner)}")
     for gone in sorted(before - stored.keys()):
         print(f"{gone}: dropped to make room, as it was used least recently")
     if not any(sender == identity.key for sender, _ in profiled):
@@ -137,7 +137,7 @@ def _list(options: argparse.Namespace) -> None:
         edges = f", hidden states at {', '.join(map(str, entry.edges))}" if entry.edges else ""
         print(
             f"{entry.key}: {entry.length:,} tokens, {file.nbytes / 1e6:.1f} MB, by {entry.model.anybody}"
-            f"{_of(entry.model.owner)}{edges}"
+            f"{_owned_by(entry.model.owner)}{edges}"
         )
     for (sender, receiver), pair_profile in read_profiles(options.store).items():
         print(f"{receiver} over what {sender} computed: {pair_profile}")
@@ -171,7 +171,7 @@ def _pull(options: argparse.Namespace) -> None:
             copied, skipped = [], [f"{error}; it is tried again in {options.every:g} s"]
         for offer in copied:
             print(
-                f"{offer.key}: {offer.tokens:,} tokens, {offer.nbytes / 1e6:.1f} MB{_of(offer.owner)}",
+                f"{offer.key}: {offer.tokens:,} tokens, {offer.nbytes / 1e6:.1f} MB{_owned_by(offer.owner)}",
                 flush=True,
             )
         for reason in skipped:
@@ -198,5 +198,5 @@ def _read_token(file: Path) -> str:
     return token
 
 
-def _of(owner: str) -> str:
+def _owned_by(owner: str) -> str:
     return f", of {owner}" if owner else ""

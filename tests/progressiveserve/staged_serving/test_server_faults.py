@@ -124,7 +124,7 @@ def test_a_failure_that_nobody_thought_of(stage, serve, number, monkeypatch):
             raise RuntimeError("an odd byte\nand more")
         return place(self, part, made)
 
-    monkeypatch.setattr(StageLoad, "_place", fail)
+    monkeypatch.setattr(StageLoad, "_to_device", fail)
     server = serve(staged)
     until(lambda: server.status()["state"] == "degraded", "the failure is told")
     assert server.status()["stage"] == number - 1

@@ -79,8 +79,10 @@ class Auditor:
     def __post_init__(self) -> None:
         self._draw = random.Random(self.audits.seed)
         self._looked: Counter[str] = Counter()  # audits of each server, by subkey
-        self._found: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])  # those undecided, and unwitnessed
-        self._left: set[str] = set()
+        self._inconclusive: defaultdict[str, list[int]] = defaultdict(
+            lambda: [0, 0]
+        )  # those undecided, and unwitnessed
+        self._excluded: set[str] = set()
 
     async def audit(
         self,
@@ -106,22 +108,22 @@ class Auditor:
             end = await self._audited(evidence, record)
         except FirstTokenError as error:  # whoever it was that failed here: nothing is proven
             end, self.why = INCONCLUSIVE, str(error)
-            self._found[record.server][type(error) is _NoWitnessError] += 1
+            self._inconclusive[record.server][type(error) is _NoWitnessError] += 1
         self.ends[end] += 1
         if end == CONVICTED:
             raise UnverifiedFault(f"{record.name} has signed what it did not compute: it was convicted")
         self._looked[record.server] += 1
         shares = self.audits.undecided, self.audits.unwitnessed
         audits = self._looked[record.server]
-        for inconclusive, share in zip(self._found[record.server], shares, strict=True):
+        for inconclusive, share in zip(self._inconclusive[record.server], shares, strict=True):
             if audits >= _ENOUGH and inconclusive > share * audits:
                 self._leave(record, session.layers, f"{inconclusive} of {audits} audits")
 
     def _leave(self, record: Record, layers: range, undecided: str) -> None:
-        self._left.add(record.server)
+        self._excluded.add(record.server)
         why = f"{undecided} of {record.name} showed nothing (the last: {self.why})"
         try:
-            self._witnesses(layers, self._left)
+            self._witnesses(layers, self._excluded)
         except SwarmError as error:
             raise SwarmError(f"{why}, and nobody else has its blocks") from error
         raise UnverifiedFault(why)

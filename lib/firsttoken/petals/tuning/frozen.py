@@ -101,9 +101,9 @@ class FrozenBlocks:
         job = asyncio.get_running_loop().run_in_executor(
             self._thread, self._answer, waiting.data, waiting.layers, waiting.width
         )
-        job.add_done_callback(partial(self._over, waiting))
+        job.add_done_callback(partial(self._pass_finished, waiting))
 
-    def _over(self, waiting: _WaitingPass, job: asyncio.Future[bytes]) -> None:
+    def _pass_finished(self, waiting: _WaitingPass, job: asyncio.Future[bytes]) -> None:
         self.busy, error = False, job.exception()
         if not waiting.answer.done():  # its client is there
             waiting.answer.set_result(job.result()) if error is None else waiting.answer.set_exception(error)

@@ -28,7 +28,7 @@ class WeightMemoryBlock:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._device = device
-        self._left = self._all = host_memory(size) if device.type == "cpu" and size else memoryview(b"")
+        self._remaining = self._all = host_memory(size) if device.type == "cpu" and size else memoryview(b"")
 
     def back(self) -> None:
         """Have the room in memory before it is written to, which may be while what goes there is still on its way."""
@@ -38,8 +38,8 @@ class WeightMemoryBlock:
         """Return a tensor in the room, its values whatever they are; ``room_for`` says what one needs."""
         if self._device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=self._device)
-        tensor = torch.frombuffer(self._left, dtype=dtype, count=math.prod(shape)).view(shape)
-        self._left = self._left[room_for(shape, dtype) :]
+        tensor = torch.frombuffer(self._remaining, dtype=dtype, count=math.prod(shape)).view(shape)
+        self._remaining = self._remaining[room_for(shape, dtype) :]
         return tensor
 
 

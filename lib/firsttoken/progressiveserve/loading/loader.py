@@ -117,7 +117,7 @@ class StageLoad:
     def _place_all(self) -> None:
         try:
             for placed, part in zip(self._placed, self._parts, strict=True):
-                placed.set_result(self._place(part, self._builder.next_part()))
+                placed.set_result(self._to_device(part, self._builder.next_part()))
             brought = self._manifest.stages[: self.view.stage]
             check_loaded(self.view, {part.layer for stage in brought for part in stage.parts if part.layer is not None})
             self.arrived_s = time.monotonic()
@@ -128,7 +128,7 @@ class StageLoad:
                 if not placed.done():
                     placed.set_exception(error)
 
-    def _place(self, part: PartFile, made: BuiltPart) -> torch.cuda.Event | None:
+    def _to_device(self, part: PartFile, made: BuiltPart) -> torch.cuda.Event | None:
         begin = time.perf_counter()
         for name, weights in made.weights.items():
             set_parameter(*self._target(part, name), weights)

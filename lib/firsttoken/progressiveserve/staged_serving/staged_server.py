@@ -104,7 +104,7 @@ class StagedServer(LoadingServer):
     def _build(self) -> MetaModel:
         return self._loader.build()
 
-    def _go_on(self) -> None:
+    def _continue_in_background(self) -> None:
         last = self._stages if self._recover else self._first
         if last < self._stages:
             self._fuse_beside()

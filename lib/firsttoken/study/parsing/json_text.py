@@ -33,7 +33,7 @@ def parse_json(text: bytes | str, digits: int = _DIGITS) -> Any:
     if isinstance(text, bytes):
         text = text.decode("utf-8")
     text = text.removeprefix("\ufeff")
-    numbers = {"parse_int": partial(_whole, digits), "parse_float": _finite} if _EXTREME.search(text) else {}
+    numbers = {"parse_int": partial(_integer, digits), "parse_float": _finite} if _EXTREME.search(text) else {}
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, **numbers)
     except json.JSONDecodeError as error:
@@ -67,7 +67,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _whole(digits: int, text: str) -> int:
+def _integer(digits: int, text: str) -> int:
     if len(text) > digits:
         raise ParseError(f"the number {text[:_DIGITS]}... has {len(text)} digits")
     return int(text)

@@ -144,22 +144,22 @@ def _literal(literals: tuple[Any, ...], value: Any) -> Any:
 def _row(hint: Any, readers: list[Callable[[Any], Any]], value: Any) -> Any:
     if not isinstance(value, list | tuple) or len(value) != len(readers):
         raise _unlike(hint, value)
-    return tuple(_each(readers, count(), value))
+    return tuple(_read_each(readers, count(), value))
 
 
 def _sequence(hint: Any, kind: type, read_one: Callable[[Any], Any], value: Any) -> Any:
     if not (isinstance(value, list) or (kind is tuple and isinstance(value, tuple))):
         raise _unlike(hint, value)
-    return kind(_each(repeat(read_one), count(), value))
+    return kind(_read_each(repeat(read_one), count(), value))
 
 
 def _mapping(hint: Any, read_one: Callable[[Any], Any], value: Any) -> Any:
     if not isinstance(value, dict):
         raise _unlike(hint, value)
-    return dict(zip(value, _each(repeat(read_one), value, value.values()), strict=True))
+    return dict(zip(value, _read_each(repeat(read_one), value, value.values()), strict=True))
 
 
-def _each(readers: Iterable[Callable[[Any], Any]], keys: Iterable[Any], values: Iterable[Any]) -> Iterator[Any]:
+def _read_each(readers: Iterable[Callable[[Any], Any]], keys: Iterable[Any], values: Iterable[Any]) -> Iterator[Any]:
     for read, key, value in zip(readers, keys, values, strict=False):
         try:
             yield read(value)

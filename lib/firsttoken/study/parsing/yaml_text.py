@@ -98,12 +98,12 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
-            raise _at(event, "anchors and aliases are not read; write the value out")
+            raise _fault_at(event, "anchors and aliases are not read; write the value out")
         if getattr(event, "tag", None) not in (None, "!"):
-            raise _at(event, f"tags such as {shown(event.tag)} are not read")
+            raise _fault_at(event, f"tags such as {shown(event.tag)} are not read")
         self._depth += 1
         if self._depth > _DEEPEST:
-            raise _at(event, f"it is more than {_DEEPEST} levels deep")
+            raise _fault_at(event, f"it is more than {_DEEPEST} levels deep")
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
@@ -115,9 +115,9 @@ class _Loader(yaml.SafeLoader):
             if type(key) is int:  # a table by number, such as `1: ...`, has its keys as they are spelt
                 key = key_node.value
             if not isinstance(key, str):
-                raise _at(key_node, f"the key {shown(key)} is no text; put it in quotes")
+                raise _fault_at(key_node, f"the key {shown(key)} is no text; put it in quotes")
             if key in content:
-                raise _at(key_node, f"the key {shown(key)} is there twice")
+                raise _fault_at(key_node, f"the key {shown(key)} is there twice")
             content[key] = self.construct_object(value_node, deep=True)
         return content
 
@@ -130,17 +130,17 @@ class _Loader(yaml.SafeLoader):
 
     def whole(self, node: Any) -> int:
         if len(node.value) > _DIGITS:
-            raise _at(node, f"the number {node.value[:_DIGITS]}... has {len(node.value)} digits")
+            raise _fault_at(node, f"the number {node.value[:_DIGITS]}... has {len(node.value)} digits")
         return int(node.value)
 
     def real(self, node: Any) -> float:
         number = float(node.value.replace(".inf", "inf").replace(".nan", "nan"))
         if not math.isfinite(number):
-            raise _at(node, f"{node.value[:_DIGITS]} is no finite number")
+            raise _fault_at(node, f"{node.value[:_DIGITS]} is no finite number")
         return number
 
 
-def _at(event: Any, fault: str) -> ParseError:
+def _fault_at(event: Any, fault: str) -> ParseError:
     return ParseError(f"line {event.start_mark.line + 1}: {fault}")
 
 
