@@ -11,9 +11,10 @@ from matplotlib.figure import Figure
 
 from firsttoken.cps.policies import CrossPoint
 from firsttoken.engine.preemption.preemption_policy import Action
-from firsttoken.engine.request import ScheduledChunk
+from firsttoken.engine.request import Request, ScheduledChunk
 from firsttoken.engine.schedulers.sarathi import Sarathi
 from firsttoken_studies.nb22_cross_point_scheduler import figures as policy_figures
+from firsttoken_studies.nb24_who_is_preempted import figures as victim_figures
 from firsttoken_studies.nb40_generation_stalls import figures as stall_figures
 from firsttoken_studies.record.plot import COLOURS
 
@@ -80,3 +81,8 @@ class RuleInverted(CrossPoint):
 class ChunksFirst(Sarathi):
     def schedule(self) -> list[ScheduledChunk]:
         return self.chunks(self.config.token_budget, admit=True) or self.ready()[0]
+
+
+@changed("victims", "first_that_came", victim_figures.by_victim)
+def the_one_with_most_tokens(running: list[Request]) -> Request:
+    return max(running, key=lambda request: request.cached)

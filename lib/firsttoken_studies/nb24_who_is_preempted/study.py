@@ -33,10 +33,7 @@ from firsttoken.study.stats import bootstrap, share_below
 from firsttoken.study.summary import Summary
 from firsttoken_studies.cps.live_loads import LiveLoadsConfig, served
 from firsttoken_studies.nb22_cross_point_scheduler.study import HOST_BLOCKS, ReplayedConfig, calibrated, drawn
-from firsttoken_studies.record.overlay import name_results, over
-from firsttoken_studies.record.plot import LOOKS, Figure, categories, panels
-from firsttoken_studies.record.results import Outcome, Result, Rows, Table
-from firsttoken_studies.record.show import cells
+from firsttoken_studies.record.results import Outcome, Rows
 
 LIFO, FREED, RANDOM = "last_arrived", "most_freed_for_its_cost", "random"
 RULES = (*VICTIMS, FREED, RANDOM)
@@ -44,14 +41,6 @@ RECOVERIES = ("swap", "recompute", "cross_point")
 SCHEDULERS: dict[str, dict[str, Any]] = {
     "prefill_first": {"scheduler": "prefill_first", "prefill_tokens": 2560, "token_budget": 1 << 20},
     "sarathi 512": {"scheduler": "sarathi", "token_budget": 512, "requests": 256},
-}
-TOLD = {
-    LIFO: "the last that came (LIFO)",
-    "first_arrived": "the first that came",
-    "longest": "the one with most tokens",
-    "shortest": "the one with fewest tokens",
-    FREED: "most blocks freed for its cost",
-    RANDOM: "drawn at random",
 }
 
 
@@ -81,8 +70,8 @@ class VictimsConfig:
                 raise ProfileError(f"victims: no {kind} {unknown_name!r}; {unknown(unknown_name, known_names)}")
 
 
-def victim_of(name: str, costs: Costs, seed: int) -> str | Victim:
-    """Return the victim rule called ``name``: the engine's own, or one that needs ``costs`` or a ``seed``."""
+def victim_of(name: str, costs: Costs, seed: int, rules: Mapping[str, Victim] = VICTIMS) -> str | Victim:
+    """Return the victim rule called ``name``: one of ``rules``, or one that needs ``costs`` or a ``seed``."""
     if name == RANDOM:
         chance = random.Random(seed)
         return lambda running: chance.choice(running)
@@ -94,7 +83,7 @@ def victim_of(name: str, costs: Costs, seed: int) -> str | Victim:
             return len(request.blocks) / cheapest_s, request.order
 
         return lambda running: max(running, key=freed_for_its_cost)
-    return name
+    return rules[name]
 
 
 METRICS = ("p99_tpot_ms", "mean_ttft_ms", "longest_gap_s", "preemptions")
@@ -105,9 +94,14 @@ MEASURES = {  # of the summary: its column of the rows, and the unit
 }
 
 
-def victims(profile: Profile) -> Outcome:
+def victims(
+    profile: Profile,
+    *,
+    last_that_came: Victim = VICTIMS[LIFO],
+    first_that_came: Victim = VICTIMS["first_arrived"],
+) -> Outcome:
     """Rows {blocks, scheduler, recovery, victim, seeds, and for each of ``METRICS`` a list by seed}, on the costs of
-    CPS's Table 2."""
+    CPS's Table 2. Both rules may be a reader's, in place of the engine's."""
     config = profile.section("victims", VictimsConfig)
     set_up = ReplayedConfig(config.seeds, config.short, config.long, max(config.pools), (), ())
     seeds = list(range(profile.seed, profile.seed + config.seeds))
@@ -116,18 +110,21 @@ def victims(profile: Profile) -> Outcome:
     named = ("blocks", "scheduler", "recovery", "victim")
     every = product(config.pools, config.schedulers, config.recoveries, config.victims)
     cases = [dict(zip(named, case, strict=True)) for case in every]
+    rules = VICTIMS | {LIFO: last_that_came, "first_arrived": first_that_came}
     rows: Rows = []
     for case in track(cases, desc="victims"):
-        runs = [run_with(loads[seed], costs, case | {"seed": seed}) for seed in seeds]
+        runs = [run_with(loads[seed], costs, case | {"seed": seed}, rules) for seed in seeds]
         rows.append(case | {"seeds": seeds} | {name: [round(run[name], 4) for run in runs] for name in METRICS})
     source = "ShareGPT lengths on the costs of CPS Table 2; no model runs"
     return Outcome(rows, provenance={"source": source, "kind": "replayed"})
 
 
-def run_with(items: Sequence[Item], costs: Costs, case: Mapping[str, Any]) -> dict[str, Any]:
+def run_with(
+    items: Sequence[Item], costs: Costs, case: Mapping[str, Any], rules: Mapping[str, Victim] = VICTIMS
+) -> dict[str, Any]:
     """Return what clients saw of one case, and the longest time that a request waited for its next token."""
     executor = SimulatedExecutor(costs, case["blocks"], host_blocks=HOST_BLOCKS)
-    victim = victim_of(case["victim"], costs, case["seed"])
+    victim = victim_of(case["victim"], costs, case["seed"], rules)
     settings = EngineConfig(victim=victim, watermark=0.0, **SCHEDULERS[case["scheduler"]])
     return seen(executor, settings, make_policy(case["recovery"]), items)
 
@@ -192,61 +189,3 @@ def victims_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
             below = share_below(case_rows["p99_tpot_ms"], base["p99_tpot_ms"])
             summary.add("tpot_p99_below_pct", below.summary("%", 100), **labels, than=than)
     return summary
-
-
-def victim_rows(result: Result) -> Table:
-    """A line a load, scheduler and rule: P99 TPOT by recovery, and the longest wait with swap."""
-    recoveries = dict.fromkeys(row["recovery"] for row in result.rows)
-    columns = {f"P99 TPOT, {name}, ms": ("tpot_p99_ms", 0, {"policy": name}) for name in recoveries}
-    columns |= {"longest wait, swap, s": ("longest_gap_s", 1, {"policy": "swap"})}
-    for blocks, scheduler, victim in dict.fromkeys((r["blocks"], r["scheduler"], r["victim"]) for r in result.rows):
-        labels = {"case": f"{blocks} blocks", "scheduler": scheduler, "variant": victim}
-        load = f"{blocks} blocks, {scheduler}: {TOLD[victim]}"
-        yield {"load": load} | cells(result.summary, columns, **labels)
-
-
-def by_victim(recorded: Result | None, now: Result) -> Figure:
-    """P99 TPOT by rule, a panel a scheduler and load, a mark a recovery."""
-    drawn_over = over(recorded, now)
-    every = [row for shown in drawn_over for row in shown.result.rows]
-    schedulers = list(dict.fromkeys(row["scheduler"] for row in every))
-    pools = sorted({row["blocks"] for row in every}, reverse=True)
-    rules = list(dict.fromkeys(row["victim"] for row in every))
-    size = (9, 0.3 * len(rules) * len(pools) + 2.4)
-    fig, axes = panels(len(pools), len(schedulers), figsize=size, sharex="col", sharey=True, squeeze=False)
-    for line, blocks in zip(axes, pools, strict=True):
-        for ax, scheduler in zip(line, schedulers, strict=True):
-            for shown in drawn_over:
-                for index, victim in enumerate(rules):
-                    for offset, recovery in zip((-0.22, 0.0, 0.22), RECOVERIES, strict=True):
-                        labels = {"case": f"{blocks} blocks", "scheduler": scheduler, "policy": recovery}
-                        entry = shown.result.summary.get("tpot_p99_ms", **labels, variant=victim)
-                        shown.point(ax, index + offset + shown.shift / 3, entry, recovery.replace("_", "-"), along="x")
-            ax.set_title(f"{scheduler}, {blocks} blocks", fontsize="small")
-            categories(ax, [TOLD[victim] for victim in rules], 0.4, fontsize="small")
-    for ax in axes[-1]:
-        ax.set_xlabel("P99 of the time per further token, ms")
-    for recovery in RECOVERIES:
-        look = LOOKS[recovery.replace("_", "-")]
-        axes[0][0].plot([], [], linestyle="none", marker=look.marker, color=look.colour, label=recovery)
-    fig.suptitle(_message((recorded or now).summary))
-    names = fig.legend(loc="outside lower center", ncols=3, fontsize="small")
-    name_results(fig, drawn_over, "tpot_p99_ms", legend=names)
-    return fig
-
-
-def _message(summary: Summary) -> str:
-    """Say how far the best rule with plain swap lies below LIFO with cross-point, over the loads of the first
-    scheduler."""
-    than = f"{LIFO} cross_point"
-    entries = summary.all("tpot_p99_below_pct", policy="swap", than=than)
-    first = [entry for entry in entries if entry["where"]["scheduler"] == entries[0]["where"]["scheduler"]]
-    best: dict[str, float] = {}
-    for entry in first:
-        rule = entry["where"]["variant"]
-        best[rule] = min(best.get(rule, np.inf), entry["value"])
-    if not best:
-        return "The tail by who gives way and how it comes back"
-    rule = max(best, key=lambda name: best[name])
-    most = max(entry["value"] for entry in first if entry["where"]["variant"] == rule)
-    return f"Swap alone, of {TOLD[rule]}, has its tail {best[rule]:.0f} to {most:.0f} % below LIFO with cross-point"

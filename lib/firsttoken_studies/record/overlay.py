@@ -76,12 +76,14 @@ class DrawnResult:
         along: Literal["x", "y"] = "y",
         scale: float = 1.0,
         label: str | None = None,
+        share: float = 1.0,
     ) -> None:
         """Draw a value of the summary with its interval at ``position`` of the other axis, in the look of ``name``.
 
         Nothing is drawn for None: the run has not measured it. The value, times ``scale``, lies ``along`` this axis.
+        ``position`` holds this ``share`` of ``shift``.
         """
-        if entry is None or self._repeated(axes, position - self.shift, entry):
+        if entry is None or self._repeated(axes, position - share * self.shift, entry):
             return
         value = scale * entry["value"]
         low, high = (scale * entry.get(end, entry["value"]) for end in ("low", "high"))

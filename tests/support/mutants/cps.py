@@ -6,25 +6,40 @@ import time
 
 from firsttoken.engine.preemption.preemption_policy import Action
 from firsttoken.engine.request import Phase
-from mutants.running import wrong
+from mutants.running import rewritten, wrong
 
 CHOOSE, ONLINE = "firsttoken.cps.policies:CrossPoint.choose", "firsttoken.cps.policies:OnlineCrossPoint"
 HOST_ROWS = "firsttoken.engine.swap.coalesced:HostRows"
+CELL = "policy of the cell"
+
+rewritten("03", "the long request is swapped", "tokens <= 1024 else", "tokens > 1024 else", CELL, quick=True)
+rewritten("03", "a tie of 1,024 tokens is recomputed", "tokens <= 1024 else", "tokens < 1024 else", CELL)
+rewritten(
+    "24", "the last that came is the first", "return max(running", "return min(running", "rules of the cell", quick=True
+)
+rewritten(
+    "24",
+    "the first that came is the last",
+    "return min(running, key=lambda request: request.order)",
+    "return max(running, key=lambda request: request.order)",
+    "rules of the cell",
+)
+rewritten("03", "the crossing the other way round", "before <= 0 < after", "before > 0 >= after", CELL)
 
 
 @wrong("03", "the cross-point inverted", CHOOSE, "cross-point policy")
-@wrong("22", "the cross-point inverted", CHOOSE, "policy of the cell", quick=True)
+@wrong("22", "the cross-point inverted", CHOOSE, CELL, quick=True)
 def inverted(right, policy, tokens, now_s):
     return Action.RECOMPUTE if tokens <= policy.threshold else Action.SWAP
 
 
 @wrong("03", "a policy that says nothing", CHOOSE, "cross-point policy")
-@wrong("22", "a policy that says nothing", CHOOSE, "policy of the cell")
+@wrong("22", "a policy that says nothing", CHOOSE, CELL)
 def says_nothing(right, policy, tokens, now_s):
     return None
 
 
-@wrong("22", "a policy that raises", CHOOSE, "policy of the cell")
+@wrong("22", "a policy that raises", CHOOSE, CELL)
 def raises(right, policy, tokens, now_s):
     raise KeyError(tokens)
 
