@@ -71,7 +71,7 @@ def objects() -> Counter[str]:
         found[type(one).__qualname__] += 1
         if isinstance(one, BlockPool) and one.count == BLOCKS:
             one.check()
-            assert one.free == BLOCKS and len(one._found) <= BLOCKS
+            assert one.free == BLOCKS and len(one._blocks) <= BLOCKS
         if isinstance(one, Preemptor):
             found["recoveries"] += len(one._open) + len(one._prefills)
         if isinstance(one, PrefixIndex):

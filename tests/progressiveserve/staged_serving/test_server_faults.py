@@ -116,13 +116,13 @@ def test_who_is_told_of_a_failure_finds_it_in_the_status(stage, serve, monkeypat
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_failure_that_nobody_thought_of(stage, serve, number, monkeypatch):
     """No error of ours when a layer is put in its place, but no reason to leave clients waiting for ever either."""
-    staged, place = stage(), StageLoad._place
+    staged, to_device = stage(), StageLoad._to_device
     broken = staged.manifest.stages[number - 1].parts[1]
 
     def fail(self, part, made):
         if part == broken:
             raise RuntimeError("an odd byte\nand more")
-        return place(self, part, made)
+        return to_device(self, part, made)
 
     monkeypatch.setattr(StageLoad, "_to_device", fail)
     server = serve(staged)
