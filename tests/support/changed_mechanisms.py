@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,11 @@ from firsttoken.cps.policies import CrossPoint
 from firsttoken.engine.preemption.preemption_policy import Action
 from firsttoken.engine.request import Request, ScheduledChunk
 from firsttoken.engine.schedulers.sarathi import Sarathi
+from firsttoken.petals.routing import Reachable
 from firsttoken_studies.nb22_cross_point_scheduler import figures as policy_figures
 from firsttoken_studies.nb24_who_is_preempted import figures as victim_figures
 from firsttoken_studies.nb40_generation_stalls import figures as stall_figures
+from firsttoken_studies.nb52_chains_and_offloading import figures as swarm_figures
 from firsttoken_studies.record.plot import COLOURS
 
 
@@ -86,3 +88,8 @@ class ChunksFirst(Sarathi):
 @changed("victims", "first_that_came", victim_figures.by_victim)
 def the_one_with_most_tokens(running: list[Request]) -> Request:
     return max(running, key=lambda request: request.cached)
+
+
+@changed("swarm_churn", "join", swarm_figures.churn)
+def the_first_blocks(servers: Sequence[Reachable], depth: int, count: int) -> range:
+    return range(count)

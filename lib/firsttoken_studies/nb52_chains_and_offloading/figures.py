@@ -20,6 +20,7 @@ from firsttoken_studies.petals.chain_costs import (
 from firsttoken_studies.record.overlay import over
 from firsttoken_studies.record.plot import COLOURS, panels
 from firsttoken_studies.record.results import Result, Table, rows_where
+from firsttoken_studies.record.schematic import Schematic
 from firsttoken_studies.record.show import interval
 
 if TYPE_CHECKING:
@@ -28,6 +29,56 @@ if TYPE_CHECKING:
 RULE_NAMES = {"paper": "the paper's rule, 0.75", "fewest": "fewest moves, at once"}
 _NEVER = 10.0  # periods: beyond what is drawn
 RULE_LOOKS = {"paper": "other", "fewest": "measured"}
+
+
+def schematic() -> Schematic:
+    """Draw offloading, a chain of servers, and the blocks that a new server takes."""
+    alt = (
+        "With offloading all weights come to one card again for every token. In a chain the weights stay on three "
+        "servers, and the state of the token goes from one to the next. A new server takes the blocks that are served "
+        "by the fewest."
+    )
+    sketch = Schematic(20, 10, alt)
+    sketch.text(0.2, 0.5, "Offloading: all weights come over a link, for every token", heading=True)
+    for block in range(12):
+        sketch.box(0.2 + 0.65 * block, 1, "", "paper", width=0.6)
+    sketch.arrow((8.2, 1.5), (13.4, 1.5), "all weights")
+    sketch.box(13.6, 1, "one card", "single", width=3)
+    sketch.text(0.2, 3, "A chain of servers: the weights stay, the token's state travels", heading=True)
+    sketch.box(0.2, 3.5, "client", "other", width=2.2)
+    for server, span in enumerate(("blocks 0 to 5", "blocks 6 to 9", "blocks 10, 11")):
+        sketch.arrow((2.6 + 5.8 * server, 4), (4.5 + 5.8 * server, 4), "a state")
+        sketch.box(4.7 + 5.8 * server, 3.5, span, "measured", width=3.5)
+    sketch.text(0.2, 5.5, "A new server takes the blocks that are slowest", heading=True)
+    for row, (name, first, stop, look) in enumerate(
+        (("A", 0, 6, "measured"), ("B", 6, 10, "measured"), ("C", 0, 4, "measured"), ("new", 8, 12, "mark"))
+    ):
+        sketch.text(3.3, 6.4 + 0.9 * row, f"server {name}" if name != "new" else "new server", align="right")
+        for block in range(first, stop):
+            sketch.box(3.6 + 1.3 * block, 6 + 0.9 * row, str(block), look, width=1.2, height=0.8)
+    return sketch
+
+
+def speed_notes(recorded: Result | None, now: Result) -> list[str]:
+    """Say where the own run is so slow that its figures are about the machine's other work, and not about chains."""
+    notes, rates = [], {}
+    for storage in (RAM, DISK):
+        rates[storage] = now.summary.value("bringing_gb_per_s", variant=OFFLOADING, machine=storage)
+    if rates[RAM] < rates[DISK]:
+        notes.append(
+            f"NOT PLAUSIBLE: weights came from memory at {rates[RAM]:.2f} GB/s and from the disk at {rates[DISK]:.2f}; "
+            "something else used the machine: run it again"
+        )
+    if recorded is not None and recorded.slug == now.slug:
+        seconds = [result.summary.value("block_s", model=BLOOM, bits=8) for result in (now, recorded)]
+        times = max(seconds) / min(seconds)
+        if times > 1.5:
+            slower = "your run" if seconds[0] > seconds[1] else "the record"
+            notes.append(
+                f"UNLIKE the record on a machine of this name: a block took {slower} {times:.1f} times as long as the "
+                "other; the ratios of chain and offloading differ by as much"
+            )
+    return notes
 
 
 def crossover(recorded: Result | None, now: Result) -> Figure:
@@ -137,6 +188,8 @@ def churn(recorded: Result | None, now: Result) -> Figure:
         period = shown.result.parameters["churn"]["period_s"]
         for rule in rules_of(shown.result):
             rule_rows = rows_where(shown.result.rows, rule=rule)
+            if shown.library is not None and rule_rows == rows_where(shown.library.rows, rule=rule):
+                continue
             back = sorted(_NEVER if row["back_s"] is None else row["back_s"] / period for row in rule_rows)
             share, look = 100 * np.arange(1, len(back) + 1) / len(back), {"color": COLOURS[RULE_LOOKS[rule]]}
             look |= shown.style | {"linewidth": 1.6 if shown.own else 4}
@@ -149,9 +202,16 @@ def churn(recorded: Result | None, now: Result) -> Figure:
     )
     right.axvline(100 * SHARE, color=COLOURS["target"], linestyle="--", linewidth=1.5)
     right.set(ylim=(0, 101), xlabel="rate two periods after the event, % of the most")
-    fig.suptitle("The paper's rule fills gaps but rests below 90 % of the most; fewest moves get there")
+    fig.suptitle(_churn_title(results[-1].result))
     fig.legend(loc="outside lower center", ncols=2, fontsize=9)
     return fig
+
+
+def _churn_title(result: Result) -> str:
+    """Say what share of the most the swarm comes to by each rule in this run."""
+    shares = {rule: result.summary.value("share_after_pct", variant=rule) for rule in rules_of(result)}
+    parts = [f"{share:.0f} % by {RULE_NAMES[rule].partition(',')[0]}" for rule, share in shares.items()]
+    return f"The swarm comes to rest at {', '.join(parts)} (the goal: {SHARE:.0%})"
 
 
 def churn_rows(recorded: Result | None, now: Result) -> Table:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from firsttoken_studies.record.results import Outcome, Rows, frame_of
 # Everybody decides on records: what others announced, ``gossip_s`` ago or earlier, of the dead as well until they
 # expire. A server that wants to move announces it, waits, and goes only if the move is still wanted with all counted
 # that announced before.
+
+JoiningRule: TypeAlias = Callable[[Sequence[Reachable], int, int], range]  # (servers, depth, count) -> its blocks
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class ChurnConfig:
     settle_s: float = 2.0
     expiry_s: float = 30.0
     load_s: float = 5.0
+    join: JoiningRule = interval_to_join  # the blocks that a server takes when it comes
 
     def __post_init__(self) -> None:
         if self.depth < 1 or min(self.period_s, self.expiry_s) <= 0 or min(self.gossip_s, self.settle_s) < 0:
@@ -94,7 +97,7 @@ class Churn:
     def join(self, name: str, count: int, throughput: float) -> None:
         """Add a server of ``count`` blocks, which chooses them by what it sees, and again when it has waited for
         others."""
-        blocks = interval_to_join(self.seen(), self.config.depth, count)
+        blocks = self.config.join(self.seen(), self.config.depth, count)
         record = Reachable(name, blocks, 0.0, throughput)
         self._servers[name] = _Simulated(record, [(self.now_s, record)], wants=(self.now_s, name))
         self._after(self.config.settle_s, lambda: self._join(name))
@@ -140,7 +143,7 @@ class Churn:
         server = self._servers[name]
         if not server.alive:
             return
-        blocks = interval_to_join(self.seen(name, server.wants), self.config.depth, len(server.record.blocks))
+        blocks = self.config.join(self.seen(name, server.wants), self.config.depth, len(server.record.blocks))
         server.record, server.wants = replace(server.record, blocks=blocks), None
         server.said.append((self.now_s, server.record))
         self._after(self.config.load_s, lambda: self._ready(name))
@@ -234,14 +237,14 @@ class ChurnStudyConfig:
             raise ProfileError("churn: servers, events and seeds must be at least 1, depth at least 10")
 
 
-def swarm_churn(profile: Profile) -> Outcome:
+def swarm_churn(profile: Profile, *, join: JoiningRule = interval_to_join) -> Outcome:
     """Rows {seed, rule, event, kind, servers, back_s, unserved_s, share_after, moves, in_vain}; ``back_s`` is
-    None where the rate was not back after two periods."""
+    None where the rate was not back after two periods. ``join`` chooses the blocks of a server that comes."""
     config = profile.section("churn", ChurnStudyConfig)
     rows: Rows = []
     cases = itertools.product(range(profile.seed, profile.seed + config.seeds), config.rules)
     for seed, rule in track(list(cases), desc="churn"):
-        rows += [{"seed": seed, "rule": rule} | row for row in churned(config, seed, RULES[rule])]
+        rows += [{"seed": seed, "rule": rule} | row for row in churned(config, seed, RULES[rule] | {"join": join})]
     return Outcome(rows, provenance={"source": "simulated servers", "kind": "simulated"})
 
 

@@ -14,6 +14,7 @@ FROZEN, AUDITOR = "firsttoken.petals.tuning.frozen:FrozenBlocks", "firsttoken.pe
 LINEAR8, CHAIN = "firsttoken.engine.linear8:Linear8.forward", "firsttoken.petals.routing:best_chain"
 BORROWING = "firsttoken_extras.layer_borrowing.replica:BorrowingReplica._switch_to"
 
+JOIN, SEARCH = "the rule `join` of the cell `mechanism`", "the search `shortest` of the cell `mechanism`"
 SESSION, CLIENT = "the session of the cell `mechanism`", "the client of the library"
 
 rewritten("06", "the newest alone is kept", "self.kept[part] += states", "self.kept[part] = states", SESSION)
@@ -21,7 +22,7 @@ rewritten("06", "a successor is sent the newest alone", "[server.seen :]", "[-1:
 
 
 @wrong("06", "the worst chain first", CHAIN, CLIENT)
-@wrong("52", "the worst chain first", CHAIN, "search of the best chain")
+@wrong("52", "the worst chain first", CHAIN, SEARCH)
 def the_worst_chain_first(right, servers, layers, without=()):
     near = {one.name: one for one in servers}
     slow = [replace(one, ping_s=0.0, throughput=1 / one.throughput) for one in servers]
@@ -64,17 +65,24 @@ def outliers_in_the_integers(right, linear, x):
     return right(linear, x)
 
 
-@wrong("52", "a server goes where most is", f"{PLACEMENT}:_neediest", "chooses its blocks", quick=True)
+rewritten(
+    "52", "a server takes the first blocks", "start = min(range(depth - count + 1), key", "start = max([0], key", JOIN
+)
+rewritten("52", "round trips are left out", "server.ping_s + (end - first)", "(end - first)", SEARCH)
+rewritten("52", "the slowest of all chains", "min(ways)", "max(ways)", SEARCH)
+
+
+@wrong("52", "a server goes where most is", f"{PLACEMENT}:_neediest", JOIN, quick=True)
 def where_most_is(right, rates, count):
     return right(-rates, count)
 
 
-@wrong("52", "a server takes no blocks", f"{PLACEMENT}:interval_to_join", "chooses its blocks")
+@wrong("52", "a server takes no blocks", f"{PLACEMENT}:interval_to_join", JOIN)
 def no_place(right, servers, depth, count):
     return range(0)
 
 
-@wrong("52", "a chain blind to round trips", CHAIN, "search of the best chain")
+@wrong("52", "a chain blind to round trips", CHAIN, SEARCH)
 def blind_to_round_trips(right, servers, layers, without=()):
     near = {one.name: one for one in servers}
     hops = right([replace(one, ping_s=0.0) for one in servers], layers, without)
