@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from firsttoken.cps.policies import CrossPoint
 from firsttoken.engine.preemption.preemption_policy import Action
@@ -18,6 +20,7 @@ from firsttoken_studies.nb22_cross_point_scheduler import figures as policy_figu
 from firsttoken_studies.nb24_who_is_preempted import figures as victim_figures
 from firsttoken_studies.nb40_generation_stalls import figures as stall_figures
 from firsttoken_studies.nb52_chains_and_offloading import figures as swarm_figures
+from firsttoken_studies.progressiveserve import stage_figures
 from firsttoken_studies.record.plot import COLOURS
 
 
@@ -69,7 +72,7 @@ def _numbers(artist: Any) -> tuple[Any, ...]:
     elif hasattr(artist, "get_offsets"):
         numbers = np.concatenate([*(path.vertices for path in artist.get_paths()), artist.get_offsets()])
     else:
-        numbers = artist.get_path().vertices @ artist.get_patch_transform().get_matrix()[:2, :2].T
+        numbers = artist.get_patch_transform().transform(artist.get_path().vertices)
     return (type(artist).__name__, *np.round(np.asarray(numbers, float).ravel(), 9))
 
 
@@ -93,3 +96,10 @@ def the_one_with_most_tokens(running: list[Request]) -> Request:
 @changed("swarm_churn", "join", swarm_figures.churn)
 def the_first_blocks(servers: Sequence[Reachable], depth: int, count: int) -> range:
     return range(count)
+
+
+@changed("layer_distance", "rule", stage_figures.distance_map, stage_figures.chosen_blocks)
+def turned_most(stream: Tensor, size: int) -> tuple[list[int], Tensor]:
+    cosines = torch.cosine_similarity(stream[:-size], stream[size:], dim=-1).mean(1)
+    start = int(cosines.argmin())
+    return list(range(start, start + size)), cosines

@@ -32,6 +32,7 @@ from firsttoken.study.summary import Summary
 from firsttoken_extras.bitplanes.first_stage import PlanSpec, coarse
 from firsttoken_studies.choice_tasks import TASKS
 from firsttoken_studies.multiple_choice import ChoiceTasksConfig, accuracy_summary
+from firsttoken_studies.progressiveserve.layers import BlockRule, chosen, last_tokens
 from firsttoken_studies.record.overlay import over
 from firsttoken_studies.record.results import Outcome, Result, Rows, Table, frame_of, rows_where
 from firsttoken_studies.record.show import interval
@@ -82,10 +83,10 @@ class FamiliesConfig(ChoiceTasksConfig):
         return token_windows(running_text("train"), tokenizer, self.window_tokens, self.passages)
 
 
-def families(profile: Profile) -> Outcome:
+def families(profile: Profile, *, rule: BlockRule | None = None) -> Outcome:
     """Rows of each model, {model, what: block, start, size, distance, text_nll} and {model, what: text, variant,
-    window, text_nll}, and the answers as ``ChoiceTasksConfig`` has them. Raises AssetError for a model that is not
-    fetched."""
+    window, text_nll}, and the answers as ``ChoiceTasksConfig`` has them. A reader's ``rule`` chooses the block of the
+    least distance in place of the library's. Raises AssetError for a model that is not fetched."""
     config = profile.section("families", FamiliesConfig)
     rows, origins = config.right(), {}
     for name in config.models:
@@ -96,24 +97,29 @@ def families(profile: Profile) -> Outcome:
             raise StageError(f"model {name} has no tokenizer, and its quality is judged on text: choose another")
         as_stored(loaded.model, torch.bfloat16, profile.torch_dtype())
         origins[name] = loaded.provenance.as_dict()
-        rows += [{"model": name} | row for row in _family(config, loaded)]
+        rows += [{"model": name} | row for row in _family(config, loaded, rule)]
     return Outcome(rows, provenance=origins[config.models[0]] | {"families": origins})
 
 
 @torch.inference_mode()
-def _family(config: FamiliesConfig, loaded: Loaded) -> Rows:
+def _family(config: FamiliesConfig, loaded: Loaded, rule: BlockRule | None) -> Rows:
     model, size, calibration = loaded.model, config.waiting(loaded.model), config.calibration(loaded.tokenizer)
     held_out = token_windows(running_text("test"), loaded.tokenizer, config.window_tokens, config.windows)
-    distances = angular_distances(model, calibration, config.batch)
-    turned, rows = distances.block(size).mean(0).tolist(), []
-    for start, distance in enumerate(track(turned, desc="blocks", leave=False)):
+    if rule is None:
+        distances = angular_distances(model, calibration, config.batch)
+        block, turned = choose_block(distances, size), distances.block(size).mean(0)
+    else:
+        block, turned = rule(last_tokens(model, calibration, config.batch), size)
+    rows: Rows = []
+    for start, distance in enumerate(track(turned.tolist(), desc="blocks", leave=False)):
         with passing(model, tuple(range(start, start + size))):
             loss = _mean_loss(text_scores(model, calibration[: config.tried], config.batch))
         rows.append({"what": "block", "start": start, "size": size, "distance": distance, "text_nll": loss})
+    rows[block[0]]["left_out"] = True
     least = min(rows, key=lambda row: row["text_nll"])["start"]
     variants: dict[str, AbstractContextManager[Any]] = {
         WHOLE: nullcontext(),
-        BY_DISTANCE: passing(model, tuple(choose_block(distances, size))),
+        BY_DISTANCE: passing(model, tuple(block)),
         BY_LOSS: passing(model, tuple(range(least, least + size))),
         FIRST_BITS: coarse(model, PlanSpec.parse(config.first), "BF16"),
         EIGHT: _in_8_bits(model),  # the last, as it stays so
@@ -143,8 +149,9 @@ def families_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     summary = Summary()
     for model in parameters["families"]["models"]:
         blocks, text = frame_of(rows, what="block", model=model), frame_of(rows, what="text", model=model)
-        for variant, column in ((BY_DISTANCE, "distance"), (BY_LOSS, "text_nll")):
-            start = int(blocks.start[blocks[column].idxmin()])
+        least = {BY_DISTANCE: chosen(rows_where(rows, what="block", model=model))["start"]}
+        least[BY_LOSS] = int(blocks.start[blocks.text_nll.idxmin()])
+        for variant, start in least.items():
             summary.add("chosen_start", {"value": start, "unit": "layer, 0-based"}, model=model, variant=variant)
         losses = {name: windows.text_nll.to_numpy() for name, windows in text.groupby("variant", sort=False)}
         plain = losses.pop(WHOLE)

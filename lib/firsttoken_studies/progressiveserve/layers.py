@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, text_of
 from firsttoken.progressiveserve.base_model import ServedConfig, at_stage, load_base, load_served
-from firsttoken.progressiveserve.distance import Distances, angular_distances, check_size, resampled_starts
+from firsttoken.progressiveserve.distance import (
+    angular_distances,
+    check_size,
+    compute_layer_inputs,
+    resampled_starts,
+)
 from firsttoken.progressiveserve.evaluation import Evaluation, QualityConfig
 from firsttoken.progressiveserve.healing import Teacher
 from firsttoken.progressiveserve.quality_gates import recoveries, summarise
@@ -29,6 +36,9 @@ from firsttoken_studies.record.results import Outcome, Rows, rows_where
 
 LOGITS = "logits"  # the task of a row that says whether a variant's logits are the full model's
 LETTERS = {1: "A", 2: "AB"}  # the layers that a stage's adapters are for
+BlockRule = Callable[[Tensor, int], tuple[list[int], Tensor]]
+"""Chooses a block of a size from the residual stream [depth + 1, texts, hidden] at the last token: its layers, and the
+distance of the block at each start."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +65,12 @@ class DistanceConfig:
         ]
 
 
-def layer_distance(profile: Profile) -> Outcome:
-    """Angular distance of every block of 1 to ``max_block`` layers, and the block that it chooses."""
+def layer_distance(profile: Profile, *, rule: BlockRule | None = None) -> Outcome:
+    """Angular distance of every block of 1 to ``max_block`` layers, and the block that it chooses.
+
+    A reader's ``rule`` in place of the library's has rows of its own distances at the last token, and in the row of the
+    block that it chooses ``left_out``, as that need not be the one of the least distance.
+    """
     config = profile.section("distance", DistanceConfig)
     check(config.needs(), ModelFacts(profile.model))
     loaded = load_model(profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
@@ -68,13 +82,28 @@ def layer_distance(profile: Profile) -> Outcome:
     start = time.perf_counter()
     distances = angular_distances(loaded.model, windows, config.batch)
     elapsed = round(time.perf_counter() - start, 2)
-    rows = [
-        row | {"compute_s": elapsed}  # one pass serves all rows
-        for size in sorted({*range(1, min(config.max_block, depth - 1) + 1), config.block})
-        for tokens in ("last", "all")
-        for row in _block_rows(distances, size, tokens, profile.seed)
-    ]
+    stream = None if rule is None else last_tokens(loaded.model, windows, config.batch)
+    rows = []
+    for size in sorted({*range(1, min(config.max_block, depth - 1) + 1), config.block}):
+        by_last = list(_block_rows(distances.block(size), profile.seed))
+        if rule is not None and stream is not None:
+            layers, _ = rule(stream, size)
+            by_last = list(_block_rows(torch.stack([rule(text, size)[1] for text in stream.split(1, 1)]), profile.seed))
+            by_last[layers[0]]["left_out"] = True
+        by_all = _block_rows(distances.block(size, "all"), profile.seed)
+        rows += [{"size_layers": size, "tokens": "last", "compute_s": elapsed} | row for row in by_last]
+        rows += [{"size_layers": size, "tokens": "all", "compute_s": elapsed} | row for row in by_all]
     return Outcome(rows, provenance=loaded.provenance.as_dict())
+
+
+def last_tokens(model: PreTrainedModel, windows: Tensor, batch: int) -> Tensor:
+    """Return the residual stream [depth + 1, passages, hidden] of ``windows`` at the last token, as a rule reads it."""
+    return torch.cat([compute_layer_inputs(model, ids)[:, :, -1].float().cpu() for ids in windows.split(batch)], 1)
+
+
+def chosen(rows: Rows) -> dict[str, Any]:
+    """Return the row of the block that was chosen of ``rows`` of one size: by the library's, that of least distance."""
+    return next((row for row in rows if row.get("left_out")), min(rows, key=lambda row: row["distance"]))
 
 
 def distance_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
@@ -85,9 +114,7 @@ def distance_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     config = parameters["distance"]
     depth = max(row["start_layer"] + row["size_layers"] for row in rows)
     by_last, by_all = (rows_where(rows, size_layers=config["block"], tokens=tokens) for tokens in ("last", "all"))
-    start, start_all = (
-        min(distances, key=lambda row: row["distance"])["start_layer"] for distances in (by_last, by_all)
-    )
+    start, start_all = (chosen(distances)["start_layer"] for distances in (by_last, by_all))
     by_passage = list(zip(*(row["by_passage"] for row in by_last), strict=True))
     starts = resampled_starts(by_passage, config["resamples"], parameters["seed"])
     stability_pct = 100 * starts.count(start) / len(starts)
@@ -103,14 +130,12 @@ def distance_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     return summary
 
 
-def _block_rows(distances: Distances, size: int, tokens: str, seed: int) -> Iterator[dict[str, Any]]:
-    """One row a start: the mean distance with its interval, and the distance of each passage."""
-    for start, by_passage in enumerate(distances.block(size, tokens).T.tolist()):
+def _block_rows(distances: Tensor, seed: int) -> Iterator[dict[str, Any]]:
+    """One row a start of ``distances`` [passages, starts]: the mean with its interval, and that of each passage."""
+    for start, by_passage in enumerate(distances.T.tolist()):
         interval = bootstrap(by_passage, seed=seed, resamples=500)
         yield {
-            "size_layers": size,
             "start_layer": start,
-            "tokens": tokens,
             "distance": interval.estimate,
             "low": interval.low,
             "high": interval.high,

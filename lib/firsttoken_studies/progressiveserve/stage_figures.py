@@ -9,9 +9,10 @@ import numpy as np
 
 from firsttoken.progressiveserve.quality_gates import CLOSED_BOOK, GATES, gate
 from firsttoken.progressiveserve.stages import REPORT_PLAN
+from firsttoken_studies.progressiveserve.layers import chosen
 from firsttoken_studies.record.overlay import DrawnResult, legend, name_results, over
 from firsttoken_studies.record.plot import COLOURS, LOOKS, log_ticks, panels
-from firsttoken_studies.record.results import Result, Table
+from firsttoken_studies.record.results import Result, Table, rows_where
 from firsttoken_studies.record.show import interval
 
 if TYPE_CHECKING:
@@ -41,13 +42,14 @@ def distance_map(recorded: Result | None, now: Result) -> Figure:
     rows = {size: row for row, size in enumerate(table.index)}
     for shown in results:
         width, colour = (2, COLOURS["measured"]) if shown.own else (6, COLOURS["single"])
-        for start, size in _best(shown.result)[["start_layer", "size_layers"]].itertuples(index=False):
+        for start, size in _moved(shown)[["start_layer", "size_layers"]].itertuples(index=False):
             if size in rows:
                 frame = plt.Rectangle((start, rows[size]), 1, 1, fill=False, clip_on=False)
                 ax.add_patch(frame)
-                frame.set(edgecolor=colour, linewidth=width, zorder=shown.style["zorder"])
+                frame.set(edgecolor=colour, linewidth=width, **shown.style | {"alpha": 1.0})
         label = f"turns the stream least, by size: {shown.who()}"
-        ax.plot([], [], "s", color=colour, fillstyle="none", markeredgewidth=width / 1.5, markersize=8, label=label)
+        hollow = {"fillstyle": "none", "markeredgewidth": width / 1.5, "markersize": 8}
+        ax.plot([], [], "s", color=colour, label=label, **hollow, path_effects=shown.style.get("path_effects"))
     size = len(REPORT_PLAN.block)
     if size in rows:
         scaled = REPORT_PLAN.block[0] / REPORT_PLAN.depth * table.shape[1]
@@ -61,7 +63,8 @@ def distance_map(recorded: Result | None, now: Result) -> Figure:
     depth_text = (
         "deep, as the report has it" if now.summary.value("relative_depth") >= DEEP else "in the middle, not deep"
     )
-    fig.suptitle(f"The block of {end - start + 1} that turns the stream least, {start}-{end}, lies {depth_text}")
+    message = f"The block of {end - start + 1} that turns the stream least, {start}-{end}, lies {depth_text}"
+    fig.suptitle(message + _instead(now))
     fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
     return fig
 
@@ -70,11 +73,13 @@ def chosen_blocks(recorded: Result | None, now: Result) -> Figure:
     """The chosen block of every size as a bar from its first to its last layer; the report's block, scaled, beside."""
     results = over(recorded, now)
     fig, ax = panels(figsize=(8, 4.6))
+    height = {1: 0.7, 2: 0.34, 3: 0.24}[len(results)]
     for shown in results:
-        best = _best(shown.result)
-        places, height = best.size_layers - shown.shift, 0.7 if shown.alone else 0.34
+        blocks = _moved(shown)
         look = shown.style | {"color": COLOURS["measured"], "edgecolor": "black" if shown.own else "none"}
-        ax.barh(places, best.size_layers, left=best.start_layer, height=height, label=f"chosen: {shown.who()}", **look)
+        label = f"chosen: {shown.who()}"
+        ax.barh(blocks.size_layers - shown.shift, blocks.size_layers, height, blocks.start_layer, label=label, **look)
+    best = _best(now)
     depth = _depth(now)
     for start, size, distance in best[["start_layer", "size_layers", "distance"]].itertuples(index=False):
         ax.annotate(f"{distance:.2f}", (start - 0.3, size), ha="right", va="center", fontsize=9)
@@ -87,7 +92,8 @@ def chosen_blocks(recorded: Result | None, now: Result) -> Figure:
     ax.set(xlabel="layer (0-based); beside a bar: the block's angular distance", ylabel="layers in the block")
     ax.set(xlim=(-1.5, depth), yticks=sorted(best.size_layers))
     deep = int((best.start_layer / depth >= DEEP).sum())
-    fig.suptitle(f"{deep} of {len(best)} chosen blocks begin in the deeper half, where the report's lies")
+    message = f"{deep} of {len(best)} chosen blocks begin in the deeper half, where the report's lies"
+    fig.suptitle(message + _instead(now))
     fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
     return fig
 
@@ -185,9 +191,27 @@ def _last(result: Result) -> pandas.DataFrame:
 
 
 def _best(result: Result) -> pandas.DataFrame:
-    """The row of each block size whose distance is the least."""
-    table = _last(result)
-    return table.loc[table.groupby("size_layers").distance.idxmin()]
+    """The row of the block that is chosen at each size."""
+    import pandas
+
+    table = [row for row in result.rows if row["tokens"] == "last"]
+    return pandas.DataFrame(
+        [chosen(rows_where(table, size_layers=size)) for size in sorted({*_last(result).size_layers})]
+    )
+
+
+def _moved(shown: DrawnResult) -> pandas.DataFrame:
+    """The chosen blocks of a result; of a changed mechanism those that are others than the library's."""
+    best = _best(shown.result)
+    return best if shown.library is None else best[best.start_layer.to_numpy() != _best(shown.library).start_layer]
+
+
+def _instead(now: Result) -> str:
+    """Return what a title adds where the reader has changed the rule: the block that it chooses."""
+    if now.with_mechanism is None:
+        return ""
+    start, end = (now.with_mechanism.summary.value(name) for name in ("chosen_start", "chosen_end"))
+    return f"\nyour rule chooses {start}-{end}"
 
 
 def _depth(result: Result) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.running import wrong
+from mutants.running import rewritten, wrong
 
 DISTANCE, HEALING = "firsttoken.progressiveserve.distance", "firsttoken.progressiveserve.healing"
 STAGED = "firsttoken.progressiveserve.checkpoint.plan:staged"
@@ -10,18 +10,25 @@ PASS_LAYER = "firsttoken.progressiveserve.passlayer:PassLayer.forward"
 TRANSITIONS = "firsttoken.progressiveserve.staged_serving.transitions"
 
 
-@wrong("11", "the deepest block is chosen", f"{DISTANCE}:choose_block", "angular distance of a block", quick=True)
+RULE = "the rule of the cell `mechanism`"
+rewritten(
+    "11", "the cell chooses what turns most", "start = int(turned.argmin", "start = int(turned.argmax", RULE, quick=True
+)
+rewritten("11", "the cosine for the angle", "torch.arccos(cosine.clamp(-1, 1)) / torch.pi", "cosine", RULE)
+
+
+@wrong("11", "the deepest block is chosen", f"{DISTANCE}:choose_block", RULE, quick=True)
 def deepest_block(right, distances, size, tokens="last"):
     return list(range(distances.depth - size, distances.depth))
 
 
-@wrong("11", "the block that turns most is chosen", f"{DISTANCE}:choose_block", "angular distance of a block")
+@wrong("11", "the block that turns most is chosen", f"{DISTANCE}:choose_block", RULE)
 def most_turning_block(right, distances, size, tokens="last"):
     start = int(distances.block(size, tokens).mean(0).argmax())
     return list(range(start, start + size))
 
 
-@wrong("11", "a distance over one layer too many", f"{DISTANCE}:Distances.block", "angular distance of a block")
+@wrong("11", "a distance over one layer too many", f"{DISTANCE}:Distances.block", RULE)
 def one_layer_too_many(right, distances, size, tokens="last"):
     return right(distances, size + 1, tokens)
 
