@@ -10,6 +10,13 @@ PASS_LAYER = "firsttoken.progressiveserve.passlayer:PassLayer.forward"
 TRANSITIONS = "firsttoken.progressiveserve.staged_serving.transitions"
 
 
+STAND_IN = "`PassLayer` or `arrive` of the cell `mechanism`"
+rewritten(
+    "04", "a PassLayer of the cell shrinks what enters", "return hidden_states", "return 0.9 * hidden_states", STAND_IN
+)
+rewritten(
+    "04", "a late layer of the cell finds ones", "nothing = torch.zeros_like", "nothing = torch.ones_like", STAND_IN
+)
 RULE = "the rule of the cell `mechanism`"
 rewritten(
     "11", "the cell chooses what turns most", "start = int(turned.argmin", "start = int(turned.argmax", RULE, quick=True
@@ -58,6 +65,7 @@ def everything_first(right, names, stages):
     return single_stage(names, stages.depth)
 
 
+@wrong("04", "a PassLayer returns zeros", PASS_LAYER, "the library's, beside `PassLayer`")
 @wrong("13", "a PassLayer returns zeros", PASS_LAYER, "PassLayer")
 def passes_zeros(right, layer, hidden_states, *given, **named):
     return 0 * hidden_states

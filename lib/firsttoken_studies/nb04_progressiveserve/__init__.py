@@ -1,0 +1,1 @@
+"""Notebook 04: ProgressiveServe in one page."""
