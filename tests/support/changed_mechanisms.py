@@ -20,6 +20,7 @@ from firsttoken_studies.nb22_cross_point_scheduler import figures as policy_figu
 from firsttoken_studies.nb24_who_is_preempted import figures as victim_figures
 from firsttoken_studies.nb40_generation_stalls import figures as stall_figures
 from firsttoken_studies.nb52_chains_and_offloading import figures as swarm_figures
+from firsttoken_studies.nb63_many_cold_starts import figures as burst_figures
 from firsttoken_studies.progressiveserve import stage_figures
 from firsttoken_studies.record.plot import COLOURS
 
@@ -103,3 +104,13 @@ def turned_most(stream: Tensor, size: int) -> tuple[list[int], Tensor]:
     cosines = torch.cosine_similarity(stream[:-size], stream[size:], dim=-1).mean(1)
     start = int(cosines.argmin())
     return list(range(start, start + size)), cosines
+
+
+@changed("many_starts", "sharing", burst_figures.waits, burst_figures.money)
+def one_after_another(starts: Sequence[float], sizes: Sequence[float], rate: float) -> list[list[float]]:
+    """Give the link to one replica, with all its parts, then to the next."""
+    ready, now = {}, 0.0
+    for begin, who in sorted((begin, who) for who, begin in enumerate(starts)):
+        ready[who] = [max(now, begin) + sum(sizes[: part + 1]) / rate for part in range(len(sizes))]
+        now = ready[who][-1]
+    return [ready[who] for who in range(len(starts))]

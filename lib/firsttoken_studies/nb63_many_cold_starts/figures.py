@@ -10,11 +10,35 @@ from firsttoken_studies.nb63_many_cold_starts.study import ARMS, STAGED, WARM, W
 from firsttoken_studies.record.overlay import legend, over
 from firsttoken_studies.record.plot import Figure, panels, ticks
 from firsttoken_studies.record.results import Result, Rows, Table
+from firsttoken_studies.record.schematic import Schematic
 from firsttoken_studies.record.show import cells
 
 LOOK = {WHOLE: "S0", STAGED: "S1", WARM: "S3"}  # what is served at first: no stages, the first one, the last one
 _LINES = {"fair": "-", "first stages first": "-.", "in turn": "--"}
 _KEPT = ("-", "--", "-.", ":")
+
+
+def schematic() -> Schematic:
+    """Draw three replicas that load over one link, whole or in stages."""
+    alt = (
+        "Three replicas load at once over one link, each at a third of its rate. A replica that loads the whole model "
+        "can answer when all layers are there. One that loads in stages can answer when its first stage is there, "
+        "which lacks eight layers; the other two stages come behind it."
+    )
+    sketch = Schematic(18, 7.4, alt)
+    sketch.text(0.2, 0.45, "One link, three replicas: each loads at a third of its rate", heading=True)
+    for lane in range(3):
+        sketch.box(2.8, 1 + 0.8 * lane, "all layers", "S0", width=11.2, height=0.8)
+        sketch.box(2.8, 4.2 + 0.8 * lane, "first stage: lacks 8 layers", "S1", width=8.4, height=0.8)
+        sketch.box(11.2, 4.2 + 0.8 * lane, "lacks 4", "S2", width=1.4, height=0.8)
+        sketch.box(12.6, 4.2 + 0.8 * lane, "all", "S3", width=1.4, height=0.8)
+    sketch.text(2.6, 2.2, "whole", align="right")
+    sketch.text(2.6, 5.4, "in stages", align="right")
+    sketch.arrow((17.8, 2.2), (14.1, 2.2), "first tokens")
+    sketch.arrow((11.2, 3.5), (11.2, 4.2))
+    sketch.text(11.0, 3.75, "first tokens", align="right")
+    sketch.arrow((2.8, 7.0), (17.8, 7.0), "time")
+    return sketch
 
 
 def arm_rows(result: Result, model: str, replicas: int) -> Table:

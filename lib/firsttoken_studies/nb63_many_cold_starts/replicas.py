@@ -9,7 +9,7 @@ import heapq
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from firsttoken.engine.costs.cost_model import Costs
@@ -73,6 +73,18 @@ def shared_link(
                 part[who] += 1
                 remaining[who] = float(sizes[part[who]]) if part[who] < len(sizes) else 0.0
         now = end
+    return Loads(ready_s, flows)
+
+
+def loads_between(starts_s: Sequence[float], sizes: Sequence[float], ready_s: list[list[float]]) -> Loads:
+    """Return the loads of which ``ready_s`` alone is known: a part comes evenly after the one before it."""
+    flows = []
+    for begin_s, moments_s in zip(starts_s, ready_s, strict=True):
+        spans = zip(pairwise([begin_s, *moments_s]), range(len(sizes)), sizes, strict=True)
+        for (begin, end), index, size in spans:
+            rates = [0.0] * len(sizes)
+            rates[index] = size / max(end - begin, 1e-9)
+            flows.append((begin, end, rates))
     return Loads(ready_s, flows)
 
 

@@ -31,6 +31,7 @@ from firsttoken_studies.nb63_many_cold_starts.replicas import (
     Bounds,
     Loads,
     System,
+    loads_between,
     serve,
     shared_link,
     stages_at,
@@ -173,11 +174,16 @@ SYSTEMS: dict[str, Callable[[], System]] = {HERE: here, LLAMA_2: on_card}
 # The experiment.
 
 
-def many_starts(profile: Profile) -> Outcome:
+Sharing = Callable[[Sequence[float], Sequence[float], float], list[list[float]]]
+"""From when replicas start, the bytes of their parts and those a second of the link: when each has each part."""
+
+
+def many_starts(profile: Profile, *, sharing: Sharing | None = None) -> Outcome:
     """Rows {what: "burst", model, arm, replicas, seed, ...}, with seconds from the first arrival on and bytes by stage,
     and {what: "live", case, measure, live_s, simulated_s}, one replica held against the recorded runs of notebook 15.
 
-    All arms of a draw have the same requests, and replicas that begin at the same moments.
+    All arms of a draw have the same requests, and replicas that begin at the same moments. ``sharing`` stands for the
+    library's fair ``shared_link``.
     """
     config = profile.section("many_starts", ManyStartsConfig)
     pairs = lengths(config.lengths)
@@ -191,7 +197,7 @@ def many_starts(profile: Profile) -> Outcome:
         labels = {"what": "burst", "model": name, "replicas": count, "seed": profile.seed + seed}
         system_index = config.systems.index(name)
         rows += [
-            labels | {"arm": arm} | burst(systems[name], arm, starts, items, config, system_index)
+            labels | {"arm": arm} | burst(systems[name], arm, starts, items, config, system_index, sharing)
             for arm in config.arms
         ]
     costs = {CARD: tables_from(), MEASURED_ON: "cold_start, crosspoint_live and recovery_timeline of the record"}
@@ -205,6 +211,7 @@ def burst(
     items: Sequence[Item],
     config: ManyStartsConfig,
     system_index: int = 0,
+    sharing: Sharing | None = None,
 ) -> dict[str, Any]:
     """Simulate one burst in one ``arm``: what its clients saw, what came over the link, and what was paid for.
 
@@ -214,7 +221,12 @@ def burst(
     parts, order = ARMS[arm]
     sizes = {WHOLE: (system.whole,), STAGED: system.sizes, WARM: ()}[parts]
     rate, most = (1e9 / 8 * gbit[system_index] for gbit in (config.gbit_per_s, config.most_gbit_per_s))
-    loads = shared_link(starts, sizes, rate, most, order) if sizes else Loads([[] for _ in starts], [])
+    if not sizes:
+        loads = Loads([[] for _ in starts], [])
+    elif sharing is not None and order == FAIR:
+        loads = loads_between(starts, sizes, sharing(starts, sizes, rate))
+    else:
+        loads = shared_link(starts, sizes, rate, most, order)
     requests, tokens_by_stage = serve(system, stages_at(loads), items, config.bounds)
     waits = [request.ttft_s for request in requests]
     over_s = max(request.times_s[-1] for request in requests)

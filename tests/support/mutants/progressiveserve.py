@@ -107,14 +107,22 @@ def transition_raises(right, policy, old, new):
     raise IndexError("list index out of range")
 
 
+SHARED = "the sharing of the cell `mechanism`"
+
+
 @wrong(
     "63",
     "everybody has the whole link",
     "firsttoken_studies.nb63_many_cold_starts.replicas:shared_link",
-    "a shared link",
+    SHARED,
 )
 def everybody_has_the_whole_link(right, starts_s, *given):
     from firsttoken_studies.nb63_many_cold_starts.replicas import Loads
 
     alone = [right([begin], *given) for begin in starts_s]
     return Loads([one.ready_s[0] for one in alone], [flow for one in alone for flow in one.flows])
+
+
+rewritten("63", "the link is not shared", "share = rate / max(1, len(loading))", "share = rate", SHARED, quick=True)
+rewritten("63", "who loads no more has a share", "max(1, len(loading))", "len(starts)", SHARED)
+rewritten("63", "one replica after another", "starts[who] <= now]\n", "starts[who] <= now][:1]\n", SHARED)
