@@ -25,7 +25,7 @@ def test_a_slider_moves_a_picture_and_a_changed_line_its_output(tmp_path: Path) 
         lab.page.browser.save_screenshot(str(Path(os.environ.get("FIRSTTOKEN_SHOTS", tmp_path)) / "slider.png"))
         assert lab.turn(SLIDER, steps=-3) == "25"
         assert lab.picture(SLIDER) == drawn
-        lab.rewrite('"explore=0": OnlineCrossPoint(explore=0.0),', '"explore=0": OnlineCrossPoint(explore=0.5),')
+        lab.rewrite('"explore=0": online(explore=0.0),', '"explore=0": online(explore=0.5),')
         lab.run_all()
         again = lab.outputs(CHANGE).text.splitlines()
         assert again[0] == told[0] and again[1] != told[1], "the changed line says something else"

@@ -12,11 +12,13 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from firsttoken.cps.policies import CrossPoint
+from firsttoken.cps.policies.online import CostCurve
 from firsttoken.engine.preemption.preemption_policy import Action
 from firsttoken.engine.request import Request, ScheduledChunk
 from firsttoken.engine.schedulers.sarathi import Sarathi
 from firsttoken.petals.routing import Reachable
 from firsttoken_studies.nb22_cross_point_scheduler import figures as policy_figures
+from firsttoken_studies.nb23_online_cross_point import study as online_figures
 from firsttoken_studies.nb24_who_is_preempted import figures as victim_figures
 from firsttoken_studies.nb40_generation_stalls import figures as stall_figures
 from firsttoken_studies.nb52_chains_and_offloading import figures as swarm_figures
@@ -114,3 +116,9 @@ def one_after_another(starts: Sequence[float], sizes: Sequence[float], rate: flo
         ready[who] = [max(now, begin) + sum(sizes[: part + 1]) / rate for part in range(len(sizes))]
         now = ready[who][-1]
     return [ready[who] for who in range(len(starts))]
+
+
+@changed("online_crosspoint", "curve", online_figures.totals, online_figures.courses)
+class WithoutFixedTerm(CostCurve):
+    def predict(self, tokens: int) -> float:
+        return max(super().predict(tokens) - self._prices[0], 1e-9)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from firsttoken.cps.policies import make_policy
+from firsttoken.cps.policies.online import CostCurve
 from firsttoken.cps.policies.replay import draw_noise, replay
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.simulation.costs.published import PAPER_SHAPE, PublishedCosts, decomposed
@@ -28,6 +29,7 @@ from firsttoken_studies.nb21_swap_or_recompute.study import LONG, PCIE_4_X16
 from firsttoken_studies.record.overlay import name_results, over
 from firsttoken_studies.record.plot import COLOURS, Figure, panels, ticks
 from firsttoken_studies.record.results import Outcome, Result, Rows, Table, frame_of
+from firsttoken_studies.record.schematic import Schematic
 from firsttoken_studies.record.show import interval
 
 if TYPE_CHECKING:
@@ -74,8 +76,33 @@ def settings(seconds: float) -> dict[str, Callable[[float], Costs]]:
     return {name: Drift(tuple(steps)).at for name, steps in changes.items()}
 
 
-def online_crosspoint(profile: Profile) -> Outcome:
-    """Rows {what: "total", setting, seed, policy, seconds, swapped} and, of the first seed, {what: "course", ...}."""
+def around(core: type) -> type[CostCurve]:
+    """Return the library's curve with the update and the prediction of ``core``, the class of notebook 23's cell: what
+    the library adds for surprises stays."""
+    if issubclass(core, CostCurve):
+        return core
+
+    class Around(CostCurve):
+        def __init__(self, memory: float) -> None:
+            super().__init__(memory)
+            self.core = core(memory)
+
+        def predict(self, tokens: int) -> float:
+            return self.core.predict(tokens)
+
+        def _add(self, tokens: int, seconds: float, scale: float) -> None:
+            super()._add(tokens, seconds, scale)  # by its leverage the library tells a surprise from a guess
+            self.core.learn(tokens, seconds, scale)
+            self._products, self._targets, self._prices = self.core.products, self.core.targets, self.core.prices
+
+    return Around
+
+
+def online_crosspoint(profile: Profile, *, curve: type = CostCurve) -> Outcome:
+    """Rows {what: "total", setting, seed, policy, seconds, swapped} and, of the first seed, {what: "course", ...}.
+
+    ``curve`` is what the online policy learns costs with: the library's class, or the one of a reader's cell.
+    """
     config = profile.section("online", OnlineConfig)
     pool = conversations(None)
     totals = pool.prompt_tokens + pool.output_tokens
@@ -86,7 +113,8 @@ def online_crosspoint(profile: Profile) -> Outcome:
         sequence = _sequence(lengths, seconds, config, seed)
         for setting, costs_at in settings(seconds).items():
             for name in POLICIES:
-                policy = make_policy(name, costs_at=costs_at) if name == "oracle" else make_policy(name)
+                settings_of_policy = {"oracle": {"costs_at": costs_at}, "online": {"curve": around(curve)}}
+                policy = make_policy(name, **settings_of_policy.get(name, {}))
                 paid = replay(policy, costs_at=costs_at, **sequence)
                 case = {"setting": setting, "seed": seed, "policy": name}
                 swapped = sum(row["action"] == "swap" for row in paid)
@@ -126,13 +154,13 @@ def _course(paid: Rows) -> Rows:
 
 def online_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     """The learning policy over the best static one, the oracle, and the fixed threshold, by setting and at worst."""
-    summary, paid = Summary(), _by_setting(rows)
+    summary, paid = Summary(), by_setting(rows)
     worst: dict[str, list[Interval]] = {"best_static": [], "oracle": []}
     beaten = wrong = 0
     for setting, by_policy in paid.items():
         best = min(STATIC, key=lambda name: by_policy[name].sum())
-        ratios = {"best_static": _over(by_policy["online"], by_policy[best])}
-        ratios |= {name: _over(by_policy["online"], by_policy[name]) for name in ("oracle", "cross_point")}
+        ratios = {"best_static": ratio_over(by_policy["online"], by_policy[best])}
+        ratios |= {name: ratio_over(by_policy["online"], by_policy[name]) for name in ("oracle", "cross_point")}
         for name, ratio in ratios.items():
             summary.add("recovery_x", ratio.summary("x"), policy="online", than=name, case=setting)
         summary.add("best_static", {"value": best}, case=setting)
@@ -149,9 +177,15 @@ def online_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     return summary
 
 
-def _over(own_s: pandas.Series, other: pandas.Series) -> Interval:
+def ratio_over(own_s: pandas.Series, other: pandas.Series) -> Interval:
     """The ratio of totals over seeds; seeds are resampled with both their runs."""
     return bootstrap(np.column_stack([own_s, other]), lambda sample: float(np.divide(*sample.sum(0))))
+
+
+def by_setting(rows: Rows) -> dict[str, pandas.DataFrame]:
+    """The seconds that each policy paid [seeds, policies], by setting."""
+    totals = frame_of(rows, what="total").groupby("setting", sort=False)
+    return {setting: group.pivot(index="seed", columns="policy", values="seconds") for setting, group in totals}
 
 
 # The figures of notebook 23: the reader's run over the record.
@@ -159,18 +193,40 @@ def _over(own_s: pandas.Series, other: pandas.Series) -> Interval:
 CHANGES = ("link slows 4 times at half", "link 8 times faster from half", "model 3 times larger from half")
 
 
+def schematic() -> Schematic:
+    """Draw how each recovery teaches the policy what the next one costs."""
+    alt = (
+        "A request is preempted. Two learned curves, one for swap and one for recompute, say what each way costs at "
+        "its length. The cheaper way is taken. The seconds that it took go back and move its curve."
+    )
+    sketch = Schematic(22, 6.4, alt)
+    sketch.text(0.2, 0.5, "Each recovery teaches the policy what the next one costs", heading=True)
+    sketch.box(0.2, 2, "a request of\nn tokens is\npreempted", "measured", width=4.2, height=2)
+    sketch.arrow((4.5, 3), (6.9, 3))
+    sketch.box(7, 1.4, "learned: swap of n tokens", "swap", width=6.2, height=1.5)
+    sketch.box(7, 3.1, "learned: recompute of n", "recompute", width=6.2, height=1.5)
+    sketch.arrow((13.3, 3), (16.1, 3), "the cheaper")
+    sketch.box(16.2, 2, "the request\ncomes back", "measured", width=4.4, height=2)
+    sketch.arrow((18.4, 4.1), (18.4, 5.6))
+    sketch.arrow((18.4, 5.6), (10.1, 5.6))
+    sketch.arrow((10.1, 5.6), (10.1, 4.7))
+    sketch.text(14.3, 5.2, "the seconds that it took", align="center")
+    return sketch
+
+
 def totals(recorded: Result | None, now: Result) -> Figure:
     """Draw the cost of each policy in each setting over the oracle's, with intervals over sequences."""
     results = over(recorded, now)
-    named = list(_by_setting(results[0].result.rows))
+    named = list(by_setting(results[0].result.rows))
     fig, ax = panels(figsize=(9, 0.75 * len(named) + 1.4))
     for shown in results:
-        for setting, by_policy in _by_setting(shown.result.rows).items():
+        for setting, by_policy in by_setting(shown.result.rows).items():
             for shift, name in enumerate(POLICIES[:-1]):
                 position = named.index(setting) + 0.2 * (shift - 1.5) + shown.shift / 4
-                paid = _over(by_policy[name], by_policy["oracle"]).summary("x")
-                label = LOOKS[name][0] if shown.own and setting == named[0] else None
-                shown.point(ax, position, paid, name.replace("cross_", "cross-"), along="x", label=label)
+                paid = ratio_over(by_policy[name], by_policy["oracle"]).summary("x")
+                label = LOOKS[name][0] if shown.own and not shown.library and setting == named[0] else None
+                look = name.replace("cross_", "cross-")
+                shown.point(ax, position, paid, look, along="x", label=label, share=1 / 4)
     ax.axvline(1, color=COLOURS["floor"], linestyle=":", label="floor: the oracle")
     ax.set(xscale="log", xlabel="total recovery cost / the oracle's")
     ticks(ax.xaxis, (1, 1.25, 1.5, 2, 3, 5, 10, 20))
@@ -178,7 +234,12 @@ def totals(recorded: Result | None, now: Result) -> Figure:
     ax.grid(axis="y", visible=False)
     ax.invert_yaxis()
     ax.legend(loc="lower right")
-    fig.suptitle("Each fixed policy costs more than twice the least somewhere, the learned one nowhere")
+    settings = by_setting(results[0].result.rows).values()
+    worst = {name: max(paid[name].sum() / paid["oracle"].sum() for paid in settings) for name in POLICIES[:-1]}
+    fixed = min(worst[name] for name in STATIC)
+    fig.suptitle(
+        f"At worst each fixed policy pays {fixed:.1f} times the least or more, the learned one {worst['online']:.2f}"
+    )
     name_results(fig, results, "recovery_x")
     return fig
 
@@ -196,7 +257,7 @@ def courses(recorded: Result | None, now: Result) -> Figure:
                 regret = [{"value": 1e3 * row["regret_s"] / count} for row in of_policy]
                 places = [100 * row["at_s"] / ends_s for row in of_policy]
                 options = {"marker": "", "linewidth": 2.6 if shown.own else 1.6}
-                label = LOOKS[name][0] if shown.own else None
+                label = LOOKS[name][0] if shown.own and not shown.library else None
                 shown.line(ax, places, regret, name.replace("cross_", "cross-"), label=label, **options)
         ax.axvline(50, color=COLOURS["mark"], linestyle=":")
         ax.set_title(setting, fontsize=10.5)
@@ -234,9 +295,3 @@ def setting_rows(result: Result) -> Table:
             entry = result.summary.of("recovery_x", policy="online", than=name, case=line["setting"])
             line[f"online / {label}"] = interval(entry, 3)
         yield line
-
-
-def _by_setting(rows: Rows) -> dict[str, pandas.DataFrame]:
-    """The seconds that each policy paid [seeds, policies], by setting."""
-    totals = frame_of(rows, what="total").groupby("setting", sort=False)
-    return {setting: group.pivot(index="seed", columns="policy", values="seconds") for setting, group in totals}

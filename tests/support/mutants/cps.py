@@ -80,16 +80,30 @@ def no_transfer(right, swap, span, blocks):
     return None
 
 
-@wrong("23", "a policy that never learns", f"{ONLINE}.observe", "online cross-point")
+@wrong("23", "a policy that never learns", f"{ONLINE}.observe", "curve of the cell")
 def never_learns(right, policy, seen):
     pass
 
 
-@wrong("23", "the dearer way is taken", f"{ONLINE}.predict", "online cross-point")
+@wrong("23", "the dearer way is taken", f"{ONLINE}.predict", "curve of the cell")
 def the_dearer_way(right, policy, action, tokens):
     return 1 / (right(policy, action, tokens) + 1e-9)
 
 
-@wrong("23", "nothing is forgotten", "firsttoken.cps.policies.online:CostCurve.__init__", "online cross-point")
+@wrong("23", "nothing is forgotten", "firsttoken.cps.policies.online:CostCurve.__init__", "curve of the cell")
 def never_forgets(right, curve, memory):
     right(curve, 1e9)
+
+
+rewritten(
+    "23",
+    "no fixed term in the cell",
+    "tokens**2]) @ self.prices)",
+    "tokens**2])[1:] @ self.prices[1:])",
+    "curve of the cell",
+)
+
+
+@wrong("23", "no fixed term", "firsttoken.cps.policies.online:CostCurve.predict", "curve of the cell", quick=True)
+def no_fixed_term(right, curve, tokens):
+    return max(right(curve, tokens) - curve._prices[0], 1e-9)

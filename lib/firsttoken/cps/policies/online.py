@@ -155,12 +155,19 @@ class OnlineCrossPoint(PreemptionPolicy):
     A way that was never observed is tried once, outside of the budget. The observation may come late or never (a swap
     is priced when it comes back, and a full host pool turns it into a recompute): until then the way that is known
     serves, or up to ``start`` tokens (the paper's 1,024) swap while neither is, and the unknown way is tried again at
-    choice 4, 16, 64 and so on. ``memory`` is that of the curves, in observations.
+    choice 4, 16, 64 and so on. ``memory`` is that of the curves, in observations, and ``curve`` their class.
     """
 
     name = "online"
 
-    def __init__(self, explore: float = 0.02, memory: float = 40, every: int = 10, start: float = 1024) -> None:
+    def __init__(
+        self,
+        explore: float = 0.02,
+        memory: float = 40,
+        every: int = 10,
+        start: float = 1024,
+        curve: type[CostCurve] = CostCurve,
+    ) -> None:
         if explore < 0 or memory <= 1 or every < 1 or start < 0:
             raise ProfileError(
                 "online: explore and start must be 0 or more, memory above 1 and every at least 1, not "
@@ -172,7 +179,7 @@ class OnlineCrossPoint(PreemptionPolicy):
         self.recovered_s = 0.0  # predicted cost of the cheaper way, summed over choices
         self.explored_s = 0.0  # expected loss, summed over explorations
         self.explorations = 0
-        self._curves = {action: CostCurve(memory) for action in Action}
+        self._curves = {action: curve(memory) for action in Action}
         self._choices = 0
         self._tries = dict.fromkeys(Action, 0)
         self._seen_at = dict.fromkeys(Action, 0)  # in choices
