@@ -21,6 +21,7 @@ from firsttoken_studies.nb22_cross_point_scheduler import figures as policy_figu
 from firsttoken_studies.nb23_online_cross_point import study as online_figures
 from firsttoken_studies.nb24_who_is_preempted import figures as victim_figures
 from firsttoken_studies.nb40_generation_stalls import figures as stall_figures
+from firsttoken_studies.nb41_serving_capacity import figures as capacity_figures
 from firsttoken_studies.nb52_chains_and_offloading import figures as swarm_figures
 from firsttoken_studies.nb63_many_cold_starts import figures as burst_figures
 from firsttoken_studies.progressiveserve import stage_figures
@@ -122,3 +123,11 @@ def one_after_another(starts: Sequence[float], sizes: Sequence[float], rate: flo
 class WithoutFixedTerm(CostCurve):
     def predict(self, tokens: int) -> float:
         return max(super().predict(tokens) - self._prices[0], 1e-9)
+
+
+@changed("serving_capacity", "search", capacity_figures.capacities)
+def a_rate_by_the_longest_gap(
+    serve: Callable[[float], Sequence[Request]], tbt_s: float, start: float
+) -> tuple[float, Sequence[float]]:
+    gaps = [np.diff(request.times_s).max() for request in serve(start)]
+    return start * tbt_s / max(gaps), [start]

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -26,6 +26,23 @@ from firsttoken.study.stats import ratio_of_means
 from firsttoken.study.summary import Summary
 from firsttoken_studies.record.results import Outcome, Rows, frame_of
 from firsttoken_studies.sarathi.leaderboard import add_capacities
+
+Search: TypeAlias = Callable[[Callable[[float], Sequence[Request]], float, float], tuple[float, Sequence[float]]]
+"""A function of (serve, tbt_s, start): ``serve(rate)`` gives the requests that were served, ``tbt_s`` is the limit on
+the P99 between two tokens. It returns the capacity, 0 where no rate is within the limits, and the rates tried."""
+
+
+def search_capacity(
+    serve: Callable[[float], Sequence[Request]], tbt_s: float, start: float
+) -> tuple[float, Sequence[float]]:
+    """Search the capacity by the library's rule, as a ``Search`` does."""
+    tried: list[float] = []
+
+    def times(rate: float) -> ClientTimes:
+        tried.append(rate)
+        return ClientTimes.of(serve(rate))
+
+    return capacity(times, Objective(tbt_s), start=start)[0], tried
 
 
 @dataclass(frozen=True)
@@ -105,23 +122,27 @@ class Bench:
         """Serve the requests of ``seed``; return the times that clients saw, and the longest step that also decoded, in
         s."""
         requests, trace = self.run(policy, objective, seed, rate)
-        return ClientTimes.of(requests), max((step.seconds for step in trace.steps if step.contexts), default=0.0)
+        return ClientTimes.of(requests), _longest_step_s(trace)
 
     def search(
-        self, policy: Policy, objective: Objective, seed: int, tried: Callable[[float], object] = lambda rate: None
+        self,
+        policy: Policy,
+        objective: Objective,
+        seed: int,
+        tried: Callable[[float], object] = lambda rate: None,
+        search: Search = search_capacity,
     ) -> dict[str, Any]:
-        """The capacity, and what was served at it; ``tried`` is told each rate."""
-        longest_steps: dict[float, float] = {}
+        """The capacity by ``search``, and what was served at it; ``tried`` is told each rate."""
+        served: dict[float, dict[str, float]] = {}
 
-        def serve(rate: float) -> ClientTimes:
-            served, longest_steps[rate] = self.serve(policy, objective, seed, rate)
+        def serve(rate: float) -> list[Request]:
+            requests, trace = self.run(policy, objective, seed, rate)
+            served[rate] = asdict(ClientTimes.of(requests)) | {"step_max_s": _longest_step_s(trace)}
             tried(rate)
-            return served
+            return requests
 
-        rate, served = capacity(serve, objective, start=self.config.start)
-        row: dict[str, Any] = {"requests_per_s": rate, "trials": len(longest_steps)}
-        if served is not None:
-            row |= asdict(served) | {"step_max_s": longest_steps[rate]}
+        rate, _ = search(serve, objective.tbt_s, self.config.start)
+        row: dict[str, Any] = {"requests_per_s": rate, "trials": len(served)} | served.get(rate, {})
         if policy.kind == "sarathi" and policy.budget:
             row["budget_step_s"] = self._budget_step_s(policy.budget)
         return row
@@ -135,10 +156,15 @@ class Bench:
         return self.costs.step_s([(max(0, longest - chunk), chunk)], [longest] * decodes)
 
 
-def serving_capacity(profile: Profile) -> Outcome:
+def _longest_step_s(trace: Trace) -> float:
+    return max((step.seconds for step in trace.steps if step.contexts), default=0.0)
+
+
+def serving_capacity(profile: Profile, *, search: Search = search_capacity) -> Outcome:
     """Rows {what: capacity, seed, objective, scheduler, requests_per_s, ...} and {what: ablation, seed, ...}.
 
     ``step_max_s`` is the longest step that also decoded, ``budget_step_s`` what a step of the budget takes at most.
+    ``search`` finds the capacities: a reader's in place of the library's.
     """
     config, hardware = profile.section("capacity", CapacityConfig), profile.section("hardware", Hardware)
     bench = Bench(config, hardware, load_trace(config.arrivals) if config.arrivals else None)
@@ -147,7 +173,7 @@ def serving_capacity(profile: Profile) -> Outcome:
     rows: Rows = []
     for seed, name, scheduler in track(cases, desc="capacity"):
         objective, row = bench.objective(name), {"what": "capacity", "seed": seed, "objective": name}
-        capacity = bench.search(Policy.named(scheduler), objective, seed)
+        capacity = bench.search(Policy.named(scheduler), objective, seed, search=search)
         rows.append(row | {"scheduler": scheduler, "tbt_s": objective.tbt_s} | capacity)
     for seed in seeds:
         for scheduler in config.ablation:

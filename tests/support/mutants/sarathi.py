@@ -7,7 +7,7 @@ from mutants.running import rewritten, wrong
 SARATHI = "firsttoken.engine.schedulers.sarathi:Sarathi"
 CHUNKS = "firsttoken.engine.schedulers.scheduler:Scheduler.chunks"
 CAPACITY, WITHIN = "firsttoken.sarathi.capacity:capacity", "firsttoken.sarathi.capacity:ClientTimes.within"
-SCHEDULER, SEARCH = "Sarathi-Serve's scheduler", "the capacity search"
+SCHEDULER, SEARCH = "Sarathi-Serve's scheduler", "the search of the cell `mechanism`"
 
 
 CELL = "the scheduler of the cell `mechanism`"
@@ -25,6 +25,12 @@ rewritten(
     CELL,
 )
 rewritten("40", "a rival in turns", "self.prefills() or self.decodes()  #", "self.decodes() + self.prefills()  #", CELL)
+
+
+rewritten("41", "the P90 in the cell", "np.percentile(gaps, 99)", "np.percentile(gaps, 90)", SEARCH)
+rewritten("41", "no bound on the delay in the cell", " and np.median(delays) <= delay_s)", ")", SEARCH)
+rewritten("41", "a coarse search in the cell", "share=0.02", "share=0.5", SEARCH)
+rewritten("41", "the rate that broke in the cell", "return low, tried", "return high, tried", SEARCH, quick=True)
 
 
 @wrong("02", "the youngest prompt first", CHUNKS, CELL)
