@@ -77,8 +77,8 @@ def run_experiment(name: str, profile: Profile, because: str = "", **mechanisms:
     write_result(result)
     if profile.name in LONG and paths.RESULTS == paths.RECORDED:
         ledger.note_run(result, because)
-    if any(is_changed(mechanism, experiment.notebook) for mechanism in mechanisms.values()):
-        with show.attempt(f"the mechanism of notebook {experiment.notebook}"):
+    if any(map(is_changed, mechanisms.values())):
+        with show.attempt(f"{', '.join(mechanisms)} of the cell `mechanism`"):
             object.__setattr__(result, "with_mechanism", _with(mechanisms, experiment, profile, read, result))
     return result
 
@@ -102,7 +102,7 @@ def _with(
     mechanisms: Mapping[str, Any], experiment: Experiment, profile: Profile, read: Sequence[Result], library: Result
 ) -> Result:
     """Run the study with the reader's ``mechanisms``; what says how ``library`` came about holds of it, too."""
-    print(f"The cell of notebook {experiment.notebook} was changed: the study runs again with {', '.join(mechanisms)}.")
+    print(f"The cell `mechanism` was changed: {experiment.name} runs again with its {', '.join(mechanisms)}.")
     with progress.running(f"{experiment.name}, your mechanism", library.duration_s):
         outcome, seconds = _seeded(experiment, profile, read, mechanisms)
     summary = experiment.summarise(outcome.rows, library.parameters)

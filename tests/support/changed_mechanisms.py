@@ -13,6 +13,8 @@ from torch import Tensor
 
 from firsttoken.cps.policies import CrossPoint
 from firsttoken.cps.policies.online import CostCurve
+from firsttoken.droidspeak.forward import Forward, cache_of
+from firsttoken.droidspeak.profile.pareto import frontier
 from firsttoken.engine.preemption.preemption_policy import Action
 from firsttoken.engine.request import Request, ScheduledChunk
 from firsttoken.engine.schedulers.sarathi import Sarathi
@@ -20,6 +22,7 @@ from firsttoken.petals.routing import Reachable
 from firsttoken_studies.nb22_cross_point_scheduler import figures as policy_figures
 from firsttoken_studies.nb23_online_cross_point import study as online_figures
 from firsttoken_studies.nb24_who_is_preempted import figures as victim_figures
+from firsttoken_studies.nb31_contiguous_groups import figures as group_figures
 from firsttoken_studies.nb40_generation_stalls import figures as stall_figures
 from firsttoken_studies.nb41_serving_capacity import figures as capacity_figures
 from firsttoken_studies.nb52_chains_and_offloading import figures as swarm_figures
@@ -131,3 +134,17 @@ def a_rate_by_the_longest_gap(
 ) -> tuple[float, Sequence[float]]:
     gaps = [np.diff(request.times_s).max() for request in serve(start)]
     return start * tbt_s / max(gaps), [start]
+
+
+@changed("transitions", "partial", group_figures.transition_errors)
+@changed("layer_profile", "partial", group_figures.contiguous_groups)
+def without_e_cache(model: Any, prefix: Any, sent: Any, group: Any) -> Any:
+    forward = Forward(model, prefix)
+    cache = cache_of(None if layer in group else kv for layer, kv in enumerate(sent.kv))
+    forward.run(forward.embed(), group.layers, cache)
+    return cache
+
+
+@changed("layer_profile", "choose", group_figures.contiguous_groups, group_figures.chosen_groups)
+def most_layers(groups: Any, bound: float) -> Any:
+    return frontier(groups), sorted(groups, key=lambda profiled: len(profiled.group))[-2]

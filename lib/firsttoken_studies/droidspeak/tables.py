@@ -115,7 +115,7 @@ def transition_rows(result: Result) -> Table:
         for count, sets in frame_of(run_rows).groupby("transitions"):
             moved, nats, lost = (bootstrap(sets[name]) for name in ("deviation", "nll_lost", "accuracy_lost"))
             yield {
-                "contiguous runs": count,
+                "contiguous groups": count,
                 "of": run,
                 "layers recomputed": len(sets.layers.iloc[0].split(",")),
                 "sets": len(sets),

@@ -8,17 +8,23 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import torch
+from transformers import DynamicCache, PreTrainedModel
 
+from firsttoken.droidspeak.forward import layer_kv
 from firsttoken.droidspeak.layer_group import NOTHING, Group
+from firsttoken.droidspeak.prefill import partial_prefill
+from firsttoken.droidspeak.prefix import Prefix, PrefixCache
 from firsttoken.droidspeak.profile.layer_profiler import LayerProfiler, Questions, Score
-from firsttoken.droidspeak.profile.pareto import Profiled, critical_layers, smallest_within
+from firsttoken.droidspeak.profile.pareto import Profiled, critical_layers, frontier, smallest_within
 from firsttoken.study import paths, timing
 from firsttoken.study.files import write_text
 from firsttoken.study.parsing.json_text import read_json
@@ -34,20 +40,40 @@ from firsttoken_studies.record.results import Outcome, Rows
 
 BOUND = 0.05  # of the receiver's own score (DroidSpeak, 5.1: "within 5 %"; the report: points, errata I41)
 _SCORING = 1  # raised when what a batch holds is made in another way
+GROUP, REUSE, CHOICE = "group", "reuse", "choice"  # kinds of rows
+PartialPrefill: TypeAlias = Callable[[PreTrainedModel, Prefix, PrefixCache, Group], DynamicCache]
+Choice: TypeAlias = Callable[[Sequence[Profiled], float], tuple[list[Profiled], Profiled]]
 CRITICAL = 0.10  # Figure 7: a layer whose reuse alone costs more than a tenth of the score
 
 
-def layer_profile(profile: Profile) -> Outcome:
+def frontier_and_choice(groups: Sequence[Profiled], bound: float) -> tuple[list[Profiled], Profiled]:
+    """Return the Pareto frontier of ``groups``, and its group of fewest layers within ``bound``."""
+    return frontier(groups), smallest_within(groups, bound)
+
+
+def layer_profile(
+    profile: Profile, *, partial: PartialPrefill = partial_prefill, choose: Choice = frontier_and_choice
+) -> Outcome:
     """One row a run and mixture, with an item's ``accuracy`` and ``nll`` each in lists of one order.
 
-    The last row of a run, ``what`` is weights, has how far receiver and sender are apart.
+    The last row of a run, ``what`` is weights, has how far receiver and sender are apart. ``partial`` makes the cache
+    of a group and ``choose`` the choice among the groups. Where it is not the library's, which a figure makes from the
+    scores, the choice is in a row, too: ``what`` is choice.
     """
     setting = Setting(profile)
     rows = []
     for run in setting.runs:
         receiver, sender = setting.pair(run)
         chosen, _ = setting.items(run, receiver.tokenizer)
-        profiled = run_profile(setting, run, receiver, sender, chosen)
+        profiled = run_profile(setting, run, receiver, sender, chosen, partial)
+        if choose is not frontier_and_choice:
+            best, within = choose(profiled_groups(profiled), BOUND)
+            groups = {
+                "frontier": [(g.group.lo, g.group.hi) for g in best],
+                "lo": within.group.lo,
+                "hi": within.group.hi,
+            }
+            profiled.append({"what": CHOICE} | groups)
         apart = {"what": "weights", "distance_pct": 100 * weight_distance(receiver.model, sender.model)}
         rows += [run.row() | row for row in [*profiled, apart]]
     return Outcome(rows, provenance={"models": setting.models.provenance})
@@ -98,9 +124,17 @@ def _done(cache_file: Path) -> dict[str, Any] | None:
 
 
 def run_profile(
-    setting: Setting, run: Run, receiver: PairedModel, sender: PairedModel, items: Sequence[Encoded]
+    setting: Setting,
+    run: Run,
+    receiver: PairedModel,
+    sender: PairedModel,
+    items: Sequence[Encoded],
+    partial: PartialPrefill = partial_prefill,
 ) -> list[dict[str, Any]]:
-    """Rows of one run: ``kind`` is own, sender, reuse, layer or group, with ``lo`` and ``hi`` where it has layers."""
+    """Rows of one run: ``kind`` is own, sender, reuse, layer or group, with ``lo`` and ``hi`` where it has layers.
+
+    Groups that another ``partial`` than the library's makes are scored anew, and not kept.
+    """
     parts = list(batches(items, setting.config.batch))
     folder = paths.CACHE / "profiles" / batch_key(_SCORING, run, receiver, sender, parts)
     gathered: dict[tuple[str, int, int], dict[str, list[float]]] = {}
@@ -113,7 +147,11 @@ def run_profile(
             done = _batch(run, receiver, sender, part)
             write_text(cache_file, json.dumps(done))
         seconds, passes = seconds + done["seconds"], passes + done["prefix_layers"]
-        for kind, lo, hi, nll, accuracy in done["scores"]:
+        scores = done["scores"]
+        if partial is not partial_prefill:
+            made = _groups_made(run, receiver, sender, part, partial)
+            scores = [score for score in scores if score[0] not in (GROUP, REUSE)] + made
+        for kind, lo, hi, nll, accuracy in scores:
             entry = gathered.setdefault((kind, lo, hi), {"item_nll": [], "item_accuracy": []})
             entry["item_nll"] += nll
             entry["item_accuracy"] += accuracy
@@ -152,8 +190,24 @@ def _batch(run: Run, receiver: PairedModel, sender: PairedModel, part: Sequence[
     profiler = LayerProfiler(sender.model, receiver.model, questions, edges[:-1])
     scores = [_kept("own", NOTHING, profiler.prefill()), _kept("sender", NOTHING, profiler.sender_itself())]
     scores += [_kept("layer", Group(layer, layer + 1), score) for layer, score in profiler.single_layers()]
-    scores += [_kept("group" if len(g) else "reuse", g, score) for g, score in profiler.groups(edges)]
+    scores += [_kept(GROUP if len(g) else REUSE, g, score) for g, score in profiler.groups(edges)]
     return {"seconds": time.perf_counter() - start, "prefix_layers": profiler.prefix_layers, "scores": scores}
+
+
+@torch.inference_mode()
+def _groups_made(
+    run: Run, receiver: PairedModel, sender: PairedModel, part: Sequence[Encoded], partial: PartialPrefill
+) -> list[list[Any]]:
+    """Return the scores of a batch over the cache that ``partial`` makes of each group, none of it shared."""
+    edges = run.edges(receiver.model.config.num_hidden_layers)
+    questions = Questions.of([item.tokens for item in part], receiver.model.device)
+    profiler = LayerProfiler(sender.model, receiver.model, questions, edges[:-1])
+    scores = []
+    for group in [NOTHING, *(Group(lo, hi) for lo, hi in combinations(edges, 2))]:
+        cache = partial(receiver.model, questions.prefix, profiler.sent, group)
+        kv = [layer_kv(cache, layer) for layer in range(profiler.depth)]
+        scores.append(_kept(GROUP if len(group) else REUSE, group, profiler.over(kv)))
+    return scores
 
 
 def _kept(kind: str, group: Group, score: Score) -> list[Any]:
@@ -167,8 +221,18 @@ def profiled_groups(rows: Sequence[dict[str, Any]]) -> list[Profiled]:
     return [
         Profiled(Group(row["lo"], row["hi"]), tuple(own_accuracy), tuple(row["item_accuracy"]))
         for row in rows
-        if row["what"] in ("group", "reuse")
+        if row["what"] in (GROUP, REUSE)
     ]
+
+
+def choice_of(rows: Sequence[dict[str, Any]]) -> tuple[list[Profiled], Profiled]:
+    """Return the frontier of a run's profile and the group that is chosen: by the reader's rule where a row has it."""
+    groups = profiled_groups(rows)
+    made = next((row for row in rows if row["what"] == CHOICE), None)
+    if made is None:
+        return frontier_and_choice(groups, BOUND)
+    by_layers = {(profiled.group.lo, profiled.group.hi): profiled for profiled in groups}
+    return [by_layers[tuple(layers)] for layers in made["frontier"]], by_layers[made["lo"], made["hi"]]
 
 
 def _add_run(summary: Summary, rows: Rows) -> None:
@@ -178,7 +242,7 @@ def _add_run(summary: Summary, rows: Rows) -> None:
     reuse = next(group for group in groups if not len(group.group))
     layers = [(row["lo"], row["accuracy"]) for row in rows if row["what"] == "layer"]
     critical = critical_layers(layers, own_row["accuracy"], CRITICAL)
-    chosen, depth = smallest_within(groups, BOUND), len(layers)
+    chosen, depth = choice_of(rows)[1], len(layers)
     share, naive = 100 * len(chosen.group) / depth, sum(len(g.group) for g in groups) / depth
     full, reused, mixed = ({"method": name} for name in ("full prefill", "full reuse", "DroidSpeak"))
     entries: list[tuple[str, Entry, dict[str, str]]] = [

@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import linecache
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 from firsttoken.study import paths
@@ -29,14 +30,15 @@ def digest(cell: str) -> str:
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
 
 
-def is_changed(mechanism: Any, notebook: str) -> bool:
-    """Return whether ``mechanism``, a class or function, was defined by another cell than the published one.
+def is_changed(mechanism: Any) -> bool:
+    """Return whether ``mechanism``, a class or function, was defined by another cell than a published one.
 
-    A cell that stands in the notebook as it was published is not changed, nor is what the library defines.
+    A cell that stands in a notebook as it was published is not changed, nor is what the library defines. Several
+    notebooks run one study, so that the cell may be that of any of them.
     """
     if getattr(mechanism, "__module__", "").partition(".")[0].startswith("firsttoken"):
         return False
-    return digest(_cell_of(mechanism)) not in read_yaml(paths.MECHANISMS).get(notebook, [])
+    return digest(_cell_of(mechanism)) not in chain.from_iterable(read_yaml(paths.MECHANISMS).values())
 
 
 def published() -> str:

@@ -5,7 +5,7 @@ Where the reader has changed a mechanism, a third run stands beside the two: the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -139,7 +139,14 @@ class DrawnResult:
 
     def _repeated(self, axes: Axes, category: float, entry: Mapping[str, Any]) -> bool:
         """Return whether the changed mechanism has the very value that the library's has at this ``category``."""
-        point = (axes, round(category, 6), *(entry.get(end) for end in ("value", "low", "high")))
+        return self.repeats(axes, category, tuple(entry.get(end) for end in ("value", "low", "high")))
+
+    def repeats(self, axes: Axes, category: float | str, value: Hashable) -> bool:
+        """Return whether this is the changed mechanism's run, and the library's has this very ``value`` there.
+
+        For what a figure draws by itself; ``point``, ``bar`` and ``line`` ask it.
+        """
+        point = (axes, round(category, 6) if isinstance(category, float) else category, value)
         if self.own and self.library is None:
             self.points.add(point)
         return self.library is not None and point in self.points

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-from mutants.running import wrong
+from mutants.running import rewritten, wrong
 
 PREFILL, PARETO = "firsttoken.droidspeak.prefill", "firsttoken.droidspeak.profile.pareto"
 SCHEDULE, SELECTION = "firsttoken.droidspeak.pipeline.schedule", "firsttoken.droidspeak.group_selection"
-PARTIAL, GROUP = "^MechanismError: Partial prefill", "^MechanismError: .*[Tt]he choice of a group"
+PARTIAL = "^MechanismError: Partial prefill"
 PIPELINE, LINK = "^MechanismError: The pipeline's schedule", "^MechanismError: The choice of a group for a link"
+CELL_PARTIAL, CELL_CHOICE = "partial prefill of the cell `mechanism`", "the choice of a group of the cell `mechanism`"
 PROFILER = "firsttoken.droidspeak.profile.layer_profiler:LayerProfiler.own"
 
 
@@ -25,24 +26,32 @@ def critical_by_sign(right, scores, own, share):
     return [layer for layer, score in scores if score <= own]
 
 
-@wrong("31", "a group without its E-cache", f"{PREFILL}:group_input", PARTIAL)
+rewritten("31", "a cell without the E-cache", "sent.e_cache[group.lo] if group.lo else", "", CELL_PARTIAL, quick=True)
+rewritten("31", "a group without its last layer", "in group else kv", "in group.layers[:-1] else kv", CELL_PARTIAL)
+rewritten(
+    "31", "groups by loss alone", "(len(profiled.group), profiled.relative_loss)", "profiled.relative_loss", CELL_CHOICE
+)
+rewritten("31", "the first group out of the bound", "relative_loss <= bound", "relative_loss > bound", CELL_CHOICE)
+
+
+@wrong("31", "a group without its E-cache", f"{PREFILL}:group_input", CELL_PARTIAL)
 def no_edge(right, forward, sent, group):
     """A group starts from the receiver's embeddings, wherever it lies."""
     return forward.embed()
 
 
-@wrong("31", "an empty group", f"{PREFILL}:partial_prefill", PARTIAL, quick=True)
+@wrong("31", "an empty group", f"{PREFILL}:partial_prefill", CELL_PARTIAL, quick=True)
 def empty_group(right, model, prefix, sent, group):
     """Nothing is recomputed, whatever is asked for."""
     return right(model, prefix, sent, type(group)(0, 0))
 
 
-@wrong("31", "the most layers within the bound", f"{PARETO}:smallest_within", GROUP)
+@wrong("31", "the most layers within the bound", f"{PARETO}:smallest_within", CELL_CHOICE)
 def most_layers(right, groups, bound):
     return max((one for one in groups if one.relative_loss <= bound), key=lambda one: len(one.group))
 
 
-@wrong("31", "a frontier of all groups", f"{PARETO}:frontier", GROUP)
+@wrong("31", "a frontier of all groups", f"{PARETO}:frontier", CELL_CHOICE)
 def no_frontier(right, groups):
     return sorted(groups, key=lambda one: len(one.group))
 

@@ -100,7 +100,7 @@ class LayerProfiler:
 
     def reuse(self) -> Score:
         """The score over the sender's cache as it is."""
-        return self._score(self._run_suffix(self._suffix.embed(), range(self.depth), self.sent.kv.__getitem__))
+        return self.over(self.sent.kv)
 
     def prefill(self) -> Score:
         """The score over the receiver's own cache."""
@@ -146,6 +146,10 @@ class LayerProfiler:
         kv = list(self.sent.kv)
         for group in spans(layers):
             kv[group.lo : group.hi] = self.recomputed(group)
+        return self.over(kv)
+
+    def over(self, kv: Sequence[LayerKV]) -> Score:
+        """The score over keys and values of the prefix that were made elsewhere, a layer each."""
         return self._score(self._run_suffix(self._suffix.embed(), range(self.depth), kv.__getitem__))
 
     @cached_property
