@@ -23,6 +23,8 @@ from firsttoken_studies.nb22_cross_point_scheduler import figures as policy_figu
 from firsttoken_studies.nb23_online_cross_point import study as online_figures
 from firsttoken_studies.nb24_who_is_preempted import figures as victim_figures
 from firsttoken_studies.nb31_contiguous_groups import figures as group_figures
+from firsttoken_studies.nb33_latency_and_quality import figures as method_figures
+from firsttoken_studies.nb33_latency_and_quality import prefill_latency
 from firsttoken_studies.nb40_generation_stalls import figures as stall_figures
 from firsttoken_studies.nb41_serving_capacity import figures as capacity_figures
 from firsttoken_studies.nb52_chains_and_offloading import figures as swarm_figures
@@ -136,8 +138,8 @@ def a_rate_by_the_longest_gap(
     return start * tbt_s / max(gaps), [start]
 
 
+@changed("prefill_latency", "partial", prefill_latency.partial_times)
 @changed("transitions", "partial", group_figures.transition_errors)
-@changed("layer_profile", "partial", group_figures.contiguous_groups)
 def without_e_cache(model: Any, prefix: Any, sent: Any, group: Any) -> Any:
     forward = Forward(model, prefix)
     cache = cache_of(None if layer in group else kv for layer, kv in enumerate(sent.kv))
@@ -148,3 +150,8 @@ def without_e_cache(model: Any, prefix: Any, sent: Any, group: Any) -> Any:
 @changed("layer_profile", "choose", group_figures.contiguous_groups, group_figures.chosen_groups)
 def most_layers(groups: Any, bound: float) -> Any:
     return frontier(groups), sorted(groups, key=lambda profiled: len(profiled.group))[-2]
+
+
+@changed("reuse_methods", "choose", method_figures.quality_by_latency)
+def half_of_the_layers(groups: Any, bound: float, choosing: Any, judging: Any) -> Any:
+    return sorted(groups, key=lambda profiled: len(profiled.group))[len(groups) // 2].group, 0.0

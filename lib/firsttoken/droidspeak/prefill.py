@@ -6,7 +6,8 @@ highest layer is thrown away, because the layer above uses the sender's keys and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.prefix import Prefix, PrefixCache
 from firsttoken.engine.kv import KVShape
 from firsttoken.study.errors import CacheError, RequestError
+
+PartialPrefill: TypeAlias = Callable[[PreTrainedModel, Prefix, PrefixCache, Group], DynamicCache]
+"""What makes the receiver's cache of a prefix from the sender's, with the group computed again."""
 
 
 @torch.inference_mode()

@@ -11,14 +11,17 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from transformers import DynamicCache
 
 from firsttoken.droidspeak.forward import cache_of, layer_kv
 from firsttoken.droidspeak.layer_group import NOTHING, Group
-from firsttoken.droidspeak.prefill import full_prefill, partial_prefill
+from firsttoken.droidspeak.prefill import PartialPrefill, full_prefill, partial_prefill
 from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
+from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
+from firsttoken.droidspeak.profile.profile_transfer import select_items
 from firsttoken.study import paths, timing
 from firsttoken.study.files import write_text
 from firsttoken.study.progress import track
@@ -28,8 +31,12 @@ from firsttoken_studies.droidspeak.pairs import PairedModel
 from firsttoken_studies.droidspeak.reuse_items import Encoded
 from firsttoken_studies.droidspeak.setting import Run, batches
 from firsttoken_studies.nb30_full_reuse_and_sensitivity.profiling import batch_key
+from firsttoken_studies.record.results import Rows, rows_where
 
 OWN, REUSE, DROIDSPEAK = "full prefill", "full reuse", "DroidSpeak"
+CHOOSE, JUDGE = "choose", "judge"  # what a row's items are for
+READER = "the reader's "  # begins the recipe of a mechanism that is no library's: nothing of it is kept between runs
+GroupChoice: TypeAlias = Callable[[Sequence[Profiled], float, Sequence[int], Sequence[int]], tuple[Group, float]]
 _DECODING = "decoded 1"  # another name when what is kept is made in another way
 _TOGETHER_BYTES = 2**30  # of caches that are decoded as one batch
 
@@ -55,13 +62,15 @@ def own(receiver: PairedModel) -> Method:
     return Method(OWN, "own", 1.0, lambda prefix, sent: own_cache(receiver, prefix), receiver, group)
 
 
-def partial(name: str, receiver: PairedModel, group: Group) -> Method:
-    """The sender's cache with ``group`` recomputed by the receiver (partial prefill)."""
+def partial(name: str, receiver: PairedModel, group: Group, prefill: PartialPrefill = partial_prefill) -> Method:
+    """The sender's cache with ``group`` recomputed by the receiver, by the function ``prefill``."""
 
+    @torch.inference_mode()
     def mixed(prefix: Prefix, sent: PrefixCache) -> DynamicCache:
-        return partial_prefill(receiver.model, prefix, sent, group)
+        return prefill(receiver.model, prefix, sent, group)
 
-    return Method(name, f"group {group}", len(group) / receiver.model.config.num_hidden_layers, mixed, receiver, group)
+    recipe = f"group {group}" if prefill is partial_prefill else f"{READER}group {group}"
+    return Method(name, recipe, len(group) / receiver.model.config.num_hidden_layers, mixed, receiver, group)
 
 
 def own_cache(variant: PairedModel, prefix: Prefix) -> DynamicCache:
@@ -86,12 +95,31 @@ def decoded_scores(
         timing.add_resumed(done["seconds"])
         if missing := [method for method in methods if method.recipe not in done["scores"]]:
             start = time.perf_counter()
-            done["scores"] |= _scored(missing, sender, part)
-            done["seconds"] += time.perf_counter() - start
-            write_text(cache_file, json.dumps(done))
+            made = _scored(missing, sender, part)
+            if of_library := {recipe: score for recipe, score in made.items() if not recipe.startswith(READER)}:
+                done["scores"] |= of_library
+                done["seconds"] += time.perf_counter() - start
+                write_text(cache_file, json.dumps(done))
+            done["scores"] |= made
         for method in methods:
             scores[method.name] += done["scores"][method.recipe]
     return scores
+
+
+def decoded_groups(rows: Rows) -> list[Profiled]:
+    """The groups of a run with the scores of decoded answers that choose among them."""
+    rows = rows_where(rows, items=CHOOSE)
+    (own_scores,) = (row["item_score"] for row in rows_where(rows, method=OWN))
+    return [Profiled(Group(row["lo"], row["hi"]), tuple(own_scores), tuple(row["item_score"])) for row in rows]
+
+
+def choose_and_judge(
+    groups: Sequence[Profiled], bound: float, choosing: Sequence[int], judging: Sequence[int]
+) -> tuple[Group, float]:
+    """Return the smallest group within ``bound`` on the items ``choosing``, and what it loses on ``judging``."""
+    group = smallest_within(select_items(groups, choosing), bound).group
+    (judged,) = select_items([profiled for profiled in groups if profiled.group == group], judging)
+    return group, judged.relative_loss
 
 
 def _scored(methods: Sequence[Method], sender: PairedModel, part: Sequence[Encoded]) -> dict[str, list[float]]:

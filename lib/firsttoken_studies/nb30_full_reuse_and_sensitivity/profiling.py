@@ -17,12 +17,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedModel
 
 from firsttoken.droidspeak.forward import layer_kv
 from firsttoken.droidspeak.layer_group import NOTHING, Group
-from firsttoken.droidspeak.prefill import partial_prefill
-from firsttoken.droidspeak.prefix import Prefix, PrefixCache
+from firsttoken.droidspeak.prefill import PartialPrefill, partial_prefill
 from firsttoken.droidspeak.profile.layer_profiler import LayerProfiler, Questions, Score
 from firsttoken.droidspeak.profile.pareto import Profiled, critical_layers, frontier, smallest_within
 from firsttoken.study import paths, timing
@@ -41,7 +39,6 @@ from firsttoken_studies.record.results import Outcome, Rows
 BOUND = 0.05  # of the receiver's own score (DroidSpeak, 5.1: "within 5 %"; the report: points, errata I41)
 _SCORING = 1  # raised when what a batch holds is made in another way
 GROUP, REUSE, CHOICE = "group", "reuse", "choice"  # kinds of rows
-PartialPrefill: TypeAlias = Callable[[PreTrainedModel, Prefix, PrefixCache, Group], DynamicCache]
 Choice: TypeAlias = Callable[[Sequence[Profiled], float], tuple[list[Profiled], Profiled]]
 CRITICAL = 0.10  # Figure 7: a layer whose reuse alone costs more than a tenth of the score
 

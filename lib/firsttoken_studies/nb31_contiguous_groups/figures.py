@@ -20,6 +20,8 @@ from firsttoken_studies.record.plot import COLOURS, Axes, Figure, panels
 from firsttoken_studies.record.results import Result, Rows, frame_of
 from firsttoken_studies.record.schematic import Schematic
 
+FEW = 5  # sets: with fewer an own run has no interval
+
 
 def schematic() -> Schematic:
     """Draw two sets of layers that the receiver computes again: one contiguous group, and as many apart."""
@@ -66,7 +68,9 @@ def transition_errors(recorded: Result | None, now: Result) -> Figure:
                 for position, count in enumerate(counts):
                     values = [scale * row[column] for row in rows if row["transitions"] == count]
                     if values:
-                        shown.point(ax, position + shown.shift, bootstrap(values).summary(), "measured")
+                        few = shown.own and not shown.alone and len(values) < FEW
+                        entry = {"value": float(np.mean(values))} if few else bootstrap(values).summary()
+                        shown.point(ax, position + shown.shift, entry, "measured")
                     if values and not shown.repeats(ax, f"sets {count}", tuple(values)):
                         spread = position + shown.shift + np.linspace(-0.06, 0.06, len(values))
                         ax.plot(spread, values, "o", color=COLOURS["single"], markersize=3.5, **shown.style)

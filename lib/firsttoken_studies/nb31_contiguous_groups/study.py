@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from firsttoken.assets.needs import LAYERS, Need
 from firsttoken.droidspeak.forward import layer_kv
-from firsttoken.droidspeak.prefill import partial_prefill, spans
+from firsttoken.droidspeak.prefill import PartialPrefill, partial_prefill, spans
 from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
 from firsttoken.droidspeak.profile.layer_profiler import LayerProfiler, Questions
 from firsttoken.study.errors import ProfileError
@@ -21,7 +21,6 @@ from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
 from firsttoken.study.summary import Summary
 from firsttoken_studies.droidspeak.setting import ITEMS, Setting, batches
-from firsttoken_studies.nb30_full_reuse_and_sensitivity.profiling import PartialPrefill
 from firsttoken_studies.record.results import Outcome, Rows, frame_of
 
 

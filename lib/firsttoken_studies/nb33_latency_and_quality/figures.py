@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
 from firsttoken.droidspeak.profile.profile_transfer import select_items
 from firsttoken.study.summary import Entry
-from firsttoken_studies.droidspeak.decoding import DROIDSPEAK, OWN
+from firsttoken_studies.droidspeak.decoding import CHOOSE, DROIDSPEAK, JUDGE, OWN, decoded_groups
 from firsttoken_studies.droidspeak.setting import run_of
 from firsttoken_studies.droidspeak.styles import METHODS, in_words, style_of
 from firsttoken_studies.droidspeak.tables import by_run, relative_loss
@@ -20,17 +21,15 @@ from firsttoken_studies.nb33_latency_and_quality.reuse_methods import (
     ABOVE_BLEND,
     ACCURACY,
     BLEND,
-    CHOOSE,
     COMPUTE,
     DECODED,
-    JUDGE,
     LATENCY,
-    decoded_groups,
     where_of,
 )
 from firsttoken_studies.record.overlay import DrawnResult, legend, over
 from firsttoken_studies.record.plot import COLOURS, Axes, Figure, categories, panels
 from firsttoken_studies.record.results import Result, Rows, Table, rows_where
+from firsttoken_studies.record.schematic import Schematic
 from firsttoken_studies.record.show import interval
 
 PAPER_GAIN, PAPER_MEAN_GAIN = (1.7, 3.1), 2.1  # 5.2, 8 pairs with 3 data sets each
@@ -42,6 +41,38 @@ _BLENDS = {  # by how CacheBlend's share was found: what a legend says, and how 
 }
 
 
+def schematic() -> Schematic:
+    """Draw what partial prefill and CacheBlend compute of a prompt, in layers and tokens."""
+    alt = (
+        "Two grids of a prompt's keys and values: a row for each layer, a column for each token. DroidSpeak computes "
+        "every token of a few neighbouring layers. CacheBlend computes every token of the first layer, and in all "
+        "layers above the tokens that deviate most. The others are reused from the sender's cache."
+    )
+    sketch = Schematic(20, 7.3, alt)
+    titles = {1.6: "DroidSpeak: all tokens of some layers", 11.2: "CacheBlend: some tokens of all layers"}
+    for x, title in titles.items():
+        sketch.text(x, 0.4, title, heading=True)
+        for row, token in product(range(6), range(8)):
+            look = "full reuse"
+            if x < 2 and row in (1, 2):
+                look = "droidspeak"
+            elif x > 2 and (row == 5 or token in (2, 5)):
+                look = "cacheblend"
+            sketch.box(x + token, 0.9 + 0.75 * row, look=look, height=0.75)
+        sketch.arrow((x, 5.65), (x + 8, 5.65))
+        sketch.arrow((x - 0.3, 5.4), (x - 0.3, 0.9))
+        sketch.text(x + 4, 6.05, "tokens of the prompt", align="center")
+    sketch.text(0.1, 1.1, "layers")
+    for x, (looks, text) in {
+        4.5: (("droidspeak", "cacheblend"), "computed"),
+        11.2: (("full reuse",), "reused"),
+    }.items():
+        for position, look in enumerate(looks):
+            sketch.box(x + 0.7 * position, 6.6, look=look, width=0.6, height=0.6)
+        sketch.text(x + 0.7 * len(looks) + 0.1, 6.9, text)
+    return sketch
+
+
 def quality_by_latency(recorded: Result | None, now: Result) -> Figure:
     """Figure 14: what is kept of the own score against the time to the first token, one panel a run.
 
@@ -51,14 +82,16 @@ def quality_by_latency(recorded: Result | None, now: Result) -> Figure:
     results = over(recorded, now)
     runs = by_run(results[0].result)
     fig, axes = panels(1, len(runs), figsize=(9, 5.2), squeeze=False, sharey=True)
+    bounds: list[float] = [0]
     for ax, run in zip(axes[0], runs, strict=True):
         ax.axhline(100 * (1 - BOUND), color=COLOURS["paper"], linestyle="--", linewidth=1.4)
         for shown in results:
             if run_rows := by_run(shown.result).get(run):
-                _panel(ax, run_rows, shown)
+                bounds += _panel(ax, run_rows, shown)
         ax.set_title(in_words(run), fontsize=8.5)
         ax.set_xlabel("time to first token / full prefill's")
     first = axes[0][0]
+    first.set_ylim(*_limits(bounds))
     first.set_ylabel(f"{now.rows[0]['metric']} kept, % of the own")
     first.plot([], [], color=COLOURS["paper"], linestyle="--", label="paper: 5 % may be lost")
     first.plot(
@@ -68,25 +101,55 @@ def quality_by_latency(recorded: Result | None, now: Result) -> Figure:
         style = style_of(row["method"])
         first.plot([], [], style.marker, color=style.colour, linestyle="none", fillstyle=fill, label=label)
     legend(fig, first, results, "score_pct")
-    fig.suptitle("A group keeps nearly all of the score in half of the time; CacheBlend does not", fontsize=12)
+    fig.suptitle(_kept_in_time(runs), fontsize=12)
     return fig
 
 
-def _panel(ax: Axes, rows: Rows, shown: DrawnResult) -> None:
+def _kept_in_time(runs: Mapping[str, Rows]) -> str:
+    """Say how much of the own score a chosen group and CacheBlend at equal latency keep, on average over ``runs``."""
+    shares: dict[str, list[float]] = {}
+    for rows in runs.values():
+        judged = rows_where(rows, items=JUDGE)
+        (own_scores,) = (row["item_score"] for row in rows_where(judged, method=OWN))
+        for row, label, _ in _shown(judged):
+            name = "" if row["method"] == DROIDSPEAK else label
+            shares.setdefault(name, []).append(100 - relative_loss(own_scores, row["item_score"]).estimate)
+            shares.setdefault(f"{name} time", []).append(100 * _time(row))
+    group, blend, time = (np.mean(shares[name]) for name in ("", _BLENDS[LATENCY][0], " time"))
+    return f"In {time:.0f} % of the time a group keeps {group:.0f} % of the score, CacheBlend {blend:.0f} %"
+
+
+def _limits(bounds: Sequence[float]) -> tuple[float, float]:
+    """Return the limits of an axis around ``bounds``."""
+    margin = 0.05 * (max(bounds) - min(bounds))
+    return min(bounds) - margin, max(bounds) + margin
+
+
+def _panel(ax: Axes, rows: Rows, shown: DrawnResult) -> list[float]:
+    """Draw the answers of one run, and return what the axis must hold: the record's intervals, and of an own run
+    beside it the values, as its few items have intervals that would take all of the axis."""
     look = METHODS[DROIDSPEAK]
     line = sorted(rows_where(rows, items=CHOOSE), key=lambda row: row["hi"] - row["lo"])
     points = [(_time(row), 100 - relative_loss(line[-1]["item_score"], row["item_score"]).estimate) for row in line]
     shade = shown.style | {"alpha": 0.6 * shown.style["alpha"]}
-    ax.plot(*zip(*points, strict=True), f"{look.marker}-", color=look.colour, linewidth=1, fillstyle="none", **shade)
+    bounds = [share for _, share in points]
+    if not shown.repeats(ax, "frontier", tuple(points)):
+        ax.plot(
+            *zip(*points, strict=True), f"{look.marker}-", color=look.colour, linewidth=1, fillstyle="none", **shade
+        )
     judged = rows_where(rows, items=JUDGE)
     (own_scores,) = (row["item_score"] for row in rows_where(judged, method=OWN))
     for row, _, fill in _shown(judged):
         style, lost = style_of(row["method"]), relative_loss(own_scores, row["item_score"])
         bars = [[lost.high - lost.estimate], [lost.estimate - lost.low]]
+        bounds += [100 - lost.estimate] if shown.own and not shown.alone else [100 - lost.low, 100 - lost.high]
+        if shown.repeats(ax, row["method"], (_time(row), lost.estimate)):
+            continue
         size = 9.5 if row["method"] == DROIDSPEAK else 7.5
         ax.errorbar(_time(row), 100 - lost.estimate, bars, marker=style.marker, color=style.colour, fillstyle=fill,
                     markersize=size, linestyle="none", linewidth=1.2, **shown.outlined)  # fmt: skip
     ax.set_xlim(-0.04, 1.06)
+    return bounds
 
 
 def _shown(judged: Rows) -> list[tuple[dict[str, Any], str, str]]:
@@ -124,8 +187,11 @@ def gains(recorded: Result | None, now: Result, profiled: Result | None, profile
     for ax, nothing in ((gain, 1), (loss, 0), (lead, 0)):
         ax.axvline(nothing, color=COLOURS["mark"], linewidth=0.8)
         ax.grid(axis="y", visible=False)
+    bounds: dict[Axes, list[float]] = {gain: [1, *PAPER_GAIN], loss: [0, 100 * BOUND], lead: [0, *PAPER_LEAD]}
+    changed = profiled_now.with_mechanism or profiled_now
     for shown in results:
-        summary, profiles = shown.result.summary, by_run(profiled_now if shown.own or profiled is None else profiled)
+        source = changed if shown.library else profiled_now if shown.own or profiled is None else profiled
+        summary, profiles = shown.result.summary, by_run(source)
         for height, run in enumerate(runs):
             if (rows := by_run(shown.result).get(run)) is None:
                 continue
@@ -141,7 +207,11 @@ def gains(recorded: Result | None, now: Result, profiled: Result | None, profile
                 (lead, "compute", summary.get("score_above_points", **ABOVE_BLEND, case=COMPUTE, **labels)),
             ):
                 _dot(ax, entry, height, mark, shown)
-    gain.set(xlabel="first token, times earlier", xlim=(0.9, None))
+                measures = ("value",) if shown.own and not shown.alone else ("low", "high")
+                bounds[ax] += [entry[measure] for measure in measures] if entry else []
+    for ax, limits in bounds.items():
+        ax.set_xlim(*_limits(limits))
+    gain.set_xlabel("first token, times earlier")
     loss.set_xlabel("score lost, % of the own")
     lead.set_xlabel("points above CacheBlend")
     categories(gain, [in_words(run).replace(", ", ",\n") for run in runs], fontsize=9)
@@ -193,6 +263,8 @@ MARKS = {  # what a mark is, and where it stands beside its run
 
 def _dot(ax: Axes, entry: Entry | None, height: float, mark: str, shown: DrawnResult) -> None:
     if entry is None:
+        return
+    if shown.repeats(ax, f"{mark} {height}", tuple(entry[end] for end in ("value", "low", "high"))):
         return
     marker, shift, _ = MARKS[mark]
     error = [[max(0, entry["value"] - entry["low"])], [max(0, entry["high"] - entry["value"])]]

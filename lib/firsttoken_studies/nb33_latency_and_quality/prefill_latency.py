@@ -6,10 +6,10 @@ Which share is chosen comes from the profile of the runs all the same, whatever 
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -21,7 +21,7 @@ from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check
 from firsttoken.droidspeak.blend import blended_cache, tokens_per_layer
 from firsttoken.droidspeak.forward import cache_of
 from firsttoken.droidspeak.layer_group import Group
-from firsttoken.droidspeak.prefill import full_prefill, partial_prefill, suffix_logits
+from firsttoken.droidspeak.prefill import PartialPrefill, full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import Prefix, PrefixCache
 from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
 from firsttoken.study.profile import Profile
@@ -73,12 +73,12 @@ class LatencyConfig:
         ]
 
 
-def prefill_latency(profile: Profile) -> Outcome:
+def prefill_latency(profile: Profile, *, partial: PartialPrefill = partial_prefill) -> Outcome:
     """Measure one row a method, length and round: seconds to the first token, and of the pass behind the prefix alone.
 
     Within a round the order is random. Partial prefill is held against k / L of the full prefill of the same round plus
     the work of the first token. Its rows name the runs in which a bound chooses as many layers (``chosen_relative``,
-    ``chosen_absolute``); ``depth`` counts all layers of the timed model.
+    ``chosen_absolute``); ``depth`` counts all layers of the timed model. ``partial`` makes the cache of a group.
     """
     config, device = profile.section("latency", LatencyConfig), profile.torch_device()
     name = config.model or profile.model
@@ -99,7 +99,7 @@ def prefill_latency(profile: Profile) -> Outcome:
         sizes = {*config.layers, *(layers for shares_by_run in chosen.values() for layers in shares_by_run.values())}
         groups = [Group((depth - k) // 2, (depth - k) // 2 + k) for k in sorted(sizes)]
         sent = full_prefill(model, prefix, {group.lo for group in groups if group.needs_e_cache})
-        ways = _ways(model, half, prefix, sent, groups, config.shares)
+        ways = _ways(model, half, prefix, sent, groups, config.shares, partial)
         for step in track(range(-1, config.rounds), desc=f"prefill, {tokens} tokens", unit="round"):
             for name, compute in rng.sample(list(ways), len(ways)):
                 row = _timed(half if name == "smaller model" else model, ways[name, compute], prefix, suffix)
@@ -158,6 +158,7 @@ def _ways(
     sent: PrefixCache,
     groups: Sequence[Group],
     shares: Sequence[float],
+    prefill: PartialPrefill,
 ) -> dict[tuple[str, float], Callable[[], DynamicCache]]:
     """Return the functions that make a cache, by method and share of a prefill that it computes."""
     depth = model.config.num_hidden_layers
@@ -166,9 +167,10 @@ def _ways(
         ("smaller model", half.config.num_hidden_layers / depth): lambda: cache_of(full_prefill(half, prefix).kv),
     }
     for group in groups:
-        ways["DroidSpeak", len(group) / depth] = partial(partial_prefill, model, prefix, sent, group)
+        ways["DroidSpeak", len(group) / depth] = functools.partial(prefill, model, prefix, sent, group)
     for share in shares:
-        ways["CacheBlend", _blended(prefix.tokens, depth, share)] = partial(blended_cache, model, prefix, sent, share)
+        blend = functools.partial(blended_cache, model, prefix, sent, share)
+        ways["CacheBlend", _blended(prefix.tokens, depth, share)] = blend
     return ways
 
 
@@ -289,6 +291,8 @@ def partial_times(recorded: Result | None, now: Result) -> Figure:
             low, middle, high = np.array(
                 [[interval.low, interval.estimate, interval.high] for interval in over_it.values()]
             ).T
+            if shown.repeats(right, f"{tokens} tokens", tuple(middle)):
+                continue
             right.errorbar(shares, middle, [middle - low, high - middle], marker="os^Dv"[lengths.index(tokens)],
                            color=METHODS[DROIDSPEAK].colour, capsize=2, **shown.outlined)  # fmt: skip
     for tokens, marker in zip(lengths, "os^Dv", strict=False):
@@ -308,10 +312,13 @@ def partial_times(recorded: Result | None, now: Result) -> Figure:
 def _times(ax: Axes, frame: pandas.DataFrame, shown: DrawnResult, tokens: str) -> None:
     for name, method_rows in frame.groupby("method", sort=False):
         line, look = method_rows.groupby("compute").first_token_s.median(), style_of(name)
-        ax.plot(100 * line.index, line, f"{look.marker}-", color=look.colour, **shown.outlined)
+        if not shown.repeats(ax, name, tuple(line)):
+            ax.plot(100 * line.index, line, f"{look.marker}-", color=look.colour, **shown.outlined)
         labels_shown = ax.get_legend_handles_labels()[1]
         if look.label not in labels_shown:
             ax.plot([], [], f"{look.marker}-", color=look.colour, label=look.label)
+    if shown.library:
+        return
     full = frame[frame.method == OWN]
     prefill, first = full.prefill_s.median(), (full.first_token_s - full.prefill_s).median()
     in_share = {} if "in proportion" in ax.get_legend_handles_labels()[1] else {"label": "in proportion"}

@@ -20,6 +20,7 @@ from firsttoken.assets.needs import LAYERS, Need
 from firsttoken.droidspeak.blend import blended_cache, tokens_per_layer
 from firsttoken.droidspeak.forward import cache_of
 from firsttoken.droidspeak.layer_group import NOTHING, Group
+from firsttoken.droidspeak.prefill import PartialPrefill, partial_prefill
 from firsttoken.droidspeak.profile.pareto import Profiled, frontier, smallest_within
 from firsttoken.droidspeak.profile.profile_transfer import resampled
 from firsttoken.study.errors import ProfileError, RequestError
@@ -28,15 +29,20 @@ from firsttoken.study.stats import Interval, bootstrap, paired_bootstrap
 from firsttoken.study.summary import Scalar, Summary
 from firsttoken_studies.droidspeak.constructed_tasks import task_of
 from firsttoken_studies.droidspeak.decoding import (
+    CHOOSE,
     DROIDSPEAK,
+    JUDGE,
     OWN,
     REUSE,
+    GroupChoice,
     Method,
+    choose_and_judge,
+    decoded_groups,
     decoded_scores,
     own,
     own_cache,
-    partial,
 )
+from firsttoken_studies.droidspeak.decoding import partial as partial_method
 from firsttoken_studies.droidspeak.pairs import HALF, PairedModel
 from firsttoken_studies.droidspeak.reuse_items import Encoded
 from firsttoken_studies.droidspeak.setting import Run, Setting, rows_by_run, run_of
@@ -115,7 +121,6 @@ def times_here() -> TimeShares:
 
 SENDER, SMALLER = "sender", "smaller model"
 BLEND, COMPUTE, LATENCY = "CacheBlend", "equal compute", "equal latency"
-CHOOSE, JUDGE = "choose", "judge"  # what a row's items are for
 
 
 @dataclass(frozen=True)
@@ -137,12 +142,15 @@ class MethodsConfig:
         return [Need("methods.blends (and a layer that is blended)", max(full_layers, default=0) + 1, LAYERS)]
 
 
-def reuse_methods(profile: Profile) -> Outcome:
+def reuse_methods(
+    profile: Profile, *, partial: PartialPrefill = partial_prefill, choose: GroupChoice = choose_and_judge
+) -> Outcome:
     """One row a run, method and set of ``items``: score, each item's ``item_score``, and ``time_share`` by round.
 
     ``time_share`` is the time to the first token over full prefill's, from the result of prefill_latency for this
     machine, at its longest prefix. A candidate has ``accuracy_lost_pct`` as well, what it loses of the own token
-    accuracy on the same items. Raises RequestError where there are no times.
+    accuracy on the same items. ``partial`` makes the cache of a group, and ``choose`` chooses one on the items of
+    the profile. Raises RequestError where there are no times.
     """
     config, times = profile.section("methods", MethodsConfig), times_here()
     setting = Setting(profile, config.needs())
@@ -158,36 +166,29 @@ def reuse_methods(profile: Profile) -> Outcome:
     for run in setting.runs[: config.runs]:
         receiver, sender = setting.pair(run)
         to_choose, to_judge = setting.items(run, receiver.tokenizer)
-        profiled = profiled_groups(run_profile(setting, run, receiver, sender, to_choose))
-        candidates = list(_candidates(receiver, profiled))
-        lost = {profile_of_group.group: 100 * profile_of_group.relative_loss for profile_of_group in profiled} | {
-            candidates[0].group: 0.0
-        }
+        profiled = profiled_groups(run_profile(setting, run, receiver, sender, to_choose, partial))
+        candidates = list(_candidates(receiver, profiled, partial))
+        lost = {profile_of_group.group: 100 * profile_of_group.relative_loss for profile_of_group in profiled}
+        lost[candidates[0].group] = 0.0
         answered = [
             row | {"accuracy_lost_pct": lost[Group(row["lo"], row["hi"])]}
             for row in answers(run, candidates, CHOOSE, to_choose)
         ]
-        chosen = smallest_within(decoded_groups(answered), BOUND).group
+        items = range(len(to_choose))
+        chosen = partial_method(DROIDSPEAK, receiver, choose(decoded_groups(answered), BOUND, items, items)[0], partial)
         methods = list(_methods(setting, config, run, receiver, sender, chosen, times))
         rows += [*answered, *answers(run, methods, JUDGE, to_judge)]
     return Outcome(rows, provenance={"models": setting.models.provenance, "times": times.provenance})
 
 
-def decoded_groups(rows: Rows) -> list[Profiled]:
-    """The groups of a run with the scores of decoded answers that choose among them."""
-    rows = rows_where(rows, items=CHOOSE)
-    (own_scores,) = (row["item_score"] for row in rows_where(rows, method=OWN))
-    return [Profiled(Group(row["lo"], row["hi"]), tuple(own_scores), tuple(row["item_score"])) for row in rows]
-
-
-def _candidates(receiver: PairedModel, groups: Sequence[Profiled]) -> Iterator[Method]:
+def _candidates(receiver: PairedModel, groups: Sequence[Profiled], prefill: PartialPrefill) -> Iterator[Method]:
     """Full prefill, full reuse, and every group of the profile's frontier between them."""
     depth = receiver.model.config.num_hidden_layers
     yield own(receiver)
-    yield partial(REUSE, receiver, NOTHING)
+    yield partial_method(REUSE, receiver, NOTHING)
     for group in (profiled.group for profiled in frontier(groups)):
         if 0 < len(group) < depth:
-            yield partial(f"{DROIDSPEAK} {group}", receiver, group)
+            yield partial_method(f"{DROIDSPEAK} {group}", receiver, group, prefill)
 
 
 def _methods(
@@ -196,16 +197,15 @@ def _methods(
     run: Run,
     receiver: PairedModel,
     sender: PairedModel,
-    chosen: Group,
+    chosen: Method,
     times: TimeShares,
 ) -> Iterator[Method]:
     model, depth = receiver.model, receiver.model.config.num_hidden_layers
     yield own(receiver)
     yield Method(SENDER, "sender", 1.0, lambda prefix, sent: cache_of(sent.kv), sender)
-    yield partial(REUSE, receiver, NOTHING)
-    yield partial(DROIDSPEAK, receiver, chosen)
-    compute = len(chosen) / depth
-    equal = {COMPUTE: compute, LATENCY: times.compute_of(BLEND, times.median(DROIDSPEAK, compute))}
+    yield partial_method(REUSE, receiver, NOTHING)
+    yield chosen
+    equal = {COMPUTE: chosen.compute, LATENCY: times.compute_of(BLEND, times.median(DROIDSPEAK, chosen.compute))}
     for text in config.blends:
         share, gradual, full_layers = _blend(text, equal, depth)
         blended = functools.partial(blended_cache, model, share=share, gradual=gradual, full_layers=full_layers)
@@ -327,7 +327,8 @@ def choice_of(rows: Rows) -> ChosenGroup:
 
     groups, depth, rng = decoded_groups(rows), rows[0]["depth"], np.random.default_rng(0)
     times = {(row["lo"], row["hi"]): np.array(row["time_share"]) for row in rows_where(rows, items=CHOOSE)}
-    chosen, items = choose(groups).group, len(groups[0].own)
+    (judged,), items = rows_where(rows, items=JUDGE, method=DROIDSPEAK), len(groups[0].own)
+    chosen = Group(judged["lo"], judged["hi"])
     again = [draw.group for draw in resampled(groups, items, choose, draws=_CHOICES)]
     gains = [float(np.median(1 / times[chosen.lo, chosen.hi])), *(1 / rng.choice(times[g.lo, g.hi]) for g in again)]
     return ChosenGroup(chosen, items, np.array([len(group) / depth for group in (chosen, *again)]), np.array(gains))

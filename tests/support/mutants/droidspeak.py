@@ -12,6 +12,7 @@ SCHEDULE, SELECTION = "firsttoken.droidspeak.pipeline.schedule", "firsttoken.dro
 PARTIAL = "^MechanismError: Partial prefill"
 PIPELINE, LINK = "^MechanismError: The pipeline's schedule", "^MechanismError: The choice of a group for a link"
 CELL_PARTIAL, CELL_CHOICE = "partial prefill of the cell `mechanism`", "the choice of a group of the cell `mechanism`"
+BLEND, SCORE = "^MechanismError: CacheBlend", "^MechanismError: the score of an answer"
 PROFILER = "firsttoken.droidspeak.profile.layer_profiler:LayerProfiler.own"
 
 
@@ -74,18 +75,35 @@ def no_pipeline(right, jobs, way):
     return right(jobs, type(way).SEND_REUSED)
 
 
-@wrong("33", "every layer is computed", f"{PREFILL}:partial_prefill", PARTIAL)
+rewritten("33", "a cell without the E-cache", "sent.e_cache[group.lo] if group.lo else", "", CELL_PARTIAL)
+rewritten("33", "judged where it was chosen", "loss(chosen, judging)", "loss(chosen, choosing)", CELL_CHOICE)
+rewritten("33", "the largest group in the cell", "chosen = min(within", "chosen = max(within", CELL_CHOICE)
+
+
+@wrong("33", "every layer is computed", f"{PREFILL}:partial_prefill", CELL_PARTIAL)
 def every_layer_computed(right, model, prefix, sent, group):
     """Whichever group is asked for."""
     return right(model, prefix, sent, type(group)(0, 6))
 
 
-@wrong("33", "a blend that mends nothing", "firsttoken.droidspeak.blend:blended_cache", "^MechanismError: CacheBlend")
+@wrong("33", "a blend that mends nothing", "firsttoken.droidspeak.blend:blended_cache", BLEND)
 def blend_nothing(right, model, prefix, sent, *share, **options):
     """The sender's cache comes back as it is."""
     from firsttoken.droidspeak.forward import cache_of
 
     return cache_of(sent.kv)
+
+
+@wrong("33", "a blend of the least deviating tokens", "firsttoken.droidspeak.blend:_deviation", BLEND, quick=True)
+def least_deviating(right, recomputed, sent):
+    return 1 / (1 + right(recomputed, sent))
+
+
+@wrong("33", "exact match of anything", "firsttoken.scoring:exact_match", SCORE)
+@wrong("33", "full F1 for anything", "firsttoken.scoring:token_f1", SCORE)
+@wrong("33", "any text is alike", "firsttoken.scoring:edit_similarity", SCORE)
+def all_right(right, prediction, answers):
+    return 1.0
 
 
 @wrong("35", "blind to the link", f"{SELECTION}:choose_group", LINK)
