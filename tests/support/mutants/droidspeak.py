@@ -16,6 +16,20 @@ BLEND, SCORE = "^MechanismError: CacheBlend", "^MechanismError: the score of an 
 PROFILER = "firsttoken.droidspeak.profile.layer_profiler:LayerProfiler.own"
 
 
+REUSE = "the function `reuse` of the cell `mechanism`"
+rewritten("05", "a group from the tokens", "if 0 in group else entering[min(group, default=0)]", "", REUSE, quick=True)
+rewritten(
+    "05",
+    "a group that is one layer short",
+    "    for layer in group:",
+    "    for layer in group[1:]:",
+    "`reuse` of the cell",
+)
+rewritten(
+    "05", "the layer below", "entering[min(group, default=0)]", "entering[max(min(group, default=0) - 1, 0)]", REUSE
+)
+
+
 @wrong("30", "everything is reused", PROFILER, "^MechanismError: The reuse of one layer")
 def reuse_everything(right, profiler):
     """The sender's keys and values are used in the layers that the receiver should compute itself."""
