@@ -176,6 +176,7 @@ def test_a_mean_over_runs_leaves_out_those_with_nothing_to_mend():
     ]
     rows += [answered("judge", m, (0, 4), lost[0], 1.0) for m in ("full prefill", "full reuse", "DroidSpeak")]
     kept = [row | {"run": "c <- b: qa", "receiver": "c", "item_score": lost[0]} for row in rows]
+    kept = [row | ({"hi": 0} if row["items"] == "judge" else {}) for row in kept]
     summary, run = methods_summary([*rows, *kept], {}), {"receiver": "c", "sender": "b", "task": "qa"}
     decoded = {"method": "DroidSpeak", "chosen_by": "decoded answers"}
     assert summary.value("group", **decoded, **run) == "none"
