@@ -14,6 +14,7 @@ from torch import Tensor
 from firsttoken.cps.policies import CrossPoint
 from firsttoken.cps.policies.online import CostCurve
 from firsttoken.droidspeak.forward import Forward, cache_of
+from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.profile.pareto import frontier
 from firsttoken.engine.preemption.preemption_policy import Action
 from firsttoken.engine.request import Request, ScheduledChunk
@@ -28,6 +29,7 @@ from firsttoken_studies.nb33_latency_and_quality import prefill_latency
 from firsttoken_studies.nb40_generation_stalls import figures as stall_figures
 from firsttoken_studies.nb41_serving_capacity import figures as capacity_figures
 from firsttoken_studies.nb52_chains_and_offloading import figures as swarm_figures
+from firsttoken_studies.nb61_five_at_once import figures as five_figures
 from firsttoken_studies.nb63_many_cold_starts import figures as burst_figures
 from firsttoken_studies.progressiveserve import stage_figures
 from firsttoken_studies.record.plot import COLOURS
@@ -155,3 +157,9 @@ def most_layers(groups: Any, bound: float) -> Any:
 @changed("reuse_methods", "choose", method_figures.quality_by_latency)
 def half_of_the_layers(groups: Any, bound: float, choosing: Any, judging: Any) -> Any:
     return sorted(groups, key=lambda profiled: len(profiled.group))[len(groups) // 2].group, 0.0
+
+
+@changed("five_at_once_simulated", "group_now", five_figures.simulated)
+def everything_again(group: Group, edges: tuple[int, ...], arrived_layers: int, depth: int) -> Group:
+    """Take nothing of the other model's cache, however many layers have come."""
+    return Group(0, depth)

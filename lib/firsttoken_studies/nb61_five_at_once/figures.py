@@ -103,6 +103,12 @@ def simulated(recorded: Result | None, now: Result) -> Figure:
             twin.point(axes[0], position + aside, entry, look, along="x", label=None if position else source)
     axes[0].legend(loc="lower left")
     drawn_over = over(recorded, now)
+    for shown in (result for result in drawn_over if result.library):
+        for position, arm in enumerate(ARMS):
+            before, entry = (
+                result.summary.get("goodput_per_s", variant=arm, source=TWIN) for result in (now, shown.result)
+            )
+            shown.point(axes[0], position + 0.3, None if before == entry else entry, "other", along="x")
     for shown in drawn_over:
         card = shown.result.parameters["five_simulated"]["card"]
         for position, arm in enumerate(ARMS):

@@ -35,6 +35,7 @@ from firsttoken.study.progress import Bar, track
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken.study.timing import torch_threads
+from firsttoken_extras.layer_borrowing.prefix_offer import GroupRule, group_at
 from firsttoken_studies.combined.borrowed.setting import StartSetting, start_setting
 from firsttoken_studies.nb61_five_at_once.study import (
     ALL,
@@ -97,12 +98,13 @@ class SimulatedConfig:
         return replace(live, **{key: value for key, value in asdict(self).items() if key not in ("model", "card")})
 
 
-def five_at_once_simulated(profile: Profile, live: Result) -> Outcome:
+def five_at_once_simulated(profile: Profile, live: Result, *, group_now: GroupRule = group_at) -> Outcome:
     """Rows {run, arm, seed, and ``MEASURES``, preemptions, loaded_s}: of ``live``, of its windows simulated on measured
     costs, and of larger ones on a card.
 
     Arrivals are those of the live windows; on the card they are drawn at ``load`` times its simulated capacity. Before
-    the arms of a draw stands its warm window, {run, arm: "warm", seed, capacity_per_s}.
+    the arms of a draw stands its warm window, {run, arm: "warm", seed, capacity_per_s}. ``group_now`` says which layers
+    a request that takes the other model's cache computes again.
     """
     config = profile.section("five_at_once", FiveConfig)
     larger = profile.section("five_simulated", SimulatedConfig)
@@ -126,7 +128,7 @@ def five_at_once_simulated(profile: Profile, live: Result) -> Outcome:
                 request | {"arrival_s": arrival_s}
                 for request, arrival_s in zip(requests, row["arrival_s"], strict=True)
             ]
-            rows += arms(model, config, coming, seed, TWIN, bar)
+            rows += arms(model, config, coming, seed, TWIN, bar, group_now)
         prefixes = drawn_prefixes(texts, scaled, profile.seed)
         for seed in range(profile.seed, profile.seed + scaled.seeds):
             requests = stored(drawn(texts, prefixes, scaled, seed), prefixes)
@@ -134,7 +136,7 @@ def five_at_once_simulated(profile: Profile, live: Result) -> Outcome:
             rows.append({"run": larger.card, "arm": WARM, "seed": seed, "capacity_per_s": capacity})
             times_s = Arrivals(scaled.load * capacity, seed=seed).times_s(len(requests)).tolist()
             coming = [request | {"arrival_s": arrival_s} for request, arrival_s in zip(requests, times_s, strict=True)]
-            rows += arms(on_card, scaled, coming, seed, larger.card, bar)
+            rows += arms(on_card, scaled, coming, seed, larger.card, bar, group_now)
     costs = f"{larger.model} on {larger.card}, {tables_from()}"
     provenance = {
         "kind": "simulated",
@@ -147,12 +149,19 @@ def five_at_once_simulated(profile: Profile, live: Result) -> Outcome:
 
 
 def arms(
-    model: TwinModel, config: FiveConfig, requests: Sequence[Asked], seed: int, run: str, bar: Bar
+    model: TwinModel,
+    config: FiveConfig,
+    requests: Sequence[Asked],
+    seed: int,
+    run: str,
+    bar: Bar,
+    group_rule: GroupRule,
 ) -> Iterator[dict[str, Any]]:
     """The simulated windows of one draw."""
     blocks = blocks_of(requests, config)
     for arm in config.arms:
-        yield seen_of(window(model, config, ARMS[arm], requests, blocks).row | {"arm": arm, "seed": seed}, config, run)
+        served = window(model, config, ARMS[arm], requests, blocks, group_rule=group_rule)
+        yield seen_of(served.row | {"arm": arm, "seed": seed}, config, run)
         bar.update()
 
 

@@ -19,7 +19,7 @@ from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.request import LayerRecompute, Request, ScheduledChunk, shapes
 from firsttoken.engine.simulated import TOKEN, SimulatedExecutor
-from firsttoken_extras.layer_borrowing.prefix_offer import PrefixOffer
+from firsttoken_extras.layer_borrowing.prefix_offer import GroupRule, PrefixOffer, group_at
 from firsttoken_extras.layer_borrowing.replica import BorrowingReplica
 from firsttoken_studies.nb61_five_at_once.study import Asked, FiveConfig
 from firsttoken_studies.nb61_five_at_once.trial import (
@@ -212,12 +212,11 @@ class TwinBorrower(BorrowingReplica):
     """The replica that borrows, with versions that stand for layers."""
 
     def _ready_view(self) -> TwinVersion:
-        self._head = version = self._view()
-        return version
+        return self._view()
 
     def _view(self) -> TwinVersion:
         depth = len(self._layers)
-        return TwinVersion(depth, frozenset(range(depth)), self._here)
+        return TwinVersion(depth, frozenset(range(depth)), self.here)
 
 
 class TwinOwn(GrowingReplica):
@@ -256,6 +255,7 @@ def window(
     requests: Sequence[Asked],
     blocks: int,
     gbit_per_s: float | None = None,
+    group_rule: GroupRule = group_at,
 ) -> TwinWindow:
     """Serve ``requests`` ({prompt, new_tokens, arrival_s, stored_tokens}) from a cold start, simulated.
 
@@ -265,7 +265,7 @@ def window(
     executor = TwinExecutor(model, blocks, 4 * blocks if CROSS_POINT in ideas else 0)
     prefixes = TwinLink(config.prefix_gbit_per_s)
     replica, loaded_s = started(executor, config, ideas, rate)
-    wanted = offers(executor, config, ideas, prefixes)
+    wanted = offers(executor, config, ideas, prefixes, group_rule)
     served = serve(replica, requests, wanted, 0.0, config.limit_s)
     row = seen(served, 0.0, executor.now()) | {"loaded_s": round(loaded_s, 4), "ended_s": round(executor.now(), 4)}
     row |= {"arrival_s": [request["arrival_s"] for request in requests]}
@@ -295,7 +295,9 @@ def started(
     return TwinOwn(engine, list(zip(times_s[1:], versions[1:], strict=True))), times_s[-1]
 
 
-def offers(executor: TwinExecutor, config: FiveConfig, ideas: Sequence[str], link: TwinLink) -> Wanted:
+def offers(
+    executor: TwinExecutor, config: FiveConfig, ideas: Sequence[str], link: TwinLink, group_rule: GroupRule
+) -> Wanted:
     """Return the function that gives the sender's offer for a request: None where it has no stored prefix, or the arm
     takes none."""
 
@@ -303,7 +305,9 @@ def offers(executor: TwinExecutor, config: FiveConfig, ideas: Sequence[str], lin
         if FOREIGN not in ideas or not (tokens := request["stored_tokens"]):
             return None
         group = Group(config.group_start, config.group_end)
-        return PrefixOffer(group, config.edges, lambda own_layers: TwinPrefix(executor, link, tokens, own_layers))
+        return PrefixOffer(
+            group, config.edges, lambda own_layers: TwinPrefix(executor, link, tokens, own_layers), group_rule
+        )
 
     return offer
 

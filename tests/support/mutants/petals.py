@@ -115,3 +115,10 @@ async def the_accused_is_believed(right, auditor, evidence):
 @wrong("56", "all layers or none are taken over", BORROWING, "borrowing layers")
 def all_or_nothing_is_taken_over(right, replica, come):
     return right(replica, come) if come == len(replica._layers) else None
+
+
+GROUP = "the group of the cell `mechanism`"
+rewritten(
+    "61", "a group above the layers that have come", "if edge <= highest", "if edge <= group.lo", GROUP, quick=True
+)
+rewritten("61", "a group that does not end with the model", "default=0), depth)", "default=0), group.hi)", GROUP)
