@@ -16,6 +16,32 @@ from firsttoken_studies.nb21_swap_or_recompute.study import LONG, PCIE_4_X16, sw
 from firsttoken_studies.record.overlay import DrawnResult, name_results, over
 from firsttoken_studies.record.plot import COLOURS, Axes, Figure, panels, ticks
 from firsttoken_studies.record.results import Result
+from firsttoken_studies.record.schematic import Schematic
+
+
+def schematic() -> Schematic:
+    """Draw a swap as many small copies, and as one."""
+    alt = (
+        "The cache of a request lies in blocks anywhere on the GPU. Block by block, a swap makes a small copy for each "
+        "block, each layer, and keys and values, and each copy has its price. Gathered first, it makes one copy."
+    )
+    sketch = Schematic(22, 8.6, alt)
+    for y, heading, end in (
+        (0.5, "Block by block: 48 copies a block in 24 layers, and each has its price", "host memory, piece by piece"),
+        (4.7, "Gathered first: one copy of the same bytes", "host memory, all at once"),
+    ):
+        sketch.text(0.2, y, heading, heading=True)
+        sketch.text(0.2, y + 1.4, "GPU")
+        for block in range(9):
+            taken = block in (0, 2, 3, 5, 8)
+            sketch.box(2.2 + block, y + 0.9, "B" if taken else "", "online" if taken else "other", missing=not taken)
+            if taken and y < 2:
+                sketch.arrow((2.7 + block, y + 2), (2.7 + block, y + 2.9), look="swap")
+        if y > 2:
+            sketch.box(2.2, y + 2, "gather", "coalesced", width=9, height=0.8)
+            sketch.arrow((6.7, y + 2.8), (6.7, y + 3.6), look="coalesced")
+        sketch.text(12, y + 2.5, end)
+    return sketch
 
 
 def latency_by_length(recorded: Result | None, now: Result) -> Figure:
