@@ -9,6 +9,7 @@ import pytest
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.profile import load_profile
 from firsttoken_studies.droidspeak.reuse_items import TaskItem
+from firsttoken_studies.nb62_agents_in_turns import figures
 from firsttoken_studies.nb62_agents_in_turns import study as agents
 from firsttoken_studies.nb62_agents_in_turns.study import DROIDSPEAK, FULL, LATER, OWN_CACHE, REUSE, WAYS, AgentsConfig
 from firsttoken_studies.record.results import Result
@@ -57,8 +58,8 @@ def test_without_items_nothing_is_said_of_scores() -> None:
 def test_a_figure_and_a_table_are_made_of_a_result_alone() -> None:
     summary = agents.agents_summary(ROWS, ASKED)
     result = Result("agents", "full", ASKED, {"slug": "x"}, {}, "", [0], "2026", 0.0, {}, ROWS, {}, summary)
-    assert len(agents.by_turn(None, result).axes) == 1
-    assert [row["what is kept"] for row in agents.way_rows(result)] == list(WAYS)
+    assert len(figures.by_turn(None, result).axes) == 2
+    assert [row["what is kept"] for row in figures.way_rows(result)] == list(WAYS)
 
 
 def items(count: int) -> list[TaskItem]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from firsttoken.cps.policies import CrossPoint
 from firsttoken.cps.policies.online import CostCurve
 from firsttoken.droidspeak.forward import Forward, cache_of
+from firsttoken.droidspeak.group_selection import GroupCosts, GroupLoss
 from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.profile.pareto import frontier
 from firsttoken.engine.preemption.preemption_policy import Action
@@ -24,8 +25,10 @@ from firsttoken_studies.nb22_cross_point_scheduler import figures as policy_figu
 from firsttoken_studies.nb23_online_cross_point import study as online_figures
 from firsttoken_studies.nb24_who_is_preempted import figures as victim_figures
 from firsttoken_studies.nb31_contiguous_groups import figures as group_figures
+from firsttoken_studies.nb32_pipelined_loading import study as pipelined_loading
 from firsttoken_studies.nb33_latency_and_quality import figures as method_figures
 from firsttoken_studies.nb33_latency_and_quality import prefill_latency
+from firsttoken_studies.nb35_bandwidth_and_gate import adaptive_group
 from firsttoken_studies.nb40_generation_stalls import figures as stall_figures
 from firsttoken_studies.nb41_serving_capacity import figures as capacity_figures
 from firsttoken_studies.nb52_chains_and_offloading import figures as swarm_figures
@@ -163,3 +166,15 @@ def half_of_the_layers(groups: Any, bound: float, choosing: Any, judging: Any) -
 def everything_again(group: Group, edges: tuple[int, ...], arrived_layers: int, depth: int) -> Group:
     """Take nothing of the other model's cache, however many layers have come."""
     return Group(0, depth)
+
+
+@changed("pipelined_loading", "order", pipelined_loading.ttft_by_link)
+def e_cache_last(edge: Sequence[str], layers: Sequence[int]) -> list[str | int]:
+    return [*layers, *edge]
+
+
+@changed("adaptive_group", "choose", adaptive_group.choices)
+def always_everything(
+    groups: Sequence[GroupLoss], costs: GroupCosts, tokens: int, bytes_per_s: float, bound: float
+) -> Group:
+    return costs.full

@@ -37,6 +37,7 @@ OWN, REUSE, DROIDSPEAK = "full prefill", "full reuse", "DroidSpeak"
 CHOOSE, JUDGE = "choose", "judge"  # what a row's items are for
 READER = "the reader's "  # begins the recipe of a mechanism that is no library's: nothing of it is kept between runs
 GroupChoice: TypeAlias = Callable[[Sequence[Profiled], float, Sequence[int], Sequence[int]], tuple[Group, float]]
+OWN_CACHE = "own cache"  # of an agent's last turn
 _DECODING = "decoded 1"  # another name when what is kept is made in another way
 _TOGETHER_BYTES = 2**30  # of caches that are decoded as one batch
 

@@ -14,7 +14,7 @@ from firsttoken.assets.needs import CONTEXT, Need
 from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.pipeline.kv_transfer import Buffers
 from firsttoken.droidspeak.pipeline.live_loading import FirstToken, first_token, sent_pieces
-from firsttoken.droidspeak.pipeline.schedule import Schedule
+from firsttoken.droidspeak.pipeline.schedule import Schedule, SendingOrder, e_cache_first
 from firsttoken.droidspeak.prefill import full_prefill
 from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.droidspeak.store import KVStore
@@ -73,11 +73,17 @@ class WiredPair:
         """Bytes of one token's hidden state; a group that starts at layer 0 needs none, so none may be stored."""
         return self.model.config.hidden_size * self.model.dtype.itemsize
 
-    def ask(self, group: Group, link: LinkConfig, schedule: Schedule = Schedule.PIPELINED) -> FirstToken:
+    def ask(
+        self,
+        group: Group,
+        link: LinkConfig,
+        schedule: Schedule = Schedule.PIPELINED,
+        order: SendingOrder = e_cache_first,
+    ) -> FirstToken:
         """One request over a fresh link; buffers are kept from request to request, as a server would."""
         key = (group, schedule)
         if key not in self._buffers:
             depth = self.model.config.num_hidden_layers
             self._buffers[key] = Buffers(sent_pieces(self.pieces, group, depth, schedule), self.prefix.ids.device)
-        wire, buffers = Link(link), self._buffers[key]
-        return first_token(self.model, self.prefix, self.pieces, group, wire, self.suffix, schedule, buffers=buffers)
+        options = {"buffers": self._buffers[key], "order": order}
+        return first_token(self.model, self.prefix, self.pieces, group, Link(link), self.suffix, schedule, **options)

@@ -8,12 +8,13 @@ layers computed again.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
+from torch import Tensor
 
 from firsttoken.assets.adapter_files import CONFIG, WEIGHTS
 from firsttoken.assets.checkpoint import combined_sha256
@@ -21,6 +22,7 @@ from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check
 from firsttoken.droidspeak.identity import ModelIdentity, identify
 from firsttoken.droidspeak.layer_group import NOTHING, Group
+from firsttoken.droidspeak.prefix import LayerKV, PrefixCache
 from firsttoken.droidspeak.source import StoredPrefix, served_prefix
 from firsttoken.droidspeak.store import KVStore
 from firsttoken.engine.engine import Engine, EngineConfig
@@ -38,22 +40,17 @@ from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
 from firsttoken.study.stats import Interval, bootstrap
 from firsttoken.study.summary import Summary
-from firsttoken_studies.droidspeak.decoding import DROIDSPEAK, REUSE, Method, decoded_scores, own, partial
+from firsttoken_studies.droidspeak.decoding import DROIDSPEAK, OWN_CACHE, REUSE, Method, decoded_scores, own, partial
 from firsttoken_studies.droidspeak.decoding import OWN as FULL
 from firsttoken_studies.droidspeak.pairs import Models, Pair
 from firsttoken_studies.droidspeak.reuse_items import Encoded, encode
 from firsttoken_studies.droidspeak.setting import Run, held_out_items
-from firsttoken_studies.record.overlay import name_results, over
-from firsttoken_studies.record.plot import Figure, panels
-from firsttoken_studies.record.results import Outcome, Result, Rows, frame_of, rows_where
-from firsttoken_studies.record.show import cells
+from firsttoken_studies.record.results import Outcome, Rows, frame_of, rows_where
 
 if TYPE_CHECKING:
     import pandas
 
-OWN_CACHE = "own cache"
 WAYS = (FULL, OWN_CACHE, REUSE, DROIDSPEAK)
-LOOK = {FULL: "other", OWN_CACHE: "sender", REUSE: "full reuse", DROIDSPEAK: "droidspeak"}
 LATER = "from turn 3 on"
 BLOCK_TOKENS = 16
 _ADAPTER_BYTES = 1 << 30  # of a file of an adapter, at most
@@ -110,6 +107,9 @@ class Agent(NamedTuple):
     identity: ModelIdentity
 
 
+FromPool: TypeAlias = Callable[[Tensor, Sequence[int], int], Tensor]
+"""Blocks of a pool [blocks, layers, 2, block tokens, heads, width], which of them, tokens -> their keys and values
+[layers, 2, heads, tokens, width]."""
 Spoken = tuple[list[int], list[list[int]]]  # how a conversation begins, and what is said in each of its turns
 
 
@@ -124,13 +124,13 @@ class AgentTurn(NamedTuple):
     said: list[int]
 
 
-def agents(profile: Profile) -> Outcome:
+def agents(profile: Profile, *, from_pool: FromPool | None = None) -> Outcome:
     """Rows {what: "turn", conversation, way, turn, tokens, taken, ttft_s, kept_s, ended_s, f1}, where f1 is that of
     the turn's words to those behind a full prefill; {what: "at once", round, way, turns, took_s}; and {what: "score",
     way, item, score}.
 
     All ways of a conversation have the same texts: those that are said behind full prefills. They take turns in random
-    order.
+    order. ``from_pool`` makes the caches that agents take out of the engine's pool, in place of the engine's own copy.
     """
     config = profile.section("agents", AgentsConfig)
     check(config.needs(), ModelFacts(profile.model))
@@ -143,7 +143,7 @@ def agents(profile: Profile) -> Outcome:
     spoken: list[Spoken] = []
     with closing(LiveExecutor(loaded.model, blocks, block_tokens=BLOCK_TOKENS)) as executor:
         hosted = host(executor, config, identify(loaded.model, tokenizer, str(loaded.provenance.sha256)))
-        serving = Serving(executor, hosted, group, config.said_tokens)
+        serving = Serving(executor, hosted, group, config.said_tokens, from_pool)
         for way in WAYS:  # which warms up
             serving.conversation(way, timed[0].prefix, config.turns)
         for number, item in enumerate(track(timed, desc="conversations")):
@@ -202,8 +202,16 @@ def host(executor: LiveExecutor, config: AgentsConfig, base: ModelIdentity) -> l
 class Serving:
     """An engine for each conversation on ``executor``, in which ``hosted`` speak in turns, ``said_tokens`` each."""
 
-    def __init__(self, executor: LiveExecutor, hosted: Sequence[Agent], group: Group, said_tokens: int) -> None:
+    def __init__(
+        self,
+        executor: LiveExecutor,
+        hosted: Sequence[Agent],
+        group: Group,
+        said_tokens: int,
+        from_pool: FromPool | None = None,
+    ) -> None:
         self._executor, self._agents, self._group, self._said = executor, hosted, group, said_tokens
+        self._from_pool = from_pool
 
     def conversation(
         self, way: str, context: Sequence[int], turns: int, texts: Sequence[Sequence[int]] | None = None
@@ -269,7 +277,11 @@ class Serving:
         """Store the computed cache of the prompt, for the agent that takes it."""
         if way != FULL:
             edges = [self._group.lo] if way == DROIDSPEAK and self._group.needs_e_cache else []
-            store.store(prompt, self._agents[turn % 2].identity, served_prefix(self._executor, request, edges))
+            cache = served_prefix(self._executor, request, edges)
+            if self._from_pool is not None:
+                kv = self._from_pool(self._executor.pool.rows, request.blocks, request.prompt_tokens)
+                cache = PrefixCache(tuple(LayerKV(*layer) for layer in kv[:, :, None]), cache.e_cache)
+            store.store(prompt, self._agents[turn % 2].identity, cache)
 
 
 def scores(profile: Profile, config: AgentsConfig, items: Sequence[Encoded], group: Group) -> Rows:
@@ -338,35 +350,3 @@ def _times(above: Sequence[float], below: Sequence[float]) -> Interval:
     """The mean of ``above`` over that of ``below``, which belong to each other, with its interval."""
     pairs = np.array([above, below]).T
     return bootstrap(pairs, lambda sample: float(np.divide(*sample.mean(0))))
-
-
-def way_rows(result: Result) -> Rows:
-    """A line a way: times sooner than behind full prefills, and how good the answers are."""
-    columns = {
-        "first token, times sooner": ("ttft_x", 2, {"than": FULL}),
-        "from turn 3 on": ("ttft_x", 2, {"than": FULL, "case": LATER}),
-        "last token, times sooner": ("ended_x", 2, {"than": FULL}),
-        "turns a second, several at once": ("throughput_x", 2, {"than": FULL}),
-        "the reviewer's F1": ("score", 3),
-        "of its own, %": ("score_kept_pct", 1, {"than": FULL}),
-    }
-    return [{"what is kept": way} | cells(result.summary, columns, method=way) for way in WAYS]
-
-
-def by_turn(recorded: Result | None, now: Result) -> Figure:
-    """Seconds to the first token of each turn, a line a way."""
-    fig, ax = panels(figsize=(8, 4.2))
-    results = over(recorded, now)
-    for result_drawn in results:
-        turns = range(1, result_drawn.result.parameters["agents"]["turns"] + 1)
-        for way in WAYS:
-            entries = [result_drawn.result.summary.get("ttft_s", method=way, case=f"turn {turn}") for turn in turns]
-            result_drawn.line(
-                ax, turns, entries, LOOK[way], label=way if result_drawn.own or result_drawn.alone else None
-            )
-    ax.set(xlabel="turn: odd ones are the writer's, even ones the reviewer's", ylabel="time to first token, s")
-    ax.set_ylim(bottom=0)
-    ax.set_title("The other's cache halves the time; a cache of one's own saves more, when there is one", fontsize=11)
-    ax.legend(fontsize="small")
-    name_results(fig, results, "ttft_x")
-    return fig

@@ -10,9 +10,12 @@ from mutants.running import rewritten, wrong
 PREFILL, PARETO = "firsttoken.droidspeak.prefill", "firsttoken.droidspeak.profile.pareto"
 SCHEDULE, SELECTION = "firsttoken.droidspeak.pipeline.schedule", "firsttoken.droidspeak.group_selection"
 PARTIAL = "^MechanismError: Partial prefill"
-PIPELINE, LINK = "^MechanismError: The pipeline's schedule", "^MechanismError: The choice of a group for a link"
 CELL_PARTIAL, CELL_CHOICE = "partial prefill of the cell `mechanism`", "the choice of a group of the cell `mechanism`"
 BLEND, SCORE = "^MechanismError: CacheBlend", "^MechanismError: the score of an answer"
+PIPELINE = "^MechanismError: .*the pipeline's schedule of the cell"
+LINK, BELIEF = "^MechanismError: .*the choice of a group in the cell", "^MechanismError: the belief about a link"
+ADAPTERS = "firsttoken.assets.adapter_config"
+SHAPED, SHAPED_LINK = "firsttoken.link.shaped", "^MechanismError: The shaped link"
 PROFILER = "firsttoken.droidspeak.profile.layer_profiler:LayerProfiler.own"
 
 
@@ -89,6 +92,21 @@ def no_pipeline(right, jobs, way):
     return right(jobs, type(way).SEND_REUSED)
 
 
+@wrong("32", "a link ten times too fast", f"{SHAPED}:LinkConfig.bytes_per_s", SHAPED_LINK)
+def ten_times(right, link):
+    return 10 * right.fget(link)
+
+
+@wrong("32", "a token bucket that leaks", f"{SHAPED}:TokenBucket.book", SHAPED_LINK)
+def booked_too_early(right, bucket, count, now):
+    """Every tenth byte is booked."""
+    return right(bucket, count / 10, now)
+
+
+rewritten("32", "the E-cache goes last in the cell", "return [*edge, *layers]", "return [*layers, *edge]", PIPELINE)
+rewritten("32", "the pipeline of the cell waits for all", "awaited = edge if pipelined else", "awaited =", PIPELINE)
+
+
 rewritten("33", "a cell without the E-cache", "sent.e_cache[group.lo] if group.lo else", "", CELL_PARTIAL)
 rewritten("33", "judged where it was chosen", "loss(chosen, judging)", "loss(chosen, choosing)", CELL_CHOICE)
 rewritten("33", "the largest group in the cell", "chosen = min(within", "chosen = max(within", CELL_CHOICE)
@@ -127,11 +145,11 @@ def blind_to_the_link(right, candidates, costs, now, *rest):
 
 
 @wrong("35", "any loss is allowed", f"{SELECTION}:_choices", LINK)
-def any_loss_is_allowed(right, candidates, costs, now, bound, schedule):
-    return right(candidates, costs, now, inf, schedule)
+def any_loss_is_allowed(right, candidates, costs, now, bound):
+    return right(candidates, costs, now, inf)
 
 
-@wrong("35", "the first belief stays", f"{SELECTION}:LinkEstimate.observe", LINK)
+@wrong("35", "the first belief stays", f"{SELECTION}:LinkEstimate.observe", BELIEF)
 def the_first_belief_stays(right, estimate, nbytes, seconds):
     """What a transfer took changes nothing."""
 
@@ -140,8 +158,29 @@ def the_first_belief_stays(right, estimate, nbytes, seconds):
     "35",
     "a gate that keeps to false alarms",
     "firsttoken.droidspeak.gate:calibrate",
-    "^MechanismError: The gate before an answer",
+    "^MechanismError: .*the gate of the cell",
 )
 def good_ones_decide(right, signals, failed, *, signal, miss_budget):
     """The budget is kept on the good answers instead of the spoiled ones."""
-    return right(signals, failed, signal=signal, false_alarm_budget=miss_budget)
+    return right(signals, [not bad for bad in failed], signal=signal, miss_budget=miss_budget)
+
+
+AGENTS = "^MechanismError: the adapters of the two agents"
+
+
+@wrong("62", "adapters of no strength", f"{ADAPTERS}:LoraConfig.scale", AGENTS)
+def no_strength(right, config, module):
+    return 0.0
+
+
+@wrong("62", "adapters of half their strength", f"{ADAPTERS}:LoraConfig.scale", AGENTS)
+def half_the_strength(right, config, module):
+    return right(config, module) / 2
+
+
+COPY = "^MechanismError: the copy out of the pool of the cell"
+rewritten("62", "blocks in the order of the pool", "rows[blocks].permute", "rows[sorted(blocks)].permute", COPY)
+
+
+rewritten("35", "no loss bound in the cell", "for g in groups if g.loss <= bound)", "for g in groups)", LINK)
+rewritten("35", "the cell forgets the E-cache", "if group.needs_e_cache else 0.0", "if False else 0.0", LINK)

@@ -18,7 +18,7 @@ from firsttoken.droidspeak.entry import e_cache_name, layer_name
 from firsttoken.droidspeak.forward import Forward, cache_of, check_shape, fill
 from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.pipeline.kv_transfer import Buffers, Transfer
-from firsttoken.droidspeak.pipeline.schedule import Schedule
+from firsttoken.droidspeak.pipeline.schedule import Schedule, SendingOrder, e_cache_first
 from firsttoken.droidspeak.prefix import LayerKV, Prefix
 from firsttoken.droidspeak.tensor_bytes import CachePiece
 from firsttoken.engine.kv import KVShape
@@ -55,10 +55,22 @@ class FirstToken:
     fell_back: str = ""
 
 
-def sent_pieces(pieces: Mapping[str, CachePiece], group: Group, depth: int, schedule: Schedule) -> list[CachePiece]:
-    """Return the pieces that ``schedule`` sends, in order. Raises RequestError when ``pieces`` lacks some of them."""
-    names = [e_cache_name(group.lo)] if schedule.sends_e_cache(group) else []
-    names += [layer_name(layer) for layer in schedule.layers(group, depth)]
+def sent_pieces(
+    pieces: Mapping[str, CachePiece],
+    group: Group,
+    depth: int,
+    schedule: Schedule,
+    order: SendingOrder = e_cache_first,
+) -> list[CachePiece]:
+    """Return the pieces that ``schedule`` sends, in ``order``.
+
+    Raises RequestError when ``pieces`` lacks some of them, or ``order`` leaves out or adds one.
+    """
+    edge, layers = ["E"] if schedule.sends_e_cache(group) else [], schedule.layers(group, depth)
+    ordered = order(edge, layers)
+    if sorted(map(str, ordered)) != sorted(map(str, [*edge, *layers])):
+        raise RequestError(f"the order of sending has {[*ordered]}; it must have each of {[*edge, *layers]} once")
+    names = [e_cache_name(group.lo) if piece == "E" else layer_name(piece) for piece in ordered]
     lacking = [name for name in names if name not in pieces]
     if lacking:
         raise RequestError(f"no {', '.join(lacking)} was stored for this prefix; store it, or choose another group")
@@ -76,12 +88,14 @@ def first_token(
     schedule: Schedule = Schedule.PIPELINED,
     *,
     buffers: Buffers | None = None,
+    order: SendingOrder = e_cache_first,
 ) -> FirstToken:
     """The first token behind a ``prefix`` of one row and ``suffix`` [1, tokens]: ``group`` recomputed, the rest reused.
 
     Pipelined, the group's computation starts as soon as the E-cache is there, and the pass over the suffix waits at
     each reused layer for that layer only. ``pieces`` are a sender's, by name (the ``spans`` of what a store locates);
-    of pieces with more tokens than the prefix the first are used. ``buffers`` serve again once this returns.
+    of pieces with more tokens than the prefix the first are used. ``buffers`` serve again once this returns. ``order``
+    says in which order the pieces go over the link.
 
     A link that dies costs time, never the answer: the result is then that of a full prefill, and says so.
     Raises RequestError for a group or piece that is not there, CacheError for a piece that does not fit the model.
@@ -90,7 +104,7 @@ def first_token(
     everything = Group(0, depth)
     if schedule is Schedule.RECOMPUTE:
         group = everything
-    sent = sent_pieces(pieces, group.check(depth), depth, schedule)
+    sent = sent_pieces(pieces, group.check(depth), depth, schedule, order)
     _check_fit(model, prefix, sent)
     transfer = Transfer(sent, link, buffers or Buffers(sent, prefix.ids.device))
     try:

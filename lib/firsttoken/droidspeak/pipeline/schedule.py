@@ -15,14 +15,21 @@ them matters:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeAlias
 
 from firsttoken.droidspeak.layer_group import Group
 from firsttoken.study.errors import RequestError
 
 LINK, PROCESSOR = "link", "processor"
+SendingOrder: TypeAlias = "Callable[[Sequence[str], Sequence[int]], Sequence[str | int]]"
+
+
+def e_cache_first(edge: Sequence[str], layers: Sequence[int]) -> list[str | int]:
+    """Return in which order a cache is sent: ``edge``, which names the E-cache if there is one, then the ``layers``."""
+    return [*edge, *layers]
 
 
 class Schedule(StrEnum):
@@ -41,7 +48,7 @@ class Schedule(StrEnum):
         return [layer for layer in range(depth) if self is Schedule.SEND_ALL or layer not in group]
 
     def sends_e_cache(self, group: Group) -> bool:
-        """Return whether the E-cache at the lower edge of ``group`` is sent; it always goes first."""
+        """Return whether the E-cache at the lower edge of ``group`` is sent."""
         return self is not Schedule.RECOMPUTE and group.needs_e_cache
 
 
