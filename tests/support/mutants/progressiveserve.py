@@ -86,6 +86,11 @@ def moves_without_a_prefill(right, policy, old, new):
     return range(0)
 
 
+@wrong("15", "adapters of no strength", "firsttoken.assets.adapter_config:LoraConfig.scale", "the adapters of a stage")
+def no_strength(right, config, module):
+    return 0.0
+
+
 @wrong("15", "a request that stays is moved", f"{TRANSITIONS}:RequestBoundary.redo", "transition of an open request")
 def boundary_moves(right, policy, old, new):
     return range(len(new.layers))
