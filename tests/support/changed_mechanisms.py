@@ -11,6 +11,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from firsttoken.assets.dense_shape import DenseShape
 from firsttoken.cps.policies import CrossPoint
 from firsttoken.cps.policies.online import CostCurve
 from firsttoken.droidspeak.forward import Forward, cache_of
@@ -21,6 +22,7 @@ from firsttoken.engine.preemption.preemption_policy import Action
 from firsttoken.engine.request import Request, ScheduledChunk
 from firsttoken.engine.schedulers.sarathi import Sarathi
 from firsttoken.petals.routing import Reachable
+from firsttoken.simulation.costs.operator_tables import OperatorTables
 from firsttoken_studies.nb22_cross_point_scheduler import figures as policy_figures
 from firsttoken_studies.nb23_online_cross_point import study as online_figures
 from firsttoken_studies.nb24_who_is_preempted import figures as victim_figures
@@ -31,6 +33,9 @@ from firsttoken_studies.nb33_latency_and_quality import prefill_latency
 from firsttoken_studies.nb35_bandwidth_and_gate import adaptive_group
 from firsttoken_studies.nb40_generation_stalls import figures as stall_figures
 from firsttoken_studies.nb41_serving_capacity import figures as capacity_figures
+from firsttoken_studies.nb46_on_the_stated_gpus import paper_cards
+from firsttoken_studies.nb51_eight_bits import eight_bits as eight_bits_figures
+from firsttoken_studies.nb51_eight_bits import eight_bits_tasks as task_figures
 from firsttoken_studies.nb52_chains_and_offloading import figures as swarm_figures
 from firsttoken_studies.nb61_five_at_once import figures as five_figures
 from firsttoken_studies.nb63_many_cold_starts import figures as burst_figures
@@ -178,3 +183,23 @@ def always_everything(
     groups: Sequence[GroupLoss], costs: GroupCosts, tokens: int, bytes_per_s: float, bound: float
 ) -> Group:
     return costs.full
+
+
+@changed("fixed_load", "step_s", paper_cards.times_by_load)
+def a_step_of_its_tokens(
+    tables: OperatorTables, shape: DenseShape, gpus: int, prefills: Sequence[tuple[int, int]], contexts: Sequence[int]
+) -> float:
+    return 0.02 + 1e-4 * (len(contexts) + sum(new for _, new in prefills)) / gpus
+
+
+@changed("eight_bits", "over_the_wire", eight_bits_figures.quality)
+def one_scale_a_batch(hidden: Tensor) -> tuple[Tensor, int]:
+    scale = hidden.abs().amax() / 127
+    return (hidden / scale).round() * scale, hidden.numel() + 4
+
+
+@changed("eight_bits", "mixed_product", eight_bits_figures.quality)
+@changed("eight_bits_tasks", "mixed_product", task_figures.accuracy_change)
+def inputs_in_two_bits(x: Tensor, weight: Tensor, threshold: float = 6.0) -> Tensor:
+    scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-30)
+    return (x / scale).round() * scale @ weight.t()

@@ -20,6 +20,7 @@ from firsttoken_studies.nb46_on_the_stated_gpus.operator_error import KIND
 from firsttoken_studies.record.overlay import legend, over
 from firsttoken_studies.record.plot import COLOURS, log_ticks, panels
 from firsttoken_studies.record.results import Outcome, Result, Rows, Table, distinct, frame_of
+from firsttoken_studies.record.schematic import Schematic
 from firsttoken_studies.record.show import interval
 from firsttoken_studies.sarathi.leaderboard import BASE, add_capacities
 from firsttoken_studies.sarathi.styles import look_of, name_schedulers, told
@@ -73,6 +74,33 @@ class CardCase:
 
     def __str__(self) -> str:
         return f"{self.hardware.model} on {self.hardware.gpus} {self.hardware.costs}, {self.tbt_ms} ms"
+
+
+def schematic() -> Schematic:
+    """Draw how the time of a step is the sum of operators that were measured alone."""
+    alt = (
+        "A step of an engine is a sequence of operators: the products before attention, attention, the product behind "
+        "it, those of the rest of the layer, an all-reduce, and small kernels. Each was measured alone on the card, "
+        "for many sizes. Their times, one after the other and times the number of layers, are the time of the step."
+    )
+    sketch = Schematic(20, 5.4, alt)
+    sketch.text(0.2, 0.4, "The time of a step is the sum of operators that were measured one by one", heading=True)
+    left = 0.4
+    for name, look, width in (
+        ("product", "measured", 2.6),
+        ("attention", "prefill", 3.6),
+        ("product", "measured", 2.2),
+        ("products", "measured", 4.4),
+        ("all-reduce", "swap", 2.5),
+        ("small", "other", 1.6),
+    ):
+        sketch.box(left, 1.4, name, look, width=width)
+        left += width
+    sketch.arrow((0.4, 2.9), (left, 2.9))
+    sketch.text(left + 0.2, 2.9, "x layers")
+    sketch.text(0.4, 3.7, "One layer: each time is read from a table of this card, at the size of the batch")
+    sketch.text(0.4, 4.6, "No model computes, and no number is fitted to a server's run")
+    return sketch
 
 
 def card_capacity(profile: Profile) -> Outcome:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from firsttoken.assets.dense_shape import DenseShape, dense_shape
+from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.sarathi.capacity import ClientTimes, Objective, capacity
 from firsttoken.sarathi.policy import Policy, scheduler_labels
-from firsttoken.simulation.costs.operator_tables import tables_from
+from firsttoken.simulation.costs.operator_tables import OperatorTables, tables_from
 from firsttoken.simulation.hardware import Hardware
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
@@ -157,8 +160,32 @@ def _load(text: str) -> tuple[str, float]:
     raise ProfileError(f"fixed_load: {text!r} is no load; write LENGTHS RATE, for example sharegpt 0.5")
 
 
-def fixed_load(profile: Profile) -> Outcome:
-    """Rows {case, lengths, rate, seed, scheduler, ttft_p50_s, tbt_p99_s, ...}: Figure 1b and Table 4."""
+StepSum: TypeAlias = Callable[[OperatorTables, DenseShape, int, Sequence[tuple[int, int]], Sequence[int]], float]
+"""A function of (tables, shape, gpus, prefills, contexts) that adds up the seconds of a step."""
+
+
+class AddedCosts(Costs):
+    """The costs of a card, with the seconds of a step as ``add`` has them."""
+
+    def __init__(self, hardware: Hardware, costs: Costs, add: StepSum) -> None:
+        tables, shape = OperatorTables.read(hardware.costs), dense_shape(hardware.model)
+        self._library, self._add = costs, partial(add, tables, shape, hardware.gpus)
+
+    def step_s(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
+        return self._add(prefills, contexts)
+
+    def swap_out_s(self, tokens: int) -> float:
+        return self._library.swap_out_s(tokens)
+
+    def swap_in_s(self, tokens: int) -> float:
+        return self._library.swap_in_s(tokens)
+
+
+def fixed_load(profile: Profile, *, step_s: StepSum | None = None) -> Outcome:
+    """Rows {case, lengths, rate, seed, scheduler, ttft_p50_s, tbt_p99_s, ...}: Figure 1b and Table 4.
+
+    ``step_s`` is a reader's sum of the operators of a step; None takes the library's.
+    """
     config = profile.section("fixed_load", FixedLoadConfig)
     cases = [_hardware(text) for text in config.cases]
     runs = [
@@ -172,6 +199,8 @@ def fixed_load(profile: Profile) -> Outcome:
     for hardware, load, scheduler, seed in track(runs, desc="fixed_load"):
         lengths, rate = _load(load)
         bench = bench_of(hardware, lengths, config.requests, config.batch, _FIRST_RATE)
+        if step_s is not None:
+            bench.costs = AddedCosts(hardware, bench.costs, step_s)
         served, _ = bench.serve(Policy.named(scheduler), Objective(1.0), seed, rate)
         labels = {"case": f"{_named(hardware)}, {lengths}, {rate:g} requests/s", "lengths": lengths, "rate": rate}
         rows.append(labels | {"seed": seed, "scheduler": scheduler} | asdict(served))
@@ -280,7 +309,10 @@ def times_by_load(recorded: Result | None, now: Result) -> Figure:
         for (case_index, case), (line, name) in product(enumerate(cases), enumerate(names)):
             position = case_index + 0.17 * (line - (len(names) - 1) / 2)
             for result_drawn in results:
-                entry = result_drawn.result.summary.get(measure, **scheduler_labels(name), case=case)
+                labels = scheduler_labels(name) | {"case": case}
+                entry = result_drawn.result.summary.get(measure, **labels)
+                if result_drawn.library is not None and entry == result_drawn.library.summary.get(measure, **labels):
+                    continue
                 result_drawn.point(ax, position + result_drawn.shift / 4, entry, look_of(name), along="x")
             paper = PAPER_LOADS.get(case, {}).get(name, (None, None))[column]
             if paper is not None:

@@ -6,8 +6,9 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from firsttoken_studies.petals.chain_costs import decode_step
 from firsttoken_studies.record.overlay import name_results, over
 from firsttoken_studies.record.plot import COLOURS, panels
 from firsttoken_studies.record.results import Outcome, Result, Rows, Table, frame_of, rows_where
+from firsttoken_studies.record.schematic import Schematic
 from firsttoken_studies.record.show import interval
 
 if TYPE_CHECKING:
@@ -49,6 +51,38 @@ INPUTS_KEPT, SERVED = "weights_inputs_kept", "weights_inputs_kept_and_states"
 WHOLE = "16_bits"
 STEPS = {WHOLE: None, "8_bits": THRESHOLD, "8_bits_inputs_kept": UNROUNDED}
 """What a step is timed of, and the threshold of its products in 8 bits."""
+
+Wire: TypeAlias = Callable[[Tensor], tuple[Tensor, int]]  # states as the next server gets them, and the bytes sent
+Product: TypeAlias = Callable[..., Tensor]  # (x [tokens, in], weight [out, in], threshold) -> [tokens, out]
+
+
+def packed_wire(hidden: Tensor) -> tuple[Tensor, int]:
+    """Return ``hidden`` as the library's servers send it to each other, and the bytes that are sent."""
+    packed = pack(hidden)
+    return unpack(packed, hidden.dtype), packed_bytes(packed)
+
+
+class ProductOfCell(nn.Module):
+    """A linear layer in 8 bits that multiplies by a notebook's function in place of the library's product."""
+
+    def __init__(self, mixed_product: Product, linear: Linear8) -> None:
+        super().__init__()
+        self.mixed_product = mixed_product
+        self.register_buffer("weight", linear.dequantized())
+        self.register_buffer("bias", linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` [..., in] -> [..., out]."""
+        result = self.mixed_product(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1]).to(x.dtype)
+        return result if self.bias is None else result + self.bias
+
+
+def replace_products(model: nn.Module, make: Callable[[Linear8], nn.Module]) -> None:
+    """Put what ``make`` makes of it in the place of every linear layer in 8 bits of ``model``."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, Linear8):
+                setattr(module, name, make(child))
 
 
 @dataclass(frozen=True)
@@ -75,26 +109,36 @@ class EightBitsConfig:
         ]
 
 
-def eight_bits(profile: Profile) -> Outcome:
-    """Rows {what: quality | bytes | outliers | step, ...}; quality in float32, so that only the 8 bits differ."""
+def eight_bits(profile: Profile, *, over_the_wire: Wire = packed_wire, mixed_product: Product | None = None) -> Outcome:
+    """Rows {what: quality | bytes | outliers | step, ...}; quality in float32, so that only the 8 bits differ.
+
+    Quality is that of the states that ``over_the_wire`` gives, and of ``mixed_product``, by default the library's. A
+    step is timed by the library's products alone.
+    """
     config = profile.section("eight_bits", EightBitsConfig)
     check(config.needs(), ModelFacts(profile.model))
     device = profile.torch_device()
     base = load_model(profile.model, device=device)
     windows = token_windows(running_text("test"), base.tokenizer, config.window_tokens, config.windows).to(device)
-    rows = _quality(base.model, windows, config) + _bytes(base.model, config)
+    rows = _quality(base.model, windows, config, over_the_wire, mixed_product)
+    rows += _bytes(base.model, over_the_wire)
     timed = load_model(profile.model, dtype=profile.torch_dtype(), device=device, with_tokenizer=False)
     rows += _steps(timed.model, windows, config)
     return Outcome(rows, provenance=base.provenance.as_dict())
 
 
-def _quality(model: nn.Module, windows: Tensor, config: EightBitsConfig) -> Rows:
+def _quality(
+    model: nn.Module, windows: Tensor, config: EightBitsConfig, wire: Wire, mixed_product: Product | None
+) -> Rows:
     depth = len(layers_of(model))
     spans = [depth * server // config.servers for server in range(config.servers)]
     inputs, every = [*layers_of(model), model.model.norm], range(depth + 1)
     small, together, served = (copy.deepcopy(model) for _ in range(3))
     for module, threshold in ((small, THRESHOLD), (together, math.inf), (served, UNROUNDED)):
         to_8_bits(layers_of(module), threshold)
+    if mixed_product is not None:
+        replace_products(small, partial(ProductOfCell, mixed_product))
+        replace_products(together, partial(ProductOfCell, partial(mixed_product, threshold=math.inf)))
     small_inputs, kept_inputs = (
         [*layers_of(variant_model), variant_model.model.norm] for variant_model in (small, served)
     )
@@ -111,9 +155,14 @@ def _quality(model: nn.Module, windows: Tensor, config: EightBitsConfig) -> Rows
     ]
     rows: Rows = []
     for variant, module, crossed in track(variants, desc="quality"):
-        hooks = [variant_model.register_forward_pre_hook(_over_the_wire, with_kwargs=True) for variant_model in crossed]
+        crossing = partial(_crossing, wire)
+        hooks = [variant_model.register_forward_pre_hook(crossing, with_kwargs=True) for variant_model in crossed]
         if variant == WEIGHTS:
-            linears = [variant_model for variant_model in module.modules() if isinstance(variant_model, Linear8)]
+            linears = [
+                variant_model
+                for variant_model in module.modules()
+                if isinstance(variant_model, Linear8 | ProductOfCell)
+            ]
             hooks += [variant_model.register_forward_pre_hook(_counter(counted)) for variant_model in linears]
         losses, best = _losses(module, windows, config.batch)
         for hook in hooks:
@@ -128,14 +177,13 @@ def _quality(model: nn.Module, windows: Tensor, config: EightBitsConfig) -> Rows
     return [*rows, {"what": "outliers", "values": counted[1], "outliers": counted[0]}]
 
 
-def _over_the_wire(
-    _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _crossing(
+    wire: Wire, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The hidden states that a module is given, as the next server gets them."""
     if args:
-        return (unpack(pack(args[0]), args[0].dtype), *args[1:]), kwargs
-    hidden = kwargs["hidden_states"]
-    return args, kwargs | {"hidden_states": unpack(pack(hidden), hidden.dtype)}
+        return (wire(args[0])[0], *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": wire(kwargs["hidden_states"])[0]}
 
 
 def _counter(counted: list[int]) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -158,10 +206,10 @@ def _losses(model: nn.Module, windows: Tensor, batch: int) -> tuple[list[float],
     return losses, torch.cat(best)
 
 
-def _bytes(model: nn.Module, config: EightBitsConfig) -> Rows:
+def _bytes(model: nn.Module, wire: Wire) -> Rows:
     """Return the bytes of a token's hidden states and of all layers' weights, in 16 and in 8 bits."""
     states = torch.ones(1, 1, model.config.hidden_size)
-    sent = packed_bytes(pack(states))
+    _, sent = wire(states)
     layers = copy.deepcopy(layers_of(model)).bfloat16()
     weights = resting_bytes(layers)
     to_8_bits(layers)
@@ -233,6 +281,32 @@ STEP_NAMES = {"16_bits": "16 bits", "8_bits": "8 bits, inputs too", "8_bits_inpu
 _PAPER = {"OPT-175B": (75.3, 74.9), "BLOOM-176B": (70.1, 70.3)}  # average accuracy of Table 1 in 16 and in 8 bits
 
 
+def schematic() -> Schematic:
+    """Draw how states become whole numbers for the wire, and which inputs of a product do not."""
+    alt = (
+        "On the wire, a block of a token's values becomes whole numbers of 8 bits and one scale. In a product, inputs "
+        "become whole numbers, too, but an outlier, such as 30 among values of about 1, is multiplied apart."
+    )
+    sketch = Schematic(20, 8.4, alt)
+    sketch.text(0.2, 0.5, "On the wire: a block of values becomes whole numbers and one scale", heading=True)
+    sketch.text(0.2, 4.5, "In a product: an outlier stays out of the whole numbers", heading=True)
+    for top, values in ((1, ("0.5", "-1.2", "2.4", "0.1")), (5, ("0.5", "-1.2", "30.0", "0.1"))):
+        for column, value in enumerate(values):
+            sketch.box(0.2 + 1.9 * column, top, value, "mark" if value == "30.0" else "single", width=1.8)
+        sketch.arrow((8, top + 0.5), (10, top + 0.5), "round")
+    for column, code in enumerate(("26", "-64", "127", "5")):
+        sketch.box(10.2 + 1.6 * column, 1, code, "measured", width=1.5)
+    sketch.text(16.9, 1.5, "x 0.019")
+    sketch.text(0.2, 2.5, "16 bits each")
+    sketch.text(10.2, 2.5, "8 bits each, and one scale")
+    for column, code in enumerate(("53", "-127", "", "11")):
+        sketch.box(10.2 + 1.6 * column, 5, code, "measured", width=1.5, missing=not code)
+    sketch.text(16.9, 5.5, "x 0.0094")
+    sketch.box(13.4, 6.6, "30.0", "mark", width=1.5)
+    sketch.text(15.2, 7.1, "multiplied apart")
+    return sketch
+
+
 def quality(recorded: Result | None, now: Result) -> Figure:
     """Perplexity lost by what is in 8 bits, with intervals over windows, and the goal."""
     fig, ax = panels(figsize=(9, 4.2))
@@ -246,7 +320,11 @@ def quality(recorded: Result | None, now: Result) -> Figure:
     ax.annotate("goal: below 1 %", (1, -0.5), (5, 0), textcoords="offset points", fontsize=9, va="center")
     ax.set_yticks(range(len(VARIANTS)), list(VARIANTS.values()))
     ax.set(ylim=(len(VARIANTS) - 0.5, -0.9), xlabel="perplexity lost, %, paired by window of text")
-    fig.suptitle("8-bit weights and states cost little; rounding each token's inputs costs most")
+    last = results[-1 if results[-1].library else 0].result.summary  # of few windows no title is made
+    lost = {variant: last.value("perplexity_lost_pct", variant=variant, than=PLAIN) for variant in (STATES, WEIGHTS)}
+    fig.suptitle(
+        f"{lost[STATES]:.2f} % lost by 8-bit states between servers, {lost[WEIGHTS]:.2f} % by LLM.int8's product"
+    )
     name_results(fig, results, "perplexity_lost_pct")
     return fig
 
@@ -274,6 +352,8 @@ def speed_rows(recorded: Result | None, now: Result) -> Table:
     """Tokens a second of all layers in 16 bits and by both products of 8, how much slower these are, by requests."""
     paper = {1: "5", 8: "negligible", 32: "negligible"}
     for shown in over(recorded, now):
+        if shown.library is not None:  # whose steps are the library's, too
+            continue
         summary = shown.result.summary
         for batch, name in product(shown.result.parameters["eight_bits"]["batches"], STEP_NAMES):
             yield {

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from firsttoken.study.profile import Profile
 from firsttoken.study.summary import Summary
 from firsttoken_studies.choice_tasks import TASKS
 from firsttoken_studies.multiple_choice import ChoiceTasksConfig, accuracy_summary
+from firsttoken_studies.nb51_eight_bits.eight_bits import Product, ProductOfCell, replace_products
 from firsttoken_studies.record.overlay import legend, over
 from firsttoken_studies.record.plot import LOOKS, panels
 from firsttoken_studies.record.results import Outcome, Result, Rows, Table
@@ -64,9 +66,9 @@ class DequantizedLinear8(nn.Module):
         return F.linear(x.where(outliers, (x / step).round() * step), self.weight, self.bias)
 
 
-def eight_bits_tasks(profile: Profile) -> Outcome:
+def eight_bits_tasks(profile: Profile, *, mixed_product: Product | None = None) -> Outcome:
     """Measure the option that the model chooses for every question in float32, with its own weights and with LLM.int8's
-    product."""
+    product, or with ``mixed_product`` in its place."""
     config = profile.section("eight_bits_tasks", EightBitsTasksConfig)
     loaded = load_model(profile.model, device=profile.torch_device())
     if loaded.tokenizer is None:
@@ -75,10 +77,7 @@ def eight_bits_tasks(profile: Profile) -> Outcome:
     small = copy.deepcopy(loaded.model)
     to_8_bits(layers_of(small))
     rows += _checked(config, small, loaded.tokenizer)
-    for module in list(small.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, Linear8):
-                setattr(module, name, DequantizedLinear8(child))
+    replace_products(small, DequantizedLinear8 if mixed_product is None else partial(ProductOfCell, mixed_product))
     rows += config.chosen(WEIGHTS, small, loaded.tokenizer)
     return Outcome(rows, provenance=loaded.provenance.as_dict())
 

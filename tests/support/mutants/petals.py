@@ -15,6 +15,8 @@ LINEAR8, CHAIN = "firsttoken.engine.linear8:Linear8.forward", "firsttoken.petals
 BORROWING = "firsttoken_extras.layer_borrowing.replica:BorrowingReplica._switch_to"
 
 JOIN, SEARCH = "the rule `join` of the cell `mechanism`", "the search `shortest` of the cell `mechanism`"
+OVER_THE_WIRE = "the wire `over_the_wire` of the cell `mechanism`"
+PRODUCT = "the product `mixed_product` of the cell `mechanism`"
 SESSION, CLIENT = "the session of the cell `mechanism`", "the client of the library"
 
 rewritten("06", "the newest alone is kept", "self.kept[part] += states", "self.kept[part] = states", SESSION)
@@ -43,7 +45,17 @@ def nothing_was_kept(right, cache, request, layer, start=0):
     return torch.cat([torch.zeros_like(kept[:, :-1]), kept[:, -1:]], 1) if kept.shape[1] > 8 else kept
 
 
-@wrong("51", "one scale for a batch", f"{WIRE}:pack", "the 8-bit wire")
+rewritten("51", "codes are cut off", ".clamp_min(1e-30)).round()", ".clamp_min(1e-30)).trunc()", OVER_THE_WIRE)
+rewritten(
+    "51",
+    "outliers are left out",
+    "return integer_part + (x - rest) @ (w * w_scale).t()",
+    "return integer_part",
+    PRODUCT,
+)
+
+
+@wrong("51", "one scale for a batch", f"{WIRE}:pack", OVER_THE_WIRE)
 def one_scale_for_all(right, hidden, block=None):
     from firsttoken.petals import int8_transport
 
@@ -54,12 +66,12 @@ def one_scale_for_all(right, hidden, block=None):
     return {"codes": codes, "scales": scales, "block": torch.tensor([block], dtype=torch.int32)}
 
 
-@wrong("51", "an 8-bit wire that answers nothing", f"{WIRE}:unpack", "the 8-bit wire", quick=True)
+@wrong("51", "an 8-bit wire that answers nothing", f"{WIRE}:unpack", OVER_THE_WIRE, quick=True)
 def nothing_comes_back(right, tensors, dtype):
     return None
 
 
-@wrong("51", "outliers in the integers", LINEAR8, "LLM.int8's product")
+@wrong("51", "outliers in the integers", LINEAR8, PRODUCT)
 def outliers_in_the_integers(right, linear, x):
     linear.threshold = float("inf")
     return right(linear, x)

@@ -33,6 +33,12 @@ rewritten("41", "a coarse search in the cell", "share=0.02", "share=0.5", SEARCH
 rewritten("41", "the rate that broke in the cell", "return low, tried", "return high, tried", SEARCH, quick=True)
 
 
+SUM = "the sum of the cell `mechanism`"
+rewritten("46", "one all-reduce a layer in the cell", "layer += 2 * along(", "layer += along(", SUM)
+rewritten("46", "no prefix in the cell", "end - begin if cached else end", "end", SUM)
+rewritten("46", "a product left out in the cell", "(hidden, q), ", "", SUM)
+
+
 @wrong("02", "the youngest prompt first", CHUNKS, CELL)
 def youngest_prompt_first(right, scheduler, tokens, *, admit):
     scheduler.waiting.reverse()
