@@ -85,7 +85,7 @@ def schematic() -> Schematic:
     )
     sketch = Schematic(20, 5.4, alt)
     sketch.text(0.2, 0.4, "The time of a step is the sum of operators that were measured one by one", heading=True)
-    left = 0.4
+    edge = 0.4
     for name, look, width in (
         ("product", "measured", 2.6),
         ("attention", "prefill", 3.6),
@@ -94,10 +94,10 @@ def schematic() -> Schematic:
         ("all-reduce", "swap", 2.5),
         ("small", "other", 1.6),
     ):
-        sketch.box(left, 1.4, name, look, width=width)
-        left += width
-    sketch.arrow((0.4, 2.9), (left, 2.9))
-    sketch.text(left + 0.2, 2.9, "x layers")
+        sketch.box(edge, 1.4, name, look, width=width)
+        edge += width
+    sketch.arrow((0.4, 2.9), (edge, 2.9))
+    sketch.text(edge + 0.2, 2.9, "x layers")
     sketch.text(0.4, 3.7, "One layer: each time is read from a table of this card, at the size of the batch")
     sketch.text(0.4, 4.6, "No model computes, and no number is fitted to a server's run")
     return sketch

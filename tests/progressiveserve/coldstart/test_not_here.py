@@ -36,7 +36,9 @@ def result() -> SimpleNamespace:
     provenance = {"left_out": {"1 Gbit/s": ["from_pretrained", "runai"]}, "no_kernel_limit": refused}
     floors = {f"link {wire.name}": {"value": 1.0, "unit": "s", "why": "made up"} for wire in wires}
     summary = cold_start_summary(rows, {})
-    return SimpleNamespace(rows=rows, summary=summary, provenance=provenance, floors=floors, profile="quick", slug="x")
+    return SimpleNamespace(
+        rows=rows, summary=summary, provenance=provenance, floors=floors, profile="quick", slug="x", with_mechanism=None
+    )
 
 
 def test_a_link_says_that_files_were_not_verified(result: SimpleNamespace) -> None:
@@ -80,6 +82,7 @@ def test_a_stack_ends_at_the_number_it_stands_for(monkeypatch: pytest.MonkeyPatc
         "floors": floors,
         "profile": "quick",
         "slug": "x",
+        "with_mechanism": None,
     }
     monkeypatch.setattr(figures, "STACKED", ("whole",))
     fig = figures.phase_stacks(None, SimpleNamespace(**told), ["1 Gbit/s"])
@@ -97,9 +100,8 @@ def test_a_timeline_whose_memory_is_unknown(before, peak, shown) -> None:
         rows += [told | {"row": "request", "client": 0, "request": 0, "at_s": 0.0, "tokens": 2}]
         rows += [told | {"row": "event", "what": "serving", "stage": 1, "at_s": 1.0}]
         rows += [told | {"row": "peak", "rss_bytes": peak, "model_bytes": 1000}]
-    result = SimpleNamespace(
-        rows=rows, summary=timeline_summary(rows, {"timeline": {"runs": 1, "new_tokens": 2}}), profile="quick", slug="x"
-    )
+    summary = timeline_summary(rows, {"timeline": {"runs": 1, "new_tokens": 2}})
+    result = SimpleNamespace(rows=rows, summary=summary, profile="quick", slug="x", with_mechanism=None)
     (memory,) = [row for row in recovery_tables.timeline_rows(result) if row["measure"].startswith("growth of memory")]
     assert {memory[label] for label in recovery_figures.LABELS.values()} == {shown}
     fig = recovery_figures.growth_of_service(None, result)

@@ -315,7 +315,7 @@ def _upside_down(arrived: Callable) -> Callable:
     ("of", "name", "spoil", "policy"),
     [
         (StagedModelVersion, "redo", _late, FromBoundary()),
-        (HiddenStateCache, "whole", lambda whole: lambda *_: True, TRANSITIONS["partial prefill"]),
+        (HiddenStateCache, "covers", lambda covers: lambda *_: True, TRANSITIONS["partial prefill"]),
         (StoredPrefix, "arrived", _upside_down, None),
         (Engine, "_salt", lambda salt: lambda *_: "one for all", None),
     ],
