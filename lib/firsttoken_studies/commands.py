@@ -166,7 +166,7 @@ def record(options: argparse.Namespace) -> int:
     if options.remove:
         if not options.machine:
             raise ProfileError("--remove takes out the result of one machine: add --machine NAME")
-        print(f"removed {ledger.take_out(options.remove, options.machine, options.because, faulty=options.faulty)}")
+        print(f"withdrawn: {ledger.take_out(options.remove, options.machine, options.because, faulty=options.faulty)}")
     if options.summarise:
         print(*ledger.summarise_again(options.because), sep="\n")
     if options.claims:
@@ -310,11 +310,11 @@ def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     added.add_argument(
         "--claims", action="store_true", help="note that claims were changed or retired (needs --because)"
     )
-    gone = "remove the result of this experiment on one machine (needs --machine and --because)"
+    gone = "withdraw the result of this experiment on one machine; its file stays (needs --machine and --because)"
     added.add_argument("--remove", metavar="EXPERIMENT", help=gone)
     added.add_argument("--machine", metavar="NAME", help="with --remove, the machine, such as amd-epyc-avx2-2c")
     added.add_argument(
-        "--faulty", action="store_true", help="with --remove, say that the result measured the wrong thing"
+        "--faulty", action="store_true", help="with --remove, say that the result measured the wrong thing; its file goes"
     )
     added.add_argument("--because", default="", metavar="TEXT", help="the reason for the change, which the log keeps")
     option_values.add_json(added)

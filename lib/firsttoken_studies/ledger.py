@@ -56,8 +56,12 @@ def claims() -> list[Claim]:
 
 
 def recorded() -> list[Result]:
-    """The results that verdicts of the record stand on. Raises FirstTokenError as ``results.all_results``."""
-    return all_results(FOR_THE_RECORD)
+    """The results that verdicts of the record stand on: those that were withdrawn stay, and answer nothing.
+
+    Raises FirstTokenError as ``results.all_results`` and ``record_log.read_log``.
+    """
+    withdrawn = log().withdrawn()
+    return [result for result in all_results(FOR_THE_RECORD) if (result.place, result.started) not in withdrawn]
 
 
 def log() -> Log:
@@ -232,7 +236,7 @@ def record_faults() -> list[str]:
     Raises ClaimsError and FirstTokenError for files that cannot be read.
     """
     noted, results, statements = log(), recorded(), claims()
-    messages = faults(noted, results, statements)
+    messages = faults(noted, results, statements, all_results(FOR_THE_RECORD))
     for result in results:
         messages += [f"{result.experiment} on {result.slug}: {fault}" for fault in broken(result)]
     return messages + (history.faults(noted, statements) if history.is_here() else [])
@@ -284,9 +288,10 @@ def _measured(answer: ClaimRecord) -> dict[str, Any]:
 
 
 def take_out(experiment: str, slug: str, because: str, *, faulty: bool) -> Path:
-    """Remove the result of ``experiment`` on the machine ``slug`` from the record, with a line that says why.
+    """Withdraw the result of ``experiment`` on the machine ``slug`` from the record, with a line that says why.
 
-    ``faulty``: it measured something else than it said, so that it is no evidence. Raises FirstTokenError where there
+    Its file stays where it is, and answers no claim. ``faulty``: it measured something else than it said, so that it is
+    no evidence; its file goes, as a run that is replaced does. Raises FirstTokenError where there
     is none, and as ``note_run`` does.
     """
     noted = log()
@@ -298,7 +303,8 @@ def take_out(experiment: str, slug: str, because: str, *, faulty: bool) -> Path:
     gone = LogLine("removal", *key, line.gpu, line.started, rows=line.rows, reason=because, faulty=faulty)
     write_log(noted.followed_by([gone]))
     path = result_path(*key)
-    path.unlink(missing_ok=True)
+    if faulty:
+        path.unlink(missing_ok=True)
     return path
 
 

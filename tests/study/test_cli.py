@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -246,7 +247,10 @@ def test_the_log_is_printed_and_keeps_a_reason_for_each_change(root: Path, make_
     assert main(["record", "--remove", "machine", "--machine", recorded.slug, "--because", "moved"]) == 0
     out = capsys.readouterr().out
     assert "removal machine full" in out and ": moved" in out and "2 lines; the last has sha256" in out
-    assert not recorded.path.exists() and ledger.log().standing == {}
+    assert recorded.path.exists() and ledger.recorded() == [] and ledger.log().standing == {}
+    assert not any("withdrawn" in fault for fault in ledger.record_faults())
+    write_result(replace(recorded, rows=[row | {"copy_s": 9.0} for row in recorded.rows]))
+    assert any("machine on test-cpu-2c, which was withdrawn" in fault for fault in ledger.record_faults())
 
 
 def answered(capsys, *words: str) -> dict:

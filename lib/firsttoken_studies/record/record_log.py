@@ -4,7 +4,7 @@ A line is never changed or taken away: it holds the sha256 of the line before it
 There are four kinds. A ``run`` says when and where an experiment ran, of which revision, the sha256 of its rows, and
 for each claim that it answers what was measured and whether the claim stood as it does now before the run. A
 ``summary`` says that the rows of a run were summarised again, an ``edit`` that claims were changed or retired, and a
-``removal`` that a result was taken out. The last three say why, and so does a run that takes the place of another.
+``removal`` that a result was withdrawn. The last three say why, and so does a run that takes the place of another.
 """
 
 from __future__ import annotations
@@ -129,6 +129,10 @@ class Log:
         replaced = {line.replaces for line in self.lines if line.replaces}
         return replaced | {line.run for line in self.lines if line.kind == "removal"}
 
+    def withdrawn(self) -> set[tuple[tuple[str, str, str], str]]:
+        """Place and start of the runs that were removed, whose files may stand in the record still."""
+        return {(line.place, line.started) for line in self.lines if line.kind == "removal"}
+
     def faulty(self) -> set[str]:
         """The runs that are no evidence."""
         return {line.replaces or line.run for line in self.lines if line.faulty}
@@ -241,12 +245,17 @@ def run_line(result: Result, answers: Mapping[str, ClaimRecord], log: Log, reaso
     )
 
 
-def faults(log: Log, results: Sequence[Result], claims: Sequence[Claim]) -> list[str]:
+def faults(log: Log, results: Sequence[Result], claims: Sequence[Claim], every: Sequence[Result] = ()) -> list[str]:
     """Return what the record holds that the log does not know of: a result without a line or with other rows, a line
     whose result is gone, a number of a claim that is not the one of its line, a claim that was changed or retired
-    without a line."""
+    without a line. Of ``every`` result, those that were withdrawn must have their rows still."""
     standing, messages = log.standing, list[str]()
-    present = {(result.experiment, result.profile, result.slug): result for result in results}
+    present = {result.place: result for result in results}
+    gone, withdrawn = log.gone(), log.withdrawn()
+    for result in every:
+        run = f"{result.started} {rows_digest(result.rows)}" if (result.place, result.started) in withdrawn else ""
+        if run and run not in gone:
+            messages.append(f"the rows of {result.experiment} on {result.slug}, which was withdrawn, are not its own")
     for key, line in standing.items():
         if key not in present:
             messages.append(f"the result of {_said(line)} is gone, and no line of {paths.RECORD_LOG.name} says why")

@@ -125,6 +125,11 @@ class Result:
         return self.machine["slug"]
 
     @property
+    def place(self) -> tuple[str, str, str]:
+        """Experiment, profile and machine, as a line of the log has them (``record_log.LogLine.place``)."""
+        return self.experiment, self.profile, self.slug
+
+    @property
     def path(self) -> Path:
         """The path at which this result is kept."""
         return result_path(self.experiment, self.profile, self.slug)
