@@ -314,7 +314,7 @@ def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     added.add_argument("--remove", metavar="EXPERIMENT", help=gone)
     added.add_argument("--machine", metavar="NAME", help="with --remove, the machine, such as amd-epyc-avx2-2c")
     added.add_argument(
-        "--faulty", action="store_true", help="with --remove, say that the result measured the wrong thing; its file goes"
+        "--faulty", action="store_true", help="with --remove, say that it measured the wrong thing; its file goes"
     )
     added.add_argument("--because", default="", metavar="TEXT", help="the reason for the change, which the log keeps")
     option_values.add_json(added)
