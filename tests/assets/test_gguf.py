@@ -167,12 +167,17 @@ def test_parts_are_joined_and_converted_once(pinned_parts, whole, conversions):
     assert conversion.converted("tiny") == folder and len(conversions) == 1, "what is converted needs no parts"
 
 
-def test_a_part_that_is_missing_or_of_another_model(pinned_parts, whole):
-    _, second = pinned_parts(whole[:5000], whole[5000:])
+def test_a_part_that_is_missing_out_of_order_or_of_another_model(pinned_parts, whole):
+    first, second = pinned_parts(whole[:5000], whole[5000:])
     content = second.read_bytes()
     second.unlink()
-    with pytest.raises(AssetError, match=r"^tiny is not in the cache: run `firsttoken fetch tiny`[^\n]*$"):
+    with pytest.raises(AssetError, match=r"^tiny lacks tiny.gguf.part1: run `firsttoken fetch tiny`[^\n]*$"):
         conversion.converted("tiny")
+    second.write_bytes(first.read_bytes())
+    first.write_bytes(content)
+    with pytest.raises(AssetError, match=r"^[^\n]*tiny.gguf.part0 was altered; run `firsttoken fetch tiny`[^\n]*$"):
+        conversion.converted("tiny")
+    first.write_bytes(whole[:5000])
     second.write_bytes(content[:-64] + b"0" * 64)
     with pytest.raises(AssetError, match=r"^[^\n]*tiny.gguf.part1 was altered; run `firsttoken fetch tiny`[^\n]*$"):
         conversion.converted("tiny")

@@ -17,6 +17,7 @@ import torch
 
 from firsttoken.assets.lock import asset_path, pinned
 from firsttoken.assets.qa_files import QAItem, arrow_rows, kept_rows, read_boolq_train, read_hub, read_qa, triviaqa_item
+from firsttoken.assets.question_sets import SETS, question_set
 from firsttoken.study import paths
 from firsttoken.study.errors import CorpusError
 
@@ -25,6 +26,8 @@ _SCIQ_EDGES = (0.60, 0.68)  # train | validation | test
 _SHINGLE_WORDS = 12
 _ON_HUB = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}")
 _MOST_SHARED = 0.1  # of the 12-word runs of a held-out passage that the train passages may hold
+_ASKED_ONLY = "squad"  # the report scores its stages on SQuAD: a thousand questions are what an interval needs
+_KNOWN = ", ".join(("sciq", "triviaqa", *SETS))
 _HELD_OUT_EDGE = 0.20  # validation | test, where train is a file of its own: the same 8 : 32
 
 
@@ -141,15 +144,23 @@ def token_windows(texts: Iterable[str], tokenizer: Any, length: int, count: int)
 def load_qa(source: str, split: str) -> list[QAItem]:
     """Questions from anywhere, in the three splits.
 
-    ``source`` is "sciq", "triviaqa", the path of a SQuAD or TriviaQA .json file (cut 60 / 8 / 32 by hash), a folder
-    with one *train*.json and one *dev*.json, or "hub:org/name" or "hub:org/name:config" (both: train is train, the
-    other file is cut 20 / 80 into validation and test). Raises CorpusError naming what is missing or wrong.
+    ``source`` is "sciq", "triviaqa", one of ``SETS`` or the path of a SQuAD or TriviaQA .json file (cut 60 / 8 / 32 by
+    hash; all of "squad" is test), a folder with one *train*.json and one *dev*.json, or "hub:org/name" or
+    "hub:org/name:config" (both: train is train, the other file is cut 20 / 80 into validation and test). Raises
+    CorpusError naming what is missing or wrong, and AssetError where a set was not fetched.
     """
     _check_split(split)
     if source == "sciq":
         return sciq(split)
     if source == "triviaqa":
         return _cut(triviaqa(), split)
+    if source in SETS:
+        items = question_set(source)
+        if source != _ASKED_ONLY:
+            return _cut(items, split)
+        if split != "test":
+            raise CorpusError(f"all {len(items):,} questions of {source} are asked, none are for {split}; name coqa")
+        return _shuffled(items)
     if source.startswith("hub:"):
         name, _, config = source.removeprefix("hub:").partition(":")
         if not _ON_HUB.fullmatch(name) or Path(name).exists():
@@ -159,7 +170,7 @@ def load_qa(source: str, split: str) -> list[QAItem]:
     if path.is_dir():
         return _two_files(lambda part: read_qa(_only(path, "train" if part == "train" else "dev")), split)
     if path.suffix != ".json":
-        raise CorpusError(f"no questions called {source!r}; known: sciq, triviaqa, a .json file or folder, hub:NAME")
+        raise CorpusError(f"no questions called {source!r}; known: {_KNOWN}, a .json file or folder, hub:NAME")
     return _cut(read_qa(path), split)
 
 

@@ -60,7 +60,7 @@ def fetch(names: Iterable[str] | None = None, from_dir: str | Path | None = None
         missing = asset.missing()
         if missing:
             todo.append(asset)
-        print(_plan_line(asset, missing, from_dir), flush=True)
+        print(plan_line(asset, missing, from_dir), flush=True)
     for asset in todo:
         fetch_asset(asset, from_dir)
         print(f"fetched {asset.name}", flush=True)
@@ -210,7 +210,8 @@ def _storage_error(error: OSError, asset: Asset) -> AssetError:
     return AssetError(f"cannot write {asset.name} to {paths.CACHE}: {first_line(error)}; set FIRSTTOKEN_CACHE")
 
 
-def _plan_line(asset: Asset, missing: list[Member], from_dir: str | Path | None) -> str:
+def plan_line(asset: Asset, missing: list[Member], from_dir: str | Path | None) -> str:
+    """Say what a fetch of ``asset`` downloads and keeps."""
     if not missing:
         return f"{asset.name}: present"
     source = f"from {from_dir}" if from_dir else f"download {_mb(asset.bytes)}"

