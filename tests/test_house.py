@@ -187,7 +187,7 @@ def test_a_notebook_gets_its_verdicts_by_the_name_of_a_claim(capsys):
     ledger.verdicts("progressive.block-bytes")
     assert capsys.readouterr().out.endswith("(progressive.block-bytes)\n")
     with pytest.raises(
-        ClaimsError, match=r"no claim 'progressive.block-byte' in claims.yaml; .*did you mean 'progressive.block-bytes'"
+        ClaimsError, match=r"no claim 'progressive.block-byte'; .*did you mean 'progressive.block-bytes'"
     ):
         ledger.verdicts("progressive.block-byte")
 
@@ -248,7 +248,7 @@ def test_too_few_observations_disagree_by_direction_alone(capsys):
 
 def test_every_claim_names_a_notebook_that_exists():
     numbers = {path.name[:2] for path in NOTEBOOKS}
-    assert {claim.notebook for claim in load_claims(paths.CLAIMS, EXPERIMENTS)} <= numbers
+    assert {claim.notebook for claim in load_claims(paths.STUDIES, EXPERIMENTS)} <= numbers
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

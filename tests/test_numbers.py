@@ -10,9 +10,12 @@ from typing import Any
 import yaml
 
 from firsttoken.study import paths
+from firsttoken_studies.record.claims import claim_files
 
 NUMBERS: list[dict[str, Any]] = yaml.safe_load((paths.DATA / "numbers.yaml").read_text(encoding="utf-8"))
-LEDGER: list[dict[str, Any]] = yaml.safe_load(paths.CLAIMS.read_text(encoding="utf-8"))
+LEDGER: list[dict[str, Any]] = [
+    claim for path in claim_files(paths.STUDIES) for claim in yaml.safe_load(path.read_text(encoding="utf-8"))
+]
 CLAIMS = {claim["id"] for claim in LEDGER}
 COUNT = 163
 IDS_SHA256 = "915e111a1f403499dceec5f1bc3faf43d2cd8c4be764b153aae2e97e207d7482"  # sorted, one a line

@@ -32,7 +32,8 @@ def numbers_in(text: str) -> set[str]:
 
 def of_the_papers(notebook: str) -> set[str]:
     """The numbers of the ledger's claims that the notebook answers, and of the papers' numbers that those judge."""
-    claims = [c for c in yaml.safe_load(paths.CLAIMS.read_text(encoding="utf-8")) if c["notebook"] == notebook]
+    files = paths.STUDIES.glob(f"nb{notebook}_*/claims.yaml")
+    claims = [claim for path in files for claim in yaml.safe_load(path.read_text(encoding="utf-8"))]
     ids = {claim["id"] for claim in claims}
     said = [str(claim.get(key, "")) for claim in claims for key in ("says", "told", "value", "conditions")]
     published = yaml.safe_load((paths.DATA / "numbers.yaml").read_text(encoding="utf-8"))

@@ -45,7 +45,7 @@ def run_experiment(name: str, profile: Profile, because: str = "", **mechanisms:
     taken(name, experiment.function, mechanisms)
     if profile.name in EVERY_PROFILE and profile.name not in experiment.profiles:
         raise ProfileError(f"{name} is not for profile {profile.name}; use {' or '.join(experiment.profiles)}")
-    revision, entries = git_revision(), digests(load_claims(paths.CLAIMS, EXPERIMENTS), name)
+    revision, entries = git_revision(), digests(load_claims(paths.STUDIES, EXPERIMENTS), name)
     if profile.name in LONG and paths.RESULTS == paths.RECORDED and not is_clean(revision):
         raise ProfileError(
             f"{name} under profile {profile.name} is for the record, and the code is not that of a commit "

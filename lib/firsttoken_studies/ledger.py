@@ -18,7 +18,7 @@ from firsttoken.study.storage import storing
 from firsttoken.study.summary import Summary
 from firsttoken_studies.invariants import broken
 from firsttoken_studies.record import code, history, pages, show
-from firsttoken_studies.record.claims import Claim, is_number, load_claims
+from firsttoken_studies.record.claims import Claim, claim_files, is_number, load_claims
 from firsttoken_studies.record.claims_table import OwnRun, run_end, table_for
 from firsttoken_studies.record.record_log import (
     RETIRED,
@@ -52,7 +52,7 @@ FOR_THE_RECORD = ("full", "gpu", "paper")  # quick results are whoever ran the n
 
 def claims() -> list[Claim]:
     """The claims of the ledger. Raises ClaimsError."""
-    return load_claims(paths.CLAIMS, EXPERIMENTS)
+    return load_claims(paths.STUDIES, EXPERIMENTS)
 
 
 def recorded() -> list[Result]:
@@ -323,7 +323,7 @@ def note_edits(because: str) -> list[str]:
 
 def _state() -> tuple[tuple[Path, int, int], ...]:
     """Return the files from which ledger and record are read, each with time and size, which change when it does."""
-    read = (paths.CLAIMS, paths.RECORD_LOG, *result_files(FOR_THE_RECORD))
+    read = (*claim_files(paths.STUDIES), paths.RECORD_LOG, *result_files(FOR_THE_RECORD))
     files = [(path, path.stat()) for path in read if path.exists()]
     return tuple((path, stat.st_mtime_ns, stat.st_size) for path, stat in files)
 
@@ -335,5 +335,5 @@ def _standing(_: tuple[tuple[Path, int, int], ...]) -> tuple[dict[str, Claim], l
 
 def _named(name: str, by_id: dict[str, Claim]) -> Claim:
     if name not in by_id:
-        raise ClaimsError(f"no claim {name!r} in {paths.CLAIMS.name}; {unknown(name, by_id)}")
+        raise ClaimsError(f"no claim {name!r}; {unknown(name, by_id)}")
     return by_id[name]

@@ -220,7 +220,7 @@ def test_an_experiment_runs(name, profile, world):
     found = world.summary(name, profile)
     unanswered = {
         claim.id
-        for claim in load_claims(paths.CLAIMS, EXPERIMENTS)
+        for claim in load_claims(paths.STUDIES, EXPERIMENTS)
         if claim.experiment == name and profile in (claim.profiles or EVERY_PROFILE)
         if any(found.get(claim.measure, **where) is None for where in claim.places)
     }

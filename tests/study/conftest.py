@@ -13,7 +13,7 @@ from entries import entry
 
 from firsttoken.study import paths
 from firsttoken_studies.record import kernel_forkserver
-from firsttoken_studies.record.claims import Claim
+from firsttoken_studies.record.claims import Claim, claim_files
 from firsttoken_studies.record.results import Result
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -28,8 +28,12 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "env" / "profiles").mkdir(parents=True)
     (tmp_path / "data").mkdir()
     (tmp_path / "notebooks").mkdir()
-    for name in ("env/profiles/quick.yaml", "env/matplotlibrc", "data/claims.yaml"):
+    for name in ("env/profiles/quick.yaml", "env/matplotlibrc"):
         shutil.copy(REPOSITORY / name, tmp_path / name)
+    for path in claim_files(paths.STUDIES):
+        copy = tmp_path / path.relative_to(REPOSITORY)
+        copy.parent.mkdir(parents=True)
+        shutil.copy(path, copy)
     repository = paths.ROOT
     for name, value in vars(paths).items():
         if isinstance(value, Path) and name.isupper() and value.is_relative_to(repository):

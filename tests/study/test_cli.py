@@ -211,7 +211,7 @@ def templates(root: Path) -> None:
 
 
 def test_the_pages_keep_their_verdicts(root: Path, templates, make_result, capsys) -> None:
-    claim = load_claims(paths.CLAIMS, EXPERIMENTS)[0]
+    claim = load_claims(paths.STUDIES, EXPERIMENTS)[0]
     summary = [entry(claim.measure, claim.where, value=25.0)]
     for slug, found in (("a-4c", summary), ("b-4c", [entry(value=1)])):
         machine = {"slug": slug, "gpu": None}

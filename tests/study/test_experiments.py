@@ -60,7 +60,7 @@ def test_a_result_names_its_commit_the_ledger_and_a_summary_that_anybody_can_mak
     assert is_clean(result.git_revision) and result.git_revision == clone("rev-parse", "HEAD")
     assert result.summary == EXPERIMENTS["machine"].summarise(result.rows, result.parameters)
     assert result.summary == [entry("total_s", {"case": "seed 0"}, value=2.0, unit="s")]
-    assert result.entries == digests(load_claims(paths.CLAIMS, EXPERIMENTS), "machine")
+    assert result.entries == digests(load_claims(paths.STUDIES, EXPERIMENTS), "machine")
 
 
 def test_a_resumed_run_says_how_long_all_of_it_took(clone, monkeypatch) -> None:
@@ -73,9 +73,9 @@ def test_a_resumed_run_says_how_long_all_of_it_took(clone, monkeypatch) -> None:
     timing.add_resumed(1.0)  # outside of a run nobody counts
 
 
-@pytest.mark.parametrize("changed", ["env/profiles/quick.yaml", "data/claims.yaml", "lib/new.py"])
+@pytest.mark.parametrize("changed", ["env/profiles/quick.yaml", "data/adapters/new.json", "lib/new.py"])
 def test_a_dirty_tree_gives_nothing_for_the_record(root: Path, clone, monkeypatch, changed: str) -> None:
-    (root / changed).parent.mkdir(exist_ok=True)
+    (root / changed).parent.mkdir(parents=True, exist_ok=True)
     with (root / changed).open("a", encoding="utf-8") as file:
         file.write("# changed\n")
     assert git_revision().endswith("-dirty")

@@ -79,7 +79,8 @@ def on_machines(claim: dict, results: list[dict], lines: list[dict], gpu: bool) 
 
 def scoreboard() -> dict[str, dict[str, str]]:
     """By report and by what a value stands on: reproduced / trend only / not reproduced / machine-dependent."""
-    claims = yaml.safe_load((ROOT / "data/claims.yaml").read_text(encoding="utf-8"))
+    folders = sorted(ROOT.glob("lib/firsttoken_studies/nb*/claims.yaml"))
+    claims = [claim for path in folders for claim in yaml.safe_load(path.read_text(encoding="utf-8"))]
     files = [path for kind in ("full", "gpu", "paper") for path in sorted(ROOT.glob(f"data/results/*/{kind}/*"))]
     results = [json.loads((gzip.open if path.suffix == ".gz" else open)(path, "rb").read()) for path in files]
     lines = [json.loads(line) for line in (ROOT / "data/record.jsonl").read_text(encoding="utf-8").splitlines()]

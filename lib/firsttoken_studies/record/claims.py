@@ -1,15 +1,15 @@
-"""The ledger: what the papers say, in ``data/claims.yaml``, fixed before anything is measured.
+"""The ledger: what the papers say, in ``claims.yaml`` in each notebook's folder, fixed before anything is measured.
 
 A claim names the experiment that answers it and, of its summary, the measure and where it holds (``summary.py``); the
 verdict is computed (``verdicts.py``), never written down. A result keeps the digest of every claim that it answers as
-it stood when the run began.
+it stood when the run began. Whoever changes afterwards what decides a verdict notes why (``firsttoken record --claims
+--because TEXT``), and the verdict reads "post hoc" until the experiment is recorded again.
 """
 
 import hashlib
 import json
 import math
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -28,10 +28,6 @@ DECIDES = (  # what a verdict hangs on: a change to any of it makes a result *po
     *("measure", "where", "experiment", "profiles", "whose", "nature"),
 )
 WORDING = ("place", "says", "conditions", "told")  # what a reader takes the verdict to mean
-
-
-def _two_digits(number: str) -> str:
-    return "" if re.fullmatch(r"\d\d", number) else "expected the number of a notebook, two digits"
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ class Claim:
     kind: Literal["exact", "ratio", "bound", "ordering"]
     measure: str
     experiment: str
-    notebook: Annotated[str, _two_digits]
+    notebook: str
     human_min: Annotated[float, at_least(0)]
     compute_min: Annotated[float, at_least(0)]
     where: dict[str, Any] | tuple[dict[str, Any], ...] = field(default_factory=dict)
@@ -133,34 +129,51 @@ def digests(claims: Iterable[Claim], experiment: str) -> dict[str, str]:
     return {claim.id: claim.digest for claim in claims if claim.experiment == experiment}
 
 
-def load_claims(path: Path, experiments: Iterable[str]) -> list[Claim]:
-    """Read the claims file; each claim must name one of ``experiments``.
+def claim_files(studies: Path) -> list[Path]:
+    """The files of claims below ``studies``, one in the folder ``nbNN_name`` of each notebook that has claims."""
+    return sorted(studies.glob("nb[0-9][0-9]_*/claims.yaml"))
 
-    Raises ClaimsError with line and id for a duplicate id, an unknown experiment or kind, an unknown or missing key,
-    a value of the wrong type, or keys that do not fit the kind.
+
+def load_claims(studies: Path, experiments: Iterable[str]) -> list[Claim]:
+    """Read the claims below the folder ``studies``, in the order of their notebooks; each claim must name one of
+    ``experiments``. The name of a claim's folder says the number of its notebook.
+
+    Raises ClaimsError with file, line and id for an id that is there twice, an unknown experiment or kind, an unknown
+    or missing key, a value of the wrong type, or keys that do not fit the kind.
     """
-    experiment_names, claims = set(experiments), list[Claim]()
-    for location, claim in entries_by_id(Path(path), Claim, "claim"):
-        if claim.experiment not in experiment_names:
-            raise ClaimsError(
-                f"{location}: no experiment {claim.experiment!r}; {unknown(claim.experiment, experiment_names)}"
-            )
-        claims.append(claim)
-    return claims
+    experiment_names, claims = set(experiments), dict[str, Claim]()
+    for path in claim_files(studies):
+        for location, claim in entries_by_id(path, Claim, "claim", {"notebook": path.parent.name[2:4]}):
+            if claim.experiment not in experiment_names:
+                raise ClaimsError(
+                    f"{location}: no experiment {claim.experiment!r}; {unknown(claim.experiment, experiment_names)}"
+                )
+            if claim.id in claims:
+                raise ClaimsError(f"{location}: notebook {claims[claim.id].notebook} has a claim of this id as well")
+            claims[claim.id] = claim
+    return list(claims.values())
 
 
-def entries_by_id(path: Path, kind: type[Kind], called: str) -> Iterator[tuple[str, Kind]]:
-    """Yield each entry of a list in a file as ``kind``, which has an ``id``, and its place, as an error names it.
+def entries_by_id(
+    path: Path, kind: type[Kind], called: str, common: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, Kind]]:
+    """Yield each entry of a list in a file as ``kind``, which has an ``id``, and its place, as an error names it. The
+    fields in ``common`` are those of all entries, which then must not have them.
 
     Raises ClaimsError with line and id for an entry that is wrong or there twice.
     """
     with errors_as(path, ClaimsError, "mend it, or restore it from git"):
         entries = read_entries(path)
+    file_name = f"{path.parent.name}/{path.name}" if common else path.name
     ids = set[str]()
     for line, entry in entries:
         name = entry.get("id", "without an id") if isinstance(entry, dict) else "that is no mapping"
-        location = f"{path.name}:{line}: {called} {shown(name).strip(chr(39))}"
+        location = f"{file_name}:{line}: {called} {shown(name).strip(chr(39))}"
         try:
+            if common and isinstance(entry, dict):
+                if clash := sorted(common.keys() & entry.keys()):
+                    raise ParseError(f"{clash[0]}: left out here, as the folder says it")
+                entry = entry | common
             made = parse_as(kind, entry)
         except (ParseError, ClaimsError) as error:
             raise ClaimsError(f"{location}: {error}") from error

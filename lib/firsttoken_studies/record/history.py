@@ -130,11 +130,13 @@ def _log_path() -> str:
 
 @cache
 def claims_at(commit: str) -> Mapping[str, dict[str, Any]]:
-    """The claims of a commit by id, as the file has them."""
+    """The claims of a commit by id, as its files have them: one file in ``data`` until each notebook had its own."""
     import yaml
 
-    entries = yaml.load(file_at(commit, "data/claims.yaml"), yaml.CSafeLoader) or []
-    return {entry["id"]: entry for entry in entries}
+    listed = _git("ls-tree", "-r", commit, "--", "data/claims.yaml", "lib/firsttoken_studies").splitlines()
+    names = [line.split()[2] for line in listed if line.endswith("/claims.yaml")]
+    entries = [yaml.load(content, yaml.CSafeLoader) for content in blobs(names)] if names else []
+    return {entry["id"]: entry for file in entries for entry in file or []}
 
 
 def _decides(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,8 @@ from firsttoken_studies.record.verdicts import compared, show
 # A template, ``page.md`` in the notebook's folder, has a part for each such cell, headed by ``<!-- cell: ID -->``. All
 # other cells are edited in the notebook.
 
+REPORTS = ("ProgressiveServe", "CPS", "DroidSpeak", "Sarathi-Serve", "PETALS")  # what is of several comes behind them
+
 _HEAD = re.compile(r"^<!-- cell: (\S+) -->\n", re.MULTILINE)
 
 
@@ -154,7 +156,8 @@ def render(
         return f"{value(experiment, measure, digits, **labels)} {called}[{', '.join(bounds)}]"
 
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
-    reports = {claim.report: [c for c in claims if c.report == claim.report] for claim in claims}
+    names = sorted({claim.report: None for claim in claims}, key=lambda name: (*REPORTS, name).index(name))
+    reports = {name: [claim for claim in claims if claim.report == name] for name in names}
     try:
         return environment.from_string(template.read_text(encoding="utf-8")).render(
             value=value,
@@ -171,9 +174,7 @@ def render(
             scoreboard=scoreboard(claims, results, machine, log),
             index=index_tables(load_index(paths.INDEX)),
             mechanisms=cell_mechanism.published(),
-            systems={
-                report: page_table(report_claims, results, machine, log) for report, report_claims in reports.items()
-            },
+            systems={name: page_table(report_claims, results, machine, log) for name, report_claims in reports.items()},
         )
     except (jinja2.TemplateError, OSError) as error:
         raise ClaimsError(f"{template}: {error}") from error

@@ -38,7 +38,7 @@ PACKED = ".json.gz"
 _LARGE_BYTES = 256 * 1024  # of a result as text, above which it is packed: to a quarter to an eighth
 CHANGED = "-changed"  # behind the name of a profile of which a reader changed settings in a notebook
 
-_MEASURES = ("lib", "env", "data/adapters", "data/claims.yaml")  # what a result hangs on
+_MEASURES = ("lib", "env", "data/adapters")  # what a result hangs on
 
 Table = Iterator[dict[str, Any]]  # the lines of a table as a notebook shows it, by heading
 

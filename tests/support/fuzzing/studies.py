@@ -42,7 +42,6 @@ CLAIMS = """\
   measure: speedup
   where: {policy: swap}
   experiment: machine
-  notebook: "12"
   human_min: 1
   compute_min: 0.5
 - id: an.ordering
@@ -56,11 +55,11 @@ CLAIMS = """\
     - {policy: swap, requests: 16}
     - {policy: recompute, requests: 16}
   experiment: machine
-  notebook: "12"
   human_min: 1
   compute_min: 2
   headline: true
 """
+CLAIM_FILE = "nb12_staged_healing/claims.yaml"
 PINNED = b"pinned content " * 40
 SECTIONS = {"machine": MachineConfig, "served": ServedConfig, "quality": QualityConfig}
 
@@ -93,7 +92,7 @@ def sound(value: Any) -> bool:
 
 
 def ledger(folder: Path) -> list[dict[str, Any]]:
-    found = load_claims(folder / "claims.yaml", ["machine", "sizes"])
+    found = load_claims(folder, ["machine", "sizes"])
     return [asdict(claim) for claim in found]
 
 
@@ -225,9 +224,7 @@ def converted(folder: Path) -> bytes | None:
 
 
 FORMATS = (
-    Format(
-        "claims", lambda folder: write(folder / "claims.yaml", CLAIMS), ("claims.yaml",), ledger, legal=legal_ledger
-    ),
+    Format(*("claims", lambda folder: write(folder / CLAIM_FILE, CLAIMS), (CLAIM_FILE,), ledger), legal=legal_ledger),
     # a person writes it, too
     Format("profile", make_profile, ("quick.yaml", "profiles.yaml"), profile, legal=lambda intact, found: sound(found)),
     Format(
@@ -255,4 +252,5 @@ FORMATS = (
 
 
 def write(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
     path.write_text(text, encoding="utf-8")
