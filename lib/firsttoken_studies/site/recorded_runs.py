@@ -239,7 +239,8 @@ def _swaps(result: Result) -> list[IdeaRun]:
         "kv_kib_per_token": swaps[0]["bytes"] / swaps[0]["tokens"] / 1024,
         "host_gb_per_s": max(row["bytes"] / row["ms"] for row in rows_where(result.rows, what="memcpy")) / 1e6,
     }
-    return _recoveries("21", result.slug, setting, copied, again, len(distinct(swaps, "repeat")))
+    notebook = "48" if result.slug == RECORDED_ON else "21"
+    return _recoveries(notebook, result.slug, setting, copied, again, len(distinct(swaps, "repeat")))
 
 
 def _recoveries(
