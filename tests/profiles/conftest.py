@@ -24,6 +24,7 @@ SHAPES = {  # of the models that profiles name, as their config.json has it
     "smollm2-135m": "smollm2-135m",
     "gemma3-270m": "",
     "tinyllama-1.1b": "tinyllama-1.1b",
+    "qwen2.5-coder-0.5b": "qwen2.5-0.5b",
     "Qwen/Qwen2.5-0.5B": "qwen2.5-0.5b",
     "meta-llama/Llama-2-7b-hf": "llama-2-7b",
     "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",

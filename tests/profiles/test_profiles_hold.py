@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from firsttoken.assets import models, needs
-from firsttoken.study.errors import ProfileError
+from firsttoken.study.errors import ModelError, ProfileError
 from firsttoken.study.profile import Profile, load_profile
 from firsttoken_studies.droidspeak import setting
 from firsttoken_studies.droidspeak.setting import HELD_OUT, ReuseConfig, Run
@@ -111,6 +111,19 @@ def test_an_experiment_gets_to_its_work(name, profile, dtype, on_cpu):
     read = (timed(source, load_profile(profile)) for source in EXPERIMENTS[name].reads)
     with pytest.raises(Reached):
         EXPERIMENTS[name](on_cpu(profile, dtype=dtype), *read)
+
+
+@pytest.mark.parametrize("name", [name for name, profile in CASES if profile == "quick"])
+@pytest.mark.parametrize("profile", ["quick", "full"])
+def test_it_gets_there_with_a_model_that_has_settings_of_its_own(name: str, profile: str, on_cpu) -> None:
+    if profile not in EXPERIMENTS[name].profiles:
+        pytest.skip("this profile has no such experiment")
+    made = on_cpu(profile, model="qwen2.5-coder-0.5b")
+    read = (timed(source, made) for source in EXPERIMENTS[name].reads)
+    with pytest.raises((Reached, ModelError)) as stopped:
+        EXPERIMENTS[name](made, *read)
+    untrained = r"^'[\w-]+' is no adapter in .*qwen2.5-coder-0.5b/reuse and no model; train it \(.* reuse_training\)"
+    assert stopped.type is Reached or stopped.match(untrained)
 
 
 def timed(source: str, profile: Profile) -> Result:

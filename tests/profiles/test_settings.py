@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from firsttoken.assets.models import GGUFS
+from firsttoken.study import paths
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.parsing.yaml_text import read_yaml
 from firsttoken.study.profile import load_profile
 from firsttoken_studies.registry import EXPERIMENTS
 
@@ -165,3 +168,17 @@ def test_a_setting_that_means_nothing_is_refused_before_any_work(place: str, cha
     with pytest.raises(ProfileError, match=message) as told:
         EXPERIMENTS[experiment](profile, *([None] * len(EXPERIMENTS[experiment].reads)))
     assert "\n" not in str(told.value)
+
+
+def test_a_model_brings_the_settings_of_its_depth_and_what_is_set_by_hand_comes_after_them() -> None:
+    quick, other = load_profile("quick").sections, {"model": "qwen2.5-coder-0.5b", "distance.block": 4}
+    changed = load_profile("quick", **other).sections
+    assert (quick["distance"]["block"], changed["distance"]["block"]) == (8, 4)
+    assert changed["served"] == quick["served"] | {"block_size": 6, "task_adapter": "", "adapters": other["model"]}
+    assert load_profile("quick", model="random:tiny").sections == quick
+    every = load_profile("full").sections
+    for model, sections in read_yaml(paths.ENV / "models.yaml").items():
+        assert model in GGUFS
+        assert {f"{name}.{key}" for name, keys in sections.items() for key in keys} <= {
+            f"{name}.{key}" for name, keys in every.items() for key in keys
+        }

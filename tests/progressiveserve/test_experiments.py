@@ -122,7 +122,9 @@ def test_our_recipe_and_a_task_adapter_take_the_same_path(paper, tmp_path, monke
 
 
 def test_quality_without_its_adapters_says_which_is_missing(paper):
-    with pytest.raises(StageError, match=r"A-report.*train it or check it out"):
+    with pytest.raises(
+        StageError, match=r"A-report.*train it \(firsttoken measure healing_training\), or check it out"
+    ):
         stage_quality(paper)
 
 

@@ -28,7 +28,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "env" / "profiles").mkdir(parents=True)
     (tmp_path / "data").mkdir()
     (tmp_path / "notebooks").mkdir()
-    for name in ("env/profiles/quick.yaml", "env/matplotlibrc"):
+    for name in ("env/profiles/quick.yaml", "env/models.yaml", "env/matplotlibrc"):
         shutil.copy(REPOSITORY / name, tmp_path / name)
     for path in claim_files(paths.STUDIES):
         copy = tmp_path / path.relative_to(REPOSITORY)

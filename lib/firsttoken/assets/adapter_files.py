@@ -133,7 +133,7 @@ def made_from(folder: Path, kind: type[Kind]) -> Kind:
 
 def read_recipe(folder: Path) -> dict[str, Any]:
     """The recipe.json of an adapter. Raises StageError when the folder is no adapter of this project."""
-    with errors_as(folder / RECIPE, StageError, "train it or check it out"):
+    with errors_as(folder / RECIPE, StageError, "train it (firsttoken measure healing_training), or check it out"):
         content = read_json(folder / RECIPE)
         if not isinstance(content, dict):
             raise ParseError("it is no mapping")

@@ -25,14 +25,15 @@ def check_fit(folder: Path, layers: Sequence[int], base_sha256: str | None) -> N
     PEFT itself attaches what matches and drops the rest without a word, which would serve a half-healed model.
     """
     made, config = read_adapter(folder)
+    if base_sha256 != made.base_sha256:
+        raise StageError(
+            f"adapter {folder.name} belongs to the base {made.base_sha256[:12]}, not {str(base_sha256)[:12]}: name the "
+            "folder of this model's own (served.adapters), or train them (firsttoken measure healing_training)"
+        )
     if made.layers != tuple(layers):
         raise StageError(
             f"adapter {folder.name} was trained with layers {_spans(made.layers)} present, this stage has "
             f"{_spans(layers)}: train one for this plan or choose the plan of its recipe.json"
-        )
-    if base_sha256 != made.base_sha256:
-        raise StageError(
-            f"adapter {folder.name} belongs to the base {made.base_sha256[:12]}, not {str(base_sha256)[:12]}"
         )
     with errors_as(folder / WEIGHTS, StageError, MEND):
         halves = lora_halves(config, read_bytes(folder / WEIGHTS))

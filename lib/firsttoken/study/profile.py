@@ -3,9 +3,10 @@
 A profile names the model and the machine settings, and holds one mapping per experiment configuration. A package beside
 the library keeps those of its own experiments by its code: ``profiles.yaml`` in a folder of it holds sections under the
 names of profiles, and under ``default`` what a section has where a profile's does not say otherwise. Settings and
-sections that a profile leaves out are those of the profile that its key ``like`` names. The
-mapping becomes a frozen dataclass only when an experiment asks for it, so ``study`` knows no experiment, and a
-key that no configuration has is an error instead of a setting that silently does nothing.
+sections that a profile leaves out are those of the profile that its key ``like`` names. Another model than the
+profile's has its own layers and adapters, which ``env/models.yaml`` has by its name. The mapping becomes a frozen
+dataclass only when an experiment asks for it, so ``study`` knows no experiment, and a key that no configuration has is
+an error instead of a setting that silently does nothing.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ def profile_names() -> list[str]:
 def load_profile(name: str, /, **overrides: Any) -> Profile:
     """Read a profile; overrides are settings (``seed=1``) or dotted keys (``**{"distance.passages": 8}``).
 
+    With the setting ``model`` come those of ``env/models.yaml`` that belong to it, before the other overrides.
     Raises ProfileError for an unknown profile, setting or section, a missing setting, or a value of the wrong type.
     """
     if name not in profile_names():
@@ -106,6 +108,10 @@ def load_profile(name: str, /, **overrides: Any) -> Profile:
         content = _completed(_read(name))
     settings = {key: value for key, value in content.items() if not isinstance(value, dict)}
     sections = {key: dict(value) for key, value in content.items() if isinstance(value, dict)}
+    if "model" in overrides:
+        for section, changes in _of_model(str(overrides["model"])).items():
+            if section in sections:
+                sections[section] |= changes
     for key, value in overrides.items():
         section, dot, option = key.partition(".")
         if dot and section not in sections:
@@ -134,6 +140,15 @@ def _read(profile: str) -> dict[str, Any]:
                     raise ParseError(f"{profile}: the section {name!r} is in another folder as well")
                 sections[name] = parts.get("default", {}).get(name, {}) | changes
     return sections | content
+
+
+def _of_model(model: str) -> dict[str, dict[str, Any]]:
+    """Return the sections that ``env/models.yaml`` changes for ``model``."""
+    from firsttoken.study.parsing.yaml_text import read_yaml
+
+    path = paths.ENV / "models.yaml"
+    with errors_as(path.name, ProfileError, _MEND):
+        return parse_as(dict[str, dict[str, dict[str, Any]]], read_yaml(path)).get(model, {})
 
 
 def _completed(content: dict[str, Any]) -> dict[str, Any]:
