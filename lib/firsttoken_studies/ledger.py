@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from firsttoken.study.files import write_text
 from firsttoken.study.machine import machine_slug
 from firsttoken.study.parsing.schema import unknown
 from firsttoken.study.storage import storing
-from firsttoken.study.summary import Summary
+from firsttoken.study.summary import Entry, Summary
 from firsttoken_studies.invariants import broken
 from firsttoken_studies.record import code, history, pages, show
 from firsttoken_studies.record.claims import Claim, claim_files, is_number, load_claims
@@ -42,7 +43,7 @@ from firsttoken_studies.record.results import (
     result_path,
     write_result,
 )
-from firsttoken_studies.record.verdicts import Judgement, Verdict, effect, judge, judge_all, judge_record
+from firsttoken_studies.record.verdicts import Judgement, Verdict, effect, judge, judge_all, judge_record, unjudgeable
 from firsttoken_studies.registry import EXPERIMENTS
 from firsttoken_studies.sarathi import leaderboard
 
@@ -236,7 +237,7 @@ def record_faults() -> list[str]:
     Raises ClaimsError and FirstTokenError for files that cannot be read.
     """
     noted, results, statements = log(), recorded(), claims()
-    messages = faults(noted, results, statements, all_results(FOR_THE_RECORD))
+    messages = faults(noted, results, statements, all_results(FOR_THE_RECORD)) + unjudgeable(statements, results)
     for result in results:
         messages += [f"{result.experiment} on {result.slug}: {fault}" for fault in broken(result)]
     return messages + (history.faults(noted, statements) if history.is_here() else [])
@@ -266,7 +267,7 @@ def summarise_again(because: str) -> list[str]:
     for result in recorded():
         made = EXPERIMENTS[result.experiment].summarise(result.rows, result.parameters)
         plain = Summary(json.loads(json.dumps(made, default=lambda number: number.item())))
-        other = sum(entry not in result.summary for entry in plain)
+        other = sum(not _same(entry, result.summary.get(entry["measure"], **entry["where"])) for entry in plain)
         if not other and len(plain) == len(result.summary):
             continue
         again = replace(result, summary=plain)
@@ -281,6 +282,16 @@ def summarise_again(because: str) -> list[str]:
         messages.append(f"{result.experiment} on {result.slug}: {other} of {len(plain)} entries are others")
     write_log(noted)
     return messages
+
+
+def _same(entry: Entry, before: Entry | None) -> bool:
+    """Return whether two entries say the same: another processor adds up in another order."""
+    if before is None or entry.keys() != before.keys():
+        return False
+    return all(
+        isclose(value, before[name], rel_tol=1e-9, abs_tol=1e-12) if type(value) is float else value == before[name]
+        for name, value in entry.items()
+    )
 
 
 def _measured(answer: ClaimRecord) -> dict[str, Any]:

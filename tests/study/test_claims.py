@@ -77,6 +77,8 @@ def test_a_result_keeps_what_decides_each_claim_that_it_answers(root) -> None:
         (entry().replace("0.1", ".inf"), r"line 8: \.inf is no finite number"),
         (entry().replace("0.1", "-0.1"), "tolerance: expected 0 or more, not -0.1"),
         (entry().replace("human_min: 1", "human_min: -1"), "human_min: expected 0 or more"),
+        (entry() + "  erratum: twenty\n", "erratum: expected a row of errata.md"),
+        (entry() + "  first_look: true\n", "claim a: first_look is of sums"),
         (entry() + "  profiles: [huge]\n", r"profiles\[0\]: 'huge' is not known; known: full, gpu"),
         (entry() + "  says: again\n", "line 14: the key 'says' is there twice"),
         (entry() + "  colour: red\n", "unknown key 'colour'"),
@@ -108,24 +110,24 @@ def cells(table: str, row: int) -> list[str]:
     return [cell.strip() for cell in re.split(r"(?<!\\)\|", table.splitlines()[row])[1:-1]]
 
 
-def test_the_table_shows_the_record_and_a_gpu(claim, make_result) -> None:
-    ratio = claim(**RATIO, says="a | b " + "word " * 40)
-    kept = {"entries": {"c": ratio.digest}}
+def test_the_table_shows_the_record_and_other_machines(claim, make_result) -> None:
+    ratio = claim(**RATIO, says="a | b " + "word " * 40, whose="project")
+    kept = {"entries": {"c": ratio.digest}, "profile": "full"}
     here = make_result(summary=[measured(value=1.5, low=1.25, high=1.75, n=20, unit="x")], **kept)
-    there = make_result(summary=[measured(value=2.0)], machine={"slug": "nvidia-x", "gpu": "X"}, **kept)
+    there = make_result(summary=[measured(value=1.6)], machine={"slug": "nvidia-x", "gpu": "X"}, **kept)
     table = table_for([ratio], [here, there], "test-cpu-2c")
     row = table.splitlines()[2]
     assert "a \\| b" in row
     expected = [
         "2 x",
         "1.5 x [1.25, 1.75], n=20",
-        "2 x (reproduced)",
+        "1.6 x on nvidia-x",
         "± 10% of the effect beyond 1",
         "00",
         "trend only",
     ]
     assert cells(table, 2)[1:] == expected
-    assert "recorded GPU" not in cells(table_for([ratio], [here], "test-cpu-2c"), 0), "an empty column is left out"
+    assert "other machines" not in cells(table_for([ratio], [here], "test-cpu-2c"), 0), "an empty column is left out"
     assert table.endswith("Recorded: `test-cpu-2c`, the largest profile that was run there.")
 
 

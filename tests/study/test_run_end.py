@@ -21,7 +21,7 @@ def measured(make_result, value: float, n: int = 5, **where):
 def test_each_verdict_is_counted_by_report(claim, make_result) -> None:
     lines = end([claim(**GAIN)], [], [measured(make_result, 2.0)])
     (counts,) = (line.split() for line in lines if line.startswith("all"))
-    assert counts[1:] == ["1", "0", "0", "0", "0"]
+    assert counts[1:] == ["1", "0", "0", "0", "0", "0"]
     assert lines[-1] == "No claim that your run could judge contradicts the record or a report."
 
 

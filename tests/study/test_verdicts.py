@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from entries import entry
 
 from firsttoken_studies.record.record_log import ClaimRecord, Log, LogLine, forms, rows_digest, run_line
-from firsttoken_studies.record.verdicts import Verdict, judge, judge_all, judge_record, show
+from firsttoken_studies.record.verdicts import Verdict, judge, judge_all, judge_record, show, unjudgeable
 
-R, T, F, DIFFERS, FEW, N = Verdict
+R, T, F, CONTRADICTED, DIFFERS, FEW, N, ELSEWHERE = Verdict
 
 LOSS = {"kind": "ratio", "value": -20.0, "tolerance": 0.25, "no_effect": 0.0}
 GAIN = {"kind": "ratio", "value": 2.0, "unit": "x", "tolerance": 0.1, "no_effect": 1.0}
@@ -112,11 +114,27 @@ def test_only_the_profiles_that_a_claim_names_may_answer(claim, make_result) -> 
 
 
 def test_machines_that_differ_are_both_named(claim, make_result) -> None:
-    here = make_result(profile="full", summary=[entry(value=25)])
+    here = make_result(profile="full", summary=[entry(value=25)], entries={"c": claim().digest})
     there = make_result(profile="full", machine={"slug": "other-cpu-2c", "gpu": None}, summary=[entry(value=1)])
     (found,) = judge_record([claim()], [here, there], here.slug)
     assert found.verdict == DIFFERS
-    assert found.measured == "25 on test-cpu-2c: reproduced; 1 on other-cpu-2c: not reproduced"
+    assert found.measured == "25 on test-cpu-2c: reproduced; 1 on other-cpu-2c: not reproduced, post hoc"
+
+
+def test_a_gpu_is_a_machine_like_others_and_answers_first_what_a_report_measured(claim, make_result) -> None:
+    here = make_result(profile="full", summary=[entry(value=25, n=9)])
+    card = make_result(profile="gpu", machine={"slug": "a-card", "gpu": "A Card"}, summary=[entry(value=25, n=5)])
+    (found,) = judge_record([claim()], [here, card], here.slug)
+    assert (found.measured, found.others) == ("25, n=5 on a-card", "25, n=9 on test-cpu-2c")
+    for other in ({"whose": "project"}, {"nature": "arithmetic"}):
+        (found,) = judge_record([claim(**other)], [here, card], here.slug)
+        assert found.measured == "25, n=9"
+    few = replace(card, summary=[entry(value=25, n=4)])
+    (found,) = judge_record([claim()], [here, few], here.slug)
+    assert found.measured == "25, n=9", "who has too few observations goes behind"
+    otherwise = replace(card, summary=[entry(value=1, n=5)])
+    (found,) = judge_record([claim()], [here, otherwise], here.slug)
+    assert found.verdict == DIFFERS and found.measured.startswith("1, n=5 on a-card: not reproduced")
 
 
 def test_a_result_that_was_removed_still_counts_for_its_machine(claim, make_result) -> None:
@@ -129,6 +147,73 @@ def test_a_result_that_was_removed_still_counts_for_its_machine(claim, make_resu
         line = LogLine("removal", **removal, rows=rows_digest(gone.rows), reason="moved", faulty=faulty)
         (found,) = judge_record([claim()], [here], here.slug, log.followed_by([line]))
         assert found.verdict == verdict
+
+
+def test_a_withdrawn_run_answers_as_its_line_says_and_as_the_claim_allows(claim, make_result) -> None:
+    def found(asked, *runs, fixed="before"):
+        log = Log()
+        for run in runs:
+            answer = {"c": ClaimRecord(({"value": 25},), *forms(asked), fixed)} if run is runs[0] else {}
+            place = {"experiment": run.experiment, "profile": run.profile, "machine": run.slug, "started": run.started}
+            removal = LogLine("removal", **place, rows=rows_digest(run.rows), reason="moved")
+            log = log.followed_by([run_line(run, answer, log), removal])
+        return judge_record([asked], [], "test-cpu-2c", log)[0].says
+
+    gone = make_result(profile="full")
+    assert found(claim(), gone) == "reproduced"
+    assert found(claim(), gone, fixed="after") == "reproduced, post hoc"
+    assert found(claim(), gone, fixed="unknown") == "reproduced, unverifiable"
+    assert found(claim(), gone, fixed="other") == "not run here"
+    assert found(claim(profiles=("paper",)), gone) == "not run here"
+    assert found(claim(), gone, replace(gone, started="2026-02-01T00:00:00+00:00")) == "not run here"
+
+
+def test_a_sum_that_is_done_again_stays_post_hoc_and_a_live_run_does_not(claim, make_result) -> None:
+    first, again = make_result(profile="full"), make_result(profile="full", started="2026-02-01T00:00:00+00:00")
+    again = replace(again, summary=[entry(value=25)])
+
+    def found(asked, answers: dict, rows: list) -> str:
+        log = Log().followed_by([run_line(replace(first, rows=rows), answers, Log())])
+        log = log.followed_by([run_line(again, {"c": ClaimRecord(({"value": 25},), *forms(asked))}, log, "again")])
+        return judge(asked, again, log).standing
+
+    for changes, standing in (({"ground": "simulated"}, "post hoc"), ({"nature": "arithmetic"}, "post hoc"), ({}, "")):
+        asked = claim(**changes)
+        after = ClaimRecord(({"value": 25},), *forms(asked), "after")
+        assert found(asked, {"c": after}, []) == standing
+        assert found(asked, {}, again.rows) == standing, "the same rows, before there was the claim"
+        assert found(asked, {"c": replace(after, entries=({"value": 24},))}, []) == "", "another number"
+    assert found(claim(ground="simulated", first_look=True), {}, []) == "post hoc"
+
+
+def test_what_the_sources_contradict_and_what_counts_elsewhere_says_so(claim, make_result) -> None:
+    result = make_result(summary=[entry(value=1)])
+    judged = judge(claim(erratum="I20"), result)
+    assert (judged.verdict, judged.why) == (CONTRADICTED, "differs by 24 (errata I20)")
+    assert judge(claim(erratum="I20"), make_result(summary=[entry(value=25)])).verdict == R
+    assert judge(claim(erratum="I20"), make_result(summary=[entry(value=1, n=4)])).verdict == FEW
+    judged = judge(claim(counts_as="d"), result)
+    assert (judged.verdict, judged.measured, judged.says) == (ELSEWHERE, "1", "counted elsewhere (d)")
+
+
+def test_no_verdict_stands_on_an_estimate_without_an_interval_or_on_a_number_that_answers_twice(
+    claim, make_result
+) -> None:
+    bare = make_result(profile="full", summary=[entry(value=2.5, n=5)])
+    ratio = claim(**GAIN)
+    assert unjudgeable([ratio], [bare]) == ["claim c: m of machine on test-cpu-2c has no interval"]
+    for changes in ({"ground": "simulated"}, {"nature": "arithmetic"}, {"invariant": True}, {"profiles": ("paper",)}):
+        assert not unjudgeable([replace(ratio, **changes)], [bare])
+    fine = replace(bare, summary=[entry(value=2.5, low=2, high=3, n=5)])
+    assert not unjudgeable([ratio], [fine])
+    other = replace(ratio, id="d", value=3.0)
+    (fault,) = unjudgeable([ratio, other], [fine])
+    assert fault == "claims c and d are answered by one number, 2.5: let one count as the other"
+    assert not unjudgeable([ratio, replace(other, counts_as="c")], [fine])
+    assert not unjudgeable([ratio, replace(other, whose="project")], [fine])
+    for target in ("nobody", "d"):
+        (fault,) = unjudgeable([ratio, replace(other, counts_as=target)], [fine])
+        assert fault.endswith(f"counts as {target}, which is no claim of its report that counts")
 
 
 def test_a_claim_whose_words_were_changed_says_so(claim, make_result) -> None:

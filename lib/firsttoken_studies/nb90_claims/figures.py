@@ -22,6 +22,7 @@ _LOOKS = {  # whose colour, the marker, and whether it is filled
     Verdict.TREND: ("measured", "o", False),
     Verdict.DIFFERS: ("measured", "D", False),
     Verdict.FAILED: ("not reproduced", "X", True),
+    Verdict.CONTRADICTED: ("other", "X", True),
     Verdict.TOO_FEW: ("other", ".", True),
     Verdict.NOT_RUN: ("other", ".", True),
 }
@@ -39,7 +40,9 @@ def effects(claims: Sequence[Claim], results: Sequence[Result], machine: str, lo
     from matplotlib import pyplot as plt
     from matplotlib.lines import Line2D
 
-    judged = judge_record([claim for claim in claims if claim.whose == "report"], results, machine, log)
+    judged = judge_record(
+        [claim for claim in claims if claim.whose == "report" and not claim.counts_as], results, machine, log
+    )
     columns = [[(name, _lines(judged, name)) for name in names] for names in _COLUMNS]
     tallest = max(sum(len(lines) + 2 for _, lines in column) for column in columns)
     fig = plt.figure(figsize=(13, 0.9 + 0.2 * tallest))

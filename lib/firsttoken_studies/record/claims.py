@@ -9,6 +9,7 @@ it stood when the run began. Whoever changes afterwards what decides a verdict n
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,11 @@ DECIDES = (  # what a verdict hangs on: a change to any of it makes a result *po
     *("measure", "where", "experiment", "profiles", "whose", "nature"),
 )
 WORDING = ("place", "says", "conditions", "told")  # what a reader takes the verdict to mean
+COUNTING = ("erratum", "counts_as", "first_look")  # how a verdict counts, in a claim's wording where one is set
+
+
+def _row_of_errata(row: str) -> str:
+    return "" if re.fullmatch(r"([IN]\d+)?", row) else "expected a row of errata.md, such as I20"
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,10 @@ class Claim:
     worse where it is a cost; a finding is best as the report has it. An ``invariant`` is a goal of this project that
     its tests hold as well, such as equal tokens. ``notebook`` is its number; the minutes are a reader's and a
     computer's. ``profiles`` limits which profiles may answer, () for all. ``told`` is what a table shows as the
-    report's, where that is not value and unit; a ``headline`` is in the README.
+    report's, where that is not value and unit; a ``headline`` is in the README. ``erratum`` is the row of
+    ``data/errata.md`` that shows that the sources contradict the claim. A claim ``counts_as`` another where one
+    measurement answers both, or where the other is on the report's own card. ``first_look``: it was written in view of
+    its number, which a sum gives again each time.
     """
 
     id: str
@@ -72,6 +81,9 @@ class Claim:
     invariant: bool = False
     told: str = ""
     headline: bool = False
+    erratum: Annotated[str, _row_of_errata] = ""
+    counts_as: str = ""
+    first_look: bool = False
 
     def __post_init__(self) -> None:
         if not self.place.strip():
@@ -94,6 +106,8 @@ class Claim:
             raise ClaimsError("no_effect must say what would be measured if there were no effect (1 for a factor)")
         if self.no_effect is not None and self.no_effect == self.value:
             raise ClaimsError(f"no_effect is the value itself, {self.value}; nothing could be told apart")
+        if self.first_look and self.stands_on == "live":
+            raise ClaimsError("first_look is of sums, which give the same number again; a live run measures anew")
 
     @property
     def stands_on(self) -> str:
@@ -116,7 +130,8 @@ class Claim:
     def wording(self) -> str:
         """The sha256 of the words that say what was asked. A change of them after the run leaves the verdict, and is
         told."""
-        return digest({name: getattr(self, name) for name in WORDING})
+        counting = {name: value for name in COUNTING if (value := getattr(self, name))}
+        return digest({name: getattr(self, name) for name in WORDING} | counting)
 
 
 def digest(deciding: dict[str, Any]) -> str:

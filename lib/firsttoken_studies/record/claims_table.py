@@ -13,16 +13,18 @@ from firsttoken_studies.record.claims import GROUNDS, Claim, is_number
 from firsttoken_studies.record.markdown import table
 from firsttoken_studies.record.record_log import EMPTY, Log
 from firsttoken_studies.record.results import Result, pick
-from firsttoken_studies.record.verdicts import TOLERANCE, Judgement, Verdict, judge, judge_all, judge_record, show
+from firsttoken_studies.record.verdicts import TOLERANCE, Judgement, Verdict, judge, judge_record, show
 
 WIDTH, MOST = 100, 10  # characters of a line; contradictions that are named
 _SHORT = {
     Verdict.REPRODUCED: "reproduced",
     Verdict.TREND: "trend",
     Verdict.FAILED: "contradicted",
+    Verdict.CONTRADICTED: "own sources",
     Verdict.DIFFERS: "by machine",
     Verdict.TOO_FEW: "n too small",
     Verdict.NOT_RUN: "not run",
+    Verdict.ELSEWHERE: "elsewhere",
 }
 
 
@@ -38,11 +40,8 @@ class OwnRun:
 def table_for(
     claims: Iterable[Claim], results: Iterable[Result], machine: str, own_run: OwnRun | None = None, log: Log = EMPTY
 ) -> str:
-    """The claims judged by what was recorded on ``machine`` (a slug), beside a GPU's results and the reader's
-    ``own_run``.
-
-    A column that would be empty is left out. A verdict of the GPU that differs stands with its number.
-    """
+    """The claims judged by what was recorded on ``machine`` (a slug), beside other machines and the reader's
+    ``own_run``. A column that would be empty is left out."""
     claims, results = list(claims), list(results)
     columns = {"claim": [f"{claim.report}: {_says(claim)}" for claim in claims], "report": [told(c) for c in claims]}
     recorded = judge_record(claims, results, machine, log)
@@ -54,7 +53,7 @@ def table_for(
     if own_run:
         columns[f"yours: {own_run.machine}, {own_run.profile}"] = [judgement.measured for judgement in own_judgements]
     columns["recorded" if own_run else "measured"] = [judgement.measured for judgement in recorded]
-    columns |= _gpu(claims, results, recorded)
+    columns |= _others(recorded)
     columns["tolerance"] = [_tolerance(claim) for claim in claims]
     columns["notebook"] = [claim.notebook for claim in claims]
     if own_run:
@@ -72,7 +71,7 @@ def page_table(claims: Sequence[Claim], results: Sequence[Result], machine: str,
         "claim": [_says(claim) for claim in claims],
         "report": [told(claim) for claim in claims],
         "measured": [judgement.measured for judgement in recorded],
-        **_gpu(claims, results, recorded),
+        **_others(recorded),
         "conditions": [claim.conditions for claim in claims],
         "kind": [_kind(claim) for claim in claims],
         "tolerance": [_tolerance(claim) for claim in claims],
@@ -104,40 +103,42 @@ _HEADS = {"live": "measured live", "simulated": "simulated or replayed", "arithm
 
 def counts(claims: Sequence[Claim], results: Sequence[Result], machine: str, log: Log = EMPTY) -> str:
     """The claims of the reports, by what a value stands on: how many are reproduced, a trend only, not reproduced, and,
-    where there are any, dependent on the machine. Goals of this project are none of them (:func:`goals`)."""
-    judged = judge_record([claim for claim in claims if claim.whose == "report"], results, machine, log)
-    said_somewhere = [
-        kind for kind in _SAID if kind != Verdict.DIFFERS or any(judgement.verdict == kind for judgement in judged)
-    ]
-    rows = {"report": list[str](), **{head: list[str]() for head in _HEADS.values()}, "not judged": list[str]()}
-    for report in [*dict.fromkeys(judged_claim.claim.report for judged_claim in judged), None]:
+    where there are any, dependent on the machine. What the sources themselves contradict has a column of its own. Goals
+    of this project are none of them (:func:`goals`), nor is a claim that another answers."""
+    statements = [claim for claim in claims if claim.whose == "report"]
+    judged = judge_record([claim for claim in statements if not claim.counts_as], results, machine, log)
+    said_somewhere = [kind for kind in _SAID if kind != Verdict.DIFFERS or _count(judged, kind)]
+    rows = {"report": list[str](), **{head: list[str]() for head in _HEADS.values()}}
+    rows |= {str(Verdict.CONTRADICTED): list[str](), "not judged": list[str]()}
+    for report in [*dict.fromkeys(judgement.claim.report for judgement in judged), None]:
         of_report = [judgement for judgement in judged if report in (None, judgement.claim.report)]
         rows["report"].append(report or "*all*")
         for ground in GROUNDS:
-            verdicts = [
-                judgement.verdict
-                for judgement in of_report
-                if judgement.claim.stands_on == ground and judgement.verdict.judged
-            ]
-            rows[_HEADS[ground]].append(
-                " / ".join(str(verdicts.count(kind)) for kind in said_somewhere) if verdicts else ""
-            )
+            numbers = [_count(of_report, kind, ground) for kind in said_somewhere]
+            rows[_HEADS[ground]].append(" / ".join(map(str, numbers)) if any(numbers) else "")
+        rows[str(Verdict.CONTRADICTED)].append(str(_count(of_report, Verdict.CONTRADICTED) or ""))
         rows["not judged"].append(str(sum(not judgement.verdict.judged for judgement in of_report) or ""))
-    met = [
-        sum(judgement.verdict == Verdict.REPRODUCED and judgement.claim.stands_on == ground for judgement in judged)
-        for ground in GROUNDS
-    ]
-    trend, failed = (
-        sum(judged_claim.verdict == verdict for judged_claim in judged) for verdict in (Verdict.TREND, Verdict.FAILED)
+    live, simulated, summed = (_count(judged, Verdict.REPRODUCED, ground) for ground in GROUNDS)
+    differ = (
+        f", for {_count(judged, Verdict.DIFFERS)} it depends on the machine"
+        if Verdict.DIFFERS in said_somewhere
+        else ""
     )
-    open_ = sum(not judgement.verdict.judged for judgement in judged)
     sentence = (
-        f"Of {len(judged)} statements of the reports **{met[0]} were reproduced by a live run** on processors with two "
-        f"cores, {met[1]} by simulation or replay, {met[2]} by arithmetic. {trend} have the report's direction and a "
-        f"size within a factor of two, {failed} were not reproduced, {open_} could not be judged. "
-        f"Each cell: {' / '.join(said_somewhere)}."
+        f"Of {len(judged)} statements of the reports **{live} were reproduced by a live run**, {simulated} by "
+        f"simulation or replay, {summed} by arithmetic. {_count(judged, Verdict.TREND)} are trends only, "
+        f"{_count(judged, Verdict.FAILED)} were not reproduced{differ}; "
+        f"{_count(judged, Verdict.CONTRADICTED)} are contradicted by the reports' own sources, and "
+        f"{sum(not judgement.verdict.judged for judgement in judged)} could not be judged. "
+        f"{sum(judgement.standing == 'post hoc' for judgement in judged)} of the verdicts are post hoc. "
+        f"{len(statements) - len(judged)} more statements are answered by a number that judges one of these, and count "
+        f"with it. Each cell: {' / '.join(said_somewhere)}."
     )
     return f"{sentence}\n\n{table(rows)}"
+
+
+def _count(judged: Iterable[Judgement], verdict: Verdict, ground: str | None = None) -> int:
+    return sum(judgement.verdict == verdict and ground in (None, judgement.claim.stands_on) for judgement in judged)
 
 
 def goals(claims: Sequence[Claim], results: Sequence[Result], machine: str, log: Log = EMPTY) -> str:
@@ -150,7 +151,7 @@ def goals(claims: Sequence[Claim], results: Sequence[Result], machine: str, log:
         of_kind = [judgement for judgement in judged if judgement.claim.invariant == invariant]
         rows["goals of this project"].append(name)
         for verdict in (*_SAID, Verdict.TOO_FEW):
-            rows[str(verdict)].append(str(sum(judged_claim.verdict == verdict for judged_claim in of_kind)))
+            rows[str(verdict)].append(str(_count(of_kind, verdict)))
         attempts = [len(log.answers(judgement.claim)) for judgement in of_kind]
         rows["times recorded"].append(f"{min(attempts)} to {max(attempts)}" if attempts else "")
     return table(rows)
@@ -163,7 +164,7 @@ def _kind(claim: Claim) -> str:
 
 
 def _fixed(judgement: Judgement) -> str:
-    if judgement.verdict == Verdict.NOT_RUN:
+    if judgement.verdict in (Verdict.NOT_RUN, Verdict.ELSEWHERE):
         return ""
     if judgement.standing:
         return judgement.standing
@@ -186,16 +187,9 @@ def _times(claim: Claim, log: Log) -> str:
     return text + (f"; {others} times by another measure" if others else "")
 
 
-def _gpu(claims: Iterable[Claim], results: Iterable[Result], recorded: Iterable[Judgement]) -> dict[str, list[str]]:
-    gpu = judge_all(claims, results, "gpu")
-    if all(judgement.verdict == Verdict.NOT_RUN for judgement in gpu):
-        return {}
-    return {"recorded GPU": [_beside(theirs, ours) for theirs, ours in zip(gpu, recorded, strict=True)]}
-
-
-def _beside(theirs: Judgement, ours: Judgement) -> str:
-    differs = theirs.verdict != Verdict.NOT_RUN and theirs.says != ours.says
-    return f"{theirs.measured} ({theirs.says})" if differs else theirs.measured
+def _others(recorded: Iterable[Judgement]) -> dict[str, list[str]]:
+    others = [judgement.others for judgement in recorded]
+    return {"other machines": others} if any(others) else {}
 
 
 def _says(claim: Claim) -> str:
@@ -225,7 +219,9 @@ def run_end(
     own_judgements = [judge(claim, pick(own_run.results, claim.experiment, claim.profiles, "any")) for claim in claims]
     theirs = judge_record(claims, recorded, machine, log)
     lines = [f"Your run ({own_run.machine}, profile {own_run.profile}) beside the reports:", ""]
-    lines += _by_report(own_judgements, [verdict for verdict in _SHORT if verdict != Verdict.DIFFERS])
+    lines += _by_report(
+        own_judgements, [verdict for verdict in _SHORT if verdict not in (Verdict.DIFFERS, Verdict.ELSEWHERE)]
+    )
     against = sorted(filter(None, map(_against, own_judgements, theirs)), key=lambda row: row[0], reverse=True)
     if not against:
         return [*lines, "", "No claim that your run could judge contradicts the record or a report."]
@@ -249,10 +245,10 @@ def overview(judged: Sequence[Judgement]) -> list[str]:
 
 
 def _by_report(judged: Sequence[Judgement], verdicts: Collection[Verdict]) -> list[str]:
-    lines = [f"{'':<18}" + "".join(f"{_SHORT[verdict]:>14}" for verdict in verdicts)]
+    lines = [f"{'':<18}" + "".join(f"{_SHORT[verdict]:>13}" for verdict in verdicts)]
     for report in [*dict.fromkeys(judgement.claim.report for judgement in judged), "all"]:
         counts = Counter(judgement.verdict for judgement in judged if report in ("all", judgement.claim.report))
-        lines.append(f"{report:<18}" + "".join(f"{counts[verdict]:>14}" for verdict in verdicts))
+        lines.append(f"{report:<18}" + "".join(f"{counts[verdict]:>13}" for verdict in verdicts))
     return lines
 
 

@@ -170,6 +170,22 @@ class Log:
             if claim.id in line.claims and line.run not in faulty
         ]
 
+    def withdrawn_answer(self, claim: Claim, machine: str) -> ClaimRecord | None:
+        """Return what a machine answered whose result was withdrawn, under a profile that the claim allows.
+
+        None where it was recorded there again, was faulty, or answered another question.
+        """
+        last = {line.place: line for line in self.runs()}
+        removed = {line.run for line in self.lines if line.kind == "removal"}
+        answers = [
+            answer
+            for line, answer in self.answers(claim)
+            if line.machine == machine and last[line.place] is line and line.run in removed
+            if not claim.profiles or line.profile in claim.profiles
+            if answer.fixed != "other" and answer.asked == forms(claim)[0]
+        ]
+        return answers[-1] if answers else None
+
     def followed_by(self, lines: Iterable[LogLine]) -> Log:
         """The log with ``lines`` at its end, each holding the sha256 of the one before it."""
         longer = self

@@ -239,9 +239,9 @@ def pick(
 ) -> Result | None:
     """The preferred result of ``experiment``, or None.
 
-    ``machine`` is a slug, None for this machine, "gpu" for any machine with a GPU, "any" for all. ``profiles`` limits
-    which profiles may answer; a changed one does only where it is named. A larger profile goes before a smaller one
-    (``PREFERENCE``), then the latest.
+    ``machine`` is a slug, None for this machine, "any" for all. ``profiles`` limits which profiles may answer; a
+    changed one does only where it is named. A larger profile goes before a smaller one (``PREFERENCE``), then the
+    latest.
     """
     slug, allowed = machine or machine_slug(), set(profiles)
     candidates = [
@@ -249,7 +249,7 @@ def pick(
         for result in results
         if result.experiment == experiment
         and (result.profile in allowed if allowed else not result.profile.endswith(CHANGED))
-        and (slug in ("any", result.slug) or (slug == "gpu" and result.machine["gpu"]))
+        and slug in ("any", result.slug)
     ]
     return max(candidates, key=lambda result: (-_rank(result.profile), result.started), default=None)
 

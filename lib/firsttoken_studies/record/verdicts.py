@@ -5,12 +5,13 @@ interval excludes no effect and the effect is within a factor of two of the repo
 left of the whole must be within that factor, too, so that a loss of 99 % is no trend of one of 50 %. A bound is
 reproduced where the whole interval keeps to it, and a trend also where it lies across. An ordering is reproduced where
 each value is at least a tenth above the one before, their intervals apart, and a trend where it only is in order. All
-else is *not reproduced*. Fewer than five observations are too few to judge what was measured; a byte count or a product
-of published numbers needs none.
+else is *not reproduced*, and where a row of ``data/errata.md`` shows that the statement cannot hold, the *sources
+contradict themselves*. Fewer than five observations are too few to judge what was measured; a byte count or a product
+of published numbers needs none. A claim that counts as another, whose number answers it as well, is judged there.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -25,6 +26,7 @@ from firsttoken_studies.record.results import Result, pick
 TOLERANCE = 0.25  # of the effect, for every ratio; a claim may set a narrower one, and says why
 WITHIN = 2.0  # an effect is of the report's size where neither is more than so many times the other
 RECORDED_UNDER = ("full", "gpu", "paper")  # profiles whose results are the record; no other makes machines differ
+SAME = 1e-4  # of a number, within which two are the same; no two of a report were nearer by chance
 LEAST_STEP = 0.1  # by which each value of an ordering is above the one before, as a share of the larger
 
 
@@ -34,24 +36,27 @@ class Verdict(StrEnum):
     REPRODUCED = "reproduced"
     TREND = "trend only"
     FAILED = "not reproduced"
+    CONTRADICTED = "sources contradict themselves"
     DIFFERS = "machine-dependent"
     TOO_FEW = "n too small to judge"
     NOT_RUN = "not run here"
+    ELSEWHERE = "counted elsewhere"
 
     @property
     def judged(self) -> bool:
         """Return whether the verdict says anything of the claim."""
-        return self not in (Verdict.TOO_FEW, Verdict.NOT_RUN)
+        return self not in (Verdict.TOO_FEW, Verdict.NOT_RUN, Verdict.ELSEWHERE)
 
 
 @dataclass(frozen=True)
 class Judgement:
     """The verdict on a claim, what was measured (as text), and the reason in a few words.
 
-    ``standing`` is "post hoc" where the claim is not the one that stood in the ledger when the run began, and
-    "unverifiable" where the history does not have the revision that ran. ``reworded``: its words were changed since.
-    ``measured`` names the machine where it is not the one that was asked for. ``share`` is what was measured in parts
-    of the report's effect, where the claim says what no effect would be, and ``value`` the plain number of a bound.
+    ``standing`` is "post hoc" where the claim is not the one that stood in the ledger when the run began or was written
+    in view of its number, and "unverifiable" where the history does not have the revision that ran. ``reworded``: its
+    words were changed since. ``measured`` names the machine where it is not the one that was asked for, and ``others``
+    is what further machines of the record measured. ``share`` is what was measured in parts of the report's effect,
+    where the claim says what no effect would be, and ``value`` the plain number of a bound.
     """
 
     claim: Claim
@@ -62,10 +67,13 @@ class Judgement:
     reworded: bool = False
     share: float | None = None
     value: float | None = None
+    others: str = ""
 
     @property
     def says(self) -> str:
         """The verdict as every table shows it."""
+        if self.verdict == Verdict.ELSEWHERE:
+            return f"{self.verdict} ({self.claim.counts_as})"
         return f"{self.verdict}, {self.standing}" if self.standing else str(self.verdict)
 
     @property
@@ -90,18 +98,27 @@ def judge(claim: Claim, result: Result | None, log: Log = EMPTY) -> Judgement:
     entries = [result.summary.of(claim.measure, **labels) for labels in claim.places]
     if claim.kind != "exact" and not all(is_number(entry["value"]) for entry in entries):
         return Judgement(claim, "", Verdict.NOT_RUN, f"{claim.measure} must be a number")
+    line = log.standing.get(result.place)
+    answer = line.claims.get(claim.id) if line and line.started == result.started else None
+    if answer:
+        return _judged(claim, entries, log, *_standing(claim, answer))
+    return _judged(claim, entries, log, "" if result.entries.get(claim.id) == claim.digest else "post hoc")
+
+
+def _judged(
+    claim: Claim, entries: Sequence[Mapping[str, Any]], log: Log, standing: str, reworded: bool = False
+) -> Judgement:
+    """Judge a claim by the entries at its places; a sum that gave the same number before the claim was written makes it
+    post hoc, however often it is done again."""
     verdict, why = judge_entries(claim, entries)
+    if claim.stands_on != "live" and (claim.first_look or _foreseen(claim, entries, log)):
+        standing = "post hoc"
     share = None if claim.no_effect is None or claim.kind == "ordering" else effect(claim, entries[0])[1]
     value = entries[0]["value"] if claim.kind == "bound" else None
-    line = log.standing.get((result.experiment, result.profile, result.slug))
-    answer = line.claims.get(claim.id) if line and line.started == result.started else None
-    standing, reworded = _standing(claim, result, answer)
     return Judgement(claim, _measured(claim, entries), verdict, why, standing, reworded, share, value)
 
 
-def _standing(claim: Claim, result: Result, answer: ClaimRecord | None) -> tuple[str, bool]:
-    if answer is None:
-        return ("" if result.entries.get(claim.id) == claim.digest else "post hoc"), False
+def _standing(claim: Claim, answer: ClaimRecord) -> tuple[str, bool]:
     required, worded = forms(claim)
     if answer.fixed == "unknown":
         return "unverifiable", False
@@ -109,12 +126,31 @@ def _standing(claim: Claim, result: Result, answer: ClaimRecord | None) -> tuple
     return ("" if before else "post hoc"), answer.reworded or answer.worded != worded
 
 
+def _foreseen(claim: Claim, entries: Sequence[Mapping[str, Any]], log: Log) -> bool:
+    """Return whether a run that is older than the claim as it is has these very values, or the rows of one that has."""
+    values = [entry["value"] for entry in entries]
+    equal = [
+        (line, answer)
+        for line, answer in log.answers(claim)
+        if answer.fixed != "other" and [entry["value"] for entry in answer.entries] == values
+    ]
+    rows = {line.rows for line, _ in equal}
+    return any(_standing(claim, answer)[0] == "post hoc" for _, answer in equal) or any(
+        line.rows in rows and claim.id not in line.claims for line in log.runs()
+    )
+
+
 def judge_entries(claim: Claim, entries: Sequence[Mapping[str, Any]]) -> tuple[Verdict, str]:
     """The verdict on ``claim`` from the entries at its places, and the reason in a few words."""
+    if claim.counts_as:
+        return Verdict.ELSEWHERE, "judged there"
     counts = [entry["n"] for entry in entries if "n" in entry]
     if claim.nature == "measured" and counts and min(counts) < FEWEST:
         return Verdict.TOO_FEW, f"n = {min(counts)}: too few to judge"
-    return _RULES[claim.kind](claim, entries)
+    verdict, why = _RULES[claim.kind](claim, entries)
+    if verdict == Verdict.FAILED and claim.erratum:
+        return Verdict.CONTRADICTED, f"{why} (errata {claim.erratum})"
+    return verdict, why
 
 
 def judge_all(claims: Iterable[Claim], results: Iterable[Result], machine: str | None = None) -> list[Judgement]:
@@ -124,51 +160,61 @@ def judge_all(claims: Iterable[Claim], results: Iterable[Result], machine: str |
 
 
 def judge_record(claims: Iterable[Claim], results: Iterable[Result], machine: str, log: Log = EMPTY) -> list[Judgement]:
-    """Judge as ``judge_all`` does, and beside it by the last result of every other machine without a GPU; a machine
-    whose result was removed counts by its line in ``log``.
+    """Judge by ``machine`` and beside it by the last result of every other machine; a machine whose result was
+    withdrawn answers by its line in ``log``.
 
-    An experiment that only another machine has recorded is judged by that, which ``measured`` says; one that only
-    machines with a GPU have recorded, by those. Where the machines differ the verdict is that it depends on the
-    machine, and each is named with its own. No verdict mixes two machines.
+    The reports measured on GPUs, so that a machine with a GPU answers before ``machine`` what a report measured. The
+    first that can judge a claim answers it, which ``measured`` names where it is not ``machine``. Where the machines
+    differ the verdict is that it depends on the machine, and each is named with its own. No verdict mixes two machines.
     """
     results = list(results)
+    recorded = {result.slug for result in results if result.profile in RECORDED_UNDER}
+    recorded |= {line.machine for line in log.runs()}
     gpus = {result.slug for result in results if result.machine["gpu"]}
-    others = sorted({result.slug for result in results} - gpus - {machine})
-    by_claim = [_by_machines(claim, results, (machine, *others), log) for claim in claims]
+    gpus |= {line.machine for line in log.runs() if line.gpu}
+    slugs = sorted({machine} | recorded | {result.slug for result in results}, key=lambda slug: (slug in gpus, slug))
+    own_first = sorted(slugs, key=lambda slug: slug != machine)
+    gpu_first = sorted(own_first, key=lambda slug: slug not in gpus) if machine in recorded else own_first
     return [
-        _by_machines(judged.claim, results, (machine, *sorted(gpus)), log)
-        if judged.verdict == Verdict.NOT_RUN and gpus
-        else judged
-        for judged in by_claim
+        _by_machines(_answers(claim, results, gpu_first if _of_a_gpu(claim) else own_first, log), machine, recorded)
+        for claim in claims
     ]
 
 
-def _by_machines(claim: Claim, results: Sequence[Result], machines: Sequence[str], log: Log) -> Judgement:
-    by = {slug: judge(claim, pick(results, claim.experiment, claim.profiles, slug), log) for slug in machines}
-    by_slug = {slug: judged for slug, judged in by.items() if judged.verdict != Verdict.NOT_RUN}
-    for line, answer in log.answers(claim):
-        if line.machine not in by_slug and not line.gpu and answer.fixed != "other" and answer.asked == forms(claim)[0]:
-            verdict, why = judge_entries(claim, answer.entries)
-            by[line.machine] = Judgement(claim, _measured(claim, answer.entries), verdict, why)
-    recorded_slugs = {result.slug for result in results if result.profile in RECORDED_UNDER} | {
-        line.machine for line in log.runs()
-    }
-    judged = {slug: judgement for slug, judgement in by.items() if judgement.verdict.judged and slug in recorded_slugs}
+def _of_a_gpu(claim: Claim) -> bool:
+    return claim.whose == "report" and claim.nature == "measured"
+
+
+def _answers(claim: Claim, results: Sequence[Result], slugs: Iterable[str], log: Log) -> dict[str, Judgement]:
+    """The judgement by each of the machines ``slugs``, those whose result was withdrawn behind the others."""
+    by = {slug: judge(claim, pick(results, claim.experiment, claim.profiles, slug), log) for slug in slugs}
+    for slug in [slug for slug, judgement in by.items() if judgement.verdict == Verdict.NOT_RUN]:
+        if answer := log.withdrawn_answer(claim, slug):
+            del by[slug]
+            by[slug] = _judged(claim, answer.entries, log, *_standing(claim, answer))
+    return by
+
+
+def _by_machines(by: Mapping[str, Judgement], machine: str, recorded: Collection[str]) -> Judgement:
+    answers = {slug: judgement for slug, judgement in by.items() if judgement.verdict != Verdict.NOT_RUN}
+    judged = {slug: judgement for slug, judgement in answers.items() if judgement.verdict.judged and slug in recorded}
     if len({judgement.verdict for judgement in judged.values()}) > 1:
-        measured = "; ".join(
-            f"{judgement.measured} on {slug}: {judgement.verdict}" for slug, judgement in judged.items()
+        measured = "; ".join(f"{judgement.measured} on {slug}: {judgement.says}" for slug, judgement in judged.items())
+        first_judgement = next(iter(judged.values()))
+        return replace(
+            first_judgement, measured=measured, verdict=Verdict.DIFFERS, why=f"{len(judged)} machines differ"
         )
-        first = next(iter(judged.values()))
-        return replace(first, measured=measured, verdict=Verdict.DIFFERS, why=f"{len(judged)} machines differ")
-    first = next(iter(by_slug), None)
-    if first is None:
-        return by[machines[0]]
-    own_judgement = by_slug[first]
-    return (
-        own_judgement
-        if first == machines[0]
-        else replace(own_judgement, measured=f"{own_judgement.measured} on {first}")
+    if not answers:
+        return by[machine]
+    first = next((slug for slug in answers if slug in judged or machine not in recorded), next(iter(answers)))
+    answer = answers.pop(first)
+    others = "; ".join(
+        f"{judgement.measured} on {slug}"
+        for slug, judgement in answers.items()
+        if slug in recorded and judgement.measured != answer.measured
     )
+    measured = answer.measured if first == machine else f"{answer.measured} on {first}"
+    return replace(answer, measured=measured, others=others)
 
 
 def count_verdicts(
@@ -177,6 +223,41 @@ def count_verdicts(
     """Return the number of claims with each verdict, as in ``judge_record``."""
     verdicts = [judgement.verdict for judgement in judge_record(claims, results, machine, log)]
     return {str(verdict): verdicts.count(verdict) for verdict in Verdict}
+
+
+def unjudgeable(claims: Sequence[Claim], results: Iterable[Result]) -> list[str]:
+    """Return what no verdict may stand on, in words: a live estimate of ``FEWEST`` observations or more without an
+    interval, one number that answers two statements of a report, and a claim that counts as one that does not count.
+
+    Counts and extremes of all that was seen, which an exact claim or an invariant asks for, have no interval.
+    """
+    messages, numbers, by_id = list[str](), set[tuple[str, float, str]](), {claim.id: claim for claim in claims}
+    for claim in claims:
+        counted = by_id.get(claim.counts_as)
+        if claim.counts_as and (counted is None or counted.counts_as or counted.report != claim.report):
+            messages.append(
+                f"claim {claim.id} counts as {claim.counts_as}, which is no claim of its report that counts"
+            )
+    for result, claim in ((result, claim) for result in results for claim in claims):
+        if claim.experiment != result.experiment or (claim.profiles and result.profile not in claim.profiles):
+            continue
+        entries = list(filter(None, (result.summary.get(claim.measure, **labels) for labels in claim.places)))
+        estimated = claim.stands_on == "live" and claim.kind != "exact" and not claim.invariant
+        if estimated and any(entry.get("n", 0) >= FEWEST and "low" not in entry for entry in entries):
+            messages.append(
+                f"claim {claim.id}: {claim.measure} of {result.experiment} on {result.slug} has no interval"
+            )
+        if claim.whose == "report" and claim.kind != "ordering" and not claim.counts_as:
+            numbers |= {
+                (claim.report, entry["value"], claim.id) for entry in entries if isinstance(entry["value"], float)
+            }
+    for (report, value, name), (other_report, other, other_name) in pairwise(sorted(numbers)):
+        # whole numbers are equal by chance
+        if name != other_name and report == other_report and value % 1 and math.isclose(value, other, rel_tol=SAME):
+            messages.append(
+                f"claims {name} and {other_name} are answered by one number, {show(value)}: let one count as the other"
+            )
+    return messages
 
 
 def _exact(claim: Claim, entries: Sequence[Mapping[str, Any]]) -> tuple[Verdict, str]:
