@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from entries import entry
 
 from firsttoken.study.errors import FirstTokenError
 from firsttoken_studies import ledger
@@ -85,13 +86,25 @@ def test_times_that_were_made_shorter_break_what_rows_obey(record) -> None:
 
 @pytest.mark.parametrize(
     ("claim", "bettered"),
-    [("cps.cross-point", {"tolerance": 102.4}), ("sarathi.capacity", {"conditions": "served live"})],
+    [
+        ("cps.cross-point", {"tolerance": 102.4}),
+        ("sarathi.capacity", {"conditions": "served live"}),
+        ("sarathi.capacity-yi", {"erratum": "I20"}),
+        ("sarathi.capacity-yi", {"counts_as": "sarathi.capacity-mistral"}),
+        ("droidspeak.prefill-40k", {"first_look": False}),
+    ],
 )
 def test_what_was_bettered_is_a_claim_without_a_line(record, claim: str, bettered: dict) -> None:
     log, results = record
     claims = [replace(one, **bettered) if one.id == claim else one for one in ledger.claims()]
     (fault,) = faults(log, results, claims)
     assert fault.startswith(f"claim {claim} was changed: say why")
+
+
+def test_a_summary_that_another_processor_adds_up_is_the_same() -> None:
+    assert ledger._same(entry(value=0.3, n=5), entry(value=0.1 + 0.2, n=5))
+    for other in (entry(value=0.31, n=5), entry(value=0.3, n=6), entry(value=0.3), None):
+        assert not ledger._same(entry(value=0.3, n=5), other)
 
 
 def test_a_claim_that_is_gone_needs_a_line(record) -> None:

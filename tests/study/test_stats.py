@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firsttoken.study.stats import (
+    MANY,
     FEW,
     FEWEST,
     AxisStatistic,
@@ -161,6 +162,13 @@ def test_a_share_has_scipys_exact_interval(n: int, data) -> None:
     mine, theirs = share(count, n), scipy.stats.binomtest(count, n).proportion_ci(method="exact")
     assert mine.estimate == count / n and mine.low < mine.high
     assert (mine.low, mine.high) == pytest.approx((theirs.low, theirs.high), abs=1e-9)
+
+
+def test_a_share_of_very_many_is_that_of_the_normal_distribution() -> None:
+    count, n = MANY + 1, 5 * MANY
+    mine, theirs = share(count, n), scipy.stats.binomtest(count, n).proportion_ci(method="exact")
+    assert (mine.low, mine.high) == pytest.approx((theirs.low, theirs.high), abs=0.005 * (theirs.high - theirs.low))
+    assert share(1_649_614, 2_453_667_840).high < 0.000674
 
 
 @pytest.mark.parametrize(("count", "n"), [(2, 1), (-1, 3), (0, 0)])

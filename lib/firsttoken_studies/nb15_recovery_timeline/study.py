@@ -146,6 +146,7 @@ def timeline_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     config, rows = parameters["timeline"], unpacked(rows)
     runs = range(config["runs"])
     summary = Summary()
+    firsts, fulls = {}, {}
     for case in CASES:
         case_rows = rows_where(rows, case=case)
         tokens, events = frame_of(case_rows, row="token"), frame_of(case_rows, row="event")
@@ -157,6 +158,7 @@ def timeline_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
             "unit": "requests with a token too few or too many",
         }
         served = events[(events.what == "serving") & (events.stage == events.stage.max())]
+        firsts[case], fulls[case] = by_run["min"], served.set_index("run").at_s
         summary.by(by_run, {}, {"ttft_p50_s": ("min", "median", "s")}, case=case)
         summary.by(served, {}, {"full_time_s": ("at_s", "median", "s")}, case=case)
         summary.by(by_run, {}, {"tokens": ("count", "median", "tokens")}, case=case)
@@ -178,10 +180,9 @@ def timeline_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
             if case != "whole" and None not in answered["whole"]:
                 slowdown = median_ratio(seconds, answered["whole"]).summary("x")
                 summary.add("first_answer_x", slowdown, case=case, than="whole")
-    for ratio, measure in (("ttft_x", "ttft_p50_s"), ("full_time_x", "full_time_s")):
-        pinned, whole_value = (summary.value(measure, case=case) for case in ("pinned", "whole"))
-        entry = {"value": pinned / whole_value, "n": config["runs"], "unit": "x"}
-        summary.add(ratio, entry, case="pinned", than="whole")
+    for measure, by_case in (("ttft_x", firsts), ("full_time_x", fulls)):
+        ratios = (by_case["pinned"] / by_case["whole"]).dropna()  # by run
+        summary.add(measure, bootstrap(ratios, "median").summary("x"), case="pinned", than="whole")
     return summary
 
 

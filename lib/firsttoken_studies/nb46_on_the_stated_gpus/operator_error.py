@@ -24,7 +24,7 @@ from firsttoken.simulation.costs.tables import number, rows
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.stats import Statistic, bootstrap
+from firsttoken.study.stats import Statistic, bootstrap, ratio_of_means
 from firsttoken.study.summary import Summary
 from firsttoken_studies.record.overlay import name_results, over
 from firsttoken_studies.record.plot import COLOURS, LOOKS, handle, panels
@@ -303,9 +303,8 @@ def operator_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
             add_errors(summary, f"{metric}_off_pct", case_off[metric], **labels)
     ran = [(row["simulated_s"], row["took_s"]) for row in rows if "took_s" in row]
     if ran:
-        simulated_s, took_s = map(sum, zip(*ran, strict=True))
-        speed = {"value": simulated_s / took_s, "n": len(ran), "unit": "s simulated in a second"}
-        summary.add("real_time_x", speed, across="sum", source="simulated")
+        speed = ratio_of_means(*zip(*ran, strict=True))
+        summary.add("real_time_x", speed.summary("s simulated in a second"), across="sum", source="simulated")
     for model, case_off in off.groupby("model", sort=False) if "busy_share" in off else ():
         most = float(case_off.busy_share.max())
         summary.add("busy_share", {"value": most, "n": len(case_off), "unit": ""}, model=model, across="most")

@@ -25,7 +25,7 @@ from firsttoken.engine.sampling import argmax_tokens
 from firsttoken.petals.int8_transport import pack, packed_bytes, unpack
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken.study.stats import bootstrap
+from firsttoken.study.stats import bootstrap, share
 from firsttoken.study.summary import Summary
 from firsttoken.study.timing import Stopwatch
 from firsttoken_studies.petals.chain_costs import decode_step
@@ -252,8 +252,7 @@ def eight_bits_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         summary.add("perplexity_lost_pct", lost.summary("%"), variant=variant, than=PLAIN)
         summary.by(variant_rows, {"variant": "variant"}, {"same_token_pct": ("agree", "mean", "%", 100)}, than=PLAIN)
     (outliers,) = rows_where(rows, what="outliers")
-    share = 100 * outliers["outliers"] / outliers["values"]
-    summary.add("outliers_pct", {"value": share, "n": outliers["values"], "unit": "%"})
+    summary.add("outliers_pct", share(outliers["outliers"], outliers["values"]).summary("%", 100))
     for row in rows_where(rows, what="bytes"):
         summary.add("bytes_x", {"value": row["bytes8"] / row["bytes16"], "unit": "x"}, variant=row["of"], than=WHOLE)
     for batch, steps in frame_of(rows, what="step").groupby("batch", sort=False):
