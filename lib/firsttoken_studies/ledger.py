@@ -323,9 +323,7 @@ def note_edits(because: str) -> list[str]:
     """Note the claims that are others than the log knows or are gone, and return their names. Raises as ``note_run``
     does."""
     noted, statements = log(), claims()
-    edited = {
-        claim.id: ClaimRecord((), *forms(claim)) for claim in statements if forms(claim) not in noted.known(claim)
-    }
+    edited = {claim.id: ClaimRecord((), *forms(claim)) for claim in statements if noted.noted(claim) != forms(claim)}
     edited |= dict.fromkeys(sorted(noted.claimed() - {claim.id for claim in statements}), RETIRED)
     if edited:
         write_log(noted.followed_by([LogLine("edit", claims=edited, reason=because)]))

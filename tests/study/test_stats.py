@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firsttoken.study.stats import (
-    MANY,
     FEW,
     FEWEST,
+    MANY,
     AxisStatistic,
     Interval,
     bootstrap,

@@ -164,8 +164,9 @@ def counting(claim: dict, line: dict, files: Files) -> dict | None:
 
 
 def files_form(claim: dict, files: Files) -> str:
-    """The digest of what decides a claim, as the last line that noted the claim has it."""
-    return [line["claims"][claim["id"]]["asked"] for line in files.lines if claim["id"] in line.get("claims", {})][-1]
+    """The digest of what decides a claim, as the last run or edit that noted the claim has it."""
+    lines = [line for line in files.lines if line["kind"] != "summary" and claim["id"] in line.get("claims", {})]
+    return lines[-1]["claims"][claim["id"]]["asked"]
 
 
 def answers(claim: dict, files: Files) -> dict[str, tuple[str, str]]:

@@ -19,10 +19,10 @@ WIDTH, MOST = 100, 10  # characters of a line; contradictions that are named
 _SHORT = {
     Verdict.REPRODUCED: "reproduced",
     Verdict.TREND: "trend",
-    Verdict.FAILED: "contradicted",
-    Verdict.CONTRADICTED: "own sources",
+    Verdict.FAILED: "failed",
+    Verdict.CONTRADICTED: "sources",
     Verdict.DIFFERS: "by machine",
-    Verdict.TOO_FEW: "n too small",
+    Verdict.TOO_FEW: "too few",
     Verdict.NOT_RUN: "not run",
     Verdict.ELSEWHERE: "elsewhere",
 }
@@ -240,15 +240,15 @@ def overview(judged: Sequence[Judgement]) -> list[str]:
         *_by_report(judged, _SHORT),
         "",
         f"`firsttoken claims --all` prints all {len(judged)}; `--report NAME` and `--verdict VERDICT` choose, by",
-        f"{', '.join(str(verdict).replace(' ', '-') for verdict in _SHORT)}.",
+        *textwrap.wrap(f"{', '.join(str(verdict).replace(' ', '-') for verdict in _SHORT)}.", WIDTH),
     ]
 
 
 def _by_report(judged: Sequence[Judgement], verdicts: Collection[Verdict]) -> list[str]:
-    lines = [f"{'':<18}" + "".join(f"{_SHORT[verdict]:>13}" for verdict in verdicts)]
+    lines = [f"{'':<18}" + "".join(f"{_SHORT[verdict]:>11}" for verdict in verdicts)]
     for report in [*dict.fromkeys(judgement.claim.report for judgement in judged), "all"]:
         counts = Counter(judgement.verdict for judgement in judged if report in ("all", judgement.claim.report))
-        lines.append(f"{report:<18}" + "".join(f"{counts[verdict]:>13}" for verdict in verdicts))
+        lines.append(f"{report:<18}" + "".join(f"{counts[verdict]:>11}" for verdict in verdicts))
     return lines
 
 

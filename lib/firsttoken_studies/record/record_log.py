@@ -148,10 +148,13 @@ class Log:
                 lines[line.place] = replace(run, claims=run.claims | line.claims)
         return lines
 
-    def known(self, claim: Claim) -> set[tuple[str, str]]:
-        """The forms of a claim, as digests of what decides it and of its wording, that a line has noted."""
-        noted = (line.claims[claim.id] for line in self.lines if claim.id in line.claims)
-        return {(answer.asked, answer.worded) for answer in noted}
+    def noted(self, claim: Claim) -> tuple[str, str] | None:
+        """The form of a claim that a run or an edit noted last, as digests of what decides it and of its wording.
+
+        A summary keeps the forms of its run.
+        """
+        lines = [line for line in self.lines if line.kind in ("run", "edit") and claim.id in line.claims]
+        return (lines[-1].claims[claim.id].asked, lines[-1].claims[claim.id].worded) if lines else None
 
     def claimed(self) -> set[str]:
         """The names of all claims that a line holds, but for those that were retired since."""
@@ -287,8 +290,7 @@ def faults(log: Log, results: Sequence[Result], claims: Sequence[Claim], every: 
         else:
             messages += _other_numbers(line, result, by_id)
     for claim in claims:
-        recorded = log.known(claim)
-        if recorded and forms(claim) not in recorded:
+        if log.noted(claim) not in (None, forms(claim)):
             messages.append(f"claim {claim.id} was changed: say why, by `firsttoken record --claims --because TEXT`")
     for name in sorted(log.claimed() - by_id.keys()):
         messages.append(f"claim {name} is gone: say why, by `firsttoken record --claims --because TEXT`")
