@@ -52,6 +52,12 @@ def test_every_claim_of_the_reports_judges_a_number() -> None:
     assert judging >= {claim["id"] for claim in LEDGER if claim.get("whose") != "project"}
 
 
+def test_what_contradicts_a_claim_is_a_row() -> None:
+    rows = set(re.findall(r"^\| ([IN]\d+) \|", (paths.DATA / "errata.md").read_text(encoding="utf-8"), re.MULTILINE))
+    contradicted = {claim["erratum"] for claim in LEDGER if "erratum" in claim}
+    assert contradicted and contradicted <= rows
+
+
 def test_every_erratum_that_is_named_is_a_row() -> None:
     assert [int(row[1:]) for row in ERRATA] == list(range(1, 45))
     named = {row for path in NAMES_ERRATA for row in errata_of(path)}
