@@ -60,7 +60,8 @@ def _cell_of(mechanism: Any) -> str:
     ``inspect.getsource`` finds no class of a notebook, as its module has no file; the code of its methods has one.
     """
     functions = [mechanism, *vars(mechanism).values()] if inspect.isclass(mechanism) else [mechanism]
-    code = next((function.__code__ for function in functions if hasattr(function, "__code__")), None)
+    plain = [getattr(function, "__func__", function) for function in functions]  # as within a static method
+    code = next((function.__code__ for function in plain if hasattr(function, "__code__")), None)
     return "" if code is None else "".join(linecache.getlines(code.co_filename))
 
 
