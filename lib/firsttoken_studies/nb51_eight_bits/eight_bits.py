@@ -379,3 +379,6 @@ def byte_rows(recorded: Result | None, now: Result) -> Table:
             "recorded": None if recorded is None else recorded.summary.value(measure, **labels),
             "measured": now.summary.value(measure, **labels),
         }
+        changed = (now.with_mechanism or now).summary.value(measure, **labels)
+        if changed != now.summary.value(measure, **labels):
+            yield {"what": f"{label}: your mechanism", "measured": changed}

@@ -97,6 +97,8 @@ def crossover(recorded: Result | None, now: Result) -> Figure:
             seconds = {
                 end: bytes_gb / entry[bound] for end, bound in (("value", "value"), ("low", "high"), ("high", "low"))
             }
+            if shown.library is not None:  # offloading asks for no chain
+                continue
             ax.plot(sizes, sizes / entry["value"], style, color=COLOURS["single"], **shown.style)
             name = f"offloading from {storage}, {shown.who()}"
             shown.point(ax, bytes_gb, seconds, "single", label=name)
@@ -106,6 +108,12 @@ def crossover(recorded: Result | None, now: Result) -> Figure:
         hidden = np.interp(np.log(sizes), np.log([here_gb, BLOOM_BYTES / 1e9]), [shape["hidden"], BLOOM_HIDDEN])
         seconds = [PUBLISHED_SERVERS * NETWORKS[network].hop_s(round(width)) for width in hidden]
         ax.plot(sizes, seconds, style, color=COLOURS["measured"], label=f"chain of three servers, {network}")
+        for shown in results:  # a changed search, where it counts other round trips than the three
+            for row in rows_where(shown.result.rows, what="search"):
+                if shown.library is not None and row["round_trips"] != PUBLISHED_SERVERS:
+                    label = f"your search, of {row['round_trips']:g} round trips" if style == "-" else None
+                    counted = np.asarray(seconds) * row["round_trips"] / PUBLISHED_SERVERS
+                    ax.plot(sizes, counted, style, color=COLOURS["measured"], label=label, **shown.style)
     for edge, name in ((here_gb, "this model"), (BLOOM_BYTES / 1e9, "BLOOM, 8 bits")):
         ax.axvline(edge, color=COLOURS["mark"], linewidth=0.8, linestyle=(0, (1, 3)))
         text_style = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
@@ -169,9 +177,12 @@ def here_rows(recorded: Result | None, now: Result) -> Table:
 def client_rows(result: Result) -> Table:
     """Simulated clients on the 14 servers of two continents and on 12 equal ones."""
     paper = {("fourteen", 1): 0.83}
-    for row in rows_where(result.rows, what="simulated"):
+    own_rows = rows_where(result.rows, what="simulated")
+    changed = [] if result.with_mechanism is None else rows_where(result.with_mechanism.rows, what="simulated")
+    for row in own_rows + [row for row in changed if row not in own_rows]:
+        whose = "" if row in own_rows else ", your mechanism"
         yield {
-            "simulated swarm": f"{row['swarm']} servers, {row['clients']} clients at once",
+            "simulated swarm": f"{row['swarm']} servers, {row['clients']} clients at once{whose}",
             "servers in the chain": row["hops"],
             "steps/s of each": round(1 / row["seconds"], 2),
             "paper": paper.get((row["swarm"], row["clients"]), ""),

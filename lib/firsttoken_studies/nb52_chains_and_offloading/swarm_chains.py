@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, ModelFacts, Need, check
-from firsttoken.petals.routing import best_chain, chain_s
+from firsttoken.petals.routing import Hop, Reachable, best_chain, chain_s
 from firsttoken.study import paths
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
@@ -91,8 +91,13 @@ class ChainsConfig:
         return [Need("chains.contexts", longest, CONTEXT)]
 
 
-def swarm_chains(profile: Profile) -> Outcome:
-    """Rows {what: step | forward | offload, repeat, seconds, ...} of this model, {what: simulated, ...} of BLOOM."""
+def swarm_chains(profile: Profile, *, search: Callable[..., Any] = best_chain) -> Outcome:
+    """Rows {what: step | forward | offload, repeat, seconds, ...} of this model, {what: simulated, ...} of BLOOM.
+
+    Simulated clients find their chain by ``search``, the library's or a function (servers, blocks) that returns seconds
+    and [(server's name, first block, end)]; of such a one {what: search, round_trips} says what it counts of a chain of
+    three servers.
+    """
     config = profile.section("chains", ChainsConfig)
     name, longest = config.model or profile.model, max(*config.contexts, config.forward_tokens) + 1
     check(config.needs(), ModelFacts(name))
@@ -112,7 +117,10 @@ def swarm_chains(profile: Profile) -> Outcome:
             columns = {"rows": count, "tokens": config.forward_tokens}
             rows += [{"what": "forward", **columns, "repeat": n, "seconds": s} for n, s in enumerate(seconds)]
     rows += _offloading(model, ids[:, : config.contexts[0] + 1], config)
-    rows += [*_simulated(config), *_blocks(config, profile)]
+    rows += [*_simulated(config, search), *_blocks(config, profile)]
+    if search is not best_chain:
+        seconds, _ = search(_threes_and_twelves(), BLOOM_BLOCKS)
+        rows.append({"what": "search", "round_trips": round(seconds, 3)})
     shape = {"hidden": model.config.hidden_size, "layers": len(layers_of(model))}
     return Outcome([{"what": "shape", **shape}, *rows], provenance=loaded.provenance.as_dict())
 
@@ -150,10 +158,29 @@ def _blocks(config: ChainsConfig, profile: Profile) -> Iterator[dict[str, Any]]:
         yield from ({"what": "block", "bits": bits, "repeat": n, "seconds": s} for n, s in enumerate(seconds))
 
 
-def _simulated(config: ChainsConfig) -> Iterator[dict[str, Any]]:
+def _threes_and_twelves() -> list[Reachable]:
+    """Three servers of a third of the blocks each, and twelve of a twelfth, who compute in no time and are a second
+    away."""
+    edges = {count: [BLOOM_BLOCKS * part // count for part in range(count + 1)] for count in (PUBLISHED_SERVERS, 12)}
+    return [
+        Reachable(f"{first} to {stop}", range(first, stop), 1.0, 1e12)
+        for borders in edges.values()
+        for first, stop in pairwise(borders)
+    ]
+
+
+def _found(search: Callable[..., Any], servers: Sequence[Reachable]) -> list[Hop]:
+    """The chain through all blocks that ``search`` finds."""
+    if search is best_chain:
+        return best_chain(servers, range(BLOOM_BLOCKS))
+    by_name, (_, path) = {server.name: server for server in servers}, search(servers, BLOOM_BLOCKS)
+    return [Hop(by_name[name], range(first, end)) for name, first, end in path]
+
+
+def _simulated(config: ChainsConfig, search: Callable[..., Any]) -> Iterator[dict[str, Any]]:
     """Seconds of a step of BLOOM with clients at once, on the 14 servers and on the 12 of the slow network."""
     for swarm, servers in (("fourteen", fourteen()), ("twelve", twelve(NETWORKS[SLOW]))):
-        chain = best_chain(servers, range(BLOOM_BLOCKS))
+        chain = _found(search, servers)
         for clients in dict.fromkeys((1, config.clients)):
             seconds = clients_step_s(chain, clients)
             row = {"what": "simulated", "swarm": swarm, "clients": clients, "hops": len(chain), "seconds": seconds}
