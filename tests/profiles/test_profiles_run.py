@@ -116,9 +116,9 @@ class World:
         """What the experiment gives with its summary, with a reader's ``mechanisms`` where there are any."""
         made = tiny_profile(profile, self.folder)
         read = [self.result(source, profile) for source in EXPERIMENTS[name].reads]
-        rows, parameters = EXPERIMENTS[name](made, *read, **mechanisms).rows, made.parameters()
-        summary = EXPERIMENTS[name].summarise(rows, parameters)
-        return Result(name, profile, parameters, {"slug": "there"}, {}, "", [], "", 0.0, {}, rows, {}, summary)
+        outcome, parameters = EXPERIMENTS[name](made, *read, **mechanisms), made.parameters()
+        ran = outcome.rows, outcome.floors, EXPERIMENTS[name].summarise(outcome.rows, parameters)
+        return Result(name, profile, parameters, {"slug": "there"}, {}, "", [], "", 0.0, {}, *ran)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,9 @@ from firsttoken.droidspeak.profile.pareto import frontier
 from firsttoken.engine.preemption.preemption_policy import Action
 from firsttoken.engine.request import Request, ScheduledChunk
 from firsttoken.engine.schedulers.sarathi import Sarathi
+from firsttoken.petals.messages import SequenceChunk
 from firsttoken.petals.routing import Reachable
+from firsttoken.petals.server_session import ServerFault
 from firsttoken.simulation.costs.operator_tables import OperatorTables
 from firsttoken_studies.nb22_cross_point_scheduler import figures as policy_figures
 from firsttoken_studies.nb23_online_cross_point import study as online_figures
@@ -34,9 +36,13 @@ from firsttoken_studies.nb35_bandwidth_and_gate import adaptive_group
 from firsttoken_studies.nb40_generation_stalls import figures as stall_figures
 from firsttoken_studies.nb41_serving_capacity import figures as capacity_figures
 from firsttoken_studies.nb46_on_the_stated_gpus import paper_cards
+from firsttoken_studies.nb50_a_swarm_that_survives import figures as survival_figures
 from firsttoken_studies.nb51_eight_bits import eight_bits as eight_bits_figures
 from firsttoken_studies.nb51_eight_bits import eight_bits_tasks as task_figures
 from firsttoken_studies.nb52_chains_and_offloading import figures as swarm_figures
+from firsttoken_studies.nb53_training_through_the_chain import figures as tuning_figures
+from firsttoken_studies.nb54_validation_and_privacy import figures as trust_figures
+from firsttoken_studies.nb56_a_start_that_borrows import borrowed_start, parallel_start
 from firsttoken_studies.nb61_five_at_once import figures as five_figures
 from firsttoken_studies.nb63_many_cold_starts import figures as burst_figures
 from firsttoken_studies.progressiveserve import stage_figures
@@ -115,6 +121,17 @@ def the_one_with_most_tokens(running: list[Request]) -> Request:
 @changed("swarm_churn", "join", swarm_figures.churn)
 def the_first_blocks(servers: Sequence[Reachable], depth: int, count: int) -> range:
     return range(count)
+
+
+@changed("swarm_chains", "search", swarm_figures.crossover)
+def always_the_smallest(servers: Sequence[Reachable], depth: int) -> tuple[float, list[tuple[str, int, int]]]:
+    first, seconds, path = 0, 0.0, []
+    while first < depth:
+        server = min((near for near in servers if first in near.blocks), key=lambda near: len(near.blocks))
+        path.append((server.name, first, server.blocks.stop))
+        seconds += server.ping_s + (server.blocks.stop - first) / server.throughput
+        first = server.blocks.stop
+    return seconds, path
 
 
 @changed("layer_distance", "rule", stage_figures.distance_map, stage_figures.chosen_blocks)
@@ -203,3 +220,72 @@ def one_scale_a_batch(hidden: Tensor) -> tuple[Tensor, int]:
 def inputs_in_two_bits(x: Tensor, weight: Tensor, threshold: float = 6.0) -> Tensor:
     scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-30)
     return (x / scale).round() * scale @ weight.t()
+
+
+@changed("swarm_survival", "chain", survival_figures.recovery_times, survival_figures.token_times)
+class PrefixOfZeros:
+    """Send a successor zeros in the place of what the lost server was sent."""
+
+    def __init__(self, swarm: Any, spans: Sequence[range]) -> None:
+        self.swarm, self.spans, self.lines, self.lost = swarm, spans, {}, set()
+
+    async def run(self, chunks: Sequence[SequenceChunk], hidden: Tensor) -> Tensor:
+        for layers in self.spans:
+            hidden = await self.through(layers, chunks[0], hidden)
+        return hidden
+
+    async def through(self, layers: range, chunk: SequenceChunk, hidden: Tensor) -> Tensor:
+        if layers not in self.lines:
+            ((_, record),) = await self.swarm.route(layers, without=self.lost)
+            self.lines[layers] = self.swarm.open_session(record, layers, "float32"), record
+        session, _ = self.lines[layers]
+        cached = session.known.get(chunk.number, 0)
+        zeros = hidden.new_zeros(chunk.end - cached - len(hidden), hidden.shape[1])
+        try:
+            message = [SequenceChunk(chunk.number, cached, chunk.end)]
+            return (await session.run(message, torch.cat([zeros, hidden])))[-len(hidden) :]
+        except ServerFault:
+            self.lost.add(self.lines.pop(layers)[1].server)
+            return await self.through(layers, chunk, hidden)
+
+
+@changed("swarm_validation", "audit", trust_figures.caught)
+def whatever_is_answered_agrees(*_: Any) -> str:
+    return "agreed"
+
+
+@changed("swarm_privacy", "sent", trust_figures.inverted)
+def with_noise(states: Tensor) -> Tensor:
+    return states + 3 * states.std() * torch.randn(states.shape, generator=torch.Generator().manual_seed(0))
+
+
+@changed("swarm_tuning", "through", tuning_figures.curves, tuning_figures.step_times)
+class FirstServerFirst(torch.autograd.Function):
+    """Go back through the servers in the order of the way forward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, *servers: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.servers, ctx.entered = servers, []
+        for server in servers:
+            ctx.entered.append(hidden)
+            hidden = server(hidden)
+        return hidden
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        for server, entered in zip(ctx.servers, ctx.entered, strict=True):
+            with torch.enable_grad():
+                entered = entered.detach().requires_grad_()
+                (gradient,) = torch.autograd.grad(server(entered), entered, gradient)
+        return gradient, *(None for _ in ctx.servers)
+
+
+@changed("borrowed_start", "take_over", borrowed_start.taking_over, borrowed_start.first_tokens)
+def nothing_before_all(come: int, depth: int) -> int:
+    return come if come == depth else 0
+
+
+@changed("parallel_start", "divide", parallel_start.first_tokens)
+def the_first_fetches_little(sizes: Sequence[int], count: int) -> list[range]:
+    """Divide the parts so that each process but the last fetches one, the first with the ends."""
+    return [*(range(part, part + 1) for part in range(count - 1)), range(count - 1, len(sizes))]

@@ -8,7 +8,7 @@ above stay with their lenders. Every token is the whole model's.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
@@ -92,16 +92,21 @@ class BorrowingVersion(ModelVersion):
 CONFIG = EngineConfig(scheduler="sarathi")
 
 
+def as_they_come(come: int, depth: int) -> int:
+    """Return how many layers to compute here of the ``depth``, of which ``come`` have come: all that have."""
+    return come
+
+
 class BorrowingReplica:
     """``layers`` of the model of ``executor``, whose weights come as ``arrivals`` says, and ``lease`` until then.
 
     Layers are fused as they are taken over, as a lender's are: what either computes of a token is the same. The
     caller's model keeps its plain ones, so that the weights are there twice. Layers that nobody lends are waited for
-    before anything is computed, and where a lender refuses or is gone, all are: a start without borrowing. ``taken``
-    are (seconds on the executor's clock, own layers from then on). ``policy`` and ``trace`` are the engine's: of a
-    request that is swapped out the keys and values of own layers go to the host, those of borrowed ones stay with
-    their lenders, and what entered these is kept here, should a lender lose them. Raises SwarmError for shared
-    prefixes.
+    before anything is computed, and where a lender refuses or is gone, all are: a start without borrowing.
+    ``take_over`` says how many of those that have come are taken, ``taken`` are (seconds on the executor's clock, own
+    layers from then on). ``policy`` and ``trace`` are the engine's: of a request that is swapped out the keys and
+    values of own layers go to the host, those of borrowed ones stay with their lenders, and what entered these is kept
+    here, should a lender lose them. Raises SwarmError for shared prefixes.
     """
 
     def __init__(
@@ -114,6 +119,7 @@ class BorrowingReplica:
         *,
         policy: PreemptionPolicy | None = None,
         trace: Trace | None = None,
+        take_over: Callable[[int, int], int] = as_they_come,
     ) -> None:
         if config.share_prefixes:
             raise SwarmError("a replica that borrows layers cannot share prefixes; leave share_prefixes out")
@@ -121,6 +127,7 @@ class BorrowingReplica:
         self.taken: list[tuple[float, int]] = []
         self.engine = Engine(executor, config, policy=policy, trace=trace)
         self._executor, self._layers, self._arrivals = executor, list(layers), arrivals
+        self._take_over = take_over
         self._open: list[Request] = []
         self._arrived_layers = lease.first
         self._ready = False  # once the model's ends are here, and the layers that nobody lends
@@ -160,7 +167,9 @@ class BorrowingReplica:
             self._arrivals.wait(len(self._layers) if self.lease.gone else self.lease.first)
             if not self._ready:  # nothing was computed yet
                 self._executor.version, self._ready = self._ready_view(), True
-            self._switch_to(self._arrivals.layers)
+            come, depth = self._arrivals.layers, len(self._layers)
+            own_layers = come if self.lease.gone else self._take_over(come, depth)
+            self._switch_to(max(self._arrived_layers, own_layers))
         try:
             return self.engine.step()
         except NeighbourGone:  # the step has left nothing behind, and is taken again without it

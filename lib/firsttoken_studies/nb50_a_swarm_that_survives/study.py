@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check
+from firsttoken.petals.chain import Chain
 from firsttoken.petals.contacts import encode_exchange, exchange
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.messages import MOST_TOKENS, SequenceChunk
@@ -25,6 +26,7 @@ from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
 from firsttoken.study.summary import Summary
 from firsttoken.study.timing import Stopwatch
+from firsttoken_studies.petals.cell_clients import CellChain
 from firsttoken_studies.petals.fleet import FAULTS, Fleet, ProxiedServer
 from firsttoken_studies.petals.spans import local_engine, prompt_of, running, split_evenly, stored, timed_steps
 from firsttoken_studies.record.results import Outcome, Rows, frame_of, rows_where
@@ -73,9 +75,13 @@ class SurvivalConfig:
         ]
 
 
-def swarm_survival(profile: Profile) -> Outcome:
+def swarm_survival(profile: Profile, *, chain: Callable[..., Any] = Chain) -> Outcome:
     """Rows {what: fault, fault, position, generation, equal, recovery_s, prefill_s, round_trip_s, timeout_s} of each
-    fault, {what: token, generation, token, seconds} of all generations, one of them undisturbed before each fault's."""
+    fault, {what: token, generation, token, seconds} of all generations, one of them undisturbed before each fault's.
+
+    ``chain`` asks the servers and replaces them: the library's, or a class as ``CellChain`` takes it. It runs in the
+    client, which is this process; the servers are others, and as they are.
+    """
     config = profile.section("survival", SurvivalConfig)
     check(config.needs(), ModelFacts(profile.model))
     with stored(profile) as (folder, loaded):
@@ -83,15 +89,24 @@ def swarm_survival(profile: Profile) -> Outcome:
         with local_engine(loaded.model, config.prompt_tokens + config.tokens) as engine:
             output, _ = timed_steps(engine, prompt, config.tokens)
         depth = len(layers_of(loaded.model))
-        rows = _broken(folder, split_evenly(depth, config.servers), config, prompt, output)
+        rows = _broken(folder, split_evenly(depth, config.servers), config, prompt, output, chain)
     return Outcome(rows, provenance=loaded.provenance.as_dict())
 
 
-def _broken(folder: Path, spans: Sequence[str], config: SurvivalConfig, prompt: list[int], output: list[int]) -> Rows:
+def _broken(
+    folder: Path,
+    spans: Sequence[str],
+    config: SurvivalConfig,
+    prompt: list[int],
+    output: list[int],
+    chain: Callable[..., Any],
+) -> Rows:
     fleet = Fleet(folder, spans, config.delay_ms / 1000)
     try:
         timeouts = Timeouts(step_s=config.step_s, token_s=0.01, refresh_s=0.5, answer_s=1.0, ban_s=1.0, find_s=60.0)
         with RemoteModel(folder, [fleet.door], timeouts=timeouts) as model:
+            if chain is not Chain:
+                model.chain = model.segments[""].chain = CellChain(chain, model, spans)
             study = _Study(fleet, model, config, prompt, output)
             study.generate({})  # everything is loaded and connected by then
             study.rows.clear()
@@ -130,6 +145,8 @@ class _Study:
         fleet, model = self.fleet, self.model
         fleet.settle()
         fleet.known_to(model.swarm)
+        if isinstance(model.chain, CellChain):
+            wait_for(model.chain.renew())
         hit: list[tuple[int, str, ProxiedServer, float]] = []
 
         def strike(position: int) -> None:

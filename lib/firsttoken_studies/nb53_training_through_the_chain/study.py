@@ -27,12 +27,13 @@ from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.messages import MOST_TOKENS
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.tuning.client_adapters import Lora, SoftPrompt
-from firsttoken.petals.tuning.remote_training import RemoteTraining
+from firsttoken.petals.tuning.remote_training import RemoteTraining, ThroughChain
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Entry, Summary
 from firsttoken.study.timing import Stopwatch
+from firsttoken_studies.petals.cell_clients import CellTraining
 from firsttoken_studies.petals.fleet import ServerProcess
 from firsttoken_studies.petals.spans import running, split_evenly, stored
 from firsttoken_studies.record.results import Outcome, Rows, frame_of, rows_where
@@ -183,22 +184,31 @@ class SwarmTuningConfig:
         ]
 
 
-def swarm_tuning(profile: Profile) -> Outcome:
+def swarm_tuning(profile: Profile, *, through: Any = ThroughChain) -> Outcome:
     """Rows {what: gradient, kind, name, difference}, relative to the largest of the tensor; {what: chain, servers,
     round, block_share, seconds, bytes} of a step of LoRA; {what: loss, run, kind, step, loss, seconds}; {what: folder,
-    kind, same_base, difference} of the loss that stock PEFT has with it. All in float32."""
+    kind, same_base, difference} of the loss that stock PEFT has with it. All in float32.
+
+    ``through`` brings hidden states forward and gradients back: the library's, or a function as ``CellTraining`` takes.
+    """
     config = profile.section("swarm_tuning", SwarmTuningConfig)
     check(config.needs(), ModelFacts(profile.model))
     torch.set_num_threads(config.threads or torch.get_num_threads())
     with stored(profile) as (folder, loaded), ExitStack() as stack:
         depth, clients, ups = len(layers_of(loaded.model)), {}, []
+
+        def client() -> RemoteTraining:
+            kind = RemoteTraining if through is ThroughChain else CellTraining
+            made = stack.enter_context(kind(folder, [ups[0].address], timeouts=_TIMEOUTS))
+            made.function = through
+            return made
+
         for servers in sorted(config.chains):
             spans = split_evenly(depth, servers)
             spare = spans[-1:] if servers == max(config.chains) else []
             ups = stack.enter_context(running(folder, [*spans, *spare], True, config.threads))
-            clients[servers] = stack.enter_context(RemoteTraining(folder, [ups[0].address], timeouts=_TIMEOUTS))
-        beside = stack.enter_context(RemoteTraining(folder, [ups[0].address], timeouts=_TIMEOUTS))
-        study = _TuningStudy(folder, loaded, config, [clients[max(config.chains)], beside])
+            clients[servers] = client()
+        study = _TuningStudy(folder, loaded, config, [clients[max(config.chains)], client()])
         study.gradients()
         study.chains(clients)
         study.curves()

@@ -7,7 +7,7 @@ A better attack finds more: what is measured is what is lost at least.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +58,28 @@ class PrivacyConfig:
         ]
 
 
-def swarm_privacy(profile: Profile) -> Outcome:
-    """Rows {depth, attack, window, tokens, recovered}, recovered a share, and {depth, local_bytes}; float32."""
+def as_computed(states: Tensor) -> Tensor:
+    """Return what a client sends to the first server: the ``states`` [tokens, hidden] of its own layers."""
+    return states
+
+
+def ridge(squares: Tensor, products: Tensor) -> Tensor:
+    """Return the linear map of a ridge regression from the sums of its features' ``squares`` [width, width] and of
+    their ``products`` [width, hidden] with what is looked for."""
+    much = RIDGE * squares.diagonal().mean()
+    return torch.linalg.solve(squares + much * torch.eye(len(squares), device=squares.device), products)
+
+
+def swarm_privacy(
+    profile: Profile,
+    *,
+    sent: Callable[[Tensor], Tensor] = as_computed,
+    attack: Callable[[Tensor, Tensor], Tensor] = ridge,
+) -> Outcome:
+    """Rows {depth, attack, window, tokens, recovered}, recovered a share, and {depth, local_bytes}; float32.
+
+    The client may change what is ``sent``, of which the attacker knows; its linear map is learnt by ``attack``.
+    """
     config = profile.section("privacy", PrivacyConfig)
     check(config.needs(), ModelFacts(profile.model))
     device = profile.torch_device()
@@ -70,25 +90,27 @@ def swarm_privacy(profile: Profile) -> Outcome:
     layer = sum(parameter.numel() for parameter in layers_of(model)[0].parameters())
     rows: Rows = [{"depth": depth, "local_bytes": depth * layer * _BYTES} for depth in config.depths]
     embeddings = nn.functional.normalize(model.get_input_embeddings().weight.detach(), dim=1)
-    probes = _learnt(model, split["train"], embeddings, config)
+    probes = _learnt(model, split["train"], embeddings, config, sent, attack)
     commonest = Counter(split["train"].flatten().tolist()).most_common(1)[0][0]
-    hidden_states = _entering(model, split["test"], config)
+    hidden_states = _entering(model, split["test"], config, sent)
     for first, (ids, states) in zip(range(0, config.windows, config.batch), hidden_states, strict=True):
         guesses = {(0, GUESS): torch.full_like(ids, commonest)}
         for depth, rows_in in states.items():
             guesses[depth, NEAREST] = _nearest(rows_in, embeddings)
             guesses[depth, LINEAR] = _nearest(_features(rows_in) @ probes[depth], embeddings)
-        for (depth, attack), guessed in guesses.items():
+        for (depth, name), guessed in guesses.items():
             shares = (guessed == ids).float().mean(1).tolist()
-            labels = {"depth": depth, "attack": attack, "tokens": config.window_tokens}
+            labels = {"depth": depth, "attack": name, "tokens": config.window_tokens}
             rows += [{**labels, "window": first + window, "recovered": share} for window, share in enumerate(shares)]
     return Outcome(rows, provenance=loaded.provenance.as_dict())
 
 
 @torch.inference_mode()
-def _entering(model: nn.Module, windows: Tensor, config: PrivacyConfig) -> Iterator[tuple[Tensor, dict[int, Tensor]]]:
-    """Yield each batch of ``windows`` [batch, tokens], and by depth the hidden states that enter that layer [batch,
-    tokens, hidden]."""
+def _entering(
+    model: nn.Module, windows: Tensor, config: PrivacyConfig, sent: Callable[[Tensor], Tensor] = as_computed
+) -> Iterator[tuple[Tensor, dict[int, Tensor]]]:
+    """Yield each batch of ``windows`` [batch, tokens], and by depth what is ``sent`` of the hidden states that enter
+    that layer [batch, tokens, hidden]."""
     body, states = model.model, {}
     every, body.layers = body.layers, body.layers[: max(config.depths) + 1]
 
@@ -99,7 +121,7 @@ def _entering(model: nn.Module, windows: Tensor, config: PrivacyConfig) -> Itera
     try:
         for ids in track(windows.split(config.batch), desc="states"):
             body(ids, use_cache=False)
-            yield ids, dict(states)
+            yield ids, {depth: torch.stack([sent(row) for row in rows]) for depth, rows in states.items()}
     finally:
         body.layers = every
         for hook in hooks:
@@ -107,20 +129,25 @@ def _entering(model: nn.Module, windows: Tensor, config: PrivacyConfig) -> Itera
 
 
 @torch.inference_mode()
-def _learnt(model: nn.Module, windows: Tensor, embeddings: Tensor, config: PrivacyConfig) -> dict[int, Tensor]:
-    """Fit by depth a ridge regression from states to the ``embeddings`` [vocabulary, hidden] of their tokens."""
+def _learnt(
+    model: nn.Module,
+    windows: Tensor,
+    embeddings: Tensor,
+    config: PrivacyConfig,
+    sent: Callable[[Tensor], Tensor] = as_computed,
+    attack: Callable[[Tensor, Tensor], Tensor] = ridge,
+) -> dict[int, Tensor]:
+    """Fit by depth a linear map from what is ``sent`` to the ``embeddings`` [vocabulary, hidden] of its tokens."""
     width = embeddings.shape[1] + 1
     squares = {depth: embeddings.new_zeros(width, width) for depth in config.depths}
     products = {depth: embeddings.new_zeros(width, width - 1) for depth in config.depths}
-    for ids, states in _entering(model, windows, config):
+    for ids, states in _entering(model, windows, config, sent):
         wanted = embeddings[ids.flatten()]
         for depth, rows in states.items():
             features = _features(rows).flatten(0, 1)
             squares[depth] += features.T @ features
             products[depth] += features.T @ wanted
-    much = {depth: RIDGE * square.diagonal().mean() for depth, square in squares.items()}
-    eye = torch.eye(width, device=embeddings.device)
-    return {depth: torch.linalg.solve(squares[depth] + much[depth] * eye, products[depth]) for depth in config.depths}
+    return {depth: attack(squares[depth], products[depth]) for depth in config.depths}
 
 
 def _features(states: Tensor) -> Tensor:

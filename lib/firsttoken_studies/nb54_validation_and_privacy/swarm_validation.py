@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +35,7 @@ from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
+from firsttoken_studies.petals.cell_clients import CellAuditor
 from firsttoken_studies.petals.spans import split_evenly, stored
 from firsttoken_studies.record.results import Outcome, Rows, frame_of
 
@@ -163,15 +164,18 @@ class ValidationConfig:
         return sum(self.batches) + self.trials
 
 
-def swarm_validation(profile: Profile) -> Outcome:
+def swarm_validation(profile: Profile, *, audit: Callable[..., Any] = Auditor) -> Outcome:
     """Rows {what: rounding, against, difference}, {what: audit, batch, difference},
     {what: honest, batch, convicted, inconclusive, recomputed, computed} and
-    {what: liar, lie, rate, trial, caught_at, told, others}: caught_at is the token in whose step it was."""
+    {what: liar, lie, rate, trial, caught_at, told, others}: caught_at is the token in whose step it was.
+
+    ``audit`` judges answers: the library's auditor, or a function as ``CellAuditor`` takes it.
+    """
     config = profile.section("validation", ValidationConfig)
     check(config.needs(), ModelFacts(profile.model))
     with stored(profile) as (folder, loaded), ExitStack() as stack:
         text = token_windows(running_text("test"), loaded.tokenizer, config.prompt_tokens, config.prompts).tolist()
-        study = _Validation(stack, folder, len(layers_of(loaded.model)), config)
+        study = _Validation(stack, folder, len(layers_of(loaded.model)), config, audit)
         rows = rounding(study.model.swarm, loaded.model, study.spans, text[:_ROUNDED]) + study.honest(
             text[config.trials :]
         )
@@ -184,8 +188,10 @@ def swarm_validation(profile: Profile) -> Outcome:
 class _Validation:
     """A swarm of honest servers, two of each span, and a client; the first server judges."""
 
-    def __init__(self, stack: ExitStack, folder: Path, depth: int, config: ValidationConfig) -> None:
-        self.folder, self.depth, self.config = folder, depth, config
+    def __init__(
+        self, stack: ExitStack, folder: Path, depth: int, config: ValidationConfig, audit: Callable[..., Any]
+    ) -> None:
+        self.folder, self.depth, self.config, self._audit = folder, depth, config, audit
         self.spans = [parse_blocks(text, depth) for text in split_evenly(depth, config.servers)]
         self.sha256 = model_sha256(folder)
         self.door = ""
@@ -226,8 +232,11 @@ class _Validation:
         self.model.chain.close()
 
     def _watched(self, rate: float, seed: int) -> Auditor:
-        self.model.chain.auditor = Auditor(self.model.swarm, Audits(rate, self.door, seed=seed))
-        return self.model.chain.auditor
+        swarm, audits = self.model.swarm, Audits(rate, self.door, seed=seed)
+        library = self._audit is Auditor
+        auditor = Auditor(swarm, audits) if library else CellAuditor(swarm, audits, self._audit, self.folder)
+        self.model.chain.auditor = auditor
+        return auditor
 
     def _answer(self, prompts: Sequence[list[int]], until: str = "") -> int:
         """Answer all prompts. Where the server ``until`` is convicted, end, and return the token in whose step that

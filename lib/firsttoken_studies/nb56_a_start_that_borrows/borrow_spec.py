@@ -17,10 +17,12 @@ WAYS = {
 
 @dataclass(frozen=True)
 class StartSpec(TrialSpec):
-    """``tokens`` are generated, on ``cores`` (none: wherever the system likes)."""
+    """``tokens`` are generated, on ``cores`` (none: wherever the system likes); of n layers that have come ``taken[n]``
+    are taken over (none: all)."""
 
     tokens: int = 1
     cores: tuple[int, ...] = ()
+    taken: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from firsttoken_extras.layer_borrowing.arrivals import follow  # noqa: E402
 from firsttoken_extras.layer_borrowing.embeddings import neighbours_name  # noqa: E402
 from firsttoken_extras.layer_borrowing.lease import Lease  # noqa: E402
 from firsttoken_extras.layer_borrowing.lender import Lender  # noqa: E402
-from firsttoken_extras.layer_borrowing.replica import CONFIG, BorrowingReplica  # noqa: E402
+from firsttoken_extras.layer_borrowing.replica import CONFIG, BorrowingReplica, as_they_come  # noqa: E402
 from firsttoken_studies.nb56_a_start_that_borrows.borrow_spec import BORROWED, BorrowSpec, StartSpec  # noqa: E402  # noqa: E402
 from firsttoken_studies.probes.fast_exit import tell_and_end  # noqa: E402
 from firsttoken_studies.progressiveserve.coldstart.trial_variants import tokenize  # noqa: E402
@@ -87,7 +87,8 @@ def start(
             depth, name = config.num_hidden_layers, neighbours_name(folder, manifest)
             arrivals = follow(load, depth)
             lease = Lease(lenders(depth), name, depth, config.hidden_size, timeouts=timeouts)
-            replica = BorrowingReplica(executor, load.view.layers, arrivals, lease)
+            rule = (lambda come, _: spec.taken[come]) if spec.taken else as_they_come
+            replica = BorrowingReplica(executor, load.view.layers, arrivals, lease, take_over=rule)
             built = time.perf_counter()
             arrivals.wait(lease.first)
             end_s = time.perf_counter()

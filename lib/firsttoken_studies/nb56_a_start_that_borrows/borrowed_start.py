@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
@@ -15,6 +15,7 @@ from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Scalar, Summary
+from firsttoken_extras.layer_borrowing.replica import as_they_come
 from firsttoken_studies.combined.borrowed.neighbour import own_request, shaped, warm_server
 from firsttoken_studies.combined.borrowed.setting import StartSetting, start_setting
 from firsttoken_studies.nb56_a_start_that_borrows.borrow_spec import BORROWED, PRUNED, WAYS, WHOLE, BorrowSpec
@@ -148,13 +149,18 @@ class BorrowedConfig:
             raise ProfileError("borrowed: gbit_per_s must be above 0, and rtt_ms and busy_rounds 0 or more")
 
 
-def borrowed_start(profile: Profile) -> Outcome:
+def borrowed_start(profile: Profile, *, take_over: Callable[[int, int], int] = as_they_come) -> Outcome:
     """Rows {what: start, variant, gbit_per_s, rtt_ms, round, ...} of fresh processes, and {what: neighbour, beside,
-    tokens, seconds} of what the neighbour's own request had meanwhile."""
+    tokens, seconds} of what the neighbour's own request had meanwhile.
+
+    ``take_over`` says how many of the layers that have come are computed by the replica. It is asked here, for every
+    number of them, and the processes of the starts are told its answers.
+    """
     config = profile.section("borrowed", BorrowedConfig)
     setting = start_setting(profile, config.questions, config.tokens, config.readers)
     rows: Rows = []
     depth = setting.checkpoint.plan.depth
+    taken = () if take_over is as_they_come else _taken(take_over, depth)
     with warm_server(setting.folder, depth, setting.theirs, setting.threads) as (address, _):
         ways = ((WHOLE, 0.0), (PRUNED, 0.0), *((BORROWED, rtt) for rtt in config.rtt_ms))
         starts = [
@@ -167,11 +173,11 @@ def borrowed_start(profile: Profile) -> Outcome:
             links = product(config.gbit_per_s, config.rtt_ms)
             near = {(rate, rtt): relays.enter_context(shaped(address, rtt, rate)) for rate, rtt in links}
             for variant, rate, rtt, round_ in track(starts, desc="starts that borrow", unit="start"):
-                row = _start(setting, variant, rate, near.get((rate, rtt), ""))
+                row = _start(setting, variant, rate, near.get((rate, rtt), ""), taken)
                 rows.append({"what": "start", "rtt_ms": rtt, "round": round_} | row)
             main = near[config.main_gbit_per_s, config.main_rtt_ms]
             for round_ in range(config.busy_rounds):
-                rows += _beside(config, setting, (address, main), round_)
+                rows += _beside(config, setting, (address, main), round_, taken)
     return Outcome(rows, provenance=setting.provenance)
 
 
@@ -180,14 +186,26 @@ def _rounds(config: BorrowedConfig, variant: str, rate: float, rtt: float) -> in
     return config.main_rounds if main else config.rounds
 
 
-def _start(setting: StartSetting, variant: str, rate: float, neighbour: str) -> dict[str, Any]:
+def _taken(take_over: Callable[[int, int], int], depth: int) -> tuple[int, ...]:
+    """Return the rule's answer to each number of layers that have come. Raises ProfileError for more than have."""
+    taken = tuple(int(take_over(come, depth)) for come in range(depth + 1))
+    for come, layers in enumerate(taken):
+        if not 0 <= layers <= come:
+            raise ProfileError(f"take_over({come}, {depth}) is {layers}, where {come} layers have come")
+    return taken
+
+
+def _start(setting: StartSetting, variant: str, rate: float, neighbour: str, taken: tuple[int, ...]) -> dict[str, Any]:
     """One start over a link of ``rate`` whose bytes wait in memory. Raises FirstTokenError when it fails."""
     folder = setting.checkpoint.staged if variant == PRUNED else setting.folder
-    spec = BorrowSpec(**{**setting.common, "variant": variant, "staged": str(folder), "neighbour": neighbour})
+    start = {"variant": variant, "staged": str(folder), "neighbour": neighbour, "taken": taken}
+    spec = BorrowSpec(**{**setting.common, **start})
     return one_trial(spec, TrialLink(rate, BUCKET, cold=False), module=TRIAL)
 
 
-def _beside(config: BorrowedConfig, setting: StartSetting, addresses: tuple[str, str], round_: int) -> Rows:
+def _beside(
+    config: BorrowedConfig, setting: StartSetting, addresses: tuple[str, str], round_: int, taken: tuple[int, ...]
+) -> Rows:
     """The neighbour's own request alone, beside a start that borrows nothing, and beside one that does."""
     windows: list[tuple[str, float, float]] = []
     with own_request(setting.folder, addresses[0], setting.theirs, setting.threads) as running:
@@ -195,7 +213,7 @@ def _beside(config: BorrowedConfig, setting: StartSetting, addresses: tuple[str,
         time.sleep(config.alone_s)
         windows.append((ALONE, begun, begun + config.alone_s))
         for variant, address in ((WHOLE, ""), (BORROWED, addresses[1])):
-            row = _start(setting, variant, config.main_gbit_per_s, address)
+            row = _start(setting, variant, config.main_gbit_per_s, address, taken)
             begun = float(row["arrived_at_s"])
             windows.append((variant, begun, begun + float(row["local_s"] or row["loaded_s"])))
         times = running.times_s()
@@ -221,6 +239,8 @@ def first_tokens(recorded: Result | None, now: Result) -> Figure:
         config, summary = shown.result.parameters["borrowed"], shown.result.summary
         rates = sorted(config["gbit_per_s"])
         for way, name in WAYS.items():
+            if shown.library is not None and way != BORROWED:
+                continue
             for rtt in sorted(config["rtt_ms"]) if way == BORROWED else [None]:
                 trip = {} if rtt is None else {"rtt_ms": rtt}
                 entries = [summary.get("ttft_p50_s", variant=way, gbit_per_s=rate, **trip) for rate in rates]
@@ -237,9 +257,18 @@ def first_tokens(recorded: Result | None, now: Result) -> Figure:
     ax.yaxis.set_major_formatter("{x:g}")
     ax.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
     ax.yaxis.set_minor_formatter("{x:g}")
-    fig.suptitle("Who borrows layers says the first token first, whatever the round trip to the neighbour")
+    fig.suptitle(_first_tokens_title(results[0].result))
     fig.legend(loc="outside lower center", ncols=2, fontsize=9, handlelength=3.2)
     return fig
+
+
+def _first_tokens_title(result: Result) -> str:
+    """Say over the main link in what share of a whole start's time the first token is there."""
+    config = result.parameters["borrowed"]
+    main = {"gbit_per_s": config["main_gbit_per_s"], "rtt_ms": config["main_rtt_ms"]}
+    share = result.summary.value("ttft_x", variant=BORROWED, than=WHOLE, **main)
+    start = f"Over {main['gbit_per_s']:g} Gbit/s a borrowing start"
+    return f"{start} has its first token in {share:.2f} of a whole start's time"
 
 
 def taking_over(recorded: Result | None, now: Result) -> Figure:
@@ -254,16 +283,19 @@ def taking_over(recorded: Result | None, now: Result) -> Figure:
         times = [0.0, *(time_s for time_s, _ in taken)]
         shares = [0.0, *(100 * layers / taken[-1][1] for _, layers in taken)]
         end = max(chosen[way]["times_s"][-1] for way in WAYS)
+        moved = shown.library is not None and taken != main_starts(shown.library)[BORROWED]["taken"]
+        ring = shown.style if moved else {}
         upper.fill_between([*times, end], [*shares, 100], step="post", color=COLOURS["single"], alpha=0.5, linewidth=0)
-        upper.step([*times, end], [*shares, 100], where="post", color=COLOURS["measured"])
+        upper.step([*times, end], [*shares, 100], where="post", color=COLOURS["measured"], **ring)
         upper.set(ylim=(0, 104), title=shown.who())
         for row, way in enumerate(WAYS):
             look, tick_s = LOOKS[WAY_LOOKS[way]], chosen[way]["times_s"]
-            lower.plot(tick_s, [row] * len(tick_s), "|", color=look.colour, markersize=14, markeredgewidth=1.5)
+            style = {"color": look.colour, "markersize": 14, "markeredgewidth": 1.5} | (ring if way == BORROWED else {})
+            lower.plot(tick_s, [row] * len(tick_s), "|", **style)
         lower.set(xlim=(0, None), xlabel="after the request, s")
     axes[0, 0].set_ylabel("layers computed locally, %")
     categories(axes[1, 0], [f"tokens, {name}" for name in WAYS.values()], 0.4)
-    fig.suptitle("A borrowing start speaks early and takes the layers over while it speaks")
+    fig.suptitle("A borrowing start has its first token early, and takes the layers over from then on")
     return fig
 
 

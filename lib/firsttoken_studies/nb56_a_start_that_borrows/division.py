@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,17 +12,22 @@ from firsttoken.progressiveserve.loading.reader import even_groups
 from firsttoken.study.errors import StageError
 
 
-def divided(manifest: Manifest, count: int) -> list[range]:
+def divided(
+    manifest: Manifest, count: int, divide: Callable[[Sequence[int], int], Sequence[range]] = even_groups
+) -> list[range]:
     """The layers of ``count`` processes that bring about as many bytes each, of a checkpoint staged by ``ends_first``;
-    the first has the ends, too, and so fewer layers (none, where the ends are its whole share).
+    the first has the ends, too, and so fewer layers (none, where the ends are its whole share). ``divide`` groups the
+    ends and the layers, by their bytes.
 
     Raises StageError where one would have nothing to bring: there are too few layers.
     """
     parts = parts_of(manifest, [1])
-    groups = even_groups([part.bytes for part in parts], count)
-    if not all(groups):
+    groups = divide([part.bytes for part in parts], count)
+    if [part for group in groups for part in group] != [*range(len(parts))]:
+        raise StageError(f"{count} processes bring {list(groups)}, and not each of {len(parts)} parts once, in order")
+    if not all(groups) or len(groups) != count:
         raise StageError(f"{count} processes cannot share {len(parts) - 1} layers and the ends: take fewer")
-    edges = [0, *(group.stop - 1 for group in groups)]  # the ends are the part before layer 0
+    edges = [0, *(group[-1] for group in groups)]  # the ends are the part before layer 0
     return [range(first, stop) for first, stop in pairwise(edges)]
 
 

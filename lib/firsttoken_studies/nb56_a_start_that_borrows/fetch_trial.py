@@ -96,10 +96,12 @@ TIMEOUTS = Timeouts(step_s=600.0)
 @dataclass(frozen=True)
 class FetchSpec(StartSpec):
     """``variant`` is WHOLE, or FETCHED by ``servers`` processes, each over a link of ``gbit_per_s``: the first on
-    ``cores``, those behind it on ``others`` with so many threads each as it has."""
+    ``cores``, those behind it on ``others`` with so many threads each as it has. They bring the layers [a, b) of each
+    of ``layers`` (none: about as many bytes each)."""
 
     servers: int = 1
     others: tuple[int, ...] = ()
+    layers: tuple[tuple[int, int], ...] = ()
 
 
 def main(spec: FetchSpec) -> dict[str, Any]:
@@ -110,7 +112,8 @@ def main(spec: FetchSpec) -> dict[str, Any]:
         row = start(spec, time.perf_counter())
         return row | {"servers": 1, "bytes_each": [row["bytes"]], "fetched_s": [row["loaded_s"]]}
     folder = Path(spec.staged)
-    layers = divided(read_manifest(folder), spec.servers)[1:]
+    spans = [range(*span) for span in spec.layers] or divided(read_manifest(folder), spec.servers)
+    layers = spans[1:]
     with fetchers(folder, layers, spec.gbit_per_s, spec.readers, spec.others, spec.threads) as behind:
         arrived, clock = time.perf_counter(), time.monotonic()
         behind.go()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 from firsttoken.assets.needs import LAYERS, ModelFacts, Need, check
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
+from firsttoken.progressiveserve.loading.reader import even_groups
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
@@ -24,6 +25,7 @@ from firsttoken_studies.progressiveserve.coldstart.summary import ratio, values
 from firsttoken_studies.record.overlay import name_results, over
 from firsttoken_studies.record.plot import COLOURS, LOOKS, Figure, handle, panels
 from firsttoken_studies.record.results import Outcome, Result, Rows, Table, rows_where
+from firsttoken_studies.record.schematic import Schematic
 from firsttoken_studies.record.show import cells, interval
 
 # What starts with fetchers say: first tokens by link and number of processes, whose they are, and what was moved.
@@ -100,25 +102,29 @@ class FetchersConfig:
             raise ProfileError("fetchers: give at least 1 round, 2 tokens and 1 reader")
 
 
-def parallel_start(profile: Profile) -> Outcome:
+def parallel_start(
+    profile: Profile, *, divide: Callable[[Sequence[int], int], Sequence[range]] = even_groups
+) -> Outcome:
     """Rows {variant, servers, gbit_per_s, round, ...} of fresh processes, in random order; the floor of each start is
     its largest part at the link's rate.
 
     The first process has one half of the cores, the others share the other one: with three processes on two cores, the
-    two behind the first place their weights on one. Raises StageError for more processes than the layers give work.
+    two behind the first place their weights on one. ``divide`` says which parts each brings; it is asked here, and the
+    processes are told. Raises StageError for more processes than the layers give work.
     """
     config = profile.section("fetchers", FetchersConfig)
     most = Need("fetchers.servers", max(config.servers), LAYERS, "take fewer")
     check([most], ModelFacts(profile.model))
     setting = start_setting(profile, config.questions, config.tokens, config.readers)
     manifest = read_manifest(setting.folder)
-    parts = {count: divided(manifest, count) for count in (1, *config.servers)}
+    parts = {count: divided(manifest, count, divide) for count in (1, *config.servers)}
     common = FetchSpec(**setting.common | {"staged": str(setting.folder), "others": setting.theirs})
     starts = list(product(config.gbit_per_s, parts, range(config.rounds)))
     random.Random(profile.seed).shuffle(starts)
     rows: Rows = []
     for rate, count, round_ in track(starts, desc="starts with fetchers", unit="start"):
         spec = replace(common, variant=WHOLE if count == 1 else FETCHED, servers=count)
+        spec = replace(spec, layers=tuple((span.start, span.stop) for span in parts[count]))
         rows.append({"round": round_} | one_trial(spec, TrialLink(rate, BUCKET, cold=False), module=TRIAL))
     largest = {
         count: max(bytes_of(manifest, span, with_ends=span is layers[0]) for span in layers)
@@ -137,7 +143,32 @@ def floor_name(gbit_per_s: float, servers: int) -> str:
     return f"first token, {servers} over {gbit_per_s:g} Gbit/s"
 
 
-# What notebook 56 shows of starts with fetchers, drawn from a result alone.
+# What notebook 56 shows of starts with fetchers, drawn from a result alone, and the picture that it opens with.
+
+
+def schematic() -> Schematic:
+    """Draw a replica whose layers come one by one, and the neighbour that runs those that are missing."""
+    alt = (
+        "A replica is loading a model of eight layers. At the first token it has none of them, and a warm neighbour "
+        "runs all eight. At a later token three layers have come, the replica computes these, and the neighbour runs "
+        "the other five. At the end all layers are here, and nothing is borrowed. Every token is the whole model's."
+    )
+    sketch = Schematic(20, 7.9, alt)
+    sketch.text(0.2, 0.5, "A warm neighbour runs the layers that have not come", heading=True)
+    for row, (when, come) in enumerate((("first token", 0), ("later", 3), ("at the end", 8))):
+        top = 1.2 + 2.7 * row
+        sketch.text(3.0, top + 0.5, "replica", align="right")
+        if come < 8:
+            sketch.text(3.0, top + 1.6, "neighbour", align="right")
+        for layer in range(8):
+            x = 3.3 + 1.5 * layer
+            sketch.box(x, top, "", "S3" if layer < come else "other", width=1.4, missing=layer >= come)
+            if layer >= come:
+                sketch.box(x, top + 1.1, "", "measured", width=1.4)
+        sketch.text(15.7, top + 0.5, when, heading=True)
+        if come < 8:
+            sketch.text(15.7, top + 1.6, f"{8 - come} of 8 layers borrowed")
+    return sketch
 
 
 def first_tokens(recorded: Result | None, now: Result) -> Figure:
@@ -153,11 +184,14 @@ def first_tokens(recorded: Result | None, now: Result) -> Figure:
             counts = [1, *sorted(config["servers"])]
             entries = [result.summary.of("ttft_p50_s", **_place(rate, count)) for count in counts]
             for count, entry in zip(counts, entries, strict=True):
-                shown.point(ax, count + 0.5 * shown.shift, entry, "measured")
-            paper = [entries[0]["value"] / count for count in counts]
-            ax.plot(counts, paper, "--", color=COLOURS["paper"], alpha=shown.style["alpha"])
+                shown.point(ax, count + 0.5 * shown.shift, entry, "measured", share=0.5)
             floors = [result.floors[floor_name(rate, count)]["value"] for count in counts]
-            ax.plot(counts, floors, ":", color=COLOURS["floor"], alpha=shown.style["alpha"])
+            if shown.library is None:
+                paper = [entries[0]["value"] / count for count in counts]
+                ax.plot(counts, paper, "--", color=COLOURS["paper"], alpha=shown.style["alpha"])
+                ax.plot(counts, floors, ":", color=COLOURS["floor"], alpha=shown.style["alpha"])
+            elif floors != [shown.library.floors[floor_name(rate, count)]["value"] for count in counts]:
+                ax.plot(counts, floors, ":", color=COLOURS["floor"], **shown.style)
             ax.set_xticks(counts if shown is results[0] else ax.get_xticks())
         ax.set(xlabel="processes", title=f"links of {rate:g} Gbit/s", ylim=(0, None))
     axes[0, 0].set_ylabel("first token after the request, s")

@@ -17,6 +17,13 @@ BORROWING = "firsttoken_extras.layer_borrowing.replica:BorrowingReplica._switch_
 JOIN, SEARCH = "the rule `join` of the cell `mechanism`", "the search `shortest` of the cell `mechanism`"
 OVER_THE_WIRE = "the wire `over_the_wire` of the cell `mechanism`"
 PRODUCT = "the product `mixed_product` of the cell `mechanism`"
+SURVIVING = "the chain `Surviving` of the cell `mechanism`"
+THROUGH = "the function `ThroughServers` of the cell `mechanism`"
+AUDIT, READING = "the rule `audit` of the cell `mechanism`", "the functions `sent` and `attack` of the cell `mechanism`"
+BORROW, DIVIDE = (
+    "the rule `take_over` or the class `Borrowing` of the cell",
+    "the rule `divide` of the cell `mechanism`",
+)
 SESSION, CLIENT = "the session of the cell `mechanism`", "the client of the library"
 
 rewritten("06", "the newest alone is kept", "self.kept[part] += states", "self.kept[part] = states", SESSION)
@@ -32,18 +39,34 @@ def the_worst_chain_first(right, servers, layers, without=()):
 
 
 @wrong("06", "a chain that does not replace", EXTEND, CLIENT, quick=True)
-@wrong("50", "a chain that does not replace", EXTEND, "chain that replaces a server")
+@wrong("50", "a chain that does not replace", EXTEND, SURVIVING)
 async def no_successor(right, chain, layers, why="", *rest):
     return [] if why else await right(chain, layers, why, *rest)
 
 
 @wrong("06", "a successor is sent zeros", KEPT, SESSION)
-@wrong("50", "a successor is sent zeros", KEPT, "chain that replaces a server")
-@wrong("56", "layers are taken over from zeros", KEPT, "borrowing layers")
+@wrong("50", "a successor is sent zeros", KEPT, SURVIVING)
+@wrong("56", "layers are taken over from zeros", KEPT, BORROW)
 def nothing_was_kept(right, cache, request, layer, start=0):
     kept = right(cache, request, layer, start)
     return torch.cat([torch.zeros_like(kept[:, :-1]), kept[:, -1:]], 1) if kept.shape[1] > 8 else kept
 
+
+rewritten(
+    "50",
+    "zeros are kept",
+    "self.kept.get(layers, hidden)[",
+    "torch.zeros_like(self.kept.get(layers, hidden))[",
+    SURVIVING,
+)
+rewritten("50", "all is sent at every step", "cached = line.known.get(chunk.number, 0)", "cached = 0", SURVIVING)
+rewritten(
+    "50",
+    "a successor is sent the newest alone",
+    "cached = line.known.get(chunk.number, 0)",
+    "cached = chunk.start",
+    SURVIVING,
+)
 
 rewritten("51", "codes are cut off", ".clamp_min(1e-30)).round()", ".clamp_min(1e-30)).trunc()", OVER_THE_WIRE)
 rewritten(
@@ -101,12 +124,35 @@ def blind_to_round_trips(right, servers, layers, without=()):
     return [type(hop)(near[hop.server.name], hop.blocks) for hop in hops]
 
 
-@wrong("53", "a server passes the gradient on", f"{FROZEN}._backward", "training through frozen servers")
+rewritten(
+    "53",
+    "the first server goes back first",
+    "ctx.servers[::-1], ctx.entered[::-1]",
+    "ctx.servers, ctx.entered",
+    THROUGH,
+)
+rewritten(
+    "53",
+    "the inputs of the first server alone",
+    "ctx.entered.append(hidden)",
+    "ctx.entered.append(([*ctx.entered, hidden])[0])",
+    THROUGH,
+)
+rewritten(
+    "53",
+    "the gradient goes back as it came",
+    "(server(entered), entered, gradient)  #",
+    "(entered, entered, gradient)  #",
+    THROUGH,
+)
+
+
+@wrong("53", "a server passes the gradient on", f"{FROZEN}._backward", THROUGH)
 def the_gradient_passes_through(right, blocks, layers, hidden, gradient, one):
     return gradient, right(blocks, layers, hidden, gradient, one)[1]
 
 
-@wrong("53", "a server learns", f"{FROZEN}._forward", "training through frozen servers")
+@wrong("53", "a server learns", f"{FROZEN}._forward", THROUGH)
 def a_server_learns(right, blocks, *given):
     out = right(blocks, *given)
     for layer in blocks._model.model.layers:
@@ -114,17 +160,43 @@ def a_server_learns(right, blocks, *given):
     return out
 
 
-@wrong("54", "an audit that always agrees", f"{AUDITOR}:difference", "audit of answers")
+rewritten("54", "a tolerance beyond the lie", "keeper, tolerance=1e-3", "keeper, tolerance=1e-1", AUDIT, quick=True)
+rewritten("54", "whoever differs is convicted", "if apart(answer, truth) > tolerance:", "if True:", AUDIT)
+rewritten("54", "any signature is taken", "if signed != (digest(inputs), digest(answer)):", "if not signed:", AUDIT)
+rewritten(
+    "54",
+    "the client sends noise",
+    "    return states\n\n\ndef attack",
+    "    return 9 * states.abs()\n\n\ndef attack",
+    READING,
+)
+rewritten(
+    "54",
+    "the attacker learns nothing",
+    "torch.eye(len(squares)), products",
+    "torch.eye(len(squares)), 0 * products",
+    READING,
+)
+
+
+@wrong("54", "an audit that always agrees", f"{AUDITOR}:difference", AUDIT)
 def whatever_is_said_agrees(right, said, there):
     return 0.0
 
 
-@wrong("54", "a keeper that convicts nobody", f"{AUDITOR}:Auditor._convicts", "audit of answers")
+@wrong("54", "a keeper that convicts nobody", f"{AUDITOR}:Auditor._convicts", AUDIT)
 async def the_accused_is_believed(right, auditor, evidence):
     return False
 
 
-@wrong("56", "all layers or none are taken over", BORROWING, "borrowing layers")
+rewritten("56", "nothing is taken over", "    return come\n", "    return 0\n", BORROW, quick=True)
+rewritten("56", "layers come without their past", "self.entered = self.own[self.here](self.entered)", "pass", BORROW)
+rewritten(
+    "56", "the last process fetches the most", "goal = before[-1] * process / count", "goal = before[1] / 2", DIVIDE
+)
+
+
+@wrong("56", "all layers or none are taken over", BORROWING, BORROW)
 def all_or_nothing_is_taken_over(right, replica, come):
     return right(replica, come) if come == len(replica._layers) else None
 

@@ -105,7 +105,7 @@ class Auditor:
         outputs = split_rows(answer, message)[chunk_index]
         evidence = self._signed(session, record, chunk_index, inputs[chunk_index], outputs)
         try:
-            end = await self._audited(evidence, record)
+            end = await self.judged(evidence, record)
         except FirstTokenError as error:  # whoever it was that failed here: nothing is proven
             end, self.why = INCONCLUSIVE, str(error)
             self._inconclusive[record.server][type(error) is _NoWitnessError] += 1
@@ -141,10 +141,10 @@ class Auditor:
             raise UnverifiedFault(f"{record.name} does not vouch for its answer: {error}") from error
         return Evidence(charge, inputs, outputs)
 
-    async def _audited(self, evidence: Evidence, record: Record) -> str:
+    async def judged(self, evidence: Evidence, record: Record) -> str:
         """Return how the audit ends. Raises FirstTokenError where no other servers have the blocks, answer or can
         judge."""
-        witnesses = await self._recomputed(evidence, record)
+        witnesses = await self.by_witnesses(evidence, record)
         apart = difference(evidence.outputs, witnesses[-1].outputs[-len(evidence.outputs) :])
         self.differences.append(apart)
         if apart <= self.audits.tolerance:
@@ -158,7 +158,7 @@ class Auditor:
                 return WITNESS
         raise SwarmError("the answers differ, and the keeper finds nobody guilty")
 
-    async def _recomputed(self, evidence: Evidence, record: Record) -> list[Evidence]:
+    async def by_witnesses(self, evidence: Evidence, record: Record) -> list[Evidence]:
         """Return what others compute from the inputs, through one server or a chain of several: all rows, and the
         charge of the last message of each. Raises SwarmError where none have the blocks and answer."""
         without, blocks, why = {record.server}, range(*evidence.charge.commitment.layers), ""

@@ -219,10 +219,14 @@ class RemoteTraining:
         if self.prompt is not None:
             before = len(self.prompt.weight)
             hidden = torch.cat([self.prompt.weight.expand(len(hidden), -1, -1), hidden], 1)
+        return self.model.model.norm(self.through(self.chain, hidden))[:, before:]
+
+    def through(self, chain: TrainingChain, hidden: Tensor) -> Tensor:
+        """``hidden`` [rows, tokens, hidden] after the layers of ``chain``, with LoRA where it is trained."""
         adapters, scaling = ({}, 1.0) if self.lora is None else (self.lora.adapters(), self.lora.scaling)
+        adapters = _within(adapters, chain.layers)
         halves = [half for both in adapters.values() for half in both]
-        out = _ThroughChain.apply(self.chain, list(adapters), scaling, hidden, *halves)
-        return self.model.model.norm(out)[:, before:]
+        return ThroughChain.apply(chain, list(adapters), scaling, hidden, *halves)
 
     def loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """The mean over the next tokens of ``labels`` [rows, tokens] that are not ``IGNORED``. Raises as ``hidden``."""
@@ -246,7 +250,7 @@ class RemoteTraining:
         self.close()
 
 
-class _ThroughChain(torch.autograd.Function):
+class ThroughChain(torch.autograd.Function):
     """``hidden`` [rows, tokens, hidden] after the chain's layers, with LoRA's ``halves`` A, B of each of ``places``."""
 
     @staticmethod
