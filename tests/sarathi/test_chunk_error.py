@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from changed_mechanisms import rings
 
 from firsttoken.study.errors import ProfileError
 from firsttoken_studies.nb42_the_simulator_and_a_gpu import chunk_error as study
@@ -16,6 +17,7 @@ from firsttoken_studies.nb42_the_simulator_and_a_gpu.chunk_error import (
     by_waves,
     chunk_summary,
 )
+from firsttoken_studies.record.results import load_result
 
 SIZES = np.array([1.0, 64.0, 1024.0, 8192.0])
 TILE, PROCESSORS, HEADS = 64, 128, 32
@@ -72,3 +74,11 @@ def test_errors_are_by_share_and_band():
     assert off(HELD_OUT, WAVES, "mean") == pytest.approx(0) and off("m on 2", DIFFERENCE, "mean") == pytest.approx(-90)
     assert off("chunks up to 256, prefixes from 1,025", DIFFERENCE) == pytest.approx(90)
     assert not summary.all("attention_off_pct", case="chunks from 1,025, prefixes up to 256")
+
+
+def test_a_changed_rule_counts_the_recorded_points():
+    recorded = load_result("chunk_error", "full", machine="any")
+    library, doubled = (study.counted_by(recorded, rule) for rule in (by_waves, lambda *case: 2 * by_waves(*case)))
+    for row, twice in zip(recorded.rows, doubled.with_mechanism.rows, strict=True):
+        assert twice["waves_us"] == pytest.approx([2 * us for us in row["waves_us"]], abs=0.02)
+    assert rings(study.by_chunk(recorded, doubled)) and not rings(study.by_chunk(recorded, library))

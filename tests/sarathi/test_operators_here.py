@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from changed_mechanisms import rings
 
 from firsttoken.simulation.costs.operator_tables import OperatorTables
 from firsttoken.study.errors import FirstTokenError, ProfileError
@@ -68,3 +69,11 @@ def test_the_record_of_a_gpu_is_shown_beside_the_processor(monkeypatch):
     assert np.isfinite(recorded.duration_s)
     with pytest.raises(FirstTokenError, match="layer_profile was not recorded on nvidia-h200; recorded there: machine"):
         shown.on_a_gpu("layer_profile")
+
+
+def test_a_changed_swap_is_ringed_beside_the_one_that_is_reckoned():
+    cps, machine = (shown.on_a_gpu(name)[0] for name in ("recovery_latency", "machine"))
+    assert not rings(shown.recovery(cps, cps, machine, shown.swap_s))
+    (dearer,) = rings(shown.recovery(cps, cps, machine, lambda *prices: 2 * shown.swap_s(*prices)))
+    measured, prices = shown.block_by_block(cps, machine)
+    assert 2e3 * shown.swap_s(1024, *prices) == pytest.approx(dearer[2 * list(measured.index).index(1024) + 2])

@@ -35,7 +35,9 @@ from firsttoken_studies.nb33_latency_and_quality import prefill_latency
 from firsttoken_studies.nb35_bandwidth_and_gate import adaptive_group
 from firsttoken_studies.nb40_generation_stalls import figures as stall_figures
 from firsttoken_studies.nb41_serving_capacity import figures as capacity_figures
-from firsttoken_studies.nb46_on_the_stated_gpus import paper_cards
+from firsttoken_studies.nb43_the_cost_of_a_batch import figures as batch_figures
+from firsttoken_studies.nb46_on_the_stated_gpus import card_capacity, paper_cards
+from firsttoken_studies.nb47_the_other_reports_on_gpus import figures as card_figures
 from firsttoken_studies.nb50_a_swarm_that_survives import figures as survival_figures
 from firsttoken_studies.nb51_eight_bits import eight_bits as eight_bits_figures
 from firsttoken_studies.nb51_eight_bits import eight_bits_tasks as task_figures
@@ -202,6 +204,8 @@ def always_everything(
     return costs.full
 
 
+@changed("card_capacity", "step_s", card_capacity.capacities_by_card)
+@changed("objective_sweep", "step_s", paper_cards.capacity_by_bound)
 @changed("fixed_load", "step_s", paper_cards.times_by_load)
 def a_step_of_its_tokens(
     tables: OperatorTables, shape: DenseShape, gpus: int, prefills: Sequence[tuple[int, int]], contexts: Sequence[int]
@@ -289,3 +293,20 @@ def nothing_before_all(come: int, depth: int) -> int:
 def the_first_fetches_little(sizes: Sequence[int], count: int) -> list[range]:
     """Divide the parts so that each process but the last fetches one, the first with the ends."""
     return [*(range(part, part + 1) for part in range(count - 1)), range(count - 1, len(sizes))]
+
+
+@changed("reports_on_cards", "ways", card_figures.recovery_times)
+def copies_without_a_price(costs: Any, kv: Any, copy_s: float, tokens: int, copies: int) -> tuple[float, float]:
+    return costs.step_s([(0, tokens)], []), 2 * kv.blocks(tokens) * kv.block_bytes / costs.swap_bytes_s
+
+
+@changed("reports_on_cards", "first_token", card_figures.speedups)
+def one_after_the_other(
+    own_s: float, head_s: float, share: float, cache_bytes: float, entry_bytes: float, bytes_s: float
+) -> float:
+    return share * (own_s - head_s) + head_s + ((1 - share) * cache_bytes + entry_bytes) / bytes_s
+
+
+@changed("batch_cost", "step_ms", batch_figures.live_costs, batch_figures.table_costs)
+def a_pass_for_each(prefill_ms: Any, decode_ms: Any, chunks: Sequence[tuple[int, int]], decodes: int) -> float:
+    return sum(prefill_ms(new) for _, new in chunks) + decode_ms(decodes)

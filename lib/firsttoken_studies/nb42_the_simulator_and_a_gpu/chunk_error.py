@@ -4,10 +4,11 @@ empty cache, held against profiles of the same card that have prefixes."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -20,13 +21,24 @@ from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.summary import Summary
 from firsttoken_studies.nb46_on_the_stated_gpus.operator_error import add_errors
-from firsttoken_studies.record.results import Outcome, Result, Rows, Table, frame_of
+from firsttoken_studies.record.cell_mechanism import is_changed
+from firsttoken_studies.record.overlay import legend, over
+from firsttoken_studies.record.plot import log_ticks, panels
+from firsttoken_studies.record.results import Outcome, Result, Rows, Table, frame_of, rows_where
 from firsttoken_studies.record.show import interval
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DIFFERENCE, WAVES = "two rows of the table", "waves of tiles"
 WAYS = {DIFFERENCE: "difference_us", WAVES: "waves_us"}
 HELD_OUT, SEEN = "held out", "seen"
 PROFILED = "profile"
+_SERIES = {  # in the figure: the look, the dashes, the marker and the name
+    WAYS[DIFFERENCE]: ("other", "--", "", DIFFERENCE),
+    WAYS[WAVES]: ("ours", "-", "", WAVES),
+    "profiled_us": ("measured", "", "o", "profiled inside vLLM"),
+}
 _POINTS = ("prefix", "profiled_us", *WAYS.values())  # the columns of a row that are lists
 _BANDS = ((1, 256), (257, 1024), (1025, math.inf))  # tokens of a chunk, and of a prefix
 
@@ -60,19 +72,46 @@ def chunk_error(profile: Profile) -> Outcome:
     rows: Rows = []
     for text in config.profiles:
         folder, model, gpus = _named(text)
-        shape = SHAPES[model]
-        heads, kv_heads = shape.heads // gpus, max(shape.kv_heads // gpus, 1)
-        prompts = tables.attention(CONTEXT, heads, kv_heads, shape.head_dim, "bfloat16")[1]
+        heads, prompts = of_share(tables, model, gpus)
         labels = {"model": model, "gpus": gpus, "seen": SEEN if text == config.profiles[0] else HELD_OUT}
         by_chunk: dict[int, Rows] = {}
         for chunk, prefix, profiled_us in behind_prefixes(folder):
             difference_s = by_difference(prompts, prefix, chunk)
-            waves_s = max(difference_s, by_waves(prompts, heads, prefix, chunk, config.tile, config.processors))
+            waves_s = by_waves(prompts, heads, prefix, chunk, config.tile, config.processors)
             point = {"difference_us": round(1e6 * difference_s, 2), "waves_us": round(1e6 * waves_s, 2)}
             by_chunk.setdefault(chunk, []).append({"prefix": prefix, "profiled_us": profiled_us} | point)
         for chunk, points in by_chunk.items():
             rows.append(labels | {"chunk": chunk} | {name: [point[name] for point in points] for name in points[0]})
     return Outcome(rows, provenance={"kind": "arithmetic on measured operators", "costs": tables_from()})
+
+
+def of_share(tables: OperatorTables, model: str, gpus: int) -> tuple[int, Curve]:
+    """Return the heads of one GPU's share of ``model``, and the attention of prompts that begin with an empty cache."""
+    shape = SHAPES[model]
+    heads, kv_heads = shape.heads // gpus, max(shape.kv_heads // gpus, 1)
+    return heads, tables.attention(CONTEXT, heads, kv_heads, shape.head_dim, "bfloat16")[1]
+
+
+WavesRule: TypeAlias = Callable[[Curve, int, int, int, int, int], float]
+"""A function of (prompts, heads, prefix, chunk, tile, processors): the seconds of one layer's attention."""
+
+
+def counted_by(recorded: Result, waves: WavesRule) -> Result:
+    """Return the ``recorded`` result, and with it, where ``waves`` is a reader's changed rule, the same points by it.
+
+    The profiles are not needed for that: their points are in the record.
+    """
+    result, config = replace(recorded), recorded.parameters["chunk_error"]
+    if is_changed(waves):
+        rows, tables = [], OperatorTables.read(config["card"])
+        for row in recorded.rows:
+            heads, prompts = of_share(tables, row["model"], row["gpus"])
+            kernel = config["tile"], config["processors"]
+            counted = [1e6 * waves(prompts, heads, prefix, row["chunk"], *kernel) for prefix in row["prefix"]]
+            rows.append(row | {"waves_us": counted})
+        changed = replace(recorded, rows=rows, summary=chunk_summary(rows, recorded.parameters))
+        object.__setattr__(result, "with_mechanism", changed)
+    return result
 
 
 def _named(text: str) -> tuple[str, str, int]:
@@ -120,12 +159,14 @@ def by_waves(prompts: Curve, heads: int, prefix: int, chunk: int, tile: int, pro
 
     The time of a block for a key is that of the longest prompt of the table, whose many blocks keep every processor
     busy. A chunk of one tile keeps ``heads`` processors busy, and takes as long as one of as many tiles as fill them.
+    It takes no less than by two rows of the table.
     """
     sizes, seconds = prompts
     longest = float(sizes[-1])
     key_s = float(seconds[-1]) / (heads * longest / tile / processors) / (longest / 2)
     waves = math.ceil(math.ceil(chunk / tile) * heads / processors)
-    return float(seconds[0]) + waves * (prefix + chunk / 2) * key_s
+    counted_s = float(seconds[0]) + waves * (prefix + chunk / 2) * key_s
+    return max(counted_s, by_difference(prompts, prefix, chunk))
 
 
 def chunk_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
@@ -166,3 +207,29 @@ def chunk_rows(result: Result) -> Table:
             line[f"{way}, p90 %"] = f"{cells['p90']['value']:.0f}"
             line[f"{way}, mean %"] = f"{cells['mean']['value']:+.0f}"
         yield line
+
+
+def by_chunk(recorded: Result | None, now: Result) -> Figure:
+    """Draw behind one long prefix what a chunk takes by its size: as profiled, and by both ways, a panel a profile."""
+    results = over(recorded, now)
+    profiles = list(dict.fromkeys((row["model"], row["gpus"], row["seen"]) for row in now.rows))
+    shared = Counter(prefix for row in now.rows for prefix in row["prefix"])
+    behind = max(shared, key=lambda prefix: (shared[prefix], prefix))
+    fig, axes = panels(1, len(profiles), figsize=(9, 3.9), sharey=True, squeeze=False)
+    for ax, (model, gpus, status) in zip(axes[0], profiles, strict=True):
+        for shown, (column, (look, dashes, marker, name)) in product(results, _SERIES.items()):
+            rows = rows_where(shown.result.rows, model=model, gpus=gpus, seen=status)
+            points = {row["chunk"]: row[column][row["prefix"].index(behind)] for row in rows if behind in row["prefix"]}
+            if not shown.library or column == WAYS[WAVES]:
+                label, times = None if shown.library else name, [{"value": us} for us in points.values()]
+                shown.line(ax, list(points), times, look, linestyle=dashes, marker=marker, ms=4, label=label)
+        ax.set(xscale="log", yscale="log", xlabel="tokens of the chunk", title=f"{model}\non {gpus}, {status}")
+        ax.title.set_fontsize("small")
+        log_ticks(ax.yaxis)
+    axes[0][0].set_ylabel(f"us of a layer, behind {behind:,} tokens")
+    off = [now.summary.value("attention_off_pct", case=SEEN, costs=way, than=PROFILED, across="median") for way in WAYS]
+    fig.suptitle(
+        f"A chunk behind a prefix: half of the points within {off[1]:.0f} % in waves, {off[0]:.0f} % by two rows"
+    )
+    legend(fig, axes[0][0], results, size="small")
+    return fig

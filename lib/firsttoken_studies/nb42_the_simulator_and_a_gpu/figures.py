@@ -8,9 +8,32 @@ from firsttoken_studies.nb42_the_simulator_and_a_gpu.simulator_error import METR
 from firsttoken_studies.nb42_the_simulator_and_a_gpu.simulator_error import SIMULATED as FORETOLD
 from firsttoken_studies.record.plot import COLOURS, LOOKS, panels
 from firsttoken_studies.record.results import Result, Table
+from firsttoken_studies.record.schematic import Schematic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+def schematic() -> Schematic:
+    """Draw that the same requests go to a real GPU and to the simulator."""
+    alt = (
+        "The same requests go two ways. On the GPU, vLLM serves them, and its clock says when each token came. In the "
+        "simulator the same kind of scheduler fills its steps, a table of measured operators says how long each step "
+        "takes, and no model computes. The times of both are laid side by side."
+    )
+    sketch = Schematic(22, 5.6, alt)
+    sketch.text(0.2, 0.4, "The same requests, served by a GPU and by a table of its operators", heading=True)
+    sketch.box(0.3, 2.3, "300 requests", "other", width=4, height=1.2)
+    for y, engine, source, look in (
+        (1.2, "vLLM", "the GPU computes", "measured"),
+        (3.6, "scheduler", "a table says how long", "ours"),
+    ):
+        sketch.arrow((4.4, 2.9), (5.9, y + 0.6))
+        sketch.box(6, y, engine, look, width=3.6, height=1.2)
+        sketch.box(9.8, y, source, look, width=6, height=1.2)
+        sketch.arrow((15.9, y + 0.6), (17.4, 2.9))
+    sketch.box(17.5, 2.3, "how far apart?", "target", width=4.2, height=1.2, missing=True)
+    return sketch
 
 
 def errors(result: Result) -> Figure:

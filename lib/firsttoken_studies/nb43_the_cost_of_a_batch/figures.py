@@ -12,11 +12,35 @@ from firsttoken_studies.nb43_the_cost_of_a_batch.study import PAST_TILE, table_p
 from firsttoken_studies.record.overlay import DrawnResult, counted, legend, over
 from firsttoken_studies.record.plot import COLOURS, LOOKS, log_ticks, panels
 from firsttoken_studies.record.results import Result, Rows, Table, distinct
+from firsttoken_studies.record.schematic import Schematic
 from firsttoken_studies.record.show import interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+def schematic() -> Schematic:
+    """Draw that a chunk keeps arithmetic busy and decodes keep memory busy."""
+    alt = (
+        "A chunk of a prompt keeps the arithmetic of the GPU busy, and a step of decodes its memory, since all weights "
+        "are read for a few tokens. In two steps the weights are read twice. In one step the decodes use weights that "
+        "are read for the chunk anyway, and that step takes hardly longer than the chunk's."
+    )
+    sketch = Schematic(22, 7.6, alt)
+    sketch.text(0.2, 0.4, "Two steps: the weights are read twice", heading=True)
+    sketch.text(0.2, 4.2, "One step: the decodes ride along", heading=True)
+    for y, starts, end in ((0.9, (4, 13.2), 18.2), (4.7, (4,), 13.7)):
+        sketch.text(0.2, y + 0.5, "arithmetic")
+        sketch.text(0.2, y + 1.6, "memory")
+        sketch.box(4, y, "a chunk of 512 tokens", "prefill", width=9)
+        for start in starts:
+            sketch.box(start, y + 1.1, "read all weights", "weights", width=5)
+        sketch.box(max(starts[-1], 13), y, "", "online", width=0.7)
+        sketch.text(max(starts[-1], 13) + 0.9, y + 0.5, "decodes")
+        sketch.arrow((4, y + 2.45), (end, y + 2.45))
+        sketch.text(end + 0.3, y + 2.45, "time")
+    return sketch
 
 
 PAPER = {  # prefill in pieces over whole, by prompt and piece: artifact of the paper, chunking-overhead.csv (Yi-34B)
@@ -30,9 +54,10 @@ TABLE_LINE = f"{LOOKS['chunks alone'].marker}-"
 
 
 def table_costs(recorded: Result | None, now: Result) -> Figure:
-    """Draw from the cost table what a token costs in a prompt by itself and in a batch that decodes."""
+    """Draw from the cost table what a token costs in a prompt by itself and in a batch that decodes, and what a chunk
+    and decodes cost in one step over what they cost in two."""
     results = over(recorded, now)
-    fig, ax = panels(figsize=(7.5, 3.8))
+    fig, (ax, mixed) = panels(1, 2, figsize=(9, 4.4), width_ratios=(3, 2))
     rows = [row for shown in results for row in shown.result.rows]
     contexts = sorted(distinct(rows, "context", what="table", of="decode"))
     for shown in results:
@@ -42,12 +67,21 @@ def table_costs(recorded: Result | None, now: Result) -> Figure:
             context_decodes = decodes[decodes.context == context]
             places, entries = context_decodes.requests, _entries(context_decodes.ms / context_decodes.requests)
             shown.line(ax, places, entries, "measured", linestyle=dashes, marker="s")
+        sizes = shown.result.parameters["batch_cost"]["table_pieces"]
+        labels = {"source": "table", "than": "apart"}
+        together = [shown.result.summary.get("mixed_x", budget_tokens=size, **labels) for size in sizes]
+        shown.line(mixed, sizes, together, "sarathi")
+    mixed.axhline(1, color=COLOURS["floor"], linestyle=":")
+    mixed.set(xlabel="tokens of the chunk", ylabel="with decodes / a step for each")
+    mixed.set_title("chunk and decodes in one step", fontsize=10.5)
     ax.plot([], [], TABLE_LINE, color=COLOURS["chunks alone"], label="prompt alone, by its tokens")
     for context, dashes in zip(contexts, DASHES, strict=False):
         label = f"decodes over {context:,} tokens each, by requests"
         ax.plot([], [], "s", ls=dashes, color=COLOURS["measured"], label=label)
+    ax.plot([], [], "o-", color=COLOURS["sarathi"], label="a chunk and decodes, in one step over two")
     ax.set(yscale="log", xlabel="tokens of the step", ylabel="ms a token")
-    _ticks(ax)
+    for panel in (ax, mixed):
+        _ticks(panel)
     ax.set_title(_tables(results), fontsize=10.5)
     prompts, decodes = (results[0].result.frame(what="table", of=kind) for kind in ("prefill", "decode"))
     alone, least = decodes.ms[decodes.requests == 1].min(), (prompts.ms / prompts.tokens).min()
@@ -64,6 +98,11 @@ def live_costs(recorded: Result | None, now: Result) -> Figure:
     contexts = sorted({context for config in configs for context in config["contexts"]})
     cases = [(0, "measured", "-"), *((c, "sarathi", d) for c, d in zip(contexts, DASHES, strict=False))]
     for shown, config in zip(results, configs, strict=True):
+        for prompt in config["table_prompts"]:
+            ratios = [table_pieces(shown.result.rows, prompt, piece) for piece in config["table_pieces"]]
+            shown.line(pieces, config["table_pieces"], _entries(ratios), "chunks alone", markersize=4)
+        if shown.library:
+            continue  # no live step depends on how the table's parts are added up
         sizes = [*config["pieces"], config["prompt"]]
         step_ms = shown.result.frame(what="live").groupby(["context", "new"]).ms.median()  # of steps with a whole piece
         for context, name, dashes in cases:
@@ -71,9 +110,6 @@ def live_costs(recorded: Result | None, now: Result) -> Figure:
             shown.line(steps, sizes, entries, name, linestyle=dashes, markersize=5)
         decode = np.median(shown.result.frame(what="decode").ms)
         steps.axhline(decode, color=COLOURS["floor"], linestyle=":", **shown.style)
-        for prompt in config["table_prompts"]:
-            ratios = [table_pieces(shown.result.rows, prompt, piece) for piece in config["table_pieces"]]
-            shown.line(pieces, config["table_pieces"], _entries(ratios), "chunks alone", markersize=4)
         live = [_live_pieces(shown.result, piece) for piece in config["pieces"]]
         shown.line(pieces, config["pieces"], live, "measured")
     for paper_value in PAPER.values():
@@ -147,7 +183,8 @@ def _tables(shown: Sequence[DrawnResult]) -> str:
 
 
 def _ticks(ax: Axes) -> None:
-    """Set the ticks of tokens at powers of two."""
+    """Set the ticks of tokens at powers of two, and of a logarithmic height at round numbers."""
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter("{x:,.0f}")
-    log_ticks(ax.yaxis)
+    if ax.get_yscale() == "log":
+        log_ticks(ax.yaxis)

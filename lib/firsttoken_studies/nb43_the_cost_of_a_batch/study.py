@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -139,17 +140,26 @@ class BatchCostConfig:
         return [Need("batch_cost.prompt", longest + 1, CONTEXT)]
 
 
-def batch_cost(profile: Profile) -> Outcome:
+PartMs: TypeAlias = Callable[[int], float]
+StepOfParts: TypeAlias = Callable[[PartMs, PartMs, Sequence[tuple[int, int]], int], float]
+"""A function of (prefill_ms, decode_ms, chunks, decodes) that adds up the milliseconds of a step. ``prefill_ms`` and
+``decode_ms`` say what a table has for a prompt of so many tokens, and for a step of so many decodes."""
+
+
+def batch_cost(profile: Profile, *, step_ms: StepOfParts | None = None) -> Outcome:
     """Rows of the table {what: table, of: prefill | decode | mixed | pieces | tile, ..., ms}, and live ones
     {what: live, repeat, context (0: alone), piece, cached, new, ms}, {what: decode, repeat, context, piece, ms} and
-    {what: tile, repeat, tokens, ms}."""
+    {what: tile, repeat, tokens, ms}.
+
+    By a reader's ``step_ms`` the table's steps are added up; None takes the library's.
+    """
     config, hardware = profile.section("batch_cost", BatchCostConfig), profile.section("hardware", Hardware)
     name = config.model or profile.model
     check(config.needs(), ModelFacts(name))
     loaded = load_model(name, dtype=profile.torch_dtype(), device=profile.torch_device())
     fuse(loaded.model)
     costs = hardware.read()
-    rows = _by_table(config, hardware, costs)
+    rows = _by_table(config, hardware, partial(_ms, costs, step_ms))
     longest = max(config.contexts), config.steps, max(config.prompt, config.tile + 1)
     with closing(LiveExecutor(loaded.model, LiveBatches.blocks_for(config.running, *longest))) as executor:
         draw = random.Random(profile.seed)
@@ -161,28 +171,32 @@ def batch_cost(profile: Profile) -> Outcome:
     return Outcome(rows, provenance=loaded.provenance.as_dict() | {"table": hardware.provenance(costs)})
 
 
-def _by_table(config: BatchCostConfig, hardware: Hardware, costs: Costs) -> Rows:
-    rows: Rows = [{"of": "prefill", "tokens": n, "ms": _ms(costs, [(0, n)])} for n in PROMPTS]
+def _by_table(config: BatchCostConfig, hardware: Hardware, ms: Callable[..., float]) -> Rows:
+    rows: Rows = [{"of": "prefill", "tokens": n, "ms": ms([(0, n)])} for n in PROMPTS]
     beside = [hardware.context] * hardware.decodes
     for context in sorted({hardware.context, 8 * hardware.context}):
-        decodes = ((n, _ms(costs, [], [context] * n)) for n in BATCHES if n * context <= hardware.tokens)
-        rows += [{"of": "decode", "requests": n, "context": context, "ms": ms} for n, ms in decodes]
+        sizes = (n for n in BATCHES if n * context <= hardware.tokens)
+        rows += [{"of": "decode", "requests": n, "context": context, "ms": ms([], [context] * n)} for n in sizes]
     for piece in config.table_pieces:
         for name, contexts in (("alone", []), ("beside", beside)):
-            rows.append({"of": "mixed", "chunk": piece, "run": name, "ms": _ms(costs, [(0, piece)], contexts)})
-    rows.append({"of": "mixed", "chunk": 0, "run": "beside", "ms": _ms(costs, [], beside)})
+            rows.append({"of": "mixed", "chunk": piece, "run": name, "ms": ms([(0, piece)], contexts)})
+    rows.append({"of": "mixed", "chunk": 0, "run": "beside", "ms": ms([], beside)})
     for prompt in config.table_prompts:
         for piece in (*config.table_pieces, prompt):
             cuts = ((start, min(piece, prompt - start)) for start in range(0, prompt, piece))
-            rows.append(
-                {"of": "pieces", "prompt": prompt, "piece": piece, "ms": sum(_ms(costs, [cut]) for cut in cuts)}
-            )
-    rows += [{"of": "tile", "tokens": n, "ms": _ms(costs, [(0, n)])} for n in (TILE, TILE + 1)]
+            rows.append({"of": "pieces", "prompt": prompt, "piece": piece, "ms": sum(ms([cut]) for cut in cuts)})
+    rows += [{"of": "tile", "tokens": n, "ms": ms([(0, n)])} for n in (TILE, TILE + 1)]
     return [{"what": "table"} | row for row in rows]
 
 
-def _ms(costs: Costs, prefills: list[tuple[int, int]], contexts: list[int] | None = None) -> float:
-    return 1e3 * costs.step_s(prefills, contexts or [])
+def _ms(
+    costs: Costs, step_ms: StepOfParts | None, prefills: Sequence[tuple[int, int]], contexts: Sequence[int] = ()
+) -> float:
+    """Return the milliseconds of a step, whose requests decode over one context."""
+    if step_ms is None:
+        return 1e3 * costs.step_s(prefills, contexts)
+    alone = partial(_ms, costs, None)
+    return step_ms(lambda n: alone([(0, n)]), lambda n: alone([], contexts[:1] * n), prefills, len(contexts))
 
 
 def _live(config: BatchCostConfig, executor: LiveExecutor, vocabulary: int, draw: random.Random) -> Rows:

@@ -352,8 +352,10 @@ def against_servers(recorded: Result | None, now: Result) -> Figure:
         ax.yaxis.set_major_formatter(PercentFormatter(decimals=0))
         ax.xaxis.set_minor_formatter("")  # within one power of ten they would lie upon each other
     axes[0].set_ylabel("simulated less measured")
-    median = (recorded or now).summary.of("tpot_off_pct", **_PAIR, across="median")
-    fig.suptitle(f"Added up, measured operators miss the time per token by {median['value']:.0f} % (median run)")
+    of_token, of_first = (
+        (recorded or now).summary.value(f"{m}_off_pct", **_PAIR, across="median") for m in ("tpot", "ttft")
+    )
+    fig.suptitle(f"The median run is {of_token:.0f} % off in the time per token, {of_first:.0f} % in the first token's")
     names = fig.legend(list(labels.values()), list(labels), loc="outside lower center", ncols=3, fontsize="small")
     name_results(fig, results, legend=names)
     return fig

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from firsttoken.assets.dense_shape import DenseShape, dense_shape
-from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.sarathi.capacity import ClientTimes, Objective, capacity
 from firsttoken.sarathi.policy import Policy, scheduler_labels
-from firsttoken.simulation.costs.operator_tables import OperatorTables, tables_from
+from firsttoken.simulation.costs.operator_tables import tables_from
 from firsttoken.simulation.hardware import Hardware
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
 from firsttoken.study.stats import bootstrap, ratio_of_means
 from firsttoken.study.summary import Summary
-from firsttoken_studies.nb46_on_the_stated_gpus.card_capacity import CONTEXT, DECODES, PAPER_BAR, bench_of
+from firsttoken_studies.nb46_on_the_stated_gpus.card_capacity import CONTEXT, DECODES, PAPER_BAR, StepSum, bench_of
 from firsttoken_studies.nb46_on_the_stated_gpus.operator_error import KIND
 from firsttoken_studies.record.overlay import legend, over
 from firsttoken_studies.record.plot import COLOURS, LOOKS, log_ticks, panels
@@ -83,8 +80,11 @@ class ObjectiveSweepConfig:
             raise ProfileError("objective_sweep: all numbers must be at least 1")
 
 
-def objective_sweep(profile: Profile) -> Outcome:
-    """Rows {case, seed, scheduler, batch, bound_ms, requests_per_s, ...}: Figure 12."""
+def objective_sweep(profile: Profile, *, step_s: StepSum | None = None) -> Outcome:
+    """Rows {case, seed, scheduler, batch, bound_ms, requests_per_s, ...}: Figure 12.
+
+    ``step_s`` is a reader's sum of the operators of a step; None takes the library's.
+    """
     config = profile.section("objective_sweep", ObjectiveSweepConfig)
     lines = [(BASE, batch) for batch in config.batches]
     lines += [(f"sarathi {budget}", max(config.batches)) for budget in config.budgets]
@@ -97,7 +97,7 @@ def objective_sweep(profile: Profile) -> Outcome:
     ]
     rows: Rows = []
     for hardware, scheduler, batch, seed in track(runs, desc="objective_sweep"):
-        bench = bench_of(hardware, config.lengths, config.requests, batch, _FIRST_RATE)
+        bench = bench_of(hardware, config.lengths, config.requests, batch, _FIRST_RATE, step_s)
         policy = Policy.named(scheduler)
         served: dict[float, ClientTimes] = {}  # by rate: neither scheduler asks which bound it is judged by
 
@@ -160,27 +160,6 @@ def _load(text: str) -> tuple[str, float]:
     raise ProfileError(f"fixed_load: {text!r} is no load; write LENGTHS RATE, for example sharegpt 0.5")
 
 
-StepSum: TypeAlias = Callable[[OperatorTables, DenseShape, int, Sequence[tuple[int, int]], Sequence[int]], float]
-"""A function of (tables, shape, gpus, prefills, contexts) that adds up the seconds of a step."""
-
-
-class AddedCosts(Costs):
-    """The costs of a card, with the seconds of a step as ``add`` has them."""
-
-    def __init__(self, hardware: Hardware, costs: Costs, add: StepSum) -> None:
-        tables, shape = OperatorTables.read(hardware.costs), dense_shape(hardware.model)
-        self._library, self._add = costs, partial(add, tables, shape, hardware.gpus)
-
-    def step_s(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
-        return self._add(prefills, contexts)
-
-    def swap_out_s(self, tokens: int) -> float:
-        return self._library.swap_out_s(tokens)
-
-    def swap_in_s(self, tokens: int) -> float:
-        return self._library.swap_in_s(tokens)
-
-
 def fixed_load(profile: Profile, *, step_s: StepSum | None = None) -> Outcome:
     """Rows {case, lengths, rate, seed, scheduler, ttft_p50_s, tbt_p99_s, ...}: Figure 1b and Table 4.
 
@@ -198,9 +177,7 @@ def fixed_load(profile: Profile, *, step_s: StepSum | None = None) -> Outcome:
     rows: Rows = []
     for hardware, load, scheduler, seed in track(runs, desc="fixed_load"):
         lengths, rate = _load(load)
-        bench = bench_of(hardware, lengths, config.requests, config.batch, _FIRST_RATE)
-        if step_s is not None:
-            bench.costs = AddedCosts(hardware, bench.costs, step_s)
+        bench = bench_of(hardware, lengths, config.requests, config.batch, _FIRST_RATE, step_s)
         served, _ = bench.serve(Policy.named(scheduler), Objective(1.0), seed, rate)
         labels = {"case": f"{_named(hardware)}, {lengths}, {rate:g} requests/s", "lengths": lengths, "rate": rate}
         rows.append(labels | {"seed": seed, "scheduler": scheduler} | asdict(served))

@@ -5,9 +5,9 @@ Sarathi-Serve has a study of its own (``sarathi/card_capacity.py``, ``sarathi/pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -74,13 +74,40 @@ class OnCardsConfig:
             raise ProfileError(f"on_cards: no shape is called {unknown!r}; known: {', '.join(MODELS)}")
 
 
-def reports_on_cards(profile: Profile) -> Outcome:
+BothWays: TypeAlias = Callable[[OperatorCosts, KVShape, float, int, int], tuple[float, float]]
+FirstToken: TypeAlias = Callable[[float, float, float, float, float, float], float]
+
+
+def both_ways_s(costs: OperatorCosts, kv: KVShape, copy_s: float, tokens: int, copies: int) -> tuple[float, float]:
+    """Return the seconds to compute the cache of a request again, and to copy it out and back: with ``copies`` each
+    way, which are one or those of vLLM 0.2.4, of ``copy_s`` each."""
+    swaps = CopyCosts(costs, kv, copy_s, costs.swap_bytes_s, coalesced=copies == 1)
+    return _prefill_s(costs, tokens), swaps.swap_out_s(tokens) + swaps.swap_in_s(tokens)
+
+
+def first_token_s(
+    own_s: float, head_s: float, share: float, cache_bytes: float, entry_bytes: float, bytes_s: float
+) -> float:
+    """Return the seconds until a ``share`` of the layers is computed again and the cache of the others is there, as in
+    a pipeline without gaps.
+
+    A prefill of all layers takes ``own_s``, of which the head ``head_s``. All layers have ``cache_bytes`` of keys and
+    values; the hidden states that enter the group (E-cache) have ``entry_bytes``.
+    """
+    loading_s = ((1 - share) * cache_bytes + entry_bytes) / bytes_s
+    return max(share * (own_s - head_s) + head_s, loading_s)
+
+
+def reports_on_cards(
+    profile: Profile, *, ways: BothWays = both_ways_s, first_token: FirstToken = first_token_s
+) -> Outcome:
     """Rows {report, card, model, ...} with times in seconds; a pair of model and card that no table covers is a row
-    with the reason under ``not_covered``."""
+    with the reason under ``not_covered``. A reader's ``ways`` and ``first_token`` stand in for the library's."""
     config = profile.section("on_cards", OnCardsConfig)
-    rows = [row for card in config.cards for model in config.models for row in recoveries(card, model, config.lengths)]
+    pairs = [(card, model) for card in config.cards for model in config.models]
+    rows = [row for card, model in pairs for row in recoveries(card, model, config.lengths, ways)]
     for text in config.reused:
-        rows += prefills(text, config.prompts, config.links)
+        rows += prefills(text, config.prompts, config.links, first_token)
     for card in config.block_cards:
         rows += chains(card, config.context)
     for card in config.cold_cards:
@@ -88,7 +115,7 @@ def reports_on_cards(profile: Profile) -> Outcome:
     return Outcome(rows, provenance={"kind": "simulated on measured operators", "costs": tables_from()})
 
 
-def recoveries(card: str, model: str, lengths: tuple[int, ...]) -> Rows:
+def recoveries(card: str, model: str, lengths: tuple[int, ...], ways: BothWays) -> Rows:
     """Rows of CPS: the swap out and back of a request of each length, with vLLM 0.2.4's copies and with one copy each
     way, and the prefill that computes its cache again."""
     labels = {"report": "CPS", "card": card, "model": model}
@@ -101,22 +128,15 @@ def recoveries(card: str, model: str, lengths: tuple[int, ...]) -> Rows:
     copy_s = decomposed(LONG, PCIE_4_X16).out_us_per_copy / 1e6
     rows: Rows = []
     for way in (EACH_BLOCK, ONE_COPY):
-        swaps = CopyCosts(costs, kv, copy_s, costs.swap_bytes_s, coalesced=way == ONE_COPY)
         for tokens in lengths:
-            swap_s = swaps.swap_out_s(tokens) + swaps.swap_in_s(tokens)
-            rows.append(
-                labels | {"way": way, "tokens": tokens, "swap_s": swap_s, "recompute_s": _prefill_s(costs, tokens)}
-            )
+            recompute_s, swap_s = ways(costs, kv, copy_s, tokens, kv.copies(tokens) if way == EACH_BLOCK else 1)
+            rows.append(labels | {"way": way, "tokens": tokens, "swap_s": swap_s, "recompute_s": recompute_s})
     return rows
 
 
-def prefills(text: str, prompts: tuple[int, ...], links: tuple[float, ...]) -> Rows:
-    """Rows of DroidSpeak: a prompt's own prefill, that of a group of 11 of 32 layers, and what comes over the link
-    meanwhile: the other layers' keys and values, and the hidden states that enter the group (E-cache).
-
-    The first token comes when the slower of both is over, as in a pipeline without gaps. Raises ProfileError for what
-    no table covers.
-    """
+def prefills(text: str, prompts: tuple[int, ...], links: tuple[float, ...], first_token: FirstToken) -> Rows:
+    """Rows of DroidSpeak: a prompt's own prefill, and the first token of a group of 11 of 32 layers that is computed
+    again while the others' keys and values come over the link. Raises ProfileError for what no table covers."""
     try:
         model, gpus, card = text.split()
         shape, count = MODELS[model], int(gpus)
@@ -126,12 +146,11 @@ def prefills(text: str, prompts: tuple[int, ...], links: tuple[float, ...]) -> R
     rows: Rows = []
     for tokens in prompts:
         own_s, head_s = _prefill_s(costs, tokens), float(costs.heads[1])
-        group_s = GROUP * (own_s - head_s) + head_s
-        sent = (1 - GROUP) * shape.kv_bytes() * tokens + _NUMBER_BYTES * shape.hidden * tokens
+        sent = shape.kv_bytes() * tokens, _NUMBER_BYTES * shape.hidden * tokens
         for link in links:
-            loading_s = 8 * sent / (link * 1e9)
+            first_s = first_token(own_s, head_s, GROUP, *sent, link * 1e9 / 8)
             row = {"report": "DroidSpeak", "card": card, "model": model, "gpus": count, "tokens": tokens, "link": link}
-            rows.append(row | {"own_s": own_s, "group_s": group_s, "loading_s": loading_s})
+            rows.append(row | {"own_s": own_s, "first_s": first_s})
     return rows
 
 
@@ -227,7 +246,8 @@ def on_cards_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         labels = {"machine": row["card"], "model": row["model"], "context_tokens": row["tokens"]}
         if summary.get("prefill_s", **labels) is None:
             summary.add("prefill_s", {"value": row["own_s"], "unit": "s"}, **labels)
-        speedup = row["own_s"] / max(row["group_s"], row["loading_s"])
+        first_s = row["first_s"] if "first_s" in row else max(row["group_s"], row["loading_s"])  # of an earlier run
+        speedup = row["own_s"] / first_s
         summary.add("speedup_x", {"value": speedup, "unit": "x"}, **labels, gbit_per_s=row["link"])
     petals = rows_where(rows, report="PETALS")
     for row in petals:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.summary import Entry
+from firsttoken_studies.nb21_swap_or_recompute.figures import latency_by_length
+from firsttoken_studies.nb21_swap_or_recompute.study import swap_ms
+from firsttoken_studies.record.cell_mechanism import is_changed
 from firsttoken_studies.record.claims import Claim
 from firsttoken_studies.record.claims_table import told
+from firsttoken_studies.record.overlay import DrawnResult
+from firsttoken_studies.record.plot import LOOKS, Figure
 from firsttoken_studies.record.results import Result, Table, load_result
 from firsttoken_studies.record.show import interval
+
+if TYPE_CHECKING:
+    import pandas
 
 PROFILE, RECORDED_ON = "gpu", "nvidia-h200"
 STUDIES = (
@@ -63,6 +71,44 @@ def on_a_gpu(experiment: str) -> tuple[Result, Result]:
     if recorded is None:
         raise FirstTokenError(f"{experiment} was not recorded on {RECORDED_ON}; recorded there: {', '.join(STUDIES)}")
     return recorded, load_result(experiment, PROFILE) or recorded
+
+
+SwapRule: TypeAlias = Callable[[int, float, float, float, float], float]
+"""A function of (tokens, copies_a_block, copy_s, block_bytes, bytes_s): the seconds of a swap out and back."""
+
+
+def swap_s(tokens: int, copies_a_block: float, copy_s: float, block_bytes: float, bytes_s: float) -> float:
+    """Return the seconds of a swap by the library's rule, as a ``SwapRule`` does: copies and bytes, each way."""
+    return 2 * -(-tokens // 16) * (copies_a_block * copy_s + block_bytes / bytes_s)
+
+
+def block_by_block(cps: Result, machine: Result) -> tuple[pandas.DataFrame, tuple[float, float, float, float]]:
+    """Return by tokens the measured milliseconds of a swap with a copy for each block and of a recomputation, and what
+    a ``SwapRule`` takes beside the tokens, as the GPU measured it.
+
+    Where ``machine`` lacks the rate of its link, that of PCIe 4.0 stands in for it.
+    """
+    swaps = cps.frame(what="swap", path="per_block")
+    measured = swaps.assign(swap=swap_ms).groupby("tokens")[["swap", "copies", "bytes"]].median()
+    measured["recompute"] = cps.frame(what="recompute").groupby("tokens").ms.median()
+    blocks, rate = -(-measured.index[0] // 16), machine.summary.get("h2d_pinned")
+    price_s = cps.summary.value("us_per_copy", variant="per_block") / 1e6
+    copies, block_bytes = round(measured.copies.iloc[0] / blocks), measured.bytes.iloc[0] / blocks
+    return measured, (copies, price_s, block_bytes, 1e9 * rate["value"] if rate else 25e9)
+
+
+def recovery(recorded: Result, now: Result, machine: Result, rule: SwapRule) -> Figure:
+    """Draw CPS's table beside the GPU, and what a rule says of a swap with a copy for each block: the library's, and
+    ringed a reader's ``rule`` where that is another."""
+    fig = latency_by_length(recorded, now)
+    measured, prices = block_by_block(now, machine)
+    shown = DrawnResult(now, own=True, library=now)
+    for seconds, style in ((swap_s, {}), *([(rule, shown.style)] if is_changed(rule) else [])):
+        times = [1e3 * seconds(tokens, *prices) for tokens in measured.index]
+        label = f"swap, computed by {'your mechanism' if style else 'copies and bytes'}"
+        fig.axes[1].plot(measured.index, times, "--", color=LOOKS["mark"].colour, label=label, **style)
+    fig.axes[1].legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.16))
+    return fig
 
 
 def beside_rows(claims: Iterable[Claim]) -> Table:

@@ -14,6 +14,14 @@ CELL = "policy of the cell"
 
 rewritten("03", "the long request is swapped", "tokens <= 1024 else", "tokens > 1024 else", CELL, quick=True)
 rewritten("03", "a tie of 1,024 tokens is recomputed", "tokens <= 1024 else", "tokens < 1024 else", CELL)
+BOTH_WAYS, EARLIER = "the cost of both ways of the cell `mechanism`", "the first token of the cell `mechanism`"
+rewritten("47", "one way only in the cell", "return recompute, 2 * one_way", "return recompute, one_way", BOTH_WAYS)
+rewritten("47", "copies for nothing in the cell", "one_way = copies * copy_s + ", "one_way = ", BOTH_WAYS, quick=True)
+rewritten("47", "nobody waits for the link in the cell", "max(computing, loading)", "computing", EARLIER, quick=True)
+rewritten("47", "no hidden states in the cell", " + entry_bytes) / bytes_s", ") / bytes_s", EARLIER)
+SWAP = "the cost of a swap of the cell `mechanism`"
+rewritten("48", "one way only in the cell", "return 2 * (blocks", "return (blocks", SWAP, quick=True)
+rewritten("48", "copies for nothing in the cell", "(blocks * copies_a_block * copy_s + ", "(", SWAP)
 rewritten(
     "24", "the last that came is the first", "return max(running", "return min(running", "rules of the cell", quick=True
 )

@@ -33,6 +33,20 @@ rewritten("41", "a coarse search in the cell", "share=0.02", "share=0.5", SEARCH
 rewritten("41", "the rate that broke in the cell", "return low, tried", "return high, tried", SEARCH, quick=True)
 
 
+WAVES = "the waves of the cell `mechanism`"
+rewritten("42", "a wave too many in the cell", "* heads / processors)\n", "* heads / processors + 1)\n", WAVES)
+rewritten("42", "no prefix in the cell", "(prefix + chunk / 2)", "(chunk / 2)", WAVES)
+rewritten("42", "a tile of all queries in the cell", "math.ceil(chunk / tile) * heads", "heads", WAVES, quick=True)
+
+
+PARTS = "the step of the cell `mechanism`"
+rewritten(
+    "43", "weights read twice in the cell", "decode_ms(decodes) - prefill_ms(decodes)", "decode_ms(decodes)", PARTS
+)
+rewritten("43", "decodes for nothing in the cell", " + beyond + behind", " + behind", PARTS, quick=True)
+rewritten("43", "no prefix in the cell", "        if before:", "        if not before:", PARTS)
+
+
 SUM = "the sum of the cell `mechanism`"
 rewritten("46", "one all-reduce a layer in the cell", "layer += 2 * along(", "layer += along(", SUM)
 rewritten("46", "no prefix in the cell", "end - begin if cached else end", "end", SUM)
