@@ -45,6 +45,7 @@ from firsttoken_studies.droidspeak.wire import random_request
 from firsttoken_studies.record.overlay import DrawnResult, name_results, over
 from firsttoken_studies.record.plot import COLOURS, LOOKS, Axes, Figure, categories, panels
 from firsttoken_studies.record.results import Outcome, Result, Rows, Table, frame_of
+from firsttoken_studies.record.schematic import Schematic
 from firsttoken_studies.record.show import interval
 
 if TYPE_CHECKING:
@@ -285,6 +286,29 @@ _PANELS = (  # scene, unit, what is drawn by the rows' names, and the goal: so m
 )
 _MORE = {"moving_s": "half of them move, median", "gap_s": "half of them move, longest"}
 _TITLES = ("Gaps between tokens of those who stay", "First token of a stored prefix", "P99 of running requests' gaps")
+
+
+def schematic() -> Schematic:
+    """Draw one step of the engine in each of the three scenes."""
+    alt = (
+        "Three steps of one engine, each with the same token budget. Every running request has its token first. What "
+        "arrives takes the rest: a piece of a session that moves to a new stage, a piece of another model's prefix, or "
+        "a piece of a prompt that many requests share, which is computed once for all."
+    )
+    sketch = Schematic(22, 6.6, alt)
+    sketch.text(0.2, 0.4, "One token budget: what arrives takes what the running requests leave", heading=True)
+    for y, scene, piece, look in (
+        (1.1, "a stage arrives", "a session that moves, a piece", "S1"),
+        (2.7, "a stored prefix", "another model's cache, a piece", "sender"),
+        (4.3, "a shared prompt", "the prompt, once for sixteen", "prefill"),
+    ):
+        sketch.text(0.2, y + 0.5, scene)
+        for request in range(6):
+            sketch.box(5 + request, y, "1", "measured")
+        sketch.box(11, y, piece, look, width=10)
+    sketch.text(8, 6, "running: a token each", align="center")
+    sketch.text(16, 6, "the rest of the budget", align="center")
+    return sketch
 
 
 def goals(recorded: Result, now: Result) -> Figure:
