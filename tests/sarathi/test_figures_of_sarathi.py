@@ -33,9 +33,13 @@ def test_the_title_of_the_stalls_says_what_the_runs_say() -> None:
     recorded = load_result("generation_stalls", "full", machine="any")
     other = turned(recorded, "sarathi", "prefill_first")
     assert (
-        figures.stall_title(None, recorded) == "Cutting a long prompt shortens the longest stall: 65 ms instead of 608"
+        figures.stall_title(None, recorded)
+        == "Cutting a long prompt shortens the longest stall: live 65 ms instead of 608"
     )
-    assert figures.stall_title(None, other) == "Cutting a long prompt lengthens the longest stall: 608 ms instead of 65"
+    assert (
+        figures.stall_title(None, other)
+        == "Cutting a long prompt lengthens the longest stall: live 608 ms instead of 65"
+    )
     assert figures.stall_title(recorded, other).endswith("(in your run it does not)")
 
 

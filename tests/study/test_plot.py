@@ -34,7 +34,7 @@ DRAWN_TOGETHER = (
     ("paper", "measured", "single", "mark"),  # 52
     ("measured", "recompute"),  # 06
     ("S1", "S3", "measured", "single"),  # 56
-    ("sarathi", "prefill first", "hybrid batches", "chunks alone", "mark", "paper", "floor", "target"),  # 40, 41
+    ("sarathi", "prefill first", "hybrid batches", "chunks alone", "other", "mark", "floor", "target"),  # 40, 41
     ("droidspeak", "paper", "target"),  # 33
     ("droidspeak", "recompute", "full reuse", "target"),  # 36
     ("sarathi", "chunks alone", "measured", "paper", "floor"),  # 43

@@ -17,7 +17,7 @@ from firsttoken_studies.record.results import pick
 def test_changed_settings_make_a_profile_of_their_own(capsys) -> None:
     study = show.header("quick", {"replayed.blocks": 256, "replayed.threshold": None})
     assert study.name == "quick-changed" and study.sections["replayed"]["blocks"] == 256
-    assert "threshold" not in study.sections["replayed"], "None leaves a setting as the profile has it"
+    assert "threshold" not in study.sections["replayed"], "None keeps the value of the profile"
     assert "changed   replayed.blocks = 256\n" in capsys.readouterr().out
     assert show.header("quick", {"replayed.blocks": None}).name == "quick"
     with pytest.raises(ProfileError, match="no section 'replaid'"):

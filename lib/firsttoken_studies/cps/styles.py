@@ -7,9 +7,9 @@ from firsttoken_studies.record.plot import LOOKS
 POLICIES: dict[str, tuple[str, str, str]] = {  # label, colour, marker
     "swap": ("Swap", *LOOKS["swap"]),
     "recompute": ("Recompute", *LOOKS["recompute"]),
-    "cross_point": ("CrossPoint", *LOOKS["cross-point"]),
-    "bandwidth_only": ("BandwidthOnly", *LOOKS["bandwidth only"]),
-    "online": ("OnlineCrossPoint", *LOOKS["online"]),
+    "cross_point": ("CPS", *LOOKS["cross-point"]),
+    "bandwidth_only": ("bandwidth only (2.3)", *LOOKS["bandwidth only"]),
+    "online": ("CPS, online", *LOOKS["online"]),
     "oracle": ("Oracle (cheapest each time)", *LOOKS["oracle"]),  # no floor: a queue's tail is not made of recoveries
     "inverse": ("control: rule inverted", *LOOKS["other"]._replace(marker="P")),
     "coin": ("control: toss of a coin", *LOOKS["other"]._replace(marker="X")),

@@ -11,14 +11,14 @@ SHORT, LONG = TABLE_2[0], TABLE_2[2]
 def schematic() -> Schematic:
     """Draw both ways back of a short and of a long request, as long as they take in Table 2."""
     alt = (
-        "When memory is full, a request is preempted and loses its KV cache. It comes back in one of two ways. Swap "
-        "copies the cache out to host memory and in again. Recompute computes its tokens again. For a short request "
-        "of 512 tokens swap takes less time, for a long one of 2,048 tokens recompute does."
+        "When memory is full, a request is preempted and gives up its KV cache. It comes back in one of two ways. Swap "
+        "copies the cache out to host memory and later in again. Recompute computes its tokens again. For a short "
+        "request of 512 tokens swap takes less time, for a long one of 2,048 tokens recompute does."
     )
     sketch = Schematic(22, 9.6, alt)
     for y, row, heading in (
-        (0.5, SHORT, f"A short request is preempted, {SHORT.tokens} tokens: it comes back faster by swap"),
-        (5, LONG, f"A long one is preempted, {LONG.tokens:,} tokens: it comes back faster by recompute"),
+        (0.5, SHORT, f"A short request is preempted, {SHORT.tokens} tokens: swap costs less"),
+        (5, LONG, f"A long one is preempted, {LONG.tokens:,} tokens: recompute costs less"),
     ):
         scale = 0.4  # units a millisecond
         out, back, again = (scale * ms for ms in (row.out_ms, row.prep_ms + row.in_ms, row.recompute_ms))

@@ -18,7 +18,7 @@ def schematic() -> Schematic:
     )
     sketch = Schematic(20, 6.6, alt)
     sketch.text(0.3, 0.5, "The first token does not wait for layers B and C", heading=True)
-    says = ("first token: B and C are passed", "B came while it answers", "C came: the whole model")
+    says = ("first token: B and C are left out", "B came while it answers", "C came: the whole model")
     for row, (stage, present) in enumerate(STAGES.items()):
         y = 1.2 + 1.5 * row
         sketch.text(0.3, y + 0.5, stage)
@@ -27,6 +27,8 @@ def schematic() -> Schematic:
             text = "pass" if missing else group
             sketch.box(2.4 + 1.3 * index, y, text, LOOKS_OF[group], width=1.25, missing=missing)
         sketch.text(13.1, y + 0.5, says[row], heading=row == 0)
-    sketch.arrow((2.4, 6.0), (12.8, 6.0))
+    sketch.arrow((2.0, 1.3), (2.0, 5.3))
+    sketch.text(0.3, 5.5, "time goes down")
+    sketch.arrow((4.6, 6.0), (12.8, 6.0))
     sketch.text(13.1, 6.0, "a token goes through the layers")
     return sketch

@@ -15,9 +15,7 @@ def schematic() -> Schematic:
         "the sender."
     )
     sketch = Schematic(16.6, 6, alt)
-    sketch.text(
-        0.2, 0.45, "The receiver takes over most layers of the sender's cache, and computes one group", heading=True
-    )
+    sketch.text(0.2, 0.45, "The receiver takes over the sender's cache, and computes one group itself", heading=True)
     sketch.text(0.2, 1.65, "sender: has read the prompt")
     sketch.text(0.2, 4.65, "receiver: is to answer")
     for layer in range(8):
@@ -28,7 +26,8 @@ def schematic() -> Schematic:
         if not again:
             sketch.arrow((x + 0.55, 2.2), (x + 0.55, 4.1), look="full reuse")
     sketch.arrow((12.6, 2.2), (12.6, 4.1), look="E-cache")
-    sketch.text(12.9, 3.1, "E-cache")
+    sketch.text(12.9, 2.9, "E-cache: the hidden")
+    sketch.text(12.9, 3.4, "states that enter 5")
     sketch.text(9.5, 5.6, "keys and values reused", align="center")
-    sketch.text(14.4, 5.6, "computed again", align="center")
+    sketch.text(14.4, 5.6, "computed", align="center")
     return sketch

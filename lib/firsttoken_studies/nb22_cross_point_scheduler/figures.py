@@ -26,26 +26,28 @@ PHASES = {Phase.RUNNING: "measured", Phase.SWAPPED: "swap", Phase.WAITING: "reco
 
 
 def schematic() -> Schematic:
-    """Draw what becomes of the cache of a request that is preempted."""
+    """Draw what becomes of the cache of a request that is preempted, of a short one and of a long one."""
     alt = (
-        "All blocks of the GPU are taken, by request A and by B, which came last. B gives up its blocks. If B is "
-        "short, they are copied to host memory, and later back. If B is long, they are thrown away, and its tokens "
-        "are computed again."
+        "Request A and request B, which came last, hold all blocks of the GPU, so B gives up its own. Where B is "
+        "short, its two blocks are copied to host memory, and later back. Where B is long, its six blocks are thrown "
+        "away, and its tokens are computed again."
     )
-    sketch = Schematic(18, 5.6, alt)
-    sketch.text(0.2, 0.45, "No KV block is left: the request that came last gives up its own", heading=True)
-    for block in range(14):
-        sketch.box(0.2 + block, 1, "A" if block < 10 else "B", "measured" if block < 10 else "online")
-    sketch.text(14.5, 1.5, "GPU: all are taken")
-    sketch.arrow((11.6, 2.1), (4.6, 3.7), look="swap")
-    sketch.arrow((12.8, 2.1), (13.2, 3.7), look="recompute")
-    sketch.text(6.6, 2.6, "up to 1,024 tokens: swap", align="right")
-    sketch.text(13.3, 2.6, "longer: recompute")
-    for block in range(4):
-        sketch.box(2.6 + block, 3.8, "B", "online")
-        sketch.box(11.2 + block, 3.8, "B", "recompute", missing=True)
-    sketch.text(4.6, 5.2, "host memory, copied back later", align="center")
-    sketch.text(13.2, 5.2, "thrown away, computed again", align="center")
+    sketch = Schematic(20, 5.9, alt)
+    for x, blocks, heading, outcome in (
+        (0.3, 2, "B is short: swap", "copied to host memory, later back"),
+        (10.8, 6, "B is long: recompute", "thrown away, later computed again"),
+    ):
+        way = "swap" if blocks == 2 else "recompute"
+        sketch.text(x, 0.5, heading, heading=True)
+        for block in range(8):
+            of_b = block >= 8 - blocks
+            sketch.box(x + block, 1.6, "B" if of_b else "A", "online" if of_b else "measured")
+        start = x + 8 - blocks
+        for block in range(blocks):
+            sketch.box(start + block, 4, "B", "online" if way == "swap" else "recompute", missing=way == "recompute")
+        sketch.arrow((start + blocks / 2, 2.7), (start + blocks / 2, 3.95), look=way)
+        sketch.text(x, 1.2, "GPU: all 8 blocks are taken")
+        sketch.text(x + 8, 5.5, outcome, align="right")
     return sketch
 
 
@@ -73,7 +75,7 @@ def policy_bars(recorded: Result | None, now: Result) -> Figure:
     text_style = {"va": "bottom", "ha": "center", "fontsize": 9, "zorder": 7, "bbox": {"color": "white", "pad": 1}}
     axes[0].text(1, least + 3, f"no policy is below {least:.0f} s", **text_style)
     _gains(under.subplots(), results)
-    fig.suptitle("CPS has the shorter tail, and so has Swap alone if its queue may be overtaken")
+    fig.suptitle("CPS has a shorter tail than Swap, and so has Swap if swapped requests may overtake")
     name_results(fig, results, "tpot_p99_ms")
     return fig
 
@@ -94,10 +96,10 @@ def _gains(ax: Axes, results: Sequence[DrawnResult]) -> None:
         ax.vlines(gain, position - 0.44, position + 0.44, **_paper(), label=label)
     ax.axvline(0, color=COLOURS["floor"], linewidth=1)
     ax.set_yticks(range(len(present)), [POLICIES[name][0] for name in present])
-    ax.set(xlabel="P99 TPOT below Swap's on the same workloads, %")
+    ax.set(xlabel="P99 TPOT lower than under Swap on the same workloads, %")
     ax.grid(axis="y", visible=False)
     ax.invert_yaxis()
-    ax.legend(loc="center right")
+    ax.legend(loc="lower left", frameon=True)
 
 
 def _paper() -> dict[str, Any]:
@@ -124,7 +126,7 @@ def threshold_gains(recorded: Result | None, now: Result) -> Figure:
     """Draw the gain of other thresholds than the paper's, paired by workload: tail, and cost of the recoveries."""
     results = over(recorded, now)
     fig, axes = panels(1, 2, figsize=(9, 3.9))
-    titles = {"p99_tpot_ms": "P99 TPOT below CrossPoint's, %", "recovery_s": "recovery cost below CrossPoint's, %"}
+    titles = {"p99_tpot_ms": "P99 TPOT saved, %", "recovery_s": "recovery cost saved, %"}
     for ax, (name, label) in zip(axes, titles.items(), strict=True):
         for shown in results:
             runs = published_runs(shown.result)
@@ -138,10 +140,10 @@ def threshold_gains(recorded: Result | None, now: Result) -> Figure:
         ax.axhline(0, color=COLOURS["floor"], linewidth=1)
         ax.axvline(1024, color=COLOURS["paper"], linewidth=2.5, label="the paper's 1,024")
         ax.axvline(927, color=COLOURS["mark"], linestyle=":", label="Table 2 crosses at 927")
-        ax.set(xscale="log", xlabel="CrossPoint swaps up to this many tokens", ylabel=label)
+        ax.set(xscale="log", xlabel="CPS swaps up to this many tokens", ylabel=label)
         ax.set_xticks([128, 256, 512, 1024, 2048, 4096], ["never", "256", "512", "1,024", "2,048", "always"])
         ax.minorticks_off()
-    fig.suptitle("Any threshold from 256 to 1,024 serves the tail; above, the gain is gone")
+    fig.suptitle("Against the paper's 1,024 tokens: 256 and 512 do as well, never and always swapping worse")
     legend(fig, axes[0], results)
     return fig
 

@@ -291,7 +291,7 @@ def setting_rows(result: Result) -> Table:
     """Yield the ratios of costs by setting."""
     for best in result.summary.all("best_static"):
         line = {"setting": best["where"]["case"], "best static policy": LOOKS[best["value"]][0]}
-        for name, label in (("best_static", "best static"), ("oracle", "oracle"), ("cross_point", "CrossPoint")):
+        for name, label in (("best_static", "best static"), ("oracle", "oracle"), ("cross_point", "CPS")):
             entry = result.summary.of("recovery_x", policy="online", than=name, case=line["setting"])
             line[f"online / {label}"] = interval(entry, 3)
         yield line

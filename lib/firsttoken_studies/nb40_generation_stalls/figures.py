@@ -90,7 +90,7 @@ def stall_title(recorded: Result | None, now: Result) -> str:
     other = (
         " (in your run it does not)" if word != compared(own_chunked_ms, own_whole_ms, "shortens", "lengthens") else ""
     )
-    return f"Cutting a long prompt {word} the longest stall: {chunked_ms:.0f} ms instead of {whole_ms:.0f}{other}"
+    return f"Cutting a long prompt {word} the longest stall: live {chunked_ms:.0f} ms instead of {whole_ms:.0f}{other}"
 
 
 def _model(result: Result) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 NAMES = {
     "prefill_first": ("prefill first", "prefill first (vLLM 0.2)"),
     "hybrid_only": ("hybrid batches", "whole prompts beside decodes"),
-    "iteration_level": ("hybrid batches", "whole prompts, blocks reserved (Orca)"),
+    "iteration_level": ("other", "whole prompts, blocks reserved (Orca)"),
     "chunked_only": ("chunks alone", "chunks in turns with decodes"),
     "sarathi": ("sarathi", "Sarathi"),
     "prefill_cap": ("other", "two budgets (P-PAS)"),
