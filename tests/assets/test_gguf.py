@@ -19,11 +19,15 @@ from firsttoken.study import paths
 from firsttoken.study.errors import AssetError, ModelError
 
 HIDDEN, MLP, VOCABULARY = 32, 64, 260
+KINDS = (gguf.GGMLQuantizationType.Q5_0, gguf.GGMLQuantizationType.Q8_0)
 
 
-def write_gguf(path: Path) -> dict[str, np.ndarray]:
-    """A Llama of two layers, 4 heads and 2 KV heads, with a byte-level tokenizer. Returns its tensors by GGUF name."""
-    writer = gguf.GGUFWriter(path, "llama")
+def write_gguf(path: Path, family: str = "llama") -> dict[str, np.ndarray]:
+    """A model of two layers, 4 heads and 2 KV heads, with a byte-level tokenizer. Returns its tensors by GGUF name.
+
+    A Llama's are float32; a Qwen2 has biases and a head of its own, and its matrices have 5 and 8 bits in blocks of 32.
+    """
+    writer = gguf.GGUFWriter(path, family)
     writer.add_context_length(64)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(2)
@@ -46,10 +50,20 @@ def write_gguf(path: Path) -> dict[str, np.ndarray]:
         mlp = {"ffn_gate": (MLP, HIDDEN), "ffn_up": (MLP, HIDDEN), "ffn_down": (HIDDEN, MLP)}
         norms = {"attn_norm": (HIDDEN,), "ffn_norm": (HIDDEN,)}
         shapes |= {f"blk.{layer}.{name}": shape for name, shape in (attention | mlp | norms).items()}
+        if family == "qwen2":
+            shapes |= {f"blk.{layer}.{name}.bias": shape[:1] for name, shape in list(attention.items())[:3]}
+    if family == "qwen2":
+        shapes["output"] = (VOCABULARY, HIDDEN)
     random = np.random.default_rng(0)
     tensors = {name: random.normal(scale=0.1, size=shape).astype(np.float32) for name, shape in shapes.items()}
-    for name, tensor in tensors.items():
-        writer.add_tensor(f"{name}.weight", tensor)
+    for number, (name, tensor) in enumerate(tensors.items()):
+        full, kind = name if name.endswith("bias") else f"{name}.weight", KINDS[number % 2]
+        if family == "qwen2" and tensor.ndim == 2:
+            coded = gguf.quants.quantize(tensor, kind)
+            writer.add_tensor(full, coded, raw_dtype=kind)
+            tensors[name] = gguf.quants.dequantize(coded, kind)
+        else:
+            writer.add_tensor(full, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -165,6 +179,25 @@ def test_parts_are_joined_and_converted_once(pinned_parts, whole, conversions):
     for part in parts:
         part.unlink()
     assert conversion.converted("tiny") == folder and len(conversions) == 1, "what is converted needs no parts"
+
+
+def test_blocks_of_a_width_that_is_no_multiple_of_256_biases_and_a_head_of_its_own(pinned_parts, tmp_path):
+    """As Qwen2.5-0.5B is quantised, whose rows of 896 numbers no block of 256 divides."""
+    tensors = write_gguf(tmp_path / "qwen2.gguf", "qwen2")
+    content = (tmp_path / "qwen2.gguf").read_bytes()
+    pinned_parts(content[:9000], content[9000:])
+    loaded = load_model(str(conversion.converted("tiny")))
+    assert type(loaded.model).__name__ == "Qwen2ForCausalLM" and not loaded.model.config.tie_word_embeddings
+    weights = loaded.model.state_dict()
+    names = {
+        "attn_q": "self_attn.q_proj.weight",
+        "attn_k.bias": "self_attn.k_proj.bias",
+        "ffn_down": "mlp.down_proj.weight",
+    }
+    for name, theirs in names.items():
+        assert torch.equal(weights[f"model.layers.1.{theirs}"], torch.from_numpy(tensors[f"blk.1.{name}"]))
+    assert torch.equal(weights["lm_head.weight"], torch.from_numpy(tensors["output"]))
+    assert len(weights) == len(tensors)
 
 
 def test_a_part_that_is_missing_out_of_order_or_of_another_model(pinned_parts, whole):

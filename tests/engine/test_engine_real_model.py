@@ -19,6 +19,7 @@ from firsttoken.simulation.workload.sharegpt import threshold_mix
 from firsttoken.study import paths
 
 NEW = 12
+LARGER = "qwen2.5-coder-0.5b"
 pytestmark = [pytest.mark.assets, pytest.mark.long(seconds=40)]
 
 
@@ -64,6 +65,27 @@ def test_fused_layers_answer_the_same(told) -> None:
     finally:
         executor.close()
     check_answers(requests, answers)
+
+
+def test_the_larger_model_answers_as_transformers_does() -> None:
+    """Qwen2.5-Coder-0.5B where somebody has fetched it: biases, 14 heads over 2, and widths of 7 and 38 times 128."""
+    if not (paths.CACHE / "models" / LARGER).is_dir():
+        pytest.skip(f"`firsttoken fetch {LARGER}` brings it, and its first use converts it")
+    loaded = load_model(LARGER, dtype=torch.float32)
+    texts = ["The capital of France is", "def fibonacci(n):\n", "Question: who sang it\nAnswer:"]
+    prompts = [loaded.tokenizer(text)["input_ids"] for text in texts]
+    config = loaded.model.config
+    assert (config.hidden_size, config.num_attention_heads, config.num_key_value_heads) == (896, 14, 2)
+    sizes = sum(weight.numel() for weight in loaded.model.parameters())
+    assert sizes == 494_032_768 + config.vocab_size * config.hidden_size, "its head is a matrix of its own"
+    answers = [generated(loaded.model, prompt, 8) for prompt in prompts]
+    executor = LiveExecutor(fuse(loaded.model), 16)
+    try:
+        requests = Engine(executor).serve([(prompt, Sampling(8), 0.0) for prompt in prompts])
+    finally:
+        executor.close()
+    for request, plain in zip(requests, answers, strict=True):
+        check_greedy(request.output, plain)
 
 
 def test_the_lines_in_the_readme_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from firsttoken.assets import models, needs
+from firsttoken.progressiveserve.base_model import ServedConfig
 from firsttoken.study.errors import ModelError, ProfileError
 from firsttoken.study.profile import Profile, load_profile
 from firsttoken_studies.droidspeak import setting
@@ -85,6 +86,7 @@ def true_world(truth: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         monkeypatch.setattr(models, name, stop)
     for name in ("_from_hub", "converted", "model_files", "check_tensors"):
         monkeypatch.setattr(models, name, lambda *_: tmp_path)
+    monkeypatch.setattr(ServedConfig, "check_adapters", lambda *_: None)
     monkeypatch.setattr(coldstart, "random_checkpoint", stop)
     monkeypatch.setattr(policy_comparison, "threshold_mix", stop)
     monkeypatch.setattr(learnt_threshold, "conversations", stop)

@@ -276,6 +276,11 @@ ENDLESS = {
 }
 
 
+def test_a_model_without_a_template_says_what_it_answers() -> None:
+    with pytest.raises(RequestError, match=r"^messages: this model has no chat template; ask /v1/completions$"):
+        ChatTemplate({}, {}).prompt(USER)
+
+
 @pytest.mark.parametrize("template", ENDLESS)
 def test_a_template_without_an_end_is_named_in_one_line(template: str) -> None:
     """It may be a loop, or one product within which nothing else runs; the next template is rendered as ever."""

@@ -7,7 +7,7 @@ to the task first, by an adapter of its own that is merged at load. Every stage 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from firsttoken.assets.adapter_files import WEIGHTS
+from firsttoken.assets.adapter_files import WEIGHTS, read_adapter
 from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.model_config import MOST_LAYERS
 from firsttoken.assets.models import as_stored, load_model
@@ -57,6 +57,11 @@ class ServedConfig:
     def folder(self) -> Path:
         """The folder in which the adapters lie."""
         return paths.ADAPTERS / self.adapters  # an absolute path stays what it is
+
+    def check_adapters(self, recipes: Iterable[str]) -> None:
+        """Raise StageError where an adapter of ``recipes`` is missing or damaged, before a model is loaded for it."""
+        for name in (f"{letters}-{recipe}" for recipe in recipes for letters in ("A", "AB")):
+            read_adapter(self.folder / name)
 
 
 @dataclass(frozen=True)

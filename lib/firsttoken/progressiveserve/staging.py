@@ -37,11 +37,13 @@ def stage_model(profile: Profile, folder: Path, recipe: str = "", make_plan: Mak
     if recipe not in (NONE, *RECIPES):
         raise StageError(f"no adapters of {recipe!r}; choose {', '.join(RECIPES)} or {NONE}")
     config = profile.section("served", ServedConfig)
+    unhealed = bool(make_plan) or recipe == NONE or profile.model.startswith(RANDOM)
+    config.check_adapters(() if unhealed else (recipe,))
     source = _source(profile, config)
     if make_plan:
         return write_staged(source, make_plan(source.shapes), folder)
     plan = config.plan(source.config.num_hidden_layers)
-    adapters = {} if recipe == NONE or profile.model.startswith(RANDOM) else stage_adapters(config, recipe)
+    adapters = {} if unhealed else stage_adapters(config, recipe)
     return write_staged(source, staged(source.names, plan), folder, adapters)
 
 

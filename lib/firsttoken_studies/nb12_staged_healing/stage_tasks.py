@@ -33,6 +33,7 @@ def stage_tasks(profile: Profile) -> Outcome:
     config = profile.section("stage_tasks", ChoiceTasksConfig)
     served_config = profile.section("served", ServedConfig)
     check(served_config.needs(), ModelFacts(profile.model))
+    served_config.check_adapters(recipe for recipe in NAMES if recipe != "none")
     served = load_served(profile)
     rows = config.right()
     for variant, variant_labels in PLACES.items():

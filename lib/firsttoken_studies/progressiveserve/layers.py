@@ -199,6 +199,7 @@ def stage_quality(profile: Profile) -> Outcome:
     config = profile.section("quality", QualityConfig)
     served_config = profile.section("served", ServedConfig)
     check([*served_config.needs(), *config.needs()], ModelFacts(profile.model))
+    served_config.check_adapters(config.recipes)
     served, folder = load_served(profile), served_config.folder
     evaluation = Evaluation(config, served.tokenizer)
     original = evaluation.logits(served.model)
