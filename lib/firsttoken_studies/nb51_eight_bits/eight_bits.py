@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.decoder_layers import layers_of
-from firsttoken.assets.models import load_model
+from firsttoken.assets.models import PINNED, load_model, model_name
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, text_of
 from firsttoken.engine.accelerator import fuse
 from firsttoken.engine.linear8 import THRESHOLD, UNROUNDED, Linear8, resting_bytes, to_8_bits
@@ -328,13 +328,19 @@ def quality(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
+def model_title(result: Result) -> str:
+    """Return the model of ``result`` as figures and tables name it."""
+    model = model_name(str(result.parameters["model"]))
+    return "SmolLM2-135M" if model == PINNED else model
+
+
 def table_1_rows(recorded: Result | None, now: Result) -> Table:
-    """Table 1's rows, and SmolLM2's below them: perplexity where the paper has accuracy."""
+    """Table 1's rows, and those of the model here below them: perplexity where the paper has accuracy."""
     for model, pair in _PAPER.items():
         for bits, accuracy in zip((16, 8), pair, strict=True):
             yield {"model": f"{model}, paper", "bits": bits, "accuracy, average of 3 tasks, %": accuracy}
     for shown in over(recorded, now):
-        summary, named = shown.result.summary, f"SmolLM2-135M, {shown.who()}"
+        summary, named = shown.result.summary, f"{model_title(shown.result)}, {shown.who()}"
         plain = summary.of("perplexity", variant=PLAIN)
         yield {"model": named, "bits": 16, "perplexity": interval(plain, 2)}
         for variant, name in VARIANTS.items():

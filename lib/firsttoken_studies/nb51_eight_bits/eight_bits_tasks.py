@@ -26,7 +26,7 @@ from firsttoken.study.profile import Profile
 from firsttoken.study.summary import Summary
 from firsttoken_studies.choice_tasks import TASKS
 from firsttoken_studies.multiple_choice import ChoiceTasksConfig, accuracy_summary
-from firsttoken_studies.nb51_eight_bits.eight_bits import Product, ProductOfCell, replace_products
+from firsttoken_studies.nb51_eight_bits.eight_bits import Product, ProductOfCell, model_title, replace_products
 from firsttoken_studies.record.overlay import legend, over
 from firsttoken_studies.record.plot import LOOKS, panels
 from firsttoken_studies.record.results import Outcome, Result, Rows, Table
@@ -107,18 +107,19 @@ def accuracy_change(recorded: Result | None, now: Result) -> Figure:
     results, paper = over(recorded, now), LOOKS["paper"]
     fig, ax = panels(figsize=(9, 4.2), layout="constrained")
     tasks = [task for task in TASKS if now.summary.get("accuracy_change", task=task, **PLACES[WEIGHTS])]
-    names = [f"SmolLM2-135M, {TASKS[task].title}" for task in tasks]
+    model = model_title(now)
+    names = [f"{model}, {TASKS[task].title}" for task in tasks]
     places: list[dict[str, Any]] = [{"task": task} for task in tasks]
     if len(tasks) > 1:
-        names, places = [*names, "SmolLM2-135M, their mean"], [*places, {"across": "mean"}]
+        names, places = [*names, f"{model}, their mean"], [*places, {"across": "mean"}]
     for shown in results:
         for position, labels in enumerate(places):
             entry = shown.result.summary.get("accuracy_change", **labels, **PLACES[WEIGHTS])
             shown.point(ax, position + shown.shift, entry, "measured", along="x")
-    for position, (model, change) in enumerate(PAPER.items(), len(places)):
+    for position, (larger, change) in enumerate(PAPER.items(), len(places)):
         label = {"label": "paper, Table 1"} if position == len(places) else {}
         ax.plot(change, position, paper.marker, color=paper.colour, markeredgecolor="black", markersize=9, **label)
-        names.append(f"{model}, mean of three tasks")
+        names.append(f"{larger}, mean of three tasks")
     ax.axvline(0, color=LOOKS["mark"].colour, linewidth=1)
     ax.set_yticks(range(len(names)), names)
     ax.set(ylim=(len(names) - 0.5, -0.5), xlabel="accuracy in 8 bits minus accuracy in 16 bits, points, paired")
