@@ -121,23 +121,6 @@ def inverted(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
-def caught_rows(recorded: Result | None, now: Result) -> Table:
-    """Return by lie and rate how many liars were convicted within an answer, and how many the draws foresee."""
-    for shown in over(recorded, now):
-        config = shown.result.parameters["validation"]
-        for lie in config["lies"]:
-            for rate in config["rates"]:
-                measured = _caught(shown.result, lie, rate)
-                yield {
-                    "a server's lie": LIES[lie],
-                    "answers audited, %": f"{100 * rate:g}",
-                    "convicted, %": interval(measured, 0),
-                    "foreseen, %": f"{100 * foreseen(lie, rate, config['tokens']):.0f}",
-                    "within tokens": config["tokens"],
-                    "whose": shown.who(measured["n"]),
-                }
-
-
 def honest_rows(recorded: Result | None, now: Result) -> Rows:
     """Return the findings of the checks on honest servers."""
     by_name: dict[str, dict[str, str]] = {}

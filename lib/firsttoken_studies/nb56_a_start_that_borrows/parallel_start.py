@@ -39,7 +39,6 @@ def parallel_start_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary
     when the whole start had them, and all bytes that came over the links over the model's. Of all of them whose tokens
     came out, and how many lost a process."""
     summary, config = Summary(), parameters["fetchers"]
-    summary, config = Summary(), parameters["fetchers"]
     rows = [
         row | {"parts_s": max(filter(None, row["fetched_s"])), "all_s": row["local_s"] or row["loaded_s"]}
         for row in rows
