@@ -21,7 +21,7 @@ from firsttoken.droidspeak.layer_group import NOTHING, Group
 from firsttoken.droidspeak.prefill import PartialPrefill, full_prefill, partial_prefill
 from firsttoken.droidspeak.prefix import LayerKV, Prefix, PrefixCache
 from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
-from firsttoken.droidspeak.profile.profile_transfer import select_items
+from firsttoken.droidspeak.profile.profile_transfer import ResampledChoice, resampled, select_items
 from firsttoken.study import paths, timing
 from firsttoken.study.files import write_text
 from firsttoken.study.progress import track
@@ -30,13 +30,14 @@ from firsttoken_studies.droidspeak.constructed_tasks import task_of
 from firsttoken_studies.droidspeak.pairs import PairedModel
 from firsttoken_studies.droidspeak.reuse_items import Encoded
 from firsttoken_studies.droidspeak.setting import Run, batches
-from firsttoken_studies.nb30_full_reuse_and_sensitivity.profiling import batch_key
+from firsttoken_studies.nb30_full_reuse_and_sensitivity.profiling import BOUND, batch_key
 from firsttoken_studies.record.results import Rows, rows_where
 
 OWN, REUSE, DROIDSPEAK = "full prefill", "full reuse", "DroidSpeak"
 CHOOSE, JUDGE = "choose", "judge"  # what a row's items are for
 READER = "the reader's "  # begins the recipe of a mechanism that is no library's: nothing of it is kept between runs
 GroupChoice: TypeAlias = Callable[[Sequence[Profiled], float, Sequence[int], Sequence[int]], tuple[Group, float]]
+_SAMPLES = 200  # of the items that choose
 OWN_CACHE = "own cache"  # of an agent's last turn
 _DECODING = "decoded 1"  # another name when what is kept is made in another way
 _TOGETHER_BYTES = 2**30  # of caches that are decoded as one batch
@@ -121,6 +122,26 @@ def choose_and_judge(
     group = smallest_within(select_items(groups, choosing), bound).group
     (judged,) = select_items([profiled for profiled in groups if profiled.group == group], judging)
     return group, judged.relative_loss
+
+
+def choices_of_samples(rows: Rows) -> list[ResampledChoice]:
+    """Return what samples of the items of a run choose and lose on the others, by the rule that made the choice."""
+    (judged,) = rows_where(rows, items=JUDGE, method=DROIDSPEAK)
+    if "draws" in judged:
+        return [ResampledChoice(Group(lo, hi), lost) for lo, hi, lost in judged["draws"]]
+    return sampled_choices(rows, choose_and_judge)
+
+
+def sampled_choices(rows: Rows, choose: GroupChoice) -> list[ResampledChoice]:
+    """Return what ``choose`` makes of samples of the items that choose, and its loss on the items not drawn."""
+    groups = decoded_groups(rows)
+    items = range(len(groups[0].own))
+
+    def of_sample(sampled: Sequence[Profiled]) -> Profiled:
+        group, _ = choose(sampled, BOUND, items, items)
+        return next(profiled for profiled in sampled if profiled.group == group)
+
+    return resampled(groups, len(items), of_sample, draws=_SAMPLES)
 
 
 def _scored(methods: Sequence[Method], sender: PairedModel, part: Sequence[Encoded]) -> dict[str, list[float]]:

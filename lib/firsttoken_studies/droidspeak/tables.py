@@ -7,10 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from firsttoken.droidspeak.profile.pareto import critical_layers, smallest_within
+from firsttoken.droidspeak.profile.pareto import smallest_within
 from firsttoken.study.stats import Interval, bootstrap, paired_bootstrap
 from firsttoken_studies.droidspeak.setting import rows_by_run, run_of
-from firsttoken_studies.nb30_full_reuse_and_sensitivity.profiling import BOUND, CRITICAL, naive_passes, profiled_groups
+from firsttoken_studies.nb30_full_reuse_and_sensitivity.profiling import (
+    BOUND,
+    critical_of,
+    naive_passes,
+    profiled_groups,
+)
 from firsttoken_studies.record.plot import compared
 from firsttoken_studies.record.results import Result, Rows, Table, frame_of
 from firsttoken_studies.record.show import interval
@@ -56,18 +61,12 @@ def relative_loss(own_scores: Sequence[float], mixed: Sequence[float]) -> Interv
     return bootstrap(np.column_stack([own_scores, mixed]), _lost_pct)
 
 
-def critical_of(rows: Sequence[dict[str, Any]]) -> list[int]:
-    """The critical layers of a run, by the rule of Figure 7."""
-    layers = [(row["lo"], row["accuracy"]) for row in rows if row["what"] == "layer"]
-    return critical_layers(layers, only(rows, "own")["accuracy"], CRITICAL)
-
-
 def reuse_rows(result: Result) -> Table:
     """Figure 6 in numbers, with the distance of each pair."""
     for run, run_rows in by_run(result).items():
         own_accuracy, reuse, sender = (only(run_rows, kind)["item_accuracy"] for kind in ("own", "reuse", "sender"))
         far = distance_of(result, run_rows)
-        line = {"run": run, "weights apart, %": "" if far is None else f"{far:.2f}"}
+        line = {"pair and task": run, "weights apart, %": "" if far is None else f"{far:.2f}"}
         for name, values in {"own prefill": own_accuracy, "full reuse": reuse, "sender": sender}.items():
             line[f"{name}, %"] = interval(bootstrap(values).summary(scale=100))
         yield line | {
@@ -84,7 +83,7 @@ def sensitivity_rows(result: Result) -> Table:
         critical, own_accuracy = critical_of(run_rows), only(run_rows, "own")["accuracy"]
         worst, spread = int(accuracy.mean(1).argmax()), accuracy.std(1)
         yield {
-            "run": run,
+            "pair and task": run,
             "critical layers": ", ".join(map(str, critical)) or "none",
             "share, % (paper: 11)": round(100 * len(critical) / len(accuracy), 1),
             "most sensitive": worst,
@@ -153,10 +152,10 @@ def reuse_comparison(result: Result, methods: Result) -> Rows:
     critical, group = (
         result.summary.value(name, across="mean") for name in ("critical_layers_pct", "group_layers_pct")
     )
-    within = "layers recomputed within 5 %, mean over runs that full reuse takes out of it"
+    within = "layers recomputed within 5 %, mean over pairs that full reuse takes out of it"
     return compared(
         ("full reuse, the worse pair: loss of its own F1", "> 50 (HotpotQA)", lost, "%"),
-        ("critical layers, mean over runs", "11 (text: 10)", critical, "% of layers"),
+        ("critical layers, mean over pairs", "11 (text: 10)", critical, "% of layers"),
         (within, "38 (12 of 32), 34 (11 of 32)", group, "% of layers"),
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
@@ -17,10 +17,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from transformers import DynamicCache
 
 from firsttoken.droidspeak.forward import layer_kv
 from firsttoken.droidspeak.layer_group import NOTHING, Group
 from firsttoken.droidspeak.prefill import PartialPrefill, partial_prefill
+from firsttoken.droidspeak.prefix import PrefixCache
 from firsttoken.droidspeak.profile.layer_profiler import LayerProfiler, Questions, Score
 from firsttoken.droidspeak.profile.pareto import Profiled, critical_layers, frontier, smallest_within
 from firsttoken.study import paths, timing
@@ -38,8 +40,10 @@ from firsttoken_studies.record.results import Outcome, Rows
 
 BOUND = 0.05  # of the receiver's own score (DroidSpeak, 5.1: "within 5 %"; the report: points, errata I41)
 _SCORING = 1  # raised when what a batch holds is made in another way
-GROUP, REUSE, CHOICE = "group", "reuse", "choice"  # kinds of rows
+GROUP, REUSE, CHOICE, RULE = "group", "reuse", "choice", "rule"  # kinds of rows
 Choice: TypeAlias = Callable[[Sequence[Profiled], float], tuple[list[Profiled], Profiled]]
+Mixture: TypeAlias = Callable[[PrefixCache, PrefixCache, Collection[int]], DynamicCache]  # own, sent, layers reused
+CriticalRule: TypeAlias = Callable[[Sequence[float], float], list[int]]  # a score for each layer, and the own score
 CRITICAL = 0.10  # Figure 7: a layer whose reuse alone costs more than a tenth of the score
 
 
@@ -49,20 +53,29 @@ def frontier_and_choice(groups: Sequence[Profiled], bound: float) -> tuple[list[
 
 
 def layer_profile(
-    profile: Profile, *, partial: PartialPrefill = partial_prefill, choose: Choice = frontier_and_choice
+    profile: Profile,
+    *,
+    partial: PartialPrefill = partial_prefill,
+    choose: Choice = frontier_and_choice,
+    reused: Mixture | None = None,
+    critical: CriticalRule | None = None,
 ) -> Outcome:
     """One row a run and mixture, with an item's ``accuracy`` and ``nll`` each in lists of one order.
 
     The last row of a run, ``what`` is weights, has how far receiver and sender are apart. ``partial`` makes the cache
-    of a group and ``choose`` the choice among the groups. Where it is not the library's, which a figure makes from the
-    scores, the choice is in a row, too: ``what`` is choice.
+    of a group, ``reused`` the receiver's cache with some layers of the sender's, all of them in full reuse; ``choose``
+    makes the choice among the groups, and ``critical`` names layers. Where these two are not the library's, which a
+    figure applies to the scores, their outcome is in a row, too: ``what`` is choice, or rule.
     """
     setting = Setting(profile)
     rows = []
     for run in setting.runs:
         receiver, sender = setting.pair(run)
         chosen, _ = setting.items(run, receiver.tokenizer)
-        profiled = run_profile(setting, run, receiver, sender, chosen, partial)
+        profiled = run_profile(setting, run, receiver, sender, chosen, partial, reused)
+        if critical is not None:
+            layers, own_score = scores_of_layers(profiled)
+            profiled.append({"what": RULE, "critical": critical([score for _, score in layers], own_score)})
         if choose is not frontier_and_choice:
             best, within = choose(profiled_groups(profiled), BOUND)
             groups = {
@@ -127,10 +140,11 @@ def run_profile(
     sender: PairedModel,
     items: Sequence[Encoded],
     partial: PartialPrefill = partial_prefill,
+    reused: Mixture | None = None,
 ) -> list[dict[str, Any]]:
     """Rows of one run: ``kind`` is own, sender, reuse, layer or group, with ``lo`` and ``hi`` where it has layers.
 
-    Groups that another ``partial`` than the library's makes are scored anew, and not kept.
+    What another ``partial`` or ``reused`` than the library's makes is scored anew, and not kept.
     """
     parts = list(batches(items, setting.config.batch))
     folder = paths.CACHE / "profiles" / batch_key(_SCORING, run, receiver, sender, parts)
@@ -144,11 +158,8 @@ def run_profile(
             done = _batch(run, receiver, sender, part)
             write_text(cache_file, json.dumps(done))
         seconds, passes = seconds + done["seconds"], passes + done["prefix_layers"]
-        scores = done["scores"]
-        if partial is not partial_prefill:
-            made = _groups_made(run, receiver, sender, part, partial)
-            scores = [score for score in scores if score[0] not in (GROUP, REUSE)] + made
-        for kind, lo, hi, nll, accuracy in scores:
+        made = _made_anew(run, receiver, sender, part, partial, reused)
+        for kind, lo, hi, nll, accuracy in {tuple(score[:3]): score for score in [*done["scores"], *made]}.values():
             entry = gathered.setdefault((kind, lo, hi), {"item_nll": [], "item_accuracy": []})
             entry["item_nll"] += nll
             entry["item_accuracy"] += accuracy
@@ -192,18 +203,36 @@ def _batch(run: Run, receiver: PairedModel, sender: PairedModel, part: Sequence[
 
 
 @torch.inference_mode()
-def _groups_made(
-    run: Run, receiver: PairedModel, sender: PairedModel, part: Sequence[Encoded], partial: PartialPrefill
+def _made_anew(
+    run: Run,
+    receiver: PairedModel,
+    sender: PairedModel,
+    part: Sequence[Encoded],
+    partial: PartialPrefill,
+    reused: Mixture | None,
 ) -> list[list[Any]]:
-    """Return the scores of a batch over the cache that ``partial`` makes of each group, none of it shared."""
+    """Return the scores of a batch over each cache that a reader's ``partial`` or ``reused`` makes, none of it
+    shared."""
+    if partial is partial_prefill and reused is None:
+        return []
     edges = run.edges(receiver.model.config.num_hidden_layers)
     questions = Questions.of([item.tokens for item in part], receiver.model.device)
     profiler = LayerProfiler(sender.model, receiver.model, questions, edges[:-1])
-    scores = []
-    for group in [NOTHING, *(Group(lo, hi) for lo, hi in combinations(edges, 2))]:
-        cache = partial(receiver.model, questions.prefix, profiler.sent, group)
+
+    def scored(kind: str, group: Group, cache: DynamicCache) -> list[Any]:
         kv = [layer_kv(cache, layer) for layer in range(profiler.depth)]
-        scores.append(_kept(GROUP if len(group) else REUSE, group, profiler.over(kv)))
+        return _kept(kind, group, profiler.over(kv))
+
+    scores = []
+    if partial is not partial_prefill:
+        for group in [NOTHING, *(Group(lo, hi) for lo, hi in combinations(edges, 2))]:
+            cache = partial(receiver.model, questions.prefix, profiler.sent, group)
+            scores.append(scored(GROUP if len(group) else REUSE, group, cache))
+    if reused is not None:
+        recomputed, depth = PrefixCache(tuple(profiler.own), {}), profiler.depth
+        scores.append(scored(REUSE, NOTHING, reused(recomputed, profiler.sent, range(depth))))
+        for layer in range(depth):
+            scores.append(scored("layer", Group(layer, layer + 1), reused(recomputed, profiler.sent, [layer])))
     return scores
 
 
@@ -232,14 +261,24 @@ def choice_of(rows: Sequence[dict[str, Any]]) -> tuple[list[Profiled], Profiled]
     return [by_layers[tuple(layers)] for layers in made["frontier"]], by_layers[made["lo"], made["hi"]]
 
 
+def scores_of_layers(rows: Sequence[dict[str, Any]]) -> tuple[list[tuple[int, float]], float]:
+    """Return each layer with the token accuracy where it alone is reused, and the receiver's own."""
+    layers = sorted((row["lo"], row["accuracy"]) for row in rows if row["what"] == "layer")
+    return layers, next(row["accuracy"] for row in rows if row["what"] == "own")
+
+
+def critical_of(rows: Sequence[dict[str, Any]]) -> list[int]:
+    """Return the critical layers of a run: by the reader's rule where a row has them, else by that of Figure 7."""
+    made = next((row["critical"] for row in rows if row["what"] == RULE), None)
+    return critical_layers(*scores_of_layers(rows), CRITICAL) if made is None else made
+
+
 def _add_run(summary: Summary, rows: Rows) -> None:
     """Add the measures of a run's profile, with the distance of its weights where the rows have it."""
     own_row, cost = (next(row for row in rows if row["what"] == kind) for kind in ("own", "cost"))
     groups = profiled_groups(rows)
     reuse = next(group for group in groups if not len(group.group))
-    layers = [(row["lo"], row["accuracy"]) for row in rows if row["what"] == "layer"]
-    critical = critical_layers(layers, own_row["accuracy"], CRITICAL)
-    chosen, depth = choice_of(rows)[1], len(layers)
+    critical, chosen, depth = critical_of(rows), choice_of(rows)[1], len(scores_of_layers(rows)[0])
     share, naive = 100 * len(chosen.group) / depth, sum(len(g.group) for g in groups) / depth
     full, reused, mixed = ({"method": name} for name in ("full prefill", "full reuse", "DroidSpeak"))
     entries: list[tuple[str, Entry, dict[str, str]]] = [

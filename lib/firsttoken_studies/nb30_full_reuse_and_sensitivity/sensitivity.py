@@ -17,9 +17,11 @@ from firsttoken_studies.droidspeak.constructed_tasks import task_of
 from firsttoken_studies.droidspeak.published import FIGURE_8_LAYER, PAPER_DEPTH
 from firsttoken_studies.droidspeak.setting import Run, Setting
 from firsttoken_studies.droidspeak.styles import METHODS, in_words
+from firsttoken_studies.nb30_full_reuse_and_sensitivity.profiling import critical_of
 from firsttoken_studies.record.overlay import DrawnResult, legend, over
 from firsttoken_studies.record.plot import COLOURS, Figure, categories, panels
 from firsttoken_studies.record.results import Result, Rows
+from firsttoken_studies.record.schematic import Schematic
 
 # One item of each task, as a reader meets it, with what a receiver says over its own cache and over another's.
 
@@ -28,7 +30,8 @@ SHOWN = 90  # characters of either end of a prompt
 
 @torch.inference_mode()
 def example_rows(profile: Profile, runs: Sequence[str]) -> Rows:
-    """A row a run, as ``Run.parse`` reads it: both ends of its first item's prompt, what is expected, and both answers.
+    """A row a pair and task, as ``Run.parse`` reads it: both ends of its first item's prompt, the expected answer, and
+    both given ones.
 
     The items are those that the profile's own runs judge with. Raises as ``Setting`` and its methods.
     """
@@ -38,7 +41,11 @@ def example_rows(profile: Profile, runs: Sequence[str]) -> Rows:
         _, (item, *_) = setting.items(run, receiver.tokenizer)
         prefix, task = Prefix.of([item.prefix], receiver.model.device), task_of(item.item)
         prompt = item.item.prefix + item.item.suffix
-        row = {"run": run.name, "prompt": f"{prompt[:SHOWN]} ... {prompt[-SHOWN:]}", "expected": item.item.answers[0]}
+        row = {
+            "pair and task": run.name,
+            "prompt": f"{prompt[:SHOWN]} ... {prompt[-SHOWN:]}",
+            "expected": item.item.answers[0],
+        }
         for how, variant in (("over its own cache", receiver), ("over the sender's", sender)):
             cache = cache_of(full_prefill(variant.model, prefix).kv)
             (row[how],) = greedy(
@@ -51,7 +58,32 @@ def example_rows(profile: Profile, runs: Sequence[str]) -> Rows:
 REUSED, RECOMPUTED = METHODS["full reuse"].colour, METHODS["DroidSpeak"].colour
 
 
-def full_reuse(decoded: Result | None, decoded_now: Result | None, recorded: Result | None, now: Result) -> Figure:
+def schematic() -> Schematic:
+    """Draw the cache over which the receiver answers: all of the sender's, and with one layer of the sender's."""
+    alt = (
+        "The receiver's cache, a box for each of twelve layers, twice. Above, full reuse: all layers hold the keys "
+        "and values that the sender computed. Below, one layer holds the sender's and all others the receiver's own; "
+        "each layer takes its turn, and the score says which layers mind."
+    )
+    sketch = Schematic(17, 6.2, alt)
+    for y, title, reused in (
+        (1.0, "Full reuse: every layer holds the sender's keys and values", range(12)),
+        (3.9, "One layer alone, each in turn: which one costs most?", (4,)),
+    ):
+        sketch.text(0.2, y - 0.5, title, heading=True)
+        for layer in range(12):
+            sketch.box(0.2 + layer, y, str(layer), "full reuse" if layer in reused else "recompute")
+    for end in (2.9, 6.5):
+        sketch.arrow((4.7 + (0.3 if end > 4.7 else -0.3), 5.3), (end, 5.3))
+    for y, look, text in ((1.1, "full reuse", "the sender's"), (4.0, "recompute", "the receiver's")):
+        sketch.box(12.9, y, look=look, width=0.7, height=0.7)
+        sketch.text(13.8, y + 0.35, text)
+    return sketch
+
+
+def full_reuse(
+    recorded: Result | None, now: Result, decoded: Result | None = None, decoded_now: Result | None = None
+) -> Figure:
     """Figure 6: what the receiver answers over its own cache and over the sender's, the sender, and what is lost.
 
     Above, F1 of decoded answers, the paper's metric (reuse_methods, where it was run); below, token accuracy
@@ -88,7 +120,12 @@ def full_reuse(decoded: Result | None, decoded_now: Result | None, recorded: Res
         scores.plot([], [], METHODS[method].marker, color=METHODS[method].colour, label=METHODS[method].label)
     scores.plot([], [], color=COLOURS["paper"], linestyle="--", label="paper: loses more than 50 %")
     legend(fig, scores, results, "accuracy_pct", columns=4)
-    fig.suptitle("Full reuse loses most of the F1 where the receiver was tuned to questions", fontsize=12)
+    most = {  # by metric, of the record
+        metric: max(tables.relative_loss(items["own"], items["reuse"]).estimate for items in by_run.values())
+        for _, metric, by_run in reversed(parts)
+    }
+    losses = " and ".join(f"{share:.0f} % of the {metric}" for metric, share in sorted(most.items()))
+    fig.suptitle(f"Full reuse loses up to {losses}", fontsize=12)
     return fig
 
 
@@ -120,13 +157,16 @@ def sensitivity(recorded: Result | None, now: Result) -> Figure:
         for shown in results:
             rows = tables.by_run(shown.result).get(run, [])
             layers = sorted((row for row in rows if row["what"] == "layer"), key=lambda row: row["lo"])
+            critical = critical_of(rows) if rows else []
             for layer, row in enumerate(layers):
                 lost = tables.relative_loss(tables.only(rows, "own")["item_accuracy"], row["item_accuracy"]).summary()
-                name = "droidspeak" if layer in tables.critical_of(rows) else "full reuse"
-                shown.point(ax, layer + shown.shift, lost, name)
+                shown.point(ax, layer + shown.shift, lost, "full reuse")
+                if layer in critical and not shown.repeats(ax, f"critical {layer}", lost["value"]):
+                    look = METHODS["DroidSpeak"]
+                    ax.plot(layer + shown.shift, lost["value"], look.marker, color=look.colour, **shown.outlined)
         ax.axhline(10, color=COLOURS["target"], linestyle="--")
         depth = tables.depth_of(first)
-        ax.set_title(f"{in_words(run)}\n{len(tables.critical_of(first))} of {depth} layers critical", fontsize=9)
+        ax.set_title(f"{in_words(run)}\n{len(critical_of(first))} of {depth} layers critical", fontsize=9)
     ax = axes[0][0]
     ax.plot([], [], METHODS["full reuse"].marker, color=REUSED, label="one layer reused")
     ax.plot([], [], METHODS["DroidSpeak"].marker, color=RECOMPUTED, label="critical: loses more than 10 %")
@@ -135,7 +175,8 @@ def sensitivity(recorded: Result | None, now: Result) -> Figure:
     axes[0][len(runs) // 2].set_xlabel("layer that is reused, alone (0-based)")
     ax.set_ylabel("token accuracy lost, % of its own")
     legend(fig, ax, results, "accuracy_pct")
-    fig.suptitle("No layer alone costs a tenth of the score; the loss is spread over many", fontsize=12)
+    named = sum(len(critical_of(rows)) for rows in runs.values()) or "no"
+    fig.suptitle(f"Layers whose reuse alone costs more than a tenth of the score: {named} in the record", fontsize=12)
     return fig
 
 
@@ -149,7 +190,8 @@ def item_spread(recorded: Result | None, now: Result) -> Figure:
         for run, line in lines:
             if rows := tables.by_run(shown.result).get(run):
                 spread = 100 * tables.layer_losses(rows).std(1)
-                ax.plot(range(len(spread)), spread, line, color=COLOURS["measured"], **shown.outlined)
+                if not shown.repeats(ax, run, tuple(spread)):
+                    ax.plot(range(len(spread)), spread, line, color=COLOURS["measured"], **shown.outlined)
     depth = len(tables.layer_losses(next(iter(runs.values()))))
     for run, line in lines:
         ax.plot([], [], line, color=COLOURS["measured"], label=in_words(run))
@@ -160,5 +202,9 @@ def item_spread(recorded: Result | None, now: Result) -> Figure:
     ax.set(xlabel="layer that is reused, alone (0-based)", ylim=(0, None))
     ax.set_ylabel("standard deviation over items\nof token accuracy lost, points")
     legend(fig, ax, results, "accuracy_pct", columns=2)
-    fig.suptitle("Items differ most where the paper's do, three quarters up the model", fontsize=12)
+    widest = sorted({int(tables.layer_losses(rows).std(1).argmax()) for rows in runs.values()})
+    text = ", ".join(map(str, widest))
+    fig.suptitle(
+        f"Items differ most at layer {text} of {depth}; the paper's at {FIGURE_8_LAYER} of {PAPER_DEPTH}", fontsize=12
+    )
     return fig

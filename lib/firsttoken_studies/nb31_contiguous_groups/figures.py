@@ -13,7 +13,12 @@ from firsttoken.study.stats import bootstrap
 from firsttoken_studies.droidspeak import tables
 from firsttoken_studies.droidspeak.published import FIGURE_10_CRITICAL, FIGURE_10_GROUP, FIGURE_11_LAYERS, PAPER_DEPTH
 from firsttoken_studies.droidspeak.styles import METHODS, in_words
-from firsttoken_studies.nb30_full_reuse_and_sensitivity.profiling import BOUND, choice_of, profiled_groups
+from firsttoken_studies.nb30_full_reuse_and_sensitivity.profiling import (
+    BOUND,
+    choice_of,
+    critical_of,
+    profiled_groups,
+)
 from firsttoken_studies.nb30_full_reuse_and_sensitivity.sensitivity import RECOMPUTED, REUSED
 from firsttoken_studies.record.overlay import DrawnResult, legend, over
 from firsttoken_studies.record.plot import COLOURS, Axes, Figure, panels
@@ -162,7 +167,7 @@ def chosen_groups(recorded: Result | None, now: Result) -> Figure:
             rows = tables.by_run(shown.result).get(run)
             if rows and not shown.repeats(ax, run, choice_of(rows)[1].group):
                 depth, group = tables.depth_of(rows), choice_of(rows)[1]
-                _depth_bar(ax, position + shown.shift, group.group, tables.critical_of(rows), depth, RECOMPUTED, shown)
+                _depth_bar(ax, position + shown.shift, group.group, critical_of(rows), depth, RECOMPUTED, shown)
                 label = f"{group.group}: {len(group.group)} of {depth}" if len(group.group) else "none is needed"
                 label += "" if shown.alone or not shown.own else " (your cell)" if shown.library else " (yours)"
                 ax.annotate(label, (101, position + shown.shift), va="center", annotation_clip=False, fontsize=8.5)

@@ -12,7 +12,14 @@ import numpy as np
 from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
 from firsttoken.droidspeak.profile.profile_transfer import select_items
 from firsttoken.study.summary import Entry
-from firsttoken_studies.droidspeak.decoding import CHOOSE, DROIDSPEAK, JUDGE, OWN, decoded_groups
+from firsttoken_studies.droidspeak.decoding import (
+    CHOOSE,
+    DROIDSPEAK,
+    JUDGE,
+    OWN,
+    choices_of_samples,
+    decoded_groups,
+)
 from firsttoken_studies.droidspeak.setting import run_of
 from firsttoken_studies.droidspeak.styles import METHODS, in_words, style_of
 from firsttoken_studies.droidspeak.tables import by_run, relative_loss
@@ -235,16 +242,15 @@ def held_out(rows: Rows, profiles: Sequence[Profiled]) -> dict[str, Entry]:
     ``rows`` are a run's answers, ``profiles`` its groups by token accuracy, of the same items in the same order. The
     items are drawn with replacement, as many as there are; those not drawn judge. Mean and 95 % of 200 draws.
     """
-    decoded, rng = decoded_groups(rows), random.Random(0)
-    by_group = {profiled.group: profiled for profiled in decoded}
-    rules = {"decoded": decoded, "accuracy": [profiled for profiled in profiles if profiled.group in by_group]}
-    items, lost = len(decoded[0].own), {rule: [] for rule in rules}
-    for _ in range(200):
+    rng, by_group = random.Random(0), {profiled.group: profiled for profiled in decoded_groups(rows)}
+    groups = [profiled for profiled in profiles if profiled.group in by_group]
+    lost = {"decoded": [100 * draw.relative_loss for draw in choices_of_samples(rows)], "accuracy": []}
+    items = len(groups[0].own)
+    for _ in lost["decoded"]:
         chosen_items = rng.choices(range(items), k=items)
         if remaining := sorted(set(range(items)) - set(chosen_items)):
-            for rule, groups in rules.items():
-                group = smallest_within(select_items(groups, chosen_items), BOUND).group
-                lost[rule].append(100 * select_items([by_group[group]], remaining)[0].relative_loss)
+            group = smallest_within(select_items(groups, chosen_items), BOUND).group
+            lost["accuracy"].append(100 * select_items([by_group[group]], remaining)[0].relative_loss)
     return {
         rule: {"value": float(np.mean(losses)), "n": items, "unit": "% of own"}
         | dict(zip(("low", "high"), map(float, np.percentile(losses, [2.5, 97.5])), strict=True))

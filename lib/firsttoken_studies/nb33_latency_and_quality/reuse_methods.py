@@ -21,8 +21,7 @@ from firsttoken.droidspeak.blend import blended_cache, tokens_per_layer
 from firsttoken.droidspeak.forward import cache_of
 from firsttoken.droidspeak.layer_group import NOTHING, Group
 from firsttoken.droidspeak.prefill import PartialPrefill, partial_prefill
-from firsttoken.droidspeak.profile.pareto import Profiled, frontier, smallest_within
-from firsttoken.droidspeak.profile.profile_transfer import resampled
+from firsttoken.droidspeak.profile.pareto import Profiled, frontier
 from firsttoken.study.errors import ProfileError, RequestError
 from firsttoken.study.profile import Profile
 from firsttoken.study.stats import Interval, bootstrap, paired_bootstrap
@@ -36,11 +35,13 @@ from firsttoken_studies.droidspeak.decoding import (
     REUSE,
     GroupChoice,
     Method,
+    choices_of_samples,
     choose_and_judge,
     decoded_groups,
     decoded_scores,
     own,
     own_cache,
+    sampled_choices,
 )
 from firsttoken_studies.droidspeak.decoding import partial as partial_method
 from firsttoken_studies.droidspeak.pairs import HALF, PairedModel
@@ -150,7 +151,7 @@ def reuse_methods(
     ``time_share`` is the time to the first token over full prefill's, from the result of prefill_latency for this
     machine, at its longest prefix. A candidate has ``accuracy_lost_pct`` as well, what it loses of the own token
     accuracy on the same items. ``partial`` makes the cache of a group, and ``choose`` chooses one on the items of
-    the profile. Raises RequestError where there are no times.
+    the profile; a reader's on samples of them, too (``draws``). Raises RequestError where there are no times.
     """
     config, times = profile.section("methods", MethodsConfig), times_here()
     setting = Setting(profile, config.needs())
@@ -177,7 +178,11 @@ def reuse_methods(
         items = range(len(to_choose))
         chosen = partial_method(DROIDSPEAK, receiver, choose(decoded_groups(answered), BOUND, items, items)[0], partial)
         methods = list(_methods(setting, config, run, receiver, sender, chosen, times))
-        rows += [*answered, *answers(run, methods, JUDGE, to_judge)]
+        judged = answers(run, methods, JUDGE, to_judge)
+        if choose is not choose_and_judge:
+            (row,) = rows_where(judged, method=DROIDSPEAK)
+            row["draws"] = [(d.group.lo, d.group.hi, d.relative_loss) for d in sampled_choices(answered, choose)]
+        rows += [*answered, *judged]
     return Outcome(rows, provenance={"models": setting.models.provenance, "times": times.provenance})
 
 
@@ -266,7 +271,7 @@ def where_of(method: str) -> dict[str, Scalar]:
 # where the measures of the chosen group hold, and those of the group that token accuracy would choose
 DECODED, ACCURACY = ({"method": DROIDSPEAK, "chosen_by": by} for by in ("decoded answers", "token accuracy"))
 ABOVE_BLEND = {"method": DROIDSPEAK, "than": BLEND}
-_CHOICES, _MEANS = 200, 2000  # samples of the items that choose, and of those that judge
+_MEANS = 2000  # samples of the items that judge
 
 
 def methods_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
@@ -321,15 +326,11 @@ class ChosenGroup:
 
 def choice_of(rows: Rows) -> ChosenGroup:
     """The choice of one run, from its rows."""
-
-    def choose(resampled: Sequence[Profiled]) -> Profiled:
-        return smallest_within(resampled, BOUND)
-
     groups, depth, rng = decoded_groups(rows), rows[0]["depth"], np.random.default_rng(0)
     times = {(row["lo"], row["hi"]): np.array(row["time_share"]) for row in rows_where(rows, items=CHOOSE)}
     (judged,), items = rows_where(rows, items=JUDGE, method=DROIDSPEAK), len(groups[0].own)
     chosen = Group(judged["lo"], judged["hi"])
-    again = [draw.group for draw in resampled(groups, items, choose, draws=_CHOICES)]
+    again = [draw.group for draw in choices_of_samples(rows)]
     gains = [float(np.median(1 / times[chosen.lo, chosen.hi])), *(1 / rng.choice(times[g.lo, g.hi]) for g in again)]
     return ChosenGroup(chosen, items, np.array([len(group) / depth for group in (chosen, *again)]), np.array(gains))
 

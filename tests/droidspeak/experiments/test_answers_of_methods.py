@@ -296,7 +296,7 @@ def test_an_example_says_what_was_asked_and_what_came(study):
     runs = profile.sections["reuse"]["runs"]
     rows = example_rows(profile, runs)
     setting = Setting(profile)
-    assert [row["run"] for row in rows] == [run.name for run in setting.runs]
+    assert [row["pair and task"] for row in rows] == [run.name for run in setting.runs]
     receiver, _ = setting.pair(setting.runs[0])
     item = setting.items(setting.runs[0], receiver.tokenizer)[1][0].item
     assert rows[0]["expected"] == item.answers[0] and rows[0]["prompt"].endswith(item.suffix)
