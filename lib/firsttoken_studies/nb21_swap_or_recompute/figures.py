@@ -68,14 +68,21 @@ def latency_by_length(recorded: Result | None, now: Result) -> Figure:
     )
     paper.set_title("CPS Table 2: RTX A6000, Qwen2.5-0.5B")
     for shown in results:
-        for name, (label, *_) in PATH_LOOKS.items():
+        for name, label in _paths(shown).items():
             _line(own_panel, shown, "swap", f"swap, {label}", LINES[name], path=name)
+        if shown.library is not None:
+            if (share := _copies(shown)) != 1:
+                scaled = [_scaled_swap_ms(row, PAPER_SHAPE, share) for row in TABLE_2]
+                label = f"swap in {share:.3g} times the copies, your cell (computed)"
+                paper.plot(lengths, scaled, f"{square}--", color=published, label=label, **shown.style)
+            continue
         _line(own_panel, shown, "recompute", "recompute", "recompute")
         floors = sorted((int(name.split("_")[1]), floor["value"]) for name, floor in shown.result.floors.items())
         plain = "floor: plain copies out and in" if shown.own else None
-        own_panel.plot(*zip(*floors, strict=True), ":", color=COLOURS["floor"], label=plain, **shown.style)
+        lengths_copied, copied_ms = [tokens for tokens, _ in floors], [ms for _, ms in floors]
+        own_panel.plot(lengths_copied, copied_ms, ":", color=COLOURS["floor"], label=plain, **shown.style)
     own_panel.set_title(
-        f"{now.machine['gpu'] or 'this machine'}: {now.parameters['recovery']['model'] or now.parameters['model']}"
+        f"{now.machine.get('gpu') or 'this machine'}: {now.parameters['recovery']['model'] or now.parameters['model']}"
     )
     for ax in (paper, own_panel):
         ax.set(xscale="log", yscale="log", xlabel="tokens of the preempted request", ylabel="recovery, ms")
@@ -112,7 +119,10 @@ def block_sizes(recorded: Result | None, now: Result) -> Figure:
     for shown in results:
         swept = shown.result.frame(what="swept")
         medians = swap_ms(swept).groupby([swept.path, swept.block_tokens]).median()
-        for name, (label, *_) in PATH_LOOKS.items():
+        if shown.library is not None and (share := _copies(shown)) != 1:
+            ratio = [_scaled_swap_ms(row, PAPER_SHAPE, share) / row.recompute_ms for row in TABLE_2]
+            paper.plot(lengths, ratio, marker="o", color=PATH_LOOKS["per_block"][1], **shown.style)
+        for name, label in _paths(shown).items():
             sizes_measured = medians[name].index
             times = [{"value": ms / medians[name, max(sizes_measured)]} for ms in medians[name]]
             shown.line(own_panel, sizes_measured, times, LINES[name], label=label if shown.own else None)
@@ -126,6 +136,19 @@ def block_sizes(recorded: Result | None, now: Result) -> Figure:
     return fig
 
 
+def _paths(shown: DrawnResult) -> dict[str, str]:
+    """Return the swap paths of a result with their labels: of a changed cut, those that make other copies with it."""
+    if shown.library is None:
+        return {name: label for name, (label, *_) in PATH_LOOKS.items()}
+    return {"per_block": "your cell's copies"} if _copies(shown) != 1 else {}
+
+
+def _copies(shown: DrawnResult) -> float:
+    """Return how many times as many copies a changed cut makes as the library's."""
+    changed, library = (result.frame(what="swap", path="per_block") for result in (shown.result, shown.library))
+    return float(changed.copies.sum() / library.copies.sum())
+
+
 def _line(ax: Axes, shown: DrawnResult, measure: str, label: str, look: str, path: str | None = None) -> None:
     rows = shown.result.frame(what=measure, **({"path": path} if path else {}))
     rows["taken_ms"] = swap_ms(rows) if path else rows.ms
@@ -134,11 +157,12 @@ def _line(ax: Axes, shown: DrawnResult, measure: str, label: str, look: str, pat
     shown.line(ax, quantiles.index, entries, look, label=label if shown.own else None)
 
 
-def _scaled_swap_ms(row: object, shape: KVShape) -> float:
-    """A published swap with the copies of another block size: the bytes stay, each copy keeps its own price."""
+def _scaled_swap_ms(row: object, shape: KVShape, share: float = 1.0) -> float:
+    """A published swap with the copies of another block size, or this ``share`` of them: the bytes stay, each copy
+    keeps its own price."""
     parts = decomposed(row.tokens, PCIE_4_X16)
     per_copy_ms = (parts.out_us_per_copy + parts.in_us_per_copy) / 1e3
-    return shape.copies(row.tokens) * per_copy_ms + 2 * parts.wire_s * 1e3 + row.prep_ms
+    return share * shape.copies(row.tokens) * per_copy_ms + 2 * parts.wire_s * 1e3 + row.prep_ms
 
 
 LINKS = {"3.0 x4": 3e9, "3.0 x16": 12.5e9, "4.0 x16": 25e9, "5.0 x16": 50e9, "6.0 x16": 100e9}  # bytes/s in practice

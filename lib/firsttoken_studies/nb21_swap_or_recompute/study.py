@@ -22,6 +22,7 @@ from firsttoken.engine.request import Sampling
 from firsttoken.engine.swap import PATHS, make_path
 from firsttoken.engine.swap.block_copier import CopyJob, SwapPath, start
 from firsttoken.engine.swap.host_pool import HostPool
+from firsttoken.engine.swap.per_block import Cut, PerBlock
 from firsttoken.engine.trace import Trace
 from firsttoken.simulation.costs.published import PAPER_SHAPE, TABLE_2, decomposed
 from firsttoken.study.errors import ProfileError, RequestError
@@ -145,8 +146,11 @@ class RecoveryConfig:
         ]
 
 
-def recovery_latency(profile: Profile) -> Outcome:
-    """Both ways back for a request of each length, timed as the paper times them, beside a plain copy of the bytes."""
+def recovery_latency(profile: Profile, *, cut: Cut | None = None) -> Outcome:
+    """Both ways back for a request of each length, timed as the paper times them, beside a plain copy of the bytes.
+
+    ``cut`` says what a copy moves where blocks are copied one by one: a reader's in place of the library's.
+    """
     config = profile.section("recovery", RecoveryConfig)
     check(config.needs(), ModelFacts(config.model or profile.model))
     loaded = load_model(config.model or profile.model, dtype=profile.torch_dtype(), device=profile.torch_device())
@@ -155,10 +159,11 @@ def recovery_latency(profile: Profile) -> Outcome:
     shape = KVShape.of(model.config, profile.torch_dtype(), config.block_tokens)
     plain = memcpy_rows(shape, config.tokens, config.repeats, profile.torch_device())
     rows += [{"what": "memcpy"} | row for row in plain]
-    rows += [{"what": "swap"} | row for row in _swaps(shape, config.tokens, config.repeats, profile)]
+    rows += [{"what": "swap"} | row for row in _swaps(shape, config.tokens, config.repeats, profile, cut)]
     for block_tokens in config.block_sizes:
         swept = KVShape.of(model.config, profile.torch_dtype(), block_tokens)
-        rows += [{"what": "swept"} | row for row in _swaps(swept, [config.sweep_tokens], config.repeats, profile)]
+        swaps = _swaps(swept, [config.sweep_tokens], config.repeats, profile, cut)
+        rows += [{"what": "swept"} | row for row in swaps]
     return Outcome(rows, _floors(rows), provenance=loaded.provenance.as_dict())
 
 
@@ -189,11 +194,12 @@ def recompute_rows(
     return rows
 
 
-def _swaps(shape: KVShape, tokens: Sequence[int], repeats: int, profile: Profile) -> Rows:
+def _swaps(shape: KVShape, tokens: Sequence[int], repeats: int, profile: Profile, cut: Cut | None) -> Rows:
     """Rows of every path, in random order, for a pool twice as large as the longest request."""
     device, blocks, rows = profile.torch_device(), shape.blocks(max(tokens)), []
     for name in random.Random(profile.seed).sample(sorted(PATHS), len(PATHS)):
-        path = make_path(name, KVPool(shape, 2 * blocks, device), HostPool(shape, blocks, device.type == "cuda"))
+        pool, host_pool = KVPool(shape, 2 * blocks, device), HostPool(shape, blocks, device.type == "cuda")
+        path = PerBlock(pool, host_pool, cut) if name == PerBlock.name else make_path(name, pool, host_pool)
         rows += swap_rows(path, tokens, repeats, profile.seed)
         path.close()
     return rows

@@ -73,14 +73,19 @@ def slow_gather(right, rows, blocks, span):
     return lambda: (time.sleep(0.05), move())[1]
 
 
-@wrong("21", "blocks back in another order", f"{HOST_ROWS}.scatter", "(coalesced|overlapped) swap")
+@wrong("21", "blocks back in another order", f"{HOST_ROWS}.scatter", "`(coalesced|overlapped)` of the cell")
 def sorted_blocks(right, rows, span, blocks):
     return right(rows, span, sorted(blocks))
 
 
-@wrong("21", "keys without values", "firsttoken.engine.swap.per_block:_pieces", "per_block swap")
-def keys_only(right, rows):
-    return [row[::2] for row in right(rows)]
+@wrong("21", "keys without values", "firsttoken.engine.swap.per_block:keys_and_values", "`per_block` of the cell")
+def keys_only(right, block):
+    return right(block)[::2]
+
+
+rewritten("21", "a cut that forgets the values", "for kind in (0, 1)]", "for kind in (0,)]", "`per_block` of the cell")
+rewritten("21", "blocks in the order of the pool", "torch.tensor(blocks)", "torch.tensor(sorted(blocks))",
+          "`coalesced` of the cell")  # fmt: skip
 
 
 @wrong("21", "a swap that returns nothing", "firsttoken.engine.swap.coalesced:Overlapped.into", "overlapped swap")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import TypeAlias
 
 import torch
 
@@ -12,6 +13,8 @@ from firsttoken.engine.swap.block_copier import Move, SwapPath
 from firsttoken.engine.swap.host_pool import HostPool, Span
 
 Pieces = Sequence[torch.Tensor]
+Cut: TypeAlias = Callable[[torch.Tensor], Pieces]
+"""What cuts a block [layers, 2, block_tokens, kv_heads, head_dim] into the pieces, views, that a copy each moves."""
 
 
 class PerBlock(SwapPath):
@@ -22,15 +25,17 @@ class PerBlock(SwapPath):
     and size of the copies are the same. A CPU has no link: its copies cost what a call and a small memcpy cost.
 
     vLLM computes addresses in its loop. Here a copy needs two tensors, views that take 1 us or more to make; all of
-    them, 0.6 KB each, are made with the path, so that preparing a swap is as little work as it is there.
+    them, 0.6 KB each, are made with the path, so that preparing a swap is as little work as it is there. Another
+    ``cut`` of a block makes other copies.
     """
 
     name = "per_block"
 
-    def __init__(self, pool: KVPool, host_pool: HostPool) -> None:
+    def __init__(self, pool: KVPool, host_pool: HostPool, cut: Cut | None = None) -> None:
         super().__init__(pool, host_pool)
-        self._device_views = _pieces(pool.rows)
-        self._host_views = _pieces(host_pool.all_rows)
+        self._device_views, self._host_views = (
+            [(cut or keys_and_values)(block) for block in rows.unbind(0)] for rows in (pool.rows, host_pool.all_rows)
+        )
 
     def _plan_out(self, blocks: Sequence[int], span: Span) -> tuple[int, Move]:
         host_views, device_views = self._views(blocks, span)
@@ -46,9 +51,9 @@ class PerBlock(SwapPath):
         return list(device_views), list(chain.from_iterable(self._host_views[span.start : span.end]))
 
 
-def _pieces(rows: torch.Tensor) -> list[Pieces]:
-    """Split each of ``rows`` [n, layers, 2, ...] into 2 * layers pieces, views [block_tokens, kv_heads, head_dim]."""
-    return [row.unbind(0) for row in rows.flatten(1, 2).unbind(0)]
+def keys_and_values(block: torch.Tensor) -> Pieces:
+    """Cut a block into 2 * layers pieces [block_tokens, kv_heads, head_dim]: keys, then values of each layer."""
+    return block.flatten(0, 1).unbind(0)
 
 
 def _copy_each(targets: Pieces, sources: Pieces) -> None:
