@@ -298,7 +298,7 @@ def test_a_notebook_names_its_file_and_its_neighbours(path: Path) -> None:
 
 def test_a_file_that_a_notebook_does_not_use_is_noticed() -> None:
     (of_cps,) = (path for path in NOTEBOOKS if path.name.startswith("22_"))
-    (without_mechanism,) = (path for path in NOTEBOOKS if path.name.startswith("34_"))
+    (without_mechanism,) = (path for path in NOTEBOOKS if path.name.startswith("20_"))
     assert is_used("firsttoken.cps.policies.cross_point", of_cps)
     assert not is_used("firsttoken.cps.policies.online", of_cps)
     assert not is_used("firsttoken.petals.routing", without_mechanism)

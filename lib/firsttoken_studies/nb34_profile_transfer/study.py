@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
-from firsttoken.droidspeak.profile.profile_transfer import Chooser, best_of_size, resampled, transfer
+from firsttoken.droidspeak.profile.profile_transfer import (
+    Chooser,
+    Judge,
+    best_of_size,
+    item_losses,
+    resampled,
+    transfer,
+)
 from firsttoken.study.profile import Profile
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Scalar, Summary
-from firsttoken_studies.droidspeak.pairs import Pair
-from firsttoken_studies.droidspeak.setting import Run, Setting
+from firsttoken_studies.droidspeak.setting import Setting, rows_by_run
 from firsttoken_studies.droidspeak.styles import METHODS
 from firsttoken_studies.nb30_full_reuse_and_sensitivity.profiling import BOUND, profiled_groups, run_profile
 from firsttoken_studies.record.overlay import DrawnResult, name_results, over
 from firsttoken_studies.record.plot import COLOURS, Axes, Figure, categories, panels
-from firsttoken_studies.record.results import Outcome, Result, Rows, Table, frame_of, rows_where
+from firsttoken_studies.record.results import Outcome, Result, Rows, Table, frame_of, load_result, rows_where
+from firsttoken_studies.record.schematic import Schematic
 from firsttoken_studies.record.show import interval
 
 SEEN = "the same items"  # in place of a task's name: the choice was made on the very items that judge it
@@ -29,9 +37,13 @@ _RESAMPLES = 100
 _SHARES = (4, 2, 1)  # samples of a quarter, half and all of the items: 32, 64, 128
 
 Profiles = dict[str, Sequence[Profiled]]  # by task
+Pairs = dict[tuple[str, str], Profiles]  # by receiver and sender
+BoundedChoice: TypeAlias = Callable[[Sequence[Profiled], float], Profiled]
 
 
-def profile_transfer(profile: Profile) -> Outcome:
+def profile_transfer(
+    profile: Profile, *, choose: BoundedChoice = smallest_within, judge: Judge = item_losses
+) -> Outcome:
     """Rows of two kinds: ``what`` is transfer (a choice made on ``chosen_on``, judged on ``judged_on``) or choice.
 
     Tasks of one pair choose among the groups that were profiled on all of them.
@@ -39,34 +51,56 @@ def profile_transfer(profile: Profile) -> Outcome:
     A transfer has the loss of every item, the mean over the choices it judged; ``rule`` is "at the bound" (the fewest
     layers that lose at most 5 %) or "of a size" (the best group of ``layers`` layers, so that foreign and own choice
     compute equally much). A choice has the ``group`` that a sample of ``items`` made, and its loss on the others.
+
+    ``choose`` makes the choice at the bound and ``judge`` says what items lose over it. Where a reader's is another
+    than the library's, and the profile has one task of each pair, its transfers are those of the record's profiles.
     """
-    setting = Setting(profile)
-    pairs: dict[Pair, tuple[Run, Profiles]] = {}
+    setting, pairs = Setting(profile), Pairs()
     for run in setting.runs:
         receiver, sender = setting.pair(run)
         to_choose, _ = setting.items(run, receiver.tokenizer)
-        groups = profiled_groups(run_profile(setting, run, receiver, sender, to_choose))
-        pairs.setdefault(run.pair, (run, {}))[1][run.row()["task"]] = groups
-    rows = []
-    for run, by_task in pairs.values():
-        of_pair = {name: run.row()[name] for name in ("receiver", "sender")} | {"seed": setting.seed}
-        for row in [*_transfers(by_task, setting.seed), *_choices(by_task, setting.seed)]:
-            rows.append(of_pair | row)
+        labels, profiled = run.row(), run_profile(setting, run, receiver, sender, to_choose)
+        pairs.setdefault((labels["receiver"], labels["sender"]), {})[labels["task"]] = profiled_groups(profiled)
+    of_library = choose is smallest_within and judge is item_losses
+    several = of_library or any(len(by_task) > 1 for by_task in pairs.values())
+
+    def at_bound(groups: Sequence[Profiled]) -> Profiled:
+        return choose(groups, BOUND)
+
+    transfers = pairs if several else recorded_pairs()
+    rows = [
+        {"receiver": receiver_name, "sender": sender_name, "seed": setting.seed} | row
+        for by_pair, rows_of in (
+            (transfers, lambda by_task: _transfers(by_task, setting.seed, at_bound, judge)),
+            (pairs, lambda by_task: _choices(by_task, setting.seed, at_bound)),
+        )
+        for (receiver_name, sender_name), by_task in by_pair.items()
+        for row in rows_of(by_task)
+    ]
     return Outcome(rows, provenance={"models": setting.models.provenance})
 
 
-def _transfers(by_task: Profiles, seed: int) -> Iterator[dict[str, Any]]:
+def recorded_pairs() -> Pairs:
+    """Return the record's profiles of pairs with several tasks: the score of each of its items over every group."""
+    recorded, pairs = load_result("layer_profile", "full", machine="any"), Pairs()
+    for rows in rows_by_run(recorded.rows if recorded else []).values():
+        labels = rows[0]
+        pairs.setdefault((labels["receiver"], labels["sender"]), {})[labels["task"]] = profiled_groups(rows)
+    return {pair: by_task for pair, by_task in pairs.items() if len(by_task) > 1}
+
+
+def _transfers(by_task: Profiles, seed: int, at_bound: Chooser, judge: Judge) -> Iterator[dict[str, Any]]:
     shared = set.intersection(*({p.group for p in groups} for groups in by_task.values()))
     by_task = {task: [p for p in groups if p.group in shared] for task, groups in by_task.items()}
     sizes = sorted({len(group) for group in shared})
-    rules: list[tuple[str, Chooser]] = [(AT_BOUND, _at_bound)]
+    rules: list[tuple[str, Chooser]] = [(AT_BOUND, at_bound)]
     rules += [(OF_SIZE, best_of_size(size)) for size in sizes if 0 < size < sizes[-1]]
     for judged_on, judging in by_task.items():
         for chosen_on in (SEEN, *by_task):
             choosing = by_task.get(chosen_on, judging)
             for rule, choose in rules:
                 transferred = transfer(
-                    choosing, judging, choose, draws=_DRAWS, seed=seed, on_same_items=chosen_on == SEEN
+                    choosing, judging, choose, draws=_DRAWS, seed=seed, on_same_items=chosen_on == SEEN, judge=judge
                 )
                 yield {
                     "what": "transfer",
@@ -81,15 +115,11 @@ def _transfers(by_task: Profiles, seed: int) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _at_bound(groups: Sequence[Profiled]) -> Profiled:
-    return smallest_within(groups, BOUND)
-
-
-def _choices(by_task: Profiles, seed: int) -> Iterator[dict[str, Any]]:
+def _choices(by_task: Profiles, seed: int, at_bound: Chooser) -> Iterator[dict[str, Any]]:
     for task, groups in by_task.items():
         item_count = len(groups[0].own)
         for items in sorted({max(1, item_count // share) for share in _SHARES}):
-            for draw, resample in enumerate(resampled(groups, items, _at_bound, draws=_RESAMPLES, seed=seed)):
+            for draw, resample in enumerate(resampled(groups, items, at_bound, draws=_RESAMPLES, seed=seed)):
                 group = {"lo": resample.group.lo, "hi": resample.group.hi, "layers": len(resample.group)}
                 yield (
                     {"what": "choice", "chosen_on": task, "items": items, "draw": draw}
@@ -181,10 +211,40 @@ def _add_stability(summary: Summary, rows: Rows) -> None:
 PAPER_WORST, PAPER_MEAN = 4, 2  # points, 5.4
 
 
-def differences(recorded: Result, now: Result) -> Figure:
-    """Draw the loss of a choice made on another task beyond the task's own: at the bound, and with as many layers."""
+def schematic() -> Schematic:
+    """Draw a group of layers that one task chooses, used on another task."""
+    alt = (
+        "Two rows of twelve layers. Above, the profile of one task, copying, chooses two neighbouring layers that the "
+        "receiver recomputes. An arrow hands this group to another task, questions, whose items judge it: their own "
+        "profile would have chosen more layers."
+    )
+    sketch = Schematic(17, 6.4, alt)
+    for y, title in (
+        (1.0, "One task chooses the group: copying"),
+        (4.3, "Another task uses it: questions. What does it lose?"),
+    ):
+        sketch.text(0.2, y - 0.5, title, heading=True)
+        for layer in range(12):
+            sketch.box(0.2 + layer, y, str(layer), "droidspeak" if layer in (6, 7) else "full reuse")
+    sketch.arrow((7.2, 2.1), (7.2, 3.4))
+    sketch.text(7.5, 2.7, "the same group")
+    for y, look, text in ((1.1, "droidspeak", "recomputed"), (2.1, "full reuse", "reused")):
+        sketch.box(12.9, y, look=look, width=0.7, height=0.7)
+        sketch.text(13.8, y + 0.35, text)
+    sketch.text(0.2, 5.9, "Questions themselves would have chosen layers 2 to 9.")
+    return sketch
+
+
+def differences(recorded: Result | None, now: Result) -> Figure:
+    """Draw the loss of a choice made on another task beyond the task's own: at the bound, and with as many layers.
+
+    A run whose pairs have one task each has no such choice, and is not drawn.
+    """
     rules = {AT_BOUND: ("smallest group within the bound, as chosen there", "o"), OF_SIZE: ("equally many layers", "s")}
-    of_bound, both = {"variant": AT_BOUND, "than": OWN}, over(recorded, now)
+    of_bound = {"variant": AT_BOUND, "than": OWN}
+    both = [shown for shown in over(recorded, now) if shown.result.summary.all("loss_points", **of_bound)]
+    both = [replace(shown, index=index, count=len(both)) for index, shown in enumerate(both)]
+    points: set[Any] = set()
     entries = [entry for result_drawn in both for entry in result_drawn.result.summary.all("loss_points", **of_bound)]
     places = [entry["where"] for entry in entries if "across" not in entry["where"]] + [of_bound | {"across": "mean"}]
     shown = [labels for index, labels in enumerate(places) if labels not in places[:index]]
@@ -194,26 +254,14 @@ def differences(recorded: Result, now: Result) -> Figure:
         fill = "none" if rule == OF_SIZE else "full"
         for result_drawn in both:
             for line, labels in enumerate(shown):
-                if entry := result_drawn.result.summary.get("loss_points", **labels | {"variant": rule}):
+                entry = result_drawn.result.summary.get("loss_points", **labels | {"variant": rule})
+                point = (line, rule, entry and entry["value"])
+                if entry and (result_drawn.library is None or point not in points):
+                    points.add(point)
                     height = line + shift + result_drawn.shift / 3
-                    edge = {"markeredgecolor": "black"} if result_drawn.own and fill == "full" else {}
-                    ax.plot(
-                        [entry["low"], entry["high"]],
-                        [height, height],
-                        color=colour,
-                        linewidth=1.8,
-                        **result_drawn.style,
-                    )
-                    ax.plot(
-                        entry["value"],
-                        height,
-                        marker,
-                        color=colour,
-                        markersize=7,
-                        fillstyle=fill,
-                        **edge,
-                        **result_drawn.style,
-                    )
+                    reach = [[entry["value"] - entry["low"]], [entry["high"] - entry["value"]]]
+                    ax.errorbar(entry["value"], height, xerr=reach, marker=marker, fillstyle=fill, color=colour,
+                                markersize=7, linewidth=1.8, linestyle="none", **result_drawn.outlined)  # fmt: skip
         ax.plot([], [], marker, color=colour, fillstyle=fill, label=label)
     for value, style, label in ((PAPER_MEAN, "-", "paper: mean"), (PAPER_WORST, "--", "paper: at most")):
         ax.axvline(value, color=COLOURS["paper"], linestyle=style, linewidth=2, label=label)
@@ -222,12 +270,16 @@ def differences(recorded: Result, now: Result) -> Figure:
     ax.set_xlabel("token accuracy lost beyond the task's own choice, points (95 %)")
     ax.grid(axis="y", visible=False)
     ax.legend(loc="center right", fontsize=9)
-    fig.suptitle("Which layers to recompute carries over to another task; how many does not")
+    if both:
+        most = {rule: both[0].result.summary.value("loss_points", **of_bound | {"variant": rule, "across": "worst"})
+                for rule in rules}  # fmt: skip
+        fig.suptitle(f"A group chosen on another task costs up to {most[AT_BOUND]:.1f} points; with as many layers, "
+                     f"{most[OF_SIZE]:.1f}")  # fmt: skip
     name_results(fig, both, "loss_points")
     return fig
 
 
-def stability(recorded: Result, now: Result) -> Figure:
+def stability(recorded: Result | None, now: Result) -> Figure:
     """Left: how many layers a sample of so many items chooses. Right: what its choices lose elsewhere, on average."""
     from matplotlib.ticker import MaxNLocator
 
@@ -268,6 +320,8 @@ def _sample(layers_panel: Axes, right: Axes, height: float, rows: Rows, shown: D
     style = shown.style | {"color": colour, "alpha": shade * shown.style["alpha"]}
     low, middle, high = np.percentile([row["layers"] for row in rows], [2.5, 50, 97.5])
     lost = bootstrap([row["relative_loss"] for row in rows])
+    if shown.repeats(layers_panel, height, (low, middle, high, lost.estimate)):
+        return
     points = ((layers_panel, low, middle, high), (right, 100 * lost.low, 100 * lost.estimate, 100 * lost.high))
     for ax, first, value, last in points:
         ax.plot([first, last], [height, height], linewidth=2, **style)
@@ -282,22 +336,6 @@ def matrix_rows(result: Result) -> Rows:
         loss = bootstrap(row["item_loss"]).summary("points", 100)
         line[f"used on {row['judged_on']}"] = f"{interval(loss)}, mostly {row['group']}"
     return list(lines.values())
-
-
-def difference_rows(result: Result) -> Table:
-    """Yield the loss of foreign choices beyond the task's own: at the bound, and at equal size over all sizes."""
-    papers = {"worst": f"at most {PAPER_WORST}", "mean": str(PAPER_MEAN)}
-    for entry in result.summary.all("loss_points", variant=AT_BOUND, than=OWN):
-        labels = entry["where"]
-        across = labels.get("across")
-        same_size = result.summary.get("loss_points", **labels | {"variant": OF_SIZE})
-        yield {
-            "transfer": across or f"{_choice(labels)} to {labels['task']}",
-            "at the bound, points": interval(entry),
-            "equally many layers, points": interval(same_size),
-            "paper, points": papers.get(across, ""),
-            "n": entry["n"],
-        }
 
 
 def unseen_rows(result: Result) -> Table:

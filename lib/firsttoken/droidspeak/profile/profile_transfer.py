@@ -15,6 +15,7 @@ from firsttoken.droidspeak.profile.pareto import Profiled
 from firsttoken.study.errors import RequestError
 
 Chooser = Callable[[Sequence[Profiled]], Profiled]
+Judge = Callable[[Sequence[Profiled], Group], Sequence[float]]  # by item, what it loses over the group
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,12 @@ class ResampledChoice:
     relative_loss: float
 
 
+def item_losses(groups: Sequence[Profiled], group: Group) -> list[float]:
+    """Return by item the score that is lost over ``group``, one of ``groups``, against the receiver's own cache."""
+    (judged,) = (profiled for profiled in groups if profiled.group == group)
+    return [full - mixed for full, mixed in zip(judged.own, judged.mixed, strict=True)]
+
+
 def transfer(
     choosing: Sequence[Profiled],
     judging: Sequence[Profiled],
@@ -54,6 +61,7 @@ def transfer(
     draws: int,
     seed: int = 0,
     on_same_items: bool = False,
+    judge: Judge = item_losses,
 ) -> TransferLoss:
     """Choose on half of the items of ``choosing``, judge on half of those of ``judging``, for ``draws`` random splits.
 
@@ -61,8 +69,8 @@ def transfer(
     one task, the judging half did not choose, unless ``on_same_items``: then the choice is made on the very items that
     judge it. Raises RequestError for fewer than two items, or a group that only ``choosing`` has.
     """
-    by_group = {profiled.group: profiled for profiled in judging}
-    if missing := [str(p.group) for p in choosing if p.group not in by_group]:
+    profiled_groups = {profiled.group for profiled in judging}
+    if missing := [str(p.group) for p in choosing if p.group not in profiled_groups]:
         raise RequestError(f"group {missing[0]} was profiled on one task only; profile both with the same edges")
     sizes = [len(profiles[0].own) for profiles in (choosing, judging)]
     loss, groups = [0.0] * sizes[1], []
@@ -70,11 +78,11 @@ def transfer(
         choosers, judges = (random_halves(size, seed + draw) for size in sizes)
         for side in (0, 1):
             judged = judges[1 - side]
-            chosen = choose(select_items(judging, judged) if on_same_items else select_items(choosing, choosers[side]))
+            judging_half = select_items(judging, judged)
+            chosen = choose(judging_half if on_same_items else select_items(choosing, choosers[side]))
             groups.append(chosen.group)
-            judged_group = by_group[chosen.group]
-            for item in judged:
-                loss[item] += (judged_group.own[item] - judged_group.mixed[item]) / draws
+            for item, lost in zip(judged, judge(judging_half, chosen.group), strict=True):
+                loss[item] += lost / draws
     return TransferLoss(tuple(loss), sum(map(len, groups)) / len(groups), tuple(groups))
 
 
