@@ -8,10 +8,11 @@ those of Hugging Face's modules; the engine's own are 6 % shorter (``recovery_la
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from torch import nn
@@ -99,14 +100,23 @@ def fit_decode(steps: Sequence[StepSample]) -> DecodeCosts:
     return DecodeCosts(*relative_fit(parts, [step.seconds for step in steps]).tolist())
 
 
+PrefillRule: TypeAlias = Callable[[float, float, float], float]
+"""The seconds of a prefill by those of a full one, of what is computed of it, and of what comes over the link."""
+
+
+def side_by_side(full_s: float, computing_s: float, loading_s: float) -> float:
+    """Return the longer of the two: what is reused comes over the link beside the computation."""
+    return max(computing_s, loading_s)
+
+
 @dataclass(frozen=True)
 class TimedCosts(Costs):
     """A prefill of ``lengths`` [k] tokens, ascending, takes ``prefill`` [k] seconds; decoding as ``decode`` says.
 
     Between the lengths the seconds *a token* are a straight line, as attention's share of them grows with the length;
     outside they stay those of the nearest. Where ``loaded_token`` is given, a token of the context takes that many
-    seconds on the link before the prefill can end, beside the computation: the longer of the two counts. A swap takes
-    ``moved_token`` seconds a token each way.
+    seconds on the link, and ``rule`` says what the prefill then takes; ``full`` [k] are the seconds of a full one. A
+    swap takes ``moved_token`` seconds a token each way.
     """
 
     lengths: tuple[int, ...]
@@ -114,6 +124,8 @@ class TimedCosts(Costs):
     decode: DecodeCosts
     loaded_token: float = 0.0
     moved_token: float = 0.0
+    full: tuple[float, ...] = ()
+    rule: PrefillRule = side_by_side
 
     def __post_init__(self) -> None:
         if len(self.lengths) != len(self.prefill) or list(self.lengths) != sorted({*self.lengths}) or not self.lengths:
@@ -121,11 +133,17 @@ class TimedCosts(Costs):
 
     def prefill_s(self, tokens: int) -> float:
         """A prompt of ``tokens`` tokens by itself."""
-        a_token = np.divide(self.prefill, self.lengths)
-        return tokens * max(float(np.interp(tokens, self.lengths, a_token)), self.loaded_token)
+        computing_s = self._between(self.prefill, tokens)
+        full_s = self._between(self.full, tokens) if self.full else computing_s
+        return self.rule(full_s, computing_s, tokens * self.loaded_token)
+
+    def _between(self, seconds: tuple[float, ...], tokens: int) -> float:
+        return tokens * float(np.interp(tokens, self.lengths, np.divide(seconds, self.lengths)))
 
     def step_s(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
-        prompts = sum(self.prefill_s(cached + new) - self.prefill_s(cached) for cached, new in prefills)
+        prompts = sum(
+            self.prefill_s(cached + new) - (self.prefill_s(cached) if cached else 0.0) for cached, new in prefills
+        )
         return prompts + self.decode.step_s(contexts)
 
     def swap_out_s(self, tokens: int) -> float:
@@ -186,12 +204,19 @@ class ReuseMethod:
     runs: tuple[str, ...]
     costs: TimedCosts
 
+    @cached_property
+    def usual_s(self) -> float:
+        """Return the seconds of a prefill, a mean over the lengths."""
+        lengths = self.costs.lengths
+        return float(np.mean([self.costs.prefill_s(n) for n in range(lengths[0], lengths[-1] + 1)]))
 
-def reuse_throughput(profile: Profile, prefills: Result) -> Outcome:
+
+def reuse_throughput(profile: Profile, prefills: Result, *, prefill_s: PrefillRule = side_by_side) -> Outcome:
     """Rows of timed decode steps and fitted prices, and one a way, seed and rate with what its clients saw.
 
     ``prefills`` is a result of prefill_latency; its model is the one that decodes. Prefixes are as long as any between
     its shortest and its longest, arrivals are Poisson and the same for every way, and go to the replicas in turn (5.3).
+    ``prefill_s`` says what a prefill takes whose keys and values come over the link in part.
     """
     config = profile.section("serving", ServingConfig)
     lengths = sorted({row["tokens"] for row in prefills.rows})
@@ -201,7 +226,7 @@ def reuse_throughput(profile: Profile, prefills: Result) -> Outcome:
     rows = decode_rows(fuse(loaded.model), config.decode_batches, lengths, config.decode_repeats, profile.seed)
     shape = KVShape.of(loaded.model.config, profile.torch_dtype())
     edge = loaded.model.config.hidden_size * shape.dtype.itemsize
-    ways = list(_ways(prefills.rows, rows, shape, edge, config.gbit_per_s * 1e9 / 8))
+    ways = list(_ways(prefills.rows, rows, shape, edge, config.gbit_per_s * 1e9 / 8, prefill_s))
     cases = [(way, seed) for way in ways for seed in range(profile.seed, profile.seed + config.seeds)]
     for way, seed in track(cases, desc="replicas"):
         rows += [_served(way, config, lengths, seed, load) for load in config.loads]
@@ -211,7 +236,9 @@ def reuse_throughput(profile: Profile, prefills: Result) -> Outcome:
     )
 
 
-def _ways(timed: Rows, decoded: Rows, shape: KVShape, edge: int, bytes_per_s: float) -> Iterable[ReuseMethod]:
+def _ways(
+    timed: Rows, decoded: Rows, shape: KVShape, edge: int, bytes_per_s: float, rule: PrefillRule
+) -> Iterable[ReuseMethod]:
     """Full prefill, every group that keeps to the bound and computes something, and full reuse.
 
     ``edge`` is the bytes of a token's hidden state, sent beside the keys and values of the layers that are reused.
@@ -225,21 +252,24 @@ def _ways(timed: Rows, decoded: Rows, shape: KVShape, edge: int, bytes_per_s: fl
             groups.setdefault((REUSE, 0, ()), []).append(row)
         elif row["method"] == FULL or (row["method"] == PARTIAL and chosen):
             groups.setdefault((row["method"], layers, chosen), []).append(row)
+
+    def seconds(rows: Rows) -> tuple[float, ...]:
+        return tuple(float(np.median([row["first_token_s"] for row in rows if row["tokens"] == n])) for n in lengths)
+
+    full = seconds(rows_where(timed, method=FULL))
     for (method, layers, runs), run_rows in sorted(groups.items(), key=lambda entry: -entry[0][1]):
-        medians = [np.median([row["first_token_s"] for row in run_rows if row["tokens"] == n]) for n in lengths]
         sent = (depth - layers) * shape.bytes_per_token / depth + (edge if 0 < layers < depth else 0)
         loading, moving = sent / bytes_per_s, shape.bytes_per_token / bytes_per_s
-        yield ReuseMethod(
-            method, layers, runs, TimedCosts(tuple(lengths), tuple(map(float, medians)), decode, loading, moving)
-        )
+        by_rule = {"full": full, "rule": rule} if method != FULL else {}
+        costs = TimedCosts(tuple(lengths), seconds(run_rows), decode, loading, moving, **by_rule)
+        yield ReuseMethod(method, layers, runs, costs)
 
 
 def _served(way: ReuseMethod, config: ServingConfig, lengths: list[int], seed: int, load: float) -> dict[str, Any]:
     """One run: the same prompts at the same places of the same Poisson process for every way, faster or slower."""
     costs, count = way.costs, config.replicas * config.requests
     lengths_drawn = np.random.default_rng(seed).integers(lengths[0], lengths[-1] + 1, count).tolist()
-    usual_s = float(np.mean([costs.prefill_s(n) for n in range(lengths[0], lengths[-1] + 1)]))
-    rate = load * config.replicas / usual_s
+    rate = load * config.replicas / way.usual_s
     items = with_arrivals([Item(0.0, n, config.output_tokens) for n in lengths_drawn], Arrivals(rate, seed=seed))
     items = with_ids(items, vocabulary=1)
     blocks = config.requests * -(-(lengths[-1] + config.output_tokens) // BLOCK_TOKENS)
