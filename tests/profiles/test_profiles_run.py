@@ -23,6 +23,7 @@ from made_up import (
     Busy,
     NoLimit,
     asked_peer,
+    by_distance,
     choice_questions,
     counted_lender,
     few_conversations,
@@ -179,6 +180,7 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         patch.setattr(setting, "held_out", lambda task: {})
         for place in (profiling, reuse_methods, gating, profile_transfer):
             patch.setattr(place, "profiled_groups", plausible)
+        patch.setattr(profiling, "_kept", by_distance)
         patch.setattr(reuse_methods, "times_here", lambda: TimeShares(timed(), 64))
         patch.setattr(gating, "TOKENS", shorter(gating.TOKENS))
         for place in (sharegpt, learnt_threshold):
@@ -237,13 +239,15 @@ def test_an_experiment_runs(name, profile, world):
 def test_a_changed_mechanism_moves_the_figures(change: Change, world: World) -> None:
     now, changed = world.result(change.study, "quick"), world.result(change.study, "quick", **change.mechanisms)
     object.__setattr__(now, "with_mechanism", changed)
+    others = [result for name in change.reads for result in (None, world.result(name, "quick"))]
     for figure in change.figures:
-        assert rings(figure(None, now)), f"{figure.__name__} is as it was with the library's"
+        assert rings(figure(None, now, *others)), f"{figure.__name__} is as it was with the library's"
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: f"{change.study} {change.name}")
 def test_a_mechanism_that_is_the_library_s_moves_no_figure(change: Change, world: World) -> None:
     now = world.result(change.study, "quick")
     object.__setattr__(now, "with_mechanism", now)
+    others = [result for name in change.reads for result in (None, world.result(name, "quick"))]
     for figure in change.figures:
-        assert not rings(figure(None, now)), f"{figure.__name__} draws a difference where there is none"
+        assert not rings(figure(None, now, *others)), f"{figure.__name__} draws a difference where there is none"

@@ -17,7 +17,9 @@ from firsttoken.cps.policies.online import CostCurve
 from firsttoken.droidspeak.forward import Forward, cache_of
 from firsttoken.droidspeak.group_selection import GroupCosts, GroupLoss
 from firsttoken.droidspeak.layer_group import Group
+from firsttoken.droidspeak.prefix import LayerKV
 from firsttoken.droidspeak.profile.pareto import frontier
+from firsttoken.droidspeak.profile.profile_transfer import item_losses
 from firsttoken.engine.preemption.preemption_policy import Action
 from firsttoken.engine.request import Request, ScheduledChunk
 from firsttoken.engine.schedulers.sarathi import Sarathi
@@ -25,14 +27,18 @@ from firsttoken.petals.messages import SequenceChunk
 from firsttoken.petals.routing import Reachable
 from firsttoken.petals.server_session import ServerFault
 from firsttoken.simulation.costs.operator_tables import OperatorTables
+from firsttoken_studies.nb21_swap_or_recompute import figures as recovery_figures
 from firsttoken_studies.nb22_cross_point_scheduler import figures as policy_figures
 from firsttoken_studies.nb23_online_cross_point import study as online_figures
 from firsttoken_studies.nb24_who_is_preempted import figures as victim_figures
+from firsttoken_studies.nb30_full_reuse_and_sensitivity import sensitivity
 from firsttoken_studies.nb31_contiguous_groups import figures as group_figures
 from firsttoken_studies.nb32_pipelined_loading import study as pipelined_loading
 from firsttoken_studies.nb33_latency_and_quality import figures as method_figures
 from firsttoken_studies.nb33_latency_and_quality import prefill_latency
+from firsttoken_studies.nb34_profile_transfer import study as transfer_figures
 from firsttoken_studies.nb35_bandwidth_and_gate import adaptive_group
+from firsttoken_studies.nb36_throughput_under_load import figures as load_figures
 from firsttoken_studies.nb40_generation_stalls import figures as stall_figures
 from firsttoken_studies.nb41_serving_capacity import figures as capacity_figures
 from firsttoken_studies.nb43_the_cost_of_a_batch import figures as batch_figures
@@ -53,22 +59,26 @@ from firsttoken_studies.record.plot import COLOURS
 
 @dataclass(frozen=True)
 class Change:
-    """``mechanisms`` in place of those that ``study`` takes, and ``figures``, functions of (recorded, now)."""
+    """``mechanisms`` in place of those that ``study`` takes, and ``figures``, functions of (recorded, now) and the same
+    two of each study that they read."""
 
     study: str
     name: str
     mechanisms: dict[str, Any]
     figures: tuple[Callable[..., Figure], ...]
+    reads: Sequence[str] = ()
 
 
 CHANGES: list[Change] = []
 
 
-def changed(study: str, mechanism: str, *figures: Callable[..., Figure]) -> Callable[[Any], Any]:
+def changed(
+    study: str, mechanism: str, *figures: Callable[..., Figure], reads: Sequence[str] = ()
+) -> Callable[[Any], Any]:
     """Decorate a class or function that stands for ``mechanism`` in ``study``, and that moves these ``figures``."""
 
     def register(replacement: Any) -> Any:
-        CHANGES.append(Change(study, replacement.__name__, {mechanism: replacement}, figures))
+        CHANGES.append(Change(study, replacement.__name__, {mechanism: replacement}, figures, reads))
         return replacement
 
     return register
@@ -182,6 +192,7 @@ def most_layers(groups: Any, bound: float) -> Any:
 
 
 @changed("reuse_methods", "choose", method_figures.quality_by_latency)
+@changed("reuse_methods", "choose", method_figures.gains, reads=["layer_profile"])
 def half_of_the_layers(groups: Any, bound: float, choosing: Any, judging: Any) -> Any:
     return sorted(groups, key=lambda profiled: len(profiled.group))[len(groups) // 2].group, 0.0
 
@@ -310,3 +321,35 @@ def one_after_the_other(
 @changed("batch_cost", "step_ms", batch_figures.live_costs, batch_figures.table_costs)
 def a_pass_for_each(prefill_ms: Any, decode_ms: Any, chunks: Sequence[tuple[int, int]], decodes: int) -> float:
     return sum(prefill_ms(new) for _, new in chunks) + decode_ms(decodes)
+
+
+@changed("recovery_latency", "cut", recovery_figures.latency_by_length, recovery_figures.block_sizes)
+def a_copy_a_block(block: Tensor) -> list[Tensor]:
+    return [block]
+
+
+@changed("layer_profile", "reused", sensitivity.full_reuse, sensitivity.sensitivity, sensitivity.item_spread)
+def keys_without_values(recomputed: Any, sent: Any, layers: Any) -> Any:
+    return cache_of(
+        LayerKV(sent.kv[index].keys, 0 * kv.values) if index in layers else kv for index, kv in enumerate(recomputed.kv)
+    )
+
+
+@changed("layer_profile", "critical", sensitivity.sensitivity)
+def every_layer(scores: Sequence[float], own_score: float) -> list[int]:
+    return list(range(len(scores)))
+
+
+@changed("profile_transfer", "choose", transfer_figures.differences, transfer_figures.stability)
+def the_most_layers_but_all(groups: Any, bound: float) -> Any:
+    return sorted(groups, key=lambda profiled: len(profiled.group))[-2]
+
+
+@changed("profile_transfer", "judge", transfer_figures.differences)
+def half_of_the_loss(groups: Any, group: Group) -> list[float]:
+    return [lost / 2 for lost in item_losses(groups, group)]
+
+
+@changed("reuse_throughput", "prefill_s", load_figures.under_load)
+def load_then_compute(full_s: float, computing_s: float, loading_s: float) -> float:
+    return computing_s + loading_s

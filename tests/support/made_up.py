@@ -18,6 +18,8 @@ import numpy as np
 from swarms import Here
 
 from firsttoken.assets.qa_files import QAItem
+from firsttoken.droidspeak.layer_group import Group
+from firsttoken.droidspeak.profile.layer_profiler import Score
 from firsttoken.droidspeak.profile.pareto import Profiled
 from firsttoken.simulation.workload.conversations import Conversations
 from firsttoken_extras.layer_borrowing.lender import Lender
@@ -63,6 +65,12 @@ def plausible(rows: list[dict[str, Any]]) -> list[Profiled]:
         dataclasses.replace(one, own=(1.0,) * len(one.own), mixed=(0.5 + len(one.group) / depth / 2,) * len(one.own))
         for one in found
     ]
+
+
+def by_distance(kind: str, group: Group, score: Score) -> list[Any]:
+    """What profiling keeps of a score, its accuracy the less the further the output moves: random tokens are never
+    right."""
+    return [kind, group.lo, group.hi, score.nll.tolist(), (1 - score.deviation).clamp(0, 1).tolist()]
 
 
 profiled_groups = profiling.profiled_groups

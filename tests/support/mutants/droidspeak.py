@@ -11,6 +11,11 @@ PREFILL, PARETO = "firsttoken.droidspeak.prefill", "firsttoken.droidspeak.profil
 SCHEDULE, SELECTION = "firsttoken.droidspeak.pipeline.schedule", "firsttoken.droidspeak.group_selection"
 PARTIAL = "^MechanismError: Partial prefill"
 CELL_PARTIAL, CELL_CHOICE = "partial prefill of the cell `mechanism`", "the choice of a group of the cell `mechanism`"
+CELL_REUSE, CELL_CRITICAL = (
+    "the reuse of layers by the cell `mechanism`",
+    "rule for critical layers of the cell `mechanism`",
+)
+TRANSFER = "the transfer by the cell `mechanism`"
 BLEND, SCORE = "^MechanismError: CacheBlend", "^MechanismError: the score of an answer"
 PIPELINE = "^MechanismError: .*the pipeline's schedule of the cell"
 LINK, BELIEF = "^MechanismError: .*the choice of a group in the cell", "^MechanismError: the belief about a link"
@@ -33,15 +38,22 @@ rewritten(
 )
 
 
-@wrong("30", "everything is reused", PROFILER, "^MechanismError: The reuse of one layer")
+@wrong("30", "everything is reused", PROFILER, CELL_REUSE)
 def reuse_everything(right, profiler):
     """The sender's keys and values are used in the layers that the receiver should compute itself."""
     return profiler.sent.kv
 
 
-@wrong("30", "any loss is critical", f"{PARETO}:critical_layers", "^MechanismError: The rule for critical layers")
+@wrong("30", "any loss is critical", f"{PARETO}:critical_layers", CELL_CRITICAL)
 def critical_by_sign(right, scores, own, share):
     return [layer for layer, score in scores if score <= own]
+
+
+rewritten(
+    "30", "all layers but these", "if index in layers else", "if index not in layers else", CELL_REUSE, quick=True
+)
+rewritten("30", "the layer beside is reused", "if index in layers else", "if index + 1 in layers else", CELL_REUSE)
+rewritten("30", "a tenth of any score", "> share * own_score", "> share", CELL_CRITICAL)
 
 
 rewritten("31", "a cell without the E-cache", "sent.e_cache[group.lo] if group.lo else", "", CELL_PARTIAL, quick=True)
@@ -138,6 +150,18 @@ def all_right(right, prediction, answers):
     return 1.0
 
 
+rewritten("34", "no bound in the cell", "if profiled.relative_loss <= bound]", "]", TRANSFER)
+rewritten("34", "the largest group in the cell", "key=lambda profiled: (len(", "key=lambda profiled: (-len(", TRANSFER)
+rewritten(
+    "34", "judged as a gain", "full - mixed for full, mixed", "mixed - full for full, mixed", TRANSFER, quick=True
+)
+
+
+@wrong("34", "a group judged by its neighbour", "firsttoken.droidspeak.profile.profile_transfer:item_losses", TRANSFER)
+def judged_by_another(right, groups, group):
+    return right(groups, groups[-1].group)
+
+
 @wrong("35", "blind to the link", f"{SELECTION}:choose_group", LINK)
 def blind_to_the_link(right, candidates, costs, now, *rest):
     """A group is chosen as if the link were endless."""
@@ -180,6 +204,12 @@ def half_the_strength(right, config, module):
 
 COPY = "^MechanismError: the copy out of the pool of the cell"
 rewritten("62", "blocks in the order of the pool", "rows[blocks].permute", "rows[sorted(blocks)].permute", COPY)
+
+
+rewritten("36", "the shorter of the two", "return max(", "return min(", "the rule of the cell `mechanism`", quick=True)
+rewritten(
+    "36", "the link is forgotten", "return max(computing_s, loading_s)", "return computing_s", "the rule of the cell"
+)
 
 
 rewritten("35", "no loss bound in the cell", "for g in groups if g.loss <= bound)", "for g in groups)", LINK)
