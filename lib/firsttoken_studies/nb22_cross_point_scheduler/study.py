@@ -352,7 +352,7 @@ def replayed_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     summary = Summary()
     summary.add("decode_ms", {"value": decode_ms, "unit": "ms"})
     least = column(rows, BOUND, "mean_ttft_ms")
-    summary.add("ttft_mean_ms", {"value": float(np.mean(least)), "n": len(least), "unit": "ms"}, policy=BOUND)
+    summary.add("ttft_mean_ms", bootstrap(least, "mean").summary("ms"), policy=BOUND)
     for policy, threshold in {row["policy"]: row.get("threshold") for row in main}.items():
         labels = {"policy": "threshold", "threshold_tokens": threshold} if threshold is not None else {"policy": policy}
         runs_of_policy = frame_of(main, policy=policy).sort_values("seed", kind="stable")

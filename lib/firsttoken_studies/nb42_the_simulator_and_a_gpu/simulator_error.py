@@ -4,8 +4,9 @@ second one that nobody tuned to, and with a model that is split over two, by sev
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from firsttoken.simulation.costs.tensor_parallel import ExchangingCosts, ScaledP
 from firsttoken.simulation.hardware import Hardware
 from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.profile import Profile
+from firsttoken.study.stats import AxisStatistic, bootstrap
 from firsttoken.study.summary import Entry, Summary
 from firsttoken_studies.nb46_on_the_stated_gpus.operator_error import rounded
 from firsttoken_studies.record.plot import LOOKS, panels
@@ -38,7 +40,7 @@ FIELDS = ("input_toks", "output_toks", "queued_ts", "first_token_ts", "last_toke
 VLLM, SIMULATED = "vllm", "simulated"
 RUNS = {SIMULATED: True, "simulated without prefix caching": False}  # whether blocks are kept and found again
 METRICS = ("ttft", "tpot", "latency")
-QUANTILES = {"mean": np.mean, "p50": np.median, "p99": lambda values: np.percentile(values, 99)}
+QUANTILES = {"mean": np.mean, "p50": np.median, "p99": partial(np.percentile, q=99)}
 
 
 OPERATORS, PROFILE = "measured operators", "the card's own profile"
@@ -242,10 +244,9 @@ def error_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     worst without prefix caching, too."""
     summary = Summary()
     for run in RUNS:
-        off = off_pct(rows, run)
-        for measure, entry in off.items() if run == SIMULATED else ():
+        for measure, entry in off_pct(rows, run).items() if run == SIMULATED else ():
             summary.add(measure, entry, source=run, than=VLLM)
-        summary.add("off_pct", worst(off.values()), source=run, than=VLLM, across="worst")
+        summary.add("off_pct", worst(rows, run), source=run, than=VLLM, across="worst")
     return summary
 
 
@@ -264,29 +265,41 @@ def off_summary(rows: Rows, runs: Sequence[str]) -> Summary:
     and of those that do not wait for a place."""
     summary = Summary()
     for run in runs:
-        labels, off = {"costs": run, "than": VLLM}, off_pct(rows, run)
-        for measure, entry in off.items():
+        labels = {"costs": run, "than": VLLM}
+        for measure, entry in off_pct(rows, run).items():
             summary.add(measure, entry, **labels)
-        summary.add("off_pct", worst(off.values()), **labels, across="worst")
-        tpot = [off[f"tpot_{name}_off_pct"] for name in QUANTILES]
-        summary.add("tpot_off_pct", worst(tpot), **labels, across="worst")
+        summary.add("off_pct", worst(rows, run), **labels, across="worst")
+        summary.add("tpot_off_pct", worst(rows, run, ("tpot",)), **labels, across="worst")
     return summary
 
 
 def off_pct(rows: Rows, run: str) -> dict[str, Entry]:
-    """Return the error of ``run``, in % of vLLM's, by measure: each of ``QUANTILES`` of each of ``METRICS``."""
-    ours, real = frame_of(rows, run=run), frame_of(rows, run=VLLM)
-    deviations = {}
-    for metric, (name, made) in product(METRICS, QUANTILES.items()):
-        simulated, theirs = (float(made(times[f"{metric}_s"].to_numpy())) for times in (ours, real))
-        deviations[f"{metric}_{name}_off_pct"] = {"value": 100 * (simulated / theirs - 1), "n": len(real), "unit": "%"}
-    return deviations
+    """Return the error of ``run``, in % of vLLM's, by measure: each of ``QUANTILES`` of each of ``METRICS``, with an
+    interval over the requests, each drawn with both its times."""
+    return {
+        f"{metric}_{name}_off_pct": bootstrap(_times(rows, run, (metric,)), AxisStatistic(_off(made))).summary("%", 100)
+        for metric, (name, made) in product(METRICS, QUANTILES.items())
+    }
 
 
-def worst(off: Iterable[Entry]) -> Entry:
-    """The entry that is farthest from 0, without its sign."""
-    entry = max(off, key=lambda entry_off: abs(entry_off["value"]))
-    return entry | {"value": abs(entry["value"])}
+def worst(rows: Rows, run: str, metrics: Sequence[str] = METRICS) -> Entry:
+    """The error of ``run`` that is farthest from 0, without its sign; in each draw the one that is farthest there."""
+
+    def farthest(times: np.ndarray, axis: int) -> np.ndarray:
+        pairs = np.split(times, len(metrics), axis=-1)
+        return np.max([abs(_off(made)(pair, axis)) for pair in pairs for made in QUANTILES.values()], axis=0)
+
+    return bootstrap(_times(rows, run, metrics), AxisStatistic(farthest)).summary("%", 100)
+
+
+def _times(rows: Rows, run: str, metrics: Sequence[str]) -> np.ndarray:
+    """By request, for each of ``metrics`` the time of ``run`` and vLLM's: [requests, 2 x metrics]."""
+    ours, real = (frame_of(rows, run=name).set_index("request").sort_index() for name in (run, VLLM))
+    return np.column_stack([times[f"{metric}_s"] for metric in metrics for times in (ours, real)])
+
+
+def _off(made: Callable[..., Any]) -> Callable[[np.ndarray, int], np.ndarray]:
+    return lambda pairs, axis: made(pairs[..., 0], axis=axis) / made(pairs[..., 1], axis=axis) - 1
 
 
 def off_rows(result: Result, runs: Sequence[str]) -> Table:
