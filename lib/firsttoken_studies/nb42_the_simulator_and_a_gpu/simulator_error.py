@@ -293,7 +293,7 @@ def worst(rows: Rows, run: str, metrics: Sequence[str] = METRICS) -> Entry:
 
 
 def _times(rows: Rows, run: str, metrics: Sequence[str]) -> np.ndarray:
-    """By request, for each of ``metrics`` the time of ``run`` and vLLM's: [requests, 2 x metrics]."""
+    """Return the time of ``run`` and vLLM's for each of ``metrics``, by request: [requests, 2 x metrics]."""
     ours, real = (frame_of(rows, run=name).set_index("request").sort_index() for name in (run, VLLM))
     return np.column_stack([times[f"{metric}_s"] for metric in metrics for times in (ours, real)])
 
