@@ -200,7 +200,8 @@ def _swaps(shape: KVShape, tokens: Sequence[int], repeats: int, profile: Profile
     for name in random.Random(profile.seed).sample(sorted(PATHS), len(PATHS)):
         pool, host_pool = KVPool(shape, 2 * blocks, device), HostPool(shape, blocks, device.type == "cuda")
         path = PerBlock(pool, host_pool, cut) if name == PerBlock.name else make_path(name, pool, host_pool)
-        rows += swap_rows(path, tokens, repeats, profile.seed)
+        with torch_threads(1):  # as plain copies have it: a piece of many layers would wait for a second thread
+            rows += swap_rows(path, tokens, repeats, profile.seed)
         path.close()
     return rows
 
