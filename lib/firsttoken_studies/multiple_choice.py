@@ -7,10 +7,10 @@ chose, in the order of the task, and one row a task the right ones.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import numpy as np
 import torch
@@ -26,7 +26,14 @@ from firsttoken.study.summary import Scalar, Summary
 from firsttoken_studies.choice_tasks import TASKS, ChoiceItem, check_count, choice_items
 from firsttoken_studies.record.results import Rows
 
+Choose: TypeAlias = Callable[[Sequence[float], Sequence[int]], int]
+"""The nats of each option of a question, and its bytes or 1 -> the number of the option that is taken."""
 _TASK = re.compile(r"(\w+) ([1-9]\d{0,5})")
+
+
+def likeliest(nats: Sequence[float], sizes: Sequence[int]) -> int:
+    """Return the option whose continuation has the fewest ``nats`` for its size."""
+    return min(range(len(nats)), key=lambda option: nats[option] / sizes[option])
 
 
 @dataclass(frozen=True)
@@ -59,13 +66,15 @@ class ChoiceTasksConfig:
         """One row a task: the right options."""
         return [{"task": task, "right": [item.answer for item in items]} for task, items in self.items.items()]
 
-    def chosen(self, variant: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Rows:
-        """One row a task: the options that ``variant`` chooses."""
+    def chosen(
+        self, variant: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, choose: Choose = likeliest
+    ) -> Rows:
+        """One row a task: the options that ``variant`` is taken to ``choose``."""
         return [
             {
                 "task": task,
                 "variant": variant,
-                "chosen": choices(model, tokenizer, items, self.batch, TASKS[task].by_length),
+                "chosen": choices(model, tokenizer, items, self.batch, TASKS[task].by_length, choose),
             }
             for task, items in self.items.items()
         ]
@@ -97,16 +106,19 @@ def accuracy_summary(rows: Rows, places: Mapping[str, dict[str, Scalar]], baseli
 
 
 def choices(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, items: Sequence[ChoiceItem], batch: int, by_length: bool
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    items: Sequence[ChoiceItem],
+    batch: int,
+    by_length: bool,
+    choose: Choose = likeliest,
 ) -> list[int]:
-    """The option that the model finds likeliest, for each item: by the log-likelihood of its continuation, which
-    ``by_length`` divides by its bytes."""
-    chosen = []
-    for item, losses in zip(items, option_losses(model, tokenizer, items, batch), strict=True):
-        sizes = [len(text.encode()) if by_length else 1 for text in item.continuations]
-        losses_per_token = [loss / size for loss, size in zip(losses, sizes, strict=True)]
-        chosen.append(min(range(len(losses_per_token)), key=losses_per_token.__getitem__))
-    return chosen
+    """The option that the model is taken to ``choose``, for each item: by the nats of its continuation and, with
+    ``by_length``, by its bytes."""
+    return [
+        choose(nats, [len(text.encode()) if by_length else 1 for text in item.continuations])
+        for item, nats in zip(items, option_losses(model, tokenizer, items, batch), strict=True)
+    ]
 
 
 @torch.inference_mode()

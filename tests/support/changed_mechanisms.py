@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,9 @@ from firsttoken.petals.messages import SequenceChunk
 from firsttoken.petals.routing import Reachable
 from firsttoken.petals.server_session import ServerFault
 from firsttoken.simulation.costs.operator_tables import OperatorTables
+from firsttoken_studies.nb12_staged_healing import figures as healing_figures
+from firsttoken_studies.nb12_staged_healing import stage_tasks
+from firsttoken_studies.nb17_bits_before_layers import figures as plane_figures
 from firsttoken_studies.nb21_swap_or_recompute import figures as recovery_figures
 from firsttoken_studies.nb22_cross_point_scheduler import figures as policy_figures
 from firsttoken_studies.nb23_online_cross_point import study as online_figures
@@ -52,8 +56,11 @@ from firsttoken_studies.nb53_training_through_the_chain import figures as tuning
 from firsttoken_studies.nb54_validation_and_privacy import figures as trust_figures
 from firsttoken_studies.nb56_a_start_that_borrows import borrowed_start, parallel_start
 from firsttoken_studies.nb61_five_at_once import figures as five_figures
+from firsttoken_studies.nb62_agents_in_turns import figures as agent_figures
 from firsttoken_studies.nb63_many_cold_starts import figures as burst_figures
+from firsttoken_studies.progressiveserve import recovery_figures as session_figures
 from firsttoken_studies.progressiveserve import stage_figures
+from firsttoken_studies.progressiveserve.coldstart import figures as start_figures
 from firsttoken_studies.record.plot import COLOURS
 
 
@@ -146,6 +153,7 @@ def always_the_smallest(servers: Sequence[Reachable], depth: int) -> tuple[float
     return seconds, path
 
 
+@changed("deferral_sweep", "rule", start_figures.trade_off)
 @changed("layer_distance", "rule", stage_figures.distance_map, stage_figures.chosen_blocks)
 def turned_most(stream: Tensor, size: int) -> tuple[list[int], Tensor]:
     cosines = torch.cosine_similarity(stream[:-size], stream[size:], dim=-1).mean(1)
@@ -353,3 +361,52 @@ def half_of_the_loss(groups: Any, group: Group) -> list[float]:
 @changed("reuse_throughput", "prefill_s", load_figures.under_load)
 def load_then_compute(full_s: float, computing_s: float, loading_s: float) -> float:
     return computing_s + loading_s
+
+
+COIN = random.Random(0)  # all stages of a model without width give one answer, which a coin alone tells apart
+
+
+@changed("stage_quality", "score", stage_figures.stage_scores)
+def by_a_coin(prediction: str, answers: Sequence[str]) -> float:
+    return float(COIN.random() < 0.5)
+
+
+@changed("stage_tasks", "choose", stage_tasks.accuracy_by_stage)
+def any_option(nats: Sequence[float], sizes: Sequence[int]) -> int:
+    return COIN.randrange(len(nats))
+
+
+@changed("healing_live", "distill_loss", healing_figures.healing_course)
+def divergence_turned_round(logits: Tensor, teacher: Tensor) -> Tensor:
+    log_probs, wanted = logits.log_softmax(-1), teacher.log_softmax(-1)
+    return (log_probs.exp() * (log_probs - wanted)).sum(-1).mean()
+
+
+@changed("cold_start", "groups", start_figures.phase_stacks)
+def half_of_the_block_waits(depth: int, block: Sequence[int]) -> list[list[int]]:
+    late = list(block[len(block) // 2 :])
+    return [[layer for layer in range(depth) if layer not in late], late]
+
+
+@changed("recovery_timeline", "stage_of", session_figures.growth_of_service)
+def to_the_whole_model_alone(now: int, best: int, moves: bool) -> int:
+    return best if moves and best == 3 else now
+
+
+@changed("open_session", "rule", session_figures.continuation_losses)
+def everybody_goes_on(policy: str, missing: Sequence[int], changed: range, depth: int) -> range:
+    return range(0)
+
+
+@changed("precision_start", "order", plane_figures.starts)
+def first_layer_exact(parts: Sequence[str], planes: int) -> list[list[tuple[str, int]]]:
+    stages = [[(part, plane) for part in parts if plane == 0 or part != parts[1]] for plane in range(planes)]
+    stages[0] += [(parts[1], plane) for plane in range(1, planes)]
+    return stages
+
+
+@changed("agents", "from_pool", agent_figures.by_turn)
+def values_without_scale(rows: Tensor, blocks: Sequence[int], tokens: int) -> Tensor:
+    kv = rows[list(blocks)].permute(1, 2, 4, 0, 3, 5).flatten(3, 4)[:, :, :, :tokens].clone()
+    kv[:, 1] /= kv[:, 1].abs().amax() / 100
+    return kv

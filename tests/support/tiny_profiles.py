@@ -61,7 +61,7 @@ SMALL = {
     "serving": {"requests": 6},
     "batch_cost": {"prompt": 16, "pieces": [4, 8], "tile": 6, "contexts": [4]},
     "eight_bits": {"batches": [1, 2], "context": 4},
-    "agents": {"said_tokens": 2, "turns": 3, "conversations": 2, "at_once": 2, "chosen_items": 4},
+    "agents": {"said_tokens": 2, "turns": 3, "conversations": 2, "at_once": 2, "chosen_items": 4, "context_tokens": 32},
     "chains": {"forwards": [1, 2], "forward_tokens": 4, "disk_repeats": 1, "clients": 8, "block_hidden": 128},
     "churn": {"servers": 12, "depth": 12, "events": 2},
     "one_engine": {"sessions": 2, "session_tokens": 32, "session_new_tokens": 40, "beside_tokens": 100, "sharing": 2}

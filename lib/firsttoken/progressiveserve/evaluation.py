@@ -12,8 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from firsttoken.assets.corpora import load_qa, running_text, token_windows
 from firsttoken.assets.needs import CONTEXT, Need, questions_of, text_of
-from firsttoken.progressiveserve.quality import AnswerConfig, answer_scores, text_scores
+from firsttoken.progressiveserve.quality import AnswerConfig, Score, answer_scores, text_scores
 from firsttoken.progressiveserve.quality_gates import CLOSED_BOOK, EXTRACTIVE
+from firsttoken.scoring import exact_match
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.parsing.schema import non_empty, unknown
 from firsttoken.study.profile import build_config
@@ -73,10 +74,10 @@ class QualityConfig:
 
 
 class Evaluation:
-    """One set of test items, put to every variant alike."""
+    """One set of test items, put to every variant alike; exact matches are counted by ``score``."""
 
-    def __init__(self, config: QualityConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, config: QualityConfig, tokenizer: PreTrainedTokenizerBase, score: Score = exact_match) -> None:
+        self._tokenizer, self._score = tokenizer, score
         self._answers = AnswerConfig(max_prompt_tokens=config.max_prompt_tokens, batch=config.batch)
         requested = {
             EXTRACTIVE: (config.questions, config.items),
@@ -91,7 +92,7 @@ class Evaluation:
         table = [
             label | {"task": task} | row
             for task, items in self._items.items()
-            for row in answer_scores(model, self._tokenizer, items, self._answers)
+            for row in answer_scores(model, self._tokenizer, items, self._answers, self._score)
         ]
         return table + [label | {"task": "text"} | row for row in text_scores(model, self._windows)]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,31 @@ class Curve:
 
     rows: list[dict[str, float]]
     duration_s: float
+
+
+def answer_loss(logits: Tensor, next_tokens: Tensor) -> Tensor:
+    """The mean cross-entropy of ``next_tokens`` [positions] under ``logits`` [positions, vocabulary], in nats."""
+    return F.cross_entropy(logits, next_tokens)
+
+
+def distill_loss(logits: Tensor, teacher: Tensor) -> Tensor:
+    """The mean KL divergence of the student's ``logits`` [positions, vocabulary] from those of the ``teacher`` at the
+    same positions, in nats."""
+    log_probs, wanted = F.log_softmax(logits, -1), F.log_softmax(teacher, -1)
+    return F.kl_div(log_probs, wanted, log_target=True, reduction="batchmean")
+
+
+Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+
+class HealingLosses(NamedTuple):
+    """The functions whose weighted sum is trained on: of what is told, and of what the full model predicts."""
+
+    answer: Loss = answer_loss
+    distill: Loss = distill_loss
+
+
+LOSSES = HealingLosses()
 
 
 class Teacher:
@@ -71,6 +97,7 @@ def train(
     teacher: Teacher | None = None,
     watch: Callable[[int], dict[str, float]] | None = None,
     watch_every: int = 0,
+    losses: HealingLosses = LOSSES,
 ) -> Curve:
     """Train the adapter of ``peft`` in place by ``recipe``.
 
@@ -88,18 +115,18 @@ def train(
     rows, start = [], time.perf_counter()
     peft.train()
     for step in track(range(1, steps + 1), desc=f"healing ({recipe.name})", unit="step"):
-        losses: dict[str, float] = {}
+        means: dict[str, float] = {}
         for _ in range(recipe.accumulate):
             question_batch, text_batch = next(batches)
-            parts = _losses(peft, recipe, question_batch, text_batch, teacher, draw)
+            parts = _losses(peft, recipe, question_batch, text_batch, teacher, draw, losses)
             (sum(parts.values()) / recipe.accumulate).backward()
             for name, loss in parts.items():
-                losses[name] = losses.get(name, 0.0) + loss.item() / recipe.accumulate
+                means[name] = means.get(name, 0.0) + loss.item() / recipe.accumulate
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
-        row = {"step": step, **{name: round(loss, 5) for name, loss in losses.items()}}
+        row = {"step": step, **{name: round(loss, 5) for name, loss in means.items()}}
         if watch and (step == steps or (watch_every and step % watch_every == 0)):
             peft.eval()
             row |= watch(step)
@@ -128,6 +155,7 @@ def _losses(
     texts: list[Sample],
     teacher: Teacher | None,
     draw: torch.Generator,
+    losses: HealingLosses,
 ) -> dict[str, Tensor]:
     """The weighted losses of one micro-batch. Logits, a third of the work, are made at the positions needed only."""
     model = peft.get_base_model()
@@ -138,18 +166,20 @@ def _losses(
     with autocast(peft):
         hidden = model.get_decoder()(ids.to(device), use_cache=False).last_hidden_state
         logits = head(hidden[needed.to(device)]).float()
-    token_loss = F.cross_entropy(logits, ids.roll(-1, 1)[needed].to(device), reduction="none")
+    next_tokens = ids.roll(-1, 1)[needed].to(device)
     parts = {}
-    if recipe.answer_weight and answer.any():
-        parts["answer_loss"] = recipe.answer_weight * token_loss[answer[needed].to(device)].mean()
-    if recipe.text_weight and running.any():
-        parts["text_loss"] = recipe.text_weight * token_loss[running[needed].to(device)].mean()
+    for name, weight, mask in (
+        ("answer_loss", recipe.answer_weight, answer),
+        ("text_loss", recipe.text_weight, running),
+    ):
+        if weight and mask.any():
+            learnt = mask[needed].to(device)
+            parts[name] = weight * losses.answer(logits[learnt], next_tokens[learnt])
     if recipe.distill_weight and teacher is not None:
         target = teacher.hidden([*questions, *texts], ids.shape[1])[distilled.to(device)]
         with torch.no_grad():
-            wanted = F.log_softmax(head(target.to(head.weight.dtype)).float(), -1)
-        got = F.log_softmax(logits[distilled[needed].to(device)], -1)
-        parts["distill_loss"] = recipe.distill_weight * F.kl_div(got, wanted, log_target=True, reduction="batchmean")
+            wanted = head(target.to(head.weight.dtype)).float()
+        parts["distill_loss"] = recipe.distill_weight * losses.distill(logits[distilled[needed].to(device)], wanted)
     return parts
 
 

@@ -7,9 +7,9 @@ answer is decoded on the cache itself.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,9 @@ class PrunedCache(DynamicCache):
         return super().get_mask_sizes(query_length, self._filled_layer(layer_idx))
 
 
+Score: TypeAlias = Callable[[str, Sequence[str]], float]  # of an answer, by those that are right
+
+
 @dataclass(frozen=True)
 class AnswerConfig:
     """The settings for taking answers: the report decodes 10 tokens greedily, zero-shot (3.5.2)."""
@@ -58,9 +61,14 @@ class AnswerConfig:
 
 @torch.inference_mode()
 def answer_scores(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, items: Sequence[QAItem], config: AnswerConfig
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    items: Sequence[QAItem],
+    config: AnswerConfig,
+    score: Score = exact_match,
 ) -> list[dict[str, Any]]:
-    """One row an item: ``em``, ``f1`` in 0..1, ``answer_nll`` in nats a token, ``choice_correct`` where it has choices.
+    """One row an item: ``em``, which is by ``score``, and ``f1`` in 0..1, ``answer_nll`` in nats a token,
+    ``choice_correct`` where it has choices.
 
     Items of like length share a batch; rows come back in the order of ``items``. Where the prompt did not fit, the row
     has ``cut_tokens``.
@@ -71,7 +79,7 @@ def answer_scores(
     rows: dict[int, dict[str, Any]] = {}
     for first in range(0, len(order), config.batch):
         chosen = order[first : first + config.batch]
-        scored = _score_batch(model, tokenizer, [items[i] for i in chosen], [prompts[i] for i in chosen], config)
+        scored = _score_batch(model, tokenizer, [items[i] for i in chosen], [prompts[i] for i in chosen], config, score)
         rows |= dict(zip(chosen, scored, strict=True))
     for i, (ids, prompt) in enumerate(zip(encoded, prompts, strict=True)):
         if len(ids) > len(prompt):
@@ -85,6 +93,7 @@ def _score_batch(
     items: Sequence[QAItem],
     prompts: Sequence[list[int]],
     config: AnswerConfig,
+    score: Score,
 ) -> list[dict[str, Any]]:
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)
@@ -100,7 +109,7 @@ def _score_batch(
         row = {
             "item": item.id,
             "prediction": text,
-            "em": exact_match(text, item.answers),
+            "em": float(score(text, item.answers)),
             "f1": token_f1(text, item.answers),
             "answer_nll": losses[max(item.answer_index, 0)],
         }

@@ -18,7 +18,7 @@ from firsttoken.assets.adapters import export_adapter
 from firsttoken.assets.corpora import QAItem, boolq_prompts, load_qa, running_text, token_windows
 from firsttoken.assets.needs import CONTEXT, Need, questions_of, text_of
 from firsttoken.progressiveserve.base_model import ServedModel
-from firsttoken.progressiveserve.healing import Curve, Teacher, attach, train
+from firsttoken.progressiveserve.healing import LOSSES, Curve, HealingLosses, Teacher, attach, train
 from firsttoken.progressiveserve.passlayer import pass_layers
 from firsttoken.progressiveserve.quality import AnswerConfig, answer_scores, perplexity, text_scores
 from firsttoken.progressiveserve.recipe import Recipe
@@ -112,6 +112,7 @@ def heal(
     data: TrainingData,
     config: HealingConfig,
     teacher: Teacher | None = None,
+    losses: HealingLosses = LOSSES,
 ) -> tuple[PeftModel, Curve]:
     """Train an adapter on the layers that compute while ``missing`` are passed; ``teacher`` is the full model.
 
@@ -125,7 +126,7 @@ def heal(
     def watch(_: int) -> dict[str, float]:
         return _validation(peft, served.tokenizer, data)
 
-    return peft, train(peft, recipe, data.questions, data.text, teacher, watch, config.watch_every)
+    return peft, train(peft, recipe, data.questions, data.text, teacher, watch, config.watch_every, losses)
 
 
 def healed(

@@ -7,13 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check
-from firsttoken.progressiveserve.base_model import ServedConfig
+from firsttoken.progressiveserve.base_model import ServedConfig, load_served
+from firsttoken.progressiveserve.stages import StagePlan
 from firsttoken.progressiveserve.staging import RANDOM
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken_studies.probes.kernel_link import available
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import (
     Checkpoint,
+    LayerGroups,
+    checkpoint_root,
+    grouped_checkpoint,
     prompt_of,
     random_checkpoint,
     served_checkpoint,
@@ -30,7 +34,7 @@ from firsttoken_studies.progressiveserve.coldstart.harness import (
 from firsttoken_studies.progressiveserve.coldstart.rival_loaders import installed
 from firsttoken_studies.progressiveserve.coldstart.spec import TrialSpec
 from firsttoken_studies.progressiveserve.coldstart.summary import link_floor
-from firsttoken_studies.progressiveserve.coldstart.variants import find_variant
+from firsttoken_studies.progressiveserve.coldstart.variants import FIRST, WHOLE, find_variant
 from firsttoken_studies.record.results import Outcome, Rows
 
 
@@ -66,8 +70,18 @@ class ColdStartConfig:
             raise ProfileError(f"coldstart.rounds: {self.rounds} are fewer than the {self.few_rounds} few_rounds")
 
 
-def cold_start(profile: Profile) -> Outcome:
-    """Fresh processes from cold files to the first token, over each link; ratios within each link."""
+def halved(depth: int, block: Sequence[int]) -> list[Sequence[int]]:
+    """Return the layers that each of the report's three stages brings: all but the ``block``, and its two halves."""
+    plan = StagePlan.from_block(depth, block)
+    return [plan.a, plan.b, plan.c]
+
+
+def cold_start(profile: Profile, *, groups: LayerGroups = halved) -> Outcome:
+    """Fresh processes from cold files to the first token, over each link; ratios within each link.
+
+    ``groups`` other than the report's are staged in a folder that is gone afterwards, and loaded by the starts that
+    answer after the first stage.
+    """
     config = profile.section("coldstart", ColdStartConfig)
     check(profile.section("served", ServedConfig).needs(), ModelFacts(profile.model))
     ours = (*config.sweep_variants, *config.parallel_variants, *config.server_variants)
@@ -75,8 +89,21 @@ def cold_start(profile: Profile) -> Outcome:
         raise ProfileError(
             f"coldstart: {peers[0]} opens its own files, so no link of it is shaped; name loaders of this project"
         )
-    checkpoint = served_checkpoint(profile)
-    specs = trial_specs(profile, checkpoint, config.questions, config.readers)
+    served = load_served(profile)
+    checkpoint = grouped = served_checkpoint(profile, served)
+    with checkpoint_root(groups is not halved) as root:
+        if groups is not halved:
+            grouped = grouped_checkpoint(profile, served, groups, root)
+        del served  # the children need the memory
+        by_plan = {
+            stages: trial_specs(profile, of_plan, config.questions, config.readers)
+            for stages, of_plan in ((WHOLE, checkpoint), (FIRST, grouped))
+        }
+        return _trials(profile.seed, config, checkpoint, lambda name: by_plan[find_variant(name).stages or WHOLE](name))
+
+
+def _trials(seed: int, config: ColdStartConfig, checkpoint: Checkpoint, specs: Callable[[str], TrialSpec]) -> Outcome:
+    """Run the trials of every variant over every link, of which ``specs`` gives each."""
     rows: Rows = []
     floors: dict[str, dict[str, Any]] = {}
     disk = disk_speed(specs("read"))
@@ -95,7 +122,7 @@ def cold_start(profile: Profile) -> Outcome:
             left_out[wire.name] = missing
         often = [specs(name) for name in names if wire is main and name in config.variants]
         every = [specs(name) for name in ("read", *names)]
-        trial_rows = run_trials([every] * few + [often] * (config.rounds - few if often else 0), wire, profile.seed)
+        trial_rows = run_trials([every] * few + [often] * (config.rounds - few if often else 0), wire, seed)
         rows += trial_rows
         floors[f"link {wire.name}"] = link_floor(trial_rows)
     notes = {

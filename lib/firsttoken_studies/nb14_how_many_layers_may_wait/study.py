@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from firsttoken.assets.corpora import running_text, token_windows
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, text_of
@@ -27,6 +29,7 @@ from firsttoken_studies.nb13_cold_start.study import disk_speed, trial_specs
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import Checkpoint, written
 from firsttoken_studies.progressiveserve.coldstart.harness import one_trial, wire_for
 from firsttoken_studies.progressiveserve.coldstart.summary import REQUEST
+from firsttoken_studies.progressiveserve.layers import BlockRule, last_tokens
 from firsttoken_studies.record.results import Outcome, Rows
 
 
@@ -63,31 +66,37 @@ class LayerSweepConfig:
         ]
 
 
-def deferral_sweep(profile: Profile) -> Outcome:
-    """Both sides of the trade, by the number of layers that wait: first tokens timed, and quality without healing."""
+def deferral_sweep(profile: Profile, *, rule: BlockRule | None = None) -> Outcome:
+    """Both sides of the trade, by the number of layers that wait: first tokens timed, and quality without healing.
+
+    A reader's ``rule`` chooses in place of the angular distance. The times do not depend on it, nor does the search for
+    the best start, and are not taken again.
+    """
     config = profile.section("deferral", LayerSweepConfig)
     quality = profile.section("quality", QualityConfig)
     sizes = quality.smaller(config.items, config.windows)
     served_config = profile.section("served", ServedConfig)
     check([*served_config.needs(), *config.needs(), *sizes.needs()], ModelFacts(profile.model))
     served = load_served(profile)
-    rows = _first_tokens(profile, config, quality.questions, served)
-    rows += _qualities(profile, config, Evaluation(sizes, served.tokenizer), served)
+    rows = _first_tokens(profile, config, quality.questions, served) if rule is None else []
+    rows += _qualities(profile, config, Evaluation(sizes, served.tokenizer), served, rule)
     return Outcome(rows, provenance=served.provenance)
 
 
 def deferral_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """Scores of every block, the median TTFT by the number of deferred layers, and what each of them saves of it."""
+    """Scores of every block; and where starts were timed, the median TTFT by the number of deferred layers, and what
+    each of them saves of it."""
     scored = [row for row in rows if "task" in row]
     places = {row["variant"]: {"variant": row["selection"], "layers": row["deferred_layers"]} for row in scored}
     summary = summarise(scored, places, judged=QualityConfig.recorded(parameters).judged)
     sizes = parameters["deferral"]["sizes"]
     for size in sizes:
-        times = [row[REQUEST] for row in rows if REQUEST in row and row["deferred_layers"] == size]
-        summary.add("ttft_p50_s", bootstrap(times, "median").summary("s"), layers=size)
-    whole_s, deferred = (summary.value("ttft_p50_s", layers=size) for size in (0, max(sizes)))
-    saved = {"value": 1000 * (whole_s - deferred) / max(sizes), "unit": "ms of TTFT a layer"}
-    summary.add("saved_a_layer_ms", saved)
+        if times := [row[REQUEST] for row in rows if REQUEST in row and row["deferred_layers"] == size]:
+            summary.add("ttft_p50_s", bootstrap(times, "median").summary("s"), layers=size)
+    if summary.all("ttft_p50_s"):
+        whole_s, deferred = (summary.value("ttft_p50_s", layers=size) for size in (0, max(sizes)))
+        saved = {"value": 1000 * (whole_s - deferred) / max(sizes), "unit": "ms of TTFT a layer"}
+        summary.add("saved_a_layer_ms", saved)
     return summary
 
 
@@ -117,14 +126,16 @@ def _first_tokens(profile: Profile, config: LayerSweepConfig, questions: str, se
     return rows
 
 
-def _qualities(profile: Profile, config: LayerSweepConfig, evaluation: Evaluation, served: ServedModel) -> Rows:
+def _qualities(
+    profile: Profile, config: LayerSweepConfig, evaluation: Evaluation, served: ServedModel, rule: BlockRule | None
+) -> Rows:
     base = load_base(profile)
     windows = token_windows(running_text("train"), base.tokenizer, config.tokens, config.calibration)
-    distances = angular_distances(base.model, windows)
+    choose = _choice(base.model, windows, rule)
     rows = _labelled(evaluation.rows("s0", served.model), 0, "none", ())
     for size in track([size for size in config.sizes if size], desc="quality", unit="block"):
-        blocks = {"distance": tuple(choose_block(distances, size))}
-        if config.search_windows:
+        blocks = {"distance": tuple(choose(size))}
+        if config.search_windows and rule is None:
             blocks["perplexity"] = search_block(served, windows[: config.search_windows], size)
         for selection, block in blocks.items():
             with passing(served.model, block) as model:
@@ -135,6 +146,14 @@ def _qualities(profile: Profile, config: LayerSweepConfig, evaluation: Evaluatio
             size = len(served.plan.block)
             rows += _labelled(evaluation.rows(f"healed_{size}", model), size, "healed", served.plan.block)
     return rows
+
+
+def _choice(model: PreTrainedModel, windows: torch.Tensor, rule: BlockRule | None) -> Callable[[int], Sequence[int]]:
+    """Return what chooses a block of a size, on ``windows`` [count, tokens]."""
+    if rule is None:
+        return partial(choose_block, angular_distances(model, windows))
+    stream = last_tokens(model, windows, batch=8)
+    return lambda size: rule(stream, size)[0]
 
 
 def _labelled(rows: Rows, size: int, selection: str, block: tuple[int, ...]) -> Rows:

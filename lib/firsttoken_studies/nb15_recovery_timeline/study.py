@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -63,8 +63,18 @@ CASES = ("whole", "pinned", "upgrade")
 """The whole model at once; progressively, requests ending as they began; progressively, open requests moving over."""
 
 
-def recovery_timeline(profile: Profile) -> Outcome:
-    """Serve the same clients by a plain start and two progressive ones, each in a fresh process with cold files."""
+def stage_of(now: int, best: int, moves: bool) -> int:
+    """Return the stage that computes a request's next token, where ``now`` has computed the last one, and a ``best``
+    has come since."""
+    return best if moves else now
+
+
+def recovery_timeline(profile: Profile, *, stage_of: Callable[[int, int, bool], int] = stage_of) -> Outcome:
+    """Serve the same clients by a plain start and two progressive ones, each in a fresh process with cold files.
+
+    ``stage_of`` is asked here, of each pair of stages, and the other process is told which of them requests move
+    between.
+    """
     config = profile.section("timeline", TimelineConfig)
     check([*profile.section("served", ServedConfig).needs(), *config.needs()], ModelFacts(profile.model))
     config.check_duration(weight_bytes(profile.model, profile.torch_dtype()))
@@ -77,13 +87,19 @@ def recovery_timeline(profile: Profile) -> Outcome:
     cases = [(run, case) for run in range(config.runs) for case in (CASES if run % 2 == 0 else CASES[::-1])]
     for run, case in track(cases, desc="timelines", unit="start"):
         checkpoint = whole_checkpoint_served if case == "whole" else progressive
-        timeline = _one_timeline(checkpoint, case, prompt, profile, config)
-        rows += [{"case": case, "run": run} | row for row in packed(timeline)]
+        pairs = combinations(range(1, len(checkpoint.manifest.stages) + 1), 2)
+        moves = [(now, best) for now, best in pairs if stage_of(now, best, case == "upgrade") == best]
+        timeline = _one_timeline(checkpoint, moves, prompt, profile, config)
+        rows += [{"case": case, "run": run} | row for row in [{"row": "moves", "pairs": moves}, *packed(timeline)]]
     return Outcome(rows, provenance=provenance)
 
 
 def _one_timeline(
-    checkpoint: Checkpoint, case: str, prompt: list[int], profile: Profile, config: TimelineConfig
+    checkpoint: Checkpoint,
+    moves: list[tuple[int, int]],
+    prompt: list[int],
+    profile: Profile,
+    config: TimelineConfig,
 ) -> Rows:
     """The rows of one timeline from cold files, in a process of its own.
 
@@ -93,7 +109,7 @@ def _one_timeline(
     spec = TimelineSpec(
         folder=str(checkpoint.staged),
         prompt=prompt,
-        upgrade=case == "upgrade",
+        moves=moves,
         gbit_per_s=config.gbit_per_s,
         clients=config.clients,
         new_tokens=config.new_tokens,
@@ -107,7 +123,7 @@ def _one_timeline(
     done = subprocess.run(command, input=json.dumps(asdict(spec)), capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise FirstTokenError(f"the timeline of {case} failed: {reason}")
+        raise FirstTokenError(f"the timeline of {checkpoint.staged.name} failed: {reason}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 

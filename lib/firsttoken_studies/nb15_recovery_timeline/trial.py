@@ -10,6 +10,7 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ import torch
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
+from firsttoken.progressiveserve.loading.views import StageView
 from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
-from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS
+from firsttoken.progressiveserve.staged_serving.transitions import Transition
 from firsttoken_studies.probes.fast_exit import tell_and_end
 from firsttoken_studies.probes.footprint import MemoryGrowth, resident
 from firsttoken_studies.progressiveserve.device_memory import device_now, device_peak
@@ -28,11 +30,12 @@ from firsttoken_studies.progressiveserve.device_memory import device_now, device
 
 @dataclass(frozen=True)
 class TimelineSpec:
-    """The settings that the parent gives; see ``timeline.TimelineConfig``."""
+    """The settings that the parent gives; see ``timeline.TimelineConfig``. In ``moves`` are the pairs of stages between
+    which an open request moves: the one that serves it, and a better one that has come."""
 
     folder: str
     prompt: list[int]
-    upgrade: bool
+    moves: list[tuple[int, int]]
     gbit_per_s: float
     clients: int
     new_tokens: int
@@ -41,6 +44,20 @@ class TimelineSpec:
     threads: int
     device: str
     dtype: str
+
+
+class MovesBy(Transition):
+    """A transition in which the stage that ``rule`` names of two, the one that serves a request and the one that has
+    come, goes on; the new one computes everything again."""
+
+    name = "by a rule"
+
+    def __init__(self, rule: Callable[[int, int], int]) -> None:
+        self._rule = rule
+
+    def redo(self, old: StageView, new: StageView) -> range | None:
+        """Return all layers where the rule names the new stage."""
+        return range(len(new.layers)) if self._rule(old.stage, new.stage) == new.stage else None
 
 
 def main(spec: TimelineSpec) -> list[dict[str, Any]]:
@@ -55,7 +72,8 @@ def main(spec: TimelineSpec) -> list[dict[str, Any]]:
         max_prompt_tokens=len(spec.prompt),
         max_new_tokens=spec.new_tokens,
     )
-    policy, placement = TRANSITIONS["prefill again"], {"device": spec.device, "dtype": spec.dtype}
+    moves, placement = {(now, best) for now, best in spec.moves}, {"device": spec.device, "dtype": spec.dtype}
+    policy = MovesBy(lambda now, best: best if (now, best) in moves else now)
     server = StagedServer(Path(spec.folder), [link], limits, policy=policy, **placement)
     start = time.monotonic()
     server.start()
@@ -81,7 +99,7 @@ def _client(server: StagedServer, spec: TimelineSpec, client: int, start: float,
         if asked_s > spec.duration_s:
             return
         tokens = 0
-        for event in server.submit(spec.prompt, spec.new_tokens, spec.upgrade).events():
+        for event in server.submit(spec.prompt, spec.new_tokens, bool(spec.moves)).events():
             tokens += 1
             time_s = event.at_s - start
             rows.append({"row": "token", "client": client, "request": request, "at_s": time_s, "stage": event.stage})

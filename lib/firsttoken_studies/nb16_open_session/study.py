@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.base_model import ServedConfig, load_served
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
-from firsttoken.progressiveserve.loading.views import StageView
+from firsttoken.progressiveserve.loading.views import StageView, changed
+from firsttoken.progressiveserve.passlayer import PassLayer
 from firsttoken.progressiveserve.staged_serving.stage_versions import StagedModelVersion
 from firsttoken.progressiveserve.staged_serving.transitions import TRANSITIONS, Transition
 from firsttoken.study.profile import Profile
@@ -36,6 +37,11 @@ if TYPE_CHECKING:
 
 MOVES = ((1, 2), (2, 3), (1, 3))
 ROUNDING = 0.5  # what right logits may differ by: four steps of bf16 at 16; the naive ones are off by 10 and more
+
+
+LayersAgain: TypeAlias = Callable[[str, Sequence[int], range, int], range | None]
+"""The name of a policy, the missing layers, those that change, and how many there are -> the layers whose keys and
+values are computed again; None where a request stays with its stage."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +103,28 @@ class LoadedStages:
         return probe
 
 
-def open_session(profile: Profile) -> Outcome:
+class ByRule(Transition):
+    """The policy ``name`` as ``rule`` has it. Hidden states are kept where a run of missing layers begins, for any
+    rule may begin there."""
+
+    def __init__(self, name: str, rule: LayersAgain) -> None:
+        self.name, self._rule = name, rule
+
+    def keep(self, view: StageView) -> tuple[int, ...]:
+        return TRANSITIONS["partial prefill"].keep(view)
+
+    def redo(self, old: StageView, new: StageView) -> range | None:
+        missing = [i for i, layer in enumerate(old.layers) if isinstance(layer, PassLayer)]
+        return self._rule(self.name, missing, changed(old, new), len(new.layers))
+
+
+def open_session(profile: Profile, *, rule: LayersAgain | None = None) -> Outcome:
     """Every policy at every transition: milliseconds by context length, and what it does to the next tokens.
 
-    "healed" has the stages' adapters, which change with the stage and so touch every layer; "bare" has none.
+    "healed" has the stages' adapters, which change with the stage and so touch every layer; "bare" has none. The
+    policies are those of a reader's ``rule`` where there is one.
     """
+    policies = TRANSITIONS if rule is None else {name: ByRule(name, rule) for name in TRANSITIONS}
     config = profile.section("open_session", OpenSessionConfig)
     check([*profile.section("served", ServedConfig).needs(), *config.needs()], ModelFacts(profile.model))
     served = load_served(profile)
@@ -115,7 +138,7 @@ def open_session(profile: Profile) -> Outcome:
         stages = LoadedStages(checkpoint, profile.torch_device(), profile.torch_dtype(), tokens=max(longest, continued))
         for stage in stages.stages:
             stages.bring(stage)
-        jobs = [(n, move, policy) for n in config.contexts for move in MOVES for policy in TRANSITIONS.values()]
+        jobs = [(n, move, policy) for n in config.contexts for move in MOVES for policy in policies.values()]
         right: dict[tuple[int, int], Tensor] = {}  # by context and stage: the same for every policy and where it began
         for tokens, move, policy in track(jobs, desc=f"transitions, {kind}"):
             ids, new = timed[: tokens + 1], move[1]
@@ -125,7 +148,7 @@ def open_session(profile: Profile) -> Outcome:
             rows += [label | row for row in _costs(stages, ids, right[tokens, new], move, policy, config.repeats)]
         for index, ids in enumerate(track(read, desc=f"continuations, {kind}")):
             label = {"kind": kind, "measure": "continuation", "window": index}
-            rows += [label | row for row in _continuations(stages, ids, config)]
+            rows += [label | row for row in _continuations(stages, ids, config, policies.values())]
     return Outcome(rows, provenance=served.provenance)
 
 
@@ -160,10 +183,12 @@ def _costs(
         }
 
 
-def _continuations(stages: LoadedStages, ids: Sequence[int], config: OpenSessionConfig) -> Iterator[dict[str, Any]]:
+def _continuations(
+    stages: LoadedStages, ids: Sequence[int], config: OpenSessionConfig, policies: Iterable[Transition]
+) -> Iterator[dict[str, Any]]:
     """Mean loss in nats a token of the true continuation, decoded after a move from stage 1 to the whole model."""
     cut, end = config.context_tokens, config.context_tokens + config.continue_tokens
-    for policy in TRANSITIONS.values():
+    for policy in policies:
         probe = stages.begun(1, ids[: cut - 1], policy)
         probe.carry(stages.view(stages.last, policy), policy)
         losses = [float(_loss(probe.feed([ids[i - 1]]), ids[i])) for i in range(cut, end)]

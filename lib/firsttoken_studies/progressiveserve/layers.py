@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,10 +25,12 @@ from firsttoken.progressiveserve.distance import (
     resampled_starts,
 )
 from firsttoken.progressiveserve.evaluation import Evaluation, QualityConfig
-from firsttoken.progressiveserve.healing import Teacher
+from firsttoken.progressiveserve.healing import HealingLosses, Loss, Teacher, answer_loss, distill_loss
+from firsttoken.progressiveserve.quality import Score
 from firsttoken.progressiveserve.quality_gates import recoveries, summarise
 from firsttoken.progressiveserve.recipe import RECIPES
 from firsttoken.progressiveserve.training import HealingConfig, heal, healed, training_data
+from firsttoken.scoring import exact_match
 from firsttoken.study.errors import StageError
 from firsttoken.study.profile import Profile
 from firsttoken.study.stats import bootstrap
@@ -194,14 +197,15 @@ def training_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     return summary
 
 
-def stage_quality(profile: Profile) -> Outcome:
-    """Every stage, unhealed and healed by each recipe, on the same test items; stage 3 is checked to the bit."""
+def stage_quality(profile: Profile, *, score: Score = exact_match) -> Outcome:
+    """Every stage, unhealed and healed by each recipe, on the same test items; stage 3 is checked to the bit. Answers
+    match or not by ``score``."""
     config = profile.section("quality", QualityConfig)
     served_config = profile.section("served", ServedConfig)
     check([*served_config.needs(), *config.needs()], ModelFacts(profile.model))
     served_config.check_adapters(config.recipes)
     served, folder = load_served(profile), served_config.folder
-    evaluation = Evaluation(config, served.tokenizer)
+    evaluation = Evaluation(config, served.tokenizer, score)
     original = evaluation.logits(served.model)
     rows = evaluation.rows("s0", served.model)
     for stage, letters in LETTERS.items():
@@ -243,8 +247,9 @@ class LiveHealingConfig:
     steps: int
 
 
-def healing_live(profile: Profile) -> Outcome:
-    """Heal stage 1 from scratch for a few steps, and keep the losses."""
+def healing_live(profile: Profile, *, answer_loss: Loss = answer_loss, distill_loss: Loss = distill_loss) -> Outcome:
+    """Heal stage 1 from scratch for a few steps by these losses, and keep them, with what validation says at the
+    end."""
     config = profile.section("live", LiveHealingConfig)
     healing = profile.section("healing", HealingConfig)
     check([*profile.section("served", ServedConfig).needs(), *healing.needs()], ModelFacts(profile.model))
@@ -252,19 +257,24 @@ def healing_live(profile: Profile) -> Outcome:
     recipe = healing.with_max_tokens(dataclasses.replace(RECIPES[config.recipe], steps=config.steps, warmup_steps=2))
     data = training_data(healing, recipe, served.tokenizer)
     teacher = Teacher(served.model) if recipe.distill_weight else None
-    _, curve = heal(served, served.plan.missing(1), recipe, data, healing, teacher)
+    losses = HealingLosses(answer_loss, distill_loss)
+    _, curve = heal(served, served.plan.missing(1), recipe, data, healing, teacher, losses)
     rows = _curve_rows({"seed": recipe.seed}, curve.rows, curve.duration_s)
     return Outcome(rows, provenance=served.provenance | {"cut_questions": data.cut_questions})
 
 
 def live_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
-    """The first third of the losses beside the last, and the seconds a step where the rows say how long all took."""
+    """The first third of the losses beside the last, what validation says after the last step, and the seconds a step
+    where the rows say how long all took."""
     steps, third = len(rows), max(1, len(rows) // 3)
     losses = [sum(value for key, value in row.items() if key.endswith("_loss")) for row in rows]
     first, last = sum(losses[:third]) / third, sum(losses[-third:]) / third
     summary = Summary()
     for case, loss in (("first steps", first), ("last steps", last)):
         summary.add("loss", {"value": round(loss, 3), "n": third, "unit": "nats, all losses"}, case=case)
+    answers, text = rows[-1]["validation_answer_nll"], math.log(rows[-1]["validation_perplexity"])
+    for measure, nats in (("answer_nll", answers), ("text_nll", text)):
+        summary.add(measure, {"value": nats, "unit": "nats a token"}, task="validation", stage=1)
     if "train_s" in rows[-1]:
         summary.add("step_s", {"value": round(rows[-1]["train_s"] / steps, 2), "n": steps, "unit": "s"})
     return summary

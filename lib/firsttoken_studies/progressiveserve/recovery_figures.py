@@ -13,6 +13,7 @@ from firsttoken_studies.nb15_recovery_timeline.study import CASES, unpacked
 from firsttoken_studies.record.overlay import name_results, over
 from firsttoken_studies.record.plot import COLOURS, LOOKS, panels
 from firsttoken_studies.record.results import Result, Rows, Table, distinct, frame_of, rows_where
+from firsttoken_studies.record.schematic import Schematic
 from firsttoken_studies.record.show import interval
 
 if TYPE_CHECKING:
@@ -28,9 +29,6 @@ LABELS = {
     "pinned": "progressive, requests end as they began",
     "upgrade": "progressive, open requests move over",
 }
-SCORED = {1: {"stage": 1, "recipe": "ours"}, 2: {"stage": 2, "recipe": "ours"}, 3: {"stage": 3}}
-"""Where stage_quality has the scores of each stage as it is served: healed by our recipe."""
-
 POLICIES = {
     "request boundary": LOOKS["request boundary"],
     "prefill again": LOOKS["recompute"],
@@ -43,9 +41,64 @@ _CORNER = {"ha": "right", "va": "top"}
 LEAST_MS = 0.001  # a stall of less is drawn as one of so much
 
 
+def moving_schematic() -> Schematic:
+    """Draw the tokens of a request that stays with its stage, and of one that moves, while stages come."""
+    alt = (
+        "Stage 1 of a model answers first. Stage 2 comes, and then the whole model. A request that stays gets all its "
+        "tokens from stage 1. A request that moves gets its next tokens from each better stage, once that has read "
+        "again all tokens so far."
+    )
+    sketch = Schematic(20, 5.6, alt)
+    sketch.text(0.3, 0.5, "Layers come while requests are answered", heading=True)
+    for stage, name in enumerate(("stage 1", "stage 2", "whole model")):
+        sketch.box(4 + 5 * stage, 1, f"{name} is there", f"S{stage + 1}", width=4.9)
+        for y, look in ((2.7, "S1"), (4.2, f"S{stage + 1}")):
+            for token in range(5):
+                again = stage > 0 and token == 0 and y > 4
+                sketch.box(4 + 5 * stage + token, y, "read" if again else "", look, width=0.95, missing=again)
+    sketch.text(0.3, 3.2, "it stays", heading=True)
+    sketch.text(0.3, 4.7, "it moves", heading=True)
+    sketch.arrow((4, 5.45), (18.9, 5.45))
+    sketch.text(19, 5.45, "time")
+    return sketch
+
+
+def session_schematic() -> Schematic:
+    """Draw the keys and values that an open session has when a layer comes in its midst."""
+    alt = (
+        "An open session has keys and values of six tokens in layers one to five. Four tokens were read while layer "
+        "three was missing: there they have none, and those in the layers above are the smaller model's. The tokens "
+        "after that are the whole model's. To go on is wrong, to compute again takes time, and to end with the smaller "
+        "model costs nothing."
+    )
+    sketch = Schematic(20, 6.6, alt)
+    sketch.text(0.3, 0.5, "Layer 3 comes in the middle of an answer", heading=True)
+    for layer in range(5, 0, -1):
+        y = 6 - layer + 0.1
+        sketch.text(0.3, y + 0.5, f"layer {layer}")
+        for token in range(6):
+            late, old = token > 3, layer >= 3
+            look = "S3" if late or not old else "S1"
+            sketch.box(
+                2.4 + 1.2 * token,
+                y,
+                "none" if layer == 3 and not late else "",
+                look,
+                1.15,
+                missing=layer == 3 and not late,
+            )
+    sketch.text(4.75, 6.35, "tokens before", align="center")
+    sketch.text(8.35, 6.35, "after", align="center")
+    ways = {"Go on": "with keys and values of another model", "Compute again": "layers 3 to 5: right, and late"}
+    for row, (way, cost) in enumerate((ways | {"Stay": "the smaller model ends the answer"}).items()):
+        sketch.text(10.6, 1.5 + 1.7 * row, way, heading=True)
+        sketch.text(10.6, 2.1 + 1.7 * row, cost)
+    return sketch
+
+
 def stage_bars(recorded: Result | None, now: Result) -> Figure:
     """Time until each stage serves, in plain starts of the same loader: the report's beside ours."""
-    results = over(recorded, now)
+    results = [shown for shown in over(recorded, now) if not shown.library]  # no rule of moving is about the stages
     fig, ax = panels(figsize=(9, 3.8))
     _stage_bar(ax, 0, np.cumsum(PAPER_S["stages"]) / PAPER_S["whole"], 0.5, {"edgecolor": COLOURS["paper"]})
     for row_index, case in enumerate(("pinned", "upgrade"), start=1):
@@ -87,7 +140,8 @@ def answered_s(result: Result, case: str) -> list[float]:
 
 def growth_of_service(recorded: Result | None, now: Result) -> Figure:
     """The first run of each case over time: tokens handed out so far by stage, and resident memory; an arrow from the
-    first token to the end of the clients' first answers. The time shown is twice a plain start's."""
+    first token to the end of the clients' first answers. The time shown is twice a plain start's. Of a reader's rule
+    there are the cases in which it moves requests otherwise."""
     results = over(recorded, now)
     fig, axes = panels(2, len(CASES), figsize=(9, 5.6), sharex=True, sharey="row", height_ratios=(1.8, 1))
     until = 2.2 * max(shown.result.summary.value("full_time_s", case="whole") for shown in results)
@@ -95,6 +149,8 @@ def growth_of_service(recorded: Result | None, now: Result) -> Figure:
     for (top, bottom), case in zip(axes.T, CASES, strict=True):
         for shown in results:
             rows = rows_where(shown.result.rows, case=case, run=0)
+            if shown.repeats(top, case, str([row["pairs"] for row in rows_where(rows, row="moves")])):
+                continue
             last = max(distinct(rows, "stage", row="event"))
             tokens = _tokens(shown.result, case, until)
             # the last stage of a start is the whole model, whatever its number
@@ -102,7 +158,7 @@ def growth_of_service(recorded: Result | None, now: Result) -> Figure:
             points = [row["at_s"] for row in tokens], range(1, len(tokens) + 1)
             edge = {"edgecolors": "black", "linewidths": 0.15} if shown.own else {}
             top.scatter(*points, c=colours, s=14 if shown.own else 7, **edge, **shown.style)
-            text_height = most * (1.02 + (0.08 if shown.own else 0.18))
+            text_height = most * (1.02 + (0.25 if shown.library else 0.08 if shown.own else 0.18))
             span = min((row["at_s"] for row in tokens), default=0.0), float(np.median(answered_s(shown.result, case)))
             top.plot(span, [text_height] * 2, "|-", color=COLOURS["mark"], markersize=8, **shown.style)
             memory = {row["at_s"]: row["rss_bytes"] / 1e6 for row in rows_where(rows, row="memory") if row["rss_bytes"]}
@@ -144,7 +200,8 @@ def _tokens(result: Result, case: str, until: float) -> Rows:
 
 def continuation_losses(recorded: Result | None, now: Result) -> Figure:
     """Draw the stall of moving from stage 1 to the whole model, against the further loss of the rest of the text over
-    that after a fresh prefill: by policy, paired by window, with and without adapters."""
+    that after a fresh prefill: by policy, paired by window, with and without adapters. Of a reader's rule there are the
+    policies after which another loss follows."""
     results = over(recorded, now)
     fig, axes = panels(1, 2, figsize=(9, 4.4), sharex=True, sharey=True)
     for ax, (kind, label) in zip(axes, KINDS.items(), strict=True):
@@ -152,16 +209,13 @@ def continuation_losses(recorded: Result | None, now: Result) -> Figure:
             for policy, look in POLICIES.items():
                 (cost,) = shown.result.summary.all("cost_ms", policy=policy, variant=kind)
                 lost = shown.result.summary.of("excess_nll", policy=policy, variant=kind)
+                if shown.repeats(ax, policy, lost["value"]):  # a stall is never the same twice
+                    continue
                 error_bars = [[max(0.0, lost["value"] - lost["low"])], [max(0.0, lost["high"] - lost["value"])]]
-                edge = {"markeredgecolor": "black"} if shown.own else {}
-                point, shape = (
-                    max(cost["value"], LEAST_MS),
-                    {"marker": look.marker, "markersize": 9, "linestyle": "none"},
-                )
-                label_style = {"label": policy} if shown.own else {}
-                ax.errorbar(
-                    point, lost["value"], error_bars, color=look.colour, **shape, **edge, **label_style, **shown.style
-                )
+                shape = {"marker": look.marker, "markersize": 9, "linestyle": "none", "color": look.colour}
+                named = policy if shown.own and not shown.library else None
+                stall = max(cost["value"], LEAST_MS)
+                ax.errorbar(stall, lost["value"], error_bars, **shape, label=named, **shown.outlined)
         ax.axhline(0, color=COLOURS["floor"], linestyle=":", linewidth=1.2, label="a fresh prefill (no loss)")
         ax.set(title=label, xscale="log", xlabel="stall, ms (log scale)")
     axes[0].set_ylabel("loss of what follows, nats a token more")
@@ -195,17 +249,6 @@ def timeline_rows(result: Result) -> Rows:
         | {LABELS[case]: interval(result.summary.get(name, case=case, **to), digits) or absent for case in CASES}
         for label, name, to, digits, absent in _TIMELINE
     ]
-
-
-def quality_rows(quality: Result, timeline: Result) -> Table:
-    """Yield the time from which each stage serves, in s, and the scores of its answers: EM and F1 in %, perplexity."""
-    for stage, labels in SCORED.items():
-        begins = timeline.frame(case="pinned", row="event", what="serving", stage=stage).at_s
-        scores = {
-            label: interval(quality.summary.of(score, **labels))
-            for label, score in (("EM, %", "em_pct"), ("F1, %", "f1_pct"), ("perplexity", "perplexity"))
-        }
-        yield {"stage": stage, "serves from, s": f"{np.median(begins):.2f}", **scores}
 
 
 def policy_rows(result: Result) -> Table:

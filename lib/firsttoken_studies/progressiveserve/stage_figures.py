@@ -124,13 +124,16 @@ def stage_scores(recorded: Result | None, now: Result) -> Figure:
 
 
 def draw_stages(ax: Axes, results: Sequence[DrawnResult], measure: str, **labels: str) -> None:
-    """Points of ``measure`` by stage, and by recipe but of the last one, with their intervals around 0."""
+    """Points lost by stage, and by recipe but of the last one, with their intervals around 0: by ``measure``, of which
+    a "change" is what is gained."""
     for stage in GATES:
         kinds = [{"recipe": kind} for kind in NAMES] if stage < max(GATES) else [{}]
         for offset, kind in zip(np.linspace(-0.27, 0.27, len(kinds)) if kinds[1:] else [0.0], kinds, strict=True):
             for shown in results:
                 entry = shown.result.summary.get(measure, stage=stage, **labels, **kind)
-                shown.point(ax, stage + offset + shown.shift / 3, entry, kind.get("recipe", "S3"))
+                if entry and measure.endswith("change"):
+                    entry = {"value": -entry["value"], "low": -entry["high"], "high": -entry["low"]}
+                shown.point(ax, stage + offset + shown.shift / 3, entry, kind.get("recipe", "S3"), share=1 / 3)
     ax.axhline(0, color=COLOURS["mark"], linewidth=1)
     ax.set(xticks=list(GATES), xticklabels=[f"stage {stage}" for stage in GATES])
 
@@ -164,7 +167,7 @@ def control_scores(recorded: Result | None, now: Result) -> Figure:
                     entry = summary.get(score, variant=name, recipe=kind)
                     if shown.own and (name, kind) == ("chosen", "none"):
                         entry = summary.get(score, stage=1, recipe="none")
-                    shown.point(ax, position + apart + shown.shift / 2, entry, kind, along="x")
+                    shown.point(ax, position + apart + shown.shift / 2, entry, kind, along="x", share=0.5)
         ax.set(xlabel=label, yticks=range(len(labels)), yticklabels=labels.values())
     for kind in ("none", "ours"):
         axes[0].plot([], [], LOOKS[kind].marker, color=COLOURS[kind], label=NAMES[kind])

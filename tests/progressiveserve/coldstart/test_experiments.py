@@ -92,7 +92,7 @@ def few_processes(monkeypatch: pytest.MonkeyPatch) -> None:
             asked = json.loads(options["input"])
         if asked.get("variant") == "whole_streamed":
             said = {"variant": asked["variant"]} | trial.main(trial.TrialSpec(**asked))
-        elif asked.get("upgrade") is False:
+        elif asked.get("moves") == []:
             said = timeline_trial.main(timeline_trial.TimelineSpec(**asked))
         else:
             return real(command, **options)

@@ -56,7 +56,7 @@ def test_an_unknown_memory_gives_no_measure(result: SimpleNamespace) -> None:
 
 
 def test_the_figures_are_drawn_all_the_same(result: SimpleNamespace) -> None:
-    fig = figures.phase_stacks(None, result, ["1 Gbit/s"])
+    fig = figures.phase_stacks(None, result)
     assert fig.axes[0].get_title() == "1 Gbit/s, shaped by a token bucket"
     assert fig.axes[0].get_yticklabels()[0].get_text() == "ours, progressive"
     assert figures._link_title([trial("whole", TrialLink(0.0, NONE))]) == "this disk, cold, not verified"
@@ -85,7 +85,7 @@ def test_a_stack_ends_at_the_number_it_stands_for(monkeypatch: pytest.MonkeyPatc
         "with_mechanism": None,
     }
     monkeypatch.setattr(figures, "STACKED", ("whole",))
-    fig = figures.phase_stacks(None, SimpleNamespace(**told), ["1 Gbit/s"])
+    fig = figures.phase_stacks(None, SimpleNamespace(**told))
     end = max(bar.get_x() + bar.get_width() for bar in fig.axes[0].patches)
     assert end == pytest.approx(found.value("process_ttft_p50_s", variant="whole", link="1gbit"))
 

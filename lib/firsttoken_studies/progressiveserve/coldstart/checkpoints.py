@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, TypeAlias
 
 from safetensors.torch import save_file
 
 from firsttoken.assets.corpora import load_qa
 from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, load_served
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest
-from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, TensorSource, single_stage, staged
+from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, TensorSource, by_layers, single_stage, staged
 from firsttoken.progressiveserve.checkpoint.sources import RandomSource
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
 from firsttoken.progressiveserve.samples import qa_prompt
@@ -21,7 +24,10 @@ from firsttoken.study import paths
 from firsttoken.study.dtypes import name_of
 from firsttoken.study.files import new_folder
 from firsttoken.study.profile import Profile
-from firsttoken_extras.bitplanes.plane_plan import by_planes
+from firsttoken_extras.bitplanes.plane_plan import PlaneOrder, by_planes
+
+LayerGroups: TypeAlias = Callable[[int, Sequence[int]], Sequence[Sequence[int]]]
+"""The number of layers, and the block that waits (0-based) -> the layers that each stage brings."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,18 @@ class Checkpoint:
     provenance: dict[str, Any]
 
 
+@contextmanager
+def checkpoint_root(private: bool) -> Iterator[Path]:
+    """The folder of staged checkpoints: the one in the cache, which runs share; or a ``private`` one on the same disk
+    and for the time of the block, for what a reader's mechanism stages."""
+    if private:
+        paths.CACHE.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix="private-checkpoints-", dir=paths.CACHE) as folder:
+            yield Path(folder)
+    else:
+        yield paths.CACHE / "checkpoints"
+
+
 def served_checkpoint(profile: Profile, served: ServedModel | None = None) -> Checkpoint:
     """The served model of ``profile`` under its stage plan, with the adapters of its best recipe, in the cache.
 
@@ -44,6 +62,20 @@ def served_checkpoint(profile: Profile, served: ServedModel | None = None) -> Ch
     served = served or load_served(profile)
     adapters = stage_adapters(config, best_recipe(profile))
     return _by_stage(served_source(served), served.plan, _name(served), served.provenance, adapters)
+
+
+def grouped_checkpoint(profile: Profile, served: ServedModel, groups: LayerGroups, root: Path) -> Checkpoint:
+    """The served model as :func:`served_checkpoint` has it, in a folder in ``root``, its layers in a reader's
+    ``groups``, one a stage. A stage has its adapter where that was trained with the layers that are there."""
+    source, plan = served_source(served), served.plan
+    order = by_layers(source.names, groups(plan.depth, plan.block))
+    adapters = stage_adapters(profile.section("served", ServedConfig), best_recipe(profile)).items()
+    fitting = {
+        stage: folder
+        for stage, folder in adapters
+        if stage <= len(order.stages) and order.layers(stage) == plan.present(stage)
+    }
+    return written(source, order, _name(served), "grouped", plan, served.provenance, fitting, root)
 
 
 def random_checkpoint(shape: str, dtype: Any, block: int, seed: int) -> Checkpoint:
@@ -67,11 +99,11 @@ def whole_checkpoint(served: ServedModel) -> Checkpoint:
     return written(source, order, _name(served), "whole", served.plan, served.provenance)
 
 
-def planes_checkpoint(served: ServedModel, split: str) -> Checkpoint:
-    """The served model, every matrix cut by ``split``, all layers in each stage."""
+def planes_checkpoint(served: ServedModel, split: str, order: PlaneOrder, root: Path) -> Checkpoint:
+    """The served model, every matrix cut by ``split``, its planes in this ``order``, in a folder in ``root``."""
     source = served_source(served)
-    order, ending = by_planes(source.shapes, split), f"planes-{split.replace(' ', '-')}"
-    return written(source, order, _name(served), ending, served.plan, served.provenance)
+    plan, ending = by_planes(source.shapes, split, order), f"planes-{split.replace(' ', '-')}"
+    return written(source, plan, _name(served), ending, served.plan, served.provenance, root=root)
 
 
 def _name(served: ServedModel) -> str:
@@ -94,12 +126,15 @@ def written(
     plan: StagePlan,
     provenance: dict[str, Any],
     adapters: dict[int, Path] | None = None,
+    root: Path | None = None,
 ) -> Checkpoint:
-    """Write ``source`` to the cache, in the ``order`` of a load plan as the folder "name-ending", and as one file in
-    another folder that all orders of ``name`` share. Files that are there already stay as they are."""
-    folder = paths.CACHE / "checkpoints" / f"{name}-{ending}"
+    """Write ``source`` to the cache, or to ``root``, in the ``order`` of a load plan as the folder "name-ending", and
+    to the cache as one file in another folder that all orders of ``name`` share. Files that are there already stay as
+    they are."""
+    cached = paths.CACHE / "checkpoints"
+    folder = (root or cached) / f"{name}-{ending}"
     manifest = write_staged(source, order, folder, adapters)
-    return Checkpoint(folder, write_stock(source, folder.parent / f"{name}-stock"), manifest, plan, provenance)
+    return Checkpoint(folder, write_stock(source, cached / f"{name}-stock"), manifest, plan, provenance)
 
 
 def write_stock(source: TensorSource, folder: Path) -> Path:

@@ -12,15 +12,56 @@ from firsttoken.study.summary import Entry, Scalar
 from firsttoken.study.system import NOT_HERE
 from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, KERNEL, files_were, link_key
 from firsttoken_studies.progressiveserve.coldstart.summary import PROCESS, values
-from firsttoken_studies.progressiveserve.coldstart.variants import VARIANTS
+from firsttoken_studies.progressiveserve.coldstart.variants import FIRST, VARIANTS
 from firsttoken_studies.record.overlay import DrawnResult, counted, legend, name_results, over
 from firsttoken_studies.record.plot import COLOURS, LOOKS, panels
 from firsttoken_studies.record.results import Result, Rows, Table, distinct, rows_where
+from firsttoken_studies.record.schematic import Schematic
 from firsttoken_studies.record.show import interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+def start_schematic() -> Schematic:
+    """Draw a plain start beside a progressive one, over time."""
+    alt = (
+        "Two starts over time. A plain start brings all layers, and then gives the first token. A progressive start "
+        "brings group A, three quarters of the layers, and gives the first token: groups B and C come while it answers."
+    )
+    sketch = Schematic(20, 4.6, alt)
+    sketch.text(0.3, 0.5, "The first token does not wait for layers B and C", heading=True)
+    for y, name, look in ((1.2, "plain", "S3"), (3, "progressive", "S1")):
+        sketch.text(0.3, y + 0.5, name)
+        sketch.box(3, y, "A", look, width=7.5)
+        for x, group, of_group in ((10.5, "B", "S2"), (11.75, "C", "S3")):
+            shift = 0.0 if look == "S3" else 2.4
+            sketch.box(x + shift, y, group, look if look == "S3" else of_group, width=1.25)
+    sketch.box(13, 1.2, "first token", "mark", width=2.4)
+    sketch.box(10.5, 3, "first token", "mark", width=2.4)
+    sketch.text(15.6, 3.5, "while it answers")
+    sketch.arrow((3, 4.35), (18.6, 4.35))
+    sketch.text(18.8, 4.35, "time")
+    return sketch
+
+
+def deferral_schematic() -> Schematic:
+    """Draw what is gained and lost with each layer that waits."""
+    alt = (
+        "A model of eight layers, of which none, two or four wait. The more layers wait, the fewer bytes come before "
+        "the first token, and the sooner it is there; and the worse the answers are until the others come."
+    )
+    sketch = Schematic(20, 5.4, alt)
+    sketch.text(0.3, 0.5, "Each layer that waits buys time and costs quality", heading=True)
+    tells = ("the first token waits for all", "sooner, a little worse", "sooner still, much worse")
+    for row, tell in enumerate(tells):
+        for layer in range(8):
+            waits = abs(layer - 4) <= row and layer != 4 - row and row > 0
+            sketch.box(3.4 + 1.2 * layer, 1.2 + 1.3 * row, "waits" if waits else "", "none", 1.15, missing=waits)
+        sketch.text(0.3, 1.7 + 1.3 * row, f"{2 * row or 'no'} layers wait")
+        sketch.text(13.4, 1.7 + 1.3 * row, tell)
+    return sketch
 
 
 # The tables of notebooks 13 and 14: paper, measured, floor.
@@ -92,7 +133,7 @@ def deferral_rows(result: Result) -> Table:
 
 def most_deferred(result: Result) -> int:
     """The largest number of layers that was deferred."""
-    return max(row["deferred_layers"] for row in result.rows if "ttft_request_s" in row)
+    return max(row["deferred_layers"] for row in result.rows)
 
 
 # phase, what it is made of, colour
@@ -116,7 +157,7 @@ STACKED = (
 """The variants whose phases are drawn: other people's loaders, and ours with and without what is claimed of it."""
 
 
-def phase_stacks(recorded: Result | None, now: Result, links: Sequence[str]) -> Figure:
+def phase_stacks(recorded: Result | None, now: Result) -> Figure:
     """Phases of one start from the creation of the process to the first token: of that whose time is nearest the
     median, so that a bar ends at the number it stands for.
 
@@ -124,6 +165,8 @@ def phase_stacks(recorded: Result | None, now: Result, links: Sequence[str]) -> 
     95 % interval of the median.
     """
     results = over(recorded, now)
+    links = [link for link in ("1 Gbit/s", "unshaped") if recorded and f"link {link}" in recorded.floors]
+    links = links or [now.rows[0]["link"]]
 
     def trials(shown: DrawnResult, link: str, variant: str) -> Rows:
         return rows_where(shown.result.rows, link=link, variant=variant)
@@ -137,6 +180,8 @@ def phase_stacks(recorded: Result | None, now: Result, links: Sequence[str]) -> 
     for ax, (link, names) in zip(axes[:, 0], by_link.items(), strict=True):
         for row_index, name in enumerate(names):
             for result_drawn in results:
+                if result_drawn.library and VARIANTS[name].stages != FIRST:
+                    continue  # a reader's plan of stages is loaded by these alone
                 if rows := trials(result_drawn, link, name):
                     _stack(
                         ax, row_index - result_drawn.shift, rows, result_drawn, _floor(result_drawn.result, link, rows)
@@ -172,7 +217,9 @@ def median_start(rows: Rows) -> dict[str, Any]:
 
 
 def _stack(ax: Axes, position: float, rows: Rows, shown: DrawnResult, floor: float) -> None:
-    start, bar_start, height = median_start(rows), 0.0, 0.62 if shown.alone else 0.3
+    start, bar_start, height = median_start(rows), 0.0, {1: 0.62, 2: 0.3, 3: 0.24}[shown.count]
+    if shown.repeats(ax, start["variant"], start[PROCESS]):
+        return
     edge = {"edgecolor": "black", "linewidth": 0.8} if shown.own else {"linewidth": 0}
     for label, parts, colour in PHASES:
         width = _seconds(start, parts)
@@ -184,7 +231,7 @@ def _stack(ax: Axes, position: float, rows: Rows, shown: DrawnResult, floor: flo
             label=label,
             height=height,
             **edge,
-            alpha=shown.style["alpha"],
+            **shown.style,
         )
         bar_start += width
     variant, half = VARIANTS[start["variant"]], 0.6 * height
@@ -237,8 +284,11 @@ def first_token_by_link(recorded: Result | None, now: Result) -> Figure:
     fig, ax = panels(figsize=(9, 4.8))
     for shown in results:
         for variant, name in LINES.items():
+            if shown.library and VARIANTS[variant].stages != FIRST:
+                continue
             points = _by_rate(shown.result, variant)
-            label = f"{VARIANTS[variant].label}, {'your run' if shown.own else 'recorded'}"
+            whose = "your plan" if shown.library else "your run" if shown.own else "recorded"
+            label = f"{VARIANTS[variant].label}, {whose}"
             rates, entries, floors = zip(*points, strict=True) if points else ((), (), ())
             shown.line(ax, rates, entries, name, label=label)
             ax.plot(rates, floors, ":", color=COLOURS["floor"], marker=LOOKS[name].marker, markerfacecolor="none")
@@ -279,11 +329,12 @@ def trade_off(recorded: Result | None, now: Result) -> Figure:
     results = over(recorded, now)
     fig, axes = panels(1, 3, figsize=(9, 4.2))
     for result_drawn in results:
-        timed = {row["deferred_layers"]: row for row in result_drawn.result.rows if "ttft_request_s" in row}
-        sizes, summary = sorted(timed), result_drawn.result.summary
-        result_drawn.line(axes[0], sizes, [summary.of("ttft_p50_s", layers=size) for size in sizes], "measured")
-        moved = [8e-9 * timed[size]["bytes"] / timed[size]["gbit_per_s"] for size in sizes]
-        axes[0].plot(sizes, moved, ":", color=COLOURS["mark"], **result_drawn.style)
+        rows, summary = result_drawn.result.rows, result_drawn.result.summary
+        sizes = sorted({row["deferred_layers"] for row in rows})
+        if timed := {row["deferred_layers"]: row for row in rows if "ttft_request_s" in row}:
+            result_drawn.line(axes[0], sizes, [summary.of("ttft_p50_s", layers=size) for size in sizes], "measured")
+            moved = [8e-9 * timed[size]["bytes"] / timed[size]["gbit_per_s"] for size in sizes]
+            axes[0].plot(sizes, moved, ":", color=COLOURS["mark"], **result_drawn.style)
         for ax, score in zip(axes[1:], SCORES, strict=True):
             for selection, (name, _) in SELECTIONS.items():
                 scored = {size: summary.get(score, variant=selection, layers=size) for size in sizes}
@@ -313,7 +364,8 @@ def trade_off(recorded: Result | None, now: Result) -> Figure:
         axes[0].plot([], [], f"{LOOKS[name].marker}-", color=COLOURS[name], label=label)
     value, most = results[0].result.summary.value, most_deferred(results[0].result)
     saved = 1 - value("ttft_p50_s", layers=most) / value("ttft_p50_s", layers=0)
-    lost = 1 - value("f1_pct", variant="distance", layers=most) / value("f1_pct", **whole_labels)
+    of_whole = value("f1_pct", **whole_labels)
+    lost = 1 - value("f1_pct", variant="distance", layers=most) / of_whole if of_whole else 0.0
     message = f"{100 * saved:.0f} % of the TTFT and cost {100 * lost:.0f} % of the F1"
     fig.suptitle(f"Quality goes faster than time: {most} deferred layers save {message}", fontsize=12)
     legend(fig, axes[0], results)

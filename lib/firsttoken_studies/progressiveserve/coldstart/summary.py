@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
@@ -48,11 +49,14 @@ def ratio(rows: Rows, variant: str, base: str, column: str = REQUEST, q: float =
     return bootstrap(pairs, AxisStatistic(quotient))
 
 
+_LATER = re.compile(r"stage\d+_s")
+
+
 def full_rows(rows: Rows) -> Rows:
     """The progressive trials as if each ended with the whole model in place instead of with its first token."""
     return [
         row
-        | {start: row[start] + sum(row[stage] for stage in ("stage2_s", "stage3_s")) for start in STARTS.values()}
+        | {start: row[start] + sum(row[key] for key in row if _LATER.fullmatch(key)) for start in STARTS.values()}
         | {"variant": "progressive_full", "cpu_s": row["cpu_full_s"]}
         for row in rows_where(rows, variant="progressive")
         if "cpu_full_s" in row
