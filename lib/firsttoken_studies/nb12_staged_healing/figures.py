@@ -53,7 +53,7 @@ def healing_course(recorded: Result | None, now: Result) -> Figure:
             entry = shown.result.summary.get(measure, task="validation", stage=1)
             shown.point(after, position + shown.shift, entry, "measured", along="x")
     categories(after, JUDGED)
-    after.set(xlabel="after the last step: nats a token, validation", xlim=(0, None))
+    after.set(xlabel="validation afterwards, nats a token", xlim=(0, None))
     steps = [row["step"] for row in now.rows]
     ax.set(xlabel="step", ylabel="loss, nats a token", ylim=(0, None), xticks=steps[:: 1 + len(steps) // 12])
     first, last = (sum(row.get(term, 0.0) for term in TERMS) for row in (now.rows[0], now.rows[-1]))
