@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from firsttoken.progressiveserve.healing import Teacher, _endless, _losses, _targets, attach, train
+from firsttoken.progressiveserve.healing import LOSSES, Teacher, _endless, _losses, _targets, attach, train
 from firsttoken.progressiveserve.passlayer import pass_layers
 from firsttoken.progressiveserve.recipe import SEVEN_PROJECTIONS, Recipe
 from firsttoken.progressiveserve.samples import Sample
@@ -165,7 +165,7 @@ def test_losses_are_their_formulas(make_model, randomised, drawn, exact):
     student = copy.deepcopy(full)
     pass_layers(student, [2])
     peft = randomised(student, [0, 1, 3])
-    parts = _losses(peft, recipe, [SHORT, LONG], [TEXT, OPEN], Teacher(full), drawn())
+    parts = _losses(peft, recipe, [SHORT, LONG], [TEXT, OPEN], Teacher(full), drawn(), LOSSES)
 
     def predictions(model, sample: Sample) -> torch.Tensor:
         return model(torch.tensor([sample.tokens])).logits[0].log_softmax(-1)

@@ -208,7 +208,7 @@ def _start(ax: Axes, row_index: int, shown: DrawnResult, name: str, key: str) ->
     entry = summary.get("ttft_p50_s", variant=name, link=key)
     if entry is None or shown.repeats(ax, name, entry["value"]):
         return
-    look, first = _LOOKS.get(name, "measured" if name == "bits" else "other"), row_index == 0 and not shown.index
+    look, first = _LOOKS.get(name, "measured" if name == "bits" else "other"), row_index == 1 and not shown.index
     labels = ("first token", "its bytes alone", "every weight exact") if first else (None, None, None)
     shown.point(ax, position, entry, look, along="x", label=labels[0], share=0.8)
     read_s = float(np.median(values(by_link(shown.result.rows)[key], "read", "load_s")))

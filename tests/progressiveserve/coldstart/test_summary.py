@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from firsttoken_studies.nb15_recovery_timeline import study as timeline
-from firsttoken_studies.nb17_bits_before_layers.bitplane_starts import BEHIND, plan_name, precision_start_summary
+from firsttoken_studies.nb17_bits_before_layers.bitplane_starts import BEHIND, precision_start_summary
+from firsttoken_studies.nb17_bits_before_layers.figures import plan_name
 from firsttoken_studies.progressiveserve.coldstart.summary import (
     cold_start_summary,
     full_rows,
