@@ -223,11 +223,11 @@ def test_a_run_that_says_otherwise_than_the_record_is_named(capsys):
     grown = copy.deepcopy(sizes.summary)
     grown.of(claim.measure, **claim.where)["value"] = 20.0
     agree = "where both judge a claim of this experiment, they agree"
-    told = "the checkpoint is 13.5 GB: 20 GB here, 13.5 GB there (progressive.checkpoint-size)"
+    told = "the checkpoint is 13.5 GB; your run 20 GB, the record 13.5 GB (progressive.checkpoint-size)"
     for summary, said in ((grown, f"OTHERWISE than the record: {told}"), (sizes.summary, agree)):
         ledger.beside(replace(sizes, profile="quick", summary=summary), sizes)
         assert capsys.readouterr().out.splitlines()[2:] == [said]
-    other_code = "the code is another than the record's"
+    other_code = "the record was made by other code"
     for digest, said in ((f"{code.FORM}-of other files", [other_code]), ("of the text of functions", [])):
         ledger.beside(replace(sizes, profile="quick"), replace(sizes, code=digest))
         assert capsys.readouterr().out.splitlines()[2:] == [*said, agree]

@@ -83,7 +83,8 @@ def verdicts(*ids: str) -> None:
     standing_claims, results, noted = _standing(_state())
     chosen = [_named(name, standing_claims) for name in ids]
     for judged in judge_record(chosen, results, machine(), noted):
-        measured_text = f", {judged.measured}" if judged.measured else ""
+        ground = ", simulated" if judged.claim.stands_on == "simulated" else ""
+        measured_text = f"; here {judged.measured}{ground}" if judged.measured else ""
         print(f"{judged.says}: {judged.claim.says}{measured_text} ({judged.claim.id})")
 
 
@@ -115,11 +116,10 @@ def _other_code(now: Result, recorded: Result) -> str:
         return ""
     other, function_count = code.changed(module, recorded.git_revision), len(code.functions(module))
     if other is None:
-        return "\nthe code is another than the record's" if recorded.code.startswith(f"{code.FORM}-") else ""
-    sentence = (
-        f"\nthe code is another than the record's: {other} of the {function_count} functions that this experiment"
-    )
-    return f"{sentence} imports have changed since {recorded.git_revision[:9]}" if other else ""
+        return "\nthe record was made by other code" if recorded.code.startswith(f"{code.FORM}-") else ""
+    revision = f"\nthe record was made by revision {recorded.git_revision[:9]}"
+    since = f"since then {other} of the {function_count} functions that this experiment imports were changed or renamed"
+    return f"{revision}; {since}" if other else ""
 
 
 def _disagreements(now: Result, other: Result, whose: str) -> Iterable[str]:
@@ -130,8 +130,8 @@ def _disagreements(now: Result, other: Result, whose: str) -> Iterable[str]:
         if Verdict.NOT_RUN not in (own_judgement.verdict, theirs.verdict) and _differ(
             own_judgement, theirs, now, other
         ):
-            measured = f"{own_judgement.measured} here, {theirs.measured} there"
-            yield f"OTHERWISE than {whose}: {claim.says}: {measured} ({claim.id})"
+            measured = f"your run {own_judgement.measured}, {whose} {theirs.measured}"
+            yield f"OTHERWISE than {whose}: {claim.says}; {measured} ({claim.id})"
 
 
 def _differ(own_judgement: Judgement, theirs: Judgement, now: Result, other: Result) -> bool:

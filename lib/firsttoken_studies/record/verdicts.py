@@ -11,7 +11,7 @@ of published numbers needs none. A claim that counts as another, whose number an
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -213,7 +213,8 @@ def _by_machines(by: Mapping[str, Judgement], machine: str, recorded: Collection
         for slug, judgement in answers.items()
         if slug in recorded and judgement.measured != answer.measured
     )
-    measured = answer.measured if first == machine else f"{answer.measured} on {first}"
+    calculated = answer.claim.stands_on != "live"  # then it does not matter where
+    measured = answer.measured if first == machine or calculated else f"{answer.measured} on {first}"
     return replace(answer, measured=measured, others=others)
 
 
@@ -336,9 +337,11 @@ _RULES: dict[str, Callable[[Claim, Sequence[Mapping[str, Any]]], tuple[Verdict, 
 
 
 def _measured(claim: Claim, entries: Sequence[Mapping[str, Any]]) -> str:
-    """Measured values as a short text: value, interval (a range, of fewer than five), n; an ordering in its order."""
+    """Measured values as a short text: value, interval (a range, of fewer than five), n; an ordering in its order,
+    each value behind what its place alone has."""
     if claim.kind == "ordering":
-        return ", ".join(show(entry["value"]) for entry in entries)
+        values = (f"{name}: {show(entry['value'])}" for name, entry in zip(_differences(claim), entries, strict=True))
+        return f"{', '.join(values)} {entries[0].get('unit') or claim.unit}".strip()
     entry = entries[0]
     beside = claim.value if claim.kind == "bound" else None
     text = f"{show(entry['value'], beside)} {entry.get('unit') or claim.unit}".strip()
@@ -346,6 +349,16 @@ def _measured(claim: Claim, entries: Sequence[Mapping[str, Any]]) -> str:
         called = "range " if entry.get("range") else ""
         text += f" {called}[{show(entry['low'], beside)}, {show(entry['high'], beside)}]"
     return text + (f", n={entry['n']}" if "n" in entry else "")
+
+
+def _differences(claim: Claim) -> Iterator[str]:
+    """Of each place of an ordering the labels by which it differs from the others, as words."""
+    names = dict.fromkeys(name for place in claim.places for name in place)
+    labels = [name for name in names if len({repr(place.get(name)) for place in claim.places}) > 1]
+    for place in claim.places:
+        values = {name: place[name] for name in labels if name in place}
+        words = (value if isinstance(value, str) else f"{name} {show(value)}" for name, value in values.items())
+        yield " ".join(words).replace("_", " ")
 
 
 def show(value: Any, beside: Any = None) -> str:
