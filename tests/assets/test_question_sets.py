@@ -15,7 +15,7 @@ import yaml
 from firsttoken.assets import question_sets
 from firsttoken.assets.corpora import load_qa
 from firsttoken.assets.qa_files import QAItem, read_qa
-from firsttoken.assets.question_sets import SETS, CodeProblem, code_problems, last_words, question_set
+from firsttoken.assets.question_sets import SETS, question_set
 from firsttoken.study import paths
 from firsttoken.study.errors import AssetError, CorpusError
 
@@ -37,9 +37,6 @@ DOCS: dict[str, dict[str, Any]] = {
         **{"question_id": "q1", "title": "T", "abstract": "An abstract.", "full_text": PAPER},
         **{"question": "Is it?", "answer": "No"},
     },
-    "lambada": {"query": "He saw the", "answers_text": ["signs"]},
-    "humaneval": {"task_id": "HumanEval/0", "prompt": "def f():\n", "test": "def check(g): g()", "entry_point": "f"},
-    "mbpp": {"task_id": 11, "text": "Write f.", "test_list": ["assert f()"], "test_setup_code": "import re"},
 }
 FILES = {*DOCS, *(f"math-{part}" for part in ("counting-and-probability", "geometry", "intermediate-algebra"))}
 FILES |= {"math-number-theory", "math-prealgebra", "math-precalculus"}
@@ -83,9 +80,6 @@ def test_each_set_is_read(kept) -> None:
             QAItem("q1", "T\nAn abstract.\nData\nWe read.\nAll of it.\nMore.", "Is it?", ("No",), ("Yes", "No"), 1)
         ],
     }
-    assert last_words() == [("He saw the", "signs")]
-    assert code_problems("humaneval") == [CodeProblem("HumanEval/0", "def f():\n", "def check(g): g()\ncheck(f)\n")]
-    assert code_problems("mbpp") == [CodeProblem("MBPP/11", "Write f.\nassert f()", "import re\nassert f()\n")]
 
 
 def test_the_splits_of_a_set(kept) -> None:
@@ -146,4 +140,3 @@ def test_the_pinned_sets_hold_what_the_page_says() -> None:
         pytest.skip("`firsttoken fetch questions` brings them")
     sizes = {"squad": 1000, "coqa": 7983, "drop": 1000, "jeopardy": 2116, "nq-open": 1000, "gsm8k": 1319}
     assert {name: len(question_set(name)) for name in SETS} == sizes | {"math": 5000, "qasper": 319}
-    assert len(last_words()) == 5153 and len(code_problems("humaneval")) == 164 and len(code_problems("mbpp")) == 500

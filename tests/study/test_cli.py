@@ -135,7 +135,10 @@ def test_processes_that_compute_in_turns_wait_briefly(monkeypatch, experiment: s
         (["measure", "machine", "--set", "seed=-1"], "seed: expected 0 to 4,294,967,295, not -1"),
         (["measure", "stage_quality", "--set", "quality.recipes=[]"], "recipes: expected at least one, not []"),
         (["stage", "x", "--set", "served.block_size=1000000000000"], "block_size: expected 0 to 1,000"),
-        (["stage", "x", "--set", "model=~nosuch/x", "--set", "served.task_adapter="], "no model folder ~nosuch/x"),
+        (
+            ["stage", "x", "--adapters", "none", "--set", "model=~nosuch/x", "--set", "served.task_adapter="],
+            "no model folder ~nosuch/x",
+        ),
         (["run", "--only", ""], "no notebook ''"),
     ],
 )

@@ -18,18 +18,6 @@ from firsttoken.study.parsing.schema import parse_as
 ASSET = "questions"
 
 
-@dataclass(frozen=True)
-class CodeProblem:
-    """A function to write: ``prompt`` asks for it, and ``test`` is code that fails behind a wrong one.
-
-    HumanEval's prompt is the beginning of the code, MBPP's says in words what the function does and holds its tests.
-    """
-
-    id: str
-    prompt: str
-    test: str
-
-
 def question_set(name: str) -> list[QAItem]:
     """All questions of a set of ``SETS``, in the order of its file, which may have a line for each of their options.
 
@@ -43,16 +31,6 @@ def _items(name: str) -> tuple[QAItem, ...]:
     files, read = SETS[name]
     items = [item for file in files for item in _read(file, partial(read, file))]
     return tuple({item.id: item for item in items}.values())
-
-
-def last_words() -> list[tuple[str, str]]:
-    """LAMBADA: the text and the word that ends it, which can be told from the whole text alone. Raises as above."""
-    return _read("lambada", lambda doc: (_text(doc, "query"), _text(doc, "answers_text", 0)))
-
-
-def code_problems(name: str) -> list[CodeProblem]:
-    """The problems of "humaneval" or "mbpp", in their order. Raises as ``question_set``."""
-    return _read(name, _humaneval if name == "humaneval" else _mbpp)
 
 
 def _read(name: str, read: Callable[[dict[str, Any]], Any]) -> list[Any]:
@@ -155,18 +133,6 @@ def _qasper(_: str, doc: dict[str, Any]) -> QAItem:
 class _Paper:
     section_name: tuple[str | None, ...]
     paragraphs: tuple[tuple[str, ...], ...]
-
-
-def _humaneval(doc: dict[str, Any]) -> CodeProblem:
-    test = f"{_text(doc, 'test')}\ncheck({_text(doc, 'entry_point')})\n"
-    return CodeProblem(_text(doc, "task_id"), _text(doc, "prompt"), test)
-
-
-def _mbpp(doc: dict[str, Any]) -> CodeProblem:
-    tests = parse_as(tuple[str, ...], doc.get("test_list"), "doc.test_list")
-    identity = f"MBPP/{parse_as(int, doc.get('task_id'), 'doc.task_id')}"
-    prompt = "\n".join([_text(doc, "text"), *tests])
-    return CodeProblem(identity, prompt, "\n".join([_text(doc, "test_setup_code"), *tests, ""]))
 
 
 _MATH = ("algebra", "counting-and-probability", "geometry", "intermediate-algebra", "number-theory", "prealgebra")

@@ -7,7 +7,9 @@ and the services that speak OpenAI's language. A null is the same as a field tha
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 from firsttoken.study.errors import RequestError
@@ -15,102 +17,15 @@ from firsttoken.study.errors import RequestError
 Values = tuple[Any, ...]
 Table = dict[str, Values]
 
-_NONE: Values = ()  # whatever the field says would change something
-_EITHER: Values = (True, False)  # of what would change how tools, reasoning or images are treated, and there are none
+
+def _table(name: str) -> Table:
+    """The values of each field in the rows ``name`` of ``neutral.toml``."""
+    return {field: tuple(row.get("values", ())) for row in _ROWS[name] for field in row["fields"].split()}
 
 
-def _table(*lines: tuple[Values, str]) -> Table:
-    return {field: values for values, fields in lines for field in fields.split()}
-
-
-REQUEST: Table = _table(
-    (
-        _NONE,
-        "audio prediction moderation web_search_options truncate_prompt_tokens prompt_logprobs logprob_token_ids "
-        "prompt_embeds allowed_token_ids chat_template structured_outputs guided_json guided_regex guided_choice "
-        "guided_grammar guided_decoding_backend guided_whitespace_pattern structural_tag "
-        "repetition_detection json_schema regex ebnf lora_path custom_logit_processor min_dynamic_patch "
-        "max_dynamic_patch input_ids task ngram_corpus_id bootstrap_host bootstrap_port bootstrap_room routed_dp_rank "
-        "data_parallel_rank disagg_prefill_dp_rank adapter_id truncate tool_prompt guideline n_predict samplers "
-        "adapter_name migration_request random_seed prompt_mode search_parameters",
-    ),
-    (
-        (False,),
-        "store use_beam_search include_stop_str_in_output continue_final_message return_tokens_as_token_ids "
-        "return_token_ids return_token_offsets return_prompt_text watermarking no_stop_trim return_logprob "
-        "return_hidden_states return_routed_experts return_cached_tokens_details return_prompt_token_ids "
-        "return_meta_info use_audio_in_video details decoder_input_details return_full_text watermark early_stopping "
-        "penalize_nl timings_per_token post_sampling_probs return_tokens return_progress thinking_forced_open "
-        "ban_eos_token with_cache preserve_cache enable_thinking think safe_prompt deferred include_obfuscation",
-    ),
-    ((True,), "skip_special_tokens add_generation_prompt include_reasoning add_bos_token do_preprocess"),
-    (
-        _EITHER,
-        "parallel_tool_calls parse_tool_calls separate_reasoning stream_reasoning return_mm_kwargs "
-        "return_text_in_logprobs spaces_between_special_tokens cache_prompt",
-    ),
-    (
-        (0,),
-        "priority routed_experts_prompt_start routed_experts_start_len "
-        "min_new_tokens top_logprobs_num top_n_tokens penalty_alpha no_repeat_ngram_size mirostat mirostat_mode "
-        "dynatemp_range dry_multiplier xtc_probability smoothing_factor n_keep n_discard n_probs n_indent min_keep",
-    ),
-    (
-        (1,),
-        "length_penalty stream_interval num_beams num_return_sequences encoder_repetition_penalty "
-        "guidance_scale repeat_penalty dynatemp_exponent",
-    ),
-    ((-1,), "thinking_token_budget logprob_start_len id_slot"),
-    (
-        ([],),
-        "tools functions bad_words logits_processors documents stop_regex image_data lora "
-        "response_fields transforms plugins data_sources",
-    ),
-    (
-        ({},),
-        "mm_processor_kwargs media_io_kwargs kv_transfer_params ec_transfer_params vllm_xargs session_params "
-        "custom_params images_config options provider",
-    ),
-    (("",), "suffix negative_prompt grammar"),
-    (("none",), "reasoning_effort reasoning_format"),
-    (("none", "auto"), "tool_choice function_call"),  # of no tools
-    (("auto", "default"), "service_tier"),
-    (("medium",), "verbosity"),
-    (("left", "right"), "truncation_side"),  # of what is not truncated
-    (({"type": "text"},), "response_format"),
-    ((["text"],), "modalities"),
-    (({"type": "disabled"},), "thinking"),
-    (({}, {"effort": "none"}, {"enabled": False}), "reasoning"),
-    (({"include": False}, {"include": True}), "usage"),  # every answer has its usage
-    ((0, 64, -1), "repeat_last_n"),  # these six are of others' penalties, which are not served
-    ((5,), "mirostat_tau"),
-    ((0.1,), "mirostat_eta xtc_threshold"),
-    ((1.75,), "dry_base"),
-    ((2,), "dry_allowed_length"),
-    ((0, -1), "dry_penalty_last_n t_max_predict_ms"),
-    (([], ["\n", ":", '"', "*"]), "dry_sequence_breakers"),
-)
-# Which tokens a draw may take. Where nothing is drawn, any number leaves the likeliest token what it is.
-DRAWS: Table = _table(((0,), "top_a"), ((1,), "typical typical_p tfs tfs_z"))
-COMPLETION: Table = {"add_special_tokens": (True,), "top_logprobs": (0,), "chat_template_kwargs": ({},)}
-CHAT: Table = {"add_special_tokens": (False,), "echo": (False,)}
-MESSAGE: Table = _table(
-    (_NONE, "audio function_call"),
-    (("",), "refusal reasoning"),
-    (([],), "tool_calls reasoning_details thinking_blocks images videos tools"),
-    ((False,), "prefix partial"),
-    (("text",), "type"),  # which some clients say of turns, as of parts
-)
-# Who asks, and which requests belong together: no answer depends on it, whatever these say.
-OF_THE_CLIENT = _table(
-    (
-        _NONE,
-        "user metadata safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options request_id rid "
-        "session_id extra_key custom_labels",
-    )
-).keys()
-# What stands in an answer's message beside what was said, and what a cache is told: no model reads it.
-OF_AN_ANSWER = _table((_NONE, "id annotations citations provider_specific_fields cache_control")).keys()
+_ROWS = tomllib.loads((Path(__file__).parent / "neutral.toml").read_text(encoding="utf-8"))
+REQUEST, DRAWS, COMPLETION, CHAT, MESSAGE = map(_table, ("request", "draws", "completion", "chat", "message"))
+OF_THE_CLIENT, OF_AN_ANSWER = _table("of_the_client").keys(), _table("of_an_answer").keys()
 
 
 def request_table(content: dict[str, Any], fields: Table) -> Table:

@@ -352,11 +352,11 @@ def _measured(claim: Claim, entries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _differences(claim: Claim) -> Iterator[str]:
-    """Of each place of an ordering the labels by which it differs from the others, as words."""
-    names = dict.fromkeys(name for place in claim.places for name in place)
-    labels = [name for name in names if len({repr(place.get(name)) for place in claim.places}) > 1]
-    for place in claim.places:
-        values = {name: place[name] for name in labels if name in place}
+    """Yield, for each place of an ordering, the labels by which it differs from the others, as words."""
+    names = dict.fromkeys(name for labels in claim.places for name in labels)
+    differing = [name for name in names if len({repr(labels.get(name)) for labels in claim.places}) > 1]
+    for labels in claim.places:
+        values = {name: labels[name] for name in differing if name in labels}
         words = (value if isinstance(value, str) else f"{name} {show(value)}" for name, value in values.items())
         yield " ".join(words).replace("_", " ")
 
