@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from itertools import count
 
 from firsttoken.petals.kv_slots import KVSlots
 
 
 def check_slots(slots: KVSlots) -> None:
+    """Assert it in a moment in which the server, which is another thread, does not free a session's blocks: what is
+    read between two of its statements is no fault, and is read again for up to two seconds."""
+    for attempt in count(1):
+        try:
+            return _check(slots)
+        except (AssertionError, RuntimeError):  # a dictionary that grows while it is read
+            if attempt == 20:
+                raise
+            time.sleep(0.1)
+
+
+def _check(slots: KVSlots) -> None:
     """Assert that each block is of one sequence at most, or can be found and is of several, is written to only where it
     cannot be found, and has no owners but sequences and steps under way."""
     pool, homes = slots.pool, slots._homes.values()

@@ -18,7 +18,9 @@ def test_the_bounds_of_the_workloads_are_a_mean_and_no_policy_s() -> None:
     bounds = [bound | {"seed": 0, "mean_ttft_ms": 10.0}, bound | {"seed": 1, "mean_ttft_ms": 20.0}]
     found = replayed_summary(bounds + runs, {})
     least = {"measure": "ttft_mean_ms", "where": {"policy": BOUND}}
-    assert found.all("ttft_mean_ms", policy=BOUND) == [least | {"value": 15.0, "n": 2, "unit": "ms"}]
+    assert found.all("ttft_mean_ms", policy=BOUND) == [
+        least | {"value": 15.0, "low": 10.0, "high": 20.0, "range": True, "n": 2, "unit": "ms"}
+    ]
     assert found.value("decode_ms") == 30.0
     for measure in ("ttft_mean_ms", "tpot_mean_ms"):
         assert found.value(measure, policy="swap", costs="published") == 30.5

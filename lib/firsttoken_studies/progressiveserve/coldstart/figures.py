@@ -132,8 +132,9 @@ def deferral_rows(result: Result) -> Table:
 
 
 def most_deferred(result: Result) -> int:
-    """The largest number of layers that was deferred."""
-    return max(row["deferred_layers"] for row in result.rows)
+    """The largest number of layers that was deferred in a start that was timed; in any row where none was."""
+    timed = [row for row in result.rows if "ttft_request_s" in row]
+    return max(row["deferred_layers"] for row in timed or result.rows)
 
 
 # phase, what it is made of, colour
