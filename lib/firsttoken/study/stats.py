@@ -118,19 +118,26 @@ def share(count: int, n: int) -> Interval:
     if min(count, n - count) > MANY:
         half = 1.96 * math.sqrt(count * (n - count) / n) / n
         return Interval(count / n, count / n - half, count / n + half, n)
-    low = 0.0 if count == 0 else 1 - _share_at(n - count, n)
-    return Interval(count / n, low, 1.0 if count == n else _share_at(count, n), n)
+    return Interval(count / n, 1 - _highest(n - count, n), _highest(count, n), n)
 
 
-def _share_at(count: int, n: int) -> float:
-    """The share p for which ``count`` or fewer of ``n`` count in 2.5 of 100 cases, by bisection to 2**-50."""
+def _highest(count: int, n: int) -> float:
+    """The end of the interval above ``count`` of ``n``; from the fewer that do not count where there are few of them,
+    as each of ``count`` is a term of a sum."""
+    if count == n:
+        return 1.0
+    return _share_at(count, n, 0.025) if count <= MANY else 1 - _share_at(n - count - 1, n, 0.975)
+
+
+def _share_at(count: int, n: int, cases: float) -> float:
+    """The share p for which ``count`` or fewer of ``n`` count in this share of ``cases``, by bisection to 2**-50."""
     upto = np.arange(count + 1)
     ways = np.concatenate([[0.0], np.cumsum(np.log(n - upto[:-1]) - np.log(upto[1:]))])
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
         tail = float(np.exp(ways + upto * math.log(middle) + (n - upto) * math.log1p(-middle)).sum())
-        low, high = (middle, high) if tail > 0.025 else (low, middle)
+        low, high = (middle, high) if tail > cases else (low, middle)
     return (low + high) / 2
 
 
