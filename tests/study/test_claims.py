@@ -43,6 +43,15 @@ def test_the_committed_claims_load() -> None:
     assert load_claims(paths.STUDIES, EXPERIMENTS)
 
 
+def test_an_id_is_of_one_notebook_alone(root) -> None:
+    load(entry())
+    (paths.STUDIES / "nb13_cold_start" / "claims.yaml").write_text(entry(), encoding="utf-8")
+    with pytest.raises(
+        ClaimsError, match=r"nb13_cold_start/claims.yaml:1: claim a: notebook 12 has a claim of this id"
+    ):
+        load_claims(paths.STUDIES, EXPERIMENTS)
+
+
 def test_an_entry_becomes_a_claim(root) -> None:
     (found,) = load(entry())
     assert (found.id, found.value, found.notebook, found.measure, found.places) == ("a", 2.0, "12", "speedup", ({},))

@@ -122,8 +122,7 @@ def share(count: int, n: int) -> Interval:
 
 
 def _highest(count: int, n: int) -> float:
-    """The end of the interval above ``count`` of ``n``; from the fewer that do not count where there are few of them,
-    as each of ``count`` is a term of a sum."""
+    """The end of the interval above ``count`` of ``n``, from those that do not count where that is less to add up."""
     if count == n:
         return 1.0
     return _share_at(count, n, 0.025) if count <= MANY else 1 - _share_at(n - count - 1, n, 0.975)

@@ -12,17 +12,13 @@ def schematic() -> Schematic:
     alt = (
         "Time runs to the right, each column is a step, and each row is a request. A, B and C have a token in each "
         "step when a prompt P comes. Prefill first reads P whole in one long step, in which A, B and C have no token. "
-        "Stall-free batching cuts P into four chunks: a step holds one chunk and a token of A, B and C each, and is "
-        "only a little longer than before. P has its own first token later."
+        "Stall-free batching cuts P into four chunks: a step holds one chunk and a token of A, B and C each, and takes "
+        "longer than a step of decodes alone. P has its own first token later."
     )
     sketch = Schematic(22, 11.6, alt)
     prefill_first_steps = [(1.5, True, ""), (1.5, True, ""), (7, False, "P, whole"), *[(1.5, True, "P")] * 5]
-    stall_free_steps = [
-        (1.5, True, ""),
-        (1.5, True, ""),
-        *((2.6, True, f"P, {n} of 4") for n in (1, 2, 3, 4)),
-        *[(1.5, True, "P")] * 3,
-    ]
+    chunks = [(2.6, True, f"P, {n} of 4") for n in (1, 2, 3, 4)]
+    stall_free_steps = [*[(1.5, True, "")] * 2, *chunks, *[(1.5, True, "P")] * 3]
     for top, heading, steps in (
         (0.5, "Prefill first: P is read whole in a step of its own, and A, B and C wait", prefill_first_steps),
         (6.2, "Stall-free: a chunk of P in the same step as a token of A, B and C", stall_free_steps),

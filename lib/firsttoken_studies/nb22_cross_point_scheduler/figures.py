@@ -33,12 +33,11 @@ def schematic() -> Schematic:
         "away, and its tokens are computed again."
     )
     sketch = Schematic(20, 5.9, alt)
-    for x, blocks, heading, outcome in (
-        (0.3, 2, "B is short: swap", "copied to host memory, later back"),
-        (10.8, 6, "B is long: recompute", "thrown away, later computed again"),
+    for x, blocks, length, way, outcome in (
+        (0.3, 2, "short", "swap", "copied to host memory, later back"),
+        (10.8, 6, "long", "recompute", "thrown away, later computed again"),
     ):
-        way = "swap" if blocks == 2 else "recompute"
-        sketch.text(x, 0.5, heading, heading=True)
+        sketch.text(x, 0.5, f"B is {length}: {way}", heading=True)
         for block in range(8):
             of_b = block >= 8 - blocks
             sketch.box(x + block, 1.6, "B" if of_b else "A", "online" if of_b else "measured")
@@ -75,7 +74,11 @@ def policy_bars(recorded: Result | None, now: Result) -> Figure:
     text_style = {"va": "bottom", "ha": "center", "fontsize": 9, "zorder": 7, "bbox": {"color": "white", "pad": 1}}
     axes[0].text(1, least + 3, f"no policy is below {least:.0f} s", **text_style)
     _gains(under.subplots(), results)
-    fig.suptitle("CPS has a shorter tail than Swap, and so has Swap if swapped requests may overtake")
+    places = {"under CPS": "cross_point", "if swapped requests may overtake": "swap_overtaking"}
+    labels, get = {"than": "swap", "costs": "published"}, results[0].result.summary.get
+    gains = {text: get("tpot_p99_below_pct", policy=policy, **labels) for text, policy in places.items()}
+    message = ", ".join(f"{gain['value']:.0f} % {text}" for text, gain in gains.items() if gain)
+    fig.suptitle(f"P99 TPOT below that of always swapping: {message}")
     name_results(fig, results, "tpot_p99_ms")
     return fig
 
@@ -143,7 +146,7 @@ def threshold_gains(recorded: Result | None, now: Result) -> Figure:
         ax.set(xscale="log", xlabel="CPS swaps up to this many tokens", ylabel=label)
         ax.set_xticks([128, 256, 512, 1024, 2048, 4096], ["never", "256", "512", "1,024", "2,048", "always"])
         ax.minorticks_off()
-    fig.suptitle("Against the paper's 1,024 tokens: 256 and 512 do as well, never and always swapping worse")
+    fig.suptitle("What another threshold than the paper's 1,024 tokens saves")
     legend(fig, axes[0], results)
     return fig
 
