@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from byte_tokenizers import a_token_a_byte
-from changed_mechanisms import CHANGES, Change, rings
+from changed_mechanisms import CHANGES, Change, rings, watched
 from made_up import (
     Busy,
     NoLimit,
@@ -237,7 +237,10 @@ def test_an_experiment_runs(name, profile, world):
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: f"{change.study} {change.name}")
 def test_a_changed_mechanism_moves_the_figures(change: Change, world: World) -> None:
-    now, changed = world.result(change.study, "quick"), world.result(change.study, "quick", **change.mechanisms)
+    calls: list[str] = []
+    mechanisms = {name: watched(mechanism, calls) for name, mechanism in change.mechanisms.items()}
+    now, changed = world.result(change.study, "quick"), world.result(change.study, "quick", **mechanisms)
+    assert calls, "the study never calls it: what is timed differs between two runs without it, too"
     object.__setattr__(now, "with_mechanism", changed)
     others = [result for name in change.reads for result in (None, world.result(name, "quick"))]
     for figure in change.figures:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -77,6 +79,22 @@ class Change:
 
 
 CHANGES: list[Change] = []
+
+
+def watched(mechanism: Any, calls: list[str]) -> Any:
+    """Return ``mechanism``, a function or a class, which notes in ``calls`` that it, or a method of it, was called."""
+    if not inspect.isclass(mechanism):
+
+        @functools.wraps(mechanism)
+        def noted(*inputs: Any, **named: Any) -> Any:
+            calls.append(mechanism.__name__)
+            return mechanism(*inputs, **named)
+
+        return noted
+    own = {name: member for name, member in vars(mechanism).items() if inspect.isroutine(member)}
+    plain = {name: watched(getattr(member, "__func__", member), calls) for name, member in own.items()}
+    made = {name: staticmethod(plain[name]) if isinstance(own[name], staticmethod) else plain[name] for name in own}
+    return type(mechanism.__name__, (mechanism,), made)
 
 
 def changed(
