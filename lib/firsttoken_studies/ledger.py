@@ -43,12 +43,20 @@ from firsttoken_studies.record.results import (
     result_path,
     write_result,
 )
-from firsttoken_studies.record.verdicts import Judgement, Verdict, effect, judge, judge_all, judge_record, unjudgeable
+from firsttoken_studies.record.verdicts import (
+    RECORDED_UNDER,
+    Judgement,
+    Verdict,
+    effect,
+    judge,
+    judge_all,
+    judge_record,
+    unjudgeable,
+)
 from firsttoken_studies.registry import EXPERIMENTS
 from firsttoken_studies.sarathi import leaderboard
 
 TABLES: pages.Tables = {leaderboard.EXPERIMENT: leaderboard.record_table}
-FOR_THE_RECORD = ("full", "gpu", "paper")  # quick results are whoever ran the notebooks last
 
 
 def claims() -> list[Claim]:
@@ -62,7 +70,7 @@ def recorded() -> list[Result]:
     Raises FirstTokenError as ``results.all_results`` and ``record_log.read_log``.
     """
     withdrawn = log().withdrawn()
-    return [result for result in all_results(FOR_THE_RECORD) if (result.place, result.started) not in withdrawn]
+    return [result for result in all_results(RECORDED_UNDER) if (result.place, result.started) not in withdrawn]
 
 
 def log() -> Log:
@@ -237,7 +245,7 @@ def record_faults() -> list[str]:
     Raises ClaimsError and FirstTokenError for files that cannot be read.
     """
     noted, results, statements = log(), recorded(), claims()
-    messages = faults(noted, results, statements, all_results(FOR_THE_RECORD)) + unjudgeable(statements, results)
+    messages = faults(noted, results, statements, all_results(RECORDED_UNDER)) + unjudgeable(statements, results)
     for result in results:
         messages += [f"{result.experiment} on {result.slug}: {fault}" for fault in broken(result)]
     return messages + (history.faults(noted, statements) if history.is_here() else [])
@@ -332,7 +340,7 @@ def note_edits(because: str) -> list[str]:
 
 def _state() -> tuple[tuple[Path, int, int], ...]:
     """Return the files from which ledger and record are read, each with time and size, which change when it does."""
-    read = (*claim_files(paths.STUDIES), paths.RECORD_LOG, *result_files(FOR_THE_RECORD))
+    read = (*claim_files(paths.STUDIES), paths.RECORD_LOG, *result_files(RECORDED_UNDER))
     files = [(path, path.stat()) for path in read if path.exists()]
     return tuple((path, stat.st_mtime_ns, stat.st_size) for path, stat in files)
 

@@ -89,6 +89,9 @@ def test_the_splits_of_a_set(kept) -> None:
     assert sum(map(len, parts)) == 80 and all(len(part) % 2 == 0 for part in parts), "a story is in one split"
     assert not {item.passage for item in parts[0]} & {item.passage for item in parts[2]}
     assert len(load_qa("squad", "test")) == 1
+    assert {*load_qa("coqa+squad", "test")} == {*parts[2], *load_qa("squad", "test")}
+    with pytest.raises(CorpusError, match=r"no questions called 'coqa\+hotpot'"):
+        load_qa("coqa+hotpot", "test")
     with pytest.raises(CorpusError, match="all 1 questions of squad are asked, none are for train; name coqa"):
         load_qa("squad", "train")
     assert len(question_set("qasper")) == 1, "a line for each option"

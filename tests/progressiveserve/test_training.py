@@ -53,6 +53,17 @@ def test_text_joins_as_windows_and_where_it_is_distilled_as_open_prompts(config,
     assert all(tokenizer.decode(s.tokens).endswith("Answer:") for s in ours[4:])
 
 
+def test_a_configuration_has_its_own_steps_and_leaves_out_what_must_be_cut(config, tokenizer):
+    longer = dataclasses.replace(config, max_tokens=70, steps=7, distill_share=0.1)
+    sized = longer.sized(OURS)
+    assert (sized.steps, sized.max_tokens, sized.distill_share) == (7, 70, 0.1)
+    assert longer.sized(REPORT).total_steps(640) == REPORT.total_steps(640), "it counts epochs"
+    cut = training_data(longer, longer.sized(OURS), tokenizer)
+    fitting = training_data(dataclasses.replace(longer, only_whole=True), longer.sized(OURS), tokenizer)
+    assert 0 < cut.cut_questions < len(cut.questions)
+    assert fitting.questions == [sample for sample in cut.questions if not sample.cut]
+
+
 def test_the_hash_follows_the_training_part_alone(config, tokenizer):
     base = training_data(config, OURS, tokenizer).sha256
     assert training_data(dataclasses.replace(config, watch_questions=1), OURS, tokenizer).sha256 == base

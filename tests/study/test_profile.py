@@ -86,7 +86,7 @@ def test_no_two_files_have_one_section(tmp_path, monkeypatch) -> None:
 def test_the_folders_name_the_profiles_that_there_are() -> None:
     for path in extensions.files("profiles.yaml"):
         content = read_yaml(path)
-        assert content.keys() <= {"default", "quick", "review", "full", "gpu", "paper"}, path
+        assert content.keys() <= {"default", "quick", "review", "full", "gpu", "paper", "tasks"}, path
         named = {section for profile, part in content.items() if profile != "default" for section in part}
         assert content.get("default", {}).keys() <= named, path
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from firsttoken.study import paths
-from firsttoken_studies import ledger
 from firsttoken_studies.record.results import is_clean, read_result
+from firsttoken_studies.record.verdicts import RECORDED_UNDER
 from firsttoken_studies.registry import EXPERIMENTS
 
 RECORDED = [  # quick results are those of whoever ran the notebooks last, maybe with code of before
     path
-    for profile in ledger.FOR_THE_RECORD
+    for profile in RECORDED_UNDER
     for path in sorted(paths.RECORDED.glob(f"*/{profile}/*"))
     if path.name.split(".")[0] in EXPERIMENTS
 ]
@@ -31,10 +31,10 @@ def test_the_summary_is_that_of_the_rows(path: Path) -> None:
         assert entry == pytest.approx({name: kept[name] for name in kept.keys() - {"measure", "where"}}), kept
 
 
-OF_DIRTY_TREES = {"healing_training", "reuse_training"}  # until they are recorded again
+OF_DIRTY_TREES = {("full", "healing_training"), ("full", "reuse_training")}  # until they are recorded again
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_the_revision_is_that_of_a_commit(path: Path) -> None:
     result = read_result(path)
-    assert is_clean(result.git_revision) != (result.experiment in OF_DIRTY_TREES)
+    assert is_clean(result.git_revision) != ((result.profile, result.experiment) in OF_DIRTY_TREES)

@@ -27,6 +27,7 @@ _SHINGLE_WORDS = 12
 _ON_HUB = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}")
 _MOST_SHARED = 0.1  # of the 12-word runs of a held-out passage that the train passages may hold
 _ASKED_ONLY = "squad"  # the report scores its stages on SQuAD: a thousand questions are what an interval needs
+_PINNED_SETS = frozenset(("sciq", "triviaqa", *SETS))
 _KNOWN = ", ".join(("sciq", "triviaqa", *SETS))
 _HELD_OUT_EDGE = 0.20  # validation | test, where train is a file of its own: the same 8 : 32
 
@@ -144,12 +145,16 @@ def token_windows(texts: Iterable[str], tokenizer: Any, length: int, count: int)
 def load_qa(source: str, split: str) -> list[QAItem]:
     """Questions from anywhere, in the three splits.
 
-    ``source`` is "sciq", "triviaqa", one of ``SETS`` or the path of a SQuAD or TriviaQA .json file (cut 60 / 8 / 32 by
-    hash; all of "squad" is test), a folder with one *train*.json and one *dev*.json, or "hub:org/name" or
-    "hub:org/name:config" (both: train is train, the other file is cut 20 / 80 into validation and test). Raises
-    CorpusError naming what is missing or wrong, and AssetError where a set was not fetched.
+    ``source`` is "sciq", "triviaqa", one of ``SETS``, several of these as "sciq+drop", or the path of a SQuAD or
+    TriviaQA .json file (cut 60 / 8 / 32 by hash; all of "squad" is test), a folder with one *train*.json and one
+    *dev*.json, or "hub:org/name" or "hub:org/name:config" (both: train is train, the other file is cut 20 / 80 into
+    validation and test). Raises CorpusError naming what is missing or wrong, and AssetError where a set was not
+    fetched.
     """
     _check_split(split)
+    names = source.split("+")
+    if len(names) > 1 and _PINNED_SETS.issuperset(names):
+        return _shuffled(item for name in names for item in load_qa(name, split))
     if source == "sciq":
         return sciq(split)
     if source == "triviaqa":
@@ -196,7 +201,7 @@ def _part(item: QAItem, train_edge: float, validation_edge: float) -> str:
     return "train" if unit < train_edge else "validation" if unit < validation_edge else "test"
 
 
-def _shuffled(items: list[QAItem]) -> list[QAItem]:
+def _shuffled(items: Iterable[QAItem]) -> list[QAItem]:
     return sorted(items, key=lambda item: _digest(f"{item.passage}\n{item.question}\n{item.id}"))
 
 

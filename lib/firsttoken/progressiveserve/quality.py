@@ -99,9 +99,15 @@ def _score_batch(
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
     cache = PrunedCache()
+    last = torch.tensor([width - 1], device=model.device)  # by number: of a slice torch copies the head once a prompt
     first = model(
-        ids, attention_mask=mask, position_ids=_positions(mask), past_key_values=cache, use_cache=True, logits_to_keep=1
-    ).logits[:, -1]
+        ids,
+        attention_mask=mask,
+        position_ids=_positions(mask),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=last,
+    ).logits[:, 0]
     nll = _option_nll(model, tokenizer, items, first, cache, mask)
     texts = _decode(model, tokenizer, first, cache, mask, config.max_new_tokens)
     rows = []

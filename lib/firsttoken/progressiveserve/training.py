@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from peft import PeftModel
@@ -26,6 +26,7 @@ from firsttoken.progressiveserve.samples import Sample, prompt_samples, qa_sampl
 from firsttoken.study import timing
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.machine import describe
+from firsttoken.study.parsing.schema import between
 
 WATCHED_TOKENS = 256  # of a window whose perplexity is watched
 PROMPTS = "open questions, train"
@@ -37,7 +38,10 @@ class HealingConfig:
 
     ``questions`` is a source that ``load_qa`` knows; ``windows`` windows of ``window_tokens`` of running text and
     ``prompts`` open questions join recipes that use text. Every ``watch_every`` steps ``watch_questions`` validation
-    questions and ``watch_windows`` windows are scored. Questions have up to ``max_tokens`` tokens, 0: the recipe's own.
+    questions and ``watch_windows`` windows are scored. Questions have up to ``max_tokens`` tokens, 0: the recipe's own;
+    a longer one loses the beginning of its passage, or with ``only_whole`` is left out. ``steps`` are those of a recipe
+    that counts in steps, and ``learning_rate`` is its rate; ``distill_share`` is the share of positions that the full model
+    teaches; 0: as the recipe has it.
     """
 
     questions: str
@@ -48,6 +52,10 @@ class HealingConfig:
     watch_questions: int
     watch_windows: int
     max_tokens: int = 0
+    only_whole: bool = False
+    steps: int = 0
+    learning_rate: float = 0.0
+    distill_share: Annotated[float, between(0, 1)] = 0.0
 
     def needs(self) -> list[Need]:
         """Require that the splits hold what is read and watched, and the context the longest sequence."""
@@ -60,9 +68,12 @@ class HealingConfig:
             Need("healing.max_tokens", self.max_tokens, CONTEXT),
         ]
 
-    def with_max_tokens(self, recipe: Recipe) -> Recipe:
-        """``recipe`` with questions of up to ``max_tokens``."""
-        return dataclasses.replace(recipe, max_tokens=self.max_tokens or recipe.max_tokens)
+    def sized(self, recipe: Recipe) -> Recipe:
+        """``recipe`` with what this configuration sets of it."""
+        chosen = {"max_tokens": self.max_tokens, "distill_share": self.distill_share}
+        if recipe.steps:
+            chosen |= {"steps": self.steps, "learning_rate": self.learning_rate}
+        return dataclasses.replace(recipe, **{name: value for name, value in chosen.items() if value})
 
 
 @dataclass(frozen=True)
@@ -88,6 +99,7 @@ def training_data(config: HealingConfig, recipe: Recipe, tokenizer: Any) -> Trai
     Open prompts join only where the full model teaches: without it there is nothing to learn after "Answer:".
     """
     questions = [qa_sample(item, tokenizer, recipe.max_tokens) for item in load_qa(config.questions, "train")]
+    questions = [sample for sample in questions if not (config.only_whole and sample.cut)]
     text: list[Sample] = []
     if recipe.text_batch:
         windows = token_windows(running_text("train"), tokenizer, config.window_tokens, config.windows)
@@ -138,7 +150,7 @@ def healed(
     teacher: Teacher | None = None,
 ) -> dict[str, Any]:
     """The recipe.json of the adapter in ``folder``, trained now unless exactly this run was finished before."""
-    recipe, source = config.with_max_tokens(recipe), Path(config.questions)
+    recipe, source = config.sized(recipe), Path(config.questions)
     data = training_data(config, recipe, served.tokenizer)
     wanted = {
         "recipe": dataclasses.asdict(recipe) | {"targets": list(recipe.targets)},

@@ -3,8 +3,8 @@
 A profile names the model and the machine settings, and holds one mapping per experiment configuration. A package beside
 the library keeps those of its own experiments by its code: ``profiles.yaml`` in a folder of it holds sections under the
 names of profiles, and under ``default`` what a section has where a profile's does not say otherwise. Settings and
-sections that a profile leaves out are those of the profile that its key ``like`` names. Another model than the
-profile's has its own layers and adapters, which ``env/models.yaml`` has by its name. The mapping becomes a frozen
+sections that a profile leaves out are those of the profile that its key ``like`` names. Layers and adapters belong to a
+model: where ``env/models.yaml`` has its name, they are those that stand there. The mapping becomes a frozen
 dataclass only when an experiment asks for it, so ``study`` knows no experiment, and a key that no configuration has is
 an error instead of a setting that silently does nothing.
 """
@@ -99,7 +99,7 @@ def profile_names() -> list[str]:
 def load_profile(name: str, /, **overrides: Any) -> Profile:
     """Read a profile; overrides are settings (``seed=1``) or dotted keys (``**{"distance.passages": 8}``).
 
-    With the setting ``model`` come those of ``env/models.yaml`` that belong to it, before the other overrides.
+    With the setting ``model`` come those of ``env/models.yaml`` that belong to it, before the overrides.
     Raises ProfileError for an unknown profile, setting or section, a missing setting, or a value of the wrong type.
     """
     if name not in profile_names():
@@ -108,10 +108,9 @@ def load_profile(name: str, /, **overrides: Any) -> Profile:
         content = _completed(_read(name))
     settings = {key: value for key, value in content.items() if not isinstance(value, dict)}
     sections = {key: dict(value) for key, value in content.items() if isinstance(value, dict)}
-    if "model" in overrides:
-        for section, changes in _of_model(str(overrides["model"])).items():
-            if section in sections:
-                sections[section] |= changes
+    for section, changes in _of_model(str(overrides.get("model", settings.get("model")))).items():
+        if section in sections:
+            sections[section] |= changes
     for key, value in overrides.items():
         section, dot, option = key.partition(".")
         if dot and section not in sections:

@@ -254,7 +254,7 @@ def healing_live(profile: Profile, *, answer_loss: Loss = answer_loss, distill_l
     healing = profile.section("healing", HealingConfig)
     check([*profile.section("served", ServedConfig).needs(), *healing.needs()], ModelFacts(profile.model))
     served = load_served(profile)
-    recipe = healing.with_max_tokens(dataclasses.replace(RECIPES[config.recipe], steps=config.steps, warmup_steps=2))
+    recipe = dataclasses.replace(healing.sized(RECIPES[config.recipe]), steps=config.steps, warmup_steps=2)
     data = training_data(healing, recipe, served.tokenizer)
     teacher = Teacher(served.model) if recipe.distill_weight else None
     losses = HealingLosses(answer_loss, distill_loss)

@@ -73,7 +73,7 @@ class Claim:
     op: Literal["<=", ">="] | None = None
     tolerance: Annotated[float, at_least(0)] = 0.0
     no_effect: float | None = None
-    profiles: tuple[Literal["quick", "review", "full", "gpu", "paper"], ...] = ()
+    profiles: tuple[Literal["quick", "review", "full", "gpu", "paper", "tasks"], ...] = ()
     whose: Literal["report", "project"] = "report"
     nature: Literal[NATURES] = "measured"
     ground: Literal[GROUNDS] = "live"

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     import pandas
 
 SCHEMA = 3
-PREFERENCE = ("paper", "full", "gpu", "review", "quick")  # of several results that answer, the larger sample counts
+# of several results that answer, the larger sample counts
+PREFERENCE = ("paper", "full", "gpu", "tasks", "review", "quick")
 PACKED = ".json.gz"
 _LARGE_BYTES = 256 * 1024  # of a result as text, above which it is packed: to a quarter to an eighth
 CHANGED = "-changed"  # behind the name of a profile of which a reader changed settings in a notebook

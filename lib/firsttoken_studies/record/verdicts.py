@@ -25,7 +25,7 @@ from firsttoken_studies.record.results import Result, pick
 
 TOLERANCE = 0.25  # of the effect, for every ratio; a claim may set a narrower one, and says why
 WITHIN = 2.0  # an effect is of the report's size where neither is more than so many times the other
-RECORDED_UNDER = ("full", "gpu", "paper")  # profiles whose results are the record; no other makes machines differ
+RECORDED_UNDER = ("full", "gpu", "paper", "tasks")  # whose results are the record; no other makes machines differ
 SAME = 1e-4  # of a number, within which two are the same; no two of a report were nearer by chance
 LEAST_STEP = 0.1  # by which each value of an ordering is above the one before, as a share of the larger
 
