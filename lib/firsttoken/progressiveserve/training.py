@@ -39,9 +39,8 @@ class HealingConfig:
     ``questions`` is a source that ``load_qa`` knows; ``windows`` windows of ``window_tokens`` of running text and
     ``prompts`` open questions join recipes that use text. Every ``watch_every`` steps ``watch_questions`` validation
     questions and ``watch_windows`` windows are scored. Questions have up to ``max_tokens`` tokens, 0: the recipe's own;
-    a longer one loses the beginning of its passage, or with ``only_whole`` is left out. ``steps`` are those of a recipe
-    that counts in steps, and ``learning_rate`` is its rate; ``distill_share`` is the share of positions that the full model
-    teaches; 0: as the recipe has it.
+    a longer one loses the beginning of its passage, or with ``only_whole`` is left out. ``steps`` and ``learning_rate``
+    are for a recipe that counts in steps, ``distill_share`` for any that is taught; 0: as the recipe has it.
     """
 
     questions: str
