@@ -11,7 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from firsttoken.progressiveserve.healing import LOSSES, Teacher, _endless, _losses, _targets, attach, train
+from firsttoken.progressiveserve.healing import (
+    LOSSES,
+    Teacher,
+    TrainingState,
+    _endless,
+    _losses,
+    _targets,
+    attach,
+    train,
+)
 from firsttoken.progressiveserve.passlayer import pass_layers
 from firsttoken.progressiveserve.recipe import SEVEN_PROJECTIONS, Recipe
 from firsttoken.progressiveserve.samples import Sample
@@ -123,6 +132,33 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(make_model
     one, again, other = trained(0), trained(0), trained(1)
     assert all(torch.equal(one[name], again[name]) for name in one)
     assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_a_run_that_is_cut_goes_on_with_the_numbers_that_it_would_have_had(make_model, tmp_path, schedule):
+    changes = {"dropout": 0.3, "text_batch": 1, "distill_weight": 1.0, "steps": 7, "accumulate": 2}
+    recipe = dataclasses.replace(QUICK, schedule=schedule, warmup_steps=2, **changes)
+    start, kept = state(attach(make_model(), recipe, [0, 3])), TrainingState(tmp_path / "new" / "state.safetensors")
+    teacher = Teacher(make_model())  # one for all: its states are rounded otherwise in another batch
+
+    def trained(keep: TrainingState | None = None, cut_at: int = 0) -> tuple[list[dict], dict[str, torch.Tensor]]:
+        def watch(step: int) -> dict[str, float]:
+            if step == cut_at:
+                raise KeyboardInterrupt
+            return {"validation_f1": float(torch.rand(()))}
+
+        peft = attach(make_model(), recipe, [0, 3])
+        peft.load_state_dict(start, strict=False)
+        curve = train(peft, recipe, questions(), [TEXT, OPEN], teacher, watch, watch_every=2, state=keep)
+        return curve.rows, state(peft)
+
+    rows, weights = trained()
+    for step in (4, 6):  # the second one goes on from the first one's state
+        with pytest.raises(KeyboardInterrupt):
+            trained(kept, cut_at=step)
+    rows_again, weights_again = trained(kept)
+    assert rows_again == rows and [row["step"] for row in rows] == [*range(1, 8)]
+    assert all(torch.equal(weights_again[name], weight) for name, weight in weights.items())
 
 
 def test_validation_joins_the_rows_while_the_model_is_in_eval_mode(make_model):

@@ -115,7 +115,7 @@ def test_a_finished_run_is_read_and_any_change_runs_again(served, config, tmp_pa
     assert read_recipe(folder) == first
     runs = []
     real = training.heal
-    monkeypatch.setattr(training, "heal", lambda *args: runs.append(args) or real(*args))
+    monkeypatch.setattr(training, "heal", lambda *args, **named: runs.append(args) or real(*args, **named))
     assert healed(folder, served, (2, 3, 4), recipe, config) == first
     assert runs == []
     others = [
@@ -134,7 +134,7 @@ def test_a_finished_run_is_read_and_any_change_runs_again(served, config, tmp_pa
 
 
 def test_an_interrupted_run_leaves_nothing_and_starts_again(served, config, tmp_path, monkeypatch):
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     folder = tmp_path / "adapters" / "A-quick"

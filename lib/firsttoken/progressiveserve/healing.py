@@ -6,14 +6,18 @@ Adapter A is trained with B and C passed, adapter AB with C passed. Both are sto
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, get_scheduler
 
@@ -21,6 +25,7 @@ from firsttoken.progressiveserve.recipe import Recipe
 from firsttoken.progressiveserve.samples import Sample, padded
 from firsttoken.study.dtypes import autocast
 from firsttoken.study.errors import CorpusError
+from firsttoken.study.files import replacing
 from firsttoken.study.progress import track
 
 
@@ -89,6 +94,41 @@ def attach(model: PreTrainedModel, recipe: Recipe, layers: Sequence[int]) -> Pef
     return get_peft_model(model, config)
 
 
+@dataclass(frozen=True)
+class TrainingState:
+    """The file in which a training keeps weights, AdamW's moments, torch's random state and its rows, so that a run
+    that is cut goes on there as if it had not been; only the teacher's states may be rounded in another batch."""
+
+    path: Path
+
+    def write(self, weights: Sequence[Tensor], optimizer: torch.optim.Optimizer, curve: Curve) -> None:
+        """Keep the state after the last row of ``curve``."""
+        tensors = {"random": torch.get_rng_state()}
+        for index, weight in enumerate(weights):
+            moments = {"weight": weight.detach(), **optimizer.state[weight]}
+            tensors |= {f"{index}.{name}": value.contiguous() for name, value in moments.items()}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(self.path) as temporary:
+            save_file(
+                tensors, temporary, metadata={"rows": json.dumps(curve.rows), "duration_s": str(curve.duration_s)}
+            )
+
+    @torch.no_grad()
+    def read(self, weights: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> Curve:
+        """Take over what was kept, and return the curve until then; an empty one where nothing was."""
+        if not self.path.exists():
+            return Curve([], 0.0)
+        with safe_open(self.path, "pt") as file:
+            for name in {*file.keys()} - {"random"}:
+                index, _, moment = name.partition(".")
+                if moment == "weight":
+                    weights[int(index)].copy_(file.get_tensor(name))
+                else:
+                    optimizer.state[weights[int(index)]][moment] = file.get_tensor(name)
+            torch.set_rng_state(file.get_tensor("random"))
+            return Curve(json.loads(file.metadata()["rows"]), float(file.metadata()["duration_s"]))
+
+
 def train(
     peft: PeftModel,
     recipe: Recipe,
@@ -98,12 +138,13 @@ def train(
     watch: Callable[[int], dict[str, float]] | None = None,
     watch_every: int = 0,
     losses: HealingLosses = LOSSES,
+    state: TrainingState | None = None,
 ) -> Curve:
     """Train the adapter of ``peft`` in place by ``recipe``.
 
     ``watch`` is called with the step number every ``watch_every`` steps and at the end; what it returns, validation
-    scores, joins that step's row. The base stays in its own dtype, the adapter is fp32; bf16
-    autocast where that is fast.
+    scores, joins that step's row, and ``state`` is written then. The base stays in its own dtype, the adapter is fp32;
+    bf16 autocast where that is fast.
     """
     torch.manual_seed(recipe.seed)
     steps = recipe.total_steps(len(questions))
@@ -112,9 +153,16 @@ def train(
     schedule = get_scheduler(recipe.schedule, optimizer, recipe.warmup_steps, steps)
     draw = torch.Generator().manual_seed(recipe.seed)
     batches = zip(_endless(questions, recipe.batch, draw), _endless(text, recipe.text_batch, draw), strict=False)
-    rows, start = [], time.perf_counter()
+    before = state.read(weights, optimizer) if state else Curve([], 0.0)
+    rows, start = before.rows, time.perf_counter() - before.duration_s
+    for _ in range(len(rows) * recipe.accumulate):  # what was drawn for them is drawn again
+        question_batch, text_batch = next(batches)
+        _targets(question_batch, text_batch, padded([*question_batch, *text_batch]).shape[1], recipe, draw)
+    schedule.last_epoch = len(rows)
+    for group, rate in zip(optimizer.param_groups, schedule.lr_lambdas, strict=True):
+        group["lr"] = group["initial_lr"] * rate(len(rows))
     peft.train()
-    for step in track(range(1, steps + 1), desc=f"healing ({recipe.name})", unit="step"):
+    for step in track(range(len(rows) + 1, steps + 1), desc=f"healing ({recipe.name})", unit="step"):
         means: dict[str, float] = {}
         for _ in range(recipe.accumulate):
             question_batch, text_batch = next(batches)
@@ -126,12 +174,13 @@ def train(
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
-        row = {"step": step, **{name: round(loss, 5) for name, loss in means.items()}}
+        rows.append({"step": step, **{name: round(loss, 5) for name, loss in means.items()}})
         if watch and (step == steps or (watch_every and step % watch_every == 0)):
             peft.eval()
-            row |= watch(step)
+            rows[-1] |= watch(step)
             peft.train()
-        rows.append(row)
+            if state:
+                state.write(weights, optimizer, Curve(rows, time.perf_counter() - start))
     peft.eval()
     return Curve(rows, time.perf_counter() - start)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,20 @@ from firsttoken.assets.adapters import export_adapter
 from firsttoken.assets.corpora import QAItem, boolq_prompts, load_qa, running_text, token_windows
 from firsttoken.assets.needs import CONTEXT, Need, questions_of, text_of
 from firsttoken.progressiveserve.base_model import ServedModel
-from firsttoken.progressiveserve.healing import LOSSES, Curve, HealingLosses, Teacher, attach, train
+from firsttoken.progressiveserve.healing import (
+    LOSSES,
+    Curve,
+    HealingLosses,
+    Teacher,
+    TrainingState,
+    attach,
+    train,
+)
 from firsttoken.progressiveserve.passlayer import pass_layers
 from firsttoken.progressiveserve.quality import AnswerConfig, answer_scores, perplexity, text_scores
 from firsttoken.progressiveserve.recipe import Recipe
 from firsttoken.progressiveserve.samples import Sample, prompt_samples, qa_sample, text_samples
-from firsttoken.study import timing
+from firsttoken.study import paths, timing
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.machine import describe
 from firsttoken.study.parsing.schema import between
@@ -124,10 +133,12 @@ def heal(
     config: HealingConfig,
     teacher: Teacher | None = None,
     losses: HealingLosses = LOSSES,
+    state: TrainingState | None = None,
 ) -> tuple[PeftModel, Curve]:
     """Train an adapter on the layers that compute while ``missing`` are passed; ``teacher`` is the full model.
 
-    ``served`` stays whole: a copy is trained, and the adapter comes back in that copy, its gaps in place.
+    ``served`` stays whole: a copy is trained, and the adapter comes back in that copy, its gaps in place. A run that
+    was cut goes on from ``state``.
     """
     student = copy.deepcopy(served.model)
     pass_layers(student, missing)
@@ -137,7 +148,7 @@ def heal(
     def watch(_: int) -> dict[str, float]:
         return _validation(peft, served.tokenizer, data)
 
-    return peft, train(peft, recipe, data.questions, data.text, teacher, watch, config.watch_every, losses)
+    return peft, train(peft, recipe, data.questions, data.text, teacher, watch, config.watch_every, losses, state)
 
 
 def healed(
@@ -170,7 +181,9 @@ def healed(
         if all(recorded.get(key) == value for key, value in wanted.items()):
             timing.add_resumed(recorded["train_s"])
             return recorded
-    peft, curve = heal(served, missing, recipe, data, config, teacher)
+    key = hashlib.sha256(json.dumps([wanted, dataclasses.asdict(config)]).encode()).hexdigest()
+    state = TrainingState(paths.CACHE / "training" / f"{key[:16]}.safetensors")
+    peft, curve = heal(served, missing, recipe, data, config, teacher, state=state)
     machine = describe()
     made = {
         "curve": curve.rows,
@@ -179,6 +192,7 @@ def healed(
         "machine": {key: machine[key] for key in ("slug", "cpu", "gpu", "packages")},
     }
     export_adapter(peft, folder, wanted | made)
+    state.path.unlink(missing_ok=True)
     return wanted | made
 
 
@@ -191,7 +205,7 @@ def _validation(peft: PeftModel, tokenizer: Any, data: TrainingData) -> dict[str
     if not data.validation:
         raise CorpusError("no validation questions: set healing.watch_questions to 1 or more, or use a larger file")
     model = peft.get_base_model()
-    answers = answer_scores(model, tokenizer, data.validation, AnswerConfig())
+    answers = answer_scores(model, tokenizer, data.validation, AnswerConfig(batch=8))
     mean = {key: sum(row[key] for row in answers) / len(answers) for key in ("em", "f1", "answer_nll")}
     return {f"validation_{key}": value for key, value in mean.items()} | {
         "validation_perplexity": perplexity(text_scores(model, data.windows))
