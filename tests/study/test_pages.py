@@ -50,10 +50,17 @@ def test_the_pages_hold_numbers_verdicts_and_counts(template: Path, claim, recor
     assert pages.outdated(ledger, recorded, "test-cpu-2c") == [paths.CLAIMS_PAGE]
 
 
-def test_a_template_may_name_the_machine_of_a_number(template: Path, claim, recorded, make_result) -> None:
+def test_a_template_may_name_the_machine_and_the_profile_of_a_number(
+    template: Path, claim, recorded, make_result
+) -> None:
     card = make_result(machine={"slug": "a-card", "gpu": "A Card"}, summary=[entry(value=7.0)])
-    template.write_text('{{ value("machine", "m") }}, {{ value("machine on a-card", "m") }}', encoding="utf-8")
-    assert pages.render(template, [claim()], [*recorded, card], "test-cpu-2c") == "1.5, 7"
+    full = make_result(profile="full", summary=[entry(value=8.0)])
+    names = ("machine", "machine on a-card", "machine of quick")
+    template.write_text(", ".join(f'{{{{ value("{name}", "m") }}}}' for name in names), encoding="utf-8")
+    assert pages.render(template, [claim()], [*recorded, card, full], "test-cpu-2c") == "8, 7, 1.5"
+    with pytest.raises(ClaimsError, match="no result of 'machine'"):
+        template.write_text('{{ value("machine of paper", "m") }}', encoding="utf-8")
+        pages.render(template, [claim()], recorded, "test-cpu-2c")
     with pytest.raises(ClaimsError, match="b-card"):
         template.write_text('{{ value("machine on b-card", "m") }}', encoding="utf-8")
         pages.render(template, [claim()], [*recorded, card], "test-cpu-2c")

@@ -98,8 +98,8 @@ def render(
     tables: Tables = NO_TABLES,
     log: Log = EMPTY,
 ) -> str:
-    """Return the page that ``template`` makes of the results of ``machine``, or of another machine where the template
-    names an experiment as "NAME on MACHINE".
+    """Return the page that ``template`` makes of the results of ``machine``, or of another machine or one profile where
+    the template names an experiment as "NAME on MACHINE" or "NAME of PROFILE".
 
     Raises ClaimsError for a result or a measure that a template names and nobody recorded, and for what is no template,
     and FirstTokenError for a machine without results.
@@ -110,9 +110,10 @@ def render(
     called = f"{template.parent.name}/{template.name}"
 
     def recorded(experiment: str) -> Result:
-        name, _, named = experiment.partition(" on ")
+        experiment, _, named = experiment.partition(" on ")
+        name, _, profile = experiment.partition(" of ")
         try:
-            return recorded_result(results, name, known_machine(named, results) if named else machine)
+            return recorded_result(results, name, known_machine(named, results) if named else machine, profile)
         except FirstTokenError as error:
             raise ClaimsError(f"{called}: {error}") from error
 

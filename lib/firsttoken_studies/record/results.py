@@ -255,13 +255,13 @@ def pick(
     return max(candidates, key=lambda result: (-_rank(result.profile), result.started), default=None)
 
 
-def recorded_result(results: Iterable[Result], experiment: str, machine: str) -> Result:
-    """The preferred result of ``experiment`` on ``machine``, or on any other where it has none.
+def recorded_result(results: Iterable[Result], experiment: str, machine: str, profile: str = "") -> Result:
+    """The preferred result of ``experiment``, or that of ``profile``, on ``machine``, or on any other that has one.
 
     Raises FirstTokenError where nobody recorded it.
     """
-    results = list(results)
-    result = pick(results, experiment, machine=machine) or pick(results, experiment, machine="any")
+    results, profiles = list(results), [profile] if profile else []
+    result = pick(results, experiment, profiles, machine) or pick(results, experiment, profiles, "any")
     if result is None:
         raise FirstTokenError(f"no result of {experiment!r}; run `firsttoken measure {experiment}`")
     return result
