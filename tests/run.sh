@@ -28,7 +28,6 @@ case "${1:-}" in
         source env/setup.sh
         env/clients/setup.sh
         "$FIRSTTOKEN_PYTHON" -m firsttoken fetch
-        "$FIRSTTOKEN_PYTHON" -m firsttoken fetch pyodide || true # without npm the page that runs on it is not tried
         exec .venv-clients/bin/python -m pytest -q --noconftest -o addopts=--import-mode=importlib tests/clients
         ;;
     *) echo "usage: tests/run.sh [--all | --unit | --mutations | --vllm | --clients]" >&2 && exit 2 ;;

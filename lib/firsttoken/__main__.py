@@ -55,7 +55,7 @@ def fetch(options: argparse.Namespace) -> int:
     from firsttoken.assets.lock import load_lock
     from firsttoken.assets.manual_downloads import bring, download, names
 
-    lock = {asset.name: asset for asset in load_lock(npm=True)}
+    lock = {asset.name: asset for asset in load_lock()}
     extra_names = [name for name in options.names if name not in lock]
     if unknown_name := next((name for name in extra_names if name not in names()), ""):
         raise AssetError(f"no asset is called {unknown_name!r}; {unknown(unknown_name, [*lock, *names()])}")

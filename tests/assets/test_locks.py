@@ -43,6 +43,6 @@ def test_every_direct_requirement_has_its_reason():
 
 def test_the_data_readme_gives_the_size_and_hash_of_every_asset():
     readme = (paths.DATA / "README.md").read_text(encoding="utf-8")
-    for asset in load_lock(npm=True):
+    for asset in load_lock():
         for name, entry in ((asset.file, asset), *((member.saved_as, member) for member in asset.members)):
             assert f"| `{name}` | {entry.bytes:,} | `{entry.sha256}` |" in readme

@@ -6,18 +6,12 @@ import json
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
-from browsers import Page, visiting
+from browsers import visiting
 from started import PYTHON, ROOT
-from waiting import until
 
 pytestmark = pytest.mark.skipif(
     not shutil.which("chromedriver"), reason="no browser here: apt install chromium chromium-driver"
@@ -126,124 +120,3 @@ def test_recorded_runs_are_dots_and_the_rest_is_extrapolated(site: Path) -> None
         )
         page.check_widths("site-tricks-recorded")
         assert page.errors() == []
-
-
-NATIVE = """
-import json, sys
-import numpy as np
-from firsttoken.sarathi.capacity import STRICT
-from firsttoken.simulation.hardware import Hardware
-from firsttoken.sarathi.policy import Policy
-from firsttoken.study.profile import load_profile
-from firsttoken_studies.nb41_serving_capacity.bench import Bench, CapacityConfig
-profile, rows = load_profile("quick"), {}
-bench = Bench(profile.section("capacity", CapacityConfig), profile.section("hardware", Hardware))
-for name in sys.argv[1:]:
-    served, _ = bench.run(Policy.named(name), bench.objective(STRICT), profile.seed, 2.0)
-    firsts, gaps = [one.ttft_s for one in served], np.concatenate([np.diff(one.times_s) for one in served])
-    seconds = max(one.times_s[-1] for one in served) - min(one.arrival_s for one in served)
-    tokens = sum(one.sampling.max_tokens for one in served)
-    times = [np.median(firsts), np.percentile(firsts, 99), 1e3 * np.percentile(gaps, 99), 1e3 * gaps.max()]
-    rows[name] = [*map(float, times), tokens / seconds]
-print(json.dumps(rows))
-"""
-SIBLINGS = ("prefill_first", "iteration_level", "sarathi 512")
-RUNS = "Your scheduler runs ..."
-POLICY = """from firsttoken.engine.schedulers.sarathi import Sarathi
-
-
-class Mine(Sarathi):
-    def budget(self, decodes):
-        {}
-        return max(len(decodes) + 1, self.config.token_budget // 3)
-"""
-
-
-def run(page: Page, policy: str) -> str:
-    """What the page says once the policy has run."""
-    write(page, policy)
-    page.click("run")
-    until(page.browser.find_element("id", "run").is_enabled, "the policy has run")
-    return page.text("said")
-
-
-def write(page: Page, policy: str) -> None:
-    page.browser.execute_script("document.getElementById('policy').value = arguments[0]", policy)
-
-
-def row(page: Page, policy: str) -> list[float]:
-    """The numbers beside ``policy``, as they were before they were rounded."""
-    cells = page.browser.find_elements("css selector", f"tr[data-policy='{policy}'] td + td")
-    return [float(cell.get_attribute("data-value")) for cell in cells if cell.text]
-
-
-@contextmanager
-def served(folder: Path) -> Iterator[str]:
-    """Its address on a static server."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=folder)) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-@pytest.fixture(scope="module")
-def scheduler(site: Path) -> Path:
-    if not (site / "scheduler.html").exists():
-        pytest.skip("the site has no such page: run firsttoken fetch pyodide")
-    return site
-
-
-@pytest.fixture(scope="module")
-def writer(scheduler: Path) -> Iterator[Page]:
-    with served(scheduler) as address, visiting(f"{address}/scheduler.html") as page:
-        yield page
-
-
-def test_a_policy_of_the_readers_runs_as_the_library_runs_it(scheduler: Path, tmp_path: Path) -> None:
-    """On a page that was opened from a folder; the other tests have theirs from a server."""
-    mine = tmp_path / "mine.py"
-    mine.write_text(POLICY.format("pass"), encoding="utf-8")
-    command = [PYTHON, "-c", NATIVE, str(mine), *SIBLINGS]
-    told = json.loads(subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout)
-    with visiting(f"file://{scheduler}/scheduler.html") as page:
-        assert run(page, page.browser.find_element("id", "policy").get_attribute("value")) == "Done."
-        before = row(page, "mine.py")
-        assert run(page, POLICY.format("pass")) == "Done." and before != row(page, "mine.py")
-        shown = {name: row(page, name) for name in SIBLINGS} | {str(mine): row(page, "mine.py")}
-        assert {name: pytest.approx(times, rel=1e-9) for name, times in told.items()} == shown
-        page.check_widths("site-scheduler-run")
-        assert page.errors() == []
-
-
-@pytest.mark.parametrize(
-    ("policy", "says"),
-    [
-        (POLICY.replace("(Sarathi)", "(Sarathi"), r"mine.py, line 4: SyntaxError: .*; mend the policy"),
-        (POLICY.format("raise ValueError(len(decodes))"), r"mine.py, line 6: ValueError: 0; mend the policy"),
-        ("import numpy\n" + POLICY, r"mine.py, line 1: ModuleNotFoundError: No module named 'numpy'; mend the policy"),
-        ("x = 1", r"mine.py: defines no scheduler; .*"),
-        (POLICY.format("return 10**6"), r"mine.py: a step of \d+ tokens with a budget of 512; .*"),
-    ],
-)
-def test_what_a_policy_does_wrong_is_one_line(writer: Page, policy: str, says: str) -> None:
-    said = run(writer, policy)
-    assert re.fullmatch(says, said), said
-    assert row(writer, "mine.py") == [] and writer.errors() == []
-
-
-def test_a_policy_that_never_ends_is_stopped(writer: Page) -> None:
-    """The page answers meanwhile, and a run after it, in another worker, gives the same."""
-    assert run(writer, POLICY.format("pass")) == "Done."
-    before = row(writer, "mine.py")
-    write(writer, POLICY.format("while True: pass"))
-    writer.click("run")
-    until(lambda: writer.text("said") == RUNS, "it has begun")
-    time.sleep(2)
-    assert writer.text("said") == RUNS and not writer.browser.find_element("id", "run").is_enabled()
-    writer.click("stop")
-    assert writer.text("said") == "Stopped."
-    writer.click("run")
-    writer.click("stop")  # while Python starts
-    assert writer.text("said") == "Stopped."
-    assert run(writer, POLICY.format("pass")) == "Done." and row(writer, "mine.py") == before
-    assert writer.errors() == []

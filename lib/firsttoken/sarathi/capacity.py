@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from firsttoken.engine.request import Request
 from firsttoken.study.errors import ProfileError
 
@@ -37,8 +39,6 @@ class ClientTimes:
     @classmethod
     def of(cls, requests: Sequence[Request]) -> ClientTimes:
         """Compute the times from requests that are over; an answer of one token has no time between tokens."""
-        import numpy as np  # here: a browser runs schedulers without it
-
         gaps = np.concatenate([[0.0], *(np.diff(request.times_s) for request in requests)])
         return cls(
             tbt_p99_s=float(np.percentile(gaps[1:], 99)) if len(gaps) > 1 else 0.0,

@@ -48,11 +48,7 @@ def bounded(decisions: Decisions, whose: object) -> Iterator[None]:
     """Raises ProfileError, naming ``whose`` decision in the block took more than ``LONGEST_S``, while it is in Python.
 
     From a thread, not by a signal: a process in the background may ignore SIGINT, and not every system has SIGALRM.
-    A browser has no threads, and its reader ends the decision.
     """
-    if sys.platform == "emscripten":
-        yield
-        return
     finished, own_thread = threading.Event(), ctypes.c_ulong(threading.get_ident())
 
     def watch() -> None:

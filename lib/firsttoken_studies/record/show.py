@@ -83,12 +83,11 @@ def header(name: str, changes: Mapping[str, Any] | None = None) -> Profile:
 
 
 def _missing() -> list[str]:
-    """The pinned assets of which the cache lacks a file; npm's are no study's."""
+    """The pinned assets of which the cache lacks a file."""
     folder = paths.CACHE / "assets"
-    pinned = [asset for asset in read_yaml(paths.ENV / "assets.yaml") if asset.get("registry") != "npm"]
     return [
         asset["name"]
-        for asset in pinned
+        for asset in read_yaml(paths.ENV / "assets.yaml")
         if not all((folder / member["saved_as"]).exists() for member in asset["members"])
     ]
 

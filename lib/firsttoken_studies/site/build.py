@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from firsttoken.study import paths
-from firsttoken.study.errors import AssetError, CorpusError, StorageError
+from firsttoken.study.errors import StorageError
 from firsttoken.study.files import write_text
 from firsttoken.study.progress import track
 from firsttoken.study.storage import storing
@@ -25,8 +25,7 @@ from firsttoken_studies.record.notebooks import notebook_paths, notebook_title, 
 from firsttoken_studies.record.report_index import load_index
 from firsttoken_studies.record.results import recorded_entries
 from firsttoken_studies.record.verdicts import judge_record
-from firsttoken_studies.site import recorded_runs, scheduler_page, tricks_page
-from firsttoken_studies.site.scheduler_scene import COLUMNS
+from firsttoken_studies.site import recorded_runs, tricks_page
 from firsttoken_studies.tricks import IDEAS
 
 PAGES = Path(__file__).parent / "pages"
@@ -59,7 +58,7 @@ def build(folder: Path) -> int:
         raise StorageError(f"{folder} holds other files than a site; name an empty folder, or one that is not there")
     with storing(folder):
         (folder / "figures").mkdir(parents=True, exist_ok=True)
-        for name in ("site.css", "claims.js", "tricks.js", "scheduler.js"):
+        for name in ("site.css", "claims.js", "tricks.js"):
             shutil.copyfile(PAGES / name, folder / name)
         _write(folder)
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
@@ -68,13 +67,12 @@ def build(folder: Path) -> int:
 def _write(folder: Path) -> None:
     notebooks, recorded = [described(path) for path in notebook_paths()], ledger.recorded()
     links = {page.path.name: page.name for page in notebooks} | _FROM
-    lacking = _scheduler(folder, notebooks)
     for page in track(notebooks, desc="site"):
         content = {"title": f"{page.number} · {page.title}", "body": with_links(body(page.path), links)}
         _page(folder / page.name, "notebook.html.j2", content, notebooks)
     pictures = {page.number: _copied(thumbnail(page.path, paths.FIGURES), folder) for page in notebooks}
     hero = _copied(paths.FIGURES / "90-findings.png", folder)
-    content = {"title": "firsttoken", "groups": GROUPS, "pictures": pictures, "hero": hero, "lacking": lacking}
+    content = {"title": "firsttoken", "groups": GROUPS, "pictures": pictures, "hero": hero}
     _page(folder / "index.html", "index.html.j2", content, notebooks)
     capacity = with_links(_html(paths.CAPACITY_PAGE.read_text(encoding="utf-8")), links)
     _page(folder / "capacity.html", "notebook.html.j2", {"title": "Serving capacity", "body": capacity}, notebooks)
@@ -103,23 +101,6 @@ def _write(folder: Path) -> None:
     _page(folder / "claims.html", "claims.html.j2", {"title": "Claims", "rows": rows}, notebooks)
 
 
-def _scheduler(folder: Path, notebooks: list[NotebookPage]) -> str:
-    """Write the page on which a scheduler is written, or return what is missing for it."""
-    page, data = folder / "scheduler.html", folder / "scheduler-data.js"
-    for path in (page, data):
-        path.unlink(missing_ok=True)  # of an earlier site
-    try:
-        python = scheduler_page.pyodide()
-        scene, setting = scheduler_page.scene()
-    except (AssetError, CorpusError) as error:
-        return str(error).replace("`", "")  # the page is no Markdown
-    write_text(data, scheduler_page.script(scene, python))
-    content = {"title": "Write a scheduler", "setting": setting, "policy": scheduler_page.POLICY}
-    content |= {"siblings": scheduler_page.SIBLINGS, "headings": COLUMNS, "version": python.version}
-    _page(page, "scheduler.html.j2", content, notebooks)
-    return ""
-
-
 def _copied(figure: Path | None, folder: Path) -> str:
     """Copy the figure into the site; returns where it is there, "" for none."""
     if figure is None or not figure.exists():
@@ -134,7 +115,6 @@ def _page(path: Path, template: str, content: Mapping[str, Any], notebooks: list
     loader = jinja2.FileSystemLoader(PAGES)
     environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, autoescape=True)
     shared = {"notebooks": notebooks, "by_number": {page.number: page for page in notebooks}}
-    shared["schedulers"] = (path.parent / "scheduler-data.js").exists()
     write_text(path, environment.get_template(template).render(**shared, **content))
 
 

@@ -214,7 +214,7 @@ class StepTimeModel:
         return low
 
     def _fit(self) -> None:
-        import numpy as np  # here: a browser runs schedulers without it
+        import numpy as np  # here: only this scheduler fits its steps
 
         from firsttoken.engine.costs.fitted import relative_fit
 
