@@ -34,7 +34,6 @@ NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no p
     "firsttoken_serve.http.cluster": "imported where replicas are asked for, as Ray is optional",
     "firsttoken_serve.http.neutral": "more than 400 lines together",
     "firsttoken_serve.http.responses": "more than 400 lines together",
-    "firsttoken_serve.prefixes.prefix_link": "more than 400 lines together",
 }
 NEIGHBOURING_STUDIES = 18  # a study whose numbers another file draws, or whose settings another study shares
 NO_SUBJECT = 0  # docstrings of one line that the name of the function has to begin

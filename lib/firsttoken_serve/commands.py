@@ -164,7 +164,6 @@ def _add_prefix_options(prefix: argparse.ArgumentParser) -> None:
     actions = prefix.add_subparsers(required=True, metavar="ACTION", dest="action")
     folder, model = values.folder, "the model that computes it, a folder as `firsttoken serve` takes one"
     adapted = "a LoRA adapter on that model, a folder as PEFT writes it (default: none)"
-    most = values.above_zero(1e6)
 
     def action(name: str, text: str) -> argparse.ArgumentParser:
         added = actions.add_parser(name, help=text, description=text)
@@ -182,6 +181,8 @@ def _add_prefix_options(prefix: argparse.ArgumentParser) -> None:
     put.add_argument("--owner", type=values.owner, default="", metavar="NAME", help=whose)
     layer = "store the hidden states before this layer, too; may be repeated (default: where profiled pairs begin)"
     put.add_argument("--edge", type=values.whole(0, 1000), action="append", default=[], metavar="N", help=layer)
+    size = "the most that the store may hold, in GB (default: 10)"
+    put.add_argument("--most-gb", type=values.above_zero(1e6), default=10.0, metavar="GB", help=size)
 
     profile = action("profile", "Find which layers a model computes again over what another of its shape computed.")
     profile.add_argument("--model", type=folder, required=True, metavar="FOLDER", help=model)
@@ -199,23 +200,3 @@ def _add_prefix_options(prefix: argparse.ArgumentParser) -> None:
     action("list", "Print what is stored, least recently used first, and which pairs are profiled.")
     drop = action("drop", "Remove stored prefixes. Who reads one at that moment has all of it.")
     drop.add_argument("keys", nargs="+", metavar="KEY", help="the prefixes, as `firsttoken prefix list` names them")
-
-    serve = action("serve", "Let other machines copy stored prefixes until Ctrl-C: those without an owner.")
-    reader = "let whoever has the secret text in this file read NAME's prefixes, too; may be repeated"
-    serve.add_argument(
-        "--reader", type=values.named_folder, action="append", default=[], metavar="NAME=FILE", help=reader
-    )
-    serve.add_argument("--host", type=values.host, default="127.0.0.1", help=HELP["host"])
-    port = "the port to listen on (default: 8010)"
-    serve.add_argument("--port", type=values.whole(0, 65535), default=8010, help=port)
-    rate = "send at this rate in Gbit/s, all readers together (default: 0, no limit)"
-    serve.add_argument("--gbit-per-s", type=values.rate, default=0.0, metavar="RATE", help=rate)
-
-    copy = action("pull", "Copy prefixes from a store that `firsttoken prefix serve` serves. It must be trusted.")
-    copy.add_argument("peer", metavar="HOST:PORT", help="where that listens")
-    copy.add_argument("--token-file", type=Path, metavar="FILE", help="a file with a reader's secret text")
-    again = "look again after this many seconds, until Ctrl-C (default: once)"
-    copy.add_argument("--every", type=values.above_zero(86_400), metavar="SECONDS", help=again)
-    for added in (put, copy):
-        size = "the most that the store may hold, in GB (default: 10)"
-        added.add_argument("--most-gb", type=most, default=10.0, metavar="GB", help=size)

@@ -1,4 +1,4 @@
-"""``firsttoken prefix``: what one model has computed, another of its shape takes, in a service and over a link."""
+"""``firsttoken prefix``: what one model has computed, another of its shape takes, in a service."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +30,6 @@ from services import (
     write_staged_endless,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from waiting import until
 
 from firsttoken.__main__ import main
 from firsttoken.assets.checkpoint import combined_sha256, weight_files
@@ -41,11 +37,8 @@ from firsttoken.droidspeak.identity import identify
 from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.prefill import full_prefill, partial_prefill, suffix_logits
 from firsttoken.droidspeak.prefix import Prefix
-from firsttoken.droidspeak.store import KVStore
-from firsttoken.link.shaped import Link
-from firsttoken.study.errors import CacheError, LinkError, StageError
+from firsttoken.study.errors import CacheError, StageError
 from firsttoken_serve.prefixes.pair_profile import PairProfile, read_profiles, write_profile
-from firsttoken_serve.prefixes.prefix_link import LIST, Offer, PrefixPeer, PrefixServer, pull
 from firsttoken_serve.service_config import ServiceConfig
 
 TEXT = "the inn in the hat is a long way from here, and thin is the other one. "
@@ -242,9 +235,6 @@ def test_an_owner_needs_a_store() -> None:
         (["profile", "S", "--model", "BASE", "--receiver", "BASE", "--file", "TEXT"], "are one model"),
         (["profile", "S", "--model", "BASE", "--receiver", "OTHER", "--file", "TEXT"], "another number of layers"),
         (["profile", "S", "--model", "BASE", "--receiver", "BASE", "--file", "SHORT"], "a pair needs a text of 264"),
-        (["pull", "S", "nowhere"], "'nowhere' is no address of a server of prefixes"),
-        (["pull", "S", "127.0.0.1:1"], "no prefixes from http://127.0.0.1:1"),
-        (["pull", "S", "127.0.0.1:1", "--token-file", "nowhere"], "nowhere cannot be read"),
     ],
 )
 def test_what_cannot_be_is_one_line(base, tmp_path, arguments, message: str, capsys) -> None:
@@ -353,149 +343,6 @@ def test_a_prefix_is_of_one_config_json(base, store, tmp_path, values: dict[str,
     set_keys(folder / "config.json", **values)
     with with_prefixes(folder, store) as url:
         assert answered(url) == alone(folder) and restored(url) == taken
-
-
-# Over a link.
-
-
-@contextmanager
-def served(store: Path, **readers: str) -> Iterator[PrefixServer]:
-    held = KVStore(store, memory_bytes=0, disk_bytes=sys.maxsize)
-    with PrefixServer(held, Link(), readers) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def test_a_replica_takes_what_another_has_computed(base, expected_alone, store, tmp_path, capsys) -> None:
-    key, mine = put(store, base), tmp_path / "mine"
-    mine.mkdir()
-    with served(store) as server, with_prefixes(base, mine) as url:
-        assert answered(url) == expected_alone and restored(url) == 0
-        assert main(["prefix", "pull", str(mine), server.address]) == 0
-        assert key in capsys.readouterr().out
-        assert answered(url) == expected_alone and restored(url) == 1
-        assert main(["prefix", "pull", str(mine), server.address]) == 0
-        assert key not in capsys.readouterr().out, "what is there is not copied again"
-    assert (mine / f"{key}.kv.safetensors").read_bytes() == (store / f"{key}.kv.safetensors").read_bytes()
-    assert [file.name for file in mine.iterdir()] == [f"{key}.kv.safetensors"]
-
-
-def test_an_owners_prefixes_need_a_token(base, store, tmp_path) -> None:
-    public, hers = put(store, base), put(store, base, "--owner", "alice")
-    with served(store, alice="a-secret", bob="another") as server:
-        for number, (token, readable) in enumerate(
-            (("", {public}), ("another", {public}), ("a-secret", {public, hers}))
-        ):
-            copied, left = pull(PrefixPeer(server.address, token), tmp_path / str(number), 1 << 30)
-            assert {offer.key for offer in copied} == readable and left == []
-        with pytest.raises(LinkError, match="it does not know the token"):
-            PrefixPeer(server.address, "wrong").offers()
-        assert httpx.get(f"{server.address}{LIST}/{hers}").status_code == 404
-        assert httpx.get(f"{server.address}/../{hers}.kv.safetensors").status_code == 404
-        assert httpx.get(f"{server.address}{LIST}/../{hers}").status_code == 404
-
-
-@pytest.mark.parametrize("spoil", [altered, cut, no_number, beyond])
-def test_other_bytes_than_were_offered_are_not_kept(base, store, tmp_path, spoil: Callable[[Path], None]) -> None:
-    key = put(store, base)
-    with served(store) as server:
-        peer = PrefixPeer(server.address)
-        assert [offer.key for offer in peer.offers()] == [key]
-        spoil(store / f"{key}.kv.safetensors")
-        copied, left = pull(peer, tmp_path / "mine", 1 << 30)
-    assert copied == [] and list((tmp_path / "mine").iterdir()) == []
-    assert len(left) <= 1 and all(key in line and "\n" not in line for line in left)
-
-
-def test_one_that_names_another_file_is_not_kept(base, store, tmp_path) -> None:
-    """A server that gives a public prefix's name to other bytes: name, header and hashes have to agree."""
-    one, other = put(store, base), put(store, base, text=TEXT[:40])
-    with served(store) as server:
-        peer = PrefixPeer(server.address)
-        offers = {offer.key: offer for offer in peer.offers()}
-        shutil.copy(store / f"{other}.kv.safetensors", store / f"{one}.kv.safetensors")
-        wrong = Offer(**vars(offers[one]) | {"nbytes": offers[other].nbytes})
-        with pytest.raises(LinkError, match=f"sent prefix {one}, which is not kept|the prefix is gone|has others"):
-            peer.fetch(wrong, tmp_path)
-        right = offers[other]
-        for field, value in (("model", "0" * 16), ("owner", "bob"), ("tokens", 7)):
-            with pytest.raises(LinkError, match="it is of another model, owner or length than was offered"):
-                peer.fetch(Offer(**vars(right) | {field: value}), tmp_path)
-    assert not list(tmp_path.glob("*.kv.safetensors")) and not list(tmp_path.glob(".pull*"))
-
-
-def test_no_more_is_copied_than_there_is_room_for(base, store, tmp_path, capsys) -> None:
-    key, mine = put(store, base), tmp_path / "mine"
-    with served(store) as server:
-        command = ["prefix", "pull", str(mine), server.address, "--most-gb", "1e-5"]
-        assert main(command) == 2
-        told = capsys.readouterr().err.splitlines()
-        assert "the store has room for 10,000" in told[0] and "1 of what" in told[1] and len(told) == 2
-    assert list(mine.iterdir()) == [] and key
-
-
-def test_a_full_disk_is_told_of(base, store, small_disk, capsys) -> None:
-    put(store, base, text=TEXT * 6)
-    (small_disk / "others").write_bytes(bytes((1 << 20) - 50_000))
-    with served(store) as server:
-        assert main(["prefix", "pull", str(small_disk), server.address]) == 2
-    assert "is full: free some of it" in capsys.readouterr().err
-    assert [file.name for file in small_disk.iterdir()] == ["others"]
-
-
-@pytest.mark.parametrize("body", [b"", b"[", b"{}", b'[{"key": "../x"}]', b"[1]", b"null"])
-def test_another_server_is_told_apart(body: bytes) -> None:
-    from http.server import BaseHTTPRequestHandler, HTTPServer
-
-    class Odd(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Odd) as server:
-        thread = threading.Thread(target=server.handle_request)
-        thread.start()
-        with pytest.raises(LinkError, match="does not answer as a server of prefixes"):
-            PrefixPeer(f"127.0.0.1:{server.server_address[1]}").offers()
-        thread.join()
-
-
-def test_a_prefix_that_is_dropped_while_it_is_read_arrives_whole(base, store, tmp_path) -> None:
-    from firsttoken.link.shaped import LinkConfig
-
-    key = put(store, base, text=TEXT * 6)
-    held = KVStore(store, memory_bytes=0, disk_bytes=sys.maxsize)
-    with PrefixServer(held, Link(LinkConfig(0.004)), {}) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        peer = PrefixPeer(server.address)
-        (offer,) = peer.offers()
-        reader = threading.Thread(target=peer.fetch, args=(offer, tmp_path / "mine"))
-        (tmp_path / "mine").mkdir()
-        reader.start()
-        until(lambda: server.link.bytes_moved > 0, "it is under way")
-        held.drop(key)
-        reader.join()
-        server.shutdown()
-    assert (tmp_path / "mine" / f"{key}.kv.safetensors").stat().st_size == offer.nbytes
-
-
-def test_ports_and_addresses(store, tmp_path) -> None:
-    store.mkdir()
-    with served(store) as server, pytest.raises(LinkError, match="choose another --port"):
-        PrefixServer(server.store, Link(), {}, port=server.server_address[1])
-    for address in ("", "http://", "ftp://a:1", "http://u@h:1", "http://h:1/path", "a b:1"):
-        with pytest.raises(LinkError, match="is no address of a server of prefixes"):
-            PrefixPeer(address)
 
 
 # What is known of a pair.

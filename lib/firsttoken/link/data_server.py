@@ -29,17 +29,19 @@ _PIECE = 256 << 10  # read, then sent: about one turn of a link of 1 Gbit/s
 _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")  # no file has more bytes than 18 digits count
 
 
-class LinkServer(ThreadingHTTPServer):
-    """A server that answers by ``handler`` on ``host`` and ``port`` (0: one that is free), and sends files over
-    ``link``."""
+class DataServer(ThreadingHTTPServer):
+    """A server of the files in ``folder``, which it sends over ``link``, on ``host`` and ``port`` (0: one that is
+    free)."""
 
     daemon_threads = True
 
-    def __init__(self, link: Link, handler: type[FileHandler], host: str, port: int) -> None:
-        """Bind the port. Raises LinkError where it cannot be had."""
-        self.link = link
+    def __init__(self, folder: Path, link: Link, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Raises LinkError where there is no such folder or the port cannot be had."""
+        self.folder, self.link = folder.resolve(), link
+        if not self.folder.is_dir():
+            raise LinkError(f"{folder} is no folder; name one to serve")
         try:
-            super().__init__((host, port), handler)
+            super().__init__((host, port), _FolderHandler)
         except OSError as error:
             raise LinkError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port") from error
 
@@ -54,23 +56,29 @@ class LinkServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-class FileHandler(BaseHTTPRequestHandler):
-    """Sends the file that a subclass has ``opened`` for a request, or a range of it."""
+class _FolderHandler(BaseHTTPRequestHandler):
+    """Sends the file that the path of a request names, or a range of it."""
 
-    server: LinkServer
+    server: DataServer
     protocol_version = "HTTP/1.1"  # a reader keeps its connection from chunk to chunk
     disable_nagle_algorithm = True  # head and body are two writes
 
     def log_message(self, *_: object) -> None:
         """Log nothing: a line for every chunk would be thousands."""
 
-    def opened(self) -> FileIO | None:
-        """The file that the path names; None where there is none."""
-        raise NotImplementedError
+    def _opened(self) -> FileIO | None:
+        """The file that the path names; None where the folder has none of this name that can be read."""
+        try:
+            name = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path).lstrip("/")
+            path = (self.server.folder / name.replace("\0", "")).resolve()
+            inside = path.is_relative_to(self.server.folder) and path.is_file()
+            return path.open("rb", buffering=0) if inside else None
+        except (OSError, ValueError, RuntimeError):  # no address, a name that no file can have, links in a circle
+            return None
 
     def do_GET(self) -> None:
         """Send the file over the link, or answer that it is not there."""
-        if (file := self.opened()) is None:
+        if (file := self._opened()) is None:
             self.send_error(404)
             return
         with file:
@@ -90,31 +98,6 @@ class FileHandler(BaseHTTPRequestHandler):
                     self.wfile.write(piece)
             except (OSError, LinkError):  # the reader has gone, or the file was cut: hang up
                 self.close_connection = True
-
-
-class DataServer(LinkServer):
-    """A server of the files in ``folder`` over ``link``."""
-
-    def __init__(self, folder: Path, link: Link, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Raises LinkError where there is no such folder or the port cannot be had."""
-        self.folder = folder.resolve()
-        if not self.folder.is_dir():
-            raise LinkError(f"{folder} is no folder; name one to serve")
-        super().__init__(link, _FolderHandler, host, port)
-
-
-class _FolderHandler(FileHandler):
-    server: DataServer
-
-    def opened(self) -> FileIO | None:
-        """The file that the path names; None where the folder has none of this name that can be read."""
-        try:
-            name = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path).lstrip("/")
-            path = (self.server.folder / name.replace("\0", "")).resolve()
-            inside = path.is_relative_to(self.server.folder) and path.is_file()
-            return path.open("rb", buffering=0) if inside else None
-        except (OSError, ValueError, RuntimeError):  # no address, a name that no file can have, links in a circle
-            return None
 
 
 def byte_range(header: str | None, size: int) -> tuple[int, int, int]:

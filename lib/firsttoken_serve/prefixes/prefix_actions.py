@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,22 +20,19 @@ from firsttoken.droidspeak.prefix import Prefix
 from firsttoken.droidspeak.prefix_index import token_bytes
 from firsttoken.droidspeak.store import KVStore
 from firsttoken.engine.shared_base import adapted_layers
-from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.study import dtypes
-from firsttoken.study.errors import CacheError, LinkError, RequestError
+from firsttoken.study.errors import CacheError, RequestError
 from firsttoken.study.parsing.parse_errors import errors_as, read_bytes
 from firsttoken_serve.chat.text import read_vocabulary
 from firsttoken_serve.prefixes.pair_profile import SUFFIX, profile_pair, read_profiles, write_profile
-from firsttoken_serve.prefixes.prefix_link import PrefixPeer, PrefixServer, pull
 from firsttoken_serve.variants import ADAPTER_FILES, read_fitting
 
 _MOST_TEXT = 1 << 24  # bytes
-_MOST_TOKEN = 4096
 
 
 def run(options: argparse.Namespace) -> None:
-    """The action that was chosen. Raises ModelError, StageError, CacheError, LinkError and RequestError."""
-    actions = {"put": _put, "profile": _profile, "list": _list, "drop": _drop, "serve": _serve, "pull": _pull}
+    """The action that was chosen. Raises ModelError, StageError, CacheError and RequestError."""
+    actions = {"put": _put, "profile": _profile, "list": _list, "drop": _drop}
     actions[options.action](options)
 
 
@@ -49,7 +43,7 @@ class _NamedModel:
     folder: Path
     adapter: Path | None
 
-    def loaded(self) -> tuple[Any, ModelIdentity]:
+    def loaded(self) -> tuple[nn.Module, ModelIdentity]:
         """The model, and who it is. Raises ModelError, and StageError for an adapter of another model."""
         files, adapter, adapter_sha256 = check_servable(self.folder), None, ""
         if self.adapter is not None:
@@ -150,52 +144,11 @@ def _drop(options: argparse.Namespace) -> None:
         print(f"{key}: dropped")
 
 
-def _serve(options: argparse.Namespace) -> None:
-    store, readers = _open_store(options.store), dict(options.reader)
-    tokens = {name: _read_token(file) for name, file in readers.items()}
-    link = Link(LinkConfig(options.gbit_per_s))
-    with PrefixServer(store, link, tokens, options.host, options.port) as server, suppress(KeyboardInterrupt):
-        print(f"the prefixes of {options.store} are served at {server.address}; Ctrl-C ends it", flush=True)
-        server.serve_forever()
-
-
-def _pull(options: argparse.Namespace) -> None:
-    peer = PrefixPeer(options.peer, "" if options.token_file is None else _read_token(options.token_file))
-    most = int(options.most_gb * 1e9)
-    while True:
-        try:
-            copied, skipped = pull(peer, options.store, most)
-        except LinkError as error:
-            if options.every is None:
-                raise
-            copied, skipped = [], [f"{error}; it is tried again in {options.every:g} s"]
-        for offer in copied:
-            print(
-                f"{offer.key}: {offer.tokens:,} tokens, {offer.nbytes / 1e6:.1f} MB{_owned_by(offer.owner)}",
-                flush=True,
-            )
-        for reason in skipped:
-            print(f"firsttoken: {reason}", file=sys.stderr, flush=True)
-        if options.every is None:
-            if skipped:
-                raise LinkError(f"{len(skipped)} of what {peer.address} offers was not copied, see above")
-            return
-        time.sleep(options.every)
-
-
 def _open_store(folder: Path) -> KVStore:
     """Open the store in ``folder``. Raises CacheError for one that is not there: nothing is listed in a new one."""
     if not folder.is_dir():
         raise CacheError(f"there is no folder {folder}; `firsttoken prefix put` makes it")
     return KVStore(folder, memory_bytes=0, disk_bytes=sys.maxsize)
-
-
-def _read_token(file: Path) -> str:
-    with errors_as(file, LinkError, "put the secret text there, on one line"):
-        token = read_bytes(file, _MOST_TOKEN).decode("ascii").strip()
-        if not (token and token.isprintable()):
-            raise ValueError("it is empty, or more than one line")
-    return token
 
 
 def _owned_by(owner: str) -> str:
