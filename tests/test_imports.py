@@ -25,7 +25,7 @@ FLOORS = {  # who lives on one may use all below it, and none beside it: a syste
         {"trying"},
     ),
     "firsttoken_serve": (
-        {"chat", "measured_cross_point", "service_config", "variants"},
+        {"chat", "service_config", "variants"},
         {"prefixes", "retrying_server", "swarm"},
         {"served_model"},
         {"http"},

@@ -23,7 +23,6 @@ NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no p
     "firsttoken.droidspeak.tiers": "more than 400 lines together",
     "firsttoken.options": "more than 400 lines together",
     "firsttoken.petals.announcer": "more than 400 lines together",
-    "firsttoken_serve.measured_cross_point": "more than 400 lines together",
     "firsttoken_serve.retrying_server": "more than 400 lines together",
     "firsttoken_extras.bitplanes.decode": "imported with the first weights, as a manifest is read before torch",
     "firsttoken_extras.bitplanes.plane_format": "the library finds it by the name of its format",

@@ -20,10 +20,9 @@ from firsttoken.assets.model_config import CONFIG, read_config
 from firsttoken.assets.positions import context_of
 from firsttoken.assets.servable import check_servable
 from firsttoken.assets.weight_files import unchanged
-from firsttoken.cps.policies import make_policy
-from firsttoken.engine.engine import EngineConfig
+from firsttoken.cps.policies.online import OnlineCrossPoint
 from firsttoken.engine.model_server import EngineServer, ModelServer
-from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy
+from firsttoken.engine.preemption import POLICIES, PreemptionPolicy, policy_of
 from firsttoken.engine.request_limits import STALL_FREE, RequestLimits
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.checkpoint.manifest import MANIFEST, check_files, read_manifest
@@ -32,7 +31,6 @@ from firsttoken.study import dtypes
 from firsttoken.study.errors import FirstTokenError, StageError, first_line, permanent_faults
 from firsttoken.study.extensions import extension, registered
 from firsttoken.study.system.direct_io import read_ahead
-from firsttoken_serve.measured_cross_point import MeasuredCrossPoint
 from firsttoken_serve.retrying_server import AnswerEarly, RetryingServer, StagedService
 from firsttoken_serve.service_config import ServiceConfig
 
@@ -100,15 +98,12 @@ class PlainServer(RetryingServer):
             files = check_servable(self._folder, way="spans" if self._store or self._variants else "alone")
             self._bytes_total = files.bytes
             stored = getattr(torch, stored_dtype(self._folder))
-        early, policy = None if self._early is None else self._early.model, self.limits.preemption
+        early = None if self._early is None else self._early.model
         with unchanged(files.files, "" if early is None else early.weights.seen), permanent_faults():
             dtype = dtypes.serving(dtypes.AUTO, stored, self._device)
-            measures = isinstance(policy, MeasuredCrossPoint) and policy.measures(dtypes.name_of(dtype))
-            taken = early is not None and early.dtype == dtypes.name_of(dtype)
-            lasts = taken and accelerator().multiplies(dtype)
-            if lasts or (taken and not measures):
+            if early is not None and early.dtype == dtypes.name_of(dtype):
                 self._live = extension(BEFORE_TORCH, "take_over")(early, self.limits.blocks, self.limits.host_blocks)
-                if not lasts:
+                if not accelerator().multiplies(dtype):
                     self._load_other = partial(_load_again, files, dtype, self._device, early.weights.seen)
             else:
                 model = load_plain(files, dtype, self._device)
@@ -120,10 +115,6 @@ class PlainServer(RetryingServer):
                 from firsttoken_serve.variants import host_variants
 
                 versions = host_variants(self._live, self._variants, files, self._device)
-        if measures:
-            self._release_plain()  # it measures the layers that will serve
-            for _ in self._live.version.fuse():
-                pass
         self._run(self._live, versions=versions)
         self._compare(files, dtype)
         return True
@@ -327,7 +318,7 @@ def serve_model(
         max_model_len=longest,
         kv_blocks=config.kv_blocks,
         engine=engine,
-        preemption=_preemption(config, engine),
+        preemption=_preemption(config.preemption),
     )
     if config.swarm:
         from firsttoken_serve.swarm.over_swarm import SwarmServer
@@ -367,13 +358,7 @@ def _of_servers(config: ServiceConfig) -> dict[str, ModelIdentity]:
     return receivers(config.folder, dtype, config.prefix_owner, dict(config.variants), weights)
 
 
-def _preemption(config: ServiceConfig, engine: EngineConfig) -> PreemptionPolicy:
-    """The policy of ``config``; no threshold of another machine serves. Raises ProfileError for an unknown one."""
-    if config.preemption == MeasuredCrossPoint.name:
-        options = {
-            "device": config.device,
-            "remeasure": config.measure_again,
-            "plain_folder": not is_staged(config.folder),
-        }
-        return MeasuredCrossPoint(config.folder, engine, **options)
-    return make_policy(config.preemption, **({"start": 0} if config.preemption == "online" else {}))
+def _preemption(name: str) -> PreemptionPolicy:
+    """The policy called ``name``; no threshold of another machine serves. Raises ProfileError for an unknown one."""
+    online = OnlineCrossPoint.name
+    return policy_of(POLICIES | {online: OnlineCrossPoint}, name, {"start": 0} if name == online else {})

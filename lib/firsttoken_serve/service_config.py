@@ -47,10 +47,8 @@ HELP = {
     " sarathi, chunked_only, hybrid_only, prefill_cap, deadline, adaptive_budget, shortest_first (default: sarathi)",
     "token_budget": "with a scheduler that cuts prompts, the most tokens of a step; at least --max-running (default:"
     " 512)",
-    "preemption": "how a preempted request gets its cache back: recompute, swap, cross_point (whichever is cheaper for"
-    " its length: measured on this machine at the first start, kept, and followed while serving) or online (the same,"
-    " learnt while serving alone) (default: recompute)",
-    "measure_again": "with --preemption cross_point, measure at this start what both ways cost, whatever was kept",
+    "preemption": "how a preempted request gets its cache back: recompute, swap or online (whichever is cheaper"
+    " for its length, as is learnt while serving) (default: recompute)",
     "share_prefixes": "let prompts that begin alike share KV blocks (default: they do not)",
     "prefix_store": "reuse keys and values of how prompts begin from this folder, which `firsttoken prefix put` has"
     " written",
@@ -130,9 +128,8 @@ class ServiceConfig:
     request, and bodies that take longer than ``body_s`` seconds. A client that takes nothing of what is sent to it for
     ``stalled_s`` seconds has gone. When the service ends it takes nothing new, and what runs has ``grace_s`` seconds to
     end by itself. ``scheduler``, ``share_prefixes``, ``token_budget`` (None: its default) as of the engine's
-    configuration, and ``preemption`` but for "cross_point", whose costs are this machine's: measured at the first start
-    of a whole model, and at this one with ``measure_again``. ``variants`` (a name and a folder each) are LoRA adapters
-    on the whole model, so on the last stage of a staged one. With an ``api_key`` nobody else is served.
+    configuration, and ``preemption`` "recompute", "swap" or "online". ``variants`` (a name and a folder each) are LoRA
+    adapters on the whole model, so on the last stage of a staged one. With an ``api_key`` nobody else is served.
 
     With members of a ``swarm`` (HOST:PORT), blocks are on its servers and only the model's ends on the ``device`` here,
     which of a staged one are all that is read, over the link. Without a ``swarm_audit_rate`` no server is audited.
@@ -150,7 +147,6 @@ class ServiceConfig:
     scheduler: str = option("sarathi", metavar="NAME", group=ENGINE)
     token_budget: int | None = option(None, _COUNT, "N", group=ENGINE)
     preemption: str = option("recompute", metavar="NAME", group=ENGINE)
-    measure_again: bool = option(False, group=ENGINE)
     share_prefixes: bool = option(False, group=ENGINE)
     prefix_store: Path | None = option(None, values.folder, "DIR", group=ENGINE)
     prefix_owner: str = option("", values.owner, "NAME", group=ENGINE)
@@ -182,8 +178,6 @@ class ServiceConfig:
                 raise StageError(f"serve: {key} must be 1 or more, not {getattr(self, key)}")
         if self.prefix_owner and self.prefix_store is None:
             raise StageError("serve: --prefix-owner is for --prefix-store; add that, or leave it out")
-        if self.measure_again and self.preemption != "cross_point":
-            raise StageError("serve: --measure-again is for --preemption cross_point; add that, or leave it out")
         self.check_pairs()
         names = [self.model, *(name for name, _ in self.variants)]
         if twice := sorted({name for name in names if names.count(name) > 1}):

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import contextlib
 import io
-import os
 import subprocess
 import sys
 import tempfile
@@ -30,7 +29,6 @@ from mixed_requests import BLOCKS, LONGEST, MODELS, RUNNING, VARIANTS, WAITING, 
 from services import free_port
 from waiting import until
 
-from firsttoken.study import paths
 from firsttoken_cpu.native.exports import load_exports
 
 EACH, FROM = 500, 2000  # requests between two readings, and before the first that counts
@@ -59,15 +57,12 @@ def service() -> Iterator[tuple[int, int]]:
             write_place(place)
         command = [sys.executable, "-m", "firsttoken", "serve", str(place / MODELS[0]), "--port", str(port)]
         command += [word for name in VARIANTS for word in ("--variant", f"{name}={place / name}")]
-        command += ["--prefix-store", str(place / "store"), "--share-prefixes", "--preemption", "cross_point"]
+        command += ["--prefix-store", str(place / "store"), "--share-prefixes", "--preemption", "online"]
         command += ["--kv-blocks", str(BLOCKS), "--max-model-len", str(LONGEST)]
         command += ["--max-running", str(RUNNING), "--max-waiting", str(WAITING)]
-        environment = os.environ | {"FIRSTTOKEN_CACHE": str(place / "cache")}  # of what preemption costs
         with contextlib.suppress(OSError):  # no compiler
             load_exports()  # the service would go on without its kernels while they are built
-            (place / "cache").mkdir(exist_ok=True)
-            (place / "cache" / "native").symlink_to(paths.CACHE / "native")
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
             until(lambda: process.poll() is not None or _ready(port), "the store is open")
             assert process.poll() is None, "the service did not start"

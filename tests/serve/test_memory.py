@@ -24,7 +24,6 @@ from firsttoken.droidspeak.prefix_index import PrefixIndex
 from firsttoken.droidspeak.tiers import DiskTier
 from firsttoken.engine.block_pool import BlockPool
 from firsttoken.engine.preemption.preemption_policy import Preemptor
-from firsttoken.study import paths
 
 pytest.importorskip("starlette")
 pytest.importorskip("peft")
@@ -82,14 +81,13 @@ def objects() -> Counter[str]:
 
 
 def test_two_equal_batches_leave_the_same(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(paths, "CACHE", tmp_path / "cache")  # of what preemption costs
     evicted: list[Any] = []
     evict = Preemptor.evict
     monkeypatch.setattr(Preemptor, "evict", lambda self, victim: evicted.append(1) or evict(self, victim))
     write_place(tmp_path)
     limits: dict[str, Any] = {"max_running": RUNNING, "max_waiting": WAITING, "max_model_len": LONGEST}
     limits |= {"kv_blocks": BLOCKS, "variants": tuple((name, tmp_path / name) for name in VARIANTS)}
-    options = {"prefix_store": tmp_path / "store", "share_prefixes": True, "preemption": "cross_point"}
+    options = {"prefix_store": tmp_path / "store", "share_prefixes": True, "preemption": "online"}
     with serving(tmp_path / MODELS[0], **limits, **options) as url:
         port = httpx.URL(url).port
         until(lambda: "stored prefixes are used" in httpx.get(f"{url}/stage").text, "the store is open")

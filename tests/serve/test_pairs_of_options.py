@@ -128,7 +128,7 @@ def arguments(place, request: pytest.FixtureRequest):
         values = {
             "--cluster": lambda: [request.getfixturevalue("cluster")],
             "--gbit-per-s": lambda: ["1"],
-            "--preemption": lambda: ["cross_point", "--kv-blocks", "12"],
+            "--preemption": lambda: ["online", "--kv-blocks", "12"],
             "--prefix-store": lambda: [str(place / "store")],
             "--replicas": lambda: ["2"],
             "--scheduler": lambda: ["prefill_first"],
@@ -239,8 +239,6 @@ def test_options_together_answer_as_each_alone(options, arguments, cache, expect
             assert status["restored"] == len(PROMPTS)
         if {"--share-prefixes", "--swarm"} <= set(options):
             assert answers(url) == expected["--swarm"] and _stage(url).json()["shared_tokens"] > 0
-        if "--preemption" in options:
-            assert any("cross_point: " in event["what"] for event in status["events"])
 
 
 UNCHECKED = """

@@ -31,7 +31,6 @@ from firsttoken.engine.step_plan import StepPlan, fuse_recompute
 from firsttoken.engine.swap import make_path
 from firsttoken.engine.swap.block_copier import CopyTimes, Movement, SwapPath
 from firsttoken.engine.swap.host_pool import HostPool, Span
-from firsttoken.study.dtypes import name_of
 from firsttoken.study.errors import CacheError, ModelError, RequestError
 
 
@@ -147,11 +146,6 @@ class LiveExecutor:
     @property
     def blocks(self) -> int:
         return self.pool.blocks
-
-    @property
-    def dtype(self) -> str:
-        """Return torch's name of the dtype of the computation."""
-        return name_of(self.pool.shape.dtype)
 
     @property
     def salt(self) -> str:

@@ -336,10 +336,6 @@ class LoadingServer(EngineServer):
         :class:`AsyncEngine`."""
         from firsttoken.engine.engine import Engine
 
-        policy = self.limits.preemption
-        if policy is not None and (report := policy.prepare(executor, executor.dtype)):
-            print(f"firsttoken: {report}", file=sys.stderr, flush=True)
-            self._note(1, report)
         engine = Engine(executor, self.limits.engine, policy=self.limits.preemption, recovered=recovered)
         server = AsyncEngine(engine, failed, versions)
         loops_on_one_core()  # layers are fused in this thread while others are computed with

@@ -53,13 +53,6 @@ class PreemptionPolicy(ABC):
     def choose(self, tokens: int, now_s: float) -> Action:
         """Choose how a victim that holds the keys and values of ``tokens`` tokens shall come back."""
 
-    def prepare(self, executor: Executor, dtype: str) -> str:
-        """Get ready, in seconds if need be, before the first request of a service runs; the default needs nothing.
-
-        ``executor`` will run the requests, in ``dtype``, and runs none yet. Return what the user is told, or "".
-        """
-        return ""
-
     def observe(self, observation: Observation) -> None:  # noqa: B027 - a static policy learns nothing
         """Learn from a cost; the default learns nothing."""
 
