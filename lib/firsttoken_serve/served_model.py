@@ -222,21 +222,14 @@ def _load_again(files: ModelFiles, dtype: torch.dtype, device: str, before: str)
 # Keys and values that were computed before, in a folder of KV files.
 
 
-def use_prefixes(
-    server: EngineServer,
-    store: Path,
-    who: Callable[[], Mapping[str, ModelIdentity]],
-    device: str,
-    *,
-    others: bool = True,
-) -> str:
-    """Let ``server``, whose model is whole, take from ``store`` what each of ``who`` may read, "" the model itself;
-    also what ``others`` have computed. Return what came of it: what goes wrong, with nothing taken, or that they are
-    used. It hashes the weights and imports transformers, which takes seconds."""
+def use_prefixes(server: EngineServer, store: Path, who: Callable[[], Mapping[str, ModelIdentity]], device: str) -> str:
+    """Let ``server``, whose model is whole, take from ``store`` what each of ``who`` may read, "" the model itself.
+    Return what came of it: what goes wrong, with nothing taken, or that they are used. It hashes the weights and
+    imports transformers, which takes seconds."""
     from firsttoken_serve.prefixes.prefix_finder import PrefixFinder
 
     try:
-        server.use_sources(PrefixFinder(store, who(), device, others))
+        server.use_sources(PrefixFinder(store, who(), device))
     except FirstTokenError as error:
         return f"no stored prefixes: {first_line(error)}"
     return "stored prefixes are used"
@@ -323,10 +316,7 @@ def serve_model(
     if config.swarm:
         from firsttoken_serve.swarm.over_swarm import SwarmServer
 
-        swarm = SwarmServer(config, limits, is_staged(config.folder))
-        if (store := config.prefix_store) is not None:
-            swarm.prefixes = lambda: use_prefixes(swarm, store, lambda: _of_servers(config), "cpu", others=False)
-        return swarm
+        return SwarmServer(config, limits, is_staged(config.folder))
     if is_staged(config.folder):
         links = [Link(LinkConfig(config.gbit_per_s))] if early_start is None else early_start.links
         options = {"device": config.device, "broken": broken, "early": answers, "variants": variants}
@@ -342,20 +332,6 @@ def serve_model(
     options = {"device": config.device, "store": config.prefix_store, "owner": config.prefix_owner}
     options |= {"variants": variants, "early": answers}
     return PlainServer(config.folder, limits, broken=broken, **options)
-
-
-def _of_servers(config: ServiceConfig) -> dict[str, ModelIdentity]:
-    """The model that servers of a swarm have, in the dtype that `firsttoken prefix put` computes in here, and its
-    variants."""
-    import torch
-
-    if is_staged(config.folder):
-        manifest = read_manifest(config.folder)
-        name, weights = manifest.dtype, manifest.source_sha256 or ""
-    else:
-        name, weights = stored_dtype(config.folder), ""
-    dtype = dtypes.serving(dtypes.AUTO, getattr(torch, name), "cpu")
-    return receivers(config.folder, dtype, config.prefix_owner, dict(config.variants), weights)
 
 
 def _preemption(name: str) -> PreemptionPolicy:

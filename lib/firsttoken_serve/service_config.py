@@ -24,6 +24,8 @@ KEY_VARIABLE = "FIRSTTOKEN_API_KEY"
 STAGES, WHOLE = "a model in stages", "a model that is whole"
 REFUSED = {
     ("--swarm", "--preemption"): "the keys and values are with its servers, and this process can swap none of them",
+    ("--swarm", "--share-prefixes"): "the keys and values are with its servers, and each session has its own",
+    ("--swarm", "--prefix-store"): "the keys and values are with its servers, which compute those of every prompt",
     ("--gbit-per-s", WHOLE): "only what `firsttoken stage` has written is read over a link",
 }
 """Pairs of options that are not served together, and why; ``tests/serve/test_pairs_of_options.py`` tries all."""

@@ -74,7 +74,7 @@ def left(here, server) -> None:
 
 FAULTS = {
     "another model": ({"model": "b" * 64}, b"", "FAILED_PRECONDITION", "has blocks of the model"),
-    "another version": ({"version": "1"}, b"", "FAILED_PRECONDITION", "speaks version 3 .* not '1'"),
+    "another version": ({"version": "1"}, b"", "FAILED_PRECONDITION", "speaks version 4 .* not '1'"),
     "other blocks": ({"blocks": "1:4"}, b"", "FAILED_PRECONDITION", r"has blocks \[2, 4\), not \[1, 4\)"),
     "too many blocks": ({"blocks": "2:5"}, b"", "FAILED_PRECONDITION", "blocks '2:5' are not a:b"),
     "coding": ({"coding": "int4"}, b"", "INVALID_ARGUMENT", "no coding is called 'int4'"),

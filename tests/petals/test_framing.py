@@ -13,19 +13,20 @@ import torch
 from swarms import opening
 
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.messages import NAMED_TOKENS, SESSION, SequenceChunk
+from firsttoken.petals.messages import SESSION, SequenceChunk
 from firsttoken.petals.trust.arbitration import TOLERANCE, difference, recomputed
 from firsttoken.petals.trust.commitments import Charge, Evidence, read_commitment
 from firsttoken.petals.wire import decode, encode
 from firsttoken.study.errors import SwarmError
 
 WIDTH, LAYERS, MOST, NUMBERS = 32, 6, 96, range(2)
+BLOCK = 16  # tokens
 
 
 @dataclass
 class Accuser:
     """A client that keeps the rows which it has sent of each sequence last, and holds every signed answer against them:
-    what it fills, adopts and goes back over is what the server has to know."""
+    what it goes back over is what the server has to know."""
 
     here: object
     server: object
@@ -42,7 +43,7 @@ class Accuser:
                     call = channel.stream_stream(SESSION)(metadata=opening(self.here.model))
                     self.cached.clear()
                 try:
-                    await self.draw.choice([self.step, self.step, self.step, self.fill, self.adopt, self.forget])(call)
+                    await self.draw.choice([self.step, self.step, self.step, self.forget])(call)
                 except grpc.aio.AioRpcError as error:
                     self.ends[error.code().name] += 1
                     call = None
@@ -50,22 +51,15 @@ class Accuser:
     def chunk(self, number: int) -> SequenceChunk:
         """Behind what is there, or over it from anywhere or from the end of a block on."""
         cached = min(self.cached[number], MOST - 1)
-        start = self.draw.choice([cached, cached, cached // NAMED_TOKENS * NAMED_TOKENS, self.draw.randint(0, cached)])
-        return SequenceChunk(number, start, min(MOST, start + self.draw.choice([1, 2, NAMED_TOKENS, 20])))
-
-    def names(self, number: int, blocks: range) -> list[str]:
-        return [f"{self.draw.randrange(2) * 100 + block:032x}" for block in blocks]
+        start = self.draw.choice([cached, cached, cached // BLOCK * BLOCK, self.draw.randint(0, cached)])
+        return SequenceChunk(number, start, min(MOST, start + self.draw.choice([1, 2, BLOCK, 20])))
 
     async def step(self, call) -> None:
         numbers = self.draw.sample(NUMBERS, self.draw.choice([1, 1, 2]))
         chunks, first = [self.chunk(number) for number in numbers], self.draw.choice([0, 0, 0, 3])
         parts = [torch.randn(one.end - one.start, WIDTH) * self.draw.choice([1, 1, 1, 0.01, 1000]) for one in chunks]
-        names = {}
-        if self.draw.random() < 0.4:
-            filled = [(one, range(one.start // NAMED_TOKENS, one.end // NAMED_TOKENS)) for one in chunks]
-            names = {one.number: self.names(one.number, blocks) for one, blocks in filled if blocks}
         hidden = torch.cat(parts)
-        await call.write(encode(hidden, "float32", chunks, first=first, names=names))
+        await call.write(encode(hidden, "float32", chunks, first=first))
         answer = decode(await self.heard(call), "float32", WIDTH, torch.float32, len(hidden))
         for one, part in zip(chunks, parts, strict=True):
             self.rows[one.number][one.start : one.end] = part
@@ -89,29 +83,10 @@ class Accuser:
             honest = recomputed(self.here.folder, range(*commitment.layers), inputs)[one.start :]
             assert difference(outputs[place], honest) <= TOLERANCE, (one, self.ends)
 
-    async def fill(self, call) -> None:
-        one, shape = self.chunk(self.draw.choice(NUMBERS)), self.server.sessions.batcher.backend.pool.shape
-        kv = torch.randn(LAYERS, 2, shape.kv_heads, one.end - one.start, shape.head_dim)
-        blocks = range(one.start // NAMED_TOKENS, one.end // NAMED_TOKENS)
-        names = {one.number: self.names(one.number, blocks)} if blocks and self.draw.random() < 0.5 else {}
-        await call.write(encode(None, "float32", [one], kv=kv, names=names))
-        self.cached[one.number] = await self.shared(call)
-        self.ends["filled"] += 1
-
-    async def adopt(self, call) -> None:
-        number = self.draw.choice(NUMBERS)
-        await call.write(encode(None, "float32", names={number: self.names(number, range(self.draw.randint(1, 4)))}))
-        self.cached[number] = await self.shared(call)
-        self.ends["adopted"] += self.cached[number] > 0
-
     async def forget(self, call) -> None:
         number = self.draw.choice(NUMBERS)
         await call.write(encode(None, "float32", finished=[number]))
         self.cached[number] = 0
-
-    async def shared(self, call) -> int:
-        ((_, tokens),) = decode(await self.heard(call), "float32", 0, torch.float32, 0).shared
-        return tokens
 
     async def heard(self, call) -> bytes:
         if (data := await call.read()) is grpc.aio.EOF:
@@ -121,10 +96,10 @@ class Accuser:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_a_client_steps_fills_adopts_and_goes_back_over_convicts_no_honest_server(here, seed):
+def test_whatever_a_client_goes_back_over_convicts_no_honest_server(here, seed):
     (server,) = here.serve((0, LAYERS))
     accuser = Accuser(here, server, random.Random(seed))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         wait_for(accuser.act(120))
-    assert min(accuser.ends[end] for end in ("judged", "unsigned", "filled", "adopted")) > 0, accuser.ends
+    assert accuser.ends["judged"] > 0 and not accuser.ends["unsigned"], accuser.ends

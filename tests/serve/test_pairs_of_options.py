@@ -237,8 +237,6 @@ def test_options_together_answer_as_each_alone(options, arguments, cache, expect
         status = _stage(url).json()
         if "--prefix-store" in options and "--replicas" not in options:
             assert status["restored"] == len(PROMPTS)
-        if {"--share-prefixes", "--swarm"} <= set(options):
-            assert answers(url) == expected["--swarm"] and _stage(url).json()["shared_tokens"] > 0
 
 
 UNCHECKED = """
@@ -265,20 +263,10 @@ def test_a_cluster_keeps_nothing_of_a_service_that_did_not_start(arguments, cach
         assert _stage(url).json()["state"] == "complete"
 
 
-def test_all_that_goes_with_a_swarm_goes_together(arguments, cache, expected) -> None:
-    """A model in stages, variants, and what its servers keep of prompts or are sent; each variant has its own."""
-    with served(arguments(("--prefix-store", "--share-prefixes", "--swarm", "--variant", STAGES)), cache) as url:
-        until(lambda: "stored prefixes are used" in _stage(url).text, "the store is open")
-        for turn in range(2):
-            assert answers(url) == expected["--swarm"] and answers(url, "qa") == expected["qa"]
-            status = _stage(url).json()
-            assert status["restored"] == len(PROMPTS) * (turn + 1) and status["shared_tokens"] >= turn
-
-
 def test_the_table_has_what_is_refused_and_no_more() -> None:
     """Each of its lines is of options that there are, and names the two; and it stays short."""
     assert {option for pair in REFUSED for option in pair} <= {*OPTIONS, WHOLE}
-    assert len(REFUSED) == 2 and all(re.fullmatch(r"[^\n.;]{20,110}", why) for why in REFUSED.values())
+    assert len(REFUSED) == 4 and all(re.fullmatch(r"[^\n.;]{20,110}", why) for why in REFUSED.values())
 
 
 def test_what_no_pair_above_can_try(place) -> None:

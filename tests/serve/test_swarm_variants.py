@@ -25,7 +25,6 @@ from swarms import Here, servers_imported
 
 from firsttoken.__main__ import main
 from firsttoken.assets.checkpoint import combined_sha256, model_files, weight_files
-from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.petals.block_backend import BlockBackend
@@ -113,23 +112,6 @@ def test_each_variant_answers_as_peft_does(here, client, folder, adapters, right
     model.engine.run()
     assert {name: request.output for name, request in asked.items()} == right
     assert [len(up.sessions.batcher.backend._adapted) for up in ups] == [2, 2]
-
-
-def test_what_a_variant_leaves_no_other_begins_with(here, client, folder, adapters, base, tunes) -> None:
-    """Each shares with itself, and a server tells apart what has one name in sessions of two adapters."""
-    make = with_variants(list(adapters.items()), folder)
-    ups = here.serve((0, 2), (2, 6), make_backend=make)
-    model = client(ups[0].record.address, config=EngineConfig(share_prefixes=True))
-    prompt = torch.randint(256, (50,), generator=torch.Generator().manual_seed(2)).tolist()
-    right = {name: greedy(one, prompt, 6) for name, one in {"": base, **tunes}.items()}
-    for turn in range(2):
-        versions = {name: model.versions.get(name) for name in right}
-        asked = {name: model.engine.submit(prompt, Sampling(6), version=versions[name]) for name in right}
-        model.engine.run()
-        assert {name: request.output for name, request in asked.items()} == right
-        assert {segment.chain.shared_tokens for segment in model.segments.values()} == {48 * turn}
-    sessions = ups[0].sessions
-    assert len({sessions._keys(session, ["0" * 32])[0] for session in sessions._open}) == 3
 
 
 def test_a_batch_of_several_variants_is_right(folder, adapters) -> None:

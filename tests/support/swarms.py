@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,19 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plain_tokens import TOLERANCE, Plain, check_greedy, generated, judged
-from slots import check_slots
+from plain_tokens import TOLERANCE, Plain, check_greedy, generated
 from transformers import PreTrainedModel
 
-from firsttoken.engine.request import Sampling
 from firsttoken.petals.block_backend import BlockBackend
 from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.messages import HEADERS, VERSION
 from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import RunningServer, ServerConfig, serving
-from firsttoken.petals.session import ServerLimits, Session
-from firsttoken.study.errors import SwarmError
+from firsttoken.petals.session import ServerLimits
 from firsttoken_studies.petals import spans
 from firsttoken_studies.petals.fleet import ProxiedServer, ServerProcess
 from firsttoken_studies.record import kernel_forkserver
@@ -114,37 +110,6 @@ def says(model: RemoteModel, one: Asked) -> None:
     """Assert that the client's model says what the local one does."""
     tokens = len(one.plain.tokens)
     assert check_greedy(answer(model, one.prompt, tokens), one.plain) == tokens
-
-
-def ask_while_sessions_end(
-    tiny: PreTrainedModel,
-    model: RemoteModel,
-    ups: Sequence[RunningServer],
-    dice: random.Random,
-    draw_prompts: Callable[[], list[list[int]]],
-    rounds: int,
-) -> None:
-    """Ask for what ``draw_prompts`` gives in each of so many rounds, in some of which a server ends a session. Each
-    token is the whole model's, or nearly ties with it, and the books of all servers are right."""
-
-    async def end(session: Session) -> None:
-        session.cancel(SwarmError("it dies here"))
-
-    for _ in range(rounds):
-        prompts = draw_prompts()
-        requests = [model.engine.submit(prompt, Sampling(6)) for prompt in prompts]
-        strike, step = dice.choice([None, None, 1, 3, 5]), 0
-        while model.engine.busy:
-            sessions = [session for up in ups for session in up.sessions._open]
-            if step == strike and sessions:
-                wait_for(end(dice.choice(sessions)))
-            model.engine.step()
-            step += 1
-        for prompt, request in zip(prompts, requests, strict=True):
-            assert request.finished and request.failure is None
-            check_greedy(request.output, judged(tiny, prompt, request.output), TOLERANCE)
-        for up in ups:
-            check_slots(up.sessions.slots)
 
 
 def spoil(up: RunningServer, value: float = math.nan) -> None:

@@ -50,11 +50,6 @@ class HiddenStateCache:
         entry = self._entries.get(request, {}).get(layer)
         return entry is not None and entry.start == 0 and entry.end >= tokens
 
-    def reaches(self, request: int, layer: int, start: int) -> bool:
-        """Return whether the states that entered ``layer`` are kept of the tokens from ``start`` on."""
-        entry = self._entries.get(request, {}).get(layer)
-        return entry is not None and entry.start <= start
-
     def of(self, request: int, layer: int, start: int = 0) -> Tensor:
         """Return the states that entered ``layer``, [1, tokens, hidden], from the request's token ``start`` to its
         latest.

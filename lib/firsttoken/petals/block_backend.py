@@ -138,15 +138,6 @@ class BlockBackend:
                 out[index] = rows
         return out
 
-    @torch.inference_mode()
-    def fill(self, layers: range, chunk: ScheduledChunk, kv: Tensor) -> None:
-        """Write ``kv`` [layers, 2, kv_heads, tokens, head_dim] of the tokens of ``chunk`` in ``layers`` of the
-        model."""
-        places, size = torch.arange(chunk.start, chunk.end), self.pool.shape.block_tokens
-        blocks, rows = torch.tensor(chunk.request.blocks)[places // size], kv.permute(0, 3, 1, 2, 4)
-        for layer, row in zip(layers, rows, strict=True):
-            self.pool.rows[blocks, layer - self.blocks.start, :, places % size] = row
-
     def move(self, blocks: range) -> None:
         """Load as many other ``blocks`` in the place of those that are here, whose memory is given back first; nothing
         may use the pool meanwhile. Raises ModelError, and holds nothing then, for blocks that cannot be loaded."""

@@ -1,8 +1,5 @@
 """The blocks of a server's pool and what has them: the sequences of all sessions, within its limits, and running steps.
 
-A block that is full may have a name, and whoever begins with the same names has it too. Nobody writes to it, and it
-stays, while nobody has it, until its room is needed: whose last owner left it first goes first.
-
 A step has every block that it reads or writes from when it is handed over until it has run or was taken out, whatever
 becomes of its sequence meanwhile: a block is given to nobody else before.
 """
@@ -107,9 +104,6 @@ class KVSlots:
         beyond the context, BusyError where there is no room, BusyBlocksError where there will be.
         """
         needs = self._needs(sequences, chunks, first)
-        for chunk in chunks:
-            if chunk.number in sequences:
-                self._drop_shared(sequences[chunk.number], chunk.start)
         new = [chunk.number for chunk in chunks if chunk.number not in sequences]
         keep = {id(sequences[chunk.number]) for chunk in chunks if chunk.number in sequences}
         for number, sequence in self._sequences_to_evict(client, keep, sum(needs), len(new)):
@@ -128,30 +122,6 @@ class KVSlots:
             rows = Rows(chunk.number, list(sequence.blocks), range(self.context))
             scheduled.append(ScheduledChunk(rows, chunk.start, chunk.end, chunk.start))
         return scheduled
-
-    def reuse(
-        self, sequences: Sequences, number: int, keys: Sequence[bytes], first: int = 0, client: Client = HERE
-    ) -> int:
-        """Begin sequence ``number`` of a session of ``client`` anew with the blocks of the first ``keys`` that are
-        here, of layers from ``first`` on; return how many tokens they hold. Raises BusyError as ``place``."""
-        self.free(sequences, [number])
-        if not self.pool.find(keys[:1]):
-            return 0
-        for other, sequence in self._sequences_to_evict(client, (), 0, 1):
-            self.free(self._homes[id(sequence)][0], [other])
-        blocks = self.pool.find(keys[: self.context // self.block_tokens])
-        self.pool.allocate(0, shared=blocks)
-        cached, now = len(blocks) * self.block_tokens, time.monotonic()
-        sequence = sequences[number] = CachedSequence(blocks, cached, first, client=client, used=now)
-        self._homes[id(sequence)] = sequences, number, sequence
-        return cached
-
-    def publish(self, sequences: Sequences, number: int, block: int, keys: Sequence[bytes]) -> None:
-        """Let the blocks of a sequence from number ``block`` on be found by ``keys``, as far as they are full."""
-        if (sequence := sequences.get(number)) is not None:
-            full = sequence.blocks[block : sequence.cached // self.block_tokens]
-            for block_id, key in zip(full, keys, strict=False):
-                self.pool.publish(block_id, key)
 
     def lease(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Own the blocks of a step that is under way, until ``release``.
@@ -205,29 +175,9 @@ class KVSlots:
                 raise RequestError(
                     f"sequence {chunk.number} of {chunk.end} tokens exceeds the context of {self.context}"
                 )
-            had = len(self._private_blocks(sequences[chunk.number], chunk.start)) if chunk.number in sequences else 0
+            had = len(sequences[chunk.number].blocks) if chunk.number in sequences else 0
             needs.append(max(0, -(-chunk.end // self.block_tokens) - had))
         return needs
-
-    def _private_blocks(self, sequence: CachedSequence, start: int) -> list[int]:
-        """Return the blocks of ``sequence`` without those that a step from ``start`` on would write to, and others may
-        have.
-
-        Raises MissingTokensError where the step would go on within one of these.
-        """
-        first_block = start // self.block_tokens
-        if start % self.block_tokens and self.pool.published(sequence.blocks[first_block]):
-            raise MissingTokensError(f"token {start} is within a block that others may have: begin the step at a block")
-        return sequence.blocks[:first_block] + [
-            block for block in sequence.blocks[first_block:] if not self.pool.published(block)
-        ]
-
-    def _drop_shared(self, sequence: CachedSequence, start: int) -> None:
-        """Let a sequence go on from ``start`` without the blocks that ``_private_blocks`` leaves out."""
-        private_blocks = self._private_blocks(sequence, start)
-        if len(private_blocks) < len(sequence.blocks):
-            self.pool.release([block for block in sequence.blocks if block not in private_blocks])
-            sequence.blocks, sequence.cached = private_blocks, start
 
     def _sequences_to_evict(
         self, client: Client, keep: Collection[int], blocks: int, new: int
@@ -275,7 +225,7 @@ class KVSlots:
 
     def _runs(self, sequence: CachedSequence) -> bool:
         """Return whether a step of ``sequence`` is under way."""
-        return any(last in self._leased for last in sequence.blocks[-1:])  # the first ones may be of others', too
+        return any(last in self._leased for last in sequence.blocks[-1:])
 
     def _writes(self, chunks: Sequence[ScheduledChunk]) -> list[int]:
         size = self.block_tokens

@@ -17,16 +17,13 @@ SERVICE = "firsttoken.Swarm"
 SESSION, PASS, EXCHANGE, ACCUSE = (f"/{SERVICE}/{call}" for call in ("Session", "Pass", "Exchange", "Accuse"))
 """The calls of a server over gRPC."""
 
-VERSION = "3"
+VERSION = "4"
 HEADERS = ("swarm-version", "swarm-model", "swarm-blocks", "swarm-coding")
 """What a session is opened with, in this order: version of the messages, sha256 of the model, a:b, coding."""
 
 ADAPTER = "swarm-adapter"
 """And, for a variant of the model, the name of its adapter, as servers announce it."""
 
-NAMED_TOKENS = 16
-"""Tokens of a block of keys and values that has a name. A server whose blocks have other sizes finds none."""
-MOST_NAMES = 1024  # of a message that asks for the beginnings of sequences
 MOST_TOKENS = 512  # of a message; a client cuts what is longer
 _ROOM = 1 << 16  # bytes of a message beside its numbers
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -13,46 +11,35 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from firsttoken.engine.block_pool import block_keys
 from firsttoken.engine.decoder import Decoder
 from firsttoken.engine.engine import DEFAULT_CONFIG, Engine, EngineConfig
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
-from firsttoken.engine.request import KVSource, Request, Sampling
+from firsttoken.engine.request import Sampling
 from firsttoken.engine.step_plan import StepPlan
 from firsttoken.petals.access import Access
-from firsttoken.petals.chain import Chain, PrefixKeys
+from firsttoken.petals.chain import Chain
 from firsttoken.petals.checkpoint_blocks import load_ends, model_sha256
 from firsttoken.petals.event_loop import begin, wait_for
-from firsttoken.petals.messages import NAMED_TOKENS, SequenceChunk
+from firsttoken.petals.messages import SequenceChunk
 from firsttoken.petals.swarm import Swarm
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.trust.auditor import Auditor, Audits
 from firsttoken.petals.wire import CODINGS
-from firsttoken.study.errors import FirstTokenError, RequestError, SwarmError
+from firsttoken.study.errors import RequestError, SwarmError
 
 UNAUDITED = (
     "no answer is audited: whatever the servers of this swarm compute is believed; `firsttoken swarm generate "
     "--audit-rate 0.1` has a share of it computed again by others"
 )
 """What a user is told once where answers are not audited."""
-UNSHARED = "prefixes over a swarm are not shared where answers are audited: an audit begins with the first token"
 
 
 class RemoteSegment:
-    """``chain`` as a segment of a decoder; it is asked by the engine's thread, and lives in the swarm's.
+    """``chain`` as a segment of a decoder; it is asked by the engine's thread, and lives in the swarm's."""
 
-    What servers keep of requests has names that nobody else can make. One that ``shares`` lets all requests that begin
-    alike have it; else those that begin with what ``stored`` finds for its ``variant`` of the model, which is sent to
-    servers that do not have it.
-    """
-
-    def __init__(self, chain: Chain, shares: bool = False, variant: str = "") -> None:
-        self.layers = chain.layers
-        self.stored: Callable[[Sequence[int], str], KVSource | None] | None = None
-        self.chain, self._variant = chain, variant
-        self._shares, self._owner = shares, os.urandom(32)
-        self._stored_tokens: dict[int, int] = {}  # tokens at the beginning of a request that are stored
+    def __init__(self, chain: Chain) -> None:
+        self.layers, self.chain = chain.layers, chain
 
     def run(self, hidden: Tensor, step: StepPlan) -> Tensor:
         """``hidden`` [1, tokens, hidden] through all of its layers -> the same shape.
@@ -70,35 +57,12 @@ class RemoteSegment:
         if step.hidden_cache is not None:
             step.hidden_cache.enter(self.layers.start, hidden, step.chunks)
         chunks = [SequenceChunk(chunk.request.number, chunk.start, chunk.end) for chunk in step.chunks]
-        prefixes = {
-            chunk.request.number: self._keyed(chunk.request, chunk.start)
-            for chunk in step.chunks
-            if not chunk.request.sampling.prompt_logprobs
-        }
-        keyed = {number: prefix for number, prefix in prefixes.items() if prefix is not None}
-        more = (keyed,) if keyed else ()  # a chain that shares nothing, as a notebook's, need not take them
-        out = wait_for(self.chain.run(chunks, hidden[0].cpu(), *more))
+        out = wait_for(self.chain.run(chunks, hidden[0].cpu()))
         return out[None].to(hidden.device)
 
     def drop(self, request: int) -> None:
         """Forget the request of this number, here and on the servers."""
-        self._stored_tokens.pop(request, None)
         begin(self.chain.forget([request]))
-
-    def _keyed(self, request: Request, start: int) -> PrefixKeys | None:
-        """The blocks of a request that servers keep, as the engine's own pool names them, behind whose they are and its
-        variant; before its first step with what is stored of it. None where they keep none."""
-        source, tokens = None, len(request.tokens)
-        if self.stored is not None and not start:
-            with suppress(FirstTokenError):  # a store that has gone meanwhile ends no step
-                source = self.stored(request.tokens[: request.prompt_tokens], self._variant)
-            self._stored_tokens[request.number] = source.tokens if source is not None else 0
-        if not (most := tokens if self._shares else self._stored_tokens.get(request.number, 0)):
-            return None
-        salt = self._owner + request.salted(f"{request.version and request.version.key}").encode()
-        if request.keys[:1] != [salt]:
-            request.keys = [salt]
-        return PrefixKeys(tokens, block_keys(request, NAMED_TOKENS, most // NAMED_TOKENS), source)
 
 
 class ModelEnds(NamedTuple):
@@ -141,8 +105,6 @@ class RemoteModel:
             raise SwarmError(f"no coding is called {coding!r}; known: {', '.join(CODINGS)}")
         if audits is not None and (dtype, CODINGS[coding]) != (torch.float32, torch.float32):
             raise SwarmError("audits compare answers in float32: set dtype and coding to float32, or audit nothing")
-        if config.share_prefixes and audits is not None:
-            raise SwarmError(f"{UNSHARED}; leave one of them out")
         model_ends = model_ends or ModelEnds(load_ends(folder, dtype, device), [model_sha256(folder)])
         self.model, (name, *others) = model_ends
         width, depth = self.model.config.hidden_size, self.model.config.num_hidden_layers
@@ -154,9 +116,9 @@ class RemoteModel:
             name: Chain(self.swarm, range(depth), coding, adapter=adapter) for name, adapter in variants.items()
         }
         chains = {"": self.chain} | self._chains
-        self.segments = {name: RemoteSegment(chain, config.share_prefixes, name) for name, chain in chains.items()}
+        self.segments = {name: RemoteSegment(chain) for name, chain in chains.items()}
         self.executor = LiveExecutor(self.model, -(-tokens // 16), segments=[self.segments[""]], elsewhere=True)
-        self.engine = Engine(self.executor, replace(config, share_prefixes=False))  # servers share, not this pool
+        self.engine = Engine(self.executor, replace(config, share_prefixes=False))  # servers have the keys and values
         self.versions = {name: ModelVersion(Decoder(self.model, [self.segments[name]]), stage=1) for name in variants}
         # A step of one token reads all of the head: 7 ms by torch's own product, 2 where it is packed (135 M, float32).
         self.executor.version.decoder.pack_head()

@@ -229,7 +229,6 @@ class Rebalancer:
     async def _move(self, blocks: range) -> None:
         backend = self._sessions.batcher.backend
         await asyncio.gather(self._announcer.exchange_with_all(), self._sessions.drain(self._limits.drain_s))
-        self._sessions.slots.pool.forget()  # beginnings that it kept are of the other blocks
         await self._sessions.batcher.run_between(lambda: backend.move(blocks))
         throughput = await self._sessions.batcher.run_between(backend.measured_throughput)
         if self._frozen is not None:

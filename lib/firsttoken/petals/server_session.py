@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
-from hashlib import blake2b
-from types import MappingProxyType
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from firsttoken.petals.access import Channel
-from firsttoken.petals.messages import HEADERS, MOST_NAMES, NAMED_TOKENS, SESSION, VERSION, SequenceChunk
+from firsttoken.petals.messages import HEADERS, SESSION, VERSION, SequenceChunk
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.wire import Message, decode, encode
 from firsttoken.study.errors import SwarmError
@@ -42,8 +39,7 @@ class ServerSession:
     travel in ``coding``.
 
     ``known`` are the tokens of each sequence that the server has seen, ``commitment`` what it vouches for of its latest
-    answer. Blocks of shared beginnings have names that are of this ``server`` (its subkey) alone; keys and values go to
-    it in pieces of ``room`` bytes. To be made and used where gRPC's event loop runs.
+    answer. To be made and used where gRPC's event loop runs.
     """
 
     def __init__(
@@ -55,11 +51,8 @@ class ServerSession:
         coding: str,
         timeouts: Timeouts,
         headers: Sequence[tuple[str, str]] = (),
-        server: str = "",
-        room: int = 1 << 16,
     ) -> None:
         self.name, self.layers, self._coding, self._timeouts = name, layers, coding, timeouts
-        self._server, self._room = server.encode(), room
         self.known: dict[int, int] = {}
         self._finished: set[int] = set()  # sequences that the server was not yet told to be over
         self.steps = 0  # that were answered
@@ -70,55 +63,17 @@ class ServerSession:
         self._call = channel.stream_stream(SESSION)(metadata=(*opened, *headers))
         self._turn = asyncio.Lock()
 
-    async def run(
-        self,
-        chunks: Sequence[SequenceChunk],
-        hidden: Tensor,
-        first: int = 0,
-        keys: Mapping[int, Sequence[bytes]] = MappingProxyType({}),
-    ) -> Tensor:
+    async def run(self, chunks: Sequence[SequenceChunk], hidden: Tensor, first: int = 0) -> Tensor:
         """``hidden`` [tokens, hidden] of ``chunks``, end to end, after the layers, or after those from ``first`` on.
 
-        The full blocks of sequences in ``keys`` can be found by these from then on. Raises ServerFault when this server
-        does not answer in time, or nonsense, or refuses.
+        Raises ServerFault when this server does not answer in time, or nonsense, or refuses.
         """
-        answer = await self._answer(hidden, chunks, first, self._filled(chunks, keys))
+        answer = await self._answer(hidden, chunks, first)
         self.steps += 1
         for chunk in chunks:
             self.known[chunk.number] = chunk.end
         self.commitment = answer.commitment
         return answer.hidden
-
-    async def reuse(self, keys: Mapping[int, Sequence[bytes]]) -> dict[int, int]:
-        """Begin these sequences anew with what the server has of their blocks of ``keys``; return how many tokens that
-        is. Raises ServerFault as ``run``, and for more than was asked."""
-        most = MOST_NAMES // len(keys)
-        names = {number: self._names(prefix_keys[:most]) for number, prefix_keys in keys.items()}
-        answer = await self._answer(torch.empty(0, 0), names=names)
-        shared = dict(answer.shared)
-        wrong = shared.keys() != names.keys() or any(
-            tokens % NAMED_TOKENS or tokens > NAMED_TOKENS * len(names[number]) for number, tokens in shared.items()
-        )
-        if wrong or len(answer.shared) > len(shared):
-            raise ServerFault(f"{self.name} says that it has {answer.shared} of what begins {len(names)} sequences")
-        self.known |= shared
-        return shared
-
-    async def fill(self, number: int, start: int, kv: Tensor, keys: Sequence[bytes]) -> int:
-        """Send ``kv`` [layers, 2, kv_heads, tokens, head_dim] of a sequence from token ``start`` on, and return how
-        many tokens of it the server has then; it may refuse them. Raises ServerFault as ``run``."""
-        # as many tokens at once as take no more room than the states of the longest step of a float32 model
-        most = max(1, self._room // max(1, kv[:, :, :, :1].nbytes))
-        for part in kv.split(most, dim=3):
-            chunk = SequenceChunk(number, start, start + part.shape[3])
-            names = self._filled([chunk], {number: keys})
-            answer = await self._answer(torch.empty(0, 0), [chunk], names=names, kv=part)
-            if [shared_number for shared_number, _ in answer.shared] != [number] or answer.shared[0][1] > chunk.end:
-                raise ServerFault(f"{self.name} says that it has {answer.shared} of what it was sent")
-            start = answer.shared[0][1]
-            if start < chunk.end:
-                break
-        return start
 
     async def forget(self, numbers: Sequence[int]) -> None:
         """Tell the server that these sequences are over; one that is not there any more knows anyway."""
@@ -131,31 +86,10 @@ class ServerSession:
     def close(self) -> None:
         self._call.cancel()
 
-    def _filled(self, chunks: Sequence[SequenceChunk], keys: Mapping[int, Sequence[bytes]]) -> dict[int, list[str]]:
-        """The names of the blocks that ``chunks`` fill, of sequences in ``keys``."""
-        blocks = {
-            chunk.number: slice(chunk.start // NAMED_TOKENS, chunk.end // NAMED_TOKENS)
-            for chunk in chunks
-            if chunk.number in keys
-        }
-        names = {number: self._names(keys[number][filled]) for number, filled in blocks.items()}
-        return {number: block_names for number, block_names in names.items() if block_names}
-
-    def _names(self, keys: Sequence[bytes]) -> list[str]:
-        return [blake2b(key + self._server, digest_size=16).hexdigest() for key in keys]
-
-    async def _answer(
-        self,
-        hidden: Tensor,
-        chunks: Sequence[SequenceChunk] = (),
-        first: int = 0,
-        names: Mapping[int, Sequence[str]] = MappingProxyType({}),
-        kv: Tensor | None = None,
-    ) -> Message:
-        """Return the server's answer to ``hidden`` [tokens, hidden], or without tokens to ``kv`` or ``names`` alone.
-        Raises as ``run``."""
+    async def _answer(self, hidden: Tensor, chunks: Sequence[SequenceChunk], first: int) -> Message:
+        """Return the server's answer to ``hidden`` [tokens, hidden]. Raises as ``run``."""
         rows, finished = hidden.shape[0], list(self._finished)
-        message = encode(hidden if rows else None, self._coding, chunks, finished, first, names=names, kv=kv)
+        message = encode(hidden, self._coding, chunks, finished, first)
         limit_s = self._timeouts.limit_s(rows)
         try:
             async with asyncio.timeout(limit_s):

@@ -6,10 +6,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -18,10 +17,10 @@ from firsttoken.petals.batcher import Batcher
 from firsttoken.petals.checkpoint_blocks import parse_blocks
 from firsttoken.petals.fairness import CancelScope, Client, busy, client_of, client_to_evict
 from firsttoken.petals.kv_slots import MissingTokensError, Sequences
-from firsttoken.petals.messages import ADAPTER, HEADERS, NAMED_TOKENS, VERSION, check_states
+from firsttoken.petals.messages import ADAPTER, HEADERS, VERSION, check_states
 from firsttoken.petals.routing import span_names
 from firsttoken.petals.trust.commitments import Committer
-from firsttoken.petals.wire import CODINGS, Message, decode, encode
+from firsttoken.petals.wire import CODINGS, decode, encode
 from firsttoken.study.errors import FirstTokenError, RequestError, SwarmError
 from firsttoken.study.parsing.parse_errors import shown
 
@@ -174,28 +173,14 @@ class Sessions:
             return False
         backend, layers, sequences = self.batcher.backend, session.layers, session.sequences
         try:
-            shape = len(layers), backend.pool.shape.kv_heads, backend.pool.shape.head_dim
-            message = decode(data, session.coding, backend.width, backend.dtype, kv_shape=shape)
+            message = decode(data, session.coding, backend.width, backend.dtype)
         except SwarmError as error:  # no server would take it
             raise RequestError(str(error)) from error
         self.slots.free(sequences, message.over)
-        if message.kv is not None:
-            await self._fill(context, session, message)
-            return True
         if message.hidden is None:
             session.silent += 1
             if session.silent > _MOST_SILENT:
                 raise RequestError(f"{session.silent} messages came without a step: send steps, or end the session")
-            if message.names:
-                shared = {
-                    number: self.slots.reuse(
-                        sequences, number, self._keys(session, names), layers.start, session.client
-                    )
-                    for number, names in message.names
-                }
-                await self.within_limit(
-                    context.write(encode(None, session.coding, shared=shared)), "did not read its answer"
-                )
             return True
         if message.first and message.first not in layers:
             raise RequestError(f"layer {message.first} is not among the session's [{layers.start}, {layers.stop})")
@@ -206,54 +191,15 @@ class Sessions:
         trails = [sequences[chunk.number].trail for chunk in message.chunks]
         out = await self.batcher.run(layers, scheduled, message.hidden, session.client, session.adapter)
         check_states(out, "the hidden states that come out of these blocks hold")
-        self._computed(session, message, searchable=layers == session.layers)
+        self.slots.computed(sequences, message.chunks)
         session.busy, session.computed, session.used = False, True, asyncio.get_running_loop().time()
         commitment = ""
-        continuous = all(chunk.start <= len(trail) for chunk, trail in zip(message.chunks, trails, strict=True))
-        # What is rounded on the way was not computed, who judges has the model alone, and what was sent of a shared
-        # beginning is not known any more.
-        if continuous and backend.dtype is CODINGS[session.coding] is torch.float32 and not session.adapter:
+        # What is rounded on the way was not computed, and who judges has the model alone.
+        if backend.dtype is CODINGS[session.coding] is torch.float32 and not session.adapter:
             commitment = self.committer.commit(layers, trails, message.chunks, message.hidden, out)
         answer = encode(out, session.coding, commitment=commitment)
         await self.within_limit(context.write(answer), "did not read its answer")
         return True
-
-    async def _fill(self, context: grpc.aio.ServicerContext, session: Session, message: Message) -> None:
-        """Take keys and values from a client for its own sequence, and answer how many tokens it has then: as many as
-        before where they are in another dtype than what is computed here. Nobody else finds them, as the names of their
-        blocks are the client's own."""
-        (chunk,), sequences, backend = message.chunks, session.sequences, self.batcher.backend
-        if message.kv.dtype is backend.dtype:
-            session.busy = True
-            scheduled = await self.slots.placed(sequences, [chunk], session.layers.start, session.client)
-            self.slots.lease(scheduled)
-            fill = partial(backend.fill, session.layers, scheduled[0], message.kv)
-            filled = asyncio.ensure_future(self.batcher.run_between(fill))
-            filled.add_done_callback(lambda _: self.slots.release(scheduled))  # also where the client goes meanwhile
-            await asyncio.shield(filled)
-            self._computed(session, message, searchable=True)
-            session.busy, session.silent, session.used = False, 0, asyncio.get_running_loop().time()
-        has = sequences[chunk.number].cached if chunk.number in sequences else 0
-        answer = encode(None, session.coding, shared={chunk.number: has})
-        await self.within_limit(context.write(answer), "did not read its answer")
-
-    def _computed(self, session: Session, message: Message, searchable: bool) -> None:
-        """Note that the keys and values of a message are there, by their names where they are of all layers."""
-        self.slots.computed(session.sequences, message.chunks)
-        starts = {chunk.number: chunk.start // self.slots.block_tokens for chunk in message.chunks}
-        for number, names in message.names if searchable else ():
-            keys = self._keys(session, names)
-            self.slots.publish(session.sequences, number, starts.get(number, self.slots.context), keys)
-
-    def _keys(self, session: Session, names: Sequence[str]) -> list[bytes]:
-        """Return the keys by which blocks of a session are found, of their names, its layers, coding and adapter; none
-        where blocks have another size. Raises RequestError for a name that comes twice."""
-        if len(set(names)) < len(names):
-            raise RequestError("two blocks of a sequence have one name: name each after all tokens up to its end")
-        if self.slots.block_tokens != NAMED_TOKENS:
-            return []
-        salt = f"{session.layers.start}:{session.layers.stop} {session.coding} {session.adapter} ".encode()
-        return [salt + bytes.fromhex(name) for name in names]
 
     async def drain(self, seconds: float) -> None:
         """Open no more sessions until ``moving`` is undone, and end those that are open after so many ``seconds``."""

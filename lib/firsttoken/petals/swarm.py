@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from firsttoken.petals.access import Access, Channel
 from firsttoken.petals.addresses import check_name, host_of, is_loopback
 from firsttoken.petals.contacts import Contacts
-from firsttoken.petals.messages import ADAPTER, MOST_TOKENS
+from firsttoken.petals.messages import ADAPTER
 from firsttoken.petals.records import Record, Registry, steady_s
 from firsttoken.petals.routing import Hop, best_chain, chain_s
 from firsttoken.petals.server_session import ServerSession
@@ -261,17 +261,8 @@ class Swarm:
     def open_session(self, record: Record, layers: range, coding: str, adapter: str = "") -> ServerSession:
         """A session with the server of ``record``, for ``layers`` among its blocks, with an ``adapter`` that it has."""
         headers = self.access.headers + (((ADAPTER, adapter),) if adapter else ())
-        return ServerSession(
-            record.name,
-            self.channel(record.address),
-            layers,
-            self.model,
-            coding,
-            self.timeouts,
-            headers,
-            record.server,
-            MOST_TOKENS * self._width * 4,
-        )
+        channel = self.channel(record.address)
+        return ServerSession(record.name, channel, layers, self.model, coding, self.timeouts, headers)
 
     async def reconnect(self, address: str) -> None:
         """Give the connection to ``address`` up: another is made when it is asked for."""

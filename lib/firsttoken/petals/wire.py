@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Annotated
 
 import torch
@@ -20,7 +19,7 @@ from firsttoken.study.errors import SwarmError
 from firsttoken.study.parsing.json_text import parse_json
 from firsttoken.study.parsing.parse_errors import ParseError
 from firsttoken.study.parsing.safetensors_header import METADATA, header_of
-from firsttoken.study.parsing.schema import between, digits, parse_as
+from firsttoken.study.parsing.schema import between, parse_as
 
 CODINGS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 """What hidden states travel in, by the name that a session is opened with."""
@@ -28,7 +27,6 @@ CODINGS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _MOST_HEADER = 1 << 18  # bytes: it is read before anything is known; what vouches for 512 sequences has half of it
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _Count = Annotated[int, between(0, 1 << 31)]
-_Name = Annotated[str, digits(32)]
 
 _NUMBER = "(?:0|[1-9][0-9]{0,8})"  # below 1 << 31
 _STEP = rf"\[{_NUMBER}, {_NUMBER}, {_NUMBER}\]"
@@ -47,10 +45,7 @@ class Message:
     """``hidden`` [tokens, hidden] of ``chunks``, end to end (None: it has none); sequences that are ``over``.
 
     ``first`` is the layer that the states enter, 0 for the first of the session's; ``commitment`` what the server that
-    answers vouches for, as JSON, "" where it does not. ``names`` (32 hex digits each) are, by sequence, of the blocks
-    that a step fills, from that of its first token on; a message without states asks which blocks of these names, from
-    the first of the sequence on, are there. ``shared`` answers: so many tokens of a sequence. In the place of hidden
-    states there may be ``kv`` [layers, 2, kv_heads, tokens, head_dim], the keys and values of the tokens of one.
+    answers vouches for, as JSON, "" where it does not.
     """
 
     chunks: tuple[SequenceChunk, ...]
@@ -58,9 +53,6 @@ class Message:
     over: tuple[int, ...] = ()
     first: int = 0
     commitment: str = ""
-    names: tuple[tuple[int, tuple[str, ...]], ...] = ()
-    shared: tuple[tuple[int, int], ...] = ()
-    kv: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -68,8 +60,6 @@ class _StepFields:
     chunks: tuple[tuple[_Count, _Count, _Count], ...] = ()
     over: tuple[_Count, ...] = ()
     first: _Count = 0
-    names: tuple[tuple[_Count, tuple[_Name, ...]], ...] = ()
-    shared: tuple[tuple[_Count, _Count], ...] = ()
 
 
 def encode(
@@ -79,24 +69,17 @@ def encode(
     finished: Collection[int] = (),
     first: int = 0,
     commitment: str = "",
-    names: Mapping[int, Sequence[str]] = MappingProxyType({}),
-    shared: Mapping[int, int] = MappingProxyType({}),
-    kv: Tensor | None = None,
 ) -> bytes:
     """The bytes of a message; an answer has neither ``chunks`` nor ``finished``, and a ``commitment`` where it has
     one. Raises SwarmError as ``pack``."""
-    step: dict[str, object] = {"chunks": list(chunks), "over": list(finished)}
-    more = {"first": first, "names": list(names.items()), "shared": list(shared.items())}
-    step |= {name: value for name, value in more.items() if value}
+    step: dict[str, object] = {"chunks": list(chunks), "over": list(finished)} | ({"first": first} if first else {})
     metadata = {"commitment": commitment} if commitment else {}
     metadata["step"] = json.dumps(step)
-    if hidden is not None and kv is None and coding != "int8":
+    if hidden is not None and coding != "int8":
         states = hidden.detach().to(CODINGS[coding]).contiguous()
         numbers = states.view(torch.int16) if states.dtype is torch.bfloat16 else states  # numpy has none
         return _safetensors(numbers.numpy().data, _NAMES[states.dtype], states.shape, metadata)
-    tensors = {} if hidden is None else pack(hidden) if coding == "int8" else {"hidden": hidden.to(CODINGS[coding])}
-    tensors |= {} if kv is None else {"kv": kv.contiguous()}
-    return save(tensors, metadata)
+    return save({} if hidden is None else pack(hidden), metadata)
 
 
 def _safetensors(numbers: memoryview, dtype: str, shape: Sequence[int], metadata: Mapping[str, str]) -> bytes:
@@ -112,19 +95,11 @@ def _safetensors(numbers: memoryview, dtype: str, shape: Sequence[int], metadata
     return b"".join((len(header).to_bytes(8, "little"), header, numbers))
 
 
-def decode(
-    data: bytes,
-    coding: str,
-    width: int,
-    dtype: torch.dtype,
-    tokens: int | None = None,
-    kv_shape: tuple[int, int, int] | None = None,
-) -> Message:
+def decode(data: bytes, coding: str, width: int, dtype: torch.dtype, tokens: int | None = None) -> Message:
     """The message of these bytes, its hidden states in ``dtype``.
 
-    ``tokens``: an answer to so many of them. With a ``kv_shape`` (layers, kv_heads, head_dim) there may be keys and
-    values of that shape, in the dtype in which they come. Raises SwarmError for what is no message, or is not of this
-    ``coding``, ``width``, shape or count, and for numbers that ``check_states`` refuses.
+    ``tokens``: an answer to so many of them. Raises SwarmError for what is no message, or is not of this ``coding``,
+    ``width`` or count, and for numbers that ``check_states`` refuses.
     """
     if (header_bytes := int.from_bytes(data[:8], "little")) > _MOST_HEADER:
         fault = f"its header of {header_bytes} bytes is beyond {_MOST_HEADER}"
@@ -140,15 +115,7 @@ def decode(
     chunks = tuple(SequenceChunk(*row) for row in fields.chunks)
     rows = _rows(chunks) if tokens is None else tokens
     if not header.tensors and not rows:
-        return Message(chunks, None, fields.over, fields.first, names=fields.names, shared=fields.shared)
-    if kv_shape is not None and list(header.tensors) == ["kv"]:
-        layers, heads, head_dim = kv_shape
-        entry, wanted = header.tensors["kv"], (layers, 2, heads, rows, head_dim)
-        if len(chunks) != 1 or entry.shape != wanted or entry.dtype not in _NAMES.values():
-            raise SwarmError(f"keys and values {entry.dtype} {list(entry.shape)} do not fit: {list(wanted)} are wanted")
-        kv = load(data)["kv"]
-        check_states(kv, "keys and values hold")
-        return Message(chunks, None, fields.over, fields.first, names=fields.names, kv=kv)
+        return Message(chunks, None, fields.over, fields.first)
     main = header.tensors.get("codes" if coding == "int8" else "hidden")
     if main is None or (coding != "int8" and len(header.tensors) > 1):
         raise SwarmError(f"a message holds {', '.join(sorted(header.tensors)) or 'nothing'}, no hidden states {coding}")
@@ -159,7 +126,7 @@ def decode(
     tensors = load(data)
     hidden = unpack(tensors, dtype) if coding == "int8" else tensors["hidden"].to(dtype)
     check_states(hidden)
-    return Message(chunks, hidden, fields.over, fields.first, header.metadata.get("commitment", ""), fields.names)
+    return Message(chunks, hidden, fields.over, fields.first, header.metadata.get("commitment", ""))
 
 
 def _usual(data: bytes, coding: str, width: int, dtype: torch.dtype, tokens: int | None) -> Message | None:

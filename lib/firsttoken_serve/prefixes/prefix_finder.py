@@ -18,13 +18,12 @@ from firsttoken_serve.prefixes.pair_profile import read_profiles
 class PrefixFinder:
     """The longest prefix in the store ``folder`` for each of ``receivers``, by name ("" for the model itself).
 
-    What its own model computed goes before an equally long one of another, which is taken if ``others`` are. What other
-    processes put into the folder, or take out of it, shows at the next call. Raises CacheError for a store that cannot
-    be had.
+    What its own model computed goes before an equally long one of another. What other processes put into the
+    folder, or take out of it, shows at the next call. Raises CacheError for a store that cannot be had.
     """
 
-    def __init__(self, folder: Path, receivers: Mapping[str, ModelIdentity], device: str, others: bool = True) -> None:
-        self._folder, self._receivers, self._device, self._others = folder, dict(receivers), device, others
+    def __init__(self, folder: Path, receivers: Mapping[str, ModelIdentity], device: str) -> None:
+        self._folder, self._receivers, self._device = folder, dict(receivers), device
         self._store = KVStore(folder, memory_bytes=0, disk_bytes=sys.maxsize)
         self._senders: dict[str, list[tuple[ModelIdentity, Group]]] = {}
         self._look()
@@ -49,7 +48,7 @@ class PrefixFinder:
 
     def _look(self) -> None:
         """Learn who has stored anything, and what was profiled."""
-        models, profiles = self._store.models, read_profiles(self._folder) if self._others else {}
+        models, profiles = self._store.models, read_profiles(self._folder)
         for name, receiver in self._receivers.items():
             senders: Iterator[tuple[ModelIdentity, Group]] = (
                 (sender, profiles[pair].group)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from firsttoken.assets.checkpoint import SINGLE, sum_of_sums
 from firsttoken.assets.servable import check_servable
 from firsttoken.engine.accelerator import build_model
 from firsttoken.engine.model_server import StaticServer
-from firsttoken.engine.request import KVSource
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.petals.access import Access, check_installed
@@ -24,7 +22,7 @@ from firsttoken.petals.chain import Chain
 from firsttoken.petals.contacts import line_of
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.records import Record, steady_s
-from firsttoken.petals.remote_model import UNAUDITED, UNSHARED, ModelEnds, RemoteModel
+from firsttoken.petals.remote_model import UNAUDITED, ModelEnds, RemoteModel
 from firsttoken.petals.routing import unserved
 from firsttoken.petals.server_session import ServerSession
 from firsttoken.petals.timeouts import Timeouts
@@ -70,7 +68,6 @@ def _names(folder: Path, manifest: Manifest) -> list[str]:
 
 class SwarmServer(StaticServer):
     """Serves the model of ``config`` by its swarm; the ends of a ``staged`` one come over a link before it serves.
-    ``prefixes``, if set, opens stored ones once it has started, and says what came of it.
 
     Raises SwarmError when nobody answers at the addresses given, or a block is served by nobody, or without the adapter
     of a variant; ModelError for a folder without the model's ends, LinkError for a link that breaks, StageError for a
@@ -82,8 +79,6 @@ class SwarmServer(StaticServer):
         check_device(config.device)
         audits, dtype = None, dtypes.resolve(dtypes.AUTO, config.device)
         if config.swarm_audit_rate is not None:
-            if config.prefix_store is not None:
-                raise SwarmError(f"stored {UNSHARED}; leave one of them out")
             shares = config.swarm_audit_undecided, config.swarm_audit_unwitnessed
             audits = Audits(config.swarm_audit_rate, config.swarm[0], TOLERANCE, *shares)
             dtype = torch.float32  # which alone is vouched for
@@ -117,21 +112,6 @@ class SwarmServer(StaticServer):
         self._model.executor.version.stage = 1
         weights = sum(weight.nbytes for weight in self._model.model.parameters() if not weight.is_meta)
         super().__init__(self._model.engine, limits, self._model.close, weights, self._model.versions)
-        self.prefixes: Callable[[], str] | None = None
-        self._events: list[str] = []
-
-    def start(self) -> None:
-        """Begin to open the stored prefixes, where there are any."""
-        if self.prefixes is not None:
-            threading.Thread(target=self._open_prefixes, name="prefixes", daemon=True).start()
-
-    def use_sources(self, find: Callable[[Sequence[int], str], KVSource | None]) -> None:
-        """Let servers be sent what ``find`` has of prompts: the blocks are theirs, and nothing of it is needed here."""
-        for segment in self._model.segments.values():
-            segment.stored = find
-
-    def _open_prefixes(self) -> None:
-        self._events.append(self.prefixes())
 
     def _check(self, variants: Mapping[str, str]) -> None:
         """Raises SwarmError for a block that nobody serves, and for one without the adapter of a variant."""
@@ -150,25 +130,21 @@ class SwarmServer(StaticServer):
     def status(self) -> dict[str, Any]:
         """One stage, which is there while all blocks are served; the ``servers`` of the chain, in order, and as
         ``events`` who was replaced. While a block is unserved no prompt is answered: the stage is 0, the state
-        "degraded", and the error names the blocks, until somebody serves them. ``shared_tokens`` of prompts were not
-        computed, as all servers of the chain had them."""
+        "degraded", and the error names the blocks, until somebody serves them."""
         model, missing = self._model, self._model.chain.unserved()
         servers = [
             {"blocks": [session.layers.start, session.layers.stop], "address": record.address, "key": record.server[:8]}
             for session, record in list(model.chain.sessions)
         ]
-        chains = [segment.chain for segment in model.segments.values()]
-        events = [*self._events, *(f"replaced {key[:8]}: {why}" for key, why in model.chain.faults[-_MOST_EVENTS:])]
+        events = [f"replaced {key[:8]}: {why}" for key, why in model.chain.faults[-_MOST_EVENTS:]]
         return super().status() | {
             "stage": 0 if missing else 1,
             "state": "degraded" if missing else "complete",
             "error": unserved(missing) if missing else None,
             "events": [{"stage": 1, "what": event} for event in events],
-            "restored": sum(chain.restored for chain in chains),
             "servers": servers,
             "known": len(model.swarm.servers()),
             "audits": self._audits,
-            "shared_tokens": sum(chain.shared_tokens for chain in chains),
         }
 
 
