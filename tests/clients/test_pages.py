@@ -75,15 +75,8 @@ def test_it_shows_the_engine_while_it_streams(tmp_path: Path) -> None:
         assert not [error for error in page.errors() if "401" not in error]
 
 
-def bars(page: Page) -> dict[str, str]:
-    """What the map draws, by address."""
-    script = """return [...document.querySelectorAll("#map li")].map(row => [row.querySelector("b").textContent,
-        row.querySelector("svg").getAttribute("aria-label")])"""
-    return {name.split(" at ")[1]: drawn for name, drawn in page.browser.execute_script(script)}
-
-
 def test_a_server_of_a_swarm_is_killed_in_the_middle_of_an_answer(tmp_path: Path) -> None:
-    """The answer ends as without it; the page names who took over, and the map shows all blocks."""
+    """The answer ends as without it, and the page names who answers."""
     folder = written("write_endless", tmp_path / "plain")
     with (
         swarm_of(folder, "0:3", "3:6~", "3:6~", f"0:3@{STRANGER}") as lent,
@@ -93,9 +86,6 @@ def test_a_server_of_a_swarm_is_killed_in_the_middle_of_an_answer(tmp_path: Path
     ):
         servers = lent.servers
         first, *seconds, stranger = servers
-        held = {first: "holds blocks 0 to 2"} | dict.fromkeys(seconds, "holds blocks 3 to 5")
-        until(lambda: bars(page) == held, "the map shows all servers, and nobody who has not proven its address")
-        assert stranger not in page.browser.page_source and not page.browser.find_elements("css selector", "#map img")
         ask(page, 300)
         until(lambda: ended(page) and len(said(page)) > 100, "an answer without a fault")
         undisturbed = said(page)
@@ -113,8 +103,7 @@ def test_a_server_of_a_swarm_is_killed_in_the_middle_of_an_answer(tmp_path: Path
         lent.let(0)
         lost = asked(f"{url}/stage")["servers"][1]["address"]
         (heir,) = set(seconds) - {lost}
-        chain = {first: f"{held[first]}, asked for blocks 0 to 2", lost: f"{held[lost]}, asked for blocks 3 to 5"}
-        until(lambda: bars(page) == held | chain, "the map shows who is asked")
+        assert stranger not in page.browser.page_source and first in page.text("servers")
         assert lost in page.text("servers") and heir not in page.text("servers")
         assert page.text("running") == "1" and not ended(page), "it is in the middle of an answer"
         page.check_widths("swarm")
@@ -122,11 +111,6 @@ def test_a_server_of_a_swarm_is_killed_in_the_middle_of_an_answer(tmp_path: Path
         lent.let(math.inf)
         until(lambda: ended(page), "the answer ends")
         assert said(page) == undisturbed
-        until(lambda: f"at {heir} took blocks 3 to 5" in page.text("replaced"), "the page names who took over")
         until(lambda: heir in page.text("servers") and lost not in page.text("servers"), "and who answers")
-        after = held | {first: chain[first], heir: f"{held[heir]}, asked for blocks 3 to 5"}
-        # the map is asked for once a second, the list above it more often; a record is there until it expires
-        until(lambda: {lost: held[lost]} | bars(page) == after, "the map shows who is asked now")
-        assert page.text("unserved") == "Every block is served."
         page.check_widths("swarm-after")
         assert page.errors() == []

@@ -133,9 +133,7 @@ def test_who_is_late_again_and_again_is_left(pair, client, asked):
     says(model, one)
     assert [server for server, _ in model.chain.faults] == [late.record.server]
     assert "100.00 s later than it announced" in model.chain.faults[0][1]
-    assert model.swarm.served[late.record.server] == (len(one.prompt) + 1) * 6  # two steps, and it is left
     assert model.chain.sessions[0][1].server == good.record.server
-    assert model.chain.successors[0][0][0].server == good.record.server
     first_asked(model, late)
     says(model, one)
     assert len(model.chain.faults) == 1

@@ -82,9 +82,7 @@ def test_an_answer_goes_on_when_a_server_is_killed(url, fleet):
     status = httpx.get(f"{url}/stage").json()
     assert status["servers"][1]["address"] != servers[1]["address"] and status["servers"][0] == servers[0]
     assert [one["what"].split(":")[0] for one in status["events"]] == [f"replaced {servers[1]['key']}"]
-    seen = httpx.get(f"{url}/swarm").json()
-    assert seen["unserved"] == [] and seen["replaced"][-1]["by"][0]["address"] == status["servers"][1]["address"]
-    assert [one["asked"] for one in seen["servers"][:2]] == [[[0, 3]], [[3, 6]]]
+    assert [one["blocks"] for one in status["servers"]] == [[0, 3], [3, 6]]
 
 
 def test_several_answers_share_the_steps(url):
@@ -125,7 +123,7 @@ def test_a_service_over_servers_of_8_bits(plain, imported, tmp_path):
 
 
 def test_the_service_audits_as_the_client_does(plain):
-    """A liar alone has all blocks: it is convicted before anything that it said is answered, and the map says so."""
+    """A liar alone has all blocks: it is convicted before anything that it said is answered."""
     with closing(Here(plain)) as here:
         halves = here.serve((0, 3), (3, 6))
         door = halves[0].record.address
@@ -135,11 +133,7 @@ def test_the_service_audits_as_the_client_does(plain):
         with running(ServiceConfig(plain, port=free_port(), swarm=(door,), swarm_audit_rate=1.0)) as url:
             asked = ASKED | {"max_tokens": 8}
             assert httpx.post(f"{url}/v1/completions", json=asked, timeout=60).status_code == 200
-            told = httpx.get(f"{url}/swarm").json()
-            assert told["audits"]["ends"]["convicted"] == 1 and told["audits"]["ends"].keys() <= {
-                "convicted",
-                "inconclusive",
-            }
-            assert "nobody" in told["audits"]["undecided"] or "no server that answers" in told["audits"]["undecided"]
-            states = {one["key"]: one["state"] for one in told["servers"]}
-            assert states == dict.fromkeys(honest, "serves") | {liar.record.server: "convicted"}
+            told = httpx.get(f"{url}/stage").json()
+            assert {one["key"] for one in told["servers"]} == {key[:8] for key in honest}
+            (event,) = told["events"]
+            assert event["what"].startswith(f"replaced {liar.record.server[:8]}: ")

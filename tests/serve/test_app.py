@@ -203,7 +203,6 @@ def test_models_names_the_one_model(client):
     assert body["object"] == "list" and [model["id"] for model in body["data"]] == ["tiny"]
     assert client.get("/v1/models/tiny").json() == body["data"][0]
     assert client.get("/v1/models/other").status_code == 404
-    assert "--swarm HOST:PORT" in client.get("/swarm").json()["error"]["message"]
 
 
 def test_routes_of_vllm_and_what_is_said_of_others(client):
@@ -258,7 +257,7 @@ def test_the_page_asks_nobody_else_for_anything(client):
     assert not re.search(r"https?://|//[a-z]+\.[a-z]|@import|url\(", response.text)
     assert not re.search("innerHTML|outerHTML|insertAdjacent|document.write|eval", response.text)
     below = re.findall(r'fetch\(here \+ "([^"]+)"', response.text)  # also where a proxy has put the page below a path
-    assert set(below) == {"stage", "swarm", "v1/"} and response.text.count("fetch(") == len(below)
+    assert set(below) == {"stage", "v1/"} and response.text.count("fetch(") == len(below)
     assert 'const here = location.pathname.replace(/\\/*$/, "/")' in response.text
 
 

@@ -83,9 +83,6 @@ class ModelServer(Protocol):
     def stats(self) -> EngineStats:
         """Return what the engine holds now; requests that wait for the model to be there count as waiting."""
 
-    def swarm_status(self) -> dict[str, Any] | None:
-        """Tell who holds which blocks of the model; None where they are all here."""
-
     def close(self) -> None:
         """End every session, and whatever loads or computes."""
 
@@ -129,9 +126,6 @@ class EngineServer(ModelServer):
         with self._change:
             server, waiting = self._server, len(self._open)
         return EngineStats(waiting=waiting) if server is None else server.stats()
-
-    def swarm_status(self) -> dict[str, Any] | None:
-        return None
 
     def use_sources(self, find: Callable[[Sequence[int], str], KVSource | None]) -> None:
         """Begin requests with what ``find`` has of their prompts, by the variant that is asked, from the next step on.

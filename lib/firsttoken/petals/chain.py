@@ -41,7 +41,6 @@ class Chain:
         self.coding, self._adapter = coding, adapter
         self.auditor = auditor
         self.faults: list[tuple[str, str]] = []  # (subkey, why) of each server that was replaced
-        self.successors: list[list[tuple[Record, range]]] = []  # of each of the faults: who took which blocks over
         self.sessions: list[tuple[ServerSession, Record]] = []
         self._hidden_cache = HiddenStateCache(layers)
         self._turn = asyncio.Lock()  # a step that was broken off leaves its sessions before the next one uses them
@@ -74,7 +73,8 @@ class Chain:
         """The layers that no server has which can be asked now. A server of the chain counts as long as it answers."""
         records, lately_s = self.swarm.servers(self._adapter), time.monotonic() - self.swarm.timeouts.refresh_s
         answering = {server_record.server for server_record in records}
-        serving = [server_record.span for server_record in records if self.swarm.state(server_record)[0] == "serves"]
+        shunned = self.swarm.conduct.shunned()
+        serving = [server_record.span for server_record in records if server_record.server not in shunned]
         for session, record in list(self.sessions):  # one that computes may be too busy to be looked at
             if session.steps and (record.server in answering or session.answered_s > lately_s):
                 serving.append(session.layers)
@@ -110,7 +110,7 @@ class Chain:
                         behind.known = dict.fromkeys(behind.known, 0)
                 if time.monotonic() - failing_s > most:
                     raise SwarmError(f"{fault} (the servers that took over failed too, for {most:g} s)") from fault
-                self.successors[-1] = await self._extend(session.layers, str(fault), failing_s + most, refused)
+                await self._extend(session.layers, str(fault), failing_s + most, refused)
             except BaseException:  # whoever asked has gone, and the next step would read the answer to this one
                 self._close(session)
                 raise
@@ -128,7 +128,6 @@ class Chain:
             answer = await session.run(message, end_to_end(rows))
             announced_s = self.swarm.announced_s(record, session.layers, len(answer))
             self.swarm.conduct.took(record.server, time.monotonic() - begun, announced_s)
-            self.swarm.served[record.server] += len(answer) * len(session.layers)
             if self.auditor is not None:
                 prefix_states = [cache.of(chunk.number, layer)[0, : chunk.end] for chunk in message]
                 await self.auditor.audit(session, record, message, prefix_states, answer)
@@ -152,13 +151,12 @@ class Chain:
                 fault = ServerFault(f"{record.name} is {late_s:.2f} s later than it announced")
                 await self._drop(session, record, fault)
                 with suppress(SwarmError):  # the step is done, and the next one looks for longer
-                    self.successors[-1] = await self._extend(session.layers, str(fault), 0.0)
+                    await self._extend(session.layers, str(fault), 0.0)
 
     async def _drop(self, session: ServerSession, record: Record, fault: ServerFault) -> None:
         """End ``session``, with the server of ``record``, and note its fault; the server is not asked further."""
         self._close(session)
         self.faults.append((record.server, str(fault)))
-        self.successors.append([])
         if fault.lasting or self.swarm.conduct.lost(record.server):
             self.swarm.conduct.failed(record.server)
             await self.swarm.reconnect(record.address)
@@ -169,17 +167,12 @@ class Chain:
 
     async def _extend(
         self, layers: range, why: str = "", until: float | None = None, refused: Collection[str] = ()
-    ) -> list[tuple[Record, range]]:
-        """Put servers where the chain lacks ``layers``; who they are, and for which blocks. Raises as ``route``."""
-        swarm = self.swarm
-        routed = await swarm.route(layers, why, until, refused, self._adapter)
-        hops = [(record, hop.blocks) for hop, record in routed]
-        sessions = [
-            *self.sessions,
-            *((swarm.open_session(record, blocks, self.coding, self._adapter), record) for record, blocks in hops),
-        ]
-        self.sessions = sorted(sessions, key=lambda pair: pair[0].layers.start)
-        return hops
+    ) -> None:
+        """Put servers where the chain lacks ``layers``. Raises as ``route``."""
+        swarm, adapter = self.swarm, self._adapter
+        routed = await swarm.route(layers, why, until, refused, adapter)
+        new = [(swarm.open_session(record, hop.blocks, self.coding, adapter), record) for hop, record in routed]
+        self.sessions = sorted([*self.sessions, *new], key=lambda pair: pair[0].layers.start)
 
 
 def messages_of(chunks: Sequence[SequenceChunk]) -> list[list[SequenceChunk]]:

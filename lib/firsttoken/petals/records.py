@@ -266,11 +266,6 @@ class Registry:
         """Return whether the server of this subkey was believed here within the longest life of a record."""
         return self._met.get(server, -LONGEST_S) > now - LONGEST_S
 
-    def left_s(self, server: str, now: float) -> float:
-        """The seconds until what is known of the server of this subkey expires; 0 where nothing is."""
-        entry = self._current(server, now)
-        return entry.until - now if entry is not None else 0.0
-
     def live(self, now: float) -> list[Record]:
         """The records that have not expired, those of servers that leave included."""
         return [entry.record for entry in list(self._entries.values()) if entry.until > now]  # any thread may ask

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -133,7 +133,6 @@ class Swarm:
         self.contacts.near = any(is_loopback(host_of(peer)) for peer in peers)
         self.timeouts = timeouts
         self.access = access
-        self.served: Counter[str] = Counter()
         self._width, self._trained = width, trained
         self._channels: dict[str, Channel] = {}
         self._pings: dict[str, float] = {}  # by address, of those that answered when they were asked last
@@ -178,18 +177,6 @@ class Swarm:
             if record.address in self._pings and record.server not in self.convicted
         ]
         return [record for record in present if not adapter or adapter in record.adapters]
-
-    def state(self, record: Record) -> tuple[str, float | None]:
-        """The state of a server, and its distance in seconds (None if it does not answer). The state is "serves",
-        "another version", "convicted", "shunned" (it failed lately) or "silent"."""
-        ping_s = self._pings.get(record.address)
-        wrong = {
-            "another version": record.model != self.model,
-            "convicted": record.server in self.convicted,
-            "shunned": record.server in self.conduct.shunned(),
-            "silent": ping_s is None,
-        }
-        return next((state for state, holds in wrong.items() if holds), "serves"), ping_s
 
     async def check(self, layers: range, adapter: str = "") -> None:
         """Raises SwarmError when nobody answers at the addresses given, or one of ``layers`` is served by nobody (with

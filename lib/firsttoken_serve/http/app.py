@@ -259,12 +259,6 @@ class Replica:
         model = {"stage_bytes": self._stage_bytes, "chat": self._vocabulary.template.chats}
         return JSONResponse(self._server.status() | model | {"replica": self._name, "engine": engine})
 
-    async def swarm(self, request: Request) -> Response:
-        """GET /swarm: who holds which blocks. Raises HTTPException where the blocks are here."""
-        if (swarm_status := self._server.swarm_status()) is None:
-            raise HTTPException(404, "the blocks are here; `firsttoken serve --swarm HOST:PORT` serves a swarm's")
-        return JSONResponse(swarm_status)
-
     async def metrics(self, request: Request) -> Response:
         """Answer GET /metrics, for Prometheus."""
         return Response(self._metrics.page(), media_type=self._metrics.content_type)
@@ -363,7 +357,6 @@ def build_app(replica: Replica, server: ModelServer, config: ServiceConfig) -> S
             Route("/ping", replica.health, methods=["GET", "POST"]),
             Route("/health", replica.health),
             Route("/stage", replica.stage),
-            Route("/swarm", replica.swarm),
             Route("/metrics", replica.metrics),
             Route("/", replica.page),
         ],

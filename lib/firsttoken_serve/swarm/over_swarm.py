@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -18,13 +17,9 @@ from firsttoken.engine.model_server import StaticServer
 from firsttoken.engine.request_limits import RequestLimits
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.petals.access import Access, check_installed
-from firsttoken.petals.chain import Chain
-from firsttoken.petals.contacts import line_of
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.records import Record, steady_s
 from firsttoken.petals.remote_model import UNAUDITED, ModelEnds, RemoteModel
 from firsttoken.petals.routing import unserved
-from firsttoken.petals.server_session import ServerSession
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.trust.arbitration import TOLERANCE
 from firsttoken.petals.trust.auditor import Audits
@@ -40,8 +35,6 @@ from firsttoken_serve.swarm.swarm_variants import adapter_names, other_adapter
 from firsttoken_serve.variants import Base
 
 _MOST_EVENTS = 50  # servers that were replaced lately
-MOST_SERVERS, MOST_REPLACED, MOST_TEXT = 64, 20, 160  # that are told: records and reasons are what strangers sent
-_STATES = ("serves", "shunned", "silent", "convicted", "another version")
 
 
 def staged_ends(folder: Path, link: Link, threads: int, dtype: torch.dtype, device: str = "cpu") -> ModelEnds:
@@ -123,10 +116,6 @@ class SwarmServer(StaticServer):
             except SwarmError as error:
                 raise other_adapter(name, adapter, swarm.servers()) or error from None
 
-    def swarm_status(self) -> dict[str, Any]:
-        """The swarm as this service knows it."""
-        return swarm_status(self._model.chain, steady_s())
-
     def status(self) -> dict[str, Any]:
         """One stage, which is there while all blocks are served; the ``servers`` of the chain, in order, and as
         ``events`` who was replaced. While a block is unserved no prompt is answered: the stage is 0, the state
@@ -146,76 +135,3 @@ class SwarmServer(StaticServer):
             "known": len(model.swarm.servers()),
             "audits": self._audits,
         }
-
-
-def swarm_status(chain: Chain, now: float) -> dict[str, Any]:
-    """Return the state of the swarm of ``chain`` at ``now`` (``steady_s``), as JSON takes it.
-
-    ``servers``, those of the chain first, ``more`` that are left out, the blocks that are ``unserved``, and who was
-    ``replaced`` by whom. Of ``audits`` it says how many ended how, and why the last one showed nothing. A server's
-    ``requests`` are this client's that are open there, ``served`` their tokens x blocks, ``throughput`` tokens/s
-    through one block as it says itself.
-    """
-    swarm, auditor, by_server, sessions = chain.swarm, chain.auditor, defaultdict(list), list(chain.sessions)
-    for session, record in sessions:
-        by_server[record.server].append(session)
-    records = {record.server: record for _, record in sessions}  # also one whose record has expired meanwhile
-    records |= {server_record.server: server_record for server_record in swarm.registry.live(now) if server_record.span}
-    states = {server: swarm.state(server_record) for server, server_record in records.items()}
-
-    def rank(record: Record) -> tuple[Any, ...]:
-        first = min((session.layers.start for session in by_server.get(record.server, ())), default=len(chain.layers))
-        return first, _STATES.index(states[record.server][0]), record.blocks, record.server
-
-    return {
-        "layers": len(chain.layers),
-        "version": swarm.model,
-        "servers": [
-            _server_status(
-                server_record,
-                by_server.get(server_record.server, ()),
-                *states[server_record.server],
-                swarm.registry.left_s(server_record.server, now),
-            )
-            | {"served": swarm.served[server_record.server]}
-            for server_record in sorted(records.values(), key=rank)[:MOST_SERVERS]
-        ],
-        "more": max(0, len(records) - MOST_SERVERS),
-        "audits": None if auditor is None else {"ends": dict(auditor.ends), "undecided": _text(auditor.why)},
-        "unserved": chain.unserved(),
-        "replaced": [
-            {
-                "key": key,
-                "why": _text(why),
-                "by": [_identity(record) | {"blocks": _bounds(blocks)} for record, blocks in by],
-            }
-            for (key, why), by in list(zip(chain.faults, chain.successors, strict=False))[-MOST_REPLACED:]
-        ],
-    }
-
-
-def _server_status(
-    record: Record, sessions: list[ServerSession], state: str, ping_s: float | None, left_s: float
-) -> dict[str, Any]:
-    return _identity(record) | {
-        "blocks": list(record.blocks),
-        "version": record.model,
-        "throughput": record.throughput,
-        "state": state,
-        "ping_s": ping_s,
-        "asked": [_bounds(session.layers) for session in sessions],
-        "requests": max((len(session.known) for session in sessions), default=0),
-        "expires_s": left_s,
-    }
-
-
-def _identity(record: Record) -> dict[str, str]:
-    return {"key": record.server, "address": _text(record.address)}
-
-
-def _bounds(blocks: range) -> list[int]:
-    return [blocks.start, blocks.stop]
-
-
-def _text(text: str) -> str:
-    return line_of(text, MOST_TEXT)

@@ -197,8 +197,7 @@ class Auditor:
                 parts.append(await session.run([SequenceChunk(0, first, first + len(rows))], rows))
         finally:
             session.close()
-        self.recomputed += (work := len(inputs) * len(blocks))
-        self.swarm.served[witness.server] += work
+        self.recomputed += len(inputs) * len(blocks)
         return Evidence(Charge(read_commitment(session.commitment), 0), inputs, torch.cat(parts))
 
     async def _convicts(self, evidence: Evidence) -> bool:
