@@ -26,7 +26,6 @@ from firsttoken.engine.preemption import POLICIES, PreemptionPolicy, policy_of
 from firsttoken.engine.request_limits import STALL_FREE, RequestLimits
 from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.checkpoint.manifest import MANIFEST, check_files, read_manifest
-from firsttoken.progressiveserve.loading.read_plan import ends_of
 from firsttoken.study import dtypes
 from firsttoken.study.errors import FirstTokenError, StageError, first_line, permanent_faults
 from firsttoken.study.extensions import extension, registered
@@ -274,9 +273,7 @@ def check_model(config: ServiceConfig) -> None:
     for name, folder in config.variants:
         if all((folder / file).is_file() for file in (ADAPTER_CONFIG, WEIGHTS)):  # else whoever reads it says so
             check_plain(folder, f"adapter of the variant {name}")
-    if staged and config.swarm:
-        check_files(config.folder, ends_of(read_manifest(config.folder)))
-    elif staged:
+    if staged and not config.swarm:
         check_files(config.folder, read_manifest(config.folder), stages=(1,))
     else:
         alone = not (config.swarm or config.prefix_store or config.variants)

@@ -26,6 +26,7 @@ REFUSED = {
     ("--swarm", "--preemption"): "the keys and values are with its servers, and this process can swap none of them",
     ("--swarm", "--share-prefixes"): "the keys and values are with its servers, and each session has its own",
     ("--swarm", "--prefix-store"): "the keys and values are with its servers, which compute those of every prompt",
+    ("--swarm", "--gbit-per-s"): "the layers stay with its servers, and the rest is read from this disk",
     ("--gbit-per-s", WHOLE): "only what `firsttoken stage` has written is read over a link",
 }
 """Pairs of options that are not served together, and why; ``tests/serve/test_pairs_of_options.py`` tries all."""
@@ -133,8 +134,8 @@ class ServiceConfig:
     configuration, and ``preemption`` "recompute", "swap" or "online". ``variants`` (a name and a folder each) are LoRA
     adapters on the whole model, so on the last stage of a staged one. With an ``api_key`` nobody else is served.
 
-    With members of a ``swarm`` (HOST:PORT), blocks are on its servers and only the model's ends on the ``device`` here,
-    which of a staged one are all that is read, over the link. Without a ``swarm_audit_rate`` no server is audited.
+    With members of a ``swarm`` (HOST:PORT), blocks are on its servers and only the model's ends on the ``device`` here.
+    Without a ``swarm_audit_rate`` no server is audited.
     With ``torch_first`` no request is answered before torch is there, which is otherwise done where it can be.
     """
 

@@ -266,7 +266,7 @@ def test_a_cluster_keeps_nothing_of_a_service_that_did_not_start(arguments, cach
 def test_the_table_has_what_is_refused_and_no_more() -> None:
     """Each of its lines is of options that there are, and names the two; and it stays short."""
     assert {option for pair in REFUSED for option in pair} <= {*OPTIONS, WHOLE}
-    assert len(REFUSED) == 4 and all(re.fullmatch(r"[^\n.;]{20,110}", why) for why in REFUSED.values())
+    assert len(REFUSED) == 5 and all(re.fullmatch(r"[^\n.;]{20,110}", why) for why in REFUSED.values())
 
 
 def test_what_no_pair_above_can_try(place) -> None:

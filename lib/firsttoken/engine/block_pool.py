@@ -92,13 +92,6 @@ class BlockPool:
             if (key := self._keys.pop(block, None)) is not None:
                 del self._blocks[key]
 
-    def forget(self) -> None:
-        """Withdraw all keys, because all blocks have lost what they held: none is found until it is published again."""
-        self._blank += self._evictable
-        self._evictable.clear()
-        self._keys.clear()
-        self._blocks.clear()
-
     def check(self) -> None:
         """Assert that every block is free or has owners, none is both or twice, and keys and blocks are pairs."""
         free = [*self._blank, *self._evictable]

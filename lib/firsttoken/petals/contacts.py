@@ -91,11 +91,11 @@ class _Page(Exchanged):
     records: tuple[dict, ...] = ()  # what is wrong with one is said of the record
 
 
-def line_of(text: str, most: int = _MOST_TEXT) -> str:
-    """``text``, which may hold what strangers have written, as one line of at most ``most`` characters that show as
-    what they are; a message can carry a line of the most that there are by default."""
+def line_of(text: str) -> str:
+    """``text``, which may hold what strangers have written, as one line of characters that show as what they are, no
+    longer than a message can carry."""
     line = "".join(character if character.isprintable() else "?" for character in " ".join(text.split()))
-    return line if len(line) <= most else line[: most - 3] + "..."
+    return line if len(line) <= _MOST_TEXT else line[: _MOST_TEXT - 3] + "..."
 
 
 def proof_of(key: ServerKey, record: Record, nonce: str) -> str:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from firsttoken.engine.decoder import Decoder
 from firsttoken.engine.engine import DEFAULT_CONFIG, Engine, EngineConfig
@@ -65,23 +65,15 @@ class RemoteSegment:
         begin(self.chain.forget([request]))
 
 
-class ModelEnds(NamedTuple):
-    """A ``model`` of which embedding, norm and head are here, and the ``names`` (sha256) that servers know it by."""
-
-    model: nn.Module
-    names: Sequence[str]
-
-
 class RemoteModel:
     """The model in ``folder`` with its ends here, and its blocks on the swarm that ``peers`` (HOST:PORT) belong to.
 
-    Its ends compute on ``device``; ``model_ends`` are those that are there already: of the folder nothing is read then.
-    ``engine`` is the engine over it, for what serves and schedules; hidden states travel in ``coding`` (by default what
-    the ends compute in). ``variants`` of the model are in ``versions``: by name, those whose servers have the adapter
-    that is named for it, unaudited (PETALS' own servers have adapters too, and a request names its ``active_adapter``:
-    client/routing/sequence_manager.py of bigscience-workshop/petals). ``audits`` are the spot checks that it makes. Use
-    it as a context manager. Raises ModelError for a folder that holds no ends, SwarmError for a coding that is unknown
-    or cannot be audited, and when nobody answers.
+    Its ends compute on ``device``; ``engine`` is the engine over it, for what serves and schedules. Hidden states
+    travel in ``coding`` (by default what the ends compute in). ``variants`` of the model are in ``versions``: by name,
+    those whose servers have the adapter that is named for it, unaudited (PETALS' own servers have adapters too, and a
+    request names its ``active_adapter``: client/routing/sequence_manager.py of bigscience-workshop/petals). ``audits``
+    are the spot checks that it makes. Use it as a context manager. Raises ModelError for a folder that holds no ends,
+    SwarmError for a coding that is unknown or cannot be audited, and when nobody answers.
     """
 
     def __init__(
@@ -97,7 +89,6 @@ class RemoteModel:
         audits: Audits | None = None,
         tokens: int = 16384,
         config: EngineConfig = DEFAULT_CONFIG,
-        model_ends: ModelEnds | None = None,
         variants: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         coding = coding or str(dtype).removeprefix("torch.")
@@ -105,10 +96,9 @@ class RemoteModel:
             raise SwarmError(f"no coding is called {coding!r}; known: {', '.join(CODINGS)}")
         if audits is not None and (dtype, CODINGS[coding]) != (torch.float32, torch.float32):
             raise SwarmError("audits compare answers in float32: set dtype and coding to float32, or audit nothing")
-        model_ends = model_ends or ModelEnds(load_ends(folder, dtype, device), [model_sha256(folder)])
-        self.model, (name, *others) = model_ends
+        self.model = load_ends(folder, dtype, device)
         width, depth = self.model.config.hidden_size, self.model.config.num_hidden_layers
-        self.swarm = Swarm(name, peers, width, access or Access(), timeouts or Timeouts(), other_names=others)
+        self.swarm = Swarm(model_sha256(folder), peers, width, access or Access(), timeouts or Timeouts())
         wait_for(self.swarm.connect())
         auditor = None if audits is None else Auditor(self.swarm, audits)
         self.chain = Chain(self.swarm, range(depth), coding, auditor)

@@ -109,9 +109,7 @@ _PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.5  # between two looks for somebody who ser
 class Swarm:
     """The servers of ``model`` (sha256) that the members at ``peers`` (HOST:PORT) tell of. Lives in one event loop.
 
-    Where none is known, but servers of the same weights under one of the ``other_names``, it is of these. Its hidden
-    states are ``width`` wide, and ``trained`` layers are trained through at most. ``served`` are tokens x blocks by
-    subkey.
+    Its hidden states are ``width`` wide, and ``trained`` layers are trained through at most.
     """
 
     def __init__(
@@ -122,11 +120,10 @@ class Swarm:
         access: Access,
         timeouts: Timeouts,
         trained: int = 0,
-        other_names: Sequence[str] = (),
     ) -> None:
         if not peers:
             raise SwarmError("a swarm is found by one of its servers: name HOST:PORT")
-        self.model, self._names = model, (model, *other_names)
+        self.model = model
         self.peers = list(peers)
         self.registry = Registry()
         self.contacts = Contacts(self.registry, access, width)
@@ -152,9 +149,6 @@ class Swarm:
             contacted |= new
             await asyncio.gather(*map(self._ask, new))
             first = {*(record.address for record in self._records()), *self.contacts.due(contacted)}
-            if len(self._names) > 1 and not self._records():
-                served = (name for name in self._names if self.registry.serving(name, steady_s()))
-                self.model = next(served, self.model)
         for address in self._channels.keys() - contacted:
             await self.reconnect(address)
 

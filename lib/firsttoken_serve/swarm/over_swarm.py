@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from firsttoken.assets.checkpoint import SINGLE, sum_of_sums
 from firsttoken.assets.servable import check_servable
-from firsttoken.engine.accelerator import build_model
 from firsttoken.engine.model_server import StaticServer
 from firsttoken.engine.request_limits import RequestLimits
-from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.petals.access import Access, check_installed
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.remote_model import UNAUDITED, ModelEnds, RemoteModel
+from firsttoken.petals.remote_model import UNAUDITED, RemoteModel
 from firsttoken.petals.routing import unserved
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.trust.arbitration import TOLERANCE
 from firsttoken.petals.trust.auditor import Audits
-from firsttoken.progressiveserve.checkpoint.manifest import CONFIG, Manifest, read_manifest
-from firsttoken.progressiveserve.loading.loader import StageLoad
-from firsttoken.progressiveserve.loading.meta_model import MetaModel
-from firsttoken.progressiveserve.loading.read_plan import ends_of, parts_of
+from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.study import dtypes
 from firsttoken.study.dtypes import check_device
 from firsttoken.study.errors import FirstTokenError, SwarmError
@@ -37,33 +29,11 @@ from firsttoken_serve.variants import Base
 _MOST_EVENTS = 50  # servers that were replaced lately
 
 
-def staged_ends(folder: Path, link: Link, threads: int, dtype: torch.dtype, device: str = "cpu") -> ModelEnds:
-    """The ends of the staged checkpoint in ``folder`` as its last stage has them, read over ``link`` by so many
-    ``threads``: of its weights nothing else is read. Raises LinkError, and ModelError for what was not staged so."""
-    manifest = read_manifest(folder)
-    meta_model, model_ends = MetaModel(folder, manifest, device, dtype, build_model), ends_of(manifest)
-    stages = range(1, len(manifest.stages) + 1)
-    load = StageLoad(folder, model_ends, stages, [link], meta_model, meta_model.empty_view(), threads=threads)
-    with closing(load):
-        load.wait()
-    return ModelEnds(meta_model.model, _names(folder, manifest))
-
-
-def _names(folder: Path, manifest: Manifest) -> list[str]:
-    """Return the names (``checkpoint_blocks.model_sha256``) of the model on servers that have the same staged
-    checkpoint, or the folder that it was staged from, where its weights are one file: as the manifest's sums say, as no
-    file is read."""
-    config = {folder / CONFIG: manifest.side[CONFIG].sha256}
-    staged = {folder / part.file: part.sha256 for part in parts_of(manifest, range(1, len(manifest.stages) + 1))}
-    source = {folder / SINGLE: manifest.source_sha256} if manifest.source_sha256 else {}
-    return [sum_of_sums(config | sums) for sums in (staged, source) if sums]
-
-
 class SwarmServer(StaticServer):
-    """Serves the model of ``config`` by its swarm; the ends of a ``staged`` one come over a link before it serves.
+    """Serves the model of ``config``, which may be ``staged``, by its swarm.
 
     Raises SwarmError when nobody answers at the addresses given, or a block is served by nobody, or without the adapter
-    of a variant; ModelError for a folder without the model's ends, LinkError for a link that breaks, StageError for a
+    of a variant; ModelError for a folder without the model's ends, StageError for a
     device that is not here, and for an adapter that cannot be read or is of another base.
     """
 
@@ -75,7 +45,7 @@ class SwarmServer(StaticServer):
             shares = config.swarm_audit_undecided, config.swarm_audit_unwitnessed
             audits = Audits(config.swarm_audit_rate, config.swarm[0], TOLERANCE, *shares)
             dtype = torch.float32  # which alone is vouched for
-        link, variants = Link(LinkConfig(config.gbit_per_s)), {}
+        variants: dict[str, str] = {}
         if config.variants:
             base = Base(config.folder, read_manifest(config.folder).source_sha256 or "") if staged else None
             variants = adapter_names(dict(config.variants), base or check_servable(config.folder, in_8_bits=True))
@@ -89,7 +59,6 @@ class SwarmServer(StaticServer):
             audits=audits,
             tokens=limits.blocks * 16,
             config=limits.engine,
-            model_ends=staged_ends(config.folder, link, config.threads, dtype, config.device) if staged else None,
             variants=variants,
         )
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -39,15 +38,6 @@ def _depth(part: PartFile) -> float:
     if part.layer is not None:
         return part.layer
     return -1.0 if any(".embed_tokens." in name for name in part.carried) else float("inf")
-
-
-def ends_of(manifest: Manifest) -> Manifest:
-    """``manifest`` of embedding, norm and head alone: what a model needs here whose layers are elsewhere."""
-    stages = tuple(
-        replace(stage, parts=tuple(part for part in stage.parts if part.layer is None), adapter=None)
-        for stage in manifest.stages
-    )
-    return replace(manifest, stages=stages)
 
 
 def part_blobs(folder: Folder, manifest: Manifest, stages: Sequence[int]) -> list[Blob]:
