@@ -30,7 +30,7 @@ NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no p
     "firsttoken_extras.vllm_cross_point.host": "tested without vLLM",
     "firsttoken_extras.vllm_cross_point.settings": "tested without vLLM",
     "firsttoken_serve.chat.template_renderer": "run by itself, in a process of its own",
-    "firsttoken_serve.http.cluster": "imported where replicas are asked for, as Ray is optional",
+    "firsttoken_serve.http.ray_replicas": "imported where replicas are asked for, as Ray is optional",
     "firsttoken_serve.http.neutral": "more than 400 lines together",
     "firsttoken_serve.http.responses": "more than 400 lines together",
 }

@@ -38,7 +38,6 @@ _COUNT, _LENGTH, _SHARE = values.whole(1, 10**8), "as far as the KV cache has ro
 HELP = {
     "gbit_per_s": "read the weights over a link of this rate in Gbit/s, such as 0.1 (default: 0, as fast as the disk)",
     "replicas": "how many copies of the model serve side by side; more than 1 run behind Ray Serve (default: 1)",
-    "cluster": "run them on the Ray cluster at this address, such as 10.0.0.1:6379 (default: on this machine)",
     "host": "the address to listen on; 0.0.0.0 is every address of this machine (default: 127.0.0.1, this machine"
     " only)",
     "port": "the port to listen on (default: 8000)",
@@ -142,7 +141,6 @@ class ServiceConfig:
     folder: Path
     gbit_per_s: float = option(0.0, values.rate, "RATE")
     replicas: int = option(1, values.whole(1, 64), "N")
-    cluster: str | None = option(None, metavar="HOST:PORT")
     host: str = option("127.0.0.1", values.host)
     port: int = option(8000, values.whole(0, 65535))
     device: str = option("cpu")
@@ -203,7 +201,6 @@ class ServiceConfig:
         """Raises StageError for two options that cannot be served together; a model is ``staged``, or it is not known
         yet whether it is."""
         set_options = {
-            "--cluster": self.cluster is not None,
             "--device": self.device != "cpu",
             "--gbit-per-s": self.gbit_per_s > 0,
             "--preemption": self.preemption != "recompute",
@@ -238,7 +235,7 @@ class ServiceConfig:
     @property
     def one_process(self) -> bool:
         """Return whether this process serves, and not Ray."""
-        return self.replicas == 1 and self.cluster is None
+        return self.replicas == 1
 
     @property
     def address(self) -> str:

@@ -20,7 +20,7 @@ from services import free_port, said, serving
 from firsttoken.assets.checkpoint import hub_folder
 from firsttoken.study.errors import FirstTokenError, StageError
 from firsttoken_serve import served_model
-from firsttoken_serve.http import cluster, launch
+from firsttoken_serve.http import launch, ray_replicas
 from firsttoken_serve.http.launch import running, serve_forever
 from firsttoken_serve.service_config import ServiceConfig
 
@@ -157,7 +157,7 @@ def test_a_store_of_prefixes_that_is_none(plain, tmp_path, port):
     ("module", "replicas", "needed"), [("ray", 2, "ray for replicas"), ("uvicorn", 1, "uvicorn and starlette")]
 )
 def test_a_package_that_is_not_here(tiny, port, monkeypatch, module, replicas, needed):
-    for key in ("RAY_AUTH_TOKEN", *cluster._ENVIRONMENT):
+    for key in ("RAY_AUTH_TOKEN", *ray_replicas._ENVIRONMENT):
         monkeypatch.setenv(key, "")  # so that what is set meanwhile is taken back
     monkeypatch.setitem(sys.modules, module, None)
     assert str(refusal(ServiceConfig(tiny, replicas=replicas, port=port))) == (
@@ -169,26 +169,6 @@ def test_a_ray_that_would_listen_to_the_world(tiny, port, monkeypatch):
     monkeypatch.delenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", raising=False)
     monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
     assert "every interface" in str(refusal(ServiceConfig(tiny, replicas=2, port=port)))
-
-
-@pytest.mark.parametrize("address", ["here", ":6379", "here:", "127.0.0.1:0", "127.0.0.1:99999", "127.0.0.1:x"])
-def test_a_cluster_without_an_address(tiny, port, address):
-    error = refusal(ServiceConfig(tiny, cluster=address, port=port))
-    assert str(error) == f"serve: a cluster is HOST:PORT, as `ray start --head` prints it, not {address!r}"
-
-
-def test_a_cluster_that_is_not_there(tiny, port):
-    nobody = free_port()
-    error = refusal(ServiceConfig(tiny, cluster=f"127.0.0.1:{nobody}", port=port))
-    assert isinstance(error, StageError) and f"no Ray cluster answers at 127.0.0.1:{nobody}" in str(error)
-
-
-def test_a_cluster_that_takes_nobody(taken):
-    ray = BusyMachine(late=2)
-    with pytest.raises(StageError, match=f"the Ray cluster at 127.0.0.1:{taken} does not take us: The current node"):
-        cluster.join(ray, f"127.0.0.1:{taken}")
-    cluster.join(ray, f"127.0.0.1:{taken}")
-    assert (ray.tried, ray.ended) == (2, 1)
 
 
 class BusyMachine(types.SimpleNamespace):
@@ -208,7 +188,7 @@ class BusyMachine(types.SimpleNamespace):
 
 def test_a_node_that_is_late_is_started_again():
     ray = BusyMachine(late=3)
-    cluster.start_node(ray, 2)
+    ray_replicas.start_node(ray, 2)
     assert (ray.tried, ray.ended) == (3, 2)
     with pytest.raises(StageError, match=r"^Ray did not start in 3 tries: is this machine very busy\? Try again$"):
-        cluster.start_node(BusyMachine(late=4), 2)
+        ray_replicas.start_node(BusyMachine(late=4), 2)

@@ -1,7 +1,7 @@
 """Every pair of options of ``serve``, tried: it answers as either alone would, or is refused in one line that says why.
 
 ``REFUSED`` of the service's configuration is the table. What is not in it is served here, in threes, with a real model,
-real sockets, and for replicas and clusters a real Ray.
+real sockets, and for replicas a real Ray.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -41,7 +40,6 @@ pytestmark = pytest.mark.long(seconds=240)
 TEXT = "the inn in the hat is a long way from here, and "
 PROMPTS = [TEXT + end for end in ("in", "the", "a", "on", "it", "an")]
 OPTIONS = (
-    "--cluster",
     "--gbit-per-s",
     "--preemption",
     "--prefix-store",
@@ -95,29 +93,6 @@ def swarm(place) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def cluster(cache) -> Iterator[str]:
-    """A Ray cluster of one node, which is this machine."""
-    pytest.importorskip("ray")
-    port = free_port()
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}"]
-    command += ["--num-cpus=2", "--include-dashboard=false", "--disable-usage-stats", "--object-store-memory=80000000"]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    environment = os.environ | {"FIRSTTOKEN_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, start_new_session=True, **quiet)
-    try:
-        until(lambda: process.poll() is not None or _listens(port), "the cluster is there")
-        yield f"127.0.0.1:{port}"
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(60)
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as other:
-        return other.connect_ex(("127.0.0.1", port)) == 0
-
-
-@pytest.fixture(scope="module")
 def arguments(place, request: pytest.FixtureRequest):
     """The options of a pair as a user writes them, beside those that make its case one."""
 
@@ -126,7 +101,6 @@ def arguments(place, request: pytest.FixtureRequest):
         told = [str(place / "stages" / "model" if staged else place / "model")]
         told += ["--max-model-len", "120", "--max-running", "6", "--max-waiting", "6"]
         values = {
-            "--cluster": lambda: [request.getfixturevalue("cluster")],
             "--gbit-per-s": lambda: ["1"],
             "--preemption": lambda: ["online", "--kv-blocks", "12"],
             "--prefix-store": lambda: [str(place / "store")],
@@ -237,30 +211,6 @@ def test_options_together_answer_as_each_alone(options, arguments, cache, expect
         status = _stage(url).json()
         if "--prefix-store" in options and "--replicas" not in options:
             assert status["restored"] == len(PROMPTS)
-
-
-UNCHECKED = """
-import sys
-from contextlib import nullcontext
-from firsttoken.__main__ import main
-from firsttoken_serve.http import cluster
-cluster.listening = nullcontext  # the port is taken just after it was found free
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_a_cluster_keeps_nothing_of_a_service_that_did_not_start(arguments, cache) -> None:
-    environment = os.environ | {"FIRSTTOKEN_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
-    with socket.create_server(("127.0.0.1", free_port())) as other:
-        port = other.getsockname()[1]
-        command = [sys.executable, "-c", UNCHECKED, "serve", *arguments(("--cluster",)), "--port", str(port)]
-        failed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
-    told = failed.stderr.splitlines()[-1]
-    assert failed.returncode == 2 and re.fullmatch(
-        rf"firsttoken: the service did not start: Failed to bind to address '127.0.0.1:{port}'\.", told
-    )
-    with served(arguments(("--cluster",)), cache) as url:
-        assert _stage(url).json()["state"] == "complete"
 
 
 def test_the_table_has_what_is_refused_and_no_more() -> None:

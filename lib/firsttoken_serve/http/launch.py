@@ -33,7 +33,7 @@ _EXAMPLE = (
 def running(config: ServiceConfig, broken: Callable[[FirstTokenError], None] = lambda error: None) -> Iterator[str]:
     """The service, up and answering /health while its weights arrive, for the time of the block; its URL.
 
-    One replica is this process; several, and those on a cluster, are processes of their own behind Ray Serve.
+    One replica is this process; several are processes of their own behind Ray Serve.
     ``broken`` is told when this process can never answer. Raises ModelError for a folder
     that cannot be served, and StageError when what serves is not installed, when the port is taken, or when something
     does not start.
@@ -43,7 +43,7 @@ def running(config: ServiceConfig, broken: Callable[[FirstTokenError], None] = l
     if config.one_process:
         serving = _one_process(config, broken)
     else:
-        from firsttoken_serve.http.cluster import replicas
+        from firsttoken_serve.http.ray_replicas import replicas
 
         _try_template(config.model, read_template(config.folder))
         serving = replicas(config, broken)

@@ -1,4 +1,4 @@
-"""Several replicas: Ray Serve on this machine, from the first to the last, or on a cluster that runs already."""
+"""Several replicas: Ray Serve on this machine, from the first to the last."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import json
 import logging
 import os
 import secrets
-import socket
 import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 from firsttoken.study.dtypes import check_device
-from firsttoken.study.errors import FirstTokenError, StageError, first_line
+from firsttoken.study.errors import FirstTokenError, StageError
 from firsttoken.study.system.cgroup_limits import cores
 from firsttoken_serve.chat.text import read_vocabulary
 from firsttoken_serve.service_config import ServiceConfig, listening
@@ -53,55 +52,25 @@ def replicas(config: ServiceConfig, broken: Callable[[FirstTokenError], None] = 
     read_vocabulary(config.folder, config.max_prompt_tokens)  # for an error of it to be this process's
     with listening(config):  # to know that it can be had, before seconds are spent
         pass
-    if config.cluster is not None:
-        check_cluster(config.cluster)
-    elif config.device != "cpu":
+    if config.device != "cpu":
         check_device(config.device)
-    ray, serve = import_ray(config.cluster is None)
+    ray, serve = import_ray()
     usable = cores()
-    if config.cluster is None:
-        start_node(ray, max(usable, config.replicas))
-    else:
-        join(ray, config.cluster)
+    start_node(ray, max(usable, config.replicas))
     with ExitStack() as exits:
         exits.callback(ray.shutdown)
         try:
-            _start(serve, config)
-            exits.callback(_stop, ray, serve, config)  # also what was interrupted before it had started
+            http = {"host": config.host, "port": config.port}
+            serve.start(http_options=http, proxy_location="HeadOnly", logging_config={"log_level": "ERROR"})
+            # lets a replica close its engine, also one that was interrupted before it had started; serve.shutdown()
+            # would print an error of its own
+            exits.callback(serve.delete, "firsttoken")
             serve.run(_application(config, usable, serve), name="firsttoken")
         except (RuntimeError, TimeoutError) as error:
             cause = getattr(error, "cause", None) or error  # Ray's own text is a traceback of another process
             raise StageError(f"the service did not start: {' '.join(str(cause).split())}") from error
         with _watched(config, broken):
             yield
-
-
-def _start(serve: ModuleType, config: ServiceConfig) -> None:
-    """Ray Serve on the service's address. A cluster in which it ran for nobody before does not keep what has failed."""
-    from ray.serve.context import _get_global_client
-
-    others = _get_global_client(False) is not None  # None where no controller runs
-    try:
-        http = {"host": config.host, "port": config.port}
-        serve.start(http_options=http, proxy_location="HeadOnly", logging_config={"log_level": "ERROR"})
-        check_address(config)
-    except (RuntimeError, TimeoutError):  # such as a port that another program took a moment ago
-        if not others:
-            _quietly(serve.shutdown)
-        raise
-
-
-def _quietly(end: Callable[[], None]) -> None:
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        end()
-
-
-def _stop(ray: ModuleType, serve: ModuleType, config: ServiceConfig) -> None:
-    """Serve nothing more, and on a cluster give the port back, unless Ray Serve answers there for others too."""
-    serve.delete("firsttoken")  # lets a replica close its engine; serve.shutdown() would print an error of its own
-    if config.cluster is not None and not serve.status().applications:
-        _quietly(serve.shutdown)
-        _quietly(ray.shutdown)
 
 
 @contextmanager
@@ -154,39 +123,6 @@ def start_node(ray: ModuleType, usable: int) -> None:
                 raise StageError(f"Ray did not start in {tried} tries: is this machine very busy? Try again") from error
 
 
-def check_cluster(address: str) -> None:
-    """Raises StageError for what is no HOST:PORT, and where nobody listens: Ray would try for half a minute."""
-    host, colon, port = address.rpartition(":")
-    if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
-        raise StageError(f"serve: a cluster is HOST:PORT, as `ray start --head` prints it, not {address!r}")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S):
-            pass
-    except OSError as error:
-        raise StageError(f"serve: no Ray cluster answers at {address} ({error.strerror or error})") from error
-
-
-def check_address(config: ServiceConfig) -> None:
-    """Raises StageError where Ray Serve runs already and answers at another address: it has one for all it serves."""
-    from ray.serve.context import _get_global_client
-
-    running = _get_global_client().http_config
-    if (running.host, running.port) != (config.host, config.port):
-        raise StageError(
-            f"serve: Ray Serve runs in this cluster already, and answers at {running.host}:{running.port}; end what it "
-            "serves there, or take another cluster"
-        )
-
-
-def join(ray: ModuleType, address: str) -> None:
-    """Be a client of the cluster at ``address``. Raises StageError when it does not take us."""
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except Exception as error:  # as above
-        ray.shutdown()
-        raise StageError(f"serve: the Ray cluster at {address} does not take us: {first_line(error)}") from error
-
-
 def _application(config: ServiceConfig, usable: int, serve: ModuleType) -> Any:
     def build() -> Any:  # called in the process of each replica
         from ray.serve import get_replica_context
@@ -210,15 +146,13 @@ def _application(config: ServiceConfig, usable: int, serve: ModuleType) -> Any:
     return deployment.bind()
 
 
-def import_ray(alone: bool) -> tuple[ModuleType, ModuleType]:
-    """ray and ray.serve. A node of our own, ``alone``, is told to stay on loopback, behind a token of its own, and to
-    report nothing to anybody; a cluster has settled that by itself. Raises StageError where ray is missing, or runs.
-    """
-    if alone and sys.modules.get("ray") and os.environ.get(_LOOPBACK) != "0":
+def import_ray() -> tuple[ModuleType, ModuleType]:
+    """ray and ray.serve. The node is told to stay on loopback, behind a token of its own, and to report nothing to
+    anybody. Raises StageError where ray is missing, or runs."""
+    if sys.modules.get("ray") and os.environ.get(_LOOPBACK) != "0":
         raise StageError("ray was imported before and would listen on every interface: serve from a fresh process")
-    if alone:
-        os.environ.update(_ENVIRONMENT)
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    os.environ.update(_ENVIRONMENT)
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     try:
         import ray
         from ray import serve
