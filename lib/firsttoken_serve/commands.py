@@ -154,9 +154,7 @@ def _add_swarm_options(swarm: argparse.ArgumentParser) -> None:
     silent = HELP["swarm_step_s"]
     generate.add_argument("--step-s", type=values.whole(1, 3600), default=5, metavar="SECONDS", help=silent)
     share = values.above_zero(1)
-    for name, default in (("rate", None), ("undecided", 0.5), ("unwitnessed", 1.0)):
-        audit = HELP[f"swarm_audit_{name}"]
-        generate.add_argument(f"--audit-{name}", type=share, default=default, metavar="SHARE", help=audit)
+    generate.add_argument("--audit-rate", type=share, metavar="SHARE", help=HELP["swarm_audit_rate"])
 
 
 def _add_prefix_options(prefix: argparse.ArgumentParser) -> None:

@@ -72,10 +72,6 @@ HELP = {
     "swarm_step_s": "replace a server that has not answered a step for this many seconds (default: 5)",
     "swarm_audit_rate": "the share of answers that another server computes again to find false ones, such as 0.05;"
     " where two differ, the server that was named first judges which one is false (default: none)",
-    "swarm_audit_undecided": "leave a server when more than this share of its audits found a difference without a"
-    " culprit; the answer ends if no other server has its blocks (default: 0.5)",
-    "swarm_audit_unwitnessed": "leave a server when more than this share of its audits found no other server to"
-    " compare with; the answer ends if no other server has its blocks (default: 1, never)",
 }
 """What the command line says of each option; the options of a swarm are those of ``firsttoken swarm`` as well."""
 
@@ -164,8 +160,6 @@ class ServiceConfig:
     swarm_tls_ca: Path | None = option(None, Path, "FILE", group=SWARM)
     swarm_step_s: float = option(5.0, values.whole(1, 3600), "SECONDS", group=SWARM)
     swarm_audit_rate: float | None = option(None, _SHARE, "SHARE", group=SWARM)
-    swarm_audit_undecided: float = option(0.5, _SHARE, "SHARE", group=SWARM)
-    swarm_audit_unwitnessed: float = option(1.0, _SHARE, "SHARE", group=SWARM)
     max_choices: int = 16
     body_s: float = 30.0
     stalled_s: float = 60.0

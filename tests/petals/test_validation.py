@@ -204,14 +204,6 @@ def test_what_nobody_can_decide_ends_the_answer_or_takes_another_chain(here, cli
     assert min(model.chain.auditor.differences) > TOLERANCE  # it is seen, and not shown to anybody
 
 
-def test_a_client_may_ask_that_there_are_witnesses(here, client, asked):
-    (alone,) = here.serve((0, 6))
-    model, one = audited(client, alone.record.address, unwitnessed=0.5), asked(9, ANSWER)
-    with pytest.raises(SwarmError, match=r"4 of 4 audits of .* \(the last: others cannot compute it again: no server"):
-        said_by(model, one)
-    assert model.chain.auditor.ends == {INCONCLUSIVE: 4}
-
-
 async def answered(model, up) -> Evidence:
     """One answer of blocks [1, 4) of this server, as it signed it."""
     session = model.swarm.open_session(up.record, range(1, 4), "float32")
@@ -334,7 +326,7 @@ def test_a_row_has_one_digest_however_its_sequence_came():
 
 def test_what_is_no_audit_is_refused(here, client):
     (door,) = here.serve((0, 6))
-    for wrong in ({"rate": 1.5}, {"rate": -0.1}, {"tolerance": 0.0}, {"undecided": 1.5}):
+    for wrong in ({"rate": 1.5}, {"rate": -0.1}, {"tolerance": 0.0}):
         with pytest.raises(SwarmError, match="a rate of audits lies between 0 and 1"):
             Audits(**({"rate": 0.1, "keeper": ""} | wrong))
     with pytest.raises(SwarmError, match="audits compare answers in float32"):

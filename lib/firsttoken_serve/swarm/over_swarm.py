@@ -16,7 +16,6 @@ from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.remote_model import UNAUDITED, RemoteModel
 from firsttoken.petals.routing import unserved
 from firsttoken.petals.timeouts import Timeouts
-from firsttoken.petals.trust.arbitration import TOLERANCE
 from firsttoken.petals.trust.auditor import Audits
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.study import dtypes
@@ -42,8 +41,7 @@ class SwarmServer(StaticServer):
         check_device(config.device)
         audits, dtype = None, dtypes.resolve(dtypes.AUTO, config.device)
         if config.swarm_audit_rate is not None:
-            shares = config.swarm_audit_undecided, config.swarm_audit_unwitnessed
-            audits = Audits(config.swarm_audit_rate, config.swarm[0], TOLERANCE, *shares)
+            audits = Audits(config.swarm_audit_rate, config.swarm[0])
             dtype = torch.float32  # which alone is vouched for
         variants: dict[str, str] = {}
         if config.variants:

@@ -140,17 +140,13 @@ def _int8(options: argparse.Namespace) -> None:
 
 def _generate(options: argparse.Namespace) -> None:
     from firsttoken.petals.remote_model import UNAUDITED, RemoteModel
-    from firsttoken.petals.trust.arbitration import TOLERANCE
     from firsttoken.petals.trust.auditor import Audits
 
     folder = Path(options.model)
     tokenizer, files = read_text_tokenizer(folder)
     ids = torch.tensor([tokenizer.encode(options.prompt).ids])
     end_counts = chat_ends(folder, tokenizer, files)
-    audits = None
-    if options.audit_rate is not None:
-        shares = options.audit_undecided, options.audit_unwitnessed
-        audits = Audits(options.audit_rate, options.registry[0], TOLERANCE, *shares)
+    audits = None if options.audit_rate is None else Audits(options.audit_rate, options.registry[0])
     with RemoteModel(
         options.model,
         options.registry,

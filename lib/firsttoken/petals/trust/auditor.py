@@ -7,7 +7,7 @@ at, as every answer is signed and the draw is made when it is here.
 from __future__ import annotations
 
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -25,9 +25,7 @@ from firsttoken.petals.trust.arbitration import TOLERANCE, AuditRuling, differen
 from firsttoken.petals.trust.commitments import Charge, Evidence, committed, read_commitment
 from firsttoken.study.errors import FirstTokenError, SwarmError
 
-UNDECIDED, UNWITNESSED = 0.5, 1.0
-"""The shares of a server's audits that may be inconclusive, as nobody is convicted or as nobody else has its blocks."""
-
+UNDECIDED = 0.5  # share of a server's audits that may find a difference of which nobody is convicted
 _ENOUGH = 4  # audits of a server, before that is asked
 _ALIKE = 1e12  # tokens a second: whom to ask is drawn, and not who is fastest
 _CHAINS = 3  # of witnesses that are tried for one audit: some may be silent
@@ -44,24 +42,17 @@ class _NoWitnessError(SwarmError):
 class Audits:
     """A share ``rate`` of the answers is computed again by other servers. What differs by more than ``tolerance`` of a
     row's norm is brought before ``keeper`` (HOST:PORT), which judges who lied. A server is left, and where nobody else
-    has its blocks the answer ends, when of its audits more than the share ``undecided`` found a difference of which the
-    keeper convicts nobody, or more than the share ``unwitnessed`` found no other server that has the blocks and
-    answers. ``seed`` None draws what nobody can foretell. Raises SwarmError for what is no rate, share or
-    tolerance."""
+    has its blocks the answer ends, when more than half of its audits found a difference of which the keeper convicts
+    nobody. ``seed`` None draws what nobody can foretell. Raises SwarmError for what is no rate or tolerance."""
 
     rate: float
     keeper: str
     tolerance: float = TOLERANCE
-    undecided: float = UNDECIDED
-    unwitnessed: float = UNWITNESSED
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        shares = self.rate, self.undecided, self.unwitnessed
-        if not all(0 <= share <= 1 for share in shares) or not self.tolerance > 0:
-            raise SwarmError(
-                f"a rate of audits lies between 0 and 1, as do shares of them, and a tolerance above 0, not {self}"
-            )
+        if not 0 <= self.rate <= 1 or not self.tolerance > 0:
+            raise SwarmError(f"a rate of audits lies between 0 and 1, and a tolerance above 0, not {self}")
 
 
 @dataclass
@@ -79,9 +70,7 @@ class Auditor:
     def __post_init__(self) -> None:
         self._draw = random.Random(self.audits.seed)
         self._looked: Counter[str] = Counter()  # audits of each server, by subkey
-        self._inconclusive: defaultdict[str, list[int]] = defaultdict(
-            lambda: [0, 0]
-        )  # those undecided, and unwitnessed
+        self._undecided: Counter[str] = Counter()  # of these, differences of which nobody was convicted
         self._excluded: set[str] = set()
 
     async def audit(
@@ -108,16 +97,14 @@ class Auditor:
             end = await self.judged(evidence, record)
         except FirstTokenError as error:  # whoever it was that failed here: nothing is proven
             end, self.why = INCONCLUSIVE, str(error)
-            self._inconclusive[record.server][type(error) is _NoWitnessError] += 1
+            self._undecided[record.server] += type(error) is not _NoWitnessError
         self.ends[end] += 1
         if end == CONVICTED:
             raise UnverifiedFault(f"{record.name} has signed what it did not compute: it was convicted")
         self._looked[record.server] += 1
-        shares = self.audits.undecided, self.audits.unwitnessed
-        audits = self._looked[record.server]
-        for inconclusive, share in zip(self._inconclusive[record.server], shares, strict=True):
-            if audits >= _ENOUGH and inconclusive > share * audits:
-                self._leave(record, session.layers, f"{inconclusive} of {audits} audits")
+        audits, undecided = self._looked[record.server], self._undecided[record.server]
+        if audits >= _ENOUGH and undecided > UNDECIDED * audits:
+            self._leave(record, session.layers, f"{undecided} of {audits} audits")
 
     def _leave(self, record: Record, layers: range, undecided: str) -> None:
         self._excluded.add(record.server)
