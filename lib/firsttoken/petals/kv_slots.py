@@ -196,7 +196,6 @@ class KVSlots:
         rest = [home for home in homes if id(home[1]) not in keep]
         rest.sort(key=lambda home: (self._runs(home[1]), home[1].used))  # who was idle longest first
         gone: list[tuple[int, CachedSequence]] = []
-        freed = Counter[int]()  # how many of those that have a block are gone
         while max(lacks.values()) > 0:
             resource = max(lacks, key=lacks.__getitem__)
             wanted = blocks if resource == "blocks" else new
@@ -209,9 +208,7 @@ class KVSlots:
                 raise self._full(resource, [sequence for _, sequence in rest], now)
             rest.remove(victim)
             gone.append(victim)
-            freed.update(victim[1].blocks)
-            alone = sum(self.pool.owners(b) - self._leased[b] == freed[b] for b in victim[1].blocks)
-            lacks["blocks"] -= alone
+            lacks["blocks"] -= len(victim[1].blocks)
             lacks["sequences"] -= 1
             held["blocks"][victim[1].client] -= len(victim[1].blocks)
             held["sequences"][victim[1].client] -= 1
