@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from firsttoken.simulation.hardware import Hardware
 from firsttoken.simulation.lengths import STATED, lengths
 from firsttoken.study.errors import ProfileError
 from firsttoken_studies.commands import _card, add_options
+from firsttoken_studies.nb41_serving_capacity.bench import Bench, CapacityConfig
 from firsttoken_studies.nb46_on_the_stated_gpus.card_capacity import CardCase, card_summary
 from firsttoken_studies.nb46_on_the_stated_gpus.operator_error import (
     NEW,
@@ -136,6 +138,15 @@ def test_a_case_is_four_words(text):
 def test_a_model_is_given_with_a_card_and_only_there(given):
     with pytest.raises(ProfileError, match=r"hardware: a model is given with one of a100-sxm"):
         Hardware(**{"decodes": 1, "context": 1, "layers": 1} | given)
+
+
+def test_requests_beyond_the_context_are_counted_and_left_out():
+    config = CapacityConfig("openchat-sharegpt4-fit", 8, 1, 8, 1.0, (), (), (), 1.0)
+    hardware = Hardware("h100-sxm", 32, 1024, model="llama-2-70b", gpus=4)
+    bench = Bench(config, hardware)
+    assert bench.pairs.sum(1).max() <= hardware.longest == 4096 < hardware.tokens
+    assert re.fullmatch(r"1,\d{3} of 8,192 requests left out: each has more than the 4,096 tokens .*", bench.omitted)
+    assert Bench(config, hardware, extended=True).omitted == ""
 
 
 def test_capacities_are_over_the_same_draws():

@@ -102,6 +102,9 @@ def test_the_outcome_says_whether_it_enters(profile: Profile) -> None:
     )
     assert sum("  record  " in line for line in told) == len(ranking(record))
     assert contest.content(better, record)["recorded"][0]["scheduler"] == holder.scheduler
+    contest.arriving[:] = [0.9, 0.3]
+    burst = "at that rate all requests came within 30 % of the run: a burst, no load that lasts; ask for more of them"
+    assert any(line.startswith(burst) for line in contest.told(better, record).splitlines())
     worse = contest.told([rate / 2 for rate in better], record).splitlines()[-1]
     assert worse.startswith("sarathi 512 does not clear the interval of ") and bootstrap(better).n == 5
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 CHUNKS, PREFIXES, DECODES, CONTEXTS = (0, 16, 64), (0, 16, 64), (0, 1, 4, 8), (0, 16, 64)
 DENSE = {"embedding": 1.0, "final_layernorm": 2.0, "layernorm": 3.0, "qkv_proj": 10.0}
+DENSE |= dict.fromkeys(("o_proj", "gate_up_proj", "act_fn", "down_proj"), 0.0)
+META = "model: tiny\narchitecture: llama\ntp_degrees: [1]\n"
 
 
 def attention(chunk: int, prefix: int, decodes: int, context: int) -> float:
@@ -29,4 +31,4 @@ def write_profile(folder: Path) -> None:
     (folder / "dense.csv").write_text("\n".join(["layer,tokens,time_us", *dense]))
     heads = [f"{name},{n},{us + n}" for name, us in (("lm_head", 100), ("sampler", 20)) for n in (1, 8)]
     (folder / "per_sequence.csv").write_text("\n".join(["layer,sequences,time_us", *heads]))
-    (folder / "meta.yaml").write_text("model: tiny\nskew_fit: {enabled: false}\n")
+    (folder / "meta.yaml").write_text(META + "skew_fit: {enabled: false}\n")

@@ -37,6 +37,8 @@ SILENT, _SILENT_OFF = frozenset(_LISTS["silent"]), frozenset(_LISTS["silent_off"
 _SILENT_AS: dict[str, list[Any]] = _LISTS["silent_as"]
 _REPLACED = ("attn_logit_softcapping", "use_bidirectional_attention", "is_encoder_decoder")
 """Fields of transformers' classes that act within the attention, in whose place stands the engine's without them."""
+COUNTED, COUNTED_FIELDS = frozenset(_LISTS["counted"]), frozenset(_LISTS["counted_fields"])
+"""Families whose layers are a sum of measured operators, and what of their config.json is counted or takes no time."""
 _READ_BY_ALL, _LLAMA = frozenset(_LISTS["read_by_all"]), frozenset(_LISTS["llama"])
 FIELDS = {
     "LlamaForCausalLM": _LLAMA | {"attention_bias", "mlp_bias"},

@@ -74,10 +74,6 @@ class ModelConfig:
     num_local_experts: Any = None
     num_experts_per_tok: Any = None
     moe_intermediate_size: Any = None
-    n_shared_experts: Any = None
-    shared_expert_intermediate_size: Any = None
-    first_k_dense_replace: Any = None
-    mlp_only_layers: Any = None
     quantization_config: Any = None
     transformers_weights: Any = None
     unread: dict[str, Any] = field(default_factory=dict)

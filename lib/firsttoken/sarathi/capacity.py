@@ -29,22 +29,27 @@ class Objective:
 @dataclass(frozen=True)
 class ClientTimes:
     """The times between tokens, to the first token and to the first step that the clients of one run saw, in
-    seconds."""
+    seconds; and the share of the run in which requests came: of a burst it is small, and a rate that lasts has near
+    1."""
 
     tbt_p99_s: float
     tbt_max_s: float
     ttft_p50_s: float
     delay_p50_s: float
+    arriving_share: float = 1.0
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> ClientTimes:
         """Compute the times from requests that are over; an answer of one token has no time between tokens."""
+        arrivals = [request.arrival_s for request in requests]
+        run_s = max(request.times_s[-1] for request in requests) - min(arrivals)
         gaps = np.concatenate([[0.0], *(np.diff(request.times_s) for request in requests)])
         return cls(
             tbt_p99_s=float(np.percentile(gaps[1:], 99)) if len(gaps) > 1 else 0.0,
             tbt_max_s=float(gaps.max()),
             ttft_p50_s=float(np.median([request.ttft_s for request in requests])),
             delay_p50_s=float(np.median([request.begun_s - request.arrival_s for request in requests])),
+            arriving_share=(max(arrivals) - min(arrivals)) / run_s if run_s else 1.0,
         )
 
     def within(self, objective: Objective) -> bool:

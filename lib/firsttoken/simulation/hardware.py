@@ -3,10 +3,10 @@ profile."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from firsttoken.assets.dense_shape import MixtureShape, model_shape
-from firsttoken.assets.manual_downloads import downloaded
+from firsttoken.assets.dense_shape import DenseShape, MixtureShape, model_shape
+from firsttoken.assets.manual_downloads import downloaded, names
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.simulation.costs.mixture_costs import layout, mixture_costs
 from firsttoken.simulation.costs.operator_costs import OperatorCosts
@@ -16,6 +16,8 @@ from firsttoken.simulation.costs.sarathi_artifact import BatchCosts
 from firsttoken.study.errors import ProfileError
 
 PUBLISHED = "yi-34b-a100"
+SHARE = "-tp2"
+"""The end of the names of pinned profiles that are of one GPU's share."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +25,10 @@ class Hardware:
     """``costs`` is one of the ``CARDS`` whose operators were measured, ``PUBLISHED``, pinned files that were brought
     (env/brought.yaml), or a folder of one's own.
 
-    On one of the ``CARDS`` a ``model`` (a name or the path of a config.json) is split over ``gpus`` of them; a mixture
-    of experts has its weights in 8 bits. Its layers and the KV blocks that fit beside its weights follow, where they
-    are not given. Else ``layers`` are those of the model, and ``blocks`` its KV blocks of 16 tokens. A decode
-    iteration, by which the paper sets its objectives (Table 3: five times as strict, 25 times as relaxed), is of
+    On one of the ``CARDS`` a ``model`` (a name or the path of a config.json) is split over ``gpus`` of them, with
+    weights as its config.json says or as ``weights``. Its layers and the KV blocks that fit beside its weights follow,
+    where they are not given. Else ``layers`` are those of the model, and ``blocks`` its KV blocks of 16 tokens. A
+    decode iteration, by which the paper sets its objectives (Table 3: five times as strict, 25 times as relaxed), is of
     ``decodes`` requests at ``context`` tokens.
     """
 
@@ -37,7 +39,7 @@ class Hardware:
     blocks: int = 0
     model: str = ""
     gpus: int = 1
-    weights: str = "bfloat16"
+    weights: str = ""
 
     def __post_init__(self) -> None:
         if (self.costs in CARDS) != bool(self.model):
@@ -53,6 +55,11 @@ class Hardware:
             raise ProfileError("hardware: layers, blocks, decodes and context must be at least 1")
 
     @property
+    def longest(self) -> int:
+        """The most tokens of a request: those of the model's context, where it states one, that the KV blocks hold."""
+        return min(self.tokens, (self._shape()[0].context if self.model else 0) or self.tokens)
+
+    @property
     def tokens(self) -> int:
         """The number of tokens that the KV blocks hold."""
         return 16 * self.blocks
@@ -62,20 +69,34 @@ class Hardware:
         """The hardware in words: whose costs they are, or which model on how many of which card."""
         if not self.model:
             return self.costs
-        bits = " in 8 bits" if isinstance(model_shape(self.model), MixtureShape) else ""
+        bits = " in 8 bits" if self._shape()[0].stored == "fp8" else ""
         return f"{self.model}{bits} on {self.gpus} {self.costs} by measured operators"
 
     def read(self) -> Costs:
         """Read the costs. Raises AssetError for files that are not there, CorpusError for those that cannot be read."""
         if self.model:
             return self._operators()
-        return BatchCosts() if self.costs == PUBLISHED else ProfiledCosts.read(downloaded(self.costs), self.layers)
+        if self.costs == PUBLISHED:
+            return BatchCosts()
+        if self.costs.endswith(SHARE):
+            raise ProfileError(
+                f"{self.costs} is one GPU's share, and what the GPUs exchange is in no profile; simulate the model by "
+                "the operators of a card (--hardware NAME --model MODEL --gpus N), whose all-reduces were measured"
+            )
+        return ProfiledCosts.read(downloaded(self.costs), self.layers, 1 if self.costs in names() else None)
 
     def _operators(self) -> OperatorCosts:
-        tables, shape = OperatorTables.read(self.costs), model_shape(self.model)
-        if isinstance(shape, MixtureShape):
-            return mixture_costs(tables, shape, *layout(self.costs, shape, self.gpus))
-        return OperatorCosts.of(tables, shape, self.gpus, weights=self.weights)
+        tables, (dense, mixture) = OperatorTables.read(self.costs), self._shape()
+        if mixture:
+            return mixture_costs(tables, mixture, *layout(self.costs, mixture, self.gpus))
+        return OperatorCosts.of(tables, dense, self.gpus, weights=dense.stored)
+
+    def _shape(self) -> tuple[DenseShape, MixtureShape | None]:
+        """The model's dense shape and, where it is one, the mixture of it; weights in the type that was asked for."""
+        shape = model_shape(self.model)
+        dense = shape.dense if isinstance(shape, MixtureShape) else shape
+        dense = replace(dense, stored=self.weights or dense.stored)
+        return dense, replace(shape, dense=dense) if isinstance(shape, MixtureShape) else None
 
     def iteration_s(self, costs: Costs) -> float:
         """The seconds of the decode iteration by which the objectives are set."""

@@ -96,7 +96,7 @@ def replayed(trace: RequestTrace, count: int, seed: int, rate_per_s: float) -> t
             (request.arrival_s - first_s) / faster,
             request.prompt_tokens,
             request.output_tokens,
-            (0,) * request.prompt_tokens,
+            trace.prompt(index),
         )
-        for request in taken
+        for index, request in enumerate(taken, begin)
     )

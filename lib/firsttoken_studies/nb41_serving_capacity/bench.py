@@ -72,26 +72,33 @@ class CapacityConfig:
 
 
 class Bench:
-    """The requests and costs on which schedulers are compared. Requests that are longer than the KV blocks are left
-    out. Where a ``trace`` is given, the requests are its own.
+    """The requests and costs on which schedulers are compared. Requests that are longer than the KV blocks or, where
+    ``extended`` is not set, than the model's context are left out; ``omitted`` says so. Where a ``trace`` is given, the
+    requests are its own, and prompts that begin alike share blocks.
 
     Raises AssetError and CorpusError for costs or lengths that are not there, or cannot be read.
     """
 
-    def __init__(self, config: CapacityConfig, hardware: Hardware, trace: RequestTrace | None = None) -> None:
-        self.config, self.hardware, self.trace = config, hardware, trace
+    def __init__(
+        self, config: CapacityConfig, hardware: Hardware, trace: RequestTrace | None = None, *, extended: bool = False
+    ) -> None:
+        self.config, self.hardware = config, hardware
         self.costs = hardware.read()
-        if trace is not None:
-            fitting = tuple(item for item in trace.items if item.total_tokens <= hardware.tokens)
-            if len(fitting) < 2:
-                raise CorpusError(
-                    f"{len(fitting)} requests of the trace fit into {hardware.tokens:,} tokens; take another"
-                )
-            self.trace = replace(trace, items=fitting)
-            self.pairs = np.array([(item.prompt_tokens, item.output_tokens) for item in fitting])
-        else:
-            pairs = lengths(config.lengths)
-            self.pairs = pairs[pairs.sum(1) <= hardware.tokens]
+        most = hardware.tokens if extended else hardware.longest
+        self.trace = trace.up_to(most) if trace else None
+        items = trace.items if trace else ()
+        pairs = (
+            np.array([(item.prompt_tokens, item.output_tokens) for item in items]) if trace else lengths(config.lengths)
+        )
+        self.pairs = pairs[pairs.sum(1) <= most]
+        self.omitted = ""
+        if count := len(pairs) - len(self.pairs):
+            limit = "the KV blocks hold" if most == hardware.tokens else "its context has"
+            self.omitted = (
+                f"{count:,} of {len(pairs):,} requests left out: each has more than the {most:,} tokens that {limit}"
+            )
+        if len(self.pairs) < 2:
+            raise CorpusError(f"{len(self.pairs)} requests fit; {self.omitted}; take another trace, or a larger card")
         self.iteration_s = hardware.iteration_s(self.costs)
 
     def requests(self, seed: int, rate: float) -> tuple[Item, ...]:
@@ -113,7 +120,9 @@ class Bench:
         with policy.judged():
             engine = Engine(
                 SimulatedExecutor(self.costs, self.hardware.blocks),
-                policy.config(objective, self.config.batch),
+                replace(
+                    policy.config(objective, self.config.batch), share_prefixes=bool(self.trace and self.trace.hashes)
+                ),
                 trace=trace,
             )
             return serve_items(engine, self.requests(seed, rate)), trace
@@ -180,7 +189,8 @@ def serving_capacity(profile: Profile, *, search: Search = search_capacity) -> O
             served, _ = bench.serve(Policy.named(scheduler), bench.objective(STRICT), seed, config.rate)
             rows.append({"what": "ablation", "seed": seed, "scheduler": scheduler} | asdict(served))
     floors = {"decode_iteration": {"value": bench.iteration_s, "unit": "s", "why": "a step that only decodes"}}
-    return Outcome(rows, floors, provenance=hardware.provenance(bench.costs))
+    omitted = {"omitted": bench.omitted} if bench.omitted else {}
+    return Outcome(rows, floors, provenance=hardware.provenance(bench.costs) | omitted)
 
 
 def capacity_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:

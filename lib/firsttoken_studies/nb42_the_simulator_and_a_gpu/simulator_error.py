@@ -154,8 +154,8 @@ def split_costs(config: TwoCardsConfig) -> tuple[dict[str, Costs], int]:
     """The costs by source, and the number of KV blocks."""
     shape, tables = SHAPES[config.model], OperatorTables.read(config.card)
     operators = OperatorCosts.of(tables, shape, config.gpus)
-    share = ProfiledCosts.read(downloaded(config.share), shape.layers)
-    one_gpu = ProfiledCosts.read(downloaded(config.whole), shape.layers)
+    share = ProfiledCosts.read(downloaded(config.share), shape.layers, config.gpus)
+    one_gpu = ProfiledCosts.read(downloaded(config.whole), shape.layers, 1)
     link = 1e9 * config.link_gbyte_s, 1e-6 * config.link_latency_us
     costs: dict[str, Costs] = {
         EXCHANGED: ExchangingCosts.of(share, tables, shape, config.gpus),

@@ -165,8 +165,9 @@ def bench_of(
     hardware: Hardware, lengths: str, requests: int, batch: int, start: float, step_s: StepSum | None = None
 ) -> Bench:
     """A card with draws of ``requests`` of ``lengths``, at most ``batch`` at once; a search begins at ``start``
-    requests a second. A step takes what a reader's ``step_s`` adds up, where there is one."""
-    bench = Bench(CapacityConfig(lengths, requests, 1, batch, start, (), (), (), 1.0), hardware)
+    requests a second. Requests may be longer than the model's context, as the paper's are. A step takes what a reader's
+    ``step_s`` adds up, where there is one."""
+    bench = Bench(CapacityConfig(lengths, requests, 1, batch, start, (), (), (), 1.0), hardware, extended=True)
     if step_s is not None:
         bench.costs = AddedCosts(hardware, bench.costs, step_s)
     return bench

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from firsttoken_studies.record.results import Result
 from firsttoken_studies.record.show import interval
 from firsttoken_studies.sarathi.leaderboard import enters, ranking
 
+LASTING = 0.5  # of a run: requests that come within less are a burst
 WORKLOAD = ("lengths", "requests", "batch", "start")  # of a capacity section: what must agree, to compare
 
 
@@ -32,6 +33,7 @@ class CapacityBenchmark:
     profile: Profile
     draws: int
     bench: Bench
+    arriving: list[float] = field(default_factory=list)  # of each draw, at its capacity: the share with arrivals
 
     @classmethod
     def of(
@@ -59,6 +61,7 @@ class CapacityBenchmark:
                     self.policy, objective, seed, lambda rate: bar.set_postfix_str(f"tried {rate:.2f} requests/s")
                 )
                 rates.append(capacity["requests_per_s"])
+                self.arriving.append(capacity.get("arriving_share", 1.0))
                 bar.update()
         return rates
 
@@ -84,7 +87,9 @@ class CapacityBenchmark:
             "objective": asdict(self.bench.objective(STRICT)),
             "requests": min(config.requests, len(trace.items)) if trace else config.requests,
             "workload": trace.description() if trace else config.lengths,
+            "omitted": self.bench.omitted,
             "capacity_by_draw": rates,
+            "arriving_share_by_draw": self.arriving,
             "capacity": bootstrap(rates).summary("requests/s"),
             "recorded": [vars(entry) for entry in ranking(record)] if same and record else None,
         }
@@ -100,9 +105,15 @@ class CapacityBenchmark:
             f"P99 between two tokens at most {1e3 * objective.tbt_s:.0f} ms, "
             f"median delay to the first step at most {objective.delay_s:g} s;",
             f"{requests:,} requests a draw {lengths}, simulated on {self.bench.hardware.description}",
+            *([self.bench.omitted] if self.bench.omitted else []),
             "",
             _line(self.policy.text, own_capacity, "this run"),
         ]
+        if (share := min(self.arriving, default=1.0)) < LASTING:
+            lines.append(
+                f"at that rate all requests came within {100 * share:.0f} % of the run: a burst, no load that lasts; "
+                "ask for more of them (--set capacity.requests=N)"
+            )
         if record is None or trace is not None or not self._same(record.parameters):
             workload_text = "this trace" if trace else f"the workload of profile {self.profile.name}"
             return "\n".join([*lines, f"nothing is recorded for {workload_text}"])
@@ -124,4 +135,5 @@ class CapacityBenchmark:
 
 def _line(name: str, entry: Mapping[str, Any], source: str) -> str:
     kind = "range" if entry.get("range") else "     "
-    return f"{interval(entry, 2):>22} {kind} requests/s  n={entry['n']}  {source:<8}  {name}"
+    number = interval(entry, 2) if entry["n"] > 1 else f"{entry['value']:.2f}"
+    return f"{number:>22} {kind} requests/s  n={entry['n']}  {source:<8}  {name}"

@@ -19,7 +19,7 @@ from firsttoken.simulation.costs.operator_tables import OperatorTables, power_be
 from firsttoken.simulation.hardware import Hardware
 from firsttoken.study.errors import ModelError, ProfileError
 
-SHAPE = MixtureShape(DenseShape(3, 4096, 512, 32, 8, 128, 32000), experts=8, active=2)
+SHAPE = MixtureShape(DenseShape(3, 4096, 512, 32, 8, 128, 32000, stored="fp8"), experts=8, active=2)
 CARD = "h200-sxm"
 
 
@@ -146,6 +146,7 @@ CONFIG = {
     "vocab_size": 32000,
     "num_experts": 8,
     "num_experts_per_tok": 2,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
 }
 
 
@@ -161,7 +162,8 @@ def test_a_config_says_whether_its_model_is_a_mixture(tmp_path):
     mixtral = {"architectures": ["MixtralForCausalLM"], "num_experts": None, "num_local_experts": 8}
     shape = model_shape(written(tmp_path, **mixtral, moe_intermediate_size=None))
     assert (shape.dense.mlp, shape.experts, shape.active) == (12288, 8, 2)
-    assert model_shape(written(tmp_path, num_experts=None)) == replace(SHAPE.dense, mlp=12288, head_norms=True)
+    dense = model_shape(written(tmp_path, num_experts=None, quantization_config=None))
+    assert dense == replace(SHAPE.dense, mlp=12288, head_norms=True, stored="bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -173,8 +175,13 @@ def test_a_config_says_whether_its_model_is_a_mixture(tmp_path):
         ),
         ({"num_experts_per_tok": 9}, "does not say how many experts"),
         ({"num_experts": "eight"}, "does not say how many experts"),
-        ({"n_shared_experts": 1}, "has n_shared_experts: no operators of such layers were measured"),
-        ({"mlp_only_layers": [0]}, "has mlp_only_layers: no operators of such layers were measured"),
+        ({"n_shared_experts": 1}, "'n_shared_experts' is 1, and what that changes is not computed here"),
+        ({"mlp_only_layers": [0]}, r"'mlp_only_layers' is \[0\], and what that changes is not computed"),
+        ({"decoder_sparse_step": 2}, "'decoder_sparse_step' is 2, and what that changes is not computed"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "products of weights in 'fp8' are not counted; known: 16 bits",
+        ),
     ],
 )
 def test_a_mixture_of_which_nothing_was_measured_is_refused(tmp_path, changed, message):
@@ -187,5 +194,12 @@ def test_a_mixture_runs_on_a_card(experts, tmp_path):
     assert hardware.layers == 3 and hardware.blocks > 0
     assert hardware.description.endswith("in 8 bits on 2 h200-sxm by measured operators")
     assert hardware.iteration_s(hardware.read()) > 0
+    half = written(tmp_path, quantization_config=None)
+    with pytest.raises(ProfileError, match="has no bfloat16 experts of 4096 x 512, 2 of 8, on 2 GPUs"):
+        Hardware(CARD, 32, 1024, model=half, gpus=2)
+    assert Hardware(CARD, 32, 1024, model=half, gpus=2, weights="fp8").blocks == hardware.blocks
+    experts([row | {"moe_dtype": "bfloat16"} for row in expert_rows()])
+    whole = Hardware(CARD, 32, 1024, model=half, gpus=2)
+    assert whole.blocks < hardware.blocks and "8 bits" not in whole.description
     with pytest.raises(ModelError, match=r"no shape is called 'qwen9'.*llama-3.1-8b.*qwen3-235b-a22b"):
         Hardware(CARD, 32, 1024, model="qwen9")

@@ -3,6 +3,7 @@ is refused in one line."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firsttoken.assets.dense_shape import SHAPES, DenseShape, dense_shape
+from firsttoken.assets.dense_shape import SHAPES, DenseShape, dense_shape, model_shape
 from firsttoken.simulation.costs import operator_tables
 from firsttoken.simulation.costs.operator_costs import OperatorCosts
 from firsttoken.simulation.costs.operator_tables import (
@@ -248,7 +249,8 @@ def test_tables_that_are_not_fetched_say_how(tmp_path, monkeypatch):
 def test_a_shape_is_that_of_its_config(tmp_path):
     config = (
         '{"architectures": ["MistralForCausalLM"], "num_hidden_layers": 32, "hidden_size": 4096, '
-        '"intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000%s}'
+        '"intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, '
+        '"max_position_embeddings": 32768, "sliding_window": null%s}'
     )
     (tmp_path / "config.json").write_text(config % "", encoding="utf-8")
     assert dense_shape(str(tmp_path)) == dense_shape(str(tmp_path / "config.json")) == SHAPES["mistral-7b"]
@@ -257,6 +259,52 @@ def test_a_shape_is_that_of_its_config(tmp_path):
         dense_shape(str(tmp_path))
     with pytest.raises(ModelError, match=r"no shape is called 'gpt-9'.*known: mistral-7b"):
         dense_shape("gpt-9")
+
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096}
+LLAMA |= {"intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+
+
+def llama(folder: Path, **changed: object) -> str:
+    (folder / "config.json").write_text(json.dumps(LLAMA | changed), encoding="utf-8")
+    return str(folder)
+
+
+def test_what_a_config_says_of_context_weights_and_head_is_counted(tmp_path):
+    shape = model_shape(llama(tmp_path, max_position_embeddings=8192, tie_word_embeddings=True))
+    assert (shape.context, shape.stored) == (8192, "bfloat16")
+    assert model_shape(llama(tmp_path)).weights - shape.weights == 4096 * 128256
+    assert model_shape(llama(tmp_path, quantization_config={"quant_method": "fp8"})).stored == "fp8"
+    window = {"use_sliding_window": False, "sliding_window": 32768}
+    assert model_shape(llama(tmp_path, architectures=["Qwen2ForCausalLM"], model_type="qwen2", **window)).layers == 32
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"architectures": ["DeepseekV2ForCausalLM"], "kv_lora_rank": 512}, "the layers of 'DeepseekV2' are not known"),
+        ({"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 128}, "the layers of 'Glm4Moe' are not known"),
+        ({"architectures": ["Ernie4_5_MoeForCausalLM"], "moe_num_experts": 64}, "the layers of 'Ernie4_5_Moe' are not"),
+        ({"architectures": ["FalconH1ForCausalLM"], "mamba_d_ssm": 3072}, "the layers of 'FalconH1' are not known"),
+        ({"architectures": ["Starcoder2ForCausalLM"]}, "the layers of 'Starcoder2' are not known"),
+        ({"architectures": ["Gemma2ForCausalLM"]}, "the layers of 'Gemma2' are not known"),
+        ({"architectures": ["OPTForCausalLM"], "intermediate_size": None, "ffn_dim": 20480}, "the layers of 'OPT'"),
+        ({"architectures": ["Llama4ForConditionalGeneration"], "num_hidden_layers": None}, "the layers of 'Llama4For"),
+        ({"architectures": ["MistralForCausalLM"]}, "'sliding_window 4096': attention to less than all tokens before"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 512}, "'sliding_window 512': attention to less"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention': attention to less than all"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "products of weights in 'gptq' are not counted"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+            "products of weights in 'fp8' in blocks are not counted",
+        ),
+        ({"kv_lora_rank": 512}, "'kv_lora_rank' is 512, and what that changes is not computed here; use another model"),
+    ],
+)
+def test_a_model_of_which_some_layer_is_not_counted_is_refused(tmp_path, changed, message):
+    with pytest.raises(ModelError, match=message) as caught:
+        model_shape(llama(tmp_path, **changed))
+    assert "\n" not in str(caught.value) and "config.json" in str(caught.value)
 
 
 @pytest.mark.parametrize(("name", "billions"), [("mistral-7b", 7.2), ("yi-34b", 34.4), ("llama-3.1-70b", 70.6)])

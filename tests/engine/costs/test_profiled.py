@@ -10,11 +10,12 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from gpu_profiles import DENSE, attention, write_profile
+from gpu_profiles import DENSE, META, attention, write_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firsttoken.simulation.costs.profiled import ProfiledCosts
+from firsttoken.simulation.hardware import Hardware
 from firsttoken.study.errors import CorpusError, ProfileError
 
 
@@ -98,7 +99,9 @@ def test_a_profile_of_several_degrees_is_read_at_one_gpu(profile: Path) -> None:
     for name in ("attention.csv", "dense.csv", "per_sequence.csv"):
         (profile / name).unlink()
     degrees = "  per_tp:\n    1:\n      n_samples: 3\n    2:\n      n_samples: 4\n"
-    (profile / "meta.yaml").write_text(f"tp_degrees: [1, 2]\nskew_fit:\n  enabled: false\n{degrees}")
+    (profile / "meta.yaml").write_text(
+        f"architecture: llama\ntp_degrees: [1, 2]\nskew_fit:\n  enabled: false\n{degrees}"
+    )
     one, same = ProfiledCosts.read(profile, 1), ProfiledCosts.read(profile / "tp1", 1)
     assert one.sha256 == same.sha256 and (one.grid == same.grid).all()
     with pytest.raises(CorpusError, match="tp2 is of 2 GPUs; a profile of several GPUs lacks the time of what they"):
@@ -147,7 +150,7 @@ def test_a_table_that_ends_on_a_stair_goes_on_as_it_rose(profile: Path, keyed: b
     dense = (profile / "dense.csv").read_text()
     (profile / "dense.csv").write_text(re.sub(r"(\w+),64,(.*)", r"\1,63,\2\n\1,64,\2", dense))
     axes = "attention_grid: {axes: [prefill_key]}\n" if keyed else ""
-    (profile / "meta.yaml").write_text(axes + "skew_fit: {enabled: false}\n")
+    (profile / "meta.yaml").write_text(META + axes + "skew_fit: {enabled: false}\n")
     costs = ProfiledCosts.read(profile, layers=2)
     for tokens in (16, 64, 100, 500, 2_000, 9_000):
         once, twice = (costs.step_s([(cached, new)], []) for new in (tokens, 2 * tokens))
@@ -168,7 +171,7 @@ def test_several_prompts_are_one_of_the_same_pairs(profile: Path) -> None:
 
 
 def test_uneven_decodes_lie_between_mean_and_longest(profile: Path) -> None:
-    (profile / "meta.yaml").write_text("skew_fit: {enabled: true}\n")
+    (profile / "meta.yaml").write_text(META + "skew_fit: {enabled: true}\n")
     head = "pc,n_label,skew_rate_label,kv_big_label,kp_label,alpha,n_samples"
     rows = ["0,n<=4,sr<=40%,kvB<=1k,kp=0,0.5,3", "0,n>4,sr>40%,kvB<=1k,kp=0,0.1,1"]
     (profile / "skew_fit.csv").write_text("\n".join([head, *rows]))
@@ -233,6 +236,25 @@ def scatter(folder: Path) -> None:
         (lambda folder: (folder / "meta.yaml").write_text("- 1"), r"meta.yaml: expected a mapping"),
         (lambda folder: (folder / "meta.yaml").write_text("skew_fit: yes\n"), r"meta.yaml: skew_fit: expected"),
         (lambda folder: (folder / "meta.yaml").write_text("attention_grid: [1]\n"), r"meta.yaml: attention_grid: "),
+        (edit("meta.yaml", "llama", "qwen3_5"), r"architecture: the layers of 'qwen3_5' are not known; known: llama, "),
+        (
+            edit("meta.yaml", "[1]", "[1, 2]"),
+            r"tp_degrees: the tables may be of more than one GPU; put those of one into",
+        ),
+        (edit("meta.yaml", "[1]", "[2]"), r"tp_degrees: the tables may be of more than one GPU"),
+        (
+            edit("dense.csv", "gate_up_proj,1,", "router,1,"),
+            r"dense.csv: router is not known; take a profile of a dense",
+        ),
+        (
+            lambda folder: (folder / "dense.csv").write_text(
+                "\n".join(row for row in (folder / "dense.csv").read_text().split() if "_proj" not in row)
+            ),
+            r"dense.csv: \w+_proj lacks; take a profile of a dense model of full attention",
+        ),
+        (lambda folder: (folder / "layers.csv").touch(), r"layers.csv: an older profiler \(v0\) wrote it"),
+        (lambda folder: (folder / "mlp.csv").touch(), r"mlp.csv: a profile of vidur is not read"),
+        (lambda folder: (folder / "linear_attention.csv").touch(), r"linear attention is not simulated"),
         (
             lambda folder: (folder / "attention.csv").write_bytes(b"\xff\xfe"),
             r"attention.csv: it is UTF-16 text",
@@ -247,11 +269,18 @@ def test_profiles_that_cannot_be_used(profile: Path, spoil: Callable[[Path], Non
 
 
 def test_buckets_that_cannot_be_read(profile: Path) -> None:
-    (profile / "meta.yaml").write_text("skew_fit: {enabled: true}\n")
+    (profile / "meta.yaml").write_text(META + "skew_fit: {enabled: true}\n")
     head = "pc,n_label,skew_rate_label,kv_big_label,kp_label,alpha,n_samples"
     (profile / "skew_fit.csv").write_text(f"{head}\n0,many,sr<=40%,kvB<=1k,kp=0,0.5,3")
     with pytest.raises(CorpusError, match=r"skew_fit.csv, line 2: 'many' is no bucket such as n<=128"):
         ProfiledCosts.read(profile, layers=1)
+
+
+def test_a_share_of_several_gpus_is_read_where_the_caller_adds_what_they_exchange(profile: Path) -> None:
+    edit("meta.yaml", "[1]", "[1, 2]")(profile)
+    assert ProfiledCosts.read(profile, 1, gpus=2).step_s([], [16]) > 0
+    with pytest.raises(ProfileError, match=r"-tp2 is one GPU's share, and what the GPUs exchange is in no profile"):
+        Hardware("rtx-pro-6000-qwen3-32b-tp2", 32, 1024, layers=64, blocks=20_000).read()
 
 
 def test_layers_and_swaps_that_a_profile_has_not(profile: Path) -> None:

@@ -32,6 +32,10 @@ BURSTGPT_2 = """Timestamp,Session ID,Elapsed time,Model,Request tokens,Response 
 5.5,17,2.5,ChatGPT,472,18,490,Conversation log
 6.0,,1.0,GPT-4,3,2,5,API log
 """
+VIDUR = """arrived_at,num_prefill_tokens,num_decode_tokens
+0.0,374,44
+4.314579,396,109
+"""
 MOONCAKE = """{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
 {"timestamp": 30535, "input_length": 6472, "output_length": 26, "hash_ids": [46, 47, 2366]}
 """
@@ -63,7 +67,7 @@ def test_a_json_list_is_read_as_its_lines_are(write, indent) -> None:
     requests = [json.loads(line) for line in MOONCAKE.splitlines()]
     requests[1]["hash_ids"] = list(range(300_000))
     listed = load_trace(write(json.dumps(requests, indent=indent), "listed.json"))
-    assert listed == load_trace(write(MOONCAKE, "lines.jsonl"))
+    assert listed.items == load_trace(write(MOONCAKE, "lines.jsonl")).items
     with pytest.raises(CorpusError, match="entry 2: input_length is 'many', no number"):
         load_trace(write(json.dumps([requests[0], requests[1] | {"input_length": "many"}])))
     with pytest.raises(CorpusError, match="it is an empty list"):
@@ -86,11 +90,12 @@ def test_utf_16_is_named(write) -> None:
         ),
         (AZURE_2024, "Azure LLM inference", (Item(0, 2162, 5), Item(0.007405, 2399, 6)), 0),
         (BURSTGPT, "BurstGPT", (Item(0, 472, 18), Item(40, 1087, 230)), 2),
+        (VIDUR, "vidur or Sarathi-Serve", (Item(0, 374, 44), Item(4.314579, 396, 109)), 0),
         (BURSTGPT_2, "BurstGPT", (Item(0, 472, 18), Item(0.5, 3, 2)), 0),
         (MOONCAKE, "Mooncake", (Item(0, 6955, 52), Item(3.053, 6472, 26)), 0),
         (BAILIAN, "Alibaba Bailian", (Item(0, 40, 9), Item(20.386, 60, 8)), 0),
     ],
-    ids=["azure-2023", "azure-2024", "burstgpt", "burstgpt-2", "mooncake", "bailian"],
+    ids=["azure-2023", "azure-2024", "burstgpt", "vidur", "burstgpt-2", "mooncake", "bailian"],
 )
 def test_each_published_format(write, text, name, items, dropped):
     path = write(text)
@@ -99,6 +104,17 @@ def test_each_published_format(write, text, name, items, dropped):
     assert load_trace(str(path)).items == items
     for other in (text.replace("\n", "\r\n"), "\ufeff" + text, text.rstrip("\n"), text.replace("\n", "\n\n")):
         assert load_trace(write(other)).items == items, "line ends, byte order marks and empty lines change nothing"
+
+
+def test_prompts_begin_alike_as_far_as_their_hashes_do(write):
+    trace = load_trace(write(MOONCAKE))
+    first, second = trace.prompt(0), trace.prompt(1)
+    assert (len(first), len(second)) == (6955, 6472)
+    assert first[:1024] == second[:1024] == (46,) * 512 + (47,) * 512 and first[1024] != second[1024]
+    assert first[3 * 512] != second[3 * 512], "what no hash covers is each prompt's own"
+    assert trace.up_to(6500).hashes == trace.hashes[1:] and load_trace(write(VIDUR)).prompt(0) == (0,) * 374
+    with pytest.raises(CorpusError, match=r"line 1: hash_ids is \['a'\], no list of whole numbers"):
+        load_trace(write(lines(1000, hash_ids=["a"])))
 
 
 def lines(time, count=4, **fields) -> str:
@@ -122,7 +138,9 @@ def test_bailians_times_are_seconds_however_they_are_written(write, time, start)
     trace = load_trace(write("\n".join(map(json.dumps, shuffled))))
     assert (trace.format, trace.unit, trace.span_s) == ("Alibaba Bailian", "s", 60.0)
     assert [item.prompt_tokens for item in trace.items] == [50, 51, 52, 53]
-    assert trace.description() == "a trace of Alibaba Bailian, times in s: 4 requests over 60 s"
+    assert trace.description().startswith(
+        "a trace of Alibaba Bailian, times in s: 4 requests over 60 s; prompts that b"
+    )
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ MIXTURE_CARDS = ("h100-sxm", "h200-sxm", "b200-sxm")
 _COLUMNS = ("moe_dtype", "hidden_size", "inter_size", "topk", "num_experts")
 _SPLIT, _SPREAD, _TOKENS, _ROUTING = "moe_tp_size", "moe_ep_size", "num_tokens", "distribution"
 _NUMBER_BYTES = 2
-_WEIGHTS, _PRODUCTS = "fp8_block", "fp8"  # types of the tables: of the experts, and of the products around attention
+_EXPERTS = {"fp8": "fp8_block", "bfloat16": "bfloat16"}
+"""The tables' type of experts, by that of the weights, which the products around attention are of."""
 
 
 def layout(card: str, shape: MixtureShape, gpus: int) -> tuple[int, int]:
@@ -47,22 +48,22 @@ def mixture_costs(
     """The costs of ``shape`` on ``split`` x ``spread`` of the card of ``tables``, and attention split over all of them.
 
     Each expert is split over ``split`` GPUs, and the experts are spread over ``spread``.
-    The experts are of ``_WEIGHTS``, the two products around attention of ``_PRODUCTS``; keys and values, head and
-    router take 16 bits. The tables' products of ``fp8_block`` take 90 to 270 microseconds each, whatever their size,
+    Experts and the two products around attention are of the type that ``shape`` says; keys and values, head and router
+    take 16 bits. The tables' products of ``fp8_block`` take 90 to 270 microseconds each, whatever their size,
     which is the time to launch their kernels one by one; a server launches them as one graph, so that ``fp8`` is taken,
     with as many bytes. Raises ProfileError for a card, a type, a layout or a routing that no table has, and
     what ``OperatorCosts.of`` raises.
     """
     gpus, dense = split * spread, shape.dense
     experts = experts_s(tables.card, shape, split, spread, routing)
-    around = OperatorCosts.of(tables, shape.as_dense, gpus, weights=_PRODUCTS)  # its MLP is taken out again below
+    around = OperatorCosts.of(tables, shape.as_dense, gpus, weights=dense.stored)  # its MLP is taken out again below
     tokens = np.arange(1, MOST_TOKENS + 1, dtype=float)
     heads, kv_heads = dense.heads // gpus, max(dense.kv_heads // gpus, 1)
     queries, kv = heads * dense.head_dim, 2 * kv_heads * dense.head_dim
     layer, beyond = power_between(tokens, experts), []
     for dtype, n, k in (
-        (_PRODUCTS, queries + kv, dense.hidden),
-        (_PRODUCTS, dense.hidden, queries),
+        (dense.stored, queries + kv, dense.hidden),
+        (dense.stored, dense.hidden, queries),
         ("bfloat16", shape.experts, dense.hidden),
     ):
         curve, wide = tables.product(dtype, n, k)
@@ -70,8 +71,8 @@ def mixture_costs(
         beyond += [f"products of {n} x {k}"] * wide
     if gpus > 1:
         layer = layer + 2 * power_between(tokens * dense.hidden * _NUMBER_BYTES, tables.all_reduce(gpus))
-    moved = [4 * dense.hidden, 4 * dense.hidden, 2 * (queries + kv), 2 * kv, 1.5 * queries, 2 * shape.experts]
-    moved += [2 * (queries + kv)] * dense.head_norms
+    moved = [4 * dense.hidden, 4 * dense.hidden, 2 * (queries + kv), 2 * kv, 2 * shape.experts]
+    moved += [2 * (queries + kv)] * dense.head_norms + [1.5 * queries] * (dense.stored != "bfloat16")
     layer = layer + _NUMBER_BYTES * sum(moved) * tokens / tables.memory_bytes_s + len(moved) * tables.kernel_s
     beyond += [named for named in around.beyond if named.startswith("the head")]
     return replace(around, once=np.concatenate([[0.0], dense.layers * layer]), beyond=tuple(beyond))
@@ -97,7 +98,8 @@ def _measured(card: str, shape: MixtureShape) -> tuple[dict[str, np.ndarray], np
     """The table of ``card``, and which of its rows are of experts of this shape. ProfileError for another card."""
     if card not in MIXTURE_CARDS:
         raise ProfileError(f"no experts of {card!r} are pinned; known: {', '.join(MIXTURE_CARDS)}")
-    table, wanted = _experts(card), (_WEIGHTS, shape.dense.hidden, shape.dense.mlp, shape.active, shape.experts)
+    dense, table = shape.dense, _experts(card)
+    wanted = (_EXPERTS.get(dense.stored, dense.stored), dense.hidden, dense.mlp, shape.active, shape.experts)
     return table, np.logical_and.reduce([table[name] == value for name, value in zip(_COLUMNS, wanted, strict=True)])
 
 
@@ -109,8 +111,9 @@ def _layouts(card: str, shape: MixtureShape) -> list[tuple[int, int]]:
 
 def _unmeasured(card: str, shape: MixtureShape, how: str) -> str:
     layouts = ", ".join(f"{split} x {spread}" for split, spread in _layouts(card, shape)) or "none"
+    dtype = _EXPERTS.get(shape.dense.stored, shape.dense.stored)
     return (
-        f"{card} has no {_WEIGHTS} experts of {shape.dense.hidden} x {shape.dense.mlp}, {shape.active} of "
+        f"{card} has no {dtype} experts of {shape.dense.hidden} x {shape.dense.mlp}, {shape.active} of "
         f"{shape.experts}, {how}; measured for these: {layouts}"
     )
 

@@ -5,6 +5,7 @@ prefix, the decoding requests and their context), ``dense.csv`` (every other ope
 ``per_sequence.csv`` (head and sampler, by the sequences), ``meta.yaml``, and ``skew_fit.csv`` where uneven decode
 batches were measured too. The tables lie in the folder itself, or in its ``tp1`` (one GPU). Those of more GPUs are not
 read: what the GPUs exchange is in no profile. Nor is a mixture of experts: its layers take as long as its routing says.
+What a profile is of is known by a list: the architecture in ``meta.yaml``, and the operators of a layer.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from firsttoken.engine.costs.cost_model import Costs, follow, line_through
 from firsttoken.simulation.costs.tables import MEND, number, rows
 from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.parsing.csv_text import columns, numbered
-from firsttoken.study.parsing.parse_errors import ParseError, errors_as
+from firsttoken.study.parsing.parse_errors import ParseError, errors_as, shown
 from firsttoken.study.parsing.schema import parse_as
 from firsttoken.study.parsing.yaml_text import read_yaml
 
@@ -178,6 +179,15 @@ def _end(path: Path, line: int, label: str) -> float:
 ONCE, TWICE = frozenset({"embedding", "final_layernorm"}), frozenset({"layernorm"})  # of a pass, and of a layer
 MOST_TOKENS = 1 << 14  # tokens of a batch that the tables are kept for; beyond it they go on as they end
 _DEGREE = re.compile(r"tp\d+")  # the folder of the tables for so many GPUs
+_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+_LAYER = frozenset({"qkv_proj", "o_proj", "gate_up_proj", "act_fn", "down_proj"}) | TWICE
+_KNOWN = _LAYER | ONCE | {"rotary_emb", "qk_norm"}
+_OTHERS = {  # a file that others lay beside or in place of the tables, and what it says
+    "moe.csv": "a mixture of experts is not simulated; take a profile of a dense model",
+    "linear_attention.csv": "linear attention is not simulated; take a profile of full attention",
+    "layers.csv": "an older profiler (v0) wrote it, whose tables are not read; profile it again",
+    "mlp.csv": "a profile of vidur is not read; take one of LLMServingSim",
+}
 _MORE_GPUS = "a profile of several GPUs lacks the time of what they exchange: take one of tp1"
 
 
@@ -203,8 +213,9 @@ class ProfiledCosts(Costs):
     sha256: str  # of the files read
 
     @classmethod
-    def read(cls, folder: str | Path, layers: int) -> ProfiledCosts:
-        """The profile in ``folder``, for ``layers`` layers.
+    def read(cls, folder: str | Path, layers: int, gpus: int | None = None) -> ProfiledCosts:
+        """The profile in ``folder``, for ``layers`` layers; of one of ``gpus``, where neither its name nor meta.yaml
+        says of how many. What several exchange is the caller's to add.
 
         Raises CorpusError naming file, line and mend for a file or column that is missing, a value that is no number
         or negative, a point that is there twice or out of order, a grid with a hole that nothing beside it fills, and
@@ -215,8 +226,22 @@ class ProfiledCosts(Costs):
         folder, tables = _located(Path(folder).expanduser())
         with errors_as(folder / "meta.yaml", CorpusError, MEND):
             meta = parse_as(_Meta, read_yaml(folder / "meta.yaml"), others=True)
+            if meta.architecture not in _ARCHITECTURES:
+                known = ", ".join(_ARCHITECTURES)
+                raise ParseError(
+                    f"architecture: the layers of {shown(meta.architecture)} are not known; known: {known}"
+                )
+            if not gpus and tables.name != "tp1" and meta.tp_degrees != (1,):
+                raise ParseError(
+                    "tp_degrees: the tables may be of more than one GPU; put those of one into a folder tp1"
+                )
         dense = _by_layer(tables / "dense.csv", "tokens")
         heads = _by_layer(tables / "per_sequence.csv", "sequences")
+        if differing := dense.keys() - _KNOWN | _LAYER - dense.keys():
+            which = "is not known" if min(differing) in dense else "lacks"
+            raise CorpusError(
+                f"{tables / 'dense.csv'}: {min(differing)} {which}; take a profile of a dense model of full attention"
+            )
         axes, grid = attention_grid(tables / "attention.csv")
         per_pass = sum(_line(dense[name], MOST_TOKENS) for name in sorted(ONCE & dense.keys()))
         of_layers = {name: points for name, points in dense.items() if name not in ONCE}
@@ -327,10 +352,8 @@ def _located(folder: Path) -> tuple[Path, Path]:
         raise CorpusError(f"{folder} has {', '.join(degrees)} and no tp1; {_MORE_GPUS}")
     if _DEGREE.fullmatch(tables.name) and tables.name != "tp1":
         raise CorpusError(f"{tables} is of {tables.name[2:]} GPUs; {_MORE_GPUS}")
-    if (tables / "moe.csv").exists():
-        raise CorpusError(
-            f"{tables / 'moe.csv'}: a mixture of experts is not simulated; take a profile of a dense model"
-        )
+    if name := next((name for name in _OTHERS if (tables / name).exists()), ""):
+        raise CorpusError(f"{tables / name}: {_OTHERS[name]}")
     if (tables / "attention.csv").exists():
         with errors_as(tables / "attention.csv", CorpusError, MEND):
             if {"prefill_chunk_size", "is_prefill"} & set(columns(*next(numbered(tables / "attention.csv"), (1, "")))):
@@ -351,6 +374,8 @@ class _SkewFit:
 
 @dataclass(frozen=True)
 class _Meta:
+    architecture: str = ""
+    tp_degrees: tuple[int, ...] = ()
     skew_fit: _SkewFit | None = None
     attention_grid: dict[str, Any] | None = None
 

@@ -1,4 +1,5 @@
-"""Arrival traces of real services as their authors publish them: Azure, BurstGPT, Alibaba Bailian and Mooncake.
+"""Arrival traces of real services as their authors publish them: Azure, BurstGPT, Alibaba Bailian and Mooncake, and
+the form of vidur and Sarathi-Serve.
 
 A format is known by fields that no other has, and the unit of its times with it. Where that leaves a doubt, the reader
 asks: a trace in seconds that is read as milliseconds is a load a thousand times too high.
@@ -9,7 +10,7 @@ from __future__ import annotations
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
@@ -30,12 +31,32 @@ UNITS = {"s": 1.0, "ms": 1e-3}
 
 @dataclass(frozen=True)
 class RequestTrace:
-    """A trace as read, its times in ``unit``; ``dropped`` requests had no prompt or no answer (BurstGPT: failures)."""
+    """A trace as read, its times in ``unit``; ``dropped`` requests had no prompt or no answer (BurstGPT: failures).
+
+    ``hashes`` are those of each prompt's blocks of ``block_tokens``, where the trace says which were there before.
+    """
 
     format: str
     items: tuple[Item, ...]
     dropped: int
     unit: str
+    hashes: tuple[tuple[int, ...], ...] = ()
+    block_tokens: int = 0
+
+    def prompt(self, index: int) -> tuple[int, ...]:
+        """Token ids of request ``index``: two prompts begin alike as far as their ``hashes`` do, and what no hash
+        covers is their own."""
+        length = self.items[index].prompt_tokens
+        if not self.hashes:
+            return (0,) * length
+        hashed = [number for number in self.hashes[index] for _ in range(self.block_tokens)][:length]
+        return (*hashed, *(-1 - index,) * (length - len(hashed)))
+
+    def up_to(self, tokens: int) -> RequestTrace:
+        """The trace without requests of more than ``tokens``."""
+        fitting = [index for index, item in enumerate(self.items) if item.total_tokens <= tokens]
+        hashes = tuple(self.hashes[index] for index in fitting) if self.hashes else ()
+        return replace(self, items=tuple(self.items[index] for index in fitting), hashes=hashes)
 
     @property
     def span_s(self) -> float:
@@ -46,7 +67,9 @@ class RequestTrace:
         """Describe what was read on one line: the format, the unit of its times, how many requests, over how long."""
         times = "clock times" if self.unit == "clock" else f"times in {self.unit}"
         omitted = f" ({self.dropped} without a prompt or an answer left out)" if self.dropped else ""
-        return f"a trace of {self.format}, {times}: {len(self.items):,} requests{omitted} over {self.span_s:,.6g} s"
+        alike = "; prompts that begin alike share blocks of the cache" if self.hashes else ""
+        requests = f"{len(self.items):,} requests{omitted}"
+        return f"a trace of {self.format}, {times}: {requests} over {self.span_s:,.6g} s{alike}"
 
 
 @dataclass(frozen=True)
@@ -67,6 +90,7 @@ class _Format:
     own: tuple[str, ...] = ()
     longest_s: float = _YEAR_S
     most_per_s: float = 1e4
+    block_tokens: int = 0  # of each of a request's hash_ids
 
     @property
     def columns(self) -> tuple[str, str, str]:
@@ -98,10 +122,11 @@ _AZURE = _Format("Azure LLM inference", "TIMESTAMP", "ContextTokens", "Generated
 # release 2.0 has two more columns (Session ID, Elapsed time): columns are found by name
 _BURSTGPT = _Format("BurstGPT", "Timestamp", "Request tokens", "Response tokens", "s", _since)
 _JSON = ("timestamp", "input_length", "output_length")
+_VIDUR = _Format("vidur or Sarathi-Serve", "arrived_at", "num_prefill_tokens", "num_decode_tokens", "s", _since)
 # two hours, 6 to 12 requests a second
-_BAILIAN = _Format("Alibaba Bailian", *_JSON, "s", _since, ("chat_id", "parent_chat_id", "turn"), _WEEK_S, 1e3)
+_BAILIAN = _Format("Alibaba Bailian", *_JSON, "s", _since, ("chat_id", "parent_chat_id", "turn"), _WEEK_S, 1e3, 16)
 # an hour, 3 to 7 requests a second; whole milliseconds
-_MOONCAKE = _Format("Mooncake", *_JSON, "ms", _since, ("hash_ids",), _WEEK_S, 50.0)
+_MOONCAKE = _Format("Mooncake", *_JSON, "ms", _since, ("hash_ids",), _WEEK_S, 50.0, 512)
 _UNNAMED = _Format("no published format", *_JSON, "", _since)
 
 
@@ -117,14 +142,14 @@ def load_trace(path: str | Path, unit: str | None = None) -> RequestTrace:
     path = paths.expanded(path)
     if unit not in (None, *UNITS):
         raise CorpusError(f"{path.name}: times are in {' or '.join(UNITS)}, not in {unit!r}")
-    rows: list[tuple[float, int, int]] = []
+    rows: list[tuple[float, int, int, tuple[int, ...]]] = []
     dropped = 0
     with errors_as(path, CorpusError, "mend the line, or download the file again"), closing(numbered(path)) as lines:
         shape, values = _json_rows(_json_list(path)) if _is_list(path) else _opened(lines)
         for location, row in values:
-            time, prompt, output = _parsed(location, shape, row)
+            time, prompt, output = _parsed(location, shape, row[:3])
             if prompt and output:
-                rows.append((time, prompt, output))
+                rows.append((time, prompt, output, _hashes(location, shape, row[3:])))
             else:
                 dropped += 1
     if not rows:
@@ -132,14 +157,15 @@ def load_trace(path: str | Path, unit: str | None = None) -> RequestTrace:
     rows.sort(key=lambda row: row[0])
     start = rows[0][0]
     if unit is None:
-        if doubt := _doubt(shape, [time for time, _, _ in rows]):
+        if doubt := _doubt(shape, [time for time, *_ in rows]):
             raise CorpusError(f"{path}: {doubt}; are they seconds or milliseconds? say unit s or ms (--arrivals-unit)")
         unit = shape.unit
     elif shape.unit == "clock":
         raise CorpusError(f"{path}: times of {shape.name} are clock times and have no unit; leave it out")
     second = UNITS.get(unit, 1.0)
-    items = tuple(Item(round((time - start) * second, 6), prompt, output) for time, prompt, output in rows)
-    return RequestTrace(shape.name, items, dropped, unit)
+    items = tuple(Item(round((time - start) * second, 6), prompt, output) for time, prompt, output, _ in rows)
+    hashes = tuple(row[3] for row in rows) if any(row[3] for row in rows) else ()
+    return RequestTrace(shape.name, items, dropped, unit, hashes, shape.block_tokens)
 
 
 def _doubt(shape: _Format, times: list[float]) -> str | None:
@@ -172,12 +198,13 @@ def _opened(lines: Lines) -> tuple[_Format, Iterator[tuple[str, list[Any]]]]:
         return _json_rows(_json_objects(chain([first], lines)))
     number, header = first
     names = columns(number, header)
-    shape = max((_AZURE, _BURSTGPT), key=lambda candidate: len({*candidate.columns} & {*names}))
+    shape = max((_AZURE, _BURSTGPT, _VIDUR), key=lambda candidate: len({*candidate.columns} & {*names}))
     missing = [name for name in shape.columns if name not in names]
     if len(missing) == len(shape.columns):
         raise ParseError(
             f"line {number}: no trace format has the header {header[:80]!r}; known are CSV of Azure LLM inference "
-            "(TIMESTAMP, ...) and BurstGPT (Timestamp, ...), and JSON lines of Alibaba Bailian and Mooncake"
+            "(TIMESTAMP, ...), BurstGPT (Timestamp, ...) and vidur (arrived_at, ...), and JSON lines of Alibaba "
+            "Bailian and Mooncake"
         )
     if missing:
         raise ParseError(f"line {number}: the header lacks {', '.join(missing)}, which a trace of {shape.name} has")
@@ -196,7 +223,7 @@ def _json_rows(requests: Iterator[tuple[str, dict[str, Any]]]) -> tuple[_Format,
                 raise ParseError(f"{location}: it lacks {', '.join(missing)}, which a line of {shape.name} has")
             if (other := _json_format(row)) is not shape:
                 raise ParseError(f"{location}: it is a line of {other.name}, and those before are of {shape.name}")
-            yield location, [row[name] for name in shape.columns]
+            yield location, [row[name] for name in shape.columns] + ([row["hash_ids"]] if "hash_ids" in row else [])
 
     return shape, values()
 
@@ -228,6 +255,15 @@ def _json_list(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _json_format(row: dict[str, Any]) -> _Format:
     """Bailian's lines also have the field by which Mooncake's are known."""
     return next((shape for shape in (_BAILIAN, _MOONCAKE) if any(name in row for name in shape.own)), _UNNAMED)
+
+
+def _hashes(location: str, shape: _Format, rest: list[Any]) -> tuple[int, ...]:
+    """The hashes of a request's blocks; none where its line has none. Raises ParseError for other things."""
+    if not rest or not shape.block_tokens:
+        return ()
+    if not isinstance(rest[0], list) or any(type(number) is not int or number < 0 for number in rest[0]):
+        raise ParseError(f"{location}: hash_ids is {shown(rest[0])}, no list of whole numbers from 0 on")
+    return tuple(rest[0])
 
 
 def _parsed(location: str, shape: _Format, row: list[Any]) -> tuple[float, int, int]:
