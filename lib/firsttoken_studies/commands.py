@@ -253,7 +253,7 @@ def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     seeds = "how many draws of the requests to search (default: as many as the profile has)"
     added.add_argument("--seeds", type=int, metavar="N", help=seeds)
     replayed = (
-        "replay the requests of a trace: CSV of Azure or BurstGPT, JSON lines of Alibaba Bailian or Mooncake"
+        "replay the requests of a trace: CSV of Azure, BurstGPT or vidur, JSON lines of Alibaba Bailian or Mooncake"
         " (default: random arrivals, with the lengths of the profile)"
     )
     added.add_argument("--arrivals", type=Path, metavar="FILE", help=replayed)

@@ -158,7 +158,14 @@ def test_an_all_reduce_takes_the_faster_of_two_kernels(tables):
         (lambda tables: tables.attention(GENERATION, 16, 2, 16, "bfloat16"), r"measured for these: 1, 2, 4, 8 heads"),
         (lambda tables: tables.attention(CONTEXT, 4, 2, 128, "bfloat16"), r"128 wide"),
         (lambda tables: tables.all_reduce(8), r"no all-reduce of 8 GPUs; measured: 2, 4"),
-        (lambda tables: OperatorCosts.of(tables, SHAPE, 3), r"4 heads and an MLP of 128 cannot be split over 3 GPUs"),
+        (
+            lambda tables: OperatorCosts.of(tables, SHAPE, 3),
+            r"4 heads, 2 of keys and values, and an MLP of 128 cannot be",
+        ),
+        (
+            lambda tables: OperatorCosts.of(tables, replace(SHAPE, heads=8, kv_heads=6), 4),
+            r"8 heads, 6 of keys and values, and an MLP of 128 cannot be split over 4 GPUs",
+        ),
         (lambda tables: OperatorCosts.of(tables, SHAPE, kv="int4"), r"no operators of bfloat16 weights over a int4"),
         (
             lambda tables: OperatorCosts.of(tables, replace(SHAPE, layers=10**6)),

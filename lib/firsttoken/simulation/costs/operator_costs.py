@@ -68,8 +68,9 @@ class OperatorCosts(Costs):
         Raises ProfileError for heads that cannot be split over so many GPUs, a number of GPUs, a type or heads that no
         table has, and a model that does not fit.
         """
-        if shape.heads % gpus or shape.mlp % gpus:
-            raise ProfileError(f"{shape.heads} heads and an MLP of {shape.mlp} cannot be split over {gpus} GPUs")
+        if shape.heads % gpus or shape.mlp % gpus or (shape.kv_heads % gpus and gpus % shape.kv_heads):
+            split = f"{shape.heads} heads, {shape.kv_heads} of keys and values, and an MLP of {shape.mlp}"
+            raise ProfileError(f"{split} cannot be split over {gpus} GPUs")
         if kv not in _BYTES or weights not in _BYTES:
             raise ProfileError(f"no operators of {weights} weights over a {kv} cache; known: {', '.join(_BYTES)}")
         heads, kv_heads = shape.heads // gpus, max(shape.kv_heads // gpus, 1)
