@@ -53,7 +53,8 @@ def test_the_command_says_what_it_replays(bailian: Path, capsys) -> None:
     assert f"{bailian}: a trace of Alibaba Bailian, times in s: 200 requests over" in said
     assert "32 requests a draw of a trace of Alibaba Bailian, times in s: 198 requests over" in said
     assert "2 of 200 requests left out: each has more than the 128,000 tokens that the KV blocks hold" in said
-    assert "n=2  this run  sarathi 512\nnothing is recorded for this trace" in said
+    assert "n=2  this run  sarathi 512\nat that rate all requests came within" in said, "32 of them are a burst"
+    assert said.endswith("\nnothing is recorded for this trace\n")
     assert "lengths of" not in said
 
 

@@ -98,9 +98,9 @@ def check_counted(path: Path) -> None:
             )
         # transformers' class of Mistral has a window where config.json leaves it out
         window = content.get("sliding_window", 4096 if family == "Mistral" else None)
-        whole = content.get("use_sliding_window") is False or window == content.get("max_position_embeddings")
+        full = content.get("use_sliding_window") is False or window == content.get("max_position_embeddings")
         part = [kind for kind in content.get("layer_types") or () if kind != FULL]
-        if part or (window and not whole):
+        if part or (window and not full):
             kind = part[0] if part else f"sliding_window {window}"
             raise ParseError(f"{shown(kind)}: attention to less than all tokens before is not counted")
         if weights := content.get("quantization_config"):

@@ -227,9 +227,9 @@ class ProfiledCosts(Costs):
         with errors_as(folder / "meta.yaml", CorpusError, MEND):
             meta = parse_as(_Meta, read_yaml(folder / "meta.yaml"), others=True)
             if meta.architecture not in _ARCHITECTURES:
-                known = ", ".join(_ARCHITECTURES)
                 raise ParseError(
-                    f"architecture: the layers of {shown(meta.architecture)} are not known; known: {known}"
+                    f"architecture: the layers of {shown(meta.architecture)} are not known; known: "
+                    f"{', '.join(_ARCHITECTURES)}"
                 )
             if not gpus and tables.name != "tp1" and meta.tp_degrees != (1,):
                 raise ParseError(

@@ -25,6 +25,7 @@ from firsttoken.study.parsing.parse_errors import ParseError, errors_as, regular
 
 _MOST = 1e15  # a time in ms; tokens have a limit of their own
 _MOST_TOKENS = 10**8
+_OWN = 1 << 61  # token ids from here on are those that no hash covers
 _WEEK_S, _YEAR_S = 7 * 86_400.0, 366 * 86_400.0
 UNITS = {"s": 1.0, "ms": 1e-3}
 
@@ -50,7 +51,7 @@ class RequestTrace:
         if not self.hashes:
             return (0,) * length
         hashed = [number for number in self.hashes[index] for _ in range(self.block_tokens)][:length]
-        return (*hashed, *(-1 - index,) * (length - len(hashed)))
+        return (*hashed, *(_OWN + index,) * (length - len(hashed)))
 
     def up_to(self, tokens: int) -> RequestTrace:
         """The trace without requests of more than ``tokens``."""
@@ -261,8 +262,8 @@ def _hashes(location: str, shape: _Format, rest: list[Any]) -> tuple[int, ...]:
     """The hashes of a request's blocks; none where its line has none. Raises ParseError for other things."""
     if not rest or not shape.block_tokens:
         return ()
-    if not isinstance(rest[0], list) or any(type(number) is not int or number < 0 for number in rest[0]):
-        raise ParseError(f"{location}: hash_ids is {shown(rest[0])}, no list of whole numbers from 0 on")
+    if not isinstance(rest[0], list) or any(type(number) is not int or not 0 <= number < _OWN for number in rest[0]):
+        raise ParseError(f"{location}: hash_ids is {shown(rest[0])}, no list of whole numbers from 0 to 2**61")
     return tuple(rest[0])
 
 
