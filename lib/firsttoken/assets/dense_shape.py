@@ -53,6 +53,8 @@ SHAPES = {
     "qwen3-32b": DenseShape(64, 5120, 25600, 64, 8, 128, 151936, head_norms=True, context=40960),
 }
 _MEND = "use a model whose layers are known"
+_QUANTISED = ("hf_quant_config.json", "quantize_config.json")
+"""Files of tools that say beside a config.json that its weights are quantised."""
 _ABSENT: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": [], "n_shared_experts": 0}
 """Values with which a key of a mixture says that all layers have routed experts and no others."""
 
@@ -103,6 +105,8 @@ def check_counted(path: Path) -> None:
         if part or (window and not full):
             kind = part[0] if part else f"sliding_window {window}"
             raise ParseError(f"{shown(kind)}: attention to less than all tokens before is not counted")
+        if beside := [name for name in _QUANTISED if (path.parent / name).exists()]:
+            raise ParseError(f"{beside[0]} beside it says that its weights are quantised, which is not counted")
         if weights := content.get("quantization_config"):
             type_of = weights if isinstance(weights, Mapping) else {}
             method, blocks = type_of.get("quant_method"), type_of.get("weight_block_size")

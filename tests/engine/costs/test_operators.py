@@ -312,6 +312,10 @@ def test_a_model_of_which_some_layer_is_not_counted_is_refused(tmp_path, changed
     with pytest.raises(ModelError, match=message) as caught:
         model_shape(llama(tmp_path, **changed))
     assert "\n" not in str(caught.value) and "config.json" in str(caught.value)
+    model = llama(tmp_path)
+    (tmp_path / "hf_quant_config.json").touch()
+    with pytest.raises(ModelError, match=r"hf_quant_config.json beside it says that its weights are quantised"):
+        model_shape(model)
 
 
 @pytest.mark.parametrize(("name", "billions"), [("mistral-7b", 7.2), ("yi-34b", 34.4), ("llama-3.1-70b", 70.6)])
