@@ -7,7 +7,7 @@ import pytest
 from firsttoken.assets.lock import pinned
 from firsttoken.study.errors import CorpusError
 from firsttoken_studies import choice_tasks
-from firsttoken_studies.choice_tasks import TASKS, ChoiceItem, choice_items
+from firsttoken_studies.choice_tasks import LIKELIEST, TASKS, ChoiceItem, choice_items
 
 ROWS = {
     "hellaswag": (
@@ -22,6 +22,7 @@ ROWS = {
             ("Baking: A cake. The oven is hot. The baker",) * 4, ("waits a bit.", "runs.", "sings.", "eats."), 2
         ),
     ),
+    "lambada": ({"text": "He saw the", "word": "signs"}, ChoiceItem(("He saw the",) * 2, ("signs", LIKELIEST), 0)),
     "winogrande": (
         {"sentence": "Ann saw Bo, so _ waved.", "option1": "Ann", "option2": "Bo", "answer": "1"},
         ChoiceItem(("Ann saw Bo, so Ann", "Ann saw Bo, so Bo"), ("waved.", "waved."), 0),
@@ -48,6 +49,7 @@ def test_a_row_is_the_question_of_the_harness(task):
 def test_the_first_questions_are_the_first_of_more(task, monkeypatch):
     made = [ChoiceItem((f"c{i}",) * 2, ("a", "b"), i % 2) for i in range(20)]
     monkeypatch.setattr(choice_tasks, "arrow_rows", lambda name: made)
+    monkeypatch.setattr(choice_tasks, "last_words", lambda: made)
     monkeypatch.setitem(TASKS, task, choice_tasks.ChoiceTask("", TASKS[task].file, 20, lambda row: row, by_length=True))
     few, all_of_them = choice_items(task, 5), choice_items(task, 20)
     assert few == all_of_them[:5]
@@ -61,4 +63,4 @@ def test_what_is_not_there_is_refused_in_one_line(task, count):
 
 
 def test_every_file_is_pinned():
-    assert all(pinned(task.file).bytes > 100_000 for task in TASKS.values())
+    assert all(pinned(task.file).bytes > 100_000 for task in TASKS.values() if task.file)

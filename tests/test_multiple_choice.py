@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from byte_tokenizers import a_token_a_byte
-from torch import nn
 
 from firsttoken.assets.models import load_model
-from firsttoken.engine.linear8 import Linear8
 from firsttoken.progressiveserve.passlayer import pass_layers
+from firsttoken.study import paths, timing
 from firsttoken.study.errors import CorpusError, ProfileError
-from firsttoken_studies.choice_tasks import ChoiceItem
+from firsttoken_studies import multiple_choice
+from firsttoken_studies.choice_tasks import LIKELIEST, ChoiceItem
 from firsttoken_studies.multiple_choice import ChoiceTasksConfig, accuracy_summary, choices, option_losses
-from firsttoken_studies.nb51_eight_bits.eight_bits_tasks import DequantizedLinear8
 
 ITEMS = [
     ChoiceItem(("one context",) * 4, ("a", "an ending", "another longer ending", "b c"), 2),
@@ -41,24 +40,58 @@ def test_options_packed_into_a_row_have_the_losses_of_options_alone(batch, missi
         assert losses == pytest.approx([alone(model, tokenizer, *pair) for pair in pairs], abs=1e-4)
 
 
+def numbers(text: str) -> dict[str, list[int]]:
+    """A tokenizer whose words are the numbers of tokens."""
+    return {"input_ids": [int(word) for word in text.split()]}
+
+
+def test_a_last_word_is_right_just_where_greedy_decoding_gives_it():
+    """Texts of unlike length share a batch. The nats of a right word are the very number of the likeliest tokens'."""
+    model, items = load_model("random:tiny-6", seed=3).model, []
+    for context in ("5 9 3", "1 2 3 4 5 6 7 8 9 10 11", "7"):
+        word: list[int] = []
+        for _ in range(3):
+            with torch.inference_mode():
+                said = model(torch.tensor([numbers(context)["input_ids"] + word])).logits[0, -1]
+            wrong = " ".join(map(str, [*word, int(said.argmin())]))
+            word.append(int(said.argmax()))
+            items += [ChoiceItem((context,) * 2, (text, LIKELIEST), 0) for text in (" ".join(map(str, word)), wrong)]
+    losses = option_losses(model, numbers, items, 4)
+    assert all(ours == likeliest for ours, likeliest in losses[::2])
+    assert choices(model, numbers, items, 4, by_length=False) == [0, 1] * 9
+
+
+def test_a_run_that_was_cut_off_goes_on_at_its_part(monkeypatch, tmp_path):
+    """Nothing is asked twice of the same weights and variant; others are asked, and the time of both runs counts."""
+    monkeypatch.setattr(paths, "CACHE", tmp_path)
+    monkeypatch.setattr(multiple_choice, "_PART", 2)
+    monkeypatch.setattr(multiple_choice, "choice_items", lambda task, count: (ITEMS * 2)[:count])
+    asked: list[int] = []
+
+    def answer(model: object, tokenizer: object, items: list[ChoiceItem], *_: object) -> list[int]:
+        asked.append(len(items))
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return [item.answer for item in items]
+
+    monkeypatch.setattr(multiple_choice, "choices", answer)
+    config = ChoiceTasksConfig(("sciq 5",), 2)
+    with pytest.raises(KeyboardInterrupt):
+        config.chosen("plain", None, None, weights="a")
+    with timing.count_resumed() as resumed:
+        rows = config.chosen("plain", None, None, weights="a")
+    assert asked == [2, 2, 1, 1] and rows == [{"task": "sciq", "variant": "plain", "chosen": [2, 0, 1, 2, 0]}]
+    assert sum(resumed) != 0
+    assert config.chosen("plain", None, None, weights="a") == rows and len(asked) == 4
+    for variant, weights in (("other", "a"), ("plain", "b"), ("plain", "")):
+        config.chosen(variant, None, None, weights=weights)
+    assert len(asked) == 13
+
+
 def test_the_length_counts_only_where_it_is_asked_for(monkeypatch):
     monkeypatch.setattr("firsttoken_studies.multiple_choice.option_losses", lambda *_: [[3.0, 4.0]])
     item = [ChoiceItem(("c",) * 2, ("a", "abcdefgh"), 1)]
     assert (choices(None, None, item, 1, by_length=False), choices(None, None, item, 1, by_length=True)) == ([0], [1])
-
-
-def test_the_product_of_stored_values_is_llm_int8s():
-    """Within 1e-5 of the product's own size: the codes are the same, only the sums are float32's."""
-    draw = torch.Generator().manual_seed(0)
-    linear = nn.Linear(96, 64)
-    linear.weight.data, linear.bias.data = torch.randn(64, 96, generator=draw), torch.randn(64, generator=draw)
-    x = torch.randn(5, 7, 96, generator=draw)
-    x[2, 3, 10] = 40.0  # an outlier, which would set the step of its token
-    small = Linear8.of(linear)
-    with torch.no_grad():
-        mixed, plain, exact = small(x), DequantizedLinear8(small)(x), linear(x)
-    assert (mixed - plain).abs().max() < 1e-5 * exact.abs().max()
-    assert (mixed - exact).abs().max() > 100 * (mixed - plain).abs().max()  # and both are rounded
 
 
 def test_the_mean_over_tasks_counts_each_task_alike():

@@ -19,7 +19,6 @@ IMPORTING = 17  # percent of a room's lines that import
 LONGEST = 400  # lines of a file; a study that would be longer is measured in one and drawn in another
 SHORTER_THAN_60 = 43  # files of the library, which is a concept that hardly deserves one
 NEIGHBOURS = {  # modules that only one neighbour imports, and why they are no part of it
-    "firsttoken.assets.question_sets": "more than 400 lines together",
     "firsttoken.droidspeak.tiers": "more than 400 lines together",
     "firsttoken.options": "more than 400 lines together",
     "firsttoken.petals.announcer": "more than 400 lines together",

@@ -1,8 +1,8 @@
-"""Multiple-choice tasks as the LM Evaluation Harness asks them: HellaSwag, WinoGrande, ARC-Easy, SciQ.
+"""Tasks as the LM Evaluation Harness asks them: HellaSwag, LAMBADA, WinoGrande, ARC-Easy, SciQ.
 
-PETALS states the accuracy of 8-bit weights on the first two (Table 1). The option whose text the model finds likeliest
-behind its context is its answer; nothing is generated. The order is a fixed shuffle, of which any beginning is a fair
-sample.
+PETALS states the accuracy of 8-bit weights on the first three (Table 1). The option whose text the model finds
+likeliest behind its context is its answer; nothing is generated. The order is a fixed shuffle, of which any beginning
+is a fair sample.
 """
 
 import hashlib
@@ -12,15 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from firsttoken.assets.qa_files import arrow_rows
+from firsttoken.assets.question_sets import last_words
 from firsttoken.study.errors import CorpusError
 from firsttoken.study.parsing.schema import unknown
+
+LIKELIEST = "\0"  # a continuation: the tokens that the model finds likeliest where those of the first option stand
 
 
 @dataclass(frozen=True)
 class ChoiceItem:
     """A question: the text of option i is ``continuations[i]`` behind ``contexts[i]``, and option ``answer`` is right.
 
-    The options of HellaSwag share one context; those of WinoGrande share the continuation and differ before it.
+    The options of HellaSwag share one context; those of WinoGrande share the continuation and differ before it. LAMBADA
+    has the last word of a text and ``LIKELIEST``: as likely as that is the word only where greedy decoding gives it.
     """
 
     contexts: tuple[str, ...]
@@ -30,7 +34,7 @@ class ChoiceItem:
 
 @dataclass(frozen=True)
 class ChoiceTask:
-    """A pinned file with its number of questions, and how one of its rows is read.
+    """A pinned file ("" for ``last_words``) with its number of questions, and how one of its rows is read.
 
     ``by_length``: the options differ in length, so that accuracy is stated by likelihood a byte (the harness calls it
     acc_norm).
@@ -49,7 +53,8 @@ def choice_items(task: str, count: int) -> list[ChoiceItem]:
     Raises CorpusError for an unknown task or where it has fewer, AssetError when its file is not fetched.
     """
     check_count(task, count)
-    items = [TASKS[task].read(row) for row in arrow_rows(TASKS[task].file)]
+    rows = arrow_rows(TASKS[task].file) if TASKS[task].file else last_words()
+    items = [TASKS[task].read(row) for row in rows]
     return sorted(items, key=_digest)[:count]
 
 
@@ -77,6 +82,10 @@ def _plain(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
+def _lambada(row: dict[str, Any]) -> ChoiceItem:
+    return ChoiceItem((row["text"],) * 2, (row["word"], LIKELIEST), 0)
+
+
 def _winogrande(row: dict[str, Any]) -> ChoiceItem:
     before, _, after = row["sentence"].partition("_")
     return ChoiceItem((before + row["option1"], before + row["option2"]), (after.strip(),) * 2, int(row["answer"]) - 1)
@@ -94,6 +103,7 @@ def _sciq(row: dict[str, Any]) -> ChoiceItem:
 
 TASKS = {
     "hellaswag": ChoiceTask("HellaSwag", "hellaswag-validation.arrow", 10_042, _hellaswag, by_length=True),
+    "lambada": ChoiceTask("LAMBADA", "", 5_153, _lambada, by_length=False),
     "winogrande": ChoiceTask("WinoGrande", "winogrande-xl-validation.arrow", 1_267, _winogrande, by_length=False),
     "arc_easy": ChoiceTask("ARC-Easy", "arc-easy-validation.arrow", 570, _arc, by_length=True),
     "sciq": ChoiceTask("SciQ", "sciq-validation.arrow", 1_000, _sciq, by_length=True),

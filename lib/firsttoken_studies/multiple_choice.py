@@ -6,10 +6,12 @@ chose, in the order of the task, and one row a task the right ones.
 
 from __future__ import annotations
 
+import hashlib
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, TypeAlias
 
 import numpy as np
@@ -18,17 +20,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from firsttoken.assets.qa_files import kept_rows
+from firsttoken.study import timing
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.parsing.schema import non_empty
 from firsttoken.study.progress import track
 from firsttoken.study.stats import bootstrap, paired_bootstrap
 from firsttoken.study.summary import Scalar, Summary
-from firsttoken_studies.choice_tasks import TASKS, ChoiceItem, check_count, choice_items
+from firsttoken_studies.choice_tasks import LIKELIEST, TASKS, ChoiceItem, check_count, choice_items
 from firsttoken_studies.record.results import Rows
 
 Choose: TypeAlias = Callable[[Sequence[float], Sequence[int]], int]
 """The nats of each option of a question, and its bytes or 1 -> the number of the option that is taken."""
 _TASK = re.compile(r"(\w+) ([1-9]\d{0,5})")
+_PART = 128  # questions whose options are kept together: three minutes of half a billion parameters on two cores
+_CHOOSING = "choices 1"  # another name when what is kept is made in another way
 
 
 def likeliest(nats: Sequence[float], sizes: Sequence[int]) -> int:
@@ -67,17 +73,34 @@ class ChoiceTasksConfig:
         return [{"task": task, "right": [item.answer for item in items]} for task, items in self.items.items()]
 
     def chosen(
-        self, variant: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, choose: Choose = likeliest
+        self,
+        variant: str,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        choose: Choose = likeliest,
+        weights: str = "",
     ) -> Rows:
-        """One row a task: the options that ``variant`` is taken to ``choose``."""
-        return [
-            {
-                "task": task,
-                "variant": variant,
-                "chosen": choices(model, tokenizer, items, self.batch, TASKS[task].by_length, choose),
-            }
-            for task, items in self.items.items()
-        ]
+        """One row a task: the options that ``variant`` is taken to ``choose``.
+
+        With the sha256 of the ``weights`` they are kept part by part, so that a run that was cut off goes on there.
+        """
+        rows: Rows = []
+        for task, items in self.items.items():
+            chosen = list[int]()
+            for first in range(0, len(items), _PART):
+                part = items[first : first + _PART]
+                make = partial(choices, model, tokenizer, part, self.batch, TASKS[task].by_length, choose)
+                chosen += _kept((_CHOOSING, weights, variant, task, part), make) if weights else make()
+            rows.append({"task": task, "variant": variant, "chosen": chosen})
+        return rows
+
+
+def _kept(key: object, make: Callable[[], list[int]]) -> list[int]:
+    """Return what ``make`` gives, or gave to an earlier run with this ``key``."""
+    start, name = time.perf_counter(), hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+    (row,) = kept_rows(f"choices-{name}", lambda: [{"chosen": make(), "seconds": time.perf_counter() - start}])
+    timing.add_resumed(row["seconds"] - (time.perf_counter() - start))  # nothing where it was made now
+    return row["chosen"]
 
 
 def accuracy_summary(rows: Rows, places: Mapping[str, dict[str, Scalar]], baseline: str) -> Summary:
@@ -143,7 +166,7 @@ class _PackedOptions:
     A token has a position, and sees its own segment and the segment ``before`` it. The four endings of HellaSwag share
     a context of some 50 tokens: 170 tokens a question instead of 319 (mean of 500).
 
-    ``scored`` are the places of each option: where its tokens are foretold, and the tokens.
+    ``scored`` are the places of each option: where its tokens are foretold, and the tokens, none for ``LIKELIEST``.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -156,6 +179,9 @@ class _PackedOptions:
     def of(cls, item: ChoiceItem, tokenizer: PreTrainedTokenizerBase) -> _PackedOptions:
         packed, contexts = cls(), dict[tuple[int, ...], tuple[int, int]]()
         for context, continuation in zip(item.contexts, item.continuations, strict=True):
+            if continuation == LIKELIEST:
+                packed.scored.append((packed.scored[0][0], []))
+                continue
             context_ids = tokenizer(context)["input_ids"]
             continuation_ids = tokenizer(f"{context} {continuation}")["input_ids"][len(context_ids) :]
             key = tuple(context_ids)
@@ -192,15 +218,24 @@ def _losses(model: PreTrainedModel, rows: Sequence[_PackedOptions]) -> list[list
         ids[row_index, :size], positions[row_index, :size] = torch.tensor(row.ids), torch.tensor(row.positions)
         mask[row_index, :size, :size] = row.seen()
     hidden = torch.zeros(mask.shape, dtype=model.dtype).masked_fill(~mask, torch.finfo(model.dtype).min)[:, None]
-    logits = model(
-        ids.to(device), attention_mask=hidden.to(device), position_ids=positions.to(device), use_cache=False
-    ).logits
+    pairs = dict.fromkeys((i, token) for i, row in enumerate(rows) for tokens, _ in row.scored for token in tokens)
+    index = tuple(torch.tensor(list(pairs), device=device).T)
+    # the head of 151,936 tokens is a quarter of the work of half a billion parameters, and half of the tokens need none
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: (args[0][index],))
+    try:
+        logits = model(
+            ids.to(device), attention_mask=hidden.to(device), position_ids=positions.to(device), use_cache=False
+        ).logits
+    finally:
+        hook.remove()
+    by_pair = dict(zip(pairs, logits.float(), strict=True))
     return [
-        [
-            F.cross_entropy(
-                logits[row_index, places].float(), torch.tensor(answer_ids, device=device), reduction="sum"
-            ).item()
-            for places, answer_ids in row.scored
-        ]
-        for row_index, row in enumerate(rows)
+        [_nats(torch.stack([by_pair[i, token] for token in tokens]), answer_ids) for tokens, answer_ids in row.scored]
+        for i, row in enumerate(rows)
     ]
+
+
+def _nats(logits: Tensor, ids: Sequence[int]) -> float:
+    """The nats of the tokens ``ids``, or of the likeliest ones, by the ``logits`` [tokens, vocabulary]."""
+    tokens = torch.tensor(ids, device=logits.device) if ids else logits.argmax(-1)
+    return F.cross_entropy(logits, tokens, reduction="sum").item()

@@ -15,7 +15,7 @@ import yaml
 from firsttoken.assets import question_sets
 from firsttoken.assets.corpora import load_qa
 from firsttoken.assets.qa_files import QAItem, read_qa
-from firsttoken.assets.question_sets import SETS, question_set
+from firsttoken.assets.question_sets import SETS, last_words, question_set
 from firsttoken.study import paths
 from firsttoken.study.errors import AssetError, CorpusError
 
@@ -37,6 +37,7 @@ DOCS: dict[str, dict[str, Any]] = {
         **{"question_id": "q1", "title": "T", "abstract": "An abstract.", "full_text": PAPER},
         **{"question": "Is it?", "answer": "No"},
     },
+    "lambada": {"query": "He saw the", "answers_text": ["signs"]},
 }
 FILES = {*DOCS, *(f"math-{part}" for part in ("counting-and-probability", "geometry", "intermediate-algebra"))}
 FILES |= {"math-number-theory", "math-prealgebra", "math-precalculus"}
@@ -80,6 +81,13 @@ def test_each_set_is_read(kept) -> None:
             QAItem("q1", "T\nAn abstract.\nData\nWe read.\nAll of it.\nMore.", "Is it?", ("No",), ("Yes", "No"), 1)
         ],
     }
+    assert last_words() == [{"text": "He saw the", "word": "signs"}]
+
+
+def test_a_text_without_a_last_word_is_refused_with_its_line(kept) -> None:
+    kept(lambada=[DOCS["lambada"], {"query": "He saw the", "answers_text": [" "]}])
+    with pytest.raises(CorpusError, match=r"line 2: doc\.answers_text\[0\] is no word"):
+        last_words()
 
 
 def test_the_splits_of_a_set(kept) -> None:
@@ -143,3 +151,4 @@ def test_the_pinned_sets_hold_what_the_page_says() -> None:
         pytest.skip("`firsttoken fetch questions` brings them")
     sizes = {"squad": 1000, "coqa": 7983, "drop": 1000, "jeopardy": 2116, "nq-open": 1000, "gsm8k": 1319}
     assert {name: len(question_set(name)) for name in SETS} == sizes | {"math": 5000, "qasper": 319}
+    assert len(last_words()) == 5153

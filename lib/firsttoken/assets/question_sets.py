@@ -26,6 +26,11 @@ def question_set(name: str) -> list[QAItem]:
     return list(_items(name))
 
 
+def last_words() -> list[dict[str, str]]:
+    """LAMBADA: each ``text``, and the ``word`` that ends it, which only the whole text foretells. Raises as above."""
+    return _read("lambada", _last_word)
+
+
 @cache
 def _items(name: str) -> tuple[QAItem, ...]:
     files, read = SETS[name]
@@ -113,6 +118,13 @@ def _math(name: str, doc: dict[str, Any]) -> QAItem:
 
 def _closed(name: str, doc: dict[str, Any], question: str, *answers: str) -> QAItem:
     return QAItem(f"{name}-{parse_as(int, doc.get('index'), 'doc.index')}", "", question.strip(), distinct(answers))
+
+
+def _last_word(doc: dict[str, Any]) -> dict[str, str]:
+    word = _text(doc, "answers_text", 0).strip()
+    if not word:
+        raise ParseError("doc.answers_text[0] is no word")
+    return {"text": _text(doc, "query"), "word": word}
 
 
 def _qasper(_: str, doc: dict[str, Any]) -> QAItem:

@@ -29,7 +29,7 @@ from firsttoken.study.stats import bootstrap, share
 from firsttoken.study.summary import Summary
 from firsttoken.study.timing import Stopwatch
 from firsttoken_studies.petals.chain_costs import decode_step
-from firsttoken_studies.record.overlay import name_results, over
+from firsttoken_studies.record.overlay import DrawnResult, name_results, over
 from firsttoken_studies.record.plot import COLOURS, panels
 from firsttoken_studies.record.results import Outcome, Result, Rows, Table, frame_of, rows_where
 from firsttoken_studies.record.schematic import Schematic
@@ -39,18 +39,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-PLAIN, STATES, EVERY, WEIGHTS, TOGETHER, BOTH = (
-    "plain",
-    "states",
-    "states_every_layer",
-    "weights",
-    "weights_outliers_among_the_rest",
-    "both",
-)
+PLAIN, STATES, EVERY, BOTH = "plain", "states", "states_every_layer", "both"
+WEIGHTS, TOGETHER = "weights", "weights_outliers_among_the_rest"
 INPUTS_KEPT, SERVED = "weights_inputs_kept", "weights_inputs_kept_and_states"
 WHOLE = "16_bits"
 STEPS = {WHOLE: None, "8_bits": THRESHOLD, "8_bits_inputs_kept": UNROUNDED}
 """What a step is timed of, and the threshold of its products in 8 bits."""
+PREFILL = "prefill"
 
 Wire: TypeAlias = Callable[[Tensor], tuple[Tensor, int]]  # states as the next server gets them, and the bytes sent
 Product: TypeAlias = Callable[..., Tensor]  # (x [tokens, in], weight [out, in], threshold) -> [tokens, out]
@@ -89,7 +84,7 @@ def replace_products(model: nn.Module, make: Callable[[Linear8], nn.Module]) -> 
 class EightBitsConfig:
     """Perplexity over ``windows`` of ``window_tokens`` tokens, ``batch`` at once; states cross the wire before and
     after each of ``servers`` equal spans. A step is timed ``repeats`` times for each of ``batches`` requests of
-    ``context`` tokens, 16 bits and both products of 8 in turns."""
+    ``context`` tokens, and their prompts' prefill for each of ``prefills``, 16 bits and both products of 8 in turns."""
 
     windows: int
     window_tokens: int
@@ -98,6 +93,7 @@ class EightBitsConfig:
     batches: tuple[int, ...]
     context: int
     repeats: int
+    prefills: tuple[int, ...] = ()
 
     def needs(self) -> list[Need]:
         """Require a text that holds the windows, and a model with the spans and the context."""
@@ -139,9 +135,7 @@ def _quality(
     if mixed_product is not None:
         replace_products(small, partial(ProductOfCell, mixed_product))
         replace_products(together, partial(ProductOfCell, partial(mixed_product, threshold=math.inf)))
-    small_inputs, kept_inputs = (
-        [*layers_of(variant_model), variant_model.model.norm] for variant_model in (small, served)
-    )
+    small_inputs, served_inputs = ([*layers_of(module), module.model.norm] for module in (small, served))
     counted = [0, 0]
     variants: list[tuple[str, nn.Module, Sequence[nn.Module]]] = [
         (PLAIN, model, ()),
@@ -151,19 +145,15 @@ def _quality(
         (TOGETHER, together, ()),
         (BOTH, small, [small_inputs[index] for index in (*spans, depth)]),
         (INPUTS_KEPT, served, ()),
-        (SERVED, served, [kept_inputs[index] for index in (*spans, depth)]),
+        (SERVED, served, [served_inputs[index] for index in (*spans, depth)]),
     ]
     rows: Rows = []
     for variant, module, crossed in track(variants, desc="quality"):
         crossing = partial(_crossing, wire)
-        hooks = [variant_model.register_forward_pre_hook(crossing, with_kwargs=True) for variant_model in crossed]
+        hooks = [layer.register_forward_pre_hook(crossing, with_kwargs=True) for layer in crossed]
         if variant == WEIGHTS:
-            linears = [
-                variant_model
-                for variant_model in module.modules()
-                if isinstance(variant_model, Linear8 | ProductOfCell)
-            ]
-            hooks += [variant_model.register_forward_pre_hook(_counter(counted)) for variant_model in linears]
+            linears = [layer for layer in module.modules() if isinstance(layer, Linear8 | ProductOfCell)]
+            hooks += [linear.register_forward_pre_hook(_counter(counted)) for linear in linears]
         losses, best = _losses(module, windows, config.batch)
         for hook in hooks:
             hook.remove()
@@ -229,14 +219,18 @@ def _steps(model: nn.Module, windows: Tensor, config: EightBitsConfig) -> Rows:
         fuse(timed[name])  # as servers run them
     text = windows.flatten()
     rows: Rows = []
-    for batch in config.batches:
+    for case, batch in [*product(["step"], config.batches), *product([PREFILL], config.prefills)]:
         wanted = batch * (config.context + 1)
         ids = text.repeat(-(-wanted // len(text)))[:wanted].view(batch, -1)
-        steps = {name: decode_step(variant_model, ids) for name, variant_model in timed.items()}
+        prompts = ids[:, :-1]
+        steps = {
+            name: decode_step(variant_model, ids) if case == "step" else partial(variant_model.model, prompts)
+            for name, variant_model in timed.items()
+        }
         for repeat, (name, step) in product(range(-1, config.repeats), steps.items()):  # the first only warms up
             with Stopwatch(ids.device) as watch:
                 step()
-            row = {"what": "step", "of": name, "batch": batch, "repeat": repeat, "seconds": watch.seconds}
+            row = {"what": case, "of": name, "batch": batch, "repeat": repeat, "seconds": watch.seconds}
             rows += [row] if repeat >= 0 else []
     return rows
 
@@ -255,15 +249,18 @@ def eight_bits_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     summary.add("outliers_pct", share(outliers["outliers"], outliers["values"]).summary("%", 100))
     for row in rows_where(rows, what="bytes"):
         summary.add("bytes_x", {"value": row["bytes8"] / row["bytes16"], "unit": "x"}, variant=row["of"], than=WHOLE)
-    for batch, steps in frame_of(rows, what="step").groupby("batch", sort=False):
+    timed = frame_of([row for row in rows if row["what"] in ("step", PREFILL)])
+    for (case, batch), steps in timed.groupby(["what", "batch"], sort=False):
         by_name = {name: step_rows.seconds.to_numpy() for name, step_rows in steps.groupby("of", sort=False)}
+        tokens = batch * (parameters["eight_bits"]["context"] if case == PREFILL else 1)
+        labels = {"batch": batch} | ({"case": PREFILL} if case == PREFILL else {})
         for name, seconds in by_name.items():
-            rate = bootstrap(seconds, lambda sample, n=batch: float(n / np.median(sample)))
-            summary.add("tokens_per_s", rate.summary("tokens/s"), variant=name, batch=batch)
+            rate = bootstrap(seconds, lambda sample, n=tokens: float(n / np.median(sample)))
+            summary.add("tokens_per_s", rate.summary("tokens/s"), variant=name, **labels)
             if name != WHOLE:
                 pairs = np.array([seconds, by_name[WHOLE]]).T
                 ratio = bootstrap(pairs, lambda sample: float(100 * (np.divide(*np.median(sample, 0)) - 1)))
-                summary.add("slower_pct", ratio.summary("%"), variant=name, batch=batch, than=WHOLE)
+                summary.add("slower_pct", ratio.summary("%"), variant=name, than=WHOLE, **labels)
     return summary
 
 
@@ -334,13 +331,19 @@ def model_title(result: Result) -> str:
     return "SmolLM2-135M" if model == PINNED else model
 
 
-def table_1_rows(recorded: Result | None, now: Result) -> Table:
-    """Table 1's rows, and those of the model here below them: perplexity where the paper has accuracy."""
+def by_model(recorded: Result | None, now: Result, able: Result | None) -> list[tuple[str, DrawnResult]]:
+    """Return the results of the model of ``now`` and that of an ``able`` one, each with its model's name."""
+    second = [] if able is None else [DrawnResult(able, own=False)]
+    return [(model_title(shown.result), shown) for shown in (*over(recorded, now), *second)]
+
+
+def table_1_rows(recorded: Result | None, now: Result, able: Result | None = None) -> Table:
+    """Table 1's rows, and those of the models here below them: perplexity where the paper has accuracy."""
     for model, pair in _PAPER.items():
         for bits, accuracy in zip((16, 8), pair, strict=True):
             yield {"model": f"{model}, paper", "bits": bits, "accuracy, average of 3 tasks, %": accuracy}
-    for shown in over(recorded, now):
-        summary, named = shown.result.summary, f"{model_title(shown.result)}, {shown.who()}"
+    for model, shown in by_model(recorded, now, able):
+        summary, named = shown.result.summary, f"{model}, {shown.who()}"
         plain = summary.of("perplexity", variant=PLAIN)
         yield {"model": named, "bits": 16, "perplexity": interval(plain, 2)}
         for variant, name in VARIANTS.items():
@@ -353,20 +356,23 @@ def table_1_rows(recorded: Result | None, now: Result) -> Table:
                 yield row
 
 
-def speed_rows(recorded: Result | None, now: Result) -> Table:
+def speed_rows(recorded: Result | None, now: Result, able: Result | None = None) -> Table:
     """Tokens a second of all layers in 16 bits and by both products of 8, how much slower these are, by requests."""
     paper = {1: "5", 8: "negligible", 32: "negligible"}
-    for shown in over(recorded, now):
+    for model, shown in by_model(recorded, now, able):
         if shown.library is not None:  # whose steps are the library's, too
             continue
-        summary = shown.result.summary
-        for batch, name in product(shown.result.parameters["eight_bits"]["batches"], STEP_NAMES):
+        for entry in shown.result.summary.all("tokens_per_s"):
+            labels = entry["where"]
+            in_paper = labels["variant"] == "8_bits" and "case" not in labels
             yield {
-                "requests": batch,
-                "weights": STEP_NAMES[name],
-                "tokens/s": interval(summary.of("tokens_per_s", variant=name, batch=batch), 1),
-                "slower, %": interval(summary.get("slower_pct", variant=name, batch=batch, than=WHOLE), 1),
-                "slower in the paper, %": paper.get(batch, "") if name == "8_bits" else "",
+                "requests": labels["batch"],
+                "of": labels.get("case", "a step"),
+                "weights": STEP_NAMES[labels["variant"]],
+                "tokens/s": interval(entry, 1),
+                "slower, %": interval(shown.result.summary.get("slower_pct", **labels, than=WHOLE), 1),
+                "slower in the paper, %": paper.get(labels["batch"], "") if in_paper else "",
+                "model": model,
                 "whose": shown.who(),
             }
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # the command line names experiments without what they comput
     from firsttoken_studies.record.results import Outcome, Result, Rows
 
 EVERY_PROFILE = ("quick", "review", "full", "gpu", "paper")
-LONG = ("full", "gpu", "paper")  # training runs: half an hour and more on a CPU
+LONG = ("full", "gpu", "paper", "tasks")  # training runs: half an hour and more on a CPU
 
 
 @dataclass(frozen=True)
